@@ -12,8 +12,9 @@ import typer
 
 from compress import __version__
 from pipelines.commands.completion import run_names, stage_names
-from pipelines.terminal import fast_imports
 from pipelines.terminal.console import (
+    current_mode,
+    fast_imports,
     get_prompter,
     notify,
     print_report,
@@ -21,7 +22,6 @@ from pipelines.terminal.console import (
     run_app,
     wrap_command,
 )
-from pipelines.terminal.output_mode import current_mode
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -107,12 +107,12 @@ def run(
     dry_run: Annotated[bool, typer.Option(help="Show what would run, and run nothing.")] = False,
 ) -> None:
     """Run a pipeline; write the report and the artifacts."""
-    with fast_imports.enabled():
+    with fast_imports():
         from pipelines.api import Pipeline
         from pipelines.executors.launched import joined_processes
     with joined_processes(file):
         pipeline = Pipeline.from_yaml(file)  # refused before torch is imported
-        with fast_imports.enabled():
+        with fast_imports():
             from pipelines.config.run_options import RunOptions
             from pipelines.runner.run import preview_run
             from pipelines.terminal.progress_bars import show_progress
@@ -149,7 +149,7 @@ app.command(hidden=True)(wrap_command(join, COMMON_OPTIONS))
 @command
 def check(file: PipelineFile, quick: Quick = False) -> None:
     """Refuse what can be refused without running a stage."""
-    with fast_imports.enabled():
+    with fast_imports():
         from pipelines.commands.check import check_pipeline
 
     found = check_pipeline(file, models=not quick)
@@ -295,7 +295,7 @@ def serve(
     report: Annotated[Path | None, typer.Option(help="The run's report.json.")] = None,
 ) -> None:
     """Answer over HTTP until a signal; a .mar by TorchServe."""
-    with fast_imports.enabled():
+    with fast_imports():
         from pipelines.config import registry  # noqa: F401 - importing it makes every kind known
         from serve.http.options import Limits, Options
         from serve.serve_command import serve_artifact

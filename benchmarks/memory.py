@@ -1,20 +1,15 @@
 """Memory of the trainer: `python benchmarks/memory.py`.
 
 Prints the peak of loading a transformer of 151 million parameters onto two ranks of FSDP, whole on
-each rank and without weights first; and what a forward pass of smaller layers leaves in memory for
-the backward pass under each setting of activation checkpointing.
+each rank and without weights first.
 """
 
 import os
 import tempfile
 from pathlib import Path
 
-import torch
 import torch.multiprocessing as mp
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.recipe import Recipe
@@ -24,7 +19,6 @@ from compress.training.config.parallel import Parallel
 from compress.training.config.training import Training
 from compress.training.distributed.base import process_group
 from compress.training.distributed.fsdp import FSDPStrategy
-from compress.training.optim.activation_checkpoint import checkpoint_activations_
 
 HERE = Path(__file__).parent
 WIDTH, DEPTH = 1024, 12
@@ -85,49 +79,5 @@ def loading() -> None:
         print(f"  {way:24} {max(found) / weights:5.2f} of the weights a rank  ({each})")
 
 
-class Made(TorchDispatchMode):
-    """Remembers the memory of every result, without keeping it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.storages = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                reference = StorageWeakRef(storage)
-                self.storages[reference.cdata] = reference, storage.nbytes()
-        return result
-
-
-def activations() -> None:
-    x, gradients, whole = torch.randn(16, 64, 256), [], 0.0
-    print("results of a forward pass that wait for the backward pass (16 x 64 tokens, 6 layers)")
-    for setting in ("none", 2, "selective", "full"):
-        torch.manual_seed(0)
-        layers = [nn.TransformerEncoderLayer(256, 4, batch_first=True) for _ in range(6)]
-        module = nn.Sequential(*layers)
-        checkpoint_activations_(module, Training(epochs=1, activation_checkpointing=setting))
-        given = {t.untyped_storage()._cdata for t in (x, *module.parameters())}
-        with Made() as made:
-            loss = module(x).square().mean()
-        kept = [
-            size
-            for cdata, (reference, size) in made.storages.items()
-            if cdata not in given and not reference.expired()
-        ]
-        loss.backward()
-        gradients.append(torch.cat([p.grad.flatten() for p in module.parameters()]))
-        whole = whole or sum(kept)
-        same = torch.equal(gradients[0], gradients[-1])
-        print(
-            f"  {setting!s:24} {sum(kept) / whole:5.2f}  ({sum(kept) / MEBIBYTE:.1f} MiB; ", end=""
-        )
-        print(f"gradients {'equal to the last bit' if same else 'differ'})")
-
-
 if __name__ == "__main__":
-    activations()
     loading()

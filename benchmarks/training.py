@@ -1,7 +1,7 @@
 """Benchmarks of the trainer on this machine: `python benchmarks/training.py [PART ...]`.
 
-Parts: speed, memory, communication, agreement; all by default. Each prints a table. Speeds are
-ratios of times measured in turn within one run; each process has one thread.
+Parts: loops, speed, memory, communication, agreement; all by default. Each prints a table. Speeds
+are ratios of times measured in turn within one run; each process has one thread.
 """
 
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is imported
 
-PARTS = ("speed", "memory", "communication", "agreement")
+PARTS = ("loops", "speed", "memory", "communication", "agreement")
 
 
 def main(names: list[str]) -> None:

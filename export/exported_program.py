@@ -9,6 +9,7 @@ from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.common.errors import ArtifactInvalid, StageFailed
 from compress.core.stage import Stage
+from export.parity.stored_parity import ComparesStoredFile
 
 if TYPE_CHECKING:
     from compress.core.context import Context
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class ExportProgram(Stage[EagerModel, GraphModel]):
+class ExportProgram(ComparesStoredFile, Stage[EagerModel, GraphModel]):
     """Write the traced graph with its weights as one `.pt2` file, checked against its source.
 
     It is portable: tied to no processor, and read with `torch.export.load` without the model's code
@@ -47,9 +48,3 @@ class ExportProgram(Stage[EagerModel, GraphModel]):
         operators = sum(node.op == "call_function" for node in program.graph.nodes)
         logger.info("%s: %d operators", self.title, operators)
         return GraphModel.from_directory(context.root)
-
-    def check_parity(self, model: EagerModel, artifact: GraphModel, context: Context) -> None:
-        """Compare a graph from an earlier run with its source, on the data of this one."""
-        from export.parity.compare import check_stored_parity
-
-        check_stored_parity(model, artifact, context)

@@ -108,11 +108,7 @@ def statement_of(
 
 
 def signed(statement: bytes, key_file: Path) -> bytes:
-    """Sign a statement; return the DSSE envelope with one signature.
-
-    Args:
-        statement: the statement.
-        key_file: a private Ed25519 key, PEM, not encrypted.
+    """Sign a statement with a private Ed25519 key (PEM, not encrypted); return the DSSE envelope.
 
     Raises:
         PipelineInvalid: the file holds no such key.
@@ -137,16 +133,21 @@ def pae(payload_type: str, payload: bytes) -> bytes:
 def read_attestation(file: Path, key_file: Path | None) -> Attestation:
     """Read an attestation: a DSSE envelope, or an unsigned Statement.
 
-    Args:
-        file: the attestation.
-        key_file: a public Ed25519 key, PEM; if given, a valid signature of that key is required.
+    With a public Ed25519 key (PEM), a valid signature of that key is required.
 
     Raises:
         ArtifactInvalid: it is no attestation, or not signed by the key.
         PipelineInvalid: the file holds no such key.
         Unavailable: the library for signatures is not installed.
     """
-    content = _load_json(file)
+    try:
+        with open_regular(file) as stream:  # a pipe or a device could hold it up, or have no end
+            data = stream.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise ArtifactInvalid(f"{file}: {error.strerror}") from error
+    if len(data) > MAX_BYTES:
+        raise ArtifactInvalid(f"{file}: has more than {MAX_BYTES} bytes")
+    content = _parse_json(data, file)
     signed_by = ""
     if isinstance(content, dict) and "payload" in content:
         payload = _decode_base64(content["payload"], file)
@@ -225,17 +226,6 @@ def _fingerprint(public_key: Any) -> str:
         serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
     )
     return hashlib.sha256(der).hexdigest()
-
-
-def _load_json(file: Path) -> Any:
-    try:
-        with open_regular(file) as stream:
-            content = stream.read(MAX_BYTES + 1)
-    except OSError as error:
-        raise ArtifactInvalid(f"{file}: {error.strerror}") from error
-    if len(content) > MAX_BYTES:
-        raise ArtifactInvalid(f"{file}: has more than {MAX_BYTES} bytes")
-    return _parse_json(content, file)
 
 
 def _parse_json(content: bytes, file: Path) -> Any:

@@ -119,7 +119,7 @@ def _serve_built_in(
 
         def ready() -> None:
             on_ready(ServedAt(str(artifact.path), model, "built-in", curl, warnings))
-            sys.stdout.flush()
+            sys.stdout.flush()  # a pipe is buffered, and its reader waits for the address
             if options.processes > 1:
                 listener.close()  # the children hold it open; it closes when they end
 

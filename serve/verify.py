@@ -61,66 +61,45 @@ def verify(
         ArtifactInvalid: a file or member does not match; the message names it.
         StageFailed: the served model does not become ready.
     """
-    path = Path(path)
-    starts_native = trusted or sha256 is not None
+    mar = path = Path(path)
+    run_evidence: Evidence | None = None
     if path.is_file():
         refuse_unknown_file(path, "verify")
         refuse_wrong_hash(path, sha256)
-        return _prove_bare(path, sha256, starts_native)
-    for module in ARTIFACT_MODULES:
-        import_module(module)
-    artifact = Artifact.from_directory(path)
-    refuse_wrong_artifact_hash(artifact, sha256)
-    if isinstance(artifact, TorchServeArchive):
-        return _prove_archive(artifact, evidence, starts_native)
-    artifact.verify()
-    return _proof_of_files(artifact)
+        members, origin = check_bare_mar(path)
+        digest = sha256_of(path)
+        advice = "as expected" if sha256 else "compare it with the one that you were given"
+        lines = (f"{path.name}: sha256 {digest}; {advice}", *_member_lines(members, origin))
+        proof = Proof(kind=TorchServeArchive.kind, sha256=digest, proven=lines)
+    else:
+        for module in ARTIFACT_MODULES:
+            import_module(module)
+        artifact = Artifact.from_directory(path)
+        refuse_wrong_artifact_hash(artifact, sha256)
+        if not isinstance(artifact, TorchServeArchive):
+            artifact.verify()
+            return _proof_of_files(artifact)
+        mar = artifact.payload_path
+        members, origin = artifact.check()
+        proof = _proof_of_files(artifact).with_lines(*_member_lines(members, origin))
+        run_evidence = evidence()
+    proof = prove_chain(proof, origin, run_evidence, str(mar))
+    if origin.artifact.kind == "aot" and not trusted and sha256 is None:
+        return proof.lacking(NATIVE)
+    return prove_answers(proof, mar, members, origin, run_evidence)
 
 
 def _proof_of_files(artifact: Artifact) -> Proof:
     """Return the proof of an artifact whose files' hashes were checked."""
     files = artifact.manifest.files
-    lines = (
-        f"{artifact.kind} artifact, digest {artifact.digest}",
-        *(f"{name}: {f.bytes} bytes, sha256 {f.sha256}, as sealed" for name, f in files.items()),
-        *lineage_lines(artifact),
-    )
-    payload = files[artifact.payload_name].sha256
-    return Proof(kind=artifact.kind, sha256=payload, digest=artifact.digest, proven=lines)
-
-
-def _prove_archive(
-    artifact: TorchServeArchive, evidence: Callable[[], Evidence | None], starts_native: bool
-) -> Proof:
-    mar = artifact.payload_path
-    members, origin = artifact.check()
-    proof = _proof_of_files(artifact).with_lines(*_member_lines(members, origin))
-    run_evidence = evidence()
-    proof = prove_chain(proof, origin, run_evidence, str(mar))
-    if origin.artifact.kind == "aot" and not starts_native:
-        return proof.lacking(NATIVE)
-    return prove_answers(proof, mar, members, origin, run_evidence)
-
-
-def _prove_bare(mar: Path, expected: str | None, starts_native: bool) -> Proof:
-    members, origin = check_bare_mar(mar)
-    sha256 = sha256_of(mar)
-    advice = "as expected" if expected else "compare it with the one that you were given"
-    lines = (f"{mar.name}: sha256 {sha256}; {advice}", *_member_lines(members, origin))
-    proof = Proof(kind=TorchServeArchive.kind, sha256=sha256, proven=lines)
-    proof = prove_chain(proof, origin, None, str(mar))
-    if origin.artifact.kind == "aot" and not starts_native:
-        return proof.lacking(NATIVE)
-    return prove_answers(proof, mar, members, origin, None)
-
-
-def lineage_lines(artifact: Artifact) -> list[str]:
-    """Return one line for each stage that led to an artifact."""
-    lines = []
+    lines = [f"{artifact.kind} artifact, digest {artifact.digest}"]
+    for name, file in files.items():
+        lines.append(f"{name}: {file.bytes} bytes, sha256 {file.sha256}, as sealed")
     for step in artifact.manifest.lineage:
         read = ", ".join(f"{role} {digest}" for role, digest in step.inputs.items())
         lines.append(f"{step.stage} read {read or 'nothing'}")
-    return lines
+    payload = files[artifact.payload_name].sha256
+    return Proof(kind=artifact.kind, sha256=payload, digest=artifact.digest, proven=tuple(lines))
 
 
 def _member_lines(members: Mapping[str, bytes], origin: Provenance) -> list[str]:

@@ -1,31 +1,41 @@
 """Fixtures that several test folders share: the digits example, a small user project."""
 
+from __future__ import annotations
+
 import gc
 import itertools
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from multiprocessing import forkserver
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 # Small nets gain nothing from threads, which wait for those of the tests that run beside them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# The compiler spends a sixth of its time on the code around AOTInductor's kernels, for no test.
+os.environ.setdefault("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")
 
 import pytest
-import torch
-from torch.utils.data import TensorDataset
 
-# Before a test calls a command, which would import settings without their descriptions.
-import pipelines.config.pipeline  # noqa: F401
-from compress.artifacts.eager_model import EagerModel
-from compress.artifacts.importing import import_checkpoint
-from compress.artifacts.recipe import Recipe
-from compress.common.signature import OutputSpec, Signature, TensorSpec
-from compress.data.splits import DataReference, Splits
-from compress.profiling.peak_memory import measurement_process
-from tests.forking import Forks
+# What imports torch is imported in functions: xdist's controller, which no test runs in, and which
+# starts the workers only then, needs none of it.
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
+
+    from compress.artifacts.eager_model import EagerModel
+    from compress.data.splits import Splits
+    from tests.compress.forked import Launcher
+    from tests.forking import Commands, Forks
+
+# What imports make is no garbage; looking for some took a third of the time until the first test.
+gc.disable()
 
 ROOT = Path(__file__).parents[1]
 DIGITS = ROOT / "examples" / "digits"
@@ -60,8 +70,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _group(item: pytest.Item) -> str:
-    found = item._fixtureinfo.name2fixturedefs.values()
-    shares = any(definition.scope == "module" for (*_, definition) in found)
+    if marker := item.get_closest_marker("xdist_group"):
+        return str(marker.args[0])
+    found = item._fixtureinfo.name2fixturedefs
+    if "commands" in found:  # each worker's takes seconds to begin
+        return "commands"
+    shares = any(definition.scope == "module" for (*_, definition) in found.values())
     return str(item.location[0]) if shares else item.nodeid
 
 
@@ -72,9 +86,13 @@ def _timeout(item: pytest.Item) -> float:
 
 def pytest_collection_finish() -> None:
     """Keep the garbage collector from what is imported: it took a third of an export's time."""
+    # Before a test calls a command, which would import settings without their descriptions.
+    import pipelines.config.pipeline  # noqa: F401
+
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
+    gc.enable()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -90,12 +108,16 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 @pytest.fixture(scope="session")
 def digits() -> Splits:
     """Return scikit-learn's digits."""
+    from compress.data.splits import DataReference
+
     return DataReference("data:digits", {}, DIGITS, 120).load()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def one_measurer() -> Iterator[None]:
     """Let the process that measures memory live as long as the tests; torch is imported once."""
+    from compress.profiling.peak_memory import measurement_process
+
     with measurement_process():
         yield
 
@@ -112,6 +134,10 @@ def project(tmp_path: Path) -> Path:
 @pytest.fixture
 def mlp(project: Path, tmp_path: Path) -> EagerModel:
     """Return a small model of the user's, 4 features to 3 classes."""
+    from compress.artifacts.importing import import_checkpoint
+    from compress.artifacts.recipe import Recipe
+    from compress.common.signature import OutputSpec, Signature, TensorSpec
+
     signature = Signature(
         inputs=(TensorSpec(name="x", shape=("batch", 4)),), outputs=(OutputSpec(name="logits"),)
     )
@@ -123,6 +149,11 @@ def mlp(project: Path, tmp_path: Path) -> EagerModel:
 @pytest.fixture
 def blobs() -> Splits:
     """Return three separable clouds of points."""
+    import torch
+    from torch.utils.data import TensorDataset
+
+    from compress.data.splits import Splits
+
     generator = torch.Generator().manual_seed(0)
     y = torch.arange(240) % 3
     x = torch.randn(240, 4, generator=generator) + 3 * torch.eye(4)[y]
@@ -147,6 +178,8 @@ def fresh_process(tmp_path: Path) -> Callable[[str], str]:
 
 @pytest.fixture(scope="session")
 def _forks() -> Iterator[Forks]:
+    from tests.forking import Forks
+
     with Forks() as forks:
         yield forks
 
@@ -158,3 +191,61 @@ def fresh_torch(_forks: Forks, tmp_path: Path) -> Callable[[str], str]:
     Nothing of ours is imported in it, and nothing that other code did.
     """
     return lambda code: _forks.run(code, tmp_path)
+
+
+@pytest.fixture(scope="session")
+def commands() -> Iterator[Commands]:
+    """Return what runs `compress` in processes of their own, which need not import it."""
+    from tests.forking import Commands
+
+    with Commands() as commands:
+        yield commands
+
+
+@pytest.fixture(scope="session")
+def launch() -> Iterator[Launcher]:
+    """Return what runs a script as several ranks; torch is imported once."""
+    from tests.compress.forked import IMPORTS, Launcher
+    from tests.forking import Forks
+
+    with Forks(IMPORTS) as forks:
+        yield Launcher(forks)
+
+
+@pytest.fixture(scope="session")
+def forking_ranks() -> Callable[[], AbstractContextManager[None]]:
+    """Return a context in which the ranks of a training are forked from a process with torch.
+
+    Trainings start new processes, as some of `test_fit_processes.py` do: seconds for each rank.
+    """
+    multiprocessing.set_forkserver_preload(["torch._dynamo", "compress.training.launch.worker"])
+    forkserver.ensure_running()
+    multiprocessing.set_forkserver_preload([])
+
+    @contextmanager
+    def forking() -> Iterator[None]:
+        from torch.multiprocessing.spawn import start_processes
+
+        from compress.training.launch import local_ranks
+
+        start = partial(start_processes, start_method="forkserver")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(local_ranks, "start_processes", start)
+            patch.setattr(local_ranks, "start_rank", _start_forked_rank)
+            yield
+
+    return forking
+
+
+def _start_forked_rank(index, folder, ranks, _parent, records) -> None:
+    """Start a rank whose parent is the server that forked it."""
+    from compress.training.launch.spawn import start_rank
+
+    start_rank(index, folder, ranks, os.getppid(), records)
+
+
+@pytest.fixture
+def forked_ranks(forking_ranks: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """Fork the ranks of all trainings of a test."""
+    with forking_ranks():
+        yield

@@ -139,11 +139,12 @@ def flops_per_token(size: Size, weights: int) -> float:
 
 def measure(size: Size, settings: dict) -> tuple[float, float]:
     """Return the median seconds of a step and the peak of memory in GiB."""
-    training = Training(epochs=1, batch_size=size.batch, optimizer="adamw", **settings)
+    fixed = {"epochs": 1, "optimizer": "adamw", "learning_rate": 1e-4}
+    training = Training(batch_size=size.batch, **fixed, **settings)
     strategy = create_strategy(training.parallel) if "parallel" in settings else SingleProcess()
     module = Language(size).to(size.device)
     loss = TargetLoss().prepare(size.device)
-    state = TrainState.create(module, loss, training, strategy, size.device, lambda: batch)
+    state = TrainState(module, loss, training, strategy, size.device, lambda: batch)
     state.wrapped.train()
     tokens = torch.randint(size.words, (size.batch, size.length + 1), device=size.device)
     batch = Batch((tokens[:, :-1],), tokens[:, 1:])
@@ -152,7 +153,7 @@ def measure(size: Size, settings: dict) -> tuple[float, float]:
         torch.cuda.reset_peak_memory_stats(size.device)
     warm_up = 3
     times = [
-        timed(lambda: state.train_step([batch], 1e-4, 0), size.device)
+        timed(lambda: state.train_step([batch], 0), size.device)
         for _ in range(warm_up + size.steps)
     ]
     peak = 0.0 if size.device == "cpu" else torch.cuda.max_memory_allocated(size.device) / 2**30

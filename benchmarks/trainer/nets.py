@@ -56,6 +56,8 @@ def train_state(module: nn.Module, **settings) -> TrainState:
         SingleProcess() if training.parallel.ranks == 1 else create_strategy(training.parallel)
     )
     loss = TargetLoss().prepare("cpu")
-    state = TrainState.create(module, loss, training, strategy, "cpu", lambda: batch(1, 1, 1))
+    state = TrainState(
+        module, loss, training, strategy, "cpu", lambda: batch(2, 1, module.head.in_features)
+    )
     state.wrapped.train()
     return state

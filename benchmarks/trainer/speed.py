@@ -44,7 +44,7 @@ def main() -> None:
 def measure() -> tuple[dict[str, list[float]], tuple[float, float]]:
     half, whole = batch(BATCH // 2, LENGTH, WIDTH), batch(BATCH, LENGTH, WIDTH)
     ours = train_state(net(), batch_size=BATCH, parallel=TWO)
-    together = {"ours": lambda: ours.train_step([half], 1e-3, 0), "bare": bare(half)}
+    together = {"ours": lambda: ours.train_step([half], 0), "bare": bare(half)}
     for name, build in (("lightning-fabric", fabric), ("accelerate", accelerate)):
         try:
             together[name] = build(half)
@@ -53,8 +53,8 @@ def measure() -> tuple[dict[str, list[float]], tuple[float, float]]:
     alone = train_state(net(), batch_size=BATCH)
     again = train_state(net(), batch_size=BATCH, activation_checkpointing="full")
     single = {
-        "one process": lambda: alone.train_step([whole], 1e-3, 0),
-        "checkpointed": lambda: again.train_step([whole], 1e-3, 0),
+        "one process": lambda: alone.train_step([whole], 0),
+        "checkpointed": lambda: again.train_step([whole], 0),
     }
     times = {name: [] for name in (*together, *single)}
     for turn in range(ROUNDS + 1):

@@ -1,8 +1,4 @@
-"""Artifact: a model as a directory whose manifest holds the hash of every file.
-
-It is written under a temporary name, synced and renamed; ``manifest.json`` comes last. A directory
-without a manifest is not an artifact, so a half-written one does not exist.
-"""
+"""Artifact: a model as a directory whose manifest holds the hash of every file."""
 
 from __future__ import annotations
 
@@ -112,11 +108,8 @@ class Artifact:
     def from_directory(cls, path: Path | str) -> Self:
         """Open the artifact in a directory; ``Artifact`` itself opens any kind.
 
-        Names and sizes of its files are compared with the manifest; :meth:`verify` hashes them too.
-
         Raises:
-            ArtifactInvalid: no manifest, an unreadable one, one of another kind, or files that are
-                not those of the manifest.
+            ArtifactInvalid: no readable manifest of this kind, or names or sizes of files differ.
         """
         artifact = cls.read_manifest(path)
         artifact.check_files()
@@ -124,11 +117,7 @@ class Artifact:
 
     @classmethod
     def read_manifest(cls, path: Path | str) -> Self:
-        """Return the artifact that a directory's manifest describes, without a look at its files.
-
-        Raises:
-            ArtifactInvalid: no manifest, an unreadable one, or one of another kind.
-        """
+        """Return the artifact of a directory's manifest, unchecked, or raise ArtifactInvalid."""
         path = Path(path)
         try:
             with open_regular(path / MANIFEST, follow_link=False) as stream:
@@ -141,11 +130,7 @@ class Artifact:
 
     @classmethod
     def from_manifest(cls, raw: bytes, path: Path) -> Self:
-        """Return the artifact that a manifest describes; the path need not exist yet.
-
-        Raises:
-            ArtifactInvalid: the manifest is unreadable, or one of another kind.
-        """
+        """Return a manifest's artifact; raise ArtifactInvalid if unreadable or of another kind."""
         if len(raw) > MANIFEST_BYTES:
             raise ArtifactInvalid(f"{path / MANIFEST}: has more than {MANIFEST_BYTES} bytes")
         try:
@@ -162,9 +147,9 @@ class Artifact:
             expected = getattr(cls, "kind", " or ".join(sorted(Artifact._kinds)))
             raise ArtifactInvalid(f"{path}: is {manifest.kind!r}, expected {expected}")
         artifact = kind(path, manifest, hashlib.sha256(raw).hexdigest())
-        if artifact.payload_name not in manifest.files:
-            missing = artifact.payload_name
-            raise ArtifactInvalid(f"{path / MANIFEST}: files: {missing} is not among them")
+        payload = artifact.payload_name
+        if payload not in manifest.files:
+            raise ArtifactInvalid(f"{path / MANIFEST}: files: {payload} is not among them")
         return artifact
 
     @classmethod
@@ -178,13 +163,13 @@ class Artifact:
         lineage: tuple[Step, ...] = (),
         facts: dict[str, Any] | None = None,
     ) -> Iterator[Path]:
-        """Context manager: yield a temporary directory, which becomes the artifact at the end.
-
-        ``facts`` may be filled while the directory is being written.
+        """Yield a temporary directory, which becomes the artifact; ``facts`` may still be filled.
 
         Raises:
             PipelineInvalid: the path holds files that are no artifact.
         """
+        # It is synced and renamed, and the manifest comes last: a directory without a manifest is
+        # not an artifact, so a half-written one does not exist.
         facts = {} if facts is None else facts
         _refuse_foreign(path)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -205,7 +190,7 @@ class Artifact:
             text = json.dumps(manifest.model_dump(mode="json"), indent=1, sort_keys=True)
             (partial / MANIFEST).write_text(text + "\n", encoding="utf-8")
             seal(partial)
-            replace_artifact(partial, path)
+            replace_artifact(partial, path)  # checks again what the path holds by now
             sync(path.parent)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
@@ -231,22 +216,13 @@ class Artifact:
         return self.manifest.files[self.payload_name].bytes
 
     def verify(self) -> None:
-        """Hash every file again.
-
-        Raises:
-            ArtifactInvalid: a file is missing, altered, a link, or was added; the message names it.
-        """
+        """Hash every file again; raise ArtifactInvalid as :meth:`check_files`."""
         self.check_files(hashed=self.manifest.files)
 
     def verify_cached(self) -> None:
-        """Verify the files before they are loaded, without hashing any twice.
-
-        A run opens an artifact many times. Files that this process has hashed are hashed again only
-        if their inode, size or times have changed.
-
-        Raises:
-            ArtifactInvalid: a file is missing, altered, a link, or was added; the message names it.
-        """
+        """Verify the files before they are loaded; raise ArtifactInvalid as :meth:`check_files`."""
+        # A run opens an artifact many times. Files that this process has hashed are hashed again
+        # only if their inode, size or times have changed.
         keys = {
             name: (str(self.path / name), s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns)
             for name, s in self._check_sizes().items()
@@ -257,10 +233,7 @@ class Artifact:
         _known.update({keys[name]: digests[name] for name in unknown})
 
     def check_files(self, hashed: Iterable[str] = ()) -> None:
-        """Compare the names and sizes of all files with the manifest, and the hashes of some.
-
-        Args:
-            hashed: names of the files to hash.
+        """Compare names and sizes of all files, and the hashes of those named, with the manifest.
 
         Raises:
             ArtifactInvalid: a file is missing, altered, a link, or was added; the message names it.
@@ -293,12 +266,7 @@ class Artifact:
         return self.memory_elsewhere
 
     def open(self, device: str = "cpu", threads: int = 1) -> AbstractContextManager[Predictor]:
-        """Load the model as a predictor for a ``with`` block.
-
-        Args:
-            device: torch's name of the device.
-            threads: number of CPU threads of one call.
-        """
+        """Load the model as a predictor with so many CPU threads, for a ``with`` block."""
         raise NotImplementedError(f"{self.kind} artifacts cannot answer")
 
     @contextmanager
@@ -315,11 +283,7 @@ class Artifact:
         return self._int_fact("macs")
 
     def fact(self, name: str) -> Any:
-        """Return an entry of the manifest's facts.
-
-        Raises:
-            ArtifactInvalid: there is no such entry.
-        """
+        """Return an entry of the manifest's facts; raise ArtifactInvalid where it is missing."""
         if name not in self.manifest.facts:
             raise ArtifactInvalid(f"{self.path / MANIFEST}: facts: {name} is not among them")
         return self.manifest.facts[name]
@@ -330,11 +294,7 @@ class Artifact:
 
 
 def replace_artifact(new: Path, path: Path) -> None:
-    """Rename a directory to a path, in place of an older artifact if there is one.
-
-    Raises:
-        PipelineInvalid: the path holds files that are no artifact.
-    """
+    """Rename a directory over an older artifact, if any; raise PipelineInvalid over other files."""
     _refuse_foreign(path)
     replace(new, path)
 
@@ -348,12 +308,7 @@ def _refuse_foreign(path: Path) -> None:
 
 
 def files_below(folder: Path) -> dict[str, os.stat_result]:
-    """Return the stat of each file below a folder, by relative name, sorted.
-
-    Raises:
-        ArtifactInvalid: a link, a pipe or a device is among them: another reader may follow a link
-            to files that were never hashed.
-    """
+    """Return the stat of each file below a folder, by name; raise ArtifactInvalid for links."""
     files: dict[str, os.stat_result] = {}
     folders = [folder]
     while folders:
@@ -363,6 +318,7 @@ def files_below(folder: Path) -> dict[str, os.stat_result]:
                 if entry.is_dir(follow_symlinks=False):
                     folders.append(path)
                     continue
+                # Another reader may follow a link, to files that were never hashed.
                 status = entry.stat(follow_symlinks=False)
                 refuse_irregular(path, status.st_mode)
                 files[path.relative_to(folder).as_posix()] = status

@@ -46,16 +46,10 @@ class EagerModel(Artifact):
         lineage: tuple[Step, ...] = (),
         facts: dict[str, Any] | None = None,
     ) -> EagerModel:
-        """Write an artifact from a recipe and a state dict.
+        """Write an artifact from a recipe, whose factory's source lies in a folder, and weights.
 
-        Args:
-            path: directory of the artifact.
-            recipe: how to build the module.
-            state: the module's state dict, in memory or on disk; tied tensors are stored once.
-            signature: the model's interface.
-            folder: where the factory's source lies.
-            lineage: the stages so far.
-            facts: results of the producing stage, for the manifest.
+        The state dict may be in memory or on disk; tied tensors are stored once. ``facts`` are
+        results of the producing stage, for the manifest.
         """
         from compress.checkpoint.safetensors_io import write_safetensors
 
@@ -123,24 +117,13 @@ class EagerModel(Artifact):
 
     @property
     def code(self) -> Path | None:
-        """The folder with the user's source; None if the factory is an installed package.
-
-        The files are hashed at each access, because the caller is about to run them.
-
-        Raises:
-            ArtifactInvalid: a file of the artifact is missing or a link, one was added, or a source
-                was altered.
-        """
+        """The folder with the user's source, hashed now; None if the factory is installed."""
         sources = [name for name in self.manifest.files if name.startswith(f"{CODE}/")]
-        self.check_files(hashed=sources)
+        self.check_files(hashed=sources)  # at each access: the caller is about to run them
         return self.path / CODE if sources else None
 
     def load(self, device: str = "cpu") -> torch.nn.Module:
-        """Return a new module in eval mode.
-
-        Raises:
-            ArtifactInvalid: the weights do not fit the recipe.
-        """
+        """Return a new module in eval mode; raise ArtifactInvalid if the weights do not fit it."""
         from compress.checkpoint.safetensors_io import tensors_in
 
         self.verify_cached()
@@ -150,10 +133,7 @@ class EagerModel(Artifact):
         return module.eval().to(device)
 
     def skeleton(self) -> torch.nn.Module | None:
-        """Return the module in eval mode with its parameters on the meta device.
-
-        None if the factory needs its parameters' values.
-        """
+        """Return the module with parameters on the meta device; None if building reads them."""
         from compress.artifacts.meta_init import build_skeleton
 
         module = build_skeleton(self.recipe, self.code)
@@ -170,11 +150,8 @@ class EagerModel(Artifact):
     ) -> EagerModel:
         """Write a changed version of this model: new weights, and edits of its architecture.
 
-        Weights on disk (:func:`~compress.checkpoint.loading.read_state_dict`) are copied tensor by
-        tensor, and give the same digest as a module with those weights.
-
-        Raises:
-            ArtifactInvalid: the weights do not fit the recipe.
+        Weights on disk (:func:`~compress.checkpoint.loading.read_state_dict`) give the same digest
+        as a module with those weights; ArtifactInvalid is raised if they do not fit the recipe.
         """
         from compress.artifacts.meta_init import match_state_dict
 
@@ -184,13 +161,7 @@ class EagerModel(Artifact):
         else:
             state = weights.state_dict()
         return self.create(
-            path,
-            recipe,
-            state,
-            self.signature,
-            folder=self.code,
-            lineage=lineage,
-            facts=facts,
+            path, recipe, state, self.signature, folder=self.code, lineage=lineage, facts=facts
         )
 
     @contextmanager

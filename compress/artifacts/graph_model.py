@@ -36,15 +36,7 @@ class GraphModel(Artifact):
         lineage: tuple[Step, ...] = (),
         facts: dict[str, Any] | None = None,
     ) -> GraphModel:
-        """Write an artifact of a program.
-
-        Args:
-            path: directory of the artifact.
-            program: the exported program; it is not changed.
-            signature: the model's interface.
-            lineage: the stages so far.
-            facts: results of the producing stage, for the manifest.
-        """
+        """Write an artifact of a program; ``facts`` are results of the stage, for the manifest."""
         from compress.graph.torch_export import save_program
 
         with cls.atomic_write(path, signature, lineage=lineage, facts=facts) as partial:
@@ -58,10 +50,6 @@ class GraphModel(Artifact):
         Pruned and distilled models are written with their edits. The graph is compared with the
         model at two sizes of every named axis.
 
-        Args:
-            model: the model; it is not changed.
-            path: directory of the artifact.
-
         Raises:
             StageFailed: the model cannot be traced, or its graph has other outputs.
         """
@@ -73,11 +61,7 @@ class GraphModel(Artifact):
         return cls.create(path, program, model.signature, lineage=lineage, facts=dict(facts))
 
     def program(self) -> torch.export.ExportedProgram:
-        """Return the exported program; no code in the file is executed.
-
-        Raises:
-            ArtifactInvalid: the file was altered, or holds anything but tensors and a graph.
-        """
+        """Return the program; raise ArtifactInvalid for anything but tensors and a graph."""
         from compress.graph.torch_export import load_program
 
         self.verify_cached()
@@ -86,8 +70,19 @@ class GraphModel(Artifact):
     @contextmanager
     def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:
         """Load the graph as a predictor for a ``with`` block; PyTorch runs it."""
-        module = self.program().module()
-        find_ranges_of_nothing_(module)
+        import torch
+        import torch.ao.quantization.fx._decomposed  # registers choose_qparams
+
+        choose = torch.ops.quantized_decomposed.choose_qparams.tensor
+
+        # torch's (2.13) raises for an empty batch; onnxruntime and torch's integer kernels do not.
+        def choose_range(x: torch.Tensor, *limits: Any) -> Any:
+            return choose(x if x.numel() else x.new_zeros(1), *limits)
+
+        module: Any = self.program().module()
+        for node in module.graph.find_nodes(op="call_function", target=choose):
+            node.target = choose_range
+        module.recompile()
         with torch_predictor(module.to(device), device, threads) as predict:
             yield predict
 
@@ -107,11 +102,7 @@ class GraphModel(Artifact):
 
 
 def program_of(model: Artifact) -> torch.export.ExportedProgram:
-    """Return a model's graph: the stored one, or a trace of an eager model.
-
-    Raises:
-        StageFailed: the model cannot be traced, or has no graph.
-    """
+    """Return the stored graph, or a trace of an eager model; raise StageFailed without either."""
     from compress.graph.torch_export import export_program
 
     if isinstance(model, GraphModel):
@@ -121,32 +112,12 @@ def program_of(model: Artifact) -> torch.export.ExportedProgram:
     raise StageFailed(f"{model.kind} artifacts have no graph")
 
 
-def find_ranges_of_nothing_(module: Any) -> None:
-    """Let dynamic quantization accept an empty batch, by the range of a single zero, in place.
-
-    torch's (2.13) ``choose_qparams`` raises for it; onnxruntime and torch's integer kernels do not.
-    """
-    import torch
-    import torch.ao.quantization.fx._decomposed  # registers choose_qparams
-
-    choose = torch.ops.quantized_decomposed.choose_qparams.tensor
-
-    def choose_range(x: torch.Tensor, *limits: Any) -> Any:
-        return choose(x if x.numel() else x.new_zeros(1), *limits)
-
-    for node in module.graph.find_nodes(op="call_function", target=choose):
-        node.target = choose_range
-    module.recompile()
-
-
 def reshape_views_(module: Any) -> None:
-    """Replace ``view`` by ``reshape`` in a graph, in place.
-
-    Another kernel than the traced one, such as attention decomposed into matrix products to be
-    counted, may return other strides, for which the view does not exist.
-    """
+    """Replace ``view`` by ``reshape`` in a graph, in place."""
     import torch
 
+    # Another kernel than the traced one, such as attention decomposed into matrix products to be
+    # counted, may return other strides, for which the view does not exist.
     aten = torch.ops.aten
     for view in (aten.view.default, aten._unsafe_view.default):
         for node in module.graph.find_nodes(op="call_function", target=view):
@@ -157,17 +128,13 @@ def reshape_views_(module: Any) -> None:
 def refuse_other_answers(
     module: torch.nn.Module, program: torch.export.ExportedProgram, signature: Signature
 ) -> None:
-    """Compare a program's outputs with those of the module that it was traced from.
-
-    Raises:
-        StageFailed: they differ by more than rounding.
-    """
+    """Raise StageFailed if a program's outputs differ, by more than rounding, from its module's."""
     import torch
 
     from compress.common.tensor_difference import largest_difference
 
     graph = program.module()
-    for size in (2, 5):
+    for size in (2, 5):  # tracing bakes in sizes that the code depends on: one would not show it
         sizes = {axis: signature.bounds(axis).nearest(size) for axis in signature.dynamic_axes}
         inputs = signature.example(seed=size, sizes=sizes)
         expected, found = run_in_eval(module, inputs), flatten_outputs(graph(*inputs))

@@ -1,8 +1,6 @@
 """Reads a local Hugging Face folder: nothing is downloaded, and no code in the folder is run.
 
-transformers itself reads the weights, because it maps the parameter names of older versions. The
-artifact holds the architecture's name, its config and the weights, and does not need the folder
-again.
+The artifact holds the architecture's name, its config and the weights, not the folder's path.
 """
 
 from __future__ import annotations
@@ -67,15 +65,7 @@ WITHOUT_EFFECT = ("_name_or_path", "transformers_version", "dtype", "torch_dtype
 
 
 def build(architecture: str, config: dict[str, Any]) -> nn.Module:
-    """Return a transformers model with random weights; recipes name this function as factory.
-
-    Args:
-        architecture: name of its class, `BertModel` for example.
-        config: the content of its `config.json`.
-
-    Raises:
-        ArtifactInvalid: transformers has no such model.
-    """
+    """Build a transformers model, such as `BertModel`, with random weights; recipes name it."""
     import transformers
 
     model_class = _model_class(architecture)
@@ -91,12 +81,8 @@ def build(architecture: str, config: dict[str, Any]) -> nn.Module:
 def read_folder(folder: Path, task: Task | None, *, untrained_head: bool) -> tuple[Recipe, Any]:
     """Return the recipe of a folder's model, and the model with the folder's weights in float32.
 
-    Missing weights are drawn from torch's generator in its current state.
-
-    Args:
-        folder: a folder with `config.json` and safetensors weights.
-        task: the task of the model; by default, the class that its config names is used.
-        untrained_head: whether weights may be missing, because training follows.
+    Without a task the model's class is the one that its config names. With ``untrained_head``
+    weights may be missing, as training follows: torch's generator draws them.
 
     Raises:
         ArtifactInvalid: files are missing, the folder needs code of its own or is quantized, it
@@ -107,6 +93,7 @@ def read_folder(folder: Path, task: Task | None, *, untrained_head: bool) -> tup
         try:
             config, kind = _class_of(folder, task)
             config.use_cache = False  # past_key_values would be further outputs
+            # transformers itself reads the weights: it maps parameter names of older versions.
             # Every stage computes and compares in float32, also for models saved in half precision.
             module, loaded = kind.from_pretrained(
                 folder,
@@ -146,11 +133,7 @@ def recipe_from(module: Any) -> Recipe:
 
 
 def refuse_foreign_folder(folder: Path) -> None:
-    """Refuse a folder with anything but a config and float weights, before transformers reads it.
-
-    Raises:
-        ArtifactInvalid: a file is missing or unreadable, or the model is quantized already.
-    """
+    """Raise ArtifactInvalid for anything but a config and float weights, before it is read."""
     from compress.checkpoint.safetensors_io import read_header
 
     if not folder.is_dir():

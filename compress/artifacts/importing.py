@@ -8,7 +8,7 @@ import torch
 
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.recipe_inference import fit_call
-from compress.checkpoint.loading import read_state_dict, without_wrappers
+from compress.checkpoint.loading import match_names, read_state_dict
 from compress.checkpoint.state_dict import load_state_
 from compress.common.errors import ArtifactInvalid, CompressError, first_line
 from compress.common.forward import run_in_eval
@@ -30,26 +30,21 @@ def import_checkpoint(
     folder: Path | None,
     seed: int = 0,
 ) -> EagerModel:
-    """Create an artifact from a user's factory and checkpoint, unchanged.
+    """Create an artifact from a user's factory, whose source lies in a folder, and checkpoint.
 
-    Args:
-        path: directory of the artifact.
-        recipe: the factory and its arguments.
-        signature: the interface; it is checked by one forward pass.
-        checkpoint: weights, a file or a directory; None keeps the factory's own, seeded.
-        folder: where the factory's source lies.
-        seed: seed for the factory's initial weights.
+    Without a checkpoint the factory's own weights, seeded, are kept. The signature is checked by
+    one forward pass.
 
     Raises:
-        ArtifactInvalid: the checkpoint cannot be read, is of another model, or the model does not
-            take the declared inputs.
+        ArtifactInvalid: the checkpoint is not the model's, or the model takes other inputs.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         module = recipe.build(folder)
     if checkpoint is not None:
-        state = without_wrappers(read_state_dict(checkpoint), module.state_dict())
-        load_state_(module, state, f"checkpoint {checkpoint}")
+        source = f"checkpoint {checkpoint}"
+        state = match_names(read_state_dict(checkpoint), module.state_dict(), source)
+        load_state_(module, state, source)
     return import_module(path, recipe, module, signature, folder=folder)
 
 
@@ -63,17 +58,11 @@ def import_module(
 ) -> EagerModel:
     """Create an artifact from a module that its recipe built and that has its weights.
 
-    Args:
-        path: directory of the artifact.
-        recipe: how the module was built.
-        module: the module; it may be changed so that it takes its inputs by name.
-        signature: the interface; it is checked by one forward pass.
-        folder: where the factory's source lies.
+    The module may be changed so that it takes its inputs by name.
 
     Raises:
         PipelineInvalid: the names of inputs or outputs contradict the model.
-        ArtifactInvalid: the model does not take the declared inputs, or has other outputs when it
-            is loaded again.
+        ArtifactInvalid: the model takes other inputs, or has other outputs when loaded again.
     """
     inputs = signature.example()
     try:

@@ -23,32 +23,23 @@ log = logging.getLogger(__name__)
 
 
 def build_skeleton(recipe: Recipe, folder: Path | None) -> nn.Module | None:
-    """Return a recipe's module with parameters on the meta device; buffers keep their values.
-
-    None if the factory or an edit needs the parameters' values.
-
-    Raises:
-        PipelineInvalid: the factory cannot be imported.
-    """
+    """Return a module with parameters on the meta device; None if building reads values."""
     try:
         with parameters_on_meta():
             module = recipe.build(folder)
+        obstacle: object = _unusable_tensor(module)
     except (ArtifactInvalid, RuntimeError) as error:  # meta tensors raise RuntimeError if read
-        log.info("%s is built with its weights: %s", recipe.factory, error)
-        return None
-    obstacle = _unusable_tensor(module)
-    if obstacle:
-        log.info("%s is built with its weights: %s", recipe.factory, obstacle)
-        return None
-    return module
+        obstacle = error
+    if obstacle is None:
+        return module
+    log.info("%s is built with its weights: %s", recipe.factory, obstacle)
+    return None
 
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Move each parameter to the meta device as a module registers it, for a block; ties survive.
-
-    ``torch.device("meta")`` would put buffers there too, whose values the factory computes.
-    """
+    """Move each parameter to the meta device as it is registered, for a block; ties survive."""
+    # Not ``torch.device("meta")``: buffers would be there too, whose values the factory computes.
     register = nn.Module.register_parameter
 
     def register_parameter(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -72,14 +63,8 @@ def match_state_dict(weights: Weights, recipe: Recipe, folder: Path | None, sour
 
     Tensors on disk stay there until they are read.
 
-    Args:
-        weights: the weights, in memory or on disk.
-        recipe: how the module is built.
-        folder: where the factory's source lies.
-        source: where the weights are from, for the error message.
-
     Raises:
-        ArtifactInvalid: they are not the weights of such a module.
+        ArtifactInvalid: they are not the weights of such a module; the message names the source.
     """
     module = build_skeleton(recipe, folder)
     module = recipe.build(folder) if module is None else module
@@ -97,6 +82,7 @@ def match_state_dict(weights: Weights, recipe: Recipe, folder: Path | None, sour
 
 
 def _as_dtype(tensor: torch.Tensor | StoredTensor, dtype: torch.dtype) -> Any:
+    # A function, as a lambda in the caller's loop would read the loop's last tensor.
     if tensor.dtype == dtype:
         return tensor
     return StoredTensor(tuple(tensor.shape), dtype, lambda: in_memory(tensor).to(dtype))

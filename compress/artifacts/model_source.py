@@ -32,18 +32,14 @@ class Origin(Settings):
     _code: Path | None = PrivateAttr(default=None)
 
     def resolve_paths(self, folder: Path, code: Path) -> Origin:
-        """Return the same model with its paths relative to a pipeline's folders.
-
-        Raises:
-            ArtifactInvalid: there is no such checkpoint.
-        """
-        if self.checkpoint is None:
-            resolved = self.model_copy()
-        else:
+        """Return the model with a pipeline's folders; raise if its checkpoint does not exist."""
+        update = {}
+        if self.checkpoint is not None:
             checkpoint = (folder / self.checkpoint).absolute()
             if not checkpoint.exists():
                 raise ArtifactInvalid(f"checkpoint {checkpoint}: no such file")
-            resolved = self.model_copy(update={"checkpoint": str(checkpoint)})
+            update["checkpoint"] = str(checkpoint)
+        resolved = self.model_copy(update=update)
         resolved._code = code
         return resolved
 
@@ -60,16 +56,7 @@ class Origin(Settings):
         }
 
     def seal(self, path: Path, signature: Signature, seed: int) -> EagerModel:
-        """Write the model as an artifact.
-
-        Args:
-            path: directory of the artifact.
-            signature: the model's inputs and outputs.
-            seed: seed of the factory's own weights.
-
-        Raises:
-            ArtifactInvalid: the checkpoint is another model's, or the model takes other inputs.
-        """
+        """Write the model as an artifact; raises as :func:`import_checkpoint`."""
         from compress.artifacts.importing import import_checkpoint
         from compress.artifacts.recipe import Recipe
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, JsonValue
@@ -9,6 +10,7 @@ from pydantic import Field, JsonValue
 from compress.common.config import Settings
 from compress.common.errors import ArtifactInvalid
 from compress.common.factories import Reference, resolve
+from compress.common.forward import outputs_by_name
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -61,11 +63,7 @@ class KeepBlocks(Settings):
 
 
 class CallByName(Settings):
-    """Inputs passed to forward by keyword, and a selection of its outputs.
-
-    Every stage calls a module with tensors in the signature's order; this edit adapts the module to
-    that call.
-    """
+    """Adapts a module to tensors in the signature's order, and selects among its outputs."""
 
     edit: Literal["call_by_name"] = "call_by_name"
     inputs: tuple[str, ...] = ()
@@ -75,9 +73,29 @@ class CallByName(Settings):
 
     def apply_(self, module: torch.nn.Module) -> None:
         """Adapt the module's forward, in place."""
-        from compress.artifacts.edits.call_adapter import call_by_name_
+        kind = type(module)
+        signature = inspect.signature(kind.forward)
 
-        call_by_name_(module, self.inputs, self.outputs)
+        def forward(own: torch.nn.Module, *tensors: torch.Tensor) -> Any:
+            if self.inputs:
+                output = kind.forward(own, **dict(zip(self.inputs, tensors, strict=True)))
+            else:
+                output = kind.forward(own, *tensors)
+            if not self.outputs:
+                return output
+            entries = outputs_by_name(output)
+            return tuple(entries[name] for name in self.outputs)
+
+        if self.inputs:
+            # torch.export reads the parameters' names and number here.
+            own_parameter, *_ = signature.parameters.values()
+            any_way = inspect.Parameter.POSITIONAL_OR_KEYWORD
+            each = [inspect.Parameter(name, any_way) for name in self.inputs]
+            signature = inspect.Signature([own_parameter, *each])
+        forward.__signature__ = signature  # type: ignore[attr-defined]
+        # A subclass of the same name, as a wrapping module would rename every parameter.
+        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+        module.__class__ = type(kind.__name__, (kind,), {**names, "forward": forward})
 
 
 AnyEdit = Annotated[
@@ -97,15 +115,7 @@ class Recipe(Settings):
     """Changes of the architecture, in the order in which they were made."""
 
     def build(self, folder: Path | None = None) -> torch.nn.Module:
-        """Return a new module with the recipe's architecture and the factory's weights.
-
-        Args:
-            folder: where the factory's source lies.
-
-        Raises:
-            PipelineInvalid: the factory cannot be imported.
-            ArtifactInvalid: the factory failed or did not return a module.
-        """
+        """Return a new module with the factory's weights; raise ArtifactInvalid if it fails."""
         import torch
 
         factory: Any = resolve(self.factory, folder)

@@ -22,11 +22,7 @@ if TYPE_CHECKING:
 def recipe_from_module(
     module: torch.nn.Module, factory: str | None, arguments: dict[str, Any] | None
 ) -> Recipe:
-    """Return the recipe of a module; without a factory its class, or its transformers config.
-
-    Raises:
-        PipelineInvalid: the class is one that no other process can import.
-    """
+    """Return a module's recipe; raise PipelineInvalid if no other process can import its class."""
     if factory is not None:
         return Recipe(factory=factory, arguments=arguments or {})
     kind = type(module)
@@ -46,11 +42,7 @@ def recipe_from_module(
 def check_rebuild(
     module: torch.nn.Module, recipe: Recipe, signature: Signature, inputs: Sequence[torch.Tensor]
 ) -> tuple[Recipe, Signature]:
-    """Check that a recipe rebuilds a module, and complete the recipe and the signature.
-
-    Returns:
-        The recipe with the edit that makes the module callable in the signature's order, if it
-        needs one, and the signature with the outputs' names.
+    """Return the recipe with the edit of :func:`fit_call`, and the signature with output names.
 
     Raises:
         ArtifactInvalid: the factory builds another architecture, or one with other outputs.
@@ -79,23 +71,13 @@ def check_rebuild(
 def fit_call(
     module: torch.nn.Module, signature: Signature, inputs: Sequence[torch.Tensor]
 ) -> tuple[CallByName | None, Signature]:
-    """Find out how a module is to be called with a signature's tensors, by one forward pass.
+    """Return the edit by which a signature's tensors fit a module, and the completed signature.
 
-    Inputs named like parameters of forward are passed to them, whatever their order; other names
-    are free, and are passed by position. Names of outputs select among the model's outputs, or
-    rename all of them.
-
-    Args:
-        module: the module; it is run once and not changed.
-        signature: the interface as the user declared it.
-        inputs: an example of its inputs.
-
-    Returns:
-        The edit that the module's recipe needs, if any, and the completed signature.
+    By one forward pass. Inputs named like parameters of forward are passed to them, whatever their
+    order, others by position. Names of outputs select among the model's, or rename all of them.
 
     Raises:
         PipelineInvalid: names contradict forward's parameters or what it returns.
-        ArtifactInvalid: the module returns no tensors.
     """
     keywords = _keywords(module, [spec.name for spec in signature.inputs])
     with preserve_modes(module), torch.inference_mode():

@@ -1,14 +1,9 @@
-"""Reads directories of torch.distributed.checkpoint without executing anything in them.
-
-Their index, `.metadata`, is a pickle. torch reads it with the plain unpickler, which executes
-whatever the pickle names; here it may name the index's own classes and nothing else.
-"""
+"""Reads directories of torch.distributed.checkpoint without executing anything in them."""
 
 from __future__ import annotations
 
 import io
 import pickle
-from functools import partial
 from math import prod
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import TYPE_CHECKING, Any
@@ -22,10 +17,10 @@ from compress.checkpoint.storage_reader import Window, read_tensor_
 from compress.common.errors import ArtifactInvalid, first_line
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from pathlib import Path
 
 METADATA = ".metadata"
+# Whatever torch (2.13) pickles in an index.
 _CLASSES = "torch.distributed.checkpoint.metadata"
 _ALLOWED: dict[tuple[str, str], Any] = {
     **{
@@ -45,11 +40,14 @@ _ALLOWED: dict[tuple[str, str], Any] = {
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
     # The path where the checkpoint was written: read as text, never opened.
+    # Python 3.13 moved the classes to pathlib._local.
     **{(m, "PosixPath"): PurePosixPath for m in ("pathlib", "pathlib._local")},
     **{(m, "WindowsPath"): PureWindowsPath for m in ("pathlib", "pathlib._local")},
 }
 
 
+# The index is a pickle. torch reads it with the plain unpickler, which executes whatever the pickle
+# names; here it may name the index's own classes and nothing else.
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _ALLOWED:
@@ -61,11 +59,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_distributed(folder: Path) -> dict[Any, Any]:
-    """Return the nested state dict of a torch.distributed.checkpoint, its tensors still on disk.
-
-    Raises:
-        ArtifactInvalid: the index cannot be read, names code, or does not fit the files.
-    """
+    """Return the nested state dict, its tensors still on disk, or raise ArtifactInvalid."""
     try:
         metadata = _Unpickler(io.BytesIO((folder / METADATA).read_bytes())).load()
     except PermissionError as error:
@@ -117,37 +111,29 @@ def _stored(
             f"checkpoint {folder}: {name} has {stored} of {expected} entries; "
             "a process's part is missing"
         )
-    dtype = entry.properties.dtype
-    read = partial(_assemble, folder, name, tuple(entry.size), dtype, chunks)
-    return StoredTensor(tuple(entry.size), dtype, read)
+    shape, dtype = tuple(entry.size), entry.properties.dtype
 
-
-def _assemble(
-    folder: Path,
-    name: str,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    chunks: Sequence[tuple[dcp.ChunkStorageMetadata, filesystem._StorageInfo]],
-) -> torch.Tensor:
-    try:
-        tensor = torch.empty(shape, dtype=dtype)
-    except (RuntimeError, TypeError) as error:
-        raise _unreadable(folder, error) from error
-    for chunk, info in chunks:
-        file = folder / info.relative_path
+    def assemble() -> torch.Tensor:
         try:
-            region = tensor[
-                tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True))
-            ]
-            if region.shape != chunk.sizes:
-                raise ValueError(f"a part of {tuple(chunk.sizes)} reaches beyond {shape}")
-            with file.open("rb", buffering=0) as stream:
-                read_tensor_(Window(stream, info.offset, info.length), region)
-        except Exception as error:
-            raise ArtifactInvalid(
-                f"checkpoint {file}: {name} cannot be read, or truncated ({first_line(error)})"
-            ) from error
-    return tensor
+            tensor = torch.empty(shape, dtype=dtype)
+        except (RuntimeError, TypeError) as error:
+            raise _unreadable(folder, error) from error
+        for chunk, info in chunks:
+            file = folder / info.relative_path
+            try:
+                ends = zip(chunk.offsets, chunk.sizes, strict=True)
+                region = tensor[tuple(slice(begin, begin + size) for begin, size in ends)]
+                if region.shape != chunk.sizes:
+                    raise ValueError(f"a part of {tuple(chunk.sizes)} reaches beyond {shape}")
+                with file.open("rb", buffering=0) as stream:
+                    read_tensor_(Window(stream, info.offset, info.length), region)
+            except Exception as error:
+                raise ArtifactInvalid(
+                    f"checkpoint {file}: {name} cannot be read, or truncated ({first_line(error)})"
+                ) from error
+        return tensor
+
+    return StoredTensor(shape, dtype, assemble)
 
 
 def _unreadable(folder: Path, error: Exception) -> ArtifactInvalid:

@@ -3,44 +3,66 @@
 from __future__ import annotations
 
 import hashlib
-import re
+import logging
 from typing import TYPE_CHECKING, Any
 
 from compress.common.atomic_files import refuse_irregular, sha256_of
 from compress.common.errors import ArtifactInvalid
 
 if TYPE_CHECKING:
-    from collections.abc import Container
+    from collections.abc import Mapping
     from pathlib import Path
+
+    import torch
 
     from compress.checkpoint.state_dict import Weights
 
 INDEX = ".safetensors.index.json"
+PICKLE_INDEX = ".bin.index.json"
+IN_FOLDERS = (
+    *(f"model{INDEX}", "model.safetensors"),
+    *(f"pytorch_model{PICKLE_INDEX}", "pytorch_model.bin"),
+    *("pytorch_model_fsdp.bin", "pytorch_model_fsdp_0/.metadata"),
+)
+"""What Hugging Face's save_pretrained, Trainer and Accelerate write, and Accelerate with FSDP."""
 # Under these keys trainers nest the weights; "app" is that of torch's own DCP examples.
 NESTED_UNDER = ("app", "state_dict", "model", "model_state_dict")
-NAMES_CODE = re.compile(r"unsupported (global|class)|allowlist", re.IGNORECASE)
-"""In torch's (2.13) error for a pickle that names anything but tensors and plain containers."""
-PREFIXES = ("module.", "_orig_mod.")
-"""What DistributedDataParallel and torch.compile put before each name."""
+IN_NAMES = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+"""What torch.compile, FSDP and activation checkpointing put into names, before any part of them."""
+INSTEAD = {
+    "adapter_model.*": "it is an adapter of PEFT; merge it into its model by merge_and_unload(), "
+    "and save that with save_pretrained(…)",
+    "*_rank[0-9]*.bin": "each process saved its own shard; save it with Accelerate's "
+    "SHARDED_STATE_DICT (use_dcp) or FULL_STATE_DICT",
+}
+"""Files of directories that cannot be read, and what to do."""
+# Folders and files of checkpoints in the directory of a run.
+CHECKPOINTS = ("checkpoint-*", "step-*", "*.ckpt", "*.pt", "*.pth", "*.safetensors")
+log = logging.getLogger(__name__)
 
 
 def read_state_dict(checkpoint: Path) -> Weights:
     """Return a checkpoint's tensors, still on disk where the format allows.
 
     Formats: ``.safetensors``, alone or sharded with a ``.safetensors.index.json``; a directory of
-    torch.distributed.checkpoint; a Hugging Face directory with ``model.safetensors``, alone or with
-    its index, or ``pytorch_model.bin``; ``.pt``/``.pth``/``.bin``, read with ``weights_only``. A
-    pickle that would execute code is refused and never executed.
+    torch.distributed.checkpoint; one of DeepSpeed's ZeRO stages; a directory of Hugging Face's
+    save_pretrained, Trainer or Accelerate; and what torch.save wrote, such as Lightning's ``.ckpt``
+    or a sharded ``.bin`` with its ``.bin.index.json``. Nothing in a pickle is executed: objects of
+    other classes beside the weights are skipped.
 
     Raises:
         ArtifactInvalid: missing, truncated, holding code, or holding no tensors.
     """
     entry = _entry_point(checkpoint)
     state: dict[str, Any]
-    if entry.is_dir():
+    if (entry / ".metadata").is_file():
         from compress.checkpoint.distributed_checkpoint import read_distributed
 
         state = read_distributed(entry)
+    elif entry.is_dir():
+        from compress.checkpoint.deepspeed_checkpoint import read_zero
+
+        state = dict(read_zero(entry))
     elif entry.name.endswith(INDEX):
         from compress.checkpoint.safetensors_io import read_indexed
 
@@ -50,7 +72,10 @@ def read_state_dict(checkpoint: Path) -> Weights:
 
         state = dict(read_safetensors(entry))
     else:
-        state = _read_pickle(entry)
+        from compress.checkpoint.torch_pickle import read_indexed_pickles, read_pickle
+
+        indexed = entry.name.endswith(PICKLE_INDEX)
+        state = dict(read_indexed_pickles(entry)) if indexed else read_pickle(entry)
     average = state.get("average")
     for key in NESTED_UNDER:
         if isinstance(state.get(key), dict):
@@ -79,19 +104,50 @@ def consolidate(checkpoint: Path, file: Path) -> None:
     write_safetensors(file, read_state_dict(checkpoint))
 
 
-def without_wrappers(state: Weights, known: Container[str]) -> Weights:
-    """Strip the prefixes of DDP and torch.compile from a state dict, unless the module has them.
+def match_names(state: Weights, own: Mapping[str, torch.Tensor], source: str) -> Weights:
+    """Strip the prefix that a trainer put before a module's names, and leave out what lacks it.
 
-    Args:
-        state: the weights.
-        known: names in the module's own state dict.
+    A prefix is whatever comes before the names in the module's own state dict, such as Lightning's
+    ``model.``, DistributedDataParallel's ``module.`` or both. Names that match none are returned as
+    they are.
+
+    Raises:
+        ArtifactInvalid: several prefixes give weights that fit, such as a teacher's.
     """
-    while state and not any(key in known for key in state):
-        prefix = next((p for p in PREFIXES if all(key.startswith(p) for key in state)), None)
-        if prefix is None:
+    from compress.checkpoint.state_dict import mismatches
+
+    for wrapper in IN_NAMES:
+        if not any(wrapper in name for name in own):
+            state = {name.replace(wrapper, ""): tensor for name, tensor in state.items()}
+    if any(name in own for name in state):
+        return state
+    parts: dict[str, dict[str, Any]] = {}
+    for known in own:  # the first that the checkpoint has; of tied names it may lack some
+        for prefix in (n.removesuffix(known) for n in state if n.endswith(f".{known}")):
+            parts[prefix] = {n[len(prefix) :]: t for n, t in state.items() if n.startswith(prefix)}
+        if parts:
             break
-        state = {key.removeprefix(prefix): value for key, value in state.items()}
-    return state
+    fitting = [prefix for prefix, part in parts.items() if not mismatches(own, part)]
+    if len(fitting) > 1:
+        raise ArtifactInvalid(
+            f"{source}: holds weights of this model under {' and '.join(map(repr, fitting))}; save "
+            "those to use by themselves: torch.save({k.removeprefix(P): v for k, v in weights."
+            "items() if k.startswith(P)}, …)"
+        )
+    chosen = fitting or list(parts)
+    if len(chosen) != 1:
+        return state
+    prefix = chosen[0]
+    others = [name for name in state if not name.startswith(prefix)]
+    more = f"; {len(others)} others are left out, such as {others[0]!r}" if others else ""
+    log.info(
+        "%s: read without the prefix %r of %d names%s",
+        source,
+        prefix,
+        len(state) - len(others),
+        more,
+    )
+    return parts[prefix]
 
 
 def checkpoint_digest(checkpoint: Path) -> str | None:
@@ -99,7 +155,7 @@ def checkpoint_digest(checkpoint: Path) -> str | None:
     try:
         entry = _entry_point(checkpoint)
         files = [entry]
-        if entry.name.endswith(INDEX):
+        if entry.name.endswith((INDEX, PICKLE_INDEX)):
             from compress.checkpoint.safetensors_io import weight_map
 
             files += [entry.parent / file for file in sorted(set(weight_map(entry).values()))]
@@ -114,7 +170,9 @@ def checkpoint_digest(checkpoint: Path) -> str | None:
 
 
 def _entry_point(checkpoint: Path) -> Path:
-    """Return the file to open first, or the directory itself for torch.distributed.checkpoint."""
+    """Return the file to open first, or the directory whose files belong together."""
+    from compress.checkpoint.deepspeed_checkpoint import tag_folder
+
     if not checkpoint.exists():
         raise ArtifactInvalid(f"checkpoint {checkpoint}: no such file")
     if not checkpoint.is_dir():
@@ -125,38 +183,18 @@ def _entry_point(checkpoint: Path) -> Path:
         return checkpoint
     if (checkpoint / ".metadata").is_file():
         return checkpoint
-    for name in (f"model{INDEX}", "model.safetensors", "pytorch_model.bin"):
+    for name in IN_FOLDERS:
         if (checkpoint / name).is_file():
-            return checkpoint / name
+            return checkpoint / name.removesuffix("/.metadata")
+    folder = tag_folder(checkpoint)
+    if folder is not None:
+        return folder
+    for pattern, advice in INSTEAD.items():
+        if next(checkpoint.glob(pattern), None) is not None:
+            raise ArtifactInvalid(f"checkpoint {checkpoint}: {advice}")
+    within = sorted(p.name for pattern in CHECKPOINTS for p in checkpoint.glob(pattern))
     raise ArtifactInvalid(
         f"checkpoint {checkpoint}: a directory without .metadata (torch.distributed.checkpoint), "
-        f"model.safetensors, model{INDEX} or pytorch_model.bin (Hugging Face)"
+        f"{', '.join(IN_FOLDERS[:4])} (Hugging Face) or latest (DeepSpeed)"
+        + (f"; name one of its checkpoints, such as {within[-1]}" if within else "")
     )
-
-
-def _read_pickle(file: Path) -> dict[str, Any]:
-    import pickle
-
-    import torch
-
-    from compress.checkpoint.safe_zip import refuse_bomb
-
-    refuse_bomb(file)
-    try:
-        state = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # for bytes that are no pickle, torch's reader raises anything
-        if isinstance(error, pickle.UnpicklingError) and NAMES_CODE.search(str(error)):
-            raise ArtifactInvalid(
-                f"checkpoint {file}: holds pickled code, which is never executed here; save the "
-                "weights alone with torch.save(model.state_dict(), …) or as .safetensors"
-            ) from error
-        # Without torch's advice, which comes first, to load the file with weights_only=False.
-        reason = str(error).rpartition("WeightsUnpickler error:")[2].strip().partition("\n")[0]
-        raise ArtifactInvalid(
-            f"checkpoint {file}: cannot be read, or truncated ({type(error).__name__}: {reason})"
-        ) from error
-    if not isinstance(state, dict):
-        raise ArtifactInvalid(
-            f"checkpoint {file}: holds a {type(state).__name__}, expected a state_dict"
-        )
-    return state

@@ -35,6 +35,7 @@ OPERATOR = re.compile(
     r"|_operator\.(getitem|add|sub|mul|floordiv|truediv|mod|pow|neg|eq|ne|lt|le|gt|ge|and_|or_)"
     r"|torch\.sym_(int|float|max|min|not|ite|sqrt|sum)|math\.(ceil|floor|trunc)"
 )
+# Without parentheses, brackets and spaces: as Python source it could call nothing.
 WORD = re.compile(r"[\w.+-]*", re.ASCII)
 SHAPE_FUNCTION = re.compile(
     r"Symbol|Integer|Float|Rational|Add|Mul|Pow|Max|Min|And|Or|Not|Equality|Unequality|"

@@ -1,9 +1,6 @@
 """Checks zip archives from untrusted sources before anything in them is read.
 
-A small archive may unpack to any size (zip bomb). And readers may disagree on its contents:
-TorchServe unpacks a ``.mar`` from its beginning by the header before each member, Python and
-PyTorch use the central directory at its end. Both see the same only if the members lie side by side
-from the first byte on, each behind a header that agrees with the directory.
+A small archive may unpack to any size (zip bomb), and readers may disagree on its contents.
 """
 
 from __future__ import annotations
@@ -11,6 +8,7 @@ from __future__ import annotations
 import stat
 import struct
 import zipfile
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from compress.common.atomic_files import refuse_irregular, stays_inside
@@ -40,45 +38,27 @@ tensors."""
 
 
 def refuse_bomb(file: Path) -> None:
-    """Refuse a zip that is unsafe to unpack; files of any other format pass.
-
-    Raises:
-        ArtifactInvalid: see :func:`refuse_unsafe`; Python cannot read its directory; or it is a
-            pipe or a device.
-    """
+    """Raise ArtifactInvalid for a zip that is unsafe or unreadable; any other format passes."""
     refuse_irregular(file)
     try:
         with zipfile.ZipFile(file) as archive:
             refuse_unsafe(archive, file, UNPACKED_BYTES)
     except (zipfile.BadZipFile, OSError, NotImplementedError, ValueError) as error:
-        if _ends_like_a_zip(file):  # PyTorch's own reader may accept what Python's does not
+        end = b""
+        with suppress(OSError), file.open("rb") as stream:  # the format's own reader reports it
+            stream.seek(max(0, file.stat().st_size - FROM_THE_END))
+            end = stream.read()
+        if END_SIGNATURE in end:  # PyTorch's own reader may accept what Python's does not
             raise ArtifactInvalid(
                 f"{file}: not a readable archive, or truncated ({error})"
             ) from error
 
 
-def _ends_like_a_zip(file: Path) -> bool:
-    """Whether there is an end record where readers look for it."""
-    try:
-        with file.open("rb") as stream:
-            stream.seek(max(0, file.stat().st_size - FROM_THE_END))
-            return END_SIGNATURE in stream.read()
-    except OSError:
-        return False  # the format's own reader reports it
-
-
 def refuse_unsafe(archive: zipfile.ZipFile, file: Path, unpacked: int = 0) -> None:
-    """Refuse an archive with anything that neither PyTorch nor this toolkit writes.
+    """Raise ArtifactInvalid for anything that neither PyTorch nor this toolkit writes.
 
-    Args:
-        archive: the archive.
-        file: its path.
-        unpacked: how many bytes its compressed members may unpack to.
-
-    Raises:
-        ArtifactInvalid: a member has the name of another, or of a file outside, or is a link;
-            compressed members unpack to too much; or members share their bytes, or differ for
-            another reader.
+    That is: a member outside, twice, or a link; compressed members that unpack to more bytes than
+    are given; members that share bytes, or differ for another reader.
     """
     members, names, left = archive.infolist(), set(), unpacked
     if len(members) > MEMBERS:
@@ -105,12 +85,10 @@ def refuse_unsafe(archive: zipfile.ZipFile, file: Path, unpacked: int = 0) -> No
 
 
 def _refuse_two_readings(archive: zipfile.ZipFile, file: Path) -> None:
-    """Refuse an archive that differs for a reader of the members' own headers.
-
-    Raises:
-        ArtifactInvalid: a member's header disagrees with the directory, or there are bytes before,
-            between or after the members.
-    """
+    """Refuse an archive that differs for a reader of the members' own headers."""
+    # TorchServe unpacks a ``.mar`` from its beginning by the header before each member, Python and
+    # PyTorch use the central directory at its end. Both see the same only if the members lie side
+    # by side from the first byte on, each behind a header that agrees with the directory.
     with file.open("rb") as stream:
         position = 0
         for member in sorted(archive.infolist(), key=lambda member: member.header_offset):
@@ -165,12 +143,9 @@ def _sizes(packed: int, size: int, extra: bytes) -> tuple[int, int]:
 
 
 def _length_of_descriptor(stream: BinaryIO, expected: tuple[int, int, int]) -> int:
-    """Return the length of a member's data descriptor; 0 where it is not as expected.
-
-    It has an optional signature, and sizes of 4 or 8 bytes.
-    """
+    """Return the length of a member's data descriptor; 0 where it is not as expected."""
     found = stream.read(24)
-    for form in ("<4x3I", "<4xI2Q", "<3I", "<I2Q"):
+    for form in ("<4x3I", "<4xI2Q", "<3I", "<I2Q"):  # optional signature, sizes of 4 or 8 bytes
         length = struct.calcsize(form)
         is_signed = form[1] != "4" or found.startswith(b"PK\7\10")
         if is_signed and len(found) >= length and struct.unpack(form, found[:length]) == expected:

@@ -2,11 +2,11 @@
 
 The format: the header's length in 8 bytes, the header (JSON), then the tensors' bytes. The files
 are byte for byte those of the safetensors library, except that it orders tied names at random.
-
-The library's own writer takes all tensors in memory at once: from 8 tensors of 64 MiB on disk its
-peak is 512 MiB, and this one's is 64. Its reader maps the file, whose pages count as this process's
-memory beside the module that they are copied into.
 """
+
+# The library's own writer takes all tensors in memory at once: from 8 tensors of 64 MiB on disk its
+# peak is 512 MiB, and this one's is 64. Its reader maps the file, whose pages count as this
+# process's memory beside the module that they are copied into.
 
 from __future__ import annotations
 
@@ -20,20 +20,15 @@ from typing import TYPE_CHECKING, Annotated
 import torch
 from pydantic import Field, ValidationError
 
-from compress.checkpoint.state_dict import (
-    StoredTensor,
-    in_memory,
-    refuse_path_outside,
-    storage_key,
-)
+from compress.checkpoint.state_dict import StoredTensor, in_memory, refuse_path_outside, storage_key
 from compress.checkpoint.storage_reader import bytes_of, read_exactly
-from compress.common.atomic_files import open_regular, partial_path, sync
+from compress.common.atomic_files import open_atomically, open_regular
 from compress.common.config import Settings
 from compress.common.errors import ArtifactInvalid
 from compress.common.strict_json import reject_duplicate_keys
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
     from io import BufferedReader, FileIO
     from pathlib import Path
 
@@ -92,13 +87,10 @@ class Header:
 def write_safetensors(file: Path, state: Weights) -> None:
     """Write a state dict as one file, with at most one tensor from disk in memory at a time.
 
-    A tensor with several names is written once; the header's metadata lists the others. A crash
-    leaves the old file or the new one.
-
     Raises:
-        ArtifactInvalid: a tensor cannot be read, differs from what its index says, or has a dtype
-            that the format does not have.
+        ArtifactInvalid: a tensor differs from what its index says, or the format lacks its dtype.
     """
+    # A tensor with several names is written once; the header's metadata lists the others.
     first_name: dict[tuple[object, ...], str] = {}
     for name, tensor in state.items():
         if tensor.dtype not in CODES:
@@ -122,29 +114,39 @@ def write_safetensors(file: Path, state: Weights) -> None:
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8 bytes
 
-    partial = partial_path(file)
-    try:
-        with partial.open("wb") as stream:
-            stream.write(len(text).to_bytes(8, "little") + text)
-            for name in names:
-                stream.write(bytes_of(_load_announced(name, state[name])))
-        sync(partial)
-        partial.replace(file)
-        sync(file.parent)
-    finally:
-        partial.unlink(missing_ok=True)
+    with open_atomically(file) as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        for name in names:
+            # No variable here: its tensor would stay in memory while the next one is read.
+            stream.write(bytes_of(_load_announced(name, state[name])))
+
+
+def _load_announced(name: str, stored: torch.Tensor | StoredTensor) -> torch.Tensor:
+    tensor = in_memory(stored).detach().cpu().contiguous()
+    # The header is written before the tensors are read: one that its own index announced otherwise
+    # would shift all that follow it.
+    if (tensor.dtype, tensor.shape) != (stored.dtype, torch.Size(stored.shape)):
+        raise ArtifactInvalid(
+            f"{name}: is {tensor.dtype} {tuple(tensor.shape)} and was announced as "
+            f"{stored.dtype} {tuple(stored.shape)}"
+        )
+    return tensor
 
 
 def read_safetensors(file: Path) -> dict[str, StoredTensor]:
-    """Return a file's tensors, tied names included, still on disk.
+    """Return a file's tensors, tied names included, still on disk, or raise ArtifactInvalid."""
 
-    Raises:
-        ArtifactInvalid: missing, truncated, or with a name that stands twice.
-    """
+    def read(start: int, name: str, entry: Entry) -> torch.Tensor:
+        try:
+            with open_regular(file) as stream:
+                return _read_tensor(stream, start, name, entry)
+        except (ArtifactInvalid, OSError) as error:
+            raise ArtifactInvalid(f"checkpoint {error}") from error
+
     try:
         with open_regular(file) as stream:
             header = read_header(stream)
-            state = _stored_tensors(header, file, partial(_read_from, file))
+            state = _stored_tensors(header, file, read)
     except ArtifactInvalid as error:
         raise ArtifactInvalid(f"checkpoint {error}") from error
     except OSError as error:
@@ -155,20 +157,12 @@ def read_safetensors(file: Path) -> dict[str, StoredTensor]:
 
 
 def tensors_in(stream: FileIO | BufferedReader) -> dict[str, StoredTensor]:
-    """Return the tensors of an open file without the tied names, each read when it is needed.
-
-    Raises:
-        ArtifactInvalid: it is not a safetensors file, or truncated.
-    """
+    """Return the tensors of an open file without the tied names, each read when it is needed."""
     return _stored_tensors(read_header(stream), stream.name, partial(_read_tensor, stream))
 
 
 def read_indexed(index: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of the safetensors files that a `….safetensors.index.json` lists.
-
-    Raises:
-        ArtifactInvalid: the index or one of its files is missing, truncated, or lacks a tensor.
-    """
+    """Return the tensors of the files in a `….safetensors.index.json`, or raise ArtifactInvalid."""
     files = {name: index.parent / file for name, file in weight_map(index).items()}
     shards = {file: read_safetensors(file) for file in sorted(set(files.values()))}
     for name, file in files.items():
@@ -178,11 +172,7 @@ def read_indexed(index: Path) -> dict[str, StoredTensor]:
 
 
 def weight_map(index: Path) -> dict[str, str]:
-    """Return the file name of each tensor, from an index.
-
-    Raises:
-        ArtifactInvalid: it is not an index, or names a file in another folder.
-    """
+    """Return each tensor's file from an index; raise ArtifactInvalid for one in another folder."""
     try:
         with open_regular(index) as stream:
             text = stream.read()
@@ -202,13 +192,7 @@ def weight_map(index: Path) -> dict[str, str]:
 
 
 def read_header(stream: FileIO | BufferedReader) -> Header:
-    """Read and check a file's header.
-
-    Raises:
-        ArtifactInvalid: it is not a safetensors file, or truncated; a name stands twice, of which
-            readers use one or the other; or tensors share bytes, leave bytes unused, or have
-            another length than their shape.
-    """
+    """Read a header; raise ArtifactInvalid if it or its layout is not as the format demands."""
     try:
         length = int.from_bytes(stream.read(8), "little")
         if length > LARGEST_HEADER:
@@ -220,7 +204,21 @@ def read_header(stream: FileIO | BufferedReader) -> Header:
         metadata = header.pop("__metadata__", None) or {}
         tied = {name: str(first) for name, first in metadata.items() if name != "format"}
         entries = {name: Entry.model_validate(entry) for name, entry in header.items()}
-        _check_layout(entries, os.fstat(stream.fileno()).st_size - 8 - length)
+        # The tensors must lie side by side and fill the file: else readers may disagree on it.
+        position = 0
+        for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
+            begin, end = entry.data_offsets
+            if begin != position or end < begin:
+                raise ValueError(
+                    f"{name[:80]!r} has bytes {begin} to {end}, expected from {position}"
+                )
+            dtype = DTYPES.get(entry.dtype)
+            if dtype is not None and end - begin != prod(entry.shape) * dtype.itemsize:
+                raise ValueError(f"{name[:80]!r} is not as long as its shape says")
+            position = end
+        size = os.fstat(stream.fileno()).st_size - 8 - length
+        if position != size:
+            raise ValueError(f"the tensors have {position} bytes, and the file {size}")
     except ValidationError as error:
         reason = error.errors()[0]["msg"]
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
@@ -230,21 +228,6 @@ def read_header(stream: FileIO | BufferedReader) -> Header:
     raise ArtifactInvalid(
         f"{stream.name}: not a readable safetensors file, or truncated ({reason})"
     )
-
-
-def _check_layout(entries: Mapping[str, Entry], size: int) -> None:
-    """Raise ValueError unless the tensors lie side by side and fill the file."""
-    position = 0
-    for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
-        begin, end = entry.data_offsets
-        if begin != position or end < begin:
-            raise ValueError(f"{name[:80]!r} has bytes {begin} to {end}, expected from {position}")
-        dtype = DTYPES.get(entry.dtype)
-        if dtype is not None and end - begin != prod(entry.shape) * dtype.itemsize:
-            raise ValueError(f"{name[:80]!r} is not as long as its shape says")
-        position = end
-    if position != size:
-        raise ValueError(f"the tensors have {position} bytes, and the file {size}")
 
 
 def _stored_tensors(
@@ -263,14 +246,6 @@ def _stored_tensors(
     }
 
 
-def _read_from(file: Path, start: int, name: str, entry: Entry) -> torch.Tensor:
-    try:
-        with open_regular(file) as stream:
-            return _read_tensor(stream, start, name, entry)
-    except (ArtifactInvalid, OSError) as error:
-        raise ArtifactInvalid(f"checkpoint {error}") from error
-
-
 def _read_tensor(
     stream: FileIO | BufferedReader, start: int, name: str, entry: Entry
 ) -> torch.Tensor:
@@ -280,15 +255,4 @@ def _read_tensor(
         read_exactly(stream, bytes_of(tensor))
     except EOFError as error:
         raise ArtifactInvalid(f"{stream.name}: truncated within {name}") from error
-    return tensor
-
-
-def _load_announced(name: str, stored: torch.Tensor | StoredTensor) -> torch.Tensor:
-    """Return a tensor in memory; refuse one that differs from what its index announced."""
-    tensor = in_memory(stored).detach().cpu().contiguous()
-    if (tensor.dtype, tensor.shape) != (stored.dtype, torch.Size(stored.shape)):
-        raise ArtifactInvalid(
-            f"{name}: is {tensor.dtype} {tuple(tensor.shape)} and was announced as "
-            f"{stored.dtype} {tuple(stored.shape)}"
-        )
     return tensor

@@ -37,13 +37,9 @@ Weights: TypeAlias = "Mapping[str, torch.Tensor | StoredTensor]"
 
 
 def load_state_(module: torch.nn.Module, state: Weights, source: str) -> None:
-    """Copy a state dict into a module, in place; names and shapes must be equal.
+    """Copy a state dict into a module, in place, or raise ArtifactInvalid naming what differs.
 
-    Stored tensors are read a few at a time, so that the weights are never in memory twice. A name
-    may be missing if the module ties it to a name that is present.
-
-    Raises:
-        ArtifactInvalid: a tensor is missing, unexpected or of another shape; the message names it.
+    A name may be missing if the module ties it to a name that is present.
     """
     problems = mismatches(module.state_dict(), state)
     if problems:
@@ -52,6 +48,7 @@ def load_state_(module: torch.nn.Module, state: Weights, source: str) -> None:
         raise ArtifactInvalid(
             f"{source} does not hold the weights of {place}: {'; '.join(problems)}"
         )
+    # Stored tensors are read a few at a time, so that the weights are never in memory twice.
     names: list[str] = []
     pending_bytes = 0
     for name, tensor in state.items():
@@ -98,10 +95,6 @@ def in_memory(tensor: torch.Tensor | StoredTensor) -> torch.Tensor:
 
 
 def refuse_path_outside(index: Path, file: object) -> None:
-    """Refuse an entry of an index that is not a plain file name in the index's own folder.
-
-    Raises:
-        ArtifactInvalid: it names a file in another folder, or is no name.
-    """
+    """Raise ArtifactInvalid for an entry that is no plain file name in the index's own folder."""
     if not isinstance(file, str) or file in ("", ".", "..") or "/" in file or "\\" in file:
         raise ArtifactInvalid(f"checkpoint {index}: names {file!r}, expected a file beside it")

@@ -47,9 +47,6 @@ class Window(io.RawIOBase):
 def read_tensor_(window: Window, region: torch.Tensor) -> None:
     """Read the tensor that a range of a file holds into another tensor, in place.
 
-    Bytes go straight to their destination, or through small buffers where the region is not
-    contiguous; a tensor that strides cannot describe is loaded fully and then copied.
-
     Raises:
         ValueError: it has another shape.
         EOFError: the range ends before the tensor does.
@@ -60,8 +57,14 @@ def read_tensor_(window: Window, region: torch.Tensor) -> None:
     if saved.shape != region.shape:
         raise ValueError(f"{tuple(saved.shape)} instead of {tuple(region.shape)}")
     start = getattr(saved.untyped_storage(), "_checkpoint_offset", None)
-    axes = _axes_as_stored(saved)
+    axes = None
+    if saved.layout == torch.strided and not (saved.is_conj() or saved.is_neg()):
+        strides = saved.stride()
+        by_stride = sorted(range(saved.dim()), key=lambda axis: -strides[axis])
+        # None where the memory has gaps, as in a slice of a larger tensor.
+        axes = by_stride if saved.permute(by_stride).is_contiguous() else None
     if start is None or axes is None or saved.dtype != region.dtype:
+        # Loaded fully and then copied: the file's bytes are not the region's in its own order.
         stream.seek(0)
         region.copy_(torch.load(stream, weights_only=True))
     elif saved.numel():
@@ -75,25 +78,12 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def read_exactly(stream: io.RawIOBase | io.BufferedReader, buffer: memoryview) -> None:
-    """Fill a buffer from a stream.
-
-    Raises:
-        EOFError: the stream ends before.
-    """
+    """Fill a buffer from a stream; raise EOFError if that ends before."""
     while buffer:
         count = stream.readinto(buffer)
         if not count:
             raise EOFError(f"{len(buffer)} bytes are missing")
         buffer = buffer[count:]
-
-
-def _axes_as_stored(tensor: torch.Tensor) -> list[int] | None:
-    """Return the axes by descending stride; None where the memory has gaps."""
-    if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
-        return None
-    strides = tensor.stride()
-    axes = sorted(range(tensor.dim()), key=lambda axis: -strides[axis])
-    return axes if tensor.permute(axes).is_contiguous() else None
 
 
 def _fill_(region: torch.Tensor, window: Window) -> None:

@@ -7,13 +7,16 @@ import hashlib
 import os
 import shutil
 import stat
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from compress.common.errors import ArtifactInvalid
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from io import BufferedReader
     from pathlib import Path
+    from typing import BinaryIO
 
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
 """Constants of renameat2(2)."""
@@ -29,18 +32,23 @@ IRREGULAR = {
 
 def write_atomically(path: Path, content: bytes | str) -> None:
     """Write under a temporary name, sync, and rename over the old file."""
-    content = content.encode() if isinstance(content, str) else content
+    raw = content.encode() if isinstance(content, str) else content
     try:
-        _write(path, content)
+        with open_atomically(path) as stream:
+            stream.write(raw)
     except FileNotFoundError:  # remove_leftovers of a starting run removed it, which it does once
-        _write(path, content)
+        with open_atomically(path) as stream:
+            stream.write(raw)
 
 
-def _write(path: Path, content: bytes) -> None:
+@contextmanager
+def open_atomically(path: Path) -> Iterator[BinaryIO]:
+    """Yield a file under a temporary name, which is synced and renamed at the end of the block."""
     partial = partial_path(path)
     try:
-        partial.write_bytes(content)
-        sync(partial)
+        with partial.open("wb") as stream:
+            yield stream
+        sync(partial)  # before the rename, or a power cut leaves an empty file under the final name
         partial.replace(path)
         sync(path.parent)
     finally:
@@ -53,10 +61,7 @@ def partial_path(path: Path) -> Path:
 
 
 def remove(folder: Path) -> None:
-    """Remove a directory if it exists; a crash leaves all of it under its name, or nothing.
-
-    Of a link to a directory the link is removed.
-    """
+    """Remove a directory, or a link to one, if it exists; a crash leaves all of it or nothing."""
     aside = folder.with_name(f".{folder.name}{REMOVED}{os.getpid()}")
     _remove_now(aside)
     try:
@@ -93,11 +98,8 @@ def _exchange(one: Path, other: Path) -> None:
 def remove_leftovers(folder: Path, names: str = "*") -> None:
     """Remove what crashes left half written or half removed directly in a directory.
 
-    No other process may write there meanwhile. Files that cannot be removed stay.
-
-    Args:
-        folder: the directory.
-        names: pattern of the final names.
+    No other process may write there meanwhile. ``names`` is a pattern of the final names. Files
+    that cannot be removed stay.
     """
     for mark in (PARTIAL, REMOVED):
         for left in folder.glob(f".{names}{mark}*"):
@@ -124,8 +126,9 @@ def sync(path: Path) -> None:
 def stays_inside(name: str) -> bool:
     """Whether a relative path with slashes stays below its folder and has valid names."""
     parts = name.split("/")
+    # Windows and some unzippers take a backslash for a slash; C code ends a name at a null byte.
     plain = "\\" not in name and "\0" not in name and not {"", ".", ".."} & {*parts}
-    return plain and all(len(part.encode()) <= 255 for part in parts)
+    return plain and all(len(part.encode()) <= 255 for part in parts)  # NAME_MAX of Linux
 
 
 def sha256_of(path: Path) -> str:
@@ -135,13 +138,7 @@ def sha256_of(path: Path) -> str:
 
 
 def open_regular(path: Path, *, follow_link: bool = True) -> BufferedReader:
-    """Open a regular file for reading.
-
-    Opening a pipe would wait for its writer, and a device such as /dev/zero has no end.
-
-    Args:
-        path: the file.
-        follow_link: whether the last part of the path may be a symbolic link.
+    """Open a regular file for reading; ``follow_link`` is about the last part of its path.
 
     Raises:
         ArtifactInvalid: it is a pipe or a device, or a link that is not followed.
@@ -149,6 +146,8 @@ def open_regular(path: Path, *, follow_link: bool = True) -> BufferedReader:
     """
     if not follow_link and path.is_symlink():
         raise ArtifactInvalid(f"{path}: is a symbolic link, expected a regular file")
+    # Opening a pipe would wait for its writer. The link is refused here once more, as the path may
+    # have become one since; and the mode is that of the open file (a device has no end).
     more = os.O_NONBLOCK | (0 if follow_link else os.O_NOFOLLOW)
     stream = open(  # noqa: SIM115 - the caller closes it
         path, "rb", opener=lambda name, flags: os.open(name, flags | more)
@@ -162,20 +161,15 @@ def open_regular(path: Path, *, follow_link: bool = True) -> BufferedReader:
 
 
 def refuse_irregular(path: Path, mode: int | None = None) -> None:
-    """Refuse anything but a regular file, before a library opens it by name.
+    """Raise ArtifactInvalid for anything but a regular file, before a library opens it by name.
 
-    Args:
-        path: the file; a missing one is left to its reader to report.
-        mode: its ``st_mode``, if known, so that links are not followed.
-
-    Raises:
-        ArtifactInvalid: it is a pipe, a device, a directory or a link.
+    With its ``st_mode``, if known, links are not followed.
     """
     if mode is None:
         try:
             mode = path.stat().st_mode
         except OSError:
-            return
+            return  # its reader reports a missing file
     if not stat.S_ISREG(mode):
         kind = IRREGULAR.get(stat.S_IFMT(mode), "a device")
         raise ArtifactInvalid(f"{path}: is {kind}, expected a regular file")

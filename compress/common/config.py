@@ -1,5 +1,6 @@
 """Base class and field types of all settings: frozen pydantic models without unknown keys."""
 
+from collections.abc import Mapping
 from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -9,6 +10,19 @@ class Settings(BaseModel):
     """An immutable group of settings; every field's docstring becomes its text in the schema."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    def refuse_settings_of_others(
+        self, choice: str, takers_of: Mapping[str, tuple[str, ...]]
+    ) -> None:
+        """Raise ValueError for a setting that is set and not for the chosen value of another.
+
+        ``takers_of`` maps the setting's name to the values of ``choice`` that it is for.
+        """
+        chosen = getattr(self, choice)
+        for name, takers in takers_of.items():
+            is_set = getattr(self, name) != type(self).model_fields[name].default
+            if is_set and chosen not in takers:
+                raise ValueError(f"{name} is for {choice}: {', '.join(takers)}, found {chosen}")
 
 
 Ratio = Annotated[float, Field(gt=0, lt=1)]
@@ -28,12 +42,8 @@ LONGEST_NAME = 200
 
 
 def check_length(name: str) -> str:
-    """Check that a name fits into a folder's name.
-
-    Raises:
-        ValueError: it is too long in bytes, of which letters beyond ASCII have several.
-    """
-    size = len(name.encode())
+    """Return a name; raise ValueError where it is too long for a folder's."""
+    size = len(name.encode())  # letters beyond ASCII have several bytes
     if size > LONGEST_NAME:
         raise ValueError(
             f"the name {name[:16]!r}… is too long: it has {size} bytes, expected at most "

@@ -46,6 +46,7 @@ _OWN = tuple(str(_ROOT / name) for name in OWN_PACKAGES)
 _LOADERS = (str(_ROOT / "compress" / "common" / "factories.py"), str(Path(__file__).resolve()))
 """Files of this toolkit between the user's code and a module that it imports, on the stack."""
 _NO_DATA = ("/proc/", "/sys/", "/dev/")
+"""The kernel and its devices make up the content of these files: they hold no data of the user."""
 _RACY_SECONDS = 2.0
 """A file changed this recently may change again without a new mtime; its digest is not cached."""
 
@@ -58,11 +59,7 @@ class Dependencies(Settings):
     environment: dict[str, str | None] = {}
 
     def change(self, folder: Path) -> str:
-        """Describe the first file or variable that has changed since; empty if none has.
-
-        Args:
-            folder: the pipeline's folder.
-        """
+        """Describe the first file or variable that has changed since; empty if none has."""
         files = {name: digest_of(folder / name) for name in self.files}
         environment = {name: digest_of_variable(name) for name in self.environment}
         return self.difference(Dependencies(files=files, environment=environment))
@@ -112,22 +109,18 @@ class Recording:
     def dependencies(
         self, folder: Path, code: Path | None = None, outputs: Sequence[Path] = ()
     ) -> Dependencies:
-        """Hash what was read.
+        """Hash what was read, but for files in ``outputs`` and variables set by the code itself.
 
-        Variables that the code itself or this toolkit set are left out.
-
-        Args:
-            folder: the pipeline's folder; files below it or below ``code`` are named relative to
-                it, so that they have the same names in another checkout.
-            code: the folder of the user's modules.
-            outputs: folders that the toolkit writes.
+        Files below ``folder`` or ``code``, that of the user's modules, are relative to ``folder``.
         """
         start = os.path.abspath(folder)  # noqa: PTH100 - links stay, as user code names files
         roots = start, os.path.realpath(folder), os.path.realpath(code or folder)
         left_out = tuple(map(os.path.realpath, outputs))
         files: dict[str, str | None] = {}
         for path in sorted(self.files):
-            if not _is_below(os.path.realpath(path), left_out) and not _is_special(path):
+            is_special = os.path.exists(path) and not os.path.isfile(path)  # noqa: PTH110, PTH113
+            if not is_special and not _is_below(os.path.realpath(path), left_out):
+                # Relative names are the same in another checkout of the pipeline and its code.
                 name = os.path.relpath(path, start) if _is_below(path, roots) else path
                 files[name] = digest_of(Path(path))
         # A rank or worker process has variables of its own, such as RANK.
@@ -163,25 +156,35 @@ def recording() -> Iterator[Recording]:
     finally:
         # By identity: `remove` would drop an equal recording of another thread.
         _recordings[:] = [r for r in _recordings if r is not found]
-        found.files = _with_imports(found.files)
-        for path in found.files:
-            if path.endswith(".py"):
-                _sources.setdefault(path, digest_of(Path(path)))
+        # With what the modules among them import, recursively.
+        queue, found.files = list(found.files), set()
+        while queue:
+            path = queue.pop()
+            if path not in found.files:
+                found.files.add(path)
+                queue += _imports.get(path, ())
+                if path.endswith(".py"):
+                    _sources.setdefault(path, digest_of(Path(path)))
 
 
 @contextmanager
-def recording_paused() -> Iterator[None]:
-    """Do not record reads of this thread during a block; the caller accounts for them otherwise."""
-    before = getattr(_thread, "paused", False)
-    _thread.paused = True
+def recording_paused(*, environment: bool = False) -> Iterator[None]:
+    """Do not record which files this thread reads in a block, nor variables with ``environment``.
+
+    They decide nothing, or the caller accounts for them otherwise.
+    """
+    before = getattr(_thread, "paused", False), getattr(_thread, "environment_paused", False)
+    _thread.paused, _thread.environment_paused = True, environment or before[1]
     try:
         yield
     finally:
-        _thread.paused = before
+        _thread.paused, _thread.environment_paused = before
 
 
 def add_to_recordings(found: Recording) -> None:
     """Merge reads that were recorded elsewhere or before into all active recordings."""
+    if getattr(_thread, "paused", False):
+        return
     for active in _recordings:
         if active is not found:
             active.add(found)
@@ -197,10 +200,8 @@ def take_recorded() -> Recording:
 
 
 def changed_sources() -> set[str]:
-    """Return and forget the files of modules that have changed since they were imported.
-
-    Missing files do not count: an artifact's code is imported before its folder is renamed.
-    """
+    """Return and forget the files of modules that have changed since they were imported."""
+    # Missing files do not count: an artifact's code is imported before its folder is renamed.
     now = {path: digest_of(Path(path)) for path in _sources}
     changed = {path for path, digest in now.items() if digest not in (None, _sources[path])}
     for path in changed:
@@ -245,20 +246,29 @@ def origin_of(filename: str) -> Literal["user", "own", "other"]:
 @cache
 def _install() -> None:
     """Install the audit hook, which Python cannot remove again, and observe `os.environ`."""
-    sys.addaudithook(_audit)
+
+    def audit(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open" and _recordings and not getattr(_thread, "paused", False):
+            with suppress(ValueError, TypeError, OSError):  # arguments that `open` will reject
+                _note_open(*arguments)
+
+    sys.addaudithook(audit)
+    # Not another object: those who imported `environ` before would keep the old one.
     os.environ.__class__ = _Environment
 
 
-def _audit(event: str, arguments: tuple[Any, ...]) -> None:
-    if event == "open" and _recordings and not getattr(_thread, "paused", False):
-        with suppress(ValueError, TypeError, OSError):  # arguments that `open` itself will reject
-            _note_open(*arguments)
-
-
 def _note_open(path: Any, mode: Any, flags: int) -> None:
-    caller = "" if isinstance(path, int) else _calling_user_file(sys._getframe(2))
-    if not caller:
+    """Add a file that user code opens to the active recordings."""
+    if isinstance(path, int):
         return
+    # The innermost user file on the stack before a frame of this toolkit: libraries open files for
+    # whoever calls them.
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and origin_of(frame.f_code.co_filename) == "other":
+        frame = frame.f_back
+    if frame is None or origin_of(frame.f_code.co_filename) != "user":
+        return
+    caller = frame.f_code.co_filename
     name = os.path.abspath(os.fsdecode(path))  # noqa: PTH100 - links stay, as the code names them
     if name.endswith(".pyc"):
         name = importlib.util.source_from_cache(name)
@@ -275,29 +285,6 @@ def _note_open(path: Any, mode: Any, flags: int) -> None:
             active.written.add(name)
 
 
-def _with_imports(files: set[str]) -> set[str]:
-    """Return files together with those that the modules among them import, recursively."""
-    found: set[str] = set()
-    queue = list(files)
-    while queue:
-        path = queue.pop()
-        if path not in found:
-            found.add(path)
-            queue += _imports.get(path, ())
-    return found
-
-
-def _calling_user_file(frame: FrameType | None) -> str:
-    """Return the innermost user file on the stack before a frame of this toolkit, or ""."""
-    while frame is not None:
-        file = frame.f_code.co_filename
-        origin = origin_of(file)
-        if origin != "other":
-            return file if origin == "user" else ""
-        frame = frame.f_back
-    return ""
-
-
 def _direct_origin(frame: FrameType | None) -> str:
     """Classify the direct caller only, because libraries read many variables for themselves."""
     while frame is not None and frame.f_code.co_filename in _MAPPINGS:
@@ -309,7 +296,8 @@ class _Environment(os._Environ[str]):
     """The class of `os.environ`: it adds each variable that user code reads to the recordings."""
 
     def __getitem__(self, key: str) -> str:
-        if _recordings and isinstance(key, str) and _direct_origin(sys._getframe(1)) == "user":
+        is_recorded = _recordings and not getattr(_thread, "environment_paused", False)
+        if is_recorded and isinstance(key, str) and _direct_origin(sys._getframe(1)) == "user":
             value = self._plain(key)
             for active in _recordings:
                 active.environment.setdefault(key, _digest(value))
@@ -361,11 +349,3 @@ def _how(before: str | None, now: str | None, appeared: str, gone: str) -> str:
 
 def _is_below(path: str, folders: tuple[str, ...]) -> bool:
     return any(path == folder or path.startswith(folder + os.sep) for folder in folders)
-
-
-def _is_special(path: str) -> bool:
-    """Whether a path exists and is no regular file."""
-    try:
-        return not stat.S_ISREG(os.stat(path).st_mode)  # noqa: PTH116 - a string
-    except OSError:
-        return False

@@ -64,14 +64,9 @@ class SignalExit(SystemExit):
 
 @contextmanager
 def exits_refused() -> Iterator[None]:
-    """Turn `sys.exit()` in user code within a block into an ordinary failure.
-
-    A model, metric or dataset that ends the process would end the run with an exit code of its own
-    choice and without its gates. Signals still interrupt.
-
-    Raises:
-        StageFailed: in place of SystemExit and every other BaseException.
-    """
+    """Turn `sys.exit()` and the like in user code into StageFailed; signals still interrupt."""
+    # A model, metric or dataset that ends the process would end the run with an exit code of its
+    # own choice and without its gates.
     try:
         yield
     except (Exception, KeyboardInterrupt, SignalExit):

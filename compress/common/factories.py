@@ -1,9 +1,8 @@
-"""Imports the user's ``module:callable``, and finds the source files that it needs.
+"""Imports the user's ``module:callable``, and finds the source files that it needs."""
 
-The files are found by parsing import statements, so that they can be hashed into cache keys and
-copied into artifacts, which then load on other machines. Other imports and reads are recorded while
-the code runs; see :mod:`compress.common.dependency_recorder`.
-"""
+# The files are found by parsing import statements, so that they can be hashed into cache keys and
+# copied into artifacts, which then load on other machines. Other imports and reads are recorded
+# while the code runs: see dependency_recorder.
 
 from __future__ import annotations
 
@@ -45,15 +44,7 @@ Reference = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")]
 
 
 def resolve(reference: str, folder: Path | None = None) -> Callable[..., Any]:
-    """Import what ``module:callable`` names.
-
-    Args:
-        reference: the module's dotted name, a colon, the callable's name.
-        folder: folder of the user's modules; a module there takes precedence over an installed one.
-
-    Raises:
-        PipelineInvalid: the module cannot be imported or has no such callable.
-    """
+    """Import ``module:callable``, first from the user's folder, or raise PipelineInvalid."""
     module_name, _, attribute = reference.partition(":")
     try:
         with nullcontext() if folder else _as_installed(module_name):
@@ -77,36 +68,44 @@ def resolve(reference: str, folder: Path | None = None) -> Callable[..., Any]:
 
 
 def local_sources(reference: str, folder: Path | None = None) -> dict[str, Path]:
-    """Return the user's source files that a reference needs, by path relative to their root.
-
-    Installed packages and the standard library are left out; their versions identify them.
-    """
+    """Return the user's source files that a reference needs, by path relative to their root."""
+    # Installed packages and the standard library are left out; their versions identify them.
     module_name = reference.partition(":")[0]
-    root = folder if folder and _find(module_name, folder) else _origin_root(module_name)
-    if root is None:
-        return {}
+    if folder and _find(module_name, folder):
+        root = folder
+    else:
+        try:
+            spec = importlib.util.find_spec(module_name.split(".")[0])
+        except (ImportError, ValueError):
+            return {}
+        path = Path(spec.origin).absolute() if spec and spec.origin else Path()
+        if path.suffix != ".py" or _is_installed(path.resolve()):
+            return {}
+        root = path.parent.parent if path.name == "__init__.py" else path.parent
     found: dict[str, Path] = {}
     queue = [module_name]
     while queue:
         name = queue.pop()
         for part in _with_parents(name):
-            path = None if part.partition(".")[0] in OWN_PACKAGES else _find(part, root)
-            if path is None:
+            file = None if part.partition(".")[0] in OWN_PACKAGES else _find(part, root)
+            if file is None:
                 continue
-            key = path.relative_to(root.absolute()).as_posix()
+            key = file.relative_to(root.absolute()).as_posix()
             if key not in found:
-                found[key] = path
-                queue += _imported_names(path.read_bytes(), part, path.name == "__init__.py")
+                found[key] = file
+                queue += _imported_names(file.read_bytes(), part, file.name == "__init__.py")
     return dict(sorted(found.items()))
 
 
 def is_library(name: str) -> bool:
     """Whether an imported module is installed or part of this toolkit."""
-    spec = getattr(sys.modules.get(name), "__spec__", None)
-    origin = getattr(spec, "origin", None)
     if name.partition(".")[0] in OWN_PACKAGES:
         return True
-    path = Path(origin or ".").resolve()
+    spec = getattr(sys.modules.get(name), "__spec__", None)
+    return _is_installed(Path(getattr(spec, "origin", None) or ".").resolve())
+
+
+def _is_installed(path: Path) -> bool:
     return any(path.is_relative_to(place) for place in INSTALLED)
 
 
@@ -127,12 +126,9 @@ class _FromSource(SourceFileLoader):
 
 
 class _UserModules(MetaPathFinder):
-    """Finds modules in the folder of the reference that was resolved last.
+    """Finds modules in the folder of the reference that was resolved last."""
 
-    It stays on ``sys.meta_path`` after the import, because a factory may import more when it is
-    called.
-    """
-
+    # It stays on ``sys.meta_path`` after the import: a factory may import more when it is called.
     folder: Path | None = None
 
     def find_spec(
@@ -264,19 +260,6 @@ def _find(module_name: str, root: Path) -> Path | None:
             return None
         place = place / part
     return path
-
-
-def _origin_root(module_name: str) -> Path | None:
-    try:
-        spec = importlib.util.find_spec(module_name.split(".")[0])
-    except (ImportError, ValueError):
-        return None
-    if spec is None or not spec.origin or not spec.origin.endswith(".py"):
-        return None
-    path = Path(spec.origin).absolute()
-    if any(path.resolve().is_relative_to(place) for place in INSTALLED):
-        return None
-    return path.parent.parent if path.name == "__init__.py" else path.parent
 
 
 def _with_parents(name: str) -> list[str]:

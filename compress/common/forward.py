@@ -1,7 +1,6 @@
-"""Calling a model: in eval mode, on a number of threads, with any batch size; naming its outputs.
+"""Calling a model: in eval mode, on some threads, with any batch size; naming its outputs."""
 
-torch is imported inside the functions, because reading a pipeline file imports this module.
-"""
+# torch is imported inside the functions, because reading a pipeline file imports this module.
 
 from __future__ import annotations
 
@@ -32,10 +31,7 @@ class Predictor(Protocol):
 
 @contextmanager
 def torch_predictor(module: Any, device: str, threads: int) -> Iterator[Predictor]:
-    """Wrap a torch callable as a predictor that runs on a device with a number of CPU threads.
-
-    A call returns only when its outputs are computed, on a CUDA device too.
-    """
+    """Wrap a torch callable as a predictor that runs on a device with a number of CPU threads."""
     import torch
 
     previous = torch.get_num_threads()
@@ -45,7 +41,7 @@ def torch_predictor(module: Any, device: str, threads: int) -> Iterator[Predicto
         with torch.inference_mode():
             outputs = flatten_outputs(module(*(x.to(device) for x in inputs)))
         if device.startswith("cuda"):
-            torch.cuda.synchronize(device)
+            torch.cuda.synchronize(device)  # kernels run on by themselves: latency would miss them
         return outputs
 
     try:
@@ -55,12 +51,7 @@ def torch_predictor(module: Any, device: str, threads: int) -> Iterator[Predicto
 
 
 def accept_any_batch(predict: Predictor, signature: Signature) -> Predictor:
-    """Wrap a predictor of a fixed batch size so that it takes any number of samples.
-
-    Samples are passed in full batches; the last one is filled up with copies of the last sample,
-    whose outputs are dropped. Outputs must have the batch on their first axis. Predictors with a
-    dynamic batch are returned unchanged.
-    """
+    """Let a predictor of a fixed batch size take any number of samples; others are unchanged."""
     size = signature.inputs[0].shape[0] if signature.inputs[0].shape else None
     if not isinstance(size, int):
         return predict
@@ -71,6 +62,7 @@ def accept_any_batch(predict: Predictor, signature: Signature) -> Predictor:
         rows = len(inputs[0])
         batches = []
         for start in range(0, rows, size):
+            # The last batch is filled up with copies of the last sample, whose outputs are dropped.
             wanted = torch.arange(start, start + size).clamp(max=rows - 1)
             batches.append(predict(*(x[wanted] for x in inputs)))
         return tuple(torch.cat(column)[:rows] for column in zip(*batches, strict=True))
@@ -100,13 +92,7 @@ def preserve_modes(module: torch.nn.Module) -> Iterator[None]:
 
 
 def flatten_outputs(output: Any) -> tuple[torch.Tensor, ...]:
-    """Return a model's output as a tuple of tensors.
-
-    A tensor, a (nested) sequence or mapping of them, or an object with ``.logits``.
-
-    Raises:
-        ArtifactInvalid: there is no tensor in it.
-    """
+    """Return the tensors of nested sequences, mappings or ``.logits``, or raise ArtifactInvalid."""
     import torch
 
     if isinstance(output, torch.Tensor):
@@ -137,13 +123,9 @@ def outputs_by_name(output: Any) -> dict[str, torch.Tensor]:
 
 
 def match_outputs(output: Any, signature: Signature) -> tuple[tuple[str, ...], Signature]:
-    """Match the signature's output names with what a model returned.
+    """Return the entries to select from an output (empty: all), and the completed signature.
 
     Names that the model uses select among its outputs; other names rename all of them.
-
-    Returns:
-        The entries to select from the output (empty: all, in order), and the signature with a name
-        for each of them.
 
     Raises:
         PipelineInvalid: there are not as many tensors as names, or only some names are the model's.
@@ -178,11 +160,7 @@ def match_outputs(output: Any, signature: Signature) -> tuple[tuple[str, ...], S
 
 
 def name_outputs(signature: Signature, count: int) -> Signature:
-    """Return the signature with as many output names as the model has outputs.
-
-    Raises:
-        PipelineInvalid: names were declared, and the model has more or fewer outputs.
-    """
+    """Name as many outputs as the model has; raise PipelineInvalid where others are declared."""
     if len(signature.outputs) == count:
         return signature
     if "outputs" in signature.model_fields_set:

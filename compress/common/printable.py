@@ -12,10 +12,8 @@ tab, marks of text direction, other line separators, and lone surrogates."""
 
 
 def printable(text: str) -> str:
-    """Return a text with control characters as escapes, and further lines indented.
-
-    The indentation keeps a line of a message from looking like one of the tool's own.
-    """
+    """Return a text with control characters as escapes, and further lines indented."""
+    # The indentation keeps a line of a message from looking like one of the tool's own.
     return escaped(text).replace("\n", "\n  ")
 
 

@@ -1,7 +1,6 @@
-"""State of this process: random seeds, CPU threads, the garbage collector.
+"""State of this process: random seeds, CPU threads, the garbage collector."""
 
-torch and NumPy are imported inside the functions, because the command line imports this module.
-"""
+# torch and NumPy are imported inside the functions, because the command line imports this module.
 
 from __future__ import annotations
 
@@ -31,13 +30,20 @@ def derive_seed(*parts: int) -> int:
 @contextmanager
 def seeded(seed: int, device: str) -> Iterator[None]:
     """Seed torch, NumPy and ``random`` for a block, and restore their states after it."""
+    with random_state_kept(device):
+        reseed(seed, device)
+        yield
+
+
+@contextmanager
+def random_state_kept(device: str) -> Iterator[None]:
+    """Restore the states of torch, NumPy and ``random`` after a block."""
     import numpy as np
     import torch
 
     python_state, numpy_state = random.getstate(), np.random.get_state()
     devices = [torch.device(device)] if device.startswith("cuda") else []
     with torch.random.fork_rng(devices=devices):
-        reseed(seed, device)
         try:
             yield
         finally:
@@ -72,11 +78,9 @@ def gc_disabled() -> Iterator[None]:
 
 @contextmanager
 def gc_frozen() -> Iterator[None]:
-    """Exempt the objects that exist already from garbage collection for a block.
-
-    One collection over all objects of torch and its exporters takes a third of a second, and an
-    export triggers several. Cycles that the block leaves behind are collected at its end.
-    """
+    """Exempt existing objects from garbage collection for a block; collect its own at the end."""
+    # One collection over all objects of torch and its exporters takes a third of a second, and an
+    # export triggers several.
     gc.freeze()
     try:
         yield
@@ -86,11 +90,9 @@ def gc_frozen() -> Iterator[None]:
 
 
 def usable_cores() -> int:
-    """Return how many cores this process may use, at least one.
-
-    A container with ``--cpus 4``, or a pod with that limit, sees all cores of its machine, and the
-    kernel throttles it for most of the time if it computes with as many threads.
-    """
+    """Return how many cores this process may use, at least one."""
+    # A container with ``--cpus 4``, or a pod with that limit, sees all cores of its machine, and
+    # the kernel throttles it for most of the time if it computes with as many threads.
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     quota = cpu_quota()
     return max(1, min(allowed or 1, math.ceil(quota) if quota else allowed or 1))
@@ -113,11 +115,7 @@ def within_quota() -> Iterator[None]:
     import torch
 
     before = torch.get_num_threads()
-    fewer = min(before, configured_threads() or usable_cores())
-    if fewer == before:
-        yield
-        return
-    torch.set_num_threads(fewer)
+    torch.set_num_threads(min(before, threads_to_use()))
     try:
         yield
     finally:
@@ -125,21 +123,10 @@ def within_quota() -> Iterator[None]:
 
 
 def cpu_quota(own: Path = OWN_CGROUPS, mounted: Path = CGROUPS) -> float | None:
-    """Return the CPU quota of this process in cores, the least of its cgroups'; None without one.
-
-    ``loky.cpu_count`` reads the root of the mount alone: it misses the quota of a systemd slice, of
-    a Slurm job and of every group around a container's own.
-
-    Args:
-        own: the file that names the cgroups of this process.
-        mounted: the folder where cgroups are mounted.
-    """
-    quotas = [quota for folder in _cgroups(own, mounted) if (quota := _quota_in(folder))]
-    return min(quotas, default=None)
-
-
-def _cgroups(own: Path, mounted: Path) -> Iterator[Path]:
-    """Yield the folders of this process's cgroups, v1 or v2, and of the groups around them."""
+    """Return this process's CPU quota in cores, the least of its cgroups'; None without one."""
+    # Not ``loky.cpu_count``, which reads the root of the mount alone: it misses the quota of a
+    # systemd slice, of a Slurm job and of every group around a container's own.
+    quotas: list[float] = []
     with suppress(OSError, ValueError):
         for line in own.read_text().splitlines():
             _, controllers, path = line.split(":", 2)
@@ -149,11 +136,13 @@ def _cgroups(own: Path, mounted: Path) -> Iterator[Path]:
             # root of its group alone, whatever path the kernel names.
             for root in (mounted / controllers, mounted / "cpu") if controllers else (mounted,):
                 folder = root / path.strip("/")
-                yield folder
-                yield from (around for around in folder.parents if around.is_relative_to(root))
+                groups = [folder, *(g for g in folder.parents if g.is_relative_to(root))]
+                quotas += filter(None, map(_quota_in, groups))
+    return min(quotas, default=None)
 
 
 def _quota_in(folder: Path) -> float | None:
+    """Return a cgroup's CPU quota in cores; None where it has none."""
     with suppress(OSError, ValueError):
         quota, period = (folder / "cpu.max").read_text().split()
         return None if quota == "max" else int(quota) / int(period)

@@ -51,25 +51,14 @@ def requirements_of(settings: Settings) -> Iterator[Requirement]:
 
 
 def undisturbed(settings: Settings) -> bool:
-    """Return whether settings, or nested settings, need to run without other jobs beside them.
-
-    They declare it by an attribute of this name, because they measure time or use other nodes.
-    """
+    """Whether settings or nested ones declare, by this name, that no job may run beside them."""
     values = (getattr(settings, name) for name in type(settings).model_fields)
     nested = (value for value in values if isinstance(value, Settings))
     return bool(getattr(settings, "undisturbed", False)) or any(map(undisturbed, nested))
 
 
 def load_entry_point(entry: EntryPoint, kind: str) -> Any:
-    """Import what an installed package announces by an entry point.
-
-    Args:
-        entry: the entry point.
-        kind: what it announces, for the error: `stage`, `gate` or `observer`.
-
-    Raises:
-        Unavailable: it cannot be imported.
-    """
+    """Import the `stage`, `gate` or `observer` that a package announces, or raise Unavailable."""
     try:
         with exits_refused():
             return entry.load()

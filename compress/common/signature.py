@@ -120,12 +120,8 @@ class Signature(Settings):
         return dumped if self.axes else {k: v for k, v in dumped.items() if k != "axes"}
 
     @model_validator(mode="after")
-    def _bounds_are_of_axes(self) -> Self:
+    def _is_consistent(self) -> Self:
         refuse_other_axes(self.inputs, self.axes)
-        return self
-
-    @model_validator(mode="after")
-    def _names_are_unique(self) -> Self:
         refuse_double_names(self.inputs, self.outputs)
         return self
 
@@ -152,22 +148,13 @@ class Signature(Settings):
         return self.axes.get(axis, ANY_SIZE)
 
     def refuse_too_large(self, sizes: Mapping[str, int]) -> None:
-        """Refuse example inputs that need more than half of this machine's memory.
-
-        Args:
-            sizes: the size of each named axis.
-
-        Raises:
-            ArtifactInvalid: the message names the largest input.
-        """
-        needed = {spec.name: spec.nbytes(sizes) for spec in self.inputs}
+        """Raise ArtifactInvalid if example inputs need over half of this machine's memory."""
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        if sum(needed.values()) > memory / 2:
-            name = max(needed, key=needed.__getitem__)
-            spec = next(spec for spec in self.inputs if spec.name == name)
-            gibibytes = min(needed[name], 10**30) / 2**30  # a float has no larger ones
+        if sum(spec.nbytes(sizes) for spec in self.inputs) > memory / 2:
+            spec = max(self.inputs, key=lambda spec: spec.nbytes(sizes))
+            gibibytes = min(spec.nbytes(sizes), 10**30) / 2**30  # a float has no larger ones
             raise ArtifactInvalid(
-                f"model.inputs: {name} of {list(spec.sized(sizes))} {spec.dtype} takes "
+                f"model.inputs: {spec.name} of {list(spec.sized(sizes))} {spec.dtype} takes "
                 f"{gibibytes:.3g} GiB, expected at most half of this machine's "
                 f"{memory / 2**30:.3g} GiB; declare smaller sizes"
             )
@@ -191,15 +178,8 @@ class Signature(Settings):
     ) -> tuple[torch.Tensor, ...]:
         """Return seeded inputs: standard normal for floats, 0 or 1 for integers.
 
-        Masks are 1 for a random number of elements from the left, at least one of each row: the
-        output for a fully masked row is undefined.
-
-        Args:
-            batch: size of the batch axis; other named axes get 8 elements, or the number nearest
-                to that which is allowed.
-            seed: seed of the generator.
-            device: where the tensors live.
-            sizes: sizes of named axes, in place of the above.
+        Named axes get their number in ``sizes``, the batch axis ``batch`` and others 8 elements, or
+        the nearest number that is allowed.
 
         Raises:
             ArtifactInvalid: they would not fit into memory.
@@ -215,6 +195,7 @@ class Signature(Settings):
         for spec in self.inputs:
             dtype, shape = getattr(torch, spec.dtype), spec.sized(axes)
             if spec.is_mask and shape[-1]:
+                # Ones from the left, at least one: the output for a fully masked row is undefined.
                 lengths = torch.randint(1, shape[-1] + 1, (*shape[:-1], 1), generator=generator)
                 value = (torch.arange(shape[-1]) < lengths).to(dtype)
             elif dtype.is_floating_point:
@@ -247,11 +228,7 @@ class Signature(Settings):
 
 
 def refuse_double_names(inputs: Sequence[TensorSpec], outputs: Sequence[OutputSpec]) -> None:
-    """Refuse two tensors with the same name.
-
-    Raises:
-        ValueError: the message lists the names.
-    """
+    """Raise ValueError where two tensors have the same name."""
     names = [*(spec.name for spec in inputs), *(spec.name for spec in outputs)]
     doubles = sorted({n for n in names if names.count(n) > 1})
     if doubles:
@@ -259,11 +236,7 @@ def refuse_double_names(inputs: Sequence[TensorSpec], outputs: Sequence[OutputSp
 
 
 def refuse_other_axes(inputs: Sequence[TensorSpec], bounded: Mapping[str, AxisBounds]) -> None:
-    """Refuse bounds of the batch axis, or of an axis that no input names.
-
-    Raises:
-        ValueError: the message names the axis and the known ones.
-    """
+    """Raise ValueError for bounds of the batch axis, or of an axis that no input names."""
     batches = {spec.shape[0] for spec in inputs[:1] if spec.shape}
     named = {d: 0 for spec in inputs for d in spec.shape if isinstance(d, str) and d not in batches}
     for axis in bounded:

@@ -1,8 +1,7 @@
-"""JSON whose bytes are checked: canonical form, no duplicate keys, files with their own digest.
+"""JSON whose bytes are checked: canonical form, no duplicate keys, files with their own digest."""
 
-A digest in a file reveals damage and careless edits. It is no signature: whoever edits a file can
-compute it anew.
-"""
+# A digest in a file reveals damage and careless edits. It is no signature: whoever edits a file can
+# compute it anew.
 
 from __future__ import annotations
 
@@ -22,23 +21,14 @@ RUN_SEAL = "seal"
 
 
 def canonical_json(value: Any, *, allow_nan: bool = False) -> str:
-    """Return JSON that is the same for equal values: sorted keys, no spaces.
-
-    Raises:
-        ValueError: the value holds NaN or an infinity, and ``allow_nan`` is not set.
-    """
+    """Return the same JSON for equal values; raise ValueError for NaN and infinities."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=allow_nan)
 
 
 def reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build a JSON object from its items; the ``object_pairs_hook`` of ``json.loads``.
-
-    Of two equal keys some readers take the first and others the last, so that two programs could
-    see two different files.
-
-    Raises:
-        ValueError: a key stands twice.
-    """
+    """Build an object from pairs for ``json.loads``; raise ValueError if a key stands twice."""
+    # Of two equal keys some readers take the first and others the last, so that two programs could
+    # see two different files.
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
@@ -53,14 +43,7 @@ def dump_sealed(content: Mapping[str, Any]) -> bytes:
 
 
 def load_sealed(raw: bytes) -> dict[str, Any]:
-    """Return the mapping that :func:`dump_sealed` wrote.
-
-    Every byte counts: a duplicate key or an added space, which a JSON parser would accept, is
-    refused like another value.
-
-    Raises:
-        ArtifactInvalid: these are not the bytes that were written.
-    """
+    """Return what :func:`dump_sealed` wrote; raise ArtifactInvalid for any other bytes."""
     try:
         content = json.loads(raw)
         seal = content.pop(SEAL)
@@ -68,6 +51,7 @@ def load_sealed(raw: bytes) -> dict[str, Any]:
         raise ArtifactInvalid("is cut off or damaged") from None
     except (AttributeError, TypeError, KeyError):
         raise ArtifactInvalid("has no digest of its content") from None
+    # Every byte counts: a JSON parser would accept a duplicate key or an added space.
     if seal != seal_of(content) or dump_sealed(content) != raw:
         raise ArtifactInvalid("is not as it was written: its content does not match its digest")
     return dict(content)
@@ -84,15 +68,7 @@ def seal_of_run(report: Mapping[str, Any], lock: Mapping[str, Any]) -> str:
 
 
 def refuse_changed_run(report: Mapping[str, Any], lock: Mapping[str, Any]) -> None:
-    """Refuse the records of a run if one of them was changed after the run wrote it.
-
-    Args:
-        report: content of `report.json`.
-        lock: content of `lock.json`.
-
-    Raises:
-        ArtifactInvalid: the digest in the report is of other contents.
-    """
+    """Raise ArtifactInvalid if `report.json` or `lock.json` was changed after the run wrote it."""
     content = {**report}
     seal = content.pop(RUN_SEAL, None)  # older versions wrote none
     if seal is not None and seal != seal_of_run(content, lock):

@@ -1,8 +1,7 @@
-"""Differences between tensors in float64, which never treat NaN as a small difference.
+"""Differences between tensors in float64, which never treat NaN as a small difference."""
 
-Python's ``max(0.0, nan)`` is 0.0 and ``nan > limit`` is False, so that a naive comparison accepts
-NaN. All comparisons of two models' outputs use these functions.
-"""
+# Python's ``max(0.0, nan)`` is 0.0 and ``nan > limit`` is False, so that a naive comparison accepts
+# NaN. All comparisons of two models' outputs use these functions.
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ def relative_error(expected: torch.Tensor, got: torch.Tensor) -> float:
             return math.inf
         error += float((b - a).square_().sum())
         norm += float(a.square().sum())
-    return float(error**0.5 / max(norm**0.5, 1e-9))
+    return float(error**0.5 / max(norm**0.5, 1e-9))  # finite also where all is expected to be 0
 
 
 def largest_difference(expected: torch.Tensor, got: torch.Tensor) -> float:

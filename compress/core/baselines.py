@@ -1,12 +1,4 @@
-"""Baselines of a speedup: the float model in PyTorch, under torch.compile, or in another runtime.
-
-A gate compares two artifacts and needs signature, digest and ``open`` of the baseline. A float
-model in another runtime is therefore an artifact too, of which nothing is written, so that gates,
-latency measurement and the cache of measurements treat it as any other.
-
-``compress`` may not import ``export``, which alone can write ONNX. Each package adds the runtimes
-that it can open to :data:`BASELINES` when it is imported.
-"""
+"""Baselines of a speedup: the float model in PyTorch, torch.compile, or another runtime."""
 
 from __future__ import annotations
 
@@ -39,12 +31,11 @@ class BaselineRuntime(NamedTuple):
 class BaselineArtifact(Artifact):
     """A float model that another runtime executes; nothing is written."""
 
-    def __init__(self, name: str, model: Artifact) -> None:
-        """Wrap a model for the runtime of that name.
+    # An artifact, as gates, latency measurement and the cache of measurements need a signature, a
+    # digest and ``open`` of the baseline, and then treat it as any other.
 
-        Raises:
-            StageFailed: it cannot run models of this kind.
-        """
+    def __init__(self, name: str, model: Artifact) -> None:
+        """Wrap a model for a runtime; raise StageFailed if that cannot run models of its kind."""
         self.runtime = BASELINES[name]
         if model.kind not in self.runtime.artifact_kinds:
             raise StageFailed(
@@ -56,11 +47,7 @@ class BaselineArtifact(Artifact):
 
     @contextmanager
     def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:
-        """Open the model in the runtime, as a predictor.
-
-        Raises:
-            Unavailable: something that the runtime needs is not installed.
-        """
+        """Open the model in the runtime; raise Unavailable if something for it is not installed."""
         for need in self.runtime.requirements:
             if need.missing():
                 raise Unavailable(f"against {self.name}: needs {need.what}; {need.install}")
@@ -69,33 +56,18 @@ class BaselineArtifact(Artifact):
 
 
 def baseline_for(gate: Gate, model: Artifact, context: Context) -> Artifact:
-    """Return the artifact that a gate compares a stage's result with.
-
-    A stage that bears a runtime's name takes precedence.
-
-    Args:
-        gate: the gate, whose ``against`` names it.
-        model: the stage's input.
-        context: has the earlier artifacts.
-
-    Raises:
-        StageFailed: nothing has that name, or there is no float model that the runtime can run.
-    """
+    """Return the artifact that a gate's ``against`` names, by default the stage's input."""
     if gate.against is None:
         return model
+    # A stage that bears a runtime's name takes precedence.
     if gate.against in BASELINES and gate.against not in context.artifacts:
         return BaselineArtifact(gate.against, nearest_float_model(model, context))
     return context.artifact(gate.against)
 
 
 def nearest_float_model(model: Artifact, context: Context) -> Artifact:
-    """Return the last eager model in an artifact's lineage, or the lineage's first artifact.
-
-    Eager models compute in the floats that they were trained in; graphs may be quantized.
-
-    Raises:
-        StageFailed: an artifact of the lineage is not in the context.
-    """
+    """Return the last eager model in an artifact's lineage, or the lineage's first artifact."""
+    # Eager models compute in the floats that they were trained in; graphs may be quantized.
     known = {artifact.digest: artifact for artifact in context.artifacts.values()}
     while model.kind != "eager" and model.manifest.lineage:
         input_digest = model.manifest.lineage[-1].inputs.get("input", "")
@@ -110,10 +82,7 @@ def nearest_float_model(model: Artifact, context: Context) -> Artifact:
 
 @contextmanager
 def _compiled(model: Artifact, device: str, threads: int) -> Iterator[Predictor]:
-    """Open a model under ``torch.compile``, which makes an axis dynamic when its size changes.
-
-    With ``dynamic=False`` it would be compiled for each size, and not at all beyond the eighth.
-    """
+    """Open a model under ``torch.compile``."""
     import torch
 
     from compress.artifacts.eager_model import EagerModel
@@ -127,11 +96,15 @@ def _compiled(model: Artifact, device: str, threads: int) -> Iterator[Predictor]
         module = model.program().module().to(device)
     else:
         raise StageFailed(f"{model.kind} artifacts have no module")
+    # By default an axis becomes dynamic when its size changes. With ``dynamic=False`` the model
+    # would be compiled for each size, and not at all beyond the eighth.
     with torch_predictor(torch.compile(module), device, threads) as predict:
         yield predict
 
 
 IN_PYTORCH = frozenset({"eager", "graph"})
+# A registry, as ``compress`` may not import ``export``, which alone can write ONNX: each package
+# adds the runtimes that it can open when it is imported.
 BASELINES: dict[str, BaselineRuntime] = {
     "eager": BaselineRuntime(
         lambda model, device, threads: model.open(device, threads), IN_PYTORCH

@@ -85,24 +85,13 @@ class Context:
         return self.scratch or self.root.with_name(f"{self.root.name}.work")
 
     def need_data(self, why: str) -> Splits:
-        """Return the data.
-
-        Args:
-            why: what needs it, for the message.
-
-        Raises:
-            StageFailed: there is none.
-        """
+        """Return the data; raise StageFailed, naming what needs it, where there is none."""
         if self.data is None:
             raise StageFailed(f"{why} needs data; add a `data:` section or pass Context(data=…)")
         return self.data
 
     def artifact(self, name: str) -> Artifact:
-        """Return an earlier stage's artifact.
-
-        Raises:
-            StageFailed: no stage of that name came before.
-        """
+        """Return an earlier stage's artifact; raise StageFailed where there is no such stage."""
         if name not in self.artifacts:
             known = ", ".join(self.artifacts) or "none"
             raise StageFailed(f"no earlier artifact is named {name!r}; known: {known}")
@@ -113,8 +102,15 @@ class Context:
         batch = self.judged_batch_size(artifact)
         key = (artifact.digest, split, self.metric, id(self.data), self.device, batch)
         if key not in self.scores:
-            with recording() as recorded:
-                self.scores[key] = self._evaluate(artifact, split, batch), recorded
+            data = self.need_data(f"metric {self.metric.name}")
+            with recording() as recorded, ExitStack() as stack:
+                predict = stack.enter_context(self.predictor(artifact))
+                reference = None
+                if self.metric.name == "fidelity":
+                    reference = stack.enter_context(self.predictor(self.artifact("source")))
+                metric = self.metric.with_inferred_loss(data)
+                value = evaluate(predict, data, split, metric, reference, self.progress, batch)
+            self.scores[key] = value, recorded
         value, recorded = self.scores[key]
         add_to_recordings(recorded)
         return value
@@ -130,26 +126,14 @@ class Context:
         return self.dependences[artifact.digest]
 
     def judged_batch_size(self, *artifacts: Artifact) -> int | None:
-        """Return the batch size at which artifacts are evaluated; None for the data's own.
-
-        Models whose outputs depend on the batch are evaluated at the size that they are served
-        with, or at a fixed size of theirs.
-        """
+        """Return the batch size at which artifacts are evaluated; None for the data's own."""
+        # Models whose outputs depend on the batch are evaluated at the size that they are served
+        # with, or at a fixed size of theirs.
         if not any(self.batch_dependence(artifact).depends for artifact in artifacts):
             return None
         sizes = [a.signature.inputs[0].shape[:1] for a in artifacts]
         fixed = [size[0] for size in sizes if size and isinstance(size[0], int)]
         return max(self.served_batch_size, *fixed, 1)
-
-    def _evaluate(self, artifact: Artifact, split: str, batch: int | None) -> float:
-        data = self.need_data(f"metric {self.metric.name}")
-        with ExitStack() as stack:
-            predict = stack.enter_context(self.predictor(artifact))
-            reference = None
-            if self.metric.name == "fidelity":
-                reference = stack.enter_context(self.predictor(self.artifact("source")))
-            metric = self.metric.with_inferred_loss(data)
-            return evaluate(predict, data, split, metric, reference, self.progress, batch)
 
     @contextmanager
     def predictor(self, artifact: Artifact) -> Iterator[Predictor]:
@@ -178,11 +162,7 @@ class Context:
         return peak_memory(artifact, self.device, self.threads, batches)
 
     def measured_batches(self, signature: Signature, batch: int) -> list[tuple[torch.Tensor, ...]]:
-        """Return the batches for latency and memory: of `val`, or seeded ones without data.
-
-        Raises:
-            StageFailed: the model's batch is fixed at another size.
-        """
+        """Return batches to measure with, or raise StageFailed if the model's own size differs."""
         from compress.profiling.benchmark import measured_batches
 
         return measured_batches(self.data, signature, batch, self.seed)

@@ -23,11 +23,7 @@ Writes = TypeVar("Writes")
 
 
 def run_stage(run: Callable[[Reads, Context], Writes], model: Reads, context: Context) -> Writes:
-    """Call a stage's `run`, and collect the garbage that it leaves.
-
-    Raises:
-        CompressError: the stage could not do its work, or user code called `sys.exit()`.
-    """
+    """Call a stage's `run`; raise CompressError where it fails or user code calls `sys.exit()`."""
     with gc_frozen(), exits_refused():
         return run(model, context)
 
@@ -39,18 +35,10 @@ def evaluate_gates(
     context: Context,
     evaluate: Callable[[Gate, Artifact, Artifact, Context], Verdict] = Gate.evaluate,
 ) -> tuple[Verdict, ...]:
-    """Evaluate a stage's gates on its result, in their order.
+    """Evaluate a stage's gates on its input and its result, in their order.
 
-    Args:
-        gates: the gates.
-        model: the stage's input.
-        artifact: the stage's result.
-        context: data, metric, device and earlier artifacts.
-        evaluate: evaluates one gate on the artifact compared with and the result. A run looks up
-            what it has measured before; by default everything is measured.
-
-    Returns:
-        One verdict for each gate. A gate that could not be measured has failed, with the reason.
+    A gate that could not be measured has failed, with the reason. ``evaluate`` gets a gate, the
+    artifact compared with and the result; a run looks up what it has measured before.
     """
     with artifact.keep_loaded(context.device, context.threads):
         return tuple(
@@ -59,13 +47,7 @@ def evaluate_gates(
 
 
 def refusal(stage: str, verdicts: Iterable[Verdict], kept_at: Path) -> GateRefused | None:
-    """Return the error that names the gates that refused a stage's result; None if all passed.
-
-    Args:
-        stage: name of the stage.
-        verdicts: what its gates found.
-        kept_at: where the refused artifact can be looked at.
-    """
+    """Return the error that names the gates that refused a stage's result; None if all passed."""
     refused = [explain(verdict) for verdict in verdicts if not verdict.passed]
     if not refused:
         return None

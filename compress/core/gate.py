@@ -55,42 +55,30 @@ class Gate(Settings):
         return float(getattr(self, self.limit_field))
 
     def measure(self, before: Artifact, after: Artifact, context: Context) -> float:
-        """Measure the value.
+        """Measure the value; raise CompressError where it cannot be measured.
 
         Args:
             before: the artifact compared with.
             after: the stage's result.
             context: data, device, threads and seed of the run.
-
-        Raises:
-            CompressError: it cannot be measured.
         """
         raise NotImplementedError
 
     def unsuitable_artifact(self, written: type[Artifact]) -> str:
-        """Return why a limit or this type of result cannot be meant; empty where it can.
-
-        Asked before anything runs.
-        """
+        """Return, before anything runs, why a limit or this type of result cannot be meant."""
         return ""
 
     def unsuitable_metric(self, metric: str) -> str:
-        """Return why the limit does not go with the pipeline's metric; empty where it does.
-
-        Asked before anything runs.
-        """
+        """Return, before anything runs, why the limit does not go with the pipeline's metric."""
         return ""
 
     def measurement_key(self) -> dict[str, JsonValue]:
         """Return the settings that change the measured value, its limit left out."""
+        # Measured once per pair of artifacts: tightening a limit judges again without computing.
         return self.model_dump(mode="json", exclude={self.limit_field, "against"})
 
     def evaluate(self, before: Artifact, after: Artifact, context: Context) -> Verdict:
-        """Measure the value and hold it against the limit.
-
-        Raises:
-            Unavailable: something that the measurement needs is not installed.
-        """
+        """Compare the measured value with the limit; raise Unavailable if a library is missing."""
         try:
             with exits_refused():
                 return self.verdict(self.measure(before, after, context))

@@ -1,8 +1,4 @@
-"""Gates: what must be true of a stage's result. A gate that cannot be measured fails.
-
-A gate's value is measured once per pair of artifacts; its limit is applied afterwards, so that
-tightening a limit judges again without computing anything.
-"""
+"""Gates: what must be true of a stage's result. A gate that cannot be measured fails."""
 
 from __future__ import annotations
 
@@ -231,10 +227,8 @@ class _MeasuredOnVal(Gate):
     may_vary: ClassVar[bool] = True
 
     def measurement_key(self) -> dict[str, JsonValue]:
-        """Return what changes the value.
-
-        "measured on" sets it apart from values that earlier versions measured on seeded inputs.
-        """
+        """Return what changes the value."""
+        # "measured on" sets it apart from values that earlier versions measured on seeded inputs.
         return {**super().measurement_key(), "measured on": "val"}
 
 
@@ -256,11 +250,7 @@ class MinSpeedup(_MeasuredOnVal):
     allows_runtime: ClassVar[bool] = True
 
     def measure(self, before: Artifact, after: Artifact, context: Context) -> float:
-        """Return the lower end of the interval in which the ratio of median latencies lies.
-
-        Raises:
-            StageFailed: the machine is too busy to measure it.
-        """
+        """Return the lower end of the interval in which the ratio of median latencies lies."""
         interval = context.compare_latency(before, after, self.batch).interval
         if interval.unreliable_reason:
             raise StageFailed(unmeasurable("the speedup", interval.unreliable_reason))
@@ -281,11 +271,7 @@ class MaxLatency(_MeasuredOnVal):
     compares: ClassVar[bool] = False
 
     def measure(self, before: Artifact, after: Artifact, context: Context) -> float:
-        """Return the p95 latency in milliseconds.
-
-        Raises:
-            StageFailed: the machine is too busy to measure it.
-        """
+        """Return the p95 latency in milliseconds."""
         latency = context.compare_latency(before, after, self.batch).after
         if latency.p95_interval.unreliable_reason:
             raise StageFailed(unmeasurable("p95 in ms", latency.p95_interval.unreliable_reason))
@@ -368,12 +354,7 @@ BUILT_IN: dict[str, type[Gate]] = {
 
 @cache
 def added_gates() -> dict[str, type[Gate]]:
-    """Return the gates of installed packages by their `gate` key.
-
-    Raises:
-        Unavailable: an installed package announces a gate that cannot be imported, or whose key is
-            taken.
-    """
+    """Return packages' gates by key; raise Unavailable if one is broken or its key is taken."""
     added: dict[str, type[Gate]] = {}
     for entry in entry_points(group=ENTRY_POINT_GROUP):
         gate = load_entry_point(entry, "gate")
@@ -425,13 +406,8 @@ def _paired_outputs(
     before: Artifact, after: Artifact, context: Context
 ) -> Iterator[tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]]:
     """Yield both models' outputs for the same batches, on the CPU."""
-    with (
-        context.predictor(before) as expected,
-        context.predictor(after) as got,
-    ):
+    with context.predictor(before) as expected, context.predictor(after) as got:
         batch_size = context.judged_batch_size(before, after)
         for inputs in context.comparison_inputs(before.signature, batch_size):
-            yield (
-                tuple(t.cpu() for t in expected(*inputs)),
-                tuple(t.cpu() for t in got(*inputs)),
-            )
+            outputs = expected(*inputs), got(*inputs)
+            yield tuple(t.cpu() for t in outputs[0]), tuple(t.cpu() for t in outputs[1])

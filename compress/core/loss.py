@@ -1,7 +1,8 @@
 """The loss of a task, by name: what training minimizes and what the metric `loss` measures.
 
 Shapes: axis 0 of outputs and targets is the batch, and axis 1 of the outputs has the classes, as in
-torch. Every loss is a mean over samples, so that parts of a batch add up to the whole.
+torch. A loss is a mean over samples, or over the labels that are not ignored: weighted by the
+number that :meth:`Loss.label_counter` gives, the means of parts add up to that of the batch.
 """
 
 from __future__ import annotations
@@ -29,16 +30,18 @@ from compress.core.task_targets import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
     from pydantic import JsonValue
 
     from compress.data.splits import Splits
 
-CLASSIFICATION_LOSSES = ("cross_entropy", "binary_cross_entropy", "nll")
-"""Losses of classifiers."""
+    LabelCounter = Callable[[torch.Tensor], torch.Tensor | None]
+
 REGRESSION_LOSSES = ("mse", "l1", "smooth_l1")
 """Losses of models that predict numbers."""
-BUILT_IN = (*CLASSIFICATION_LOSSES, *REGRESSION_LOSSES)
+BUILT_IN = ("cross_entropy", "binary_cross_entropy", "nll", *REGRESSION_LOSSES)
 WEIGHTED = ("cross_entropy", "nll")
 """Losses that take class weights."""
 SMOOTHED = ("cross_entropy",)
@@ -60,16 +63,11 @@ class LossFunction(Protocol):
         label_smoothing: float | None = None,
         over_all: bool = False,
     ) -> torch.Tensor:
-        """Compute the mean loss.
+        """Compute the mean loss of the model's first output.
 
-        Args:
-            outputs: the model's first output.
-            targets: what it should be.
-            class_weights: one for each class; the sum is then divided by the number of samples,
-                not by that of the weights, so that it does not depend on how a step is cut up.
-            label_smoothing: share of a target that is spread over all classes; by default 0.1 for
-                `cross_entropy`.
-            over_all: divide by the number of all targets, instead of those that are not left out.
+        The sum is divided by the number of labels that are not ignored; with class weights, one for
+        each class, too, and not by the sum of the weights. Label smoothing is by default 0.1 for
+        `cross_entropy`. ``over_all`` divides by the number of all targets, ignored ones included.
         """
         ...
 
@@ -99,7 +97,8 @@ class Loss:
 
     Names are those of torch: ``cross_entropy`` and ``binary_cross_entropy`` of logits, ``nll`` of
     log-probabilities, ``mse``, ``l1``, ``smooth_l1``. ``module:callable`` takes the first output
-    and the targets of a batch, and returns the mean over its samples. Without a name the loss
+    and the targets of a batch, and returns the mean over its samples, or over as many items as the
+    callable's attribute ``count``, a function of the targets, returns. Without a name the loss
     follows from the targets: see :meth:`name_for`.
     """
 
@@ -129,11 +128,7 @@ class Loss:
         return self.targets == "numbers"
 
     def check(self) -> None:
-        """Import the user's own function, where the loss is one.
-
-        Raises:
-            PipelineInvalid: it cannot be imported.
-        """
+        """Import the user's own function; raise PipelineInvalid where it cannot be imported."""
         if self.is_custom:
             self._import_custom()
 
@@ -147,10 +142,8 @@ class Loss:
         return {"name": self.name, "code": code}
 
     def infer_targets(self, data: Splits | None) -> Loss:
-        """Return the same loss with the kind of the data's targets, where no name was given.
-
-        It is inferred once, so that every batch, process and split gets the same loss.
-        """
+        """Return the same loss with the kind of the data's targets, where no name was given."""
+        # Inferred once, so that every batch, process and split gets the same loss.
         if self.targets is not None or self.name in BUILT_IN or data is None:
             return self
         targets = sampled_targets(data)
@@ -184,22 +177,25 @@ class Loss:
         )
 
     def function(self) -> LossFunction:
-        """Return the function that computes the mean loss; a user's own is imported now.
+        """Return the function, which raises StageFailed where outputs and targets do not fit it."""
+        return partial(_mean, self, self._import_custom() if self.is_custom else None)
 
-        The function raises StageFailed where outputs and targets do not fit it.
+    def label_counter(self) -> LabelCounter:
+        """Return the function that gives, from a batch's targets, what their mean is divided by.
+
+        It returns a scalar, or None if that is the number of samples, all of one size: for targets
+        that are floats, and for ``module:callable`` without an attribute ``count``.
         """
-        if self.is_custom:
-            return partial(_custom_mean, self._import_custom(), str(self.name))
-        return partial(_built_in_mean, self)
+        if not self.is_custom:
+            return _count_labels
+        return partial(_count_custom, str(self.name), self._import_custom())
 
-    def sum_and_count(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[float, int]:
-        """Return the sum of the loss over all targets that are not ignored, and their number.
-
-        Raises:
-            StageFailed: outputs and targets do not fit the loss.
-        """
+    def sum_and_count(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[float, float]:
+        """Return the sum of the loss over all targets that are not ignored, and their number."""
         if self.is_custom:
-            return float(self.function()(outputs, targets)) * len(targets), len(targets)
+            own = self.label_counter()(targets)
+            count = len(targets) if own is None else float(own)
+            return float(self.function()(outputs, targets)) * count if count else 0.0, count
         name = self.name_for(outputs, targets)
         outputs, targets = match_to_loss(name, outputs, targets)
         values = _functional_loss(name, outputs, targets, "none")
@@ -218,11 +214,7 @@ INFERRED_LOSS = Loss()
 def refuse_class_settings(
     name: str, class_weights: object | None, label_smoothing: float | None
 ) -> None:
-    """Check that class weights and label smoothing are set only for losses that take them.
-
-    Raises:
-        PipelineInvalid: the loss does not take one that is set.
-    """
+    """Raise PipelineInvalid if class weights or label smoothing are set for a loss without them."""
     for setting, value, takers in (
         ("class_weights", class_weights, WEIGHTED),
         ("label_smoothing", label_smoothing, SMOOTHED),
@@ -234,19 +226,16 @@ def refuse_class_settings(
 
 
 def refuse_without_curvature(loss: Loss) -> None:
-    """Check that a loss has a second derivative, for Hessian importance.
-
-    Raises:
-        StageFailed: it has none.
-    """
+    """Raise StageFailed if a loss has no second derivative, which Hessian importance needs."""
     if loss.name == "l1":
         raise StageFailed(
             "importance: hessian needs a loss that is curved, and l1 is not; use importance: taylor"
         )
 
 
-def _built_in_mean(
+def _mean(
     loss: Loss,
+    custom: Any,
     outputs: torch.Tensor,
     targets: torch.Tensor,
     *,
@@ -256,12 +245,21 @@ def _built_in_mean(
 ) -> torch.Tensor:
     name = loss.name_for(outputs, targets)
     refuse_class_settings(name, class_weights is not None, label_smoothing)
-    samples = len(targets)
-    if over_all and targets.is_floating_point():
+    samples, size, share = len(targets), targets.numel(), 1.0
+    # Built-in losses ignore labels of -100 by themselves; NaN would spread to the weights.
+    if over_all and (custom is not None or targets.is_floating_point()):
         labelled = has_target(targets)
         if not bool(labelled.any()):
             return outputs.sum() * 0
         outputs, targets = outputs[labelled], targets[labelled]
+        share = len(targets) / samples
+    if custom is not None:
+        count = _count_custom(name, custom, targets)
+        if count is not None and not count:
+            return outputs.sum() * 0  # the mean over nothing would be 0 / 0
+        if count is not None and over_all:
+            share = float(count) / size
+        return _call_custom(custom, name, outputs, targets) * share
     outputs, matched = match_to_loss(name, outputs, targets)
     settings: dict[str, Any] = {}
     if class_weights is not None:
@@ -274,37 +272,24 @@ def _built_in_mean(
     if name in SMOOTHED:
         smoothing = DEFAULT_SMOOTHING if label_smoothing is None else label_smoothing
         settings["label_smoothing"] = smoothing
-    if not _count_targets(name, matched):
+    known = _count_targets(name, matched)
+    if not known:
         return outputs.sum() * 0  # every target is ignored, and torch's mean would be 0 / 0
-    if over_all or class_weights is not None:
-        # Not torch's weighted mean, which divides by the sum of the weights in a batch: the loss of
-        # a step would depend on how it is split into micro-batches and processes.
+    if over_all:
         is_soft = name in WEIGHTED and targets.is_floating_point()
-        count = targets[0].numel() // (targets.shape[1] if is_soft else 1) * samples
-        return _functional_loss(name, outputs, matched, "sum", **settings) / count
-    return _functional_loss(name, outputs, matched, "mean", **settings)
+        known = targets[0].numel() // (targets.shape[1] if is_soft else 1) * samples
+    elif class_weights is None:
+        return _functional_loss(name, outputs, matched, "mean", **settings)
+    # Not torch's weighted mean, which divides by the sum of the weights: a weight of 2 for all
+    # classes doubles the loss.
+    return _functional_loss(name, outputs, matched, "sum", **settings) / known
 
 
-def _custom_mean(
-    function: Any,
-    name: str,
-    outputs: torch.Tensor,
-    targets: torch.Tensor,
-    *,
-    class_weights: torch.Tensor | None = None,
-    label_smoothing: float | None = None,
-    over_all: bool = False,
+def _call_custom(
+    function: Any, name: str, outputs: torch.Tensor, targets: torch.Tensor
 ) -> torch.Tensor:
     import torch
 
-    refuse_class_settings(name, class_weights is not None, label_smoothing)
-    share = 1.0
-    if over_all:
-        labelled = has_target(targets)
-        if not bool(labelled.any()):
-            return outputs.sum() * 0
-        share = float(labelled.sum()) / len(labelled)
-        outputs, targets = outputs[labelled], targets[labelled]
     try:
         value = function(outputs, targets)
     except CompressError:
@@ -315,13 +300,10 @@ def _custom_mean(
             f"{describe_tensor(targets)}: {type(error).__name__}: {first_line(error)}"
         ) from error
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
-        found = (
-            describe_tensor(value)
-            if isinstance(value, torch.Tensor)
-            else f"a {type(value).__name__}"
-        )
+        is_tensor = isinstance(value, torch.Tensor)
+        found = describe_tensor(value) if is_tensor else f"a {type(value).__name__}"
         raise StageFailed(f"loss {name!r} returned {found}, expected a tensor with one number")
-    return value.reshape(()) * share
+    return value.reshape(())
 
 
 def _functional_loss(
@@ -343,12 +325,7 @@ def _functional_loss(
 
 
 def _count_targets(name: str, targets: torch.Tensor) -> int:
-    """Count labels that are not ignored, rows of probabilities, or numbers.
-
-    Args:
-        name: a built-in loss.
-        targets: as :func:`match_to_loss` returns them.
-    """
+    """Count labels that are not ignored, rows of probabilities, or numbers, as matched."""
     from compress.data.batch import IGNORED_LABEL
 
     if name not in WEIGHTED:
@@ -356,3 +333,31 @@ def _count_targets(name: str, targets: torch.Tensor) -> int:
     if targets.is_floating_point():
         return targets.numel() // targets.shape[1]
     return int((targets != IGNORED_LABEL).sum())
+
+
+def _count_labels(targets: torch.Tensor) -> torch.Tensor | None:
+    """Count labels that are not ignored, on the targets' device; None for floats."""
+    from compress.data.batch import IGNORED_LABEL
+
+    return None if targets.is_floating_point() else (targets != IGNORED_LABEL).sum()
+
+
+def _count_custom(name: str, function: Any, targets: torch.Tensor) -> torch.Tensor | None:
+    """Return the ``count`` of a user's function for some targets; None if it has none."""
+    import torch
+
+    count = getattr(function, "count", None)
+    if not callable(count):
+        return None
+    try:
+        value = torch.as_tensor(count(targets))
+    except Exception as error:
+        raise StageFailed(
+            f"count of loss {name!r} fails for targets {describe_tensor(targets)}: "
+            f"{type(error).__name__}: {first_line(error)}"
+        ) from error
+    if value.numel() != 1:
+        raise StageFailed(
+            f"count of loss {name!r} returned {describe_tensor(value)}, expected one number"
+        )
+    return value.reshape(())

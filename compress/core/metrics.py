@@ -61,16 +61,12 @@ class Metric:
 
     @property
     def higher_is_better(self) -> bool:
-        """Whether a larger value is the better one.
-
-        Raises:
-            PipelineInvalid: neither the metric nor the user declares it.
-        """
+        """Whether larger is better; raises PipelineInvalid where nobody declares it."""
         direction = self.direction
         if self.name in BUILT_IN:
             direction = self.name not in FALLING
-        elif direction is None and self.name.startswith("torchmetrics."):
-            direction = self._torchmetric().higher_is_better
+        elif direction is None and self.is_torchmetric:
+            direction = self.torchmetric().higher_is_better
         if direction is None:
             raise PipelineInvalid(
                 f"metric {self.name!r} does not tell its direction; write "
@@ -82,6 +78,11 @@ class Metric:
     def is_mean(self) -> bool:
         """Whether the metric is a mean over samples, so that sums over parts of a split add up."""
         return self.name in BUILT_IN and self.name != "r2"
+
+    @property
+    def is_torchmetric(self) -> bool:
+        """Whether a class of torchmetrics computes the metric."""
+        return self.name.startswith("torchmetrics.")
 
     def identity(self) -> list[JsonValue]:
         """Return the metric's part of a cache key, with a hash of the user's own code."""
@@ -117,8 +118,8 @@ class Metric:
             return summed[0] / summed[1] if summed[1] else math.nan
         if self.name == "r2":
             return _r2(outputs, targets)
-        if self.name.startswith("torchmetrics."):
-            metric = self._torchmetric()
+        if self.is_torchmetric:
+            metric = self.torchmetric()
             metric.update(outputs, targets)
             return float(metric.compute())
         from compress.common.factories import resolve
@@ -129,12 +130,8 @@ class Metric:
 
     def sum_and_count(
         self, outputs: torch.Tensor, targets: torch.Tensor
-    ) -> tuple[float, int] | None:
-        """Return a metric that is a mean as sum and count; None for any other.
-
-        Raises:
-            StageFailed: the outputs are not finite, or do not fit the metric.
-        """
+    ) -> tuple[float, float] | None:
+        """Return a mean as sum and count, None for other metrics; raises as :meth:`score`."""
         if problem := _not_finite(outputs):
             raise StageFailed(f"metric {self.name}: {problem}")
         if self.name == "fidelity":
@@ -148,12 +145,7 @@ class Metric:
         return None
 
     def check(self) -> None:
-        """Check name, arguments and direction, without evaluating.
-
-        Raises:
-            PipelineInvalid: the metric cannot be used as it is written.
-            Unavailable: torchmetrics is not installed.
-        """
+        """Raise PipelineInvalid or Unavailable if the metric cannot be used, without evaluating."""
         if self.name in BUILT_IN:
             if self.arguments or self.direction is not None:
                 raise PipelineInvalid(f"metric {self.name!r} takes no settings")
@@ -162,15 +154,26 @@ class Metric:
             from compress.common.factories import resolve
 
             resolve(self.name, self.folder)
-        elif not self.name.startswith("torchmetrics."):
+        elif not self.is_torchmetric:
             raise PipelineInvalid(
                 f"metric {self.name!r} is unknown; expected {', '.join(BUILT_IN)}, "
                 "torchmetrics.… or module:callable"
             )
         _ = self.higher_is_better
 
-    def _torchmetric(self) -> Any:
-        metric_class = _torchmetrics_class(self.name)
+    def torchmetric(self) -> Any:
+        """Make the object of torchmetrics that computes the metric."""
+        try:
+            import torchmetrics
+        except ImportError:
+            raise Unavailable(
+                f"metric {self.name!r} needs torchmetrics: pip install -e '.[metrics]'"
+            ) from None
+        metric_class: Any = torchmetrics
+        for part in self.name.split(".")[1:]:
+            metric_class = getattr(metric_class, part, None)
+        if not isinstance(metric_class, type):
+            raise PipelineInvalid(f"metric {self.name!r}: torchmetrics has no such class")
         try:
             # In distributed training rank 0 evaluates alone and must not wait for the other ranks.
             return metric_class(**dict(self.arguments), sync_on_compute=False)
@@ -186,12 +189,7 @@ def default_metric(loss: Loss) -> Metric:
 
 
 def predicted_labels(outputs: torch.Tensor) -> torch.Tensor:
-    """Return the class with the largest output for each sample; -inf marks a masked class.
-
-    Raises:
-        StageFailed: the outputs have no axis of at least two classes, or are NaN, +inf, or -inf for
-            all classes of a sample.
-    """
+    """Return each sample's class of the largest output; raise StageFailed if none is defined."""
     if outputs.dim() < 2 or outputs.shape[1] < 2:
         raise StageFailed(
             f"outputs of shape {tuple(outputs.shape)} hold no classes to choose from; labels need "
@@ -203,11 +201,7 @@ def predicted_labels(outputs: torch.Tensor) -> torch.Tensor:
 
 
 def predicted_decisions(outputs: torch.Tensor) -> torch.Tensor:
-    """Return each sample's predicted class, or for one output whether it is above 0.
-
-    Raises:
-        StageFailed: the outputs are not finite.
-    """
+    """Return each sample's predicted class, or for one output whether it is above 0."""
     if outputs.dim() > 1 and outputs.shape[1] > 1:
         return predicted_labels(outputs)
     if not bool(outputs.isfinite().all()):
@@ -216,11 +210,9 @@ def predicted_decisions(outputs: torch.Tensor) -> torch.Tensor:
 
 
 def _count_correct(outputs: torch.Tensor, targets: torch.Tensor, loss: Loss) -> tuple[float, int]:
-    """Return how many predictions are correct, and of how many.
+    """Return how many predictions are correct, of classes or of binary logits, and of how many."""
+    from compress.data.batch import IGNORED_LABEL
 
-    Of several classes the largest output is predicted. One output for each target is a logit, which
-    predicts 1 above 0.
-    """
     kind = loss.targets or target_kind(targets)
     if kind == "numbers":
         raise StageFailed(
@@ -229,30 +221,20 @@ def _count_correct(outputs: torch.Tensor, targets: torch.Tensor, loss: Loss) -> 
         )
     if kind == "probabilities" and targets.shape == outputs.shape:
         return _count_equal("accuracy", predicted_labels(outputs), targets.argmax(1))
-    if _are_binary_logits(outputs, targets, loss):
-        outputs, targets = match_to_loss("binary_cross_entropy", outputs, targets)
-        return _count_equal("accuracy", outputs > 0, targets > 0.5)
+    if not are_class_labels(outputs, targets) and same_shape(outputs, targets):
+        # Each output may be the logit of a binary target: 0, 1, soft, or ignored.
+        known = (targets == 0) | (targets == 1) | (targets == IGNORED_LABEL)
+        may_be_binary = targets.is_floating_point() or bool(known.all())
+        if may_be_binary and loss.name_for(outputs, targets) == "binary_cross_entropy":
+            outputs, targets = match_to_loss("binary_cross_entropy", outputs, targets)
+            return _count_equal("accuracy", outputs > 0, targets > 0.5)
     return _count_equal("accuracy", predicted_labels(outputs), targets)
 
 
-def _are_binary_logits(outputs: torch.Tensor, targets: torch.Tensor, loss: Loss) -> bool:
-    """Whether each output is the logit of a binary target: 0, 1, soft, or ignored."""
-    from compress.data.batch import IGNORED_LABEL
-
-    if are_class_labels(outputs, targets) or not same_shape(outputs, targets):
-        return False
-    is_binary = (targets == 0) | (targets == 1) | (targets == IGNORED_LABEL)
-    if not (targets.is_floating_point() or bool(is_binary.all())):
-        return False
-    return loss.name_for(outputs, targets) == "binary_cross_entropy"
-
-
 def _not_finite(outputs: torch.Tensor) -> str:
-    """Return why no metric can be computed from outputs; empty where one can.
-
-    A class whose score is -inf is masked: the largest output and the softmax are defined, as long
-    as another class is left.
-    """
+    """Return why no metric can be computed from outputs; empty where one can."""
+    # A class whose score is -inf is masked: the largest output and the softmax are defined, as long
+    # as another class is left.
     is_finite = outputs.isfinite()
     if bool(is_finite.all()):
         return ""
@@ -332,20 +314,7 @@ def evaluate(
     progress: Progress | None = None,
     batch_size: int | None = None,
 ) -> float:
-    """Compute a model's metric on a split.
-
-    Args:
-        predict: the model.
-        splits: the data.
-        split: name of the split.
-        metric: the metric.
-        reference: for ``fidelity``, the model whose predictions are the targets.
-        progress: called after each batch.
-        batch_size: samples per call; the splits' own by default.
-
-    Raises:
-        StageFailed: the split has no targets, there is no reference, or the value is not finite.
-    """
+    """Compute a model's metric on a split, or raise StageFailed; `reference` is for `fidelity`."""
     outputs, targets = predict_split(predict, splits, split, progress, batch_size)
     if metric.name == "fidelity":
         if reference is None:
@@ -357,18 +326,3 @@ def evaluate(
     if not math.isfinite(value):
         raise StageFailed(f"metric {metric.name} on {split!r} is {value}")
     return value
-
-
-def _torchmetrics_class(name: str) -> Any:
-    try:
-        import torchmetrics
-    except ImportError:
-        raise Unavailable(
-            f"metric {name!r} needs torchmetrics: pip install -e '.[metrics]'"
-        ) from None
-    target: Any = torchmetrics
-    for part in name.split(".")[1:]:
-        target = getattr(target, part, None)
-    if not isinstance(target, type):
-        raise PipelineInvalid(f"metric {name!r}: torchmetrics has no such class")
-    return target

@@ -46,21 +46,10 @@ class Stage(Settings, Generic[Reads, Writes]):
         raise NotImplementedError
 
     def check_parity(self, model: Reads, artifact: Writes, context: Context) -> None:
-        """Check a cached result against its input, on the data of this run.
-
-        For stages whose output must compute what its input does, such as exporters.
-
-        Raises:
-            StageFailed: outputs differ.
-        """
+        """Raise StageFailed if a cached result computes other than its input; for exporters."""
 
     def __call__(self, model: Reads, context: Context) -> Writes:
-        """Run, let the gates judge, and return the artifact.
-
-        Raises:
-            GateRefused: a gate refused; the artifact is kept and named.
-            StageFailed: the stage could not do its work.
-        """
+        """Run, and return the artifact; raise GateRefused, which names it, if a gate refuses it."""
         artifact = run_stage(self.run, model, context)
         context.clear_work()
         refused = refusal(self.title, self.judge(model, artifact, context), artifact.path)
@@ -93,11 +82,7 @@ class Stage(Settings, Generic[Reads, Writes]):
         return False
 
     def check_loss(self, loss: Loss) -> None:
-        """Check that the settings go with the task's loss, whose name is known.
-
-        Raises:
-            CompressError: a setting does not.
-        """
+        """Raise CompressError if a setting does not go with the loss, whose name is known."""
 
     @property
     def drawn_samples(self) -> int:
@@ -130,15 +115,7 @@ class Stage(Settings, Generic[Reads, Writes]):
         return ""
 
     def resolve_paths(self, folder: Path, code: Path) -> Self:
-        """Return the same stage with relative paths resolved.
-
-        Args:
-            folder: folder of the pipeline file.
-            code: folder of the user's modules.
-
-        Raises:
-            CompressError: a file does not exist.
-        """
+        """Return the stage with paths below the pipeline's folder, or that of user code."""
         return self
 
     def all_requirements(self) -> tuple[Requirement, ...]:

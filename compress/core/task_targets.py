@@ -27,10 +27,7 @@ TargetKind: TypeAlias = Literal["labels", "binary", "probabilities", "numbers"]
 
 
 def target_kind(targets: torch.Tensor) -> TargetKind:
-    """Infer what targets are from their dtype, and of floats from their values.
-
-    NaN stands for samples without a target.
-    """
+    """Infer what targets are: from their dtype, and of floats from values other than NaN."""
     if not targets.is_floating_point():
         return "labels"
     targets = targets[has_target(targets)]
@@ -69,11 +66,7 @@ def describe_tensor(tensor: torch.Tensor) -> str:
 def match_to_loss(
     name: str, outputs: torch.Tensor, targets: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cast and reshape outputs and targets to what a built-in loss takes.
-
-    Raises:
-        StageFailed: they do not fit the loss; the message says what would.
-    """
+    """Cast and reshape outputs and targets to what a built-in loss takes, or raise StageFailed."""
     import torch
 
     if outputs.dtype in (torch.float16, torch.bfloat16):

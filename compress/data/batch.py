@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from compress.common.errors import PipelineInvalid
+from compress.common.errors import PipelineInvalid, first_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -70,10 +70,8 @@ def collate(
 ) -> Batch:
     """Stack samples into a batch; sequences in mappings are padded to the longest of the batch.
 
-    Args:
-        samples: the samples.
-        pad_values: padding of each input of mappings; 0 by default, and -100 for ``labels``.
-        input_names: order of a mapping's inputs; that of the first sample by default.
+    Inputs of mappings are padded with 0 by default and ``labels`` with -100; their order is that of
+    the first sample by default. Samples without a target get -100 or NaN, unless all have none.
 
     Raises:
         PipelineInvalid: a sample has none of the accepted forms, or shapes differ.
@@ -91,22 +89,40 @@ def collate(
     pairs = [adapt(sample, names) for sample in samples]
     columns = list(zip(*(x for x, _ in pairs), strict=True))
     inputs = tuple(_stack(c, n, fill) for c, n in zip(columns, names or columns, strict=True))
-    targets = _targets([y for _, y in pairs])
-    return Batch(inputs, _stack(targets, LABELS if names else None, fill) if targets else None)
+    known = [y for _, y in pairs if y is not None]
+    if not known:
+        return Batch(inputs, None)
+    missing = math.nan if known[0].is_floating_point() else IGNORED_LABEL
+    targets = [torch.full_like(known[0], missing) if y is None else y for _, y in pairs]
+    return Batch(inputs, _stack(targets, LABELS if names else None, fill))
+
+
+def collate_by(
+    samples: list[Any], function: Callable[[list[Any]], Any], name: str, input_names: Sequence[str]
+) -> Batch:
+    """Make a batch by the user's own function; raise PipelineInvalid if it does not return one."""
+    try:
+        inputs, target = adapt(function(samples), input_names)
+    except PipelineInvalid as error:
+        raise PipelineInvalid(f"data.loader.collate_fn {name!r}: as a batch, {error}") from error
+    except Exception as error:
+        raise PipelineInvalid(
+            f"data.loader.collate_fn {name!r}: {type(error).__name__}: {first_line(error)}"
+        ) from error
+    columns = inputs if target is None else (*inputs, target)
+    for tensor in columns:
+        if not tensor.dim() or len(tensor) != len(samples):
+            raise PipelineInvalid(
+                f"data.loader.collate_fn {name!r} returned a tensor of shape "
+                f"{list(tensor.shape)} for {len(samples)} samples, expected [{len(samples)}, …]"
+            )
+    return Batch(inputs, target)
 
 
 def adapt(
     sample: Any, input_names: Sequence[str] = ()
 ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
-    """Return a sample's inputs and target.
-
-    Args:
-        sample: the sample.
-        input_names: order of a mapping's inputs; its own by default.
-
-    Raises:
-        PipelineInvalid: it has none of the accepted forms, or other entries.
-    """
+    """Return a sample's inputs (a mapping's as named) and target, or raise PipelineInvalid."""
     target = None
     if isinstance(sample, SampleWithTeacher):
         return adapt(sample.sample, input_names)
@@ -156,18 +172,6 @@ def describe(value: Any) -> str:
         entries = ", ".join(repr(key) for key in value)
         return f"a {type(value).__name__} with the entries {entries or 'none'}"
     return "nothing (None)" if value is None else f"a {type(value).__name__}"
-
-
-def _targets(given: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-    """Return a batch's targets; [] if no sample has one.
-
-    A sample without a target gets -100 among integer labels, and NaN among floats.
-    """
-    known = [y for y in given if y is not None]
-    if not known:
-        return []
-    missing = math.nan if known[0].is_floating_point() else IGNORED_LABEL
-    return [torch.full_like(known[0], missing) if y is None else y for y in given]
 
 
 def _stack(

@@ -1,14 +1,14 @@
 """Reader: reads a dataset in batches, in this process or in workers, with the same result.
 
-Random numbers drawn while a batch is read (augmentation) depend on the seed and the batch's
-position, not on the process that reads it.
+Random numbers that are drawn while a sample is read (augmentation) follow from the seed and the
+sample's index alone: not from the worker or the rank that reads it, nor from what was read before.
 """
 
 from __future__ import annotations
 
 import re
 from contextlib import nullcontext
-from functools import partial
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,11 +16,17 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from compress.common.dependency_recorder import recording_paused
 from compress.common.errors import CompressError, StageFailed, exits_refused, first_line
-from compress.common.process import derive_seed, seeded
-from compress.data.batch import collate
+from compress.common.process import derive_seed, reseed, seeded
+from compress.data.own_generators import (
+    draws_nothing,
+    own_generators,
+    reads_batches,
+    seed_generators,
+    states_restored,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from compress.data.loader_config import Loading
 
@@ -42,24 +48,18 @@ class Reader:
         self,
         dataset: Dataset[Any],
         loading: Loading,
-        input_names: Sequence[str] = (),
+        collate_fn: Callable[[list[Any]], Any],
         *,
         keeps_workers: bool,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
         records: bool = False,
     ) -> None:
         """Create the loader and, unless they are zero, its worker processes.
 
-        Args:
-            dataset: returns samples by index.
-            loading: settings of the loader.
-            input_names: order of the inputs of mappings.
-            keeps_workers: whether workers stay alive between calls of :meth:`read`.
-            collate_fn: turns the samples of a batch into a value; a :class:`Batch` by default.
-            records: whether files that the dataset opens are recorded as dependencies; not needed
-                if all samples are hashed.
+        With ``keeps_workers`` these stay alive between calls of :meth:`read`. With ``records``, not
+        needed if all samples are hashed, files that the dataset opens are recorded.
         """
-        self.plan = _BatchPlan()
+        # Changed before each iteration, so that workers can stay alive.
+        self.plan = _Plan()
         workers: dict[str, Any] = {}
         if loading.workers:
             # Processes started by spawn would need the user's code on sys.path.
@@ -67,11 +67,10 @@ class Reader:
             workers["prefetch_factor"] = loading.prefetch_factor
             workers["persistent_workers"] = keeps_workers and loading.persistent_workers
         self.loader: DataLoader[Any] = DataLoader(
-            _Seeded(dataset, records),
+            _Seeded(dataset, collate_fn, records),
             # Typed as lists of indices; each item is passed to __getitems__ unchanged.
             batch_sampler=self.plan,  # type: ignore[arg-type]
-            collate_fn=collate_fn
-            or partial(collate, pad_values=loading.pad_values, input_names=input_names),
+            collate_fn=_unchanged,
             num_workers=loading.workers,
             pin_memory=loading.pin_memory and torch.accelerator.is_available(),
             # The loader draws a seed for its workers, which must not change training's generator.
@@ -82,16 +81,14 @@ class Reader:
     def read(
         self, order: Sequence[int], batch_size: int, seed: int, first: int = 0
     ) -> Iterator[Any]:
-        """Yield the samples with the given indices in batches, from position ``first`` on.
+        """Yield the samples with some indices in batches, or raise StageFailed (WorkerEnded)."""
+        starts = range(first, len(order), batch_size)
+        batches = (order[start : start + batch_size] for start in starts)
+        yield from self.read_batches(batches, seed)
 
-        Raises:
-            WorkerEnded: a worker's process ended.
-            StageFailed: reading failed in a worker.
-        """
-        self.plan.batches = [
-            (derive_seed(seed, start), order[start : start + batch_size])
-            for start in range(first, len(order), batch_size)
-        ]
+    def read_batches(self, batches_of_indices: Iterable[Sequence[int]], seed: int) -> Iterator[Any]:
+        """Yield batches of the samples with some indices, or raise StageFailed (WorkerEnded)."""
+        self.plan.seed, self.plan.batches = seed, batches_of_indices
         batches = iter(self.loader)
         try:
             yield from batches
@@ -102,40 +99,77 @@ class Reader:
             raise original_error(error) from error
 
 
-class _BatchPlan:
-    """Batch sampler whose batches are set before each iteration, so that workers can stay alive."""
+@dataclass
+class _Plan:
+    """The batches that a loader reads next; a batch sampler."""
 
-    def __init__(self) -> None:
-        self.batches: list[tuple[int, Sequence[int]]] = []
+    seed: int = 0
+    batches: Iterable[Sequence[int]] = ()
 
     def __iter__(self) -> Iterator[tuple[int, Sequence[int]]]:
-        return iter(self.batches)
-
-    def __len__(self) -> int:
-        return len(self.batches)
+        for indices in self.batches:
+            yield self.seed, indices
 
 
 class _Seeded(Dataset[Any]):
-    """A dataset that seeds the generators for each batch, in whatever process it is read."""
+    """Reads and collates batches with seeded generators, in whatever process it is."""
 
-    def __init__(self, dataset: Dataset[Any], records: bool) -> None:
-        self.dataset, self.records = dataset, records
+    def __init__(
+        self, dataset: Dataset[Any], collate_fn: Callable[[list[Any]], Any], records: bool
+    ) -> None:
+        self.dataset, self.collate_fn, self.records = dataset, collate_fn, records
+        self.generators = own_generators(dataset, collate_fn)
+        self.has_read = False
 
-    def __getitems__(self, batch: tuple[int, Sequence[int]]) -> list[Any]:
+    def __getitems__(self, batch: tuple[int, Sequence[int]]) -> Any:
         seed, indices = batch
         try:
-            recorder = nullcontext() if self.records else recording_paused()
-            with exits_refused(), seeded(seed, "cpu"), recorder:
-                if hasattr(self.dataset, "__getitems__"):
-                    return list(self.dataset.__getitems__(list(indices)))
-                return [self.dataset[index] for index in indices]
+            with exits_refused(), nullcontext() if self.records else recording_paused():
+                collated = self._read(seed, indices)
+                if not self.has_read:
+                    self.has_read, known = True, self.generators
+                    self.generators = own_generators(self.dataset, self.collate_fn)
+                    # Some datasets make their generator when a process reads the first sample.
+                    if list(map(id, known)) != list(map(id, self.generators)):
+                        collated = self._read(seed, indices)
+                return collated
         except Exception as error:
             if get_worker_info() is None:
                 raise
-            message = first_line(error)
-            if not isinstance(error, CompressError):
-                message = f"{type(error).__name__}: {message}"
+            if isinstance(error, CompressError):
+                raise type(error)(first_line(error)) from error
+            message = f"{type(error).__name__}: {first_line(error)}"
+            if "CUDA in forked subprocess" in message:
+                message = (
+                    "the dataset uses a CUDA device, which a data worker cannot: return samples "
+                    "in main memory, or set data.loader.workers: 0"
+                )
             raise StageFailed(message) from error
+
+    def _read(self, seed: int, indices: Sequence[int]) -> Any:
+        """Read and collate samples; what is drawn meanwhile follows from seed and indices."""
+        # A batch that is read as a whole has one seed, and so has its collating.
+        batch_seed = derive_seed(seed, indices[0], len(indices))
+        with seeded(batch_seed, "cpu"), states_restored(self.generators):
+            seed_generators(self.generators, batch_seed)
+            if draws_nothing(self.dataset):
+                samples = [self.dataset[index] for index in indices]
+            elif reads_batches(self.dataset):
+                samples = list(self.dataset.__getitems__(list(indices)))  # type: ignore[attr-defined]
+            else:
+                samples = []
+                for index in indices:
+                    sample_seed = derive_seed(seed, index)
+                    reseed(sample_seed, "cpu")
+                    seed_generators(self.generators, sample_seed)
+                    samples.append(self.dataset[index])
+                reseed(batch_seed, "cpu")
+                seed_generators(self.generators, batch_seed)
+            return self.collate_fn(samples)
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch
 
 
 def original_error(error: Exception) -> Exception:

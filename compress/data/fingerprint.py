@@ -4,27 +4,40 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import pickle
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
-from compress.common.dependency_recorder import Recording, take_recorded
+from compress.common.dependency_recorder import Recording, digest_of, take_recorded
 from compress.data.batch import adapt
+from compress.data.own_generators import is_generator, is_user_code, reachable_objects, source_file
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from numpy.typing import NDArray
     from torch.utils.data import Dataset
+
+    from compress.data.batch import Batch
 
 HASHED_FULLY = frozenset({"val", "test", "calibration"})
 """Splits of which every sample is hashed, because the reported figures depend on them."""
 SAMPLED_FOR_FINGERPRINT = 2048
 """At most as many samples are hashed of another split that does not hold its tensors in memory."""
+MOST_OBJECTS = 1_000_000
+"""At most as many objects that a dataset holds are hashed."""
+LARGEST_ARRAY = 2**28
+"""Bytes of an array up to which all of it is hashed; of larger ones evenly spaced rows."""
 PIECES = 200_000
 """At most as many hashes of a dataset in memory; in longer ones each covers several samples."""
 
@@ -39,20 +52,18 @@ class Contents:
     """Samples by split."""
     hashes: Mapping[str, NDArray[np.uint64]]
     """By split, two 64-bit halves of each hash: [hashes, 2]."""
-
     counts: Mapping[str, int]
     """By split, how many samples were hashed."""
     cached: frozenset[str] = frozenset()
     """Splits whose samples come from the sample cache, as they were when they were first read."""
+    unrepeatable: frozenset[str] = frozenset()
+    """Splits of which the same sample differs each time; what their dataset holds is hashed."""
 
     @cached_property
     def parts(self) -> dict[str, Any]:
         """Part of a cache key: how the data are made, and a digest of each split."""
         splits = {
-            name: {
-                "samples": self.lengths[name],
-                "sha256": digest_of_hashes(hashes),
-            }
+            name: {"samples": self.lengths[name], "sha256": digest_of_hashes(hashes)}
             for name, hashes in self.hashes.items()
         }
         return {**self.made, "splits": splits}
@@ -82,10 +93,7 @@ def indices_to_hash(split: str, samples: int) -> range:
 
 
 def hashes_of_tensors(tensors: Sequence[torch.Tensor]) -> NDArray[np.uint64]:
-    """Return hashes over all bytes of tensors in memory, [hashes, 2].
-
-    One for each sample, or for each few samples of a long dataset.
-    """
+    """Return hashes of each sample, or each few samples, of tensors in memory, [hashes, 2]."""
     count = max(len(tensor) for tensor in tensors)
     size = -(-count // PIECES)
     pieces = (
@@ -94,14 +102,59 @@ def hashes_of_tensors(tensors: Sequence[torch.Tensor]) -> NDArray[np.uint64]:
     return as_hashes(map(_hash, pieces))
 
 
-def hash_samples(samples: list[Any]) -> tuple[bytes, Recording]:
-    """Hash the samples of a batch in the process that has read them; a ``collate_fn``.
-
-    Returns:
-        The hashes, and in a worker process the reads of user code there.
-    """
-    hashes = b"".join(_hash(_tensors(sample)) for sample in samples)
+def hash_samples(
+    samples: list[Any], as_batch: Callable[[list[Any]], Batch] | None = None
+) -> tuple[bytes, Recording]:
+    """Hash a batch in the process that has read it, and return a worker's reads; a collate_fn."""
+    hashes = b""
+    for sample in samples:
+        if as_batch:
+            hashes += _hash(as_batch([sample]).tensors())
+            continue
+        inputs, target = adapt(sample)
+        hashes += _hash(inputs if target is None else [*inputs, target])
     return hashes, take_recorded() if get_worker_info() else Recording()
+
+
+def hash_of_state(dataset: Dataset[Any]) -> bytes:
+    """Hash what a dataset holds: arrays, names and dates of files, settings, the user's code."""
+    digest = hashlib.blake2b(digest_size=16)
+    for value in islice(reachable_objects(dataset), MOST_OBJECTS):
+        digest.update(_describe_held(value))
+    return digest.digest()
+
+
+def _describe_held(value: Any) -> bytes:
+    """Return what identifies an object without its parts."""
+    kind = type(value)
+    name = f"{kind.__module__}.{kind.__qualname__}".encode()
+    if is_generator(value):
+        return name
+    if isinstance(value, np.ndarray | torch.Tensor) and value.dtype != object:
+        step = -(-value.nbytes // LARGEST_ARRAY) if value.ndim else 0
+        held = value[::step] if step > 1 else value
+        about = f"{tuple(value.shape)}{value.dtype}".encode()
+        if isinstance(held, torch.Tensor):
+            return name + about + _hash([held])
+        data = np.ascontiguousarray(held).tobytes()
+        return name + about + hashlib.blake2b(data, digest_size=16).digest()
+    if isinstance(value, str | Path):
+        with suppress(OSError, ValueError):
+            if os.sep in str(value):
+                found = os.stat(value)  # noqa: PTH116
+                return f"{value} {found.st_size} {found.st_mtime_ns}".encode()
+        return f"{value!r}".encode()
+    if isinstance(value, bool | int | float | complex | bytes | type(None)):
+        return f"{value!r}".encode()
+    if isinstance(value, list | tuple | dict | set | frozenset):
+        return name + str(len(value)).encode()
+    if isinstance(value, type | FunctionType):
+        code = (digest_of(Path(source_file(value))) or "") if is_user_code(value) else ""
+        return f"{value.__module__}.{value.__qualname__} {code}".encode()
+    if not hasattr(value, "__dict__"):
+        with suppress(Exception):  # a table, a tokenizer: whatever another library has made
+            return name + pickle.dumps(value, protocol=4)
+    return name
 
 
 def as_hashes(hashes: Iterable[bytes]) -> NDArray[np.uint64]:
@@ -112,11 +165,6 @@ def as_hashes(hashes: Iterable[bytes]) -> NDArray[np.uint64]:
 def digest_of_hashes(hashes: NDArray[np.uint64]) -> str:
     """Return the SHA-256 over hashes of samples, in their order."""
     return hashlib.sha256(hashes.tobytes()).hexdigest()
-
-
-def _tensors(sample: Any) -> Sequence[torch.Tensor]:
-    inputs, target = adapt(sample)
-    return inputs if target is None else [*inputs, target]
 
 
 def _hash(tensors: Sequence[torch.Tensor]) -> bytes:

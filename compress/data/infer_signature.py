@@ -27,14 +27,8 @@ def inputs_of(splits: Splits, parameters: Callable[[], Sequence[str]]) -> tuple[
     """Return the inputs of the samples: the batch and axes of varying size named, others fixed.
 
     Axes whose sizes vary together share a name. Mappings name their inputs; other samples take the
-    names of forward's parameters.
-
-    Args:
-        splits: the data.
-        parameters: returns the names of forward's positional parameters; called if needed.
-
-    Raises:
-        PipelineInvalid: a sample cannot be read, or samples differ in more than sizes.
+    names of forward's positional parameters, which are asked for only then. PipelineInvalid is
+    raised where a sample cannot be read, or samples differ in more than sizes.
     """
     names: list[str] = []
     found: list[tuple[torch.Tensor, ...]] = []
@@ -43,8 +37,12 @@ def inputs_of(splits: Splits, parameters: Callable[[], Sequence[str]]) -> tuple[
             tensors = adapt(sample, names if isinstance(sample, Mapping) else ())[0]
         except PipelineInvalid as error:
             raise PipelineInvalid(f"{place}: {error}") from error
-        if not found:
-            names = _names(sample, len(tensors), parameters)
+        if not found and isinstance(sample, Mapping):
+            names = [name for name in sample if name != LABELS]
+        elif not found:
+            count, names = len(tensors), list(parameters())[: len(tensors)]
+            if len(names) < count:
+                names = ["input"] if count == 1 else [f"input_{i}" for i in range(count)]
         kinds = [[(x.dim(), x.dtype) for x in each] for each in (tensors, *found[:1])]
         if kinds[0] != kinds[-1]:
             raise PipelineInvalid(
@@ -69,16 +67,11 @@ def _samples(splits: Splits) -> Iterator[tuple[str, Any]]:
                 raise PipelineInvalid(
                     f"{place} cannot be read: {type(error).__name__}: {first_line(error)}"
                 ) from error
-            yield place, sample.sample if isinstance(sample, SampleWithTeacher) else sample
-
-
-def _names(sample: Any, count: int, parameters: Callable[[], Sequence[str]]) -> list[str]:
-    if isinstance(sample, Mapping):
-        return [name for name in sample if name != LABELS]
-    known = list(parameters())[:count]
-    if len(known) == count:
-        return known
-    return ["input"] if count == 1 else [f"input_{i}" for i in range(count)]
+            if splits.loading.collate_fn:
+                batch = splits.collate_fn([sample])
+                yield place, (tuple(x[0] for x in batch.inputs), 0)
+            else:
+                yield place, sample.sample if isinstance(sample, SampleWithTeacher) else sample
 
 
 def _specs(names: list[str], columns: list[tuple[torch.Tensor, ...]]) -> Iterator[TensorSpec]:

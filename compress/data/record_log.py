@@ -4,9 +4,8 @@ Each process appends to a segment file of its own, and reads those of all. A rec
 
     magic | number | length | checksum of the content | checksum of these three | content
 
-Checksums are seeded with the folder's name, so that a file copied from another folder reads as
-damaged. A record that a killed process left half-written is never read; one that does not match its
-checksum is marked void with a warning, and may be appended again.
+A record that a killed process left half-written is never read; one that does not match its checksum
+is marked void with a warning, and may be appended again.
 """
 
 from __future__ import annotations
@@ -51,6 +50,7 @@ class RecordLog:
 
     def __init__(self, folder: Path, count: int) -> None:
         """Index all records in a folder; their numbers are below ``count``."""
+        # Seeded with the folder's name: a file copied from another folder reads as damaged.
         self.folder, self.salt = folder, zlib.crc32(folder.name.encode())
         self.segments: list[Segment] = []
         # Segment and offset of each record: twelve bytes per record.
@@ -66,8 +66,26 @@ class RecordLog:
         for path in sorted(self.folder.glob(f"*{SUFFIX}")):
             if path not in known:
                 self.segments.append(Segment(path, os.open(path, os.O_RDONLY)))
-        for place in range(len(self.segments)):
-            self._index(place)
+        for place, segment in enumerate(self.segments):
+            size = os.fstat(segment.descriptor).st_size
+            while not segment.damaged and segment.known + HEADER.size <= size:
+                header = os.pread(segment.descriptor, HEADER.size, segment.known)
+                magic, number, length, _, checksum = HEADER.unpack(header)
+                end = segment.known + HEADER.size + length
+                is_valid = zlib.crc32(header[4:-4], self.salt) == checksum
+                if not is_valid or magic not in (VALID, VOID) or number >= len(self.segment_of):
+                    segment.damaged = True
+                    log.warning(
+                        "%s is damaged from byte %d on; those samples are read again",
+                        segment.path,
+                        segment.known,
+                    )
+                    break
+                if end > size:
+                    break  # being written, or left by a process that was killed
+                if magic == VALID:
+                    self.segment_of[number], self.place_of[number] = place, segment.known
+                segment.known = end
 
     def read(self, number: int) -> bytes | None:
         """Return a record; None if it is unknown or damaged."""
@@ -89,12 +107,14 @@ class RecordLog:
         return None
 
     def append(self, number: int, content: bytes) -> None:
-        """Append a record, completely or not at all; it is not synced to disk.
-
-        Raises:
-            OSError: it cannot be written.
-        """
-        place = self._own_segment()
+        """Append a record, unsynced, completely or not at all; raise OSError if it cannot be."""
+        # A forked worker inherits its parent's segment, and must append to another one.
+        if self.own is None or self.own[0] != os.getpid():
+            path = self.folder / f"{uuid.uuid4().hex}{SUFFIX}"
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+            self.segments.append(Segment(path, descriptor))
+            self.own = os.getpid(), len(self.segments) - 1
+        place = self.own[1]
         segment = self.segments[place]
         fields = struct.pack("<QQI", number, len(content), zlib.crc32(content, self.salt))
         record = VALID + fields + struct.pack("<I", zlib.crc32(fields, self.salt)) + content
@@ -103,37 +123,8 @@ class RecordLog:
             while written < len(record):
                 written += os.pwrite(segment.descriptor, record[written:], segment.known + written)
         except OSError:
+            # Or what is left of it behind a shorter record, appended next, would read as damage.
             os.ftruncate(segment.descriptor, segment.known)
             raise
         self.segment_of[number], self.place_of[number] = place, segment.known
         segment.known += len(record)
-
-    def _own_segment(self) -> int:
-        # A forked worker inherits its parent's segment, and must append to another one.
-        if self.own is None or self.own[0] != os.getpid():
-            path = self.folder / f"{uuid.uuid4().hex}{SUFFIX}"
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
-            self.segments.append(Segment(path, descriptor))
-            self.own = os.getpid(), len(self.segments) - 1
-        return self.own[1]
-
-    def _index(self, place: int) -> None:
-        segment = self.segments[place]
-        size = os.fstat(segment.descriptor).st_size
-        while not segment.damaged and segment.known + HEADER.size <= size:
-            header = os.pread(segment.descriptor, HEADER.size, segment.known)
-            magic, number, length, _, checksum = HEADER.unpack(header)
-            end = segment.known + HEADER.size + length
-            is_valid = zlib.crc32(header[4:-4], self.salt) == checksum and magic in (VALID, VOID)
-            if not is_valid or number >= len(self.segment_of):
-                segment.damaged = True
-                log.warning(
-                    "%s is damaged from byte %d on; those samples are read again",
-                    segment.path,
-                    segment.known,
-                )
-            elif end > size:
-                return  # being written, or left by a process that was killed
-            elif magic == VALID:
-                self.segment_of[number], self.place_of[number] = place, segment.known
-            segment.known = segment.known if segment.damaged else end

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
 PROBES = 8
-"""Samples read from the dataset itself when a cache is opened, to detect changed data."""
+"""Samples read from a dataset twice, to detect changed data and what is drawn at random."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class CachedDataset(Dataset[Any]):
         wanted = [range(len(self))[index] for index in indices]
         samples = self._read_cached(wanted)
         if len(samples) < len(set(wanted)):
-            self.records.refresh()
+            self.records.refresh()  # other workers may have read them since
             samples = self._read_cached(wanted)
         missing = [index for index in dict.fromkeys(wanted) if index not in samples]
         for index, value in zip(missing, read_samples(self.dataset, missing), strict=True):
@@ -118,20 +118,21 @@ class Probe:
 
 def probe(dataset: Dataset[Any]) -> list[Probe]:
     """Read a few evenly spaced samples from a dataset twice, with different seeds."""
-    last = len(dataset) - 1  # type: ignore[arg-type]
-    indices = sorted({round(i * last / (PROBES - 1)) for i in range(PROBES)})
+    indices = indices_to_probe(dataset)
     first, again = (_digests(dataset, indices, seed) for seed in (0, 1))
     return [Probe(*fields) for fields in zip(indices, first, again, strict=True)]
+
+
+def indices_to_probe(dataset: Dataset[Any]) -> list[int]:
+    """Return the indices of a few evenly spaced samples."""
+    last = len(dataset) - 1  # type: ignore[arg-type]
+    return sorted({round(i * last / (PROBES - 1)) for i in range(PROBES)})
 
 
 def cache_folder(cache: Path, split: str, origin: str, probes: Sequence[Probe]) -> Path:
     """Create and return the folder for a split's samples; changed data get another folder.
 
-    Args:
-        cache: the folder of all caches.
-        split: the split's name.
-        origin: what else the samples depend on: their number, the source code that makes them.
-        probes: digests of a few samples.
+    ``origin`` is what else the samples depend on: their number, the source code that makes them.
 
     Raises:
         PipelineInvalid: samples are drawn at random, or the folder cannot be made.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -20,19 +21,20 @@ from compress.common.errors import (
     first_line,
 )
 from compress.common.factories import local_sources, resolve, sources_digest
-from compress.data.batch import LABELS, Batch, adapt, collate, describe
+from compress.data.batch import LABELS, Batch, adapt, collate, collate_by, describe
 from compress.data.dataloader import Reader, WorkerEnded
 from compress.data.fingerprint import (
     Contents,
     as_hashes,
     digest_of_hashes,
+    hash_of_state,
     hash_samples,
     hashes_of_tensors,
     in_memory_tensors,
     indices_to_hash,
 )
 from compress.data.loader_config import Loading
-from compress.data.sample_cache import CachedDataset, cache_folder, probe
+from compress.data.sample_cache import CachedDataset, cache_folder, indices_to_probe, probe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -55,11 +57,7 @@ class DataReference:
     input_names: tuple[str, ...] = ()
 
     def load(self) -> Splits:
-        """Call the factory.
-
-        Raises:
-            PipelineInvalid: it failed, or did not return a mapping of datasets.
-        """
+        """Call the factory; raise PipelineInvalid if it fails or returns no mapping of datasets."""
         try:
             with recording() as recorded:
                 datasets = resolve(self.factory, self.folder)(**self.arguments)
@@ -144,12 +142,7 @@ class Splits:
         return replace(self, views=views, _kept_readers=[], _lengths={}, _viewed=[], _hashes=hashes)
 
     def split(self, name: str) -> Dataset[Any]:
-        """Return one dataset, with the sample cache and the views applied.
-
-        Raises:
-            PipelineInvalid: it cannot be cached.
-            StageFailed: there is no such split.
-        """
+        """Return one dataset, with the sample cache and the views applied; see :meth:`stored`."""
         if name != "train" or not self.views:
             return self.stored(name)
         if not self._viewed:
@@ -160,12 +153,7 @@ class Splits:
         return self._viewed[0]
 
     def stored(self, name: str) -> Dataset[Any]:
-        """Return one dataset, with the sample cache applied.
-
-        Raises:
-            PipelineInvalid: it cannot be cached.
-            StageFailed: there is no such split.
-        """
+        """Return one dataset with the sample cache; raise StageFailed if there is no such split."""
         if name not in self.datasets:
             raise StageFailed(f"the data has no split {name!r}; it has {', '.join(self.datasets)}")
         dataset = self.datasets[name]
@@ -189,13 +177,7 @@ class Splits:
     def batches(
         self, name: str, batch_size: int | None = None, limit: int | None = None
     ) -> Iterator[Batch]:
-        """Yield a split's batches in order.
-
-        Args:
-            name: the split.
-            batch_size: samples per batch; the splits' own by default.
-            limit: stop after this many samples.
-        """
+        """Yield a split's batches in order, up to ``limit`` samples."""
         samples = len(self.split(name))  # type: ignore[arg-type]
         count = samples if limit is None else min(limit, samples)
         yield from self.read(name, range(count), batch_size or self.batch_size)
@@ -203,16 +185,25 @@ class Splits:
     def read(
         self, name: str, order: Sequence[int], batch_size: int, seed: int = 0, first: int = 0
     ) -> Iterator[Batch]:
-        """Yield a split's samples in an order, in batches.
+        """Yield a split's samples in an order, in batches, from the position ``first`` on.
 
-        Args:
-            name: the split.
-            order: indices of samples.
-            batch_size: samples per batch.
-            seed: seeds the random numbers drawn while samples are read.
-            first: position in the order to begin at, such as where an earlier reading ended.
+        The seed is that of random numbers drawn while samples are read.
         """
-        yield from self._reader(name).read(order, batch_size, seed, first)
+        readers = self._kept_readers[-1] if self._kept_readers else {}
+        if name not in readers:
+            keeps = bool(self._kept_readers)
+            collate_fn = self.collate_fn
+            readers[name] = Reader(self.split(name), self.loading, collate_fn, keeps_workers=keeps)
+        yield from readers[name].read(order, batch_size, seed, first)
+
+    @property
+    def collate_fn(self) -> Callable[[list[Any]], Batch]:
+        """The function that makes a batch of samples."""
+        name, folder = self.loading.collate_fn, self.source.folder if self.source else None
+        if name:
+            function = resolve(name, folder)
+            return partial(collate_by, function=function, name=name, input_names=self.input_names)
+        return partial(collate, pad_values=self.loading.pad_values, input_names=self.input_names)
 
     @contextmanager
     def keep_workers(self) -> Iterator[None]:
@@ -224,34 +215,19 @@ class Splits:
             self._kept_readers.pop()
 
     def lengths(self, name: str) -> list[int] | None:
-        """Return the length of each sample if training buckets by length, else None.
-
-        Raises:
-            PipelineInvalid: a sample is no mapping with the input that `bucket_by` names.
-        """
+        """Return the length of each sample if training buckets by length, else None."""
         key = self.loading.bucket_by
         if key is None:
             return None
         if name in self._lengths:
             return self._lengths[name]
-        dataset: Any = self.split(name)
-        try:
-            self._lengths[name] = [len(dataset[index][key]) for index in range(len(dataset))]
-            return self._lengths[name]
-        except (KeyError, IndexError, TypeError) as error:
-            raise PipelineInvalid(
-                f"data.loader.bucket_by: samples of split {name!r} have no {key!r} with a length"
-            ) from error
-
-    def _reader(self, name: str) -> Reader:
-        if not self._kept_readers:
-            return Reader(self.split(name), self.loading, self.input_names, keeps_workers=False)
-        readers = self._kept_readers[-1]
-        if name not in readers:
-            readers[name] = Reader(
-                self.split(name), self.loading, self.input_names, keeps_workers=True
-            )
-        return readers[name]
+        dataset = self.split(name)
+        # By the reader, so that lengths drawn at random are the same in each run and process.
+        collate_fn = partial(_lengths_of, name, key)
+        reader = Reader(dataset, self.loading, collate_fn, keeps_workers=False)
+        batches = reader.read(range(len(dataset)), self.batch_size, seed=0)  # type: ignore[arg-type]
+        self._lengths[name] = [length for batch in batches for length in batch]
+        return self._lengths[name]
 
     @property
     def calibration_split(self) -> str:
@@ -259,11 +235,7 @@ class Splits:
         return "calibration" if "calibration" in self.datasets else "train"
 
     def calibration(self, samples: int, seed: int) -> Iterator[Batch]:
-        """Yield batches of a seeded random sample of ``calibration``, else of ``train``.
-
-        Raises:
-            StageFailed: the split has fewer samples.
-        """
+        """Yield a seeded sample of the calibration split; raise StageFailed if that has fewer."""
         name = self.calibration_split
         available = len(self.split(name))  # type: ignore[arg-type]
         if samples > available:
@@ -279,13 +251,7 @@ class Splits:
         return order[:samples].tolist()
 
     def calibration_digest(self, samples: int, seed: int) -> str | None:
-        """Return a digest of the samples that :meth:`calibration` yields.
-
-        None if :meth:`contents` covers all of them, or there is no such split.
-
-        Raises:
-            PipelineInvalid: a sample cannot be read.
-        """
+        """Return a digest of calibration samples; None if :meth:`contents` covers all of them."""
         name = self.calibration_split
         if name not in self.datasets or name not in self.contents().sampled:
             return None
@@ -303,15 +269,15 @@ class Splits:
         return self.contents().fingerprint
 
     def contents(self) -> Contents:
-        """Return what the data depend on: hashes of samples, batch size, source of the factory.
-
-        Raises:
-            PipelineInvalid: a sample cannot be read.
-        """
+        """Return what the data depend on: hashes of samples, batch size, source of the factory."""
         made = {"batch_size": self.batch_size, **self._origin()}
         if self.loading.bucket_by or self.loading.pad_values:
             made["loader"] = f"{self.loading.bucket_by} {self.loading.pad_values}"
-        lengths, hashes, counts = {}, {}, {}
+        if self.loading.collate_fn:
+            folder = self.source.folder if self.source else None
+            code = sources_digest(local_sources(self.loading.collate_fn, folder))
+            made["collate_fn"] = [self.loading.collate_fn, code]
+        lengths, hashes, counts, unrepeatable = {}, {}, {}, set()
         for name in sorted(self.datasets):
             dataset = self.split(name)
             lengths[name] = counts[name] = len(dataset)  # type: ignore[arg-type]
@@ -320,29 +286,41 @@ class Splits:
                 hashes[name] = hashes_of_tensors(held)
             else:
                 indices = indices_to_hash(name, lengths[name])
-                counts[name], hashes[name] = len(indices), self._hashes_of(name, indices)
-        return Contents(made, lengths, hashes, counts, frozenset(self._cached))
+                hashes[name] = self._hashes_of(name, indices)
+                counts[name] = len(indices)
+                if len(hashes[name]) < len(indices):
+                    counts[name] = 0
+                    unrepeatable.add(name)
+        cached = frozenset(self._cached)
+        return Contents(made, lengths, hashes, counts, cached, frozenset(unrepeatable))
 
     def _hashes_of(self, name: str, indices: Sequence[int]) -> NDArray[np.uint64]:
-        """Return hashes of samples, read by the loader's workers: [samples, 2]."""
+        """Return hashes of samples, read by the loader's workers: [samples, 2].
+
+        Where samples differ each time, it is one hash of what the dataset holds: [1, 2].
+        """
         key = name, tuple(indices) if isinstance(indices, list) else indices
         if key not in self._hashes:
             dataset = self.split(name)
             is_sampled = len(indices) < len(dataset)  # type: ignore[arg-type]
+            # Samples that only the user's function understands are hashed as batches of one.
+            as_batch = self.collate_fn if self.loading.collate_fn else None
+            collate_fn = partial(hash_samples, as_batch=as_batch)
             reader = Reader(
-                dataset,
-                self.loading,
-                keeps_workers=False,
-                collate_fn=hash_samples,
-                records=is_sampled,
+                dataset, self.loading, collate_fn, keeps_workers=False, records=is_sampled
             )
-            batches = []
+            few, size = indices_to_probe(dataset), self.batch_size
+            chunks = [indices[i : i + size] for i in range(0, len(indices), size)]
+            hashes = []
             with self._sample_errors(name), recording() as recorded:
-                for hashes, worker_reads in reader.read(indices, self.batch_size, seed=0):
-                    batches.append(hashes)
+                for batch, worker_reads in reader.read_batches([few, few, *chunks], seed=0):
                     add_to_recordings(worker_reads)
+                    hashes.append(batch)
+                    if len(hashes) == 2 and hashes[0] != hashes[1]:
+                        break
             self._opened.add(recorded)
-            self._hashes[key] = as_hashes(batches)
+            is_repeatable = hashes[0] == hashes[1]
+            self._hashes[key] = as_hashes(hashes[2:] if is_repeatable else [hash_of_state(dataset)])
         return self._hashes[key]
 
     @property
@@ -370,6 +348,16 @@ class Splits:
                 f"{self._where}: a sample of split {split!r} cannot be read: "
                 f"{kind}{first_line(error)}"
             ) from error
+
+
+def _lengths_of(split: str, key: str, samples: list[Any]) -> list[int]:
+    """Return the lengths of samples' entries; a collate_fn."""
+    try:
+        return [len(sample[key]) for sample in samples]
+    except (KeyError, IndexError, TypeError) as error:
+        raise PipelineInvalid(
+            f"data.loader.bucket_by: samples of split {split!r} have no {key!r} with a length"
+        ) from error
 
 
 def _unpickled(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,16 +53,6 @@ class DistillationObjective:
         """Return the loss function; it loads the teacher at its first call."""
         return DistillationLoss(self, device)
 
-    def slots(self) -> list[list[FeatureSlot]]:
-        """Return the features that each term compares, before projections are known."""
-        return [
-            [
-                FeatureSlot(f"{AUXILIARY_PREFIX}{i}_{j}", own, taught)
-                for j, (own, taught) in enumerate(pairs)
-            ]
-            for i, pairs in enumerate(self.pairs)
-        ]
-
 
 @dataclass
 class FeatureSlot:
@@ -93,13 +82,23 @@ class DistillationLoss:
     def __init__(self, objective: DistillationObjective, device: str) -> None:
         self.objective = objective
         self.device = device
+        # The mean over all samples, so that those without a label add nothing.
         self.targets_loss = objective.targets.mean(device, over_all=True)
-        self.slots = objective.slots()
+        self.slots = [
+            [
+                FeatureSlot(f"{AUXILIARY_PREFIX}{i}_{j}", own, taught)
+                for j, (own, taught) in enumerate(pairs)
+            ]
+            for i, pairs in enumerate(objective.pairs)
+        ]
+        """The features that each term compares; `attach_` decides which are projected."""
+        # Loaded at the first call: with all outputs cached, it is never needed.
         self.teacher: LoadedTeacher | None = None
 
     def __call__(self, outputs: tuple[torch.Tensor, ...], batch: Batch) -> torch.Tensor:
         """Return the weighted sum of all terms."""
         teacher_features = self._teacher_features(batch)
+        # In float32: under autocast outputs have 16 bits, too few for exponentials and sums.
         pair = OutputPair(
             student=outputs[0].float(),
             teacher=teacher_features[""].float(),
@@ -121,80 +120,63 @@ class DistillationLoss:
         return total
 
     def attach_(self, module: nn.Module, example: Batch) -> None:
-        """Let the module return the compared features after its outputs in training, in place.
-
-        DistributedDataParallel finds the parameters that a loss depends on from the outputs of
-        forward, so features have to be among them. Projections become parameters of the module.
-
-        Raises:
-            StageFailed: features cannot be compared, or a module takes no part in the forward pass.
-        """
-        kinds = [term.projects for term in self.objective.terms]
+        """Let the module return the compared features after its outputs in training, in place."""
+        terms = self.objective.terms
         slots = [slot for slots in self.slots for slot in slots]
-        if all(kind == "none" for kind in kinds) and not any(slot.is_captured for slot in slots):
+        if not any(slot.is_captured for slot in slots) and all(t.projects == "none" for t in terms):
             return
         recorder = FeatureRecorder(module, [slot.student for slot in slots if slot.student])
         with torch.no_grad():
             own = recorder.with_output(flatten_outputs(module(*example.inputs))[0])
         teacher_features = self._teacher_features(example)
-        for index, (kind, chosen) in enumerate(zip(kinds, self.slots, strict=True)):
+        for index, (term, chosen) in enumerate(zip(terms, self.slots, strict=True)):
             for slot in chosen:
                 a, b = own[slot.student], teacher_features[slot.teacher]
-                channels = [x.shape[channel_axis(x)] for x in (a, b)]
-                slot.projects = kind == "linear" or (kind == "auto" and channels[0] != channels[1])
+                differ = a.shape[channel_axis(a)] != b.shape[channel_axis(b)]
+                slot.projects = term.projects == "linear" or (term.projects == "auto" and differ)
                 if slot.projects:
                     _add_projection_(module, slot.name, a, b)
-                self._refuse_other_shapes(index, slot, module, own, b)
-        module.register_forward_hook(partial(self._return_features, recorder))
+                if not isinstance(term, FeatureTerm):
+                    continue
+                if not term.compares(slot.student_feature(module, own).shape, b.shape):
+                    raise StageFailed(
+                        f"losses[{index}] ({term.loss}): {slot.student or 'the output'!r} of the "
+                        f"student has shape {tuple(a.shape)} and {slot.teacher or 'the output'!r} "
+                        f"of the teacher {tuple(b.shape)}, which cannot be compared; name others"
+                    )
 
-    def _return_features(
-        self, recorder: FeatureRecorder, module: nn.Module, inputs: Any, output: Any
-    ) -> Any:
-        if not module.training:
-            recorder.features.clear()
-            return None
-        outputs = flatten_outputs(output)
-        own = recorder.with_output(outputs[0])
-        captured = [slot for slots in self.slots for slot in slots if slot.is_captured]
-        return (*outputs, *(slot.student_feature(module, own) for slot in captured))
+        def return_features(module: nn.Module, inputs: Any, output: Any) -> Any:
+            if not module.training:
+                recorder.features.clear()
+                return None
+            # After the outputs, because DistributedDataParallel finds the parameters that a loss
+            # depends on from the outputs of forward.
+            outputs = flatten_outputs(output)
+            own = recorder.with_output(outputs[0])
+            captured = (slot.student_feature(module, own) for slot in slots if slot.is_captured)
+            return (*outputs, *captured)
+
+        module.register_forward_hook(return_features)
 
     def _teacher_features(self, batch: Batch) -> Features:
         """Return the teacher's outputs for a batch, from the cache or from the teacher itself."""
-        outputs = batch.teacher_outputs
+        outputs, modules = batch.teacher_outputs, self.objective.teacher_modules
         if not outputs:
             if self.teacher is None:
-                self.teacher = self.objective.teacher.load(
-                    self.device, self.objective.teacher_modules
-                )
+                self.teacher = self.objective.teacher.load(self.device, modules)
             outputs = self.teacher(batch.inputs)
-        return dict(zip(("", *self.objective.teacher_modules), outputs, strict=True))
-
-    def _refuse_other_shapes(
-        self, index: int, slot: FeatureSlot, module: nn.Module, own: Features, teacher: torch.Tensor
-    ) -> None:
-        """Refuse features of shapes that the term cannot compare."""
-        term = self.objective.terms[index]
-        if not isinstance(term, FeatureTerm):
-            return
-        if not term.compares(slot.student_feature(module, own).shape, teacher.shape):
-            raise StageFailed(
-                f"losses[{index}] ({term.loss}): {slot.student or 'the output'!r} of the student "
-                f"has shape {tuple(own[slot.student].shape)} and {slot.teacher or 'the output'!r} "
-                f"of the teacher {tuple(teacher.shape)}, which cannot be compared; name others"
-            )
+        return dict(zip(("", *modules), outputs, strict=True))
 
 
 def _add_projection_(
     module: nn.Module, name: str, student: torch.Tensor, teacher: torch.Tensor
 ) -> None:
-    """Add the parameters of a linear map to the module, in place.
-
-    Not as a submodule: a Sequential would run it.
-    """
+    """Add the parameters of a linear map to the module, in place, to be trained with its own."""
     own, wanted = (x.shape[channel_axis(x)] for x in (student, teacher))
     # From the training's seed, whether or not a teacher was loaded since and drew random numbers.
     with seeded(derive_seed(torch.initial_seed()), "cpu"):
         linear = nn.Linear(own, wanted).to(student.device)
+    # Not as a submodule: a Sequential would run it.
     for part, weight in linear.named_parameters():
         module.register_parameter(f"{name}_{part}", weight)
 
@@ -202,20 +184,16 @@ def _add_projection_(
 def distance_to(
     teacher: Teacher, terms: Sequence[AnyTerm], context: Context
 ) -> Callable[[nn.Module], float]:
-    """Return a function that measures how far a module's outputs are from a teacher's.
-
-    On samples of `train`, by the terms that compare outputs without labels, else by cosine.
-    """
+    """Return a function that measures how far a module's outputs are from a teacher's."""
     data = context.need_data("a search of blocks")
-    count = min(SEARCH_SAMPLES, len(data.split("train")))  # type: ignore[arg-type]
-    drawn = torch.randperm(
-        len(data.split("train")),  # type: ignore[arg-type]
-        generator=torch.Generator().manual_seed(context.seed),
-    )
+    samples = len(data.split("train"))  # type: ignore[arg-type]  # Splits admits sized datasets only
+    count = min(SEARCH_SAMPLES, samples)
+    drawn = torch.randperm(samples, generator=torch.Generator().manual_seed(context.seed))
     batches = data.read("train", drawn[:count].tolist(), data.batch_size)
     inputs = [batch.to(context.device).inputs for batch in batches]
     loaded = teacher.load(context.device)
     expected_outputs = [loaded(own)[0] for own in inputs]
+    # By the terms that compare outputs without labels, else by cosine.
     comparing = [term for term in terms if term.needs_equal_outputs]
 
     @torch.no_grad()

@@ -26,32 +26,23 @@ Pairs = tuple[tuple[str, str], ...]
 
 
 def pairs_of(terms: Sequence[AnyTerm], student: nn.Module, teacher: nn.Module) -> tuple[Pairs, ...]:
-    """Match the student's and the teacher's modules for each term of the loss.
-
-    Raises:
-        StageFailed: a name is not in its model, or matches fewer teacher than student modules.
-    """
-    return tuple(
-        (("", ""),)
-        if term.modules is None
-        else _pairs(term.modules, student, teacher, f"losses[{i}]")
-        for i, term in enumerate(terms)
-    )
-
-
-def _pairs(
-    names: tuple[Modules, Modules], student: nn.Module, teacher: nn.Module, where: str
-) -> Pairs:
-    own = _matching_modules(names[0], student, f"{where}: the student")
-    taught = _matching_modules(names[1], teacher, f"{where}: the teacher")
-    if len(taught) < len(own):
-        raise StageFailed(
-            f"{where}: {len(own)} modules of the student and {len(taught)} of the teacher; name as "
-            "many, or more of the teacher"
-        )
-    # TinyBERT's uniform map: the m-th of M goes with the (m N / M)-th of N.
-    places = [(m + 1) * len(taught) // len(own) - 1 for m in range(len(own))]
-    return tuple((name, taught[place]) for name, place in zip(own, places, strict=True))
+    """Match the student's and the teacher's modules for each term of the loss."""
+    pairs: list[Pairs] = []
+    for i, term in enumerate(terms):
+        if term.modules is None:
+            pairs.append((("", ""),))
+            continue
+        own = _matching_modules(term.modules[0], student, f"losses[{i}]: the student")
+        taught = _matching_modules(term.modules[1], teacher, f"losses[{i}]: the teacher")
+        if len(taught) < len(own):
+            raise StageFailed(
+                f"losses[{i}]: {len(own)} modules of the student and {len(taught)} of the teacher; "
+                "name as many, or more of the teacher"
+            )
+        # TinyBERT's uniform map: the m-th of M goes with the (m N / M)-th of N.
+        places = [(m + 1) * len(taught) // len(own) - 1 for m in range(len(own))]
+        pairs.append(tuple((name, taught[p]) for name, p in zip(own, places, strict=True)))
+    return tuple(pairs)
 
 
 def _matching_modules(wanted: Modules, module: nn.Module, where: str) -> list[str]:
@@ -75,18 +66,14 @@ class FeatureRecorder:
     """Forward hooks that keep the outputs of named modules in the last forward pass."""
 
     def __init__(self, module: nn.Module, names: Sequence[str]) -> None:
-        """Register a forward hook on each named module."""
         self.names = tuple(dict.fromkeys(names))
         self.features: dict[str, torch.Tensor] = {}
         for name in self.names:
             module.get_submodule(name).register_forward_hook(partial(self._record, name))
 
     def take(self) -> list[torch.Tensor]:
-        """Return and clear the recorded features, in the order of the names.
-
-        Raises:
-            StageFailed: a module was not called.
-        """
+        """Return and clear the recorded features, in the order of the names."""
+        # Cleared, or activations and the graph behind them would live until the next call.
         features, self.features = self.features, {}
         unused = next((name for name in self.names if name not in features), None)
         if unused is not None:

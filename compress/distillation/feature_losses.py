@@ -59,6 +59,7 @@ class Relational(FeatureTerm):
 
     loss: Literal["relational"]
     """Which term this is."""
+    # Both weights are the paper's.
     distance_weight: Weight = 1.0
     """Weight of the distances, which are in units of their mean."""
     angle_weight: Weight = 2.0

@@ -11,6 +11,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from compress.training.objectives.teacher_objective import cosine_distance
+
+# Keeps the square root's gradient finite at 0, and the distances of equal samples from 0 / 0.
 TINY = 1e-12
 
 
@@ -25,17 +28,10 @@ def decoupled_divergence(
 ) -> torch.Tensor:
     """Return the KL divergences of "target or not" and of the other classes, times T².
 
-    After Zhao et al., "Decoupled Knowledge Distillation" (2022): plain distillation is this with
-    ``target_weight`` 1 and as ``other_weight`` the teacher's probability of the other classes,
-    which is near zero where the teacher is confident.
-
-    Args:
-        student: logits of the student, [N, C, …].
-        teacher: logits of the teacher, [N, C, …].
-        target: index of the target class, [N, …].
-        temperature: by which both logits are divided.
-        target_weight: the paper's alpha.
-        other_weight: the paper's beta.
+    After Zhao et al., "Decoupled Knowledge Distillation" (2022), with its alpha (``target_weight``)
+    and beta (``other_weight``): plain distillation is this with alpha 1 and as beta the teacher's
+    probability of the other classes, which is near zero where the teacher is confident. ``target``
+    are class indices, [N, …].
     """
     student_NC, teacher_NC = class_rows(student), class_rows(teacher)
     is_target = F.one_hot(target.flatten().long(), student_NC.shape[1]).bool()
@@ -64,13 +60,6 @@ def correlation_distance(
 
     After Huang et al., "Knowledge Distillation from A Stronger Teacher" (2022), DIST: it matters
     how classes rank for a sample (inter-class), and how samples rank within a class (intra-class).
-
-    Args:
-        student: logits of the student, [N, C, …].
-        teacher: logits of the teacher, [N, C, …].
-        temperature: by which both logits are divided.
-        between_weight: weight of the relation between classes.
-        within_weight: weight of the relation within a class.
     """
     student_NC = (class_rows(student) / temperature).softmax(1)
     teacher_NC = (class_rows(teacher) / temperature).softmax(1)
@@ -89,19 +78,14 @@ def _pearson_distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return 1 - F.cosine_similarity(a, b, dim=1).mean()
 
 
+# Both after Park et al., "Relational Knowledge Distillation" (2019): RKD-D and RKD-A.
 def relational_distances(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-    """Compare the pairwise distances of samples, in units of each model's mean distance.
-
-    After Park et al., "Relational Knowledge Distillation" (2019), RKD-D.
-    """
+    """Compare the pairwise distances of samples, in units of each model's mean distance (RKD-D)."""
     return F.smooth_l1_loss(_distances(student), _distances(teacher))
 
 
 def relational_angles(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-    """Compare the angles that each three samples form.
-
-    After Park et al., "Relational Knowledge Distillation" (2019), RKD-A.
-    """
+    """Compare the angles that each three samples form (RKD-A)."""
     return F.smooth_l1_loss(_angles(student), _angles(teacher))
 
 
@@ -174,14 +158,10 @@ def contrastive_distance(
 
 
 def hint_distance(student: torch.Tensor, teacher: torch.Tensor, compare: str) -> torch.Tensor:
-    """Return the distance of hidden features, after Romero et al., "FitNets" (2015).
+    """Return the distance of (projected) features, after Romero et al., "FitNets" (2015).
 
-    Args:
-        student: features of the student, after its projection.
-        teacher: features of the teacher.
-        compare: `mse`, the mean squared difference; or `cosine`, of the vectors of channels.
+    ``compare`` is `mse`, the mean squared difference, or `cosine`, of the vectors of channels.
     """
     if compare == "mse":
         return F.mse_loss(student, teacher)
-    axis = 1 if student.dim() == 4 else -1
-    return 1 - F.cosine_similarity(student, teacher, dim=axis).mean()
+    return cosine_distance(student, teacher)

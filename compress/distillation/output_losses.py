@@ -8,6 +8,12 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field
 
 from compress.common.config import Positive, Settings
+from compress.training.objectives.teacher_objective import (
+    cosine_distance,
+    need_classes,
+    soft_cross_entropy,
+    squared_error,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -47,10 +53,8 @@ class Term(Settings):
     def compute(self, outputs: OutputPair, features: list[FeaturePair]) -> torch.Tensor:
         """Return the term without its weight, a scalar.
 
-        Args:
-            outputs: outputs and labels.
-            features: features of student and teacher for each pair of modules that the term names;
-                the outputs if it names none.
+        ``features`` are those of student and teacher for each pair of modules that the term names;
+        the outputs if it names none.
         """
         raise NotImplementedError
 
@@ -90,8 +94,6 @@ class Kl(Term):
 
     def compute(self, outputs: OutputPair, features: list[FeaturePair]) -> torch.Tensor:
         """Return the divergence."""
-        from compress.training.objectives.teacher_objective import soft_cross_entropy
-
         return soft_cross_entropy(outputs.student, outputs.teacher, self.temperature)
 
 
@@ -114,16 +116,12 @@ class Dkd(Term):
     def compute(self, outputs: OutputPair, features: list[FeaturePair]) -> torch.Tensor:
         """Return the weighted divergence."""
         from compress.distillation.losses import decoupled_divergence
-        from compress.training.objectives.teacher_objective import need_classes
 
         need_classes(self.loss, outputs.teacher)
         target = outputs.teacher.argmax(1)
         if outputs.target is not None and outputs.target.shape == outputs.teacher.shape:
-            target = (
-                outputs.target.nan_to_num(-1)
-                .argmax(1)
-                .where(~outputs.target.isnan().any(1), target)
-            )
+            labelled = ~outputs.target.isnan().any(1)
+            target = outputs.target.nan_to_num(-1).argmax(1).where(labelled, target)
         elif outputs.target is not None:
             target = target.where(outputs.target < 0, outputs.target)
         return decoupled_divergence(
@@ -155,7 +153,6 @@ class Dist(Term):
     def compute(self, outputs: OutputPair, features: list[FeaturePair]) -> torch.Tensor:
         """Return the weighted distance."""
         from compress.distillation.losses import correlation_distance
-        from compress.training.objectives.teacher_objective import need_classes
 
         need_classes(self.loss, outputs.teacher)
         return correlation_distance(
@@ -175,8 +172,6 @@ class Mse(Term):
 
     def compute(self, outputs: OutputPair, features: list[FeaturePair]) -> torch.Tensor:
         """Return the mean."""
-        from compress.training.objectives.teacher_objective import squared_error
-
         return squared_error(outputs.student, outputs.teacher)
 
 
@@ -188,6 +183,4 @@ class Cosine(Term):
 
     def compute(self, outputs: OutputPair, features: list[FeaturePair]) -> torch.Tensor:
         """Return the mean."""
-        from compress.training.objectives.teacher_objective import cosine_distance
-
         return cosine_distance(outputs.student, outputs.teacher)

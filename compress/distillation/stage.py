@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -24,7 +23,6 @@ from compress.training.config.training import Training
 from compress.training.objectives.teacher_objective import Teaching
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from pydantic import JsonValue
@@ -54,6 +52,7 @@ class Distill(Stage[EagerModel, EagerModel], Teaching, Training):
     losses: tuple[AnyTerm, ...] = ()
     """Terms of the loss, each with its `weight`, instead of `loss`, `temperature`, `soft_weight`
     and `hard_weight`. Those that compare the samples of a batch see the share of one process."""
+    # Excluded from dumps, and so from cache keys: it changes no result.
     cache_teacher: bool | Literal["auto"] = Field(default="auto", exclude=True)
     """Whether the teacher's answers are kept on disk while the stage runs, so that it is asked once
     about each sample; `auto`: where several epochs read the same samples and no module's features
@@ -81,9 +80,10 @@ class Distill(Stage[EagerModel, EagerModel], Teaching, Training):
         parallel = self.parallel
         if not self._names_modules and all(term.projects == "none" for term in self.losses):
             return self
+        # Hooks record whole features, which no process has of a module in shards or stages.
         split = parallel.is_mesh or parallel.sharding_mode or parallel.strategy == "deepspeed"
         if split or self.compile != "none":
-            found = f"compile: {self.compile}" if not split else parallel.layout
+            found = f"compile: {self.compiled_part}" if not split else parallel.layout
             raise ValueError(
                 "losses that name modules or project features need the whole model, uncompiled, in "
                 f"each process, found {found}; use strategy: ddp or zero1 without compile"
@@ -158,20 +158,33 @@ class Distill(Stage[EagerModel, EagerModel], Teaching, Training):
         return settings
 
     def run(self, model: EagerModel, context: Context) -> EagerModel:
-        """Train the student; its initial weights are the result if no epoch improves on them.
-
-        Raises:
-            StageFailed: the teacher cannot be compared with the student, or training failed.
-        """
+        """Train the student; its initial weights are the result if no epoch improves on them."""
         from compress.data.splits import with_unlabelled
+        from compress.distillation.distillation_objective import DistillationObjective, distance_to
+        from compress.distillation.feature_hooks import pairs_of
         from compress.training.fit import fit
+        from compress.training.objectives.objective import TargetLoss
 
         context = replace(context, data=with_unlabelled(context.need_data(self.title)))
-        with errors_prefixed_with(self.title):
+        try:
             teacher = self._teacher(model, context)
-            student, facts = self._student(model, teacher, context)
-            objective = self._objective(student, teacher, context)
+            student, where = model, context.work / "student"
+            facts: dict[str, JsonValue] = {}
+            if isinstance(self.student, Origin):
+                student = self.student.seal(where, model.signature, context.seed)
+            elif self.student is not None:
+                distance = partial(distance_to, teacher, self.terms, context)
+                student, facts = self.student.cut(model, where, distance)
+
+            terms, targets = self.terms, TargetLoss.for_training(self, context)
+            self.check_loss(targets.loss)
+            pairs: tuple[Pairs, ...] = ((("", ""),),) * len(terms)
+            if self._names_modules:
+                pairs = pairs_of(terms, student.load(), teacher.module)
+            objective = DistillationObjective(teacher, terms, pairs, targets)
             context = replace(context, data=self._with_teacher_outputs(objective, context))
+        except CompressError as error:
+            raise type(error)(f"{self.title}: {error}") from error
         trained = fit(student, self, objective, context, self.title, accept_start=True)
         inputs = {"input": model.digest, "teacher": teacher.digest}
         step = Step(stage=self.stage, settings=self.own_settings(), inputs=inputs)
@@ -194,34 +207,6 @@ class Distill(Stage[EagerModel, EagerModel], Teaching, Training):
             )
         return Teacher.from_model(context.artifact(self.teacher))
 
-    def _student(
-        self, model: EagerModel, teacher: Teacher, context: Context
-    ) -> tuple[EagerModel, dict[str, JsonValue]]:
-        """Return the student, and facts about the choice of its blocks."""
-        from compress.distillation.distillation_objective import distance_to
-
-        where = context.work / "student"
-        if self.student is None:
-            return model, {}
-        if isinstance(self.student, Origin):
-            return self.student.seal(where, model.signature, context.seed), {}
-        distance = partial(distance_to, teacher, self.terms, context)
-        return self.student.cut(model, where, distance)
-
-    def _objective(
-        self, student: EagerModel, teacher: Teacher, context: Context
-    ) -> DistillationObjective:
-        from compress.distillation.distillation_objective import DistillationObjective
-        from compress.distillation.feature_hooks import pairs_of
-        from compress.training.objectives.objective import TargetLoss
-
-        terms, targets = self.terms, TargetLoss.for_training(self, context)
-        self.check_loss(targets.loss)
-        pairs: tuple[Pairs, ...] = ((("", ""),),) * len(terms)
-        if self._names_modules:
-            pairs = pairs_of(terms, student.load(), teacher.module)
-        return DistillationObjective(teacher, terms, pairs, targets)
-
     def _with_teacher_outputs(self, objective: DistillationObjective, context: Context) -> Splits:
         """Return the data with cached teacher outputs, if they can and should be cached."""
         from compress.distillation.teacher_cache import CannotCache, with_teacher_outputs
@@ -237,12 +222,3 @@ class Distill(Stage[EagerModel, EagerModel], Teaching, Training):
                 raise StageFailed(f"cache_teacher: {error}; set cache_teacher: false") from error
             log.warning("%s: the teacher has to run in each epoch: %s", self.title, error)
             return data
-
-
-@contextmanager
-def errors_prefixed_with(title: str) -> Iterator[None]:
-    """Prefix the messages of errors in a block with the stage's title."""
-    try:
-        yield
-    except CompressError as error:
-        raise type(error)(f"{title}: {error}") from error

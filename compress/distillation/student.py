@@ -49,11 +49,7 @@ class SomeBlocks(Settings):
         return layers
 
     def container(self, module: torch.nn.Module) -> tuple[str, int]:
-        """Return the name of the list of blocks, and how many it has.
-
-        Raises:
-            StageFailed: there is none, or not the named one, or it has fewer blocks.
-        """
+        """Return the name of the list of blocks, and how many it has: at least those that stay."""
         from compress.artifacts.edits.block_removal import blocks_of
 
         known = blocks_of(module)
@@ -74,18 +70,12 @@ class SomeBlocks(Settings):
     def cut(
         self, model: EagerModel, path: Path, distance: Callable[[], Distance]
     ) -> tuple[EagerModel, dict[str, JsonValue]]:
-        """Write the model with some of its blocks, and return facts about their choice.
-
-        Args:
-            model: the model with all blocks.
-            path: directory of the artifact.
-            distance: creates the function that measures a module's distance from the teacher.
-        """
+        """Write the model with some of its blocks, and return facts about their choice."""
         module = model.load()
         name, count = self.container(module)
         facts: dict[str, JsonValue] = {}
         kept = self.layers
-        if isinstance(kept, int):
+        if isinstance(kept, int):  # only a search needs the distance, for which the teacher runs
             kept, facts = choose_blocks(model, name, count, kept, distance())
         edit = KeepBlocks(kept={name: kept})
         edit.apply_(module)
@@ -95,32 +85,22 @@ class SomeBlocks(Settings):
 
 
 def choose_blocks(
-    model: EagerModel,
-    container: str,
-    count: int,
-    keep: int,
-    distance: Distance,
+    model: EagerModel, container: str, count: int, keep: int, distance: Distance
 ) -> tuple[tuple[int, ...], dict[str, JsonValue]]:
     """Return the blocks with which a model is nearest to its teacher, and facts about the search.
 
-    All choices are measured if they are few, else the least harmful block is removed repeatedly.
-
-    Args:
-        model: the model with all blocks.
-        container: name of its list of blocks.
-        count: number of blocks in the list.
-        keep: number of blocks that stay.
-        distance: measures a module's distance from the teacher.
+    ``keep`` of the ``count`` blocks in the list ``container`` stay.
     """
     known: dict[tuple[int, ...], float] = {}
 
     def measure(kept: tuple[int, ...]) -> float:
-        module = model.load()
+        module = model.load()  # anew, because the edit removes blocks in place
         KeepBlocks(kept={container: kept}).apply_(module)
         known[kept] = distance(module)
         log.info("blocks %s: %.4g from the teacher", list(kept), known[kept])
         return known[kept]
 
+    # All choices are measured if they are few, else the least harmful block is removed repeatedly.
     if math.comb(count, keep) <= LARGEST_SEARCH:
         best = min(itertools.combinations(range(count), keep), key=measure)
     else:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from compress.artifacts.artifact import Artifact  # noqa: TC001 - a dataclass field
 from compress.artifacts.eager_model import EagerModel
@@ -14,13 +14,11 @@ from compress.common.errors import ArtifactInvalid, StageFailed, Unavailable, fi
 from compress.common.forward import accept_any_batch, flatten_outputs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     import torch
 
     from compress.common.forward import Predictor
-
-INSTALL = "pip install onnxruntime"
 
 
 class OnnxFile(Settings):
@@ -30,11 +28,7 @@ class OnnxFile(Settings):
     """The file, relative to the pipeline file; onnxruntime runs it on the CPU."""
 
     def resolve_paths(self, folder: Path) -> OnnxFile:
-        """Return the same with its path relative to a folder.
-
-        Raises:
-            ArtifactInvalid: there is no such file.
-        """
+        """Return the same with its path relative to a folder; the file must exist."""
         file = (folder / self.onnx).absolute()
         if not file.is_file():
             raise ArtifactInvalid(f"onnx: {file}: no such file")
@@ -47,12 +41,8 @@ class OnnxFile(Settings):
         return {"onnx": sha256_of(Path(self.onnx))}
 
 
-class LoadedTeacher(Protocol):
-    """A teacher in memory."""
-
-    def __call__(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """Return the first output, then the features of the requested modules."""
-        ...
+LoadedTeacher: TypeAlias = "Callable[[tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]"
+"""The inputs → the first output, then the features of the requested modules."""
 
 
 @dataclass(frozen=True)
@@ -73,11 +63,7 @@ class Teacher:
 
     @property
     def module(self) -> torch.nn.Module:
-        """The teacher as a module.
-
-        Raises:
-            StageFailed: it is not a torch module, and has no features but its outputs.
-        """
+        """The teacher as a module, which only a teacher of torch is."""
         if self.kind is None or not issubclass(self.kind, EagerModel):
             kind = "onnx file" if self.kind is None else f"{self.kind.kind} artifact"
             raise StageFailed(
@@ -87,62 +73,47 @@ class Teacher:
         return self.kind.from_directory(self.path).load().requires_grad_(False)
 
     def load(self, device: str, modules: Sequence[str] = ()) -> LoadedTeacher:
-        """Load the teacher.
-
-        Args:
-            device: torch's name of the device.
-            modules: names of the modules whose features it returns after its output.
-        """
+        """Load the teacher; it returns its output and then the features of the named modules."""
         import torch
 
-        if self.kind is None or not issubclass(self.kind, EagerModel):
-            return self._load_predictor(device)
-        from compress.distillation.feature_hooks import FeatureRecorder
+        if self.kind is not None and issubclass(self.kind, EagerModel):
+            from compress.distillation.feature_hooks import FeatureRecorder
 
-        module = self.module.to(device)
-        recorder = FeatureRecorder(module, modules)
+            module = self.module.to(device)
+            recorder = FeatureRecorder(module, modules)
 
-        @torch.no_grad()
-        def run(inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-            output = flatten_outputs(module(*inputs))[0]
-            return (output, *recorder.take())
+            @torch.no_grad()
+            def run_module(inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+                output = flatten_outputs(module(*inputs))[0]
+                return (output, *recorder.take())
 
-        return run
+            return run_module
 
-    def _load_predictor(self, device: str) -> LoadedTeacher:
         # The predictor is closed with the function that is returned, which holds the stack.
         stack = ExitStack()
-        predict = stack.enter_context(self._open_predictor(device))
+        if self.kind is None:
+            predict = _onnx_predictor(self.path)
+        else:
+            artifact = self.kind.from_directory(self.path)
+            opened = artifact.open(device, torch.get_num_threads())
+            predict = accept_any_batch(stack.enter_context(opened), artifact.signature)
 
-        def run(
+        def run_predictor(
             inputs: tuple[torch.Tensor, ...], _open: ExitStack = stack
         ) -> tuple[torch.Tensor, ...]:
             # Cloned because tensors from inference mode cannot take part in a backward pass.
             return (predict(*inputs)[0].to(device).clone(),)
 
-        return run
-
-    @contextmanager
-    def _open_predictor(self, device: str) -> Iterator[Predictor]:
-        """Open the teacher as a predictor for any batch size, on torch's number of threads."""
-        import torch
-
-        if self.kind is None:
-            yield _onnx_predictor(self.path)
-            return
-        artifact = self.kind.from_directory(self.path)
-        with artifact.open(device, torch.get_num_threads()) as predict:
-            yield accept_any_batch(predict, artifact.signature)
+        return run_predictor
 
 
 def _onnx_predictor(file: Path) -> Predictor:
-    """Load a user's ONNX file in onnxruntime."""
     import torch
 
     try:
         import onnxruntime
     except ImportError as error:
-        raise Unavailable(f"teacher {file}: needs onnxruntime; {INSTALL}") from error
+        raise Unavailable(f"teacher {file}: needs onnxruntime; pip install onnxruntime") from error
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     try:

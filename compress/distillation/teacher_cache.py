@@ -42,7 +42,7 @@ class CannotCache(StageFailed):
 
 @dataclass(frozen=True)
 class WithTeacherOutputs:
-    """View of `train` with the teacher's outputs for each sample."""
+    """View of `train` with the teacher's outputs for each sample; it can be pickled."""
 
     folder: Path
 
@@ -66,20 +66,16 @@ class DatasetWithTeacher(Dataset[Any]):
 
     def __getitems__(self, indices: Sequence[int]) -> list[SampleWithTeacher]:
         wanted = [range(len(self))[index] for index in indices]
-        samples = read_samples(self.dataset, wanted)
-        return [
-            SampleWithTeacher(sample, self._read(index))
-            for index, sample in zip(wanted, samples, strict=True)
-        ]
-
-    def _read(self, index: int) -> tuple[torch.Tensor, ...]:
-        content = self.records.read(index)
-        if content is None:
-            raise StageFailed(
-                f"cache_teacher: the answer to sample {index} in {self.records.folder} is gone "
-                "or damaged; run again, and the teacher is asked again"
-            )
-        return _from_bytes(content)
+        samples = []
+        for index, sample in zip(wanted, read_samples(self.dataset, wanted), strict=True):
+            content = self.records.read(index)
+            if content is None:
+                raise StageFailed(
+                    f"cache_teacher: the answer to sample {index} in {self.records.folder} is gone "
+                    "or damaged; run again, and the teacher is asked again"
+                )
+            samples.append(SampleWithTeacher(sample, _from_bytes(content)))
+        return samples
 
 
 def with_teacher_outputs(
@@ -87,36 +83,15 @@ def with_teacher_outputs(
 ) -> Splits:
     """Return the splits with the teacher's outputs for each sample of `train`.
 
-    The folder's name is a hash of all that the outputs depend on, so that an interrupted run
-    continues with those that it has written.
-
-    Raises:
-        CannotCache: samples are random or padded, or the disk is too small.
+    Raises CannotCache if samples are random or padded, or the disk is too small.
     """
-    data = context.need_data(task)
-    _refuse_changing(data)
-    decisive = repr(
-        (
-            objective.teacher.digest,
-            objective.teacher_modules,
-            data.fingerprint(),
-            training.precision,
+    data, teacher = context.need_data(task), objective.teacher
+    # The outputs must not depend on when, or with which others, a sample is read.
+    if data.loading.collate_fn:
+        raise CannotCache(
+            f"data.loader.collate_fn {data.loading.collate_fn!r} may make another input of a "
+            "sample in each batch"
         )
-    )
-    digest = hashlib.sha256(decisive.encode()).hexdigest()
-    folder = context.work / f"answers-{digest[:16]}"
-    folder.mkdir(parents=True, exist_ok=True)
-    records = RecordLog(folder, len(data.split("train")))  # type: ignore[arg-type]
-    missing = [i for i in range(len(records.segment_of)) if records.read(i) is None]
-    if missing:
-        threads = max(1, threads_to_use() // training.parallel.ranks_per_node)
-        with cpu_threads(threads):
-            _fill(records, missing, objective, training, context, task)
-    return data.with_view(WithTeacherOutputs(folder.absolute()))
-
-
-def _refuse_changing(data: Splits) -> None:
-    """Refuse samples for which the outputs depend on when, or with which others, they are read."""
     dataset = data.split("train")
     probes = probe(dataset)
     drawn = next((p.index for p in probes if p.first != p.again), None)
@@ -132,6 +107,18 @@ def _refuse_changing(data: Splits) -> None:
             "samples of split 'train' have different shapes, so that answers depend on how a batch "
             "is padded"
         )
+    # All that the outputs depend on, so that an interrupted run continues with what it has written.
+    decisive = (teacher.digest, objective.teacher_modules, data.fingerprint(), training.precision)
+    digest = hashlib.sha256(repr(decisive).encode()).hexdigest()
+    folder = context.work / f"answers-{digest[:16]}"
+    folder.mkdir(parents=True, exist_ok=True)
+    records = RecordLog(folder, len(dataset))  # type: ignore[arg-type]
+    missing = [i for i in range(len(records.segment_of)) if records.read(i) is None]
+    if missing:
+        threads = max(1, threads_to_use() // training.parallel.ranks_per_node)
+        with cpu_threads(threads):
+            _fill(records, missing, objective, training, context, task)
+    return data.with_view(WithTeacherOutputs(folder.absolute()))
 
 
 def _fill(
@@ -156,9 +143,20 @@ def _fill(
     for batch in data.read("train", [*missing, *copies], size):
         with precision:
             outputs = teacher(batch.to(context.device).inputs)
-        _refuse_other_than_rows(outputs, len(batch))
-        if not done:
-            _refuse_too_large(records, outputs, len(batch), len(missing))
+        for tensor in outputs:
+            if not tensor.dim() or len(tensor) != len(batch):
+                raise CannotCache(
+                    f"the teacher gives a tensor of shape {tuple(tensor.shape)} for {len(batch)} "
+                    "samples, and answers are kept by sample"
+                )
+        if not done:  # the first batch tells how large a row is
+            needed = sum(y.nbytes for y in outputs) / len(batch) * len(missing)
+            free = shutil.disk_usage(records.folder).free * LARGEST_SHARE
+            if needed > free:
+                raise CannotCache(
+                    f"answers would take {needed / 2**20:.0f} MiB, and {records.folder} has "
+                    f"{free / 2**20:.0f} MiB left"
+                )
         for row, index in enumerate(missing[done : done + size]):
             try:
                 records.append(index, _to_bytes(tuple(y[row] for y in outputs)))
@@ -171,30 +169,10 @@ def _fill(
     log.info("%s: the teacher's outputs for %d samples are cached", task, len(missing))
 
 
-def _refuse_other_than_rows(outputs: tuple[torch.Tensor, ...], samples: int) -> None:
-    for tensor in outputs:
-        if not tensor.dim() or len(tensor) != samples:
-            raise CannotCache(
-                f"the teacher gives a tensor of shape {tuple(tensor.shape)} for {samples} samples, "
-                "and answers are kept by sample"
-            )
-
-
-def _refuse_too_large(
-    records: RecordLog, outputs: tuple[torch.Tensor, ...], rows: int, samples: int
-) -> None:
-    needed = sum(y.nbytes for y in outputs) / rows * samples
-    free = shutil.disk_usage(records.folder).free * LARGEST_SHARE
-    if needed > free:
-        raise CannotCache(
-            f"answers would take {needed / 2**20:.0f} MiB, and {records.folder} has "
-            f"{free / 2**20:.0f} MiB left"
-        )
-
-
 def _to_bytes(outputs: tuple[torch.Tensor, ...]) -> bytes:
     from safetensors.torch import save
 
+    # Cloned, because safetensors refuses tensors that share memory.
     return save({str(i): y.detach().cpu().contiguous().clone() for i, y in enumerate(outputs)})
 
 

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# torch.export's error where a graph is valid for some sizes of an axis only, and the bound that it
+# suggests: both exist as text alone.
 SOME_SIZES = re.compile(r"in the specified range (\S.* )?satisfy the generated guard")
-"""The error of torch.export where a graph is valid for some sizes of an axis only."""
 LARGEST = re.compile(r"^ *(\w+) = Dim\('\1', (?:min=\d+, )?max=(\d+)\)$", re.MULTILINE)
-"""The bound that the error suggests."""
 
 
 def trace(
@@ -33,15 +33,8 @@ def trace(
     """Trace a module with the signature's axes dynamic, up to the size that its code supports.
 
     A table of position embeddings, for example, bounds the length of a text and so the graph's
-    axis. A bound of the batch axis is dropped: no model means one. Guards such as
-    ``(width - 1) // 2 + 1 != 1``, which torch.export cannot solve for a range, become runtime
-    assertions.
-
-    Args:
-        module: the module, in eval mode.
-        inputs: example inputs.
-        signature: names, types and axes of the inputs.
-        var_positional: name of the parameter ``*inputs``, where ``forward`` takes its inputs so.
+    axis. `var_positional` is the name of the parameter ``*inputs``, where ``forward`` takes its
+    inputs so.
     """
     import torch
 
@@ -63,7 +56,9 @@ def trace(
             if not SOME_SIZES.search(str(error)):
                 raise
             limits = {axis: int(most) for axis, most in LARGEST.findall(str(error))}
-        limits.pop(signature.batch_axis or "", None)
+        limits.pop(signature.batch_axis or "", None)  # no model means a bound of its batch
+        # Guards such as (width - 1) // 2 + 1 != 1, which torch.export cannot solve for a range,
+        # become runtime assertions.
         return export(limits, checks=True)
 
 
@@ -77,6 +72,7 @@ def dynamic_shapes(
     for name in signature.dynamic_axes:
         declared = signature.bounds(name)
         bounds = [size for size in (declared.max, (limits or {}).get(name)) if size is not None]
+        # torch.export assumes sizes of at least 2.
         smallest = declared.min if declared.min > 1 else None
         sizes[name] = torch.export.Dim(name, min=smallest, max=min(bounds, default=None))
     return tuple(
@@ -103,13 +99,7 @@ def axis_limits(program: ExportedProgram, signature: Signature) -> dict[str, int
 
 
 def axis_limit_facts(program: ExportedProgram, signature: Signature, title: str) -> dict[str, Any]:
-    """Return the axis limits as an artifact's facts, and log those that were not declared.
-
-    Args:
-        program: the model's graph.
-        signature: its inputs and outputs.
-        title: name of the stage that exports.
-    """
+    """Return the axis limits as an artifact's facts; log undeclared ones as the stage `title`."""
     limits = axis_limits(program, signature)
     for axis, largest in limits.items():
         if largest != signature.bounds(axis).max:

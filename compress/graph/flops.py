@@ -15,34 +15,19 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 
-def _product_flops(left: Sequence[int], right: Sequence[int], **_: Any) -> int:
-    """Count the FLOPs of a matrix or vector times a vector: two for each product."""
-    return 2 * prod(left)
-
-
-def _added_product_flops(
-    _added: Sequence[int], left: Sequence[int], right: Sequence[int], **_: Any
-) -> int:
-    """Count the FLOPs of a matrix product that is added to a tensor, over all batches."""
-    return 2 * prod(left) * (right[-1] if len(right) > 1 else 1)
-
-
-def _bilinear_flops(
-    _left: Sequence[int], weight: Sequence[int], right: Sequence[int], *_: Any, **__: Any
-) -> int:
-    """Count the FLOPs of nn.Bilinear: weights times one input, then times the other.
-
-    Shapes are (rows, in), (out, in, in₂) and (rows, in₂).
-    """
-    rows, outputs, width = prod(right[:-1]), weight[0], right[-1]
-    return 2 * rows * (prod(weight) + outputs * width)
-
-
 aten = torch.ops.aten
 UNCOUNTED: dict[Any, Callable[..., int]] = {
-    **dict.fromkeys((aten.mv, aten.dot, aten.vdot), _product_flops),
-    **dict.fromkeys((aten.addmv, aten.addbmm), _added_product_flops),
-    aten._trilinear: _bilinear_flops,
+    # Two FLOPs for each product of a matrix or vector with a vector.
+    **dict.fromkeys((aten.mv, aten.dot, aten.vdot), lambda left, _, **__: 2 * prod(left)),
+    # A matrix product that is added to a tensor, over all batches.
+    **dict.fromkeys(
+        (aten.addmv, aten.addbmm),
+        lambda _, left, right, **__: 2 * prod(left) * (right[-1] if len(right) > 1 else 1),
+    ),
+    # nn.Bilinear, (rows, in), (out, in, in₂), (rows, in₂): weights times one input, then the other.
+    aten._trilinear: lambda _, weight, right, *__, **___: (
+        2 * prod(right[:-1]) * (prod(weight) + weight[0] * right[-1])
+    ),
 }
 """Operators that torch's FLOP counter (2.13) does not know → a function that counts theirs."""
 
@@ -74,11 +59,9 @@ def count_macs(module: Any, inputs: Sequence[torch.Tensor]) -> int:
 
 @contextmanager
 def _without_compiling() -> Iterator[None]:
-    """Disable Dynamo in a block, or reset it afterwards where the block imports it.
-
-    `torch.cond` compiles itself. Under a dispatch mode such as the counter it cannot, and Dynamo
-    caches that failure for its code: the model would then fail for as long as the process lives.
-    """
+    """Disable Dynamo in a block, or reset it afterwards where the block imports it."""
+    # `torch.cond` compiles itself. Under a dispatch mode such as the counter it cannot, and Dynamo
+    # caches that failure for its code: the model would then fail for as long as the process lives.
     if "torch._dynamo" in sys.modules:
         with torch.compiler.set_stance("force_eager"):
             yield

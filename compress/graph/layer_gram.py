@@ -9,18 +9,15 @@ DAMPING = 0.01
 
 
 def inverse_hessian_factor(moment_II: torch.Tensor) -> torch.Tensor:
-    """Return the upper Cholesky factor of the damped Hessian's inverse.
+    """Return the upper Cholesky factor of the damped Hessian's inverse, from XᵀX of the inputs.
 
     Its rows say how the weights after one compensate for that one's error: in SparseGPT (Frantar
-    and Alistarh, 2023) and in GPTQ (Frantar et al., 2023). An input that is always 0 is independent
-    of all others.
-
-    Args:
-        moment_II: XᵀX of a layer's inputs, summed or averaged; leading axes are a batch.
+    and Alistarh, 2023) and in GPTQ (Frantar et al., 2023). XᵀX is a sum or mean; leading axes are
+    a batch.
     """
     hessian_II = moment_II.clone()
     diagonal_I = hessian_II.diagonal(dim1=-2, dim2=-1)
-    dead_I = diagonal_I == 0
+    dead_I = diagonal_I == 0  # always 0: independent of all other inputs
     diagonal_I.add_(DAMPING * diagonal_I.mean(-1, keepdim=True)).masked_fill_(dead_I, 1)
     inverse_II = torch.cholesky_inverse(torch.linalg.cholesky(hessian_II))
     factor_II: torch.Tensor = torch.linalg.cholesky(inverse_II, upper=True)

@@ -14,13 +14,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def patched_attribute(owner: type | ModuleType, name: str, value: Any) -> Iterator[None]:
-    """Replace a library's attribute in a block; do nothing where this release does not have it.
-
-    Args:
-        owner: the class or module.
-        name: the attribute's name.
-        value: what replaces it.
-    """
+    """Replace a library's attribute in a block; do nothing where this release does not have it."""
     if name not in vars(owner):
         yield
         return
@@ -34,13 +28,11 @@ def patched_attribute(owner: type | ModuleType, name: str, value: Any) -> Iterat
 
 @contextmanager
 def cached_composite_ops() -> Iterator[None]:
-    """Let torch list its composite operators once in a block in which none is registered.
-
-    To decompose a graph, torch 2.13 lists all of them in each of some thirty namespaces, twice in
-    an export to ONNX: a quarter of the time that a small model takes.
-    """
+    """Let torch list its composite operators once in a block in which none is registered."""
     from torch._export import utils
 
+    # To decompose a graph, torch 2.13 lists all of them in each of some thirty namespaces, twice in
+    # an export to ONNX: a quarter of the time that a small model takes.
     name = "_materialize_cpp_cia_ops"
     with patched_attribute(utils, name, functools.cache(getattr(utils, name, lambda: None))):
         yield
@@ -48,12 +40,10 @@ def cached_composite_ops() -> Iterator[None]:
 
 @contextmanager
 def cached_type_hints() -> Iterator[None]:
-    """Let torch evaluate the annotations of its own dataclasses once in a block.
-
-    To load a graph, torch 2.13 evaluates them for each part of each node: two fifths of the time.
-    """
+    """Let torch evaluate the annotations of its own dataclasses once in a block."""
     from torch._export.serde import serialize
 
+    # To load a graph, torch 2.13 evaluates them for each part of each node: two fifths of the time.
     known: dict[Any, dict[str, Any]] = {}
 
     def get_type_hints(of: Any, **named: Any) -> dict[str, Any]:

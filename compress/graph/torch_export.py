@@ -10,39 +10,43 @@ import contextlib
 import inspect
 import io
 import json
+import logging
 import re
 import sys
+import traceback
 import warnings
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.ao.quantization.fx._decomposed  # registers quantize_per_tensor and its kin
 from torch import nn
 from torch.export.pt2_archive import PT2ArchiveReader
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from compress.checkpoint.pt2_safety import GRAPH, SAMPLE_INPUTS, find_code
 from compress.checkpoint.safe_zip import refuse_bomb
 from compress.common.errors import ArtifactInvalid, StageFailed
 from compress.common.forward import flatten_outputs
 from compress.graph.axis_bounds import trace
-from compress.graph.library_cache import cached_type_hints
-from compress.graph.shape_specialization import describe_location, record_specializations
+from compress.graph.library_cache import cached_type_hints, patched_attribute
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
-    from pathlib import Path
-    from traceback import FrameSummary
 
     from torch.export import ExportedProgram
 
     from compress.common.signature import Signature
 
+TORCH, OURS = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
+LOOP = re.compile(r"(for|while)\b|.*\brange\(")
+
 
 def export_program(module: nn.Module, signature: Signature) -> ExportedProgram:
-    """Trace a module in eval mode into an ATen graph whose named axes are dynamic.
+    """Trace a module in eval mode, unchanged, into an ATen graph whose named axes are dynamic.
 
     An axis that the model's code bounds, as a table of positions does, is dynamic up to that size.
-    Outputs are flattened into the order of the signature. The module is not changed.
+    Outputs are flattened into the order of the signature.
 
     Raises:
         StageFailed: the module cannot be traced, or its code fixes the size of a named axis.
@@ -52,7 +56,7 @@ def export_program(module: nn.Module, signature: Signature) -> ExportedProgram:
         torch.no_grad(),
         warnings.catch_warnings(),
         _no_stderr_on_failure(),
-        record_specializations() as locations,
+        _record_specializations() as locations,
     ):
         # LSTM and GRU have a second list of their weights, which tracing swaps and restores.
         warnings.filterwarnings("ignore", message=r"The tensor attributes? self\.\S*_flat_weights")
@@ -71,9 +75,33 @@ def export_program(module: nn.Module, signature: Signature) -> ExportedProgram:
 def _no_stderr_on_failure() -> Iterator[None]:
     """Drop what is printed where tracing fails: torch prints the graph so far, and then raises."""
     printed = io.StringIO()
-    with contextlib.redirect_stderr(printed):
+    with contextlib.redirect_stderr(printed), contextlib.ExitStack() as restore:
+        # Its handler holds the stream that was stderr when torch was imported.
+        for handler in logging.getLogger("torch.fx.experimental.symbolic_shapes").handlers:
+            if type(handler) is logging.StreamHandler:
+                restore.callback(handler.setStream, handler.setStream(printed))
         yield
     sys.stderr.write(printed.getvalue())
+
+
+@contextlib.contextmanager
+def _record_specializations() -> Iterator[dict[int, traceback.FrameSummary]]:
+    """Record the line of the model's code at which a symbolic size became each number."""
+    locations: dict[int, traceback.FrameSummary] = {}
+    # torch.export's error does not name the line. A private method of torch 2.13; where a release
+    # does not have it, nothing is recorded.
+    original: Any = getattr(ShapeEnv, "_set_replacement", None)
+
+    def record(self: ShapeEnv, symbol: Any, value: Any, *rest: Any, **more: Any) -> Any:
+        if getattr(value, "is_Integer", False):
+            stack = traceback.extract_stack()
+            frames = [f for f in stack if not f.filename.startswith((TORCH, OURS, "<"))]
+            if frames:
+                locations.setdefault(int(value), frames[-1])
+        return original(self, symbol, value, *rest, **more)
+
+    with patched_attribute(ShapeEnv, "_set_replacement", record):
+        yield locations
 
 
 def with_flat_outputs(module: nn.Module, inputs: Sequence[torch.Tensor]) -> nn.Module:
@@ -100,11 +128,7 @@ class FlatOutputs(nn.Module):
 
 
 def save_program(program: ExportedProgram, file: Path) -> None:
-    """Write a program; equal programs give equal bytes on any machine and in any folder.
-
-    Stack traces, sample inputs and guards are left out: stack traces name the author's folders, the
-    others are pickles and source code, which :func:`load_program` refuses.
-    """
+    """Write a program; equal programs give equal bytes on any machine and in any folder."""
     buffer = io.BytesIO()
     torch.export.save(program, buffer)
     buffer.seek(0)
@@ -112,9 +136,9 @@ def save_program(program: ExportedProgram, file: Path) -> None:
 
 
 def copy_plain_records(reader: PT2ArchiveReader, file: Path) -> None:
-    """Copy an archive's records without sample inputs and provenance, and without parsing them.
+    """Copy an archive's records, unchecked, without sample inputs, guards and stack traces.
 
-    :func:`load_program` checks them.
+    These name the author's folders; :func:`load_program` refuses the others.
     """
     with file.open("wb") as stream:
         writer = torch._C.PyTorchFileWriter(stream)
@@ -157,7 +181,7 @@ def load_program(file: Path) -> ExportedProgram:
 def _without_provenance(record: bytes) -> bytes:
     """Return a serialized graph without guards and the nodes' metadata (stack traces)."""
     graph = json.loads(record)
-    graph["guards_code"] = []
+    graph["guards_code"] = []  # source code, which `load_program` refuses
     graphs = [graph["graph_module"]["graph"]]
     while graphs:
         for node in graphs.pop()["nodes"]:
@@ -168,7 +192,7 @@ def _without_provenance(record: bytes) -> bytes:
     return json.dumps(graph, separators=(",", ":")).encode()
 
 
-def _explain_failure(error: Exception, locations: Mapping[int, FrameSummary]) -> str:
+def _explain_failure(error: Exception, locations: Mapping[int, traceback.FrameSummary]) -> str:
     """Reword torch.export's errors on dynamic axes: which axis, where, and what to declare."""
     text = str(error)
     fixed = re.search(
@@ -176,9 +200,12 @@ def _explain_failure(error: Exception, locations: Mapping[int, FrameSummary]) ->
     )
     if fixed:
         axis, size = fixed.groups()
-        location = describe_location(locations.get(int(size)))
+        place = ""
+        if line := locations.get(int(size)):
+            loop = "; a loop in Python is written out" if LOOP.match(line.line or "") else ""
+            place = f" ({Path(line.filename).name}, line {line.lineno}: {line.line}{loop})"
         return (
-            f"axis {axis!r} is baked in: the model's code fixes it to {size}{location}; compute it "
+            f"axis {axis!r} is baked in: the model's code fixes it to {size}{place}; compute it "
             f"from the input's shape, or declare the number {size} instead of the name in "
             "model.inputs"
         )

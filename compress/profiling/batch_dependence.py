@@ -3,15 +3,11 @@
 Batch statistics in eval mode, attention over the wrong axis, and quantization ranges computed over
 a whole call all cause it. Such a model passes every comparison at one batch size and computes
 something else at another, or when a server batches it with other requests.
-
-Two kinds of probes detect it. Where only the *values* of the neighbours change, at an equal batch
-size and with the row at its place, kernels compute that row in the same order, and its outputs stay
-the same to the last bits. At another size or order kernels round differently, so that the limit is
-wider there.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -33,6 +29,9 @@ if TYPE_CHECKING:
     Array = NDArray[Any]
     Call = Callable[..., Sequence[Array]]
 
+# Where only the *values* of the neighbours change, at an equal batch size and with the row at its
+# place, kernels compute that row in the same order, and its outputs stay the same to the last bits.
+# At another size or order kernels round differently, so that the limit is wider there.
 SAME_BITS = 1e-5
 """Largest change of an output, as a share of the outputs' spread, where only the neighbours' values
 change."""
@@ -75,10 +74,8 @@ class BatchDependence(Settings):
 
     @property
     def why_not_joined(self) -> str:
-        """Why a server must not batch requests, and how to change that; empty where it may.
-
-        Without measured values: packages contain it, and their digests are the same everywhere.
-        """
+        """Why a server must not batch requests, and how to change that; empty where it may."""
+        # Without measured values: packages contain it, and their digests are the same everywhere.
         if set(self.beyond_rounding) - {"unpadded"}:
             return "answers depend on what else is in the batch"
         if self.source != "val":
@@ -131,15 +128,9 @@ def measure(
 ) -> BatchDependence:
     """Call a model on the same rows alone, reordered, and with other and extreme neighbours.
 
-    Args:
-        call: the model as a function of arrays.
-        signature: its interface.
-        batch: inputs, at best :data:`ROWS` rows and as many others as their neighbours.
-        source: whether they are samples of `val` or random.
-        rounding: largest change that another batch size or order may cause, as a share of the
-            outputs' spread.
-        unpadded: inputs of the first rows, one by one, where `batch` pads them to one length; empty
-            for those that it does not.
+    The batch has at best :data:`ROWS` rows and as many others as their neighbours, and ``unpadded``
+    the first rows that it pads, one by one, else empty lists. ``rounding`` is the largest change
+    that another batch size or order may cause, as a share of the outputs' spread.
     """
     return _BatchProbes(call, signature, batch, source, rounding, unpadded).result()
 
@@ -169,31 +160,32 @@ def numpy_call(predict: Predictor, signature: Signature) -> Call:
     return call
 
 
+@dataclass
 class _BatchProbes:
     """Calls of a model on one batch and on changed batches, and how far outputs changed."""
 
-    def __init__(
-        self,
-        call: Call,
-        signature: Signature,
-        batch: Sequence[Array],
-        source: Literal["val", "seeded"],
-        rounding: float,
-        unpadded: Sequence[Sequence[Array]],
-    ) -> None:
-        self._call, self._signature, self._batch = call, signature, batch
-        self._source, self._rounding, self._unpadded = source, rounding, unpadded
-        first = signature.inputs[0].shape[:1]
+    _call: Call
+    _signature: Signature
+    _batch: Sequence[Array]
+    _source: Literal["val", "seeded"]
+    _rounding: float
+    _unpadded: Sequence[Sequence[Array]]
+
+    def __post_init__(self) -> None:
+        first = self._signature.inputs[0].shape[:1]
         self._fixed_size = first[0] if first and isinstance(first[0], int) else None
         self._size = self._fixed_size or ROWS
-        self._has_rows = [bool(first) and spec.shape[:1] == first for spec in signature.inputs]
+        inputs = self._signature.inputs
+        self._has_rows = [bool(first) and spec.shape[:1] == first for spec in inputs]
         self._moves: dict[ProbeName, float] = {}
         self._beyond_rounding: list[ProbeName] = []
         self._unproven: list[str] = []
 
     def result(self) -> BatchDependence:
         available = len(self._batch[0]) if self._has_rows[0] else 0
-        distinct = self._count_distinct(min(available, self._size))
+        rows = range(min(available, self._size))
+        taken = [self._take_rows(self._batch, [i]) for i in rows]
+        distinct = len({b"".join(array.tobytes() for array in row) for row in taken})
         if not available:
             self._unproven.append("no axis of the first input counts rows")
         elif self._fixed_size != 1:
@@ -228,7 +220,13 @@ class _BatchProbes:
             self._compare("asked again", repeated, range(size), SAME_BITS)
         others = (np.arange(size) + (size if available > size else 1)) % available
         self._probe_neighbours("beside other rows", real, self._take_rows(self._batch, others))
-        self._probe_extreme_neighbours(real)
+        # A model may refuse a row that is masked wholly: then its masks stay as they are.
+        for masks in (True, False):
+            extremes = extreme_rows(real, self._signature.inputs, masks=masks)
+            if self._probe_neighbours("beside extreme rows", real, extremes):
+                break
+        else:
+            self._unproven.append("a batch with extreme rows is refused")
         order = np.arange(size)[::-1]
         if (reordered := self._outputs_or_none(self._take_rows(real, order))) is not None:
             self._compare("reordered", reordered, order, self._rounding)
@@ -245,28 +243,16 @@ class _BatchProbes:
                 self._unproven.append(f"a row alone is refused: {_error_line(error)}")
                 self._record("alone", UNBOUNDED, self._rounding)
                 return []
-            if i < len(self._unpadded) and self._unpadded[i]:
-                self._probe_unpadded(by_row[i], self._unpadded[i])
+            was_padded = i < len(self._unpadded) and bool(self._unpadded[i])
+            outputs = self._outputs_or_none(self._unpadded[i]) if was_padded else None
+            if outputs is None:
+                continue
+            for a, b, spread in zip(by_row[i], outputs, self._spreads, strict=True):
+                if a.ndim == b.ndim:  # compared where both overlap
+                    common = tuple(slice(min(m, n)) for m, n in zip(a.shape, b.shape, strict=True))
+                    move = _largest_move(a[common], b[common], spread, FLOAT32_STEPS)
+                    self._record("unpadded", move, self._rounding)
         return [list(column) for column in zip(*by_row, strict=True)]
-
-    def _probe_unpadded(self, padded: list[Array], inputs: Sequence[Array]) -> None:
-        """Compare a row's outputs with those for its input without padding, where both overlap."""
-        outputs = self._outputs_or_none(inputs)
-        if outputs is None:
-            return
-        for a, b, spread in zip(padded, outputs, self._spreads, strict=True):
-            if a.ndim == b.ndim:
-                common = tuple(slice(min(m, n)) for m, n in zip(a.shape, b.shape, strict=True))
-                move = _largest_move(a[common], b[common], spread, FLOAT32_STEPS)
-                self._record("unpadded", move, self._rounding)
-
-    def _probe_extreme_neighbours(self, real: list[Array]) -> None:
-        specs = self._signature.inputs
-        for masks in (True, False):
-            extremes = extreme_rows(real, specs, masks=masks)
-            if self._probe_neighbours("beside extreme rows", real, extremes):
-                return
-        self._unproven.append("a batch with extreme rows is refused")
 
     def _probe_neighbours(
         self, probe: ProbeName, real: list[Array], neighbours: list[Array]
@@ -288,14 +274,7 @@ class _BatchProbes:
     def _compare(
         self, probe: ProbeName, outputs: Sequence[Array], rows: Sequence[int] | Array, limit: float
     ) -> None:
-        """Compare the outputs for some rows with those for the same rows of the reference batch.
-
-        Args:
-            probe: what was changed.
-            outputs: of as many rows as are compared, or of a whole batch.
-            rows: indices of the rows in the reference batch.
-            limit: largest change that is no dependence.
-        """
+        """Compare outputs, for some rows or a whole batch, with those rows of the reference."""
         steps = LAST_BITS if limit == SAME_BITS else FLOAT32_STEPS
         for reference, output, axis, spread in zip(
             self._reference, outputs, self._axes, self._spreads, strict=True
@@ -326,10 +305,6 @@ class _BatchProbes:
     def _take_rows(self, arrays: Sequence[Array], indices: Sequence[int] | Array) -> list[Array]:
         pairs = zip(arrays, self._has_rows, strict=True)
         return [array[np.asarray(indices)] if has_rows else array for array, has_rows in pairs]
-
-    def _count_distinct(self, rows: int) -> int:
-        taken = [self._take_rows(self._batch, [i]) for i in range(rows)]
-        return len({b"".join(array.tobytes() for array in row) for row in taken})
 
 
 def _row_axis(batched: Array, alone: Sequence[Array], rows: int) -> int | None:
@@ -362,10 +337,7 @@ def _spread(reference: Array) -> float:
 
 
 def _largest_move(a: Array, b: Array, spread: float, steps: float) -> float:
-    """Return the largest difference as a share of the spread; of integers, the share that differs.
-
-    Differences up to `steps` times the largest value count as 0.
-    """
+    """Return the largest difference as a share of the spread; of integers, how many differ."""
     if a.shape != b.shape:
         return UNBOUNDED
     if not a.size:
@@ -379,6 +351,7 @@ def _largest_move(a: Array, b: Array, spread: float, steps: float) -> float:
     largest = float(difference.max())  # NaN stays NaN
     if not np.isfinite(largest):
         return UNBOUNDED
+    # Differences up to `steps` times the largest value are rounding.
     magnitude = float(np.abs(np.where(np.isfinite(a), a, 0)).max())
     return min(largest / spread, UNBOUNDED) if largest > steps * magnitude else 0.0
 

@@ -13,7 +13,7 @@ from compress.common.errors import StageFailed
 from compress.profiling.quantiles import Interval, quantile, quantile_interval
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     import torch
 
@@ -76,11 +76,8 @@ class Comparison:
 
     @property
     def interval(self) -> Interval:
-        """95 % confidence interval of the speedup, by the order statistics of the blocks.
-
-        Blocks of consecutive rounds are compared, as a machine is slow for a while rather than for
-        one call.
-        """
+        """95 % confidence interval of the speedup, by the order statistics of the blocks."""
+        # Of blocks of consecutive rounds, as a machine is slow for a while rather than for a call.
         return quantile_interval(self.ratios, 0.5)
 
     @property
@@ -104,12 +101,6 @@ def measured_batches(
     The samples are spread evenly over `val`, and over the batches; they repeat where `val` has too
     few.
 
-    Args:
-        data: the data, if any.
-        signature: the model's interface.
-        batch: samples per call.
-        seed: of the inputs without data.
-
     Raises:
         StageFailed: the model's batch is fixed at another size.
     """
@@ -128,20 +119,12 @@ def measured_batches(
 
 
 def compare_latency(
-    before: Predictor,
-    after: Predictor,
-    batches: Batches,
-    seconds: float = MEASURED_SECONDS,
+    before: Predictor, after: Predictor, batches: Batches, seconds: float = MEASURED_SECONDS
 ) -> Comparison:
-    """Measure two models call by call in turn, so that both see the same noise.
+    """Measure two models call by call in turn on the batches, so that both see the same noise.
 
-    Where an interval is too wide, they are measured once more for longer.
-
-    Args:
-        before: the model compared with.
-        after: the candidate.
-        batches: inputs of both, called in this order again and again.
-        seconds: how long each is measured, after a quarter of that to warm up.
+    Each is measured for so many seconds, after a quarter of that to warm up; where an interval is
+    too wide, once more for longer.
     """
     rounds = _Rounds([before, after], batches)
     rounds.warm_up(seconds / 4)
@@ -157,13 +140,7 @@ def compare_latency(
 def latencies(
     predictors: Sequence[Predictor], batches: Batches, seconds: float = MEASURED_SECONDS
 ) -> list[Latency]:
-    """Measure any number of models call by call in turn, so that all see the same noise.
-
-    Args:
-        predictors: the models.
-        batches: inputs of all, called in this order again and again.
-        seconds: how long each is measured, after a quarter of that to warm up.
-    """
+    """Measure any number of models as :func:`compare_latency` does, once."""
     rounds = _Rounds(predictors, batches)
     rounds.warm_up(seconds / 4)
     rounds.measure(seconds)
@@ -227,21 +204,14 @@ class _Rounds:
     def medians(self, index: int) -> list[float]:
         """Return a model's median of each block of rounds, in milliseconds."""
         times = self.times[index]
-        return [1e3 * statistics.median(times[start:end]) for start, end in self._blocks()]
-
-    def _blocks(self) -> Iterator[tuple[int, int]]:
-        """Yield begin and end of each block of rounds.
-
-        With enough rounds each block covers all batches, or blocks would differ where a model takes
-        longer for some inputs than for others.
-        """
-        unit = len(self.batches)
-        if len(self.times[0]) < FEWEST_BLOCKS * unit:
-            unit = 1
-        units = len(self.times[0]) // unit
+        # With enough rounds each block covers all batches, or blocks would differ where a model
+        # takes longer for some inputs than for others.
+        is_enough = len(times) >= FEWEST_BLOCKS * len(self.batches)
+        unit = len(self.batches) if is_enough else 1
+        units = len(times) // unit
         blocks = min(MAXIMUM_BLOCKS, units)
-        ends = [unit * (units * i // blocks) for i in range(blocks)]
-        yield from pairwise([*ends, len(self.times[0])])
+        bounds = [*(unit * (units * i // blocks) for i in range(blocks)), len(times)]
+        return [1e3 * statistics.median(times[start:end]) for start, end in pairwise(bounds)]
 
     def compare(self) -> Comparison:
         """Return the latencies of two models and the ratios of their blocks' medians."""

@@ -1,11 +1,9 @@
-"""Peak memory of opening a model and calling it, measured in a process of its own.
+"""Peak memory of opening a model and calling it, measured in a process of its own."""
 
-Where another model was opened before, the heap has free space, and the next model that fills it
-would seem to need no memory. Importing torch anew for each model takes seconds, so one process
-imports it, computes nothing, and forks another for each measurement
-(:mod:`compress.profiling.peak_memory_worker`). multiprocessing's own fork server would import the
-user's script as well.
-"""
+# Where another model was opened before, the heap has free space, and the next model that fills it
+# would seem to need no memory. Importing torch anew for each model takes seconds, so one process
+# imports it, computes nothing, and forks another for each measurement (peak_memory_worker).
+# multiprocessing's own fork server would import the user's script as well.
 
 from __future__ import annotations
 
@@ -66,16 +64,8 @@ def peak_memory(
     """Measure the peak memory of a process that opens an artifact and calls it, in MiB.
 
     Counted is resident memory beyond that of a process which has imported the same libraries, with
-    neither their code nor their modules. On a CUDA device it is what torch allocates there.
-
-    Args:
-        artifact: the artifact.
-        device: where it is opened.
-        threads: CPU threads of a call.
-        batches: inputs of the calls, one after the other; they are not counted themselves.
-
-    Raises:
-        StageFailed: it cannot be measured; the message says why.
+    neither their code nor their modules nor the inputs. On a CUDA device it is what torch allocates
+    there. StageFailed is raised, with the reason, where it cannot be measured.
     """
     import torch
 
@@ -115,10 +105,7 @@ def peak_memory(
 
 @contextmanager
 def measurement_process() -> Iterator[None]:
-    """Keep one measuring process for all measurements in a block; end it after the outermost block.
-
-    Outside of such a block it ends with this process.
-    """
+    """Keep one measuring process in nested blocks; outside of them it ends with this process."""
     global _open_blocks
     _open_blocks += 1
     try:
@@ -134,32 +121,14 @@ class _Worker:
 
     def __init__(self) -> None:
         self.connection, theirs = Pipe()
+        search = json.dumps([*map(str, sys.path)])
         self.process = subprocess.Popen(
-            [
-                sys.executable,
-                "-c",
-                COMMAND,
-                json.dumps([*map(str, sys.path)]),
-                str(theirs.fileno()),
-            ],
+            [sys.executable, "-c", COMMAND, search, str(theirs.fileno())],
             stdin=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
             start_new_session=True,  # Ctrl-C must not reach it: this process ends it
         )
         theirs.close()
-
-    def measure(self, request: MeasurementRequest) -> dict[str, Any]:
-        """Return the worker's reply: ``mebibytes`` or ``error``."""
-        self.connection.send_bytes(json.dumps(request).encode())
-        reply: dict[str, Any] = json.loads(self.connection.recv_bytes())
-        return reply
-
-    def end(self) -> None:
-        """Kill the process; its forks die with it."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        self.connection.close()
 
 
 _worker: _Worker | None = None
@@ -168,11 +137,13 @@ _open_blocks = 0
 
 
 def _send(request: MeasurementRequest) -> dict[str, Any]:
+    """Return the worker's reply: ``mebibytes`` or ``error``."""
     global _worker
     with _lock:
         try:
             _worker = _worker or _Worker()
-            return _worker.measure(request)
+            _worker.connection.send_bytes(json.dumps(request).encode())
+            return dict(json.loads(_worker.connection.recv_bytes()))
         except (EOFError, OSError) as error:
             _end_worker()
             return {"error": f"the process that measures it has ended ({type(error).__name__})"}
@@ -185,7 +156,10 @@ def _end_worker() -> None:
     global _worker
     if _worker is not None:
         worker, _worker = _worker, None
-        worker.end()
+        with suppress(ProcessLookupError):
+            os.killpg(worker.process.pid, signal.SIGKILL)  # its forks die with it
+        worker.process.wait()
+        worker.connection.close()
 
 
 def _leave_to_parent() -> None:

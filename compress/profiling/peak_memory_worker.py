@@ -38,18 +38,20 @@ PR_SET_PDEATHSIG = 1
 
 
 def serve_requests(descriptor: int) -> None:
-    """Measure for one request after the other until the client closes the connection.
-
-    Modules that a model imported in its fork are imported here and the model is measured again:
-    modules are no part of its memory, and the next model need not import them.
-    """
+    """Measure for one request after the other until the client closes the connection."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what a model prints, the run has printed
     warnings.simplefilter("ignore")
     client, tried = Connection(descriptor), set[str]()
     with suppress(EOFError, OSError):
         while True:
             request = MeasurementRequest(*json.loads(client.recv_bytes()))
-            _adopt_environment(request)
+            # The client's working directory, modules and variables of now, not of when it began.
+            with suppress(OSError):  # it was removed: the model fails itself if it uses it
+                os.chdir(request.folder)
+            sys.path[:] = request.search
+            os.environ.clear()
+            os.environ.update(request.environment)
+            tempfile.tempdir = None  # cached: read TMPDIR again
             _import(request.imports)
             for _ in range(IMPORT_ROUNDS):
                 gc.freeze()  # or garbage collection in each fork would traverse all of torch
@@ -57,20 +59,12 @@ def serve_requests(descriptor: int) -> None:
                 missing = [name for name in result.pop("imported", ()) if name not in tried]
                 if not missing:
                     break
+                # Imported here, and the model is measured again: modules are no part of its memory,
+                # and the next model need not import them.
                 _import(missing)
                 tried |= {*missing}
             client.send_bytes(json.dumps(result).encode())
     os._exit(0)  # skip the interpreter's teardown: nothing is left to clean up
-
-
-def _adopt_environment(request: MeasurementRequest) -> None:
-    """Take over the client's working directory, ``sys.path`` and environment of now."""
-    with suppress(OSError):  # it was removed: the model fails itself if it uses it
-        os.chdir(request.folder)
-    sys.path[:] = request.search
-    os.environ.clear()
-    os.environ.update(request.environment)
-    tempfile.tempdir = None  # cached: read TMPDIR again
 
 
 def _import(modules: Sequence[str]) -> None:
@@ -81,16 +75,18 @@ def _import(modules: Sequence[str]) -> None:
 
 
 def _measure_in_fork(request: MeasurementRequest, client: Connection) -> dict[str, Any]:
-    """Return the reply of a new process that does nothing but measure.
-
-    Raises:
-        EOFError: the client has closed the connection.
-    """
+    """Return the reply of a new process; raise EOFError if the client closes the connection."""
     ours, theirs = Pipe(duplex=False)
     parent, child = os.getpid(), os.fork()
     if not child:
         client.close()
-        _die_with(parent)
+        os.setpgid(0, 0)
+        # It ends with its parent, which may be gone already, and before others if memory runs out.
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+        with suppress(OSError):
+            (PROCESS / "oom_score_adj").write_text("1000")
         theirs.send_bytes(json.dumps(_try_to_measure(request)).encode())
         os._exit(0)
     theirs.close()
@@ -106,26 +102,11 @@ def _measure_in_fork(request: MeasurementRequest, client: Connection) -> dict[st
                 result = json.loads(ours.recv_bytes())
     finally:
         ours.close()
-        code = _kill_and_wait(child)
+        for kill in (os.kill, os.killpg):  # itself, and what it started
+            with suppress(ProcessLookupError):
+                kill(child, signal.SIGKILL)  # has no effect on one that has ended
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     return result or {"error": f"the process that opened it {describe_exit_code(code)}"}
-
-
-def _kill_and_wait(child: int) -> int:
-    """Kill a process and its group; return its exit code, negative for a signal."""
-    for kill in (os.kill, os.killpg):
-        with suppress(ProcessLookupError):
-            kill(child, signal.SIGKILL)  # has no effect on one that has ended
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-def _die_with(parent: int) -> None:
-    """End this process with its parent, and before any other where memory runs out."""
-    os.setpgid(0, 0)
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
-    with suppress(OSError):
-        (PROCESS / "oom_score_adj").write_text("1000")
 
 
 def _try_to_measure(request: MeasurementRequest) -> dict[str, Any]:
@@ -146,7 +127,10 @@ def _measure(request: MeasurementRequest) -> float:
     kind: type[Artifact] = functools.reduce(getattr, request.name.split("."), module)  # type: ignore[assignment]
     artifact = kind.from_directory(request.path)
     batches = torch.load(request.inputs, weights_only=True)
-    on_device = _reset_cuda_peak(request.device)
+    on_device = request.device.startswith("cuda")
+    if on_device:
+        torch.zeros(1, device=request.device)  # creates the context, which is no part of a model
+        torch.cuda.reset_peak_memory_stats(request.device)
     libraries = library_kib()
     release_memory()
     reset_peak()
@@ -160,16 +144,3 @@ def _measure(request: MeasurementRequest) -> float:
         # A library's file is read as it is used; its pages are shared, and no part of a model.
         library_growth = sum(kib - libraries.get(file, kib) for file, kib in library_kib().items())
     return max(0, growth - library_growth) / 1024
-
-
-def _reset_cuda_peak(device: str) -> bool:
-    """Create a CUDA device's context, which is no part of a model, and reset its peak.
-
-    Returns:
-        Whether the device is a CUDA device.
-    """
-    if not device.startswith("cuda"):
-        return False
-    torch.zeros(1, device=device)
-    torch.cuda.reset_peak_memory_stats(device)
-    return True

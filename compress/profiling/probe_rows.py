@@ -30,11 +30,9 @@ def as_arrays(inputs: Sequence[Any]) -> list[Array]:
 
 
 def val_rows(data: Splits, signature: Signature) -> tuple[list[Array], list[list[Array]]]:
-    """Read rows evenly spaced over ``val``, and the first of them unpadded, one by one.
-
-    Evenly spaced, as the first samples of a split are often of one class, and neighbours of one
-    source. The unpadded input is empty for a row that was not padded.
-    """
+    """Read rows of ``val``, and the first of them unpadded; empty for a row that was not padded."""
+    # Evenly spaced: the first samples of a split are often of one class, and neighbours of one
+    # source.
     samples = len(data.split("val"))  # type: ignore[arg-type]
     leading = signature.inputs[0].shape[:1]
     wanted = 2 * leading[0] if leading and isinstance(leading[0], int) else 2 * ROWS
@@ -56,10 +54,7 @@ def val_rows(data: Splits, signature: Signature) -> tuple[list[Array], list[list
 
 
 def seeded_rows(signature: Signature, rows: int, seed: int = 0) -> list[Array]:
-    """Generate rows that differ, without torch: normal floats, zeros and ones for integers.
-
-    Masks let through at least one element of each row, from the left.
-    """
+    """Generate rows as :meth:`Signature.example` does, but without torch and of other numbers."""
     generator = np.random.default_rng(seed)
     sizes = {axis: signature.bounds(axis).nearest(8) for axis in signature.dynamic_axes}
     sizes |= {signature.batch_axis or "": rows}
@@ -82,14 +77,8 @@ def extreme_rows(
 ) -> list[Array]:
     """Generate neighbours unlike any real row, of the same shapes.
 
-    Floats become a thousand times larger, constant or zero; integers stay within the range seen, as
-    others may lie outside an embedding table; masks let through everything, nothing, or one
-    element.
-
-    Args:
-        inputs: real rows.
-        specs: the inputs' names, types and shapes.
-        masks: whether masks are changed too; some models refuse a row that is masked wholly.
+    Floats become a thousand times larger, constant or zero; integers others of the range seen. With
+    ``masks``, masks let through everything, nothing (which some models refuse), or one element.
     """
     generator = np.random.default_rng(0)
     changed = []
@@ -97,7 +86,11 @@ def extreme_rows(
         rows = array.copy()
         for i in range(len(rows) if array.ndim and array.size else 0):
             if spec.is_mask:
-                rows[i] = _extreme_mask(rows[i], i // 2 % 3) if masks else rows[i]
+                kind = i // 2 % 3
+                if masks:
+                    rows[i] = kind == 0
+                if masks and kind == 2:
+                    rows[i, ..., :1] = 1
             elif array.dtype.kind == "f":
                 rows[i] = _extreme_floats(array, i)
             elif array.dtype.kind == "b":
@@ -106,13 +99,6 @@ def extreme_rows(
                 rows[i] = _extreme_integers(array, i, generator)
         changed.append(rows)
     return changed
-
-
-def _extreme_mask(row: Array, kind: int) -> Array:
-    mask = np.full_like(row, kind == 0)
-    if kind == 2:
-        mask[..., :1] = 1
-    return mask
 
 
 def _extreme_floats(rows: Array, i: int) -> Array:
@@ -125,6 +111,7 @@ def _extreme_floats(rows: Array, i: int) -> Array:
 
 
 def _extreme_integers(rows: Array, i: int, generator: np.random.Generator) -> Array:
+    # Within the range seen: others may lie outside an embedding table.
     low, high, row = int(rows.min()), int(rows.max()), rows[i]
     kinds = (
         np.full_like(row, high),

@@ -1,9 +1,4 @@
-"""Quantiles of measured values and their confidence intervals, for all of the toolkit.
-
-A quantile is interpolated between neighbouring values (Hyndman and Fan, "Sample quantiles in
-statistical packages", 1996, definition 7: numpy's default), so that it never lies beyond the
-smallest or the largest one. ``statistics.quantiles`` extrapolates from few values by default.
-"""
+"""Quantiles of measured values and their confidence intervals, for all of the toolkit."""
 
 from __future__ import annotations
 
@@ -38,12 +33,10 @@ class Interval(NamedTuple):
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """Return a quantile, interpolated between neighbouring values.
-
-    Args:
-        values: at least one.
-        share: from 0 (the smallest value) to 1 (the largest).
-    """
+    """Return the quantile at a share from 0 (the smallest value) to 1 (the largest)."""
+    # Interpolated between neighbouring values (Hyndman and Fan, "Sample quantiles in statistical
+    # packages", 1996, definition 7: numpy's default), so that it never lies beyond the smallest or
+    # the largest one. ``statistics.quantiles`` extrapolates from few values by default.
     ordered = sorted(values)
     below, part = divmod(share * (len(ordered) - 1), 1)
     low, high = ordered[int(below)], ordered[min(int(below) + 1, len(ordered) - 1)]
@@ -52,16 +45,12 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 def quantile_interval(values: Sequence[float], share: float) -> Interval:
-    """Return the confidence interval of a population quantile, from 0 to infinity at most.
+    """Return the confidence interval of a positive population quantile, 0 to infinity at most.
 
     By order statistics, which assume no distribution (Conover, Practical Nonparametric Statistics,
-    1999, section 3.2). scipy's `quantile_test` computes the same, but importing it takes as long as
-    a measurement.
-
-    Args:
-        values: positive ones.
-        share: between 0 and 1; 0.5 for the median.
+    1999, section 3.2).
     """
+    # scipy's `quantile_test` computes the same, but importing it takes as long as a measurement.
     ordered, tail = sorted(values), (1 - CONFIDENCE) / 2
     # The k smallest values all lie below the quantile with the probability of k or more successes.
     below = _binomial_quantile(len(ordered), share, tail)

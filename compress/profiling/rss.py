@@ -40,10 +40,8 @@ def library_kib() -> dict[str, int]:
 
 
 def release_memory() -> None:
-    """Collect garbage, and let glibc return freed memory to the system.
-
-    Freed memory that glibc keeps would be counted, or be reused and hide what comes next.
-    """
+    """Collect garbage, and let glibc return freed memory to the system."""
+    # Freed memory that glibc keeps would be counted, or be reused and hide what comes next.
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc alone has it
     if trim is not None:

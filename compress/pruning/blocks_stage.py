@@ -11,7 +11,7 @@ from pydantic import model_validator
 from compress.artifacts.recipe import KeepBlocks
 from compress.common.config import Count, Ratio
 from compress.common.errors import StageFailed
-from compress.pruning.finetune import AnyFinetune, PruningStage
+from compress.pruning.finetune import AnyFinetune, PruningStage, finetune
 
 if TYPE_CHECKING:
     import torch
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from compress.artifacts.eager_model import EagerModel
     from compress.checkpoint.state_dict import Weights
     from compress.core.context import Context
-    from compress.pruning.depth.block_search import Block, Removal
+    from compress.pruning.depth.block_search import Block
 
 log = logging.getLogger(__name__)
 
@@ -84,8 +84,6 @@ class PruneLayers(PruningStage):
         edit.apply_(module)
         weights: torch.nn.Module | Weights = module
         if self.finetune is not None:
-            from compress.pruning.finetune import finetune
-
             start = model.derive(context.work / "cut", module, edits=[edit])
             fitted = finetune(start, model, self.finetune, context, self.title)
             weights, facts = fitted.weights, facts | fitted.facts()
@@ -95,34 +93,38 @@ class PruneLayers(PruningStage):
     def _search(
         self, model: EagerModel, context: Context
     ) -> tuple[KeepBlocks, dict[str, JsonValue]]:
+        # Imported here, because settings are validated without loading torch.
         from compress.pruning.allocation.ranking import modules_matching
-        from compress.pruning.depth.block_search import (
-            all_blocks,
-            kept_without,
-            reasons_to_stay,
-            search,
-        )
+        from compress.pruning.depth import block_search
         from compress.pruning.depth.output_error import OutputErrorMeter
 
         module = model.load()
-        blocks = all_blocks(module)
+        blocks = block_search.all_blocks(module)
         excluded = modules_matching(module, self.exclude, "prune_layers.exclude")
         refused = {
             b.name: f"excluded by {excluded[b.name]!r}" for b in blocks if b.name in excluded
         }
         inputs = model.signature.example(seed=context.seed)
-        refused |= reasons_to_stay(module, inputs, [b for b in blocks if b.name not in refused])
+        refused |= block_search.reasons_to_stay(
+            module, inputs, [b for b in blocks if b.name not in refused]
+        )
         free = [block for block in blocks if block.name not in refused]
         count = self._count(blocks, len(free))
         meter = OutputErrorMeter(module, model.signature, context, self.judged_by, self.samples)
         try:
-            removal = search(module, free, count, meter, refused, context.progress)
+            removal = block_search.search(module, free, count, meter, refused, context.progress)
         except StageFailed as error:
             raise StageFailed(f"{self.title}: {error}") from None
         removed = [block for block, _ in removal.steps]
         log.info("%s: without %s", self.title, ", ".join(block.name for block in removed))
-        kept = kept_without(module, removed)
-        return KeepBlocks(kept=kept), _facts(removal, meter.judged_by, kept)
+        kept = block_search.kept_without(module, removed)
+        return KeepBlocks(kept=kept), {
+            "judged_by": meter.judged_by,
+            "harm_alone": {b.name: dict(error.facts()) for b, error in removal.alone.items()},
+            "removed": [{"block": b.name, **error.facts()} for b, error in removal.steps],
+            "kept": {container: list(indices) for container, indices in kept.items()},
+            "stayed": dict(removal.refused),
+        }
 
     def _count(self, blocks: list[Block], free: int) -> int:
         """Return how many blocks are to be removed.
@@ -145,16 +147,3 @@ class PruneLayers(PruningStage):
                 f"{free} of them can be removed"
             )
         return count
-
-
-def _facts(
-    removal: Removal, judged_by: str, kept: dict[str, tuple[int, ...]]
-) -> dict[str, JsonValue]:
-    """Return the error of each block, the removed ones, and the ones that stay and why."""
-    return {
-        "judged_by": judged_by,
-        "harm_alone": {block.name: dict(error.facts()) for block, error in removal.alone.items()},
-        "removed": [{"block": block.name, **error.facts()} for block, error in removal.steps],
-        "kept": {container: list(indices) for container, indices in kept.items()},
-        "stayed": dict(removal.refused),
-    }

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from compress.artifacts.edits.slicing import keep_indices_
 from compress.artifacts.recipe import KeepIndices
 from compress.common.errors import StageFailed
 from compress.common.forward import torch_predictor
@@ -18,14 +17,11 @@ from compress.profiling.benchmark import compare_latency, unmeasurable
 from compress.pruning.allocation.budget_search import (
     mac_estimate,
     parameter_estimate,
-    parameters_of,
-    plan_for_cost,
-    plan_for_latency,
+    plan_for_target,
 )
 from compress.pruning.allocation.ranking import rank
 from compress.pruning.finetune import finetune
 from compress.pruning.recovery.recovery import recover_
-from compress.pruning.verification.masked_equivalence import shallow_copy
 from compress.pruning.verification.module_rewrites import edits_needed, rewrite_
 from compress.pruning.verification.verification_inputs import other_sizes, real_inputs
 
@@ -40,10 +36,11 @@ if TYPE_CHECKING:
     from compress.core.context import Context
     from compress.data.batch import Batch
     from compress.profiling.benchmark import Comparison
-    from compress.pruning.allocation.ranking import OnUnverified, Ranking
+    from compress.pruning.allocation.budget_search import CostEstimate
+    from compress.pruning.allocation.ranking import OnUnverified
     from compress.pruning.allocation.ratios import Limits
     from compress.pruning.allocation.targets import Target
-    from compress.pruning.dependency.channel_groups import Kept, SlicePlan
+    from compress.pruning.dependency.channel_groups import AxisGraph, Kept, SlicePlan
     from compress.pruning.dependency.rules.channel_labels import Slot
     from compress.pruning.finetune import Finetune
     from compress.pruning.importance.criteria import Criterion
@@ -94,6 +91,7 @@ class ChannelPruner:
         self._one_sample = signature.example(batch=1, seed=seed)
         self._other_inputs = other_sizes(signature, seed)
         self._real_inputs = real_inputs(signature, context, self._batches)
+        # Twice, because the second is sliced in place.
         self._unpruned, self._module = model.load(), model.load()
         self._weights: torch.nn.Module | Weights = self._module
         self._rewrites: tuple[AnyEdit, ...] = ()
@@ -121,13 +119,21 @@ class ChannelPruner:
             if step == config.iterations == 1 and plan_for_rewrites:
                 plan = plan_for_rewrites
             else:
-                ranking = self._rank()
-                plan = self._allocate_and_verify(ranking, step / config.iterations)
-            if plan.groups:
-                self._slice_(plan)
-                self._recover_()
-                if config.finetune is not None:
-                    self._finetune_(config.finetune)
+                plan = self._plan(step / config.iterations)
+            if not plan.groups:
+                continue
+            self._slice_(plan)
+            if self._batches:
+                self._facts["refit"] = recover_(
+                    self._module,
+                    self._reference,
+                    self._kept,
+                    self._batches,
+                    context.device,
+                    refit=config.refit,
+                )
+            if config.finetune is not None:
+                self._finetune_(config.finetune)
         if not self._groups:
             reasons = [f"{name}: {reason}" for name, reason in plan.pinned.items()]
             more = f" and {len(reasons) - REASONS_SHOWN} more" * (len(reasons) > REASONS_SHOWN)
@@ -153,26 +159,28 @@ class ChannelPruner:
         edits = rewrite_(self._module, self._inputs, self._real_inputs)
         if not edits:
             return None
-        plan = self._allocate_and_verify(self._rank(), share=1)
+        plan = self._plan(share=1)
         self._rewrites = edits_needed(edits, plan)
         if self._rewrites == edits:
             return plan
+        # Sizes are kept by tensor names, which a replacement changes.
         self._original_sizes.clear()
         self._weights = self._module = self._source.load()
         for edit in self._rewrites:
             edit.apply_(self._module)
         return None
 
-    def _rank(self) -> Ranking:
-        """Trace the dependency graph and score the channels of each group."""
+    def _plan(self, share: float) -> SlicePlan:
+        """Rank channels, and plan verified slices that reach a share of the ratio or target."""
+        config, limits = self._config, self._config.limits
         ranking = rank(
             self._module,
             self._inputs,
-            self._config.importance,
+            config.importance,
             others=self._other_inputs,
             real=self._real_inputs,
-            include=self._config.include,
-            exclude=self._config.exclude,
+            include=config.include,
+            exclude=config.exclude,
             originals=self._original_sizes,
             batches=self._batches,
             device=self._context.device,
@@ -181,34 +189,23 @@ class ChannelPruner:
         )
         for one in ranking.ranked:
             self._original_sizes.setdefault(one.group.slots, one.original)
-        return ranking
-
-    def _allocate_and_verify(self, ranking: Ranking, share: float) -> SlicePlan:
-        """Plan slices that reach a share of the ratio or target, verified by the masked twin."""
-        config, limits = self._config, self._config.limits
         if config.target is None:
             keep = ranking.allocate((config.ratio or 0.0) * share, limits)
             return ranking.verify(keep, config.on_unverified)
+        # Of the unpruned model's cost; its latency is measured together with each candidate's.
         goal = 1 - (1 - config.target.share) * share
+        estimate: Callable[[torch.nn.Module, AxisGraph], CostEstimate] | None = None
         if config.target.quantity == "latency":
-            batch = config.target.batch
-
-            def latency(plan: SlicePlan) -> float:
-                return self._latency(self._sliced(plan), batch)
-
-            return plan_for_latency(ranking, limits, goal, latency, config.on_unverified)
-        if config.target.quantity == "parameters":
-            count: Callable[[torch.nn.Module], int] = parameters_of
-            estimate = parameter_estimate(self._module, ranking.graph)
+            measure: Callable[[torch.nn.Module], float]
+            measure = partial(self._latency, batch=config.target.batch)
+        elif config.target.quantity == "parameters":
+            measure, estimate = parameters_of, parameter_estimate
+            goal *= measure(self._unpruned)
         else:
-            count = partial(count_macs, inputs=self._one_sample)
-            estimate = mac_estimate(self._module, ranking.graph, self._one_sample)
-
-        def cost(plan: SlicePlan) -> float:
-            return float(count(self._sliced(plan)))
-
-        max_cost = goal * count(self._unpruned)
-        return plan_for_cost(ranking, limits, max_cost, estimate, cost, config.on_unverified)
+            measure = partial(count_macs, inputs=self._one_sample)
+            estimate = partial(mac_estimate, inputs=self._one_sample)
+            goal *= measure(self._unpruned)
+        return plan_for_target(ranking, limits, goal, measure, estimate, config.on_unverified)
 
     def _slice_(self, plan: SlicePlan) -> None:
         """Remove the channels from the module, and record the edit and the groups' sizes."""
@@ -221,18 +218,6 @@ class ChannelPruner:
             size, modules = len(one.group.channels), one.group.producers
             fact = self._groups.setdefault(modules, {"modules": list(modules), "before": size})
             fact["after"] = size - len(one.removed)
-
-    def _recover_(self) -> None:
-        """Refit layers and re-estimate BatchNorm statistics, if there are samples."""
-        if self._batches:
-            self._facts["refit"] = recover_(
-                self._module,
-                self._reference,
-                self._kept,
-                self._batches,
-                self._context.device,
-                refit=self._config.refit,
-            )
 
     def _finetune_(self, training: Finetune) -> None:
         """Train the sliced model; the next step continues from the trained weights."""
@@ -247,12 +232,6 @@ class ChannelPruner:
             self._module = tuned.load()
             # The trained model's outputs are better than the unpruned one's: refit to them.
             self._reference, self._kept = copy.deepcopy(self._module), {}
-
-    def _sliced(self, plan: SlicePlan) -> torch.nn.Module:
-        """Return a sliced copy of the module."""
-        smaller = shallow_copy(self._module)
-        keep_indices_(smaller, plan.kept, plan.attributes)
-        return smaller
 
     def _latency(self, module: torch.nn.Module, batch: int) -> float:
         """Return a module's latency over that of the unpruned model.
@@ -301,15 +280,18 @@ class ChannelPruner:
             )
 
 
+def parameters_of(module: torch.nn.Module) -> int:
+    """Count a module's weights, tied ones once."""
+    return sum(p.numel() for p in module.parameters())
+
+
 def calibration_batches(config: ChannelPruningConfig, context: Context) -> list[Batch]:
     """Return the calibration samples; none if there is no data and no setting needs them.
 
     Raises:
         StageFailed: a setting needs samples and there are none, or fewer than asked for.
     """
-    if config.calibration_samples == 0:
-        return []
-    if context.data is None and not config.needs_samples:
+    if config.calibration_samples == 0 or (context.data is None and not config.needs_samples):
         return []
     data = context.need_data(config.title)
     name = data.calibration_split

@@ -137,6 +137,7 @@ class PruneChannels(PruningStage):
             StageFailed: the model cannot be traced, nothing can be removed, a target cannot be
                 reached, or a setting requires data and there is none.
         """
+        # Imported here, because settings are validated without loading torch.
         from compress.pruning.channel_pruner import ChannelPruner
 
         if self.needs_data:

@@ -39,12 +39,7 @@ class Finetune(Training):
             self.teaching.check_loss(loss)
 
     def objective(self, teacher: EagerModel, context: Context) -> Objective:
-        """Build the training objective: loss on targets, distillation from the teacher, or both.
-
-        Args:
-            teacher: the unpruned model.
-            context: the task's loss, and the data.
-        """
+        """Build the objective: loss on targets, distillation from the unpruned model, or both."""
         from compress.training.objectives.objective import TargetLoss
 
         targets = TargetLoss.for_training(self, context)
@@ -90,13 +85,8 @@ def finetune(
 ) -> Fit:
     """Train a pruned model; its weights change only if an epoch improves the metric.
 
-    Args:
-        start: the pruned model.
-        unpruned: the model it was made from, the teacher if ``training.teaching`` is set.
-        training: the hyper-parameters.
-        context: data, metric, device and seed.
-        task: name under which progress is shown.
-        constraint: condition that the weights must satisfy after every step.
+    ``unpruned`` is the teacher if ``training.teaching`` is set. Progress is shown under ``task``.
+    ``constraint`` is a condition that the weights must satisfy after every step.
     """
     from compress.training.fit import fit
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from compress.artifacts.edits.slicing import keep_indices_
 from compress.common.config import Settings
 from compress.common.forward import torch_predictor
 from compress.graph.flops import count_macs
@@ -14,7 +13,7 @@ from compress.pruning.allocation.ratios import Limits
 from compress.pruning.dependency.channel_groups import SlicePlan
 from compress.pruning.depth.output_error import OutputErrorMeter
 from compress.pruning.importance.criteria import FROM_DATA
-from compress.pruning.verification.masked_equivalence import shallow_copy
+from compress.pruning.verification.masked_equivalence import sliced_copy
 from compress.pruning.verification.module_rewrites import rewrite_
 from compress.pruning.verification.verification_inputs import real_inputs
 
@@ -96,10 +95,10 @@ def measure_sensitivity(
         context: data, metric, device and threads.
         ratios: fractions of each group's channels that are removed in turn.
         importance: which channels are removed first.
-        include: patterns of module names; if given, only channels of these modules are removed.
-        exclude: patterns of module names whose channels stay.
+        include: patterns of modules; if given, only channels of these are removed.
+        exclude: patterns of modules whose channels stay.
         samples: samples of `val` that outputs are compared on; without data a few seeded ones.
-        latency: whether the latency of each pruned model is measured, alternating with the model's.
+        latency: whether each pruned model's latency is measured, alternating with the model's.
 
     Raises:
         PipelineInvalid: a pattern matches no module.
@@ -140,9 +139,8 @@ def measure_sensitivity(
     )
     points: dict[str, list[Point]] = {}
     for done, ((name, ratio), one) in enumerate(slices.items(), 1):
-        pruned = shallow_copy(module)
         plan = SlicePlan.combine([one], {}, ranking.graph)
-        keep_indices_(pruned, plan.kept, plan.attributes)
+        pruned = sliced_copy(module, plan.kept, plan.attributes)
         error = meter.measure(pruned)
         point = Point(
             ratio=ratio,

@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from compress.common.config import Count, Ratio
 from compress.common.errors import StageFailed
-from compress.pruning.finetune import AnyFinetune, PruningStage
+from compress.pruning.finetune import AnyFinetune, PruningStage, finetune
 
 if TYPE_CHECKING:
     import torch
@@ -18,10 +18,8 @@ if TYPE_CHECKING:
     from compress.artifacts.eager_model import EagerModel
     from compress.checkpoint.state_dict import Weights
     from compress.core.context import Context
-    from compress.pruning.finetune import Finetune
     from compress.pruning.unstructured.weight_layout import PrunableWeights
     from compress.training.objectives.weight_constraint import Constraint
-    from compress.training.result import Fit
 
 log = logging.getLogger(__name__)
 
@@ -156,7 +154,9 @@ class PruneWeights(PruningStage):
             PipelineInvalid: a pattern of names matches nothing.
             StageFailed: there is nothing to prune, or a setting requires data and there is none.
         """
+        # Imported here, because settings are validated without loading torch.
         from compress.pruning.unstructured.sparsity_report import sparsity_facts
+        from compress.pruning.unstructured.sparsity_schedule import AddZeros, KeepZeros
         from compress.pruning.unstructured.weight_layout import prunable_weights
 
         if self.needs_data:
@@ -176,7 +176,18 @@ class PruneWeights(PruningStage):
         training: dict[str, JsonValue] = {}
         if self.finetune is not None:
             start = model.derive(context.work / "zeros", module)
-            fitted = self._finetune(start, model, self.finetune, prunable, context)
+            names = tuple(prunable.layouts)
+            zeros: Constraint = KeepZeros(names)
+            if self.schedule != "one_shot":
+                zeros = AddZeros(
+                    tensors=names,
+                    amount=self.amount or 0.0,
+                    whole=self.scope == "global",
+                    schedule=self.schedule,
+                    until=self.until,
+                    updates=self.updates,
+                )
+            fitted = finetune(start, model, self.finetune, context, self.title, zeros)
             weights, module, training = fitted.weights, fitted.module, fitted.facts()
         facts = {**sparsity_facts(model.load(), module, prunable, self.n_of_m), **training}
         return model.derive(context.root, weights, lineage=self.lineage(model), facts=facts)
@@ -227,27 +238,3 @@ class PruneWeights(PruningStage):
                 is_global = self.scope == "global"
                 zeros = unstructured_masks(weights, self.amount or 0.0, self.method, is_global)
         set_zeros_(weights, zeros)
-
-    def _finetune(
-        self,
-        start: EagerModel,
-        unpruned: EagerModel,
-        training: Finetune,
-        prunable: PrunableWeights,
-        context: Context,
-    ) -> Fit:
-        from compress.pruning.finetune import finetune
-        from compress.pruning.unstructured.sparsity_schedule import AddZeros, KeepZeros
-
-        names = tuple(prunable.layouts)
-        zeros: Constraint = KeepZeros(names)
-        if self.schedule != "one_shot":
-            zeros = AddZeros(
-                tensors=names,
-                amount=self.amount or 0.0,
-                whole=self.scope == "global",
-                schedule=self.schedule,
-                until=self.until,
-                updates=self.updates,
-            )
-        return finetune(start, unpruned, training, context, self.title, zeros)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from compress.checkpoint.safetensors_io import read_safetensors
 from compress.common.errors import CompressError, StageFailed, Unavailable
 from compress.common.process import threads_to_use
 from compress.common.strict_json import canonical_json
+from compress.profiling.operator_table import OPERATORS_FILE
 from compress.training.checkpoint.metadata import (
     FOLDER,
     TrainProgress,
@@ -19,31 +20,39 @@ from compress.training.checkpoint.metadata import (
     require_intact,
 )
 from compress.training.distributed.base import SingleProcess
+from compress.training.distributed.data_parallel import (
+    DataParallelStrategy,
+    check_replicable,
+    visible_devices,
+)
 from compress.training.launch.launcher import train_on_ranks
-from compress.training.launch.rank_group import need_group
+from compress.training.launch.rank_group import joined_group, need_group
 from compress.training.launch.worker_errors import one_line
+from compress.training.loop.callbacks import CallbackRunner
 from compress.training.loop.early_stopping import is_finished
 from compress.training.loop.job import Job
-from compress.training.loop.loggers import epoch_values, log_epochs, require_tracker
+from compress.training.loop.loggers import (
+    STEP,
+    epoch_values,
+    log_records,
+    require_tracker,
+    step_values,
+)
+from compress.training.loop.step_metrics import StepRecord, flops_per_unit
 from compress.training.loop.trainer import train
 from compress.training.optim.compile import require_compiler
 from compress.training.result import Fit, read_result
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from compress.artifacts.eager_model import EagerModel
     from compress.core.context import Context
     from compress.data.splits import Splits
     from compress.training.config.training import Training
-    from compress.training.loop.step_metrics import EpochMetrics
+    from compress.training.loop.step_metrics import EpochMetrics, TrainingRecord
     from compress.training.objectives.objective import Objective
     from compress.training.objectives.weight_constraint import Constraint
-
-DP_WARNING = (
-    "DataParallel's threads share one interpreter and copy the model in each step; "
-    "strategy: ddp with processes: n is faster, and gives the same weights"
-)
 
 log = logging.getLogger(__name__)
 
@@ -60,51 +69,72 @@ def fit(
 ) -> Fit:
     """Train a model's weights; an interrupted training resumes from its last checkpoint.
 
-    Checkpoints lie under ``context.work``, which the caller removes when the stage is done.
-
-    Args:
-        start: the model; it is not changed.
-        training: the hyper-parameters.
-        objective: the loss.
-        context: data, metric, device and seed.
-        task: name under which progress and messages appear.
-        accept_start: return the input model's weights if no epoch is better by the metric.
-        constraint: what the weights must satisfy after every step.
+    Checkpoints lie under ``context.work``, which the caller removes when the stage is done. With
+    ``accept_start`` the weights of the input model stay if no epoch is better by the metric.
 
     Raises:
         StageFailed: a process failed or the loss is not finite; the message names the root cause.
     """
     training = training.hyper_parameters()
     data = context.need_data(task)
+    training = _for_started_nodes(training, task)
     _check(training, data, context.device, task)
+    _log_separate_statistics(start, training, task)
     require_tracker(training.profile)
     results = (context.results or context.root.parent).absolute()
-    with _one_line_errors(task):
+    try:
         require_compiler(training, context.device)
+        callbacks = CallbackRunner.from_settings(training.callbacks, context.loss.folder)
         job = _create_job(start, training, objective, context, data, accept_start, constraint)
-        job, earlier = _find_checkpoint(replace(job, profiles=results / "profiles" / task), task)
+        profiles = results / "profiles" / task
+        (profiles / OPERATORS_FILE).unlink(missing_ok=True)  # of an earlier training
+        every = 1 if callbacks.wants_steps else training.profile.log_every
+        flops = flops_per_unit(start, job)
+        job = replace(job, profiles=profiles, record_every=every, flops_per_unit=flops)
+        job, earlier = _find_checkpoint(job, task)
         done = earlier.trained_epochs
-        context.progress(task, done, training.epochs, _resumed_after(earlier))
+        after = [f"epoch {done}"] if done else []
+        after += [f"{earlier.steps} steps"] if earlier.steps else []
+        resumed = f"resumed after {' and '.join(after)}" if after else ""
+        context.progress(task, done, training.epochs, resumed)
         if not is_finished(training, earlier.history, job.metric):
             identity, metric = job.folder.name.removeprefix("fit-"), context.metric.name
-            profile = training.profile
-            with log_epochs(profile, results, task, identity, done, metric) as log_epoch:
-                _run(job, _epoch_callback(job, context, task, log_epoch))
+            steps = done * job.steps_per_epoch + earlier.steps
+            with log_records(
+                training.profile, results, task, identity, done, steps, metric
+            ) as write:
+                on_record = _record_listener(job, context, task, write, callbacks)
+                if training.parallel.in_process:
+                    train(job, _in_process_strategy(job), on_record)
+                else:
+                    train_on_ranks(job, on_record)
         result = read_result(start, job)
+    except CompressError as error:
+        raise type(error)(f"{task}: {error}") from error
+    except Exception as error:
+        raise StageFailed(f"{task}: {one_line(error)}") from error
     log.info("%s: %d epochs, kept epoch %d", task, len(result.history), result.kept.epoch)
     if result.warning:
         log.warning("%s: %s", task, result.warning)
     return result
 
 
-def _check(training: Training, data: Splits, device: str, task: str) -> None:
-    """Refuse what cannot be trained, before any process is started.
-
-    Raises:
-        StageFailed: the data or the device does not fit the settings.
-        Unavailable: a package is missing.
-    """
+def _for_started_nodes(training: Training, task: str) -> Training:
+    """Return the settings for as many of the started machines as the training can use."""
     need_group(training.parallel)
+    group = joined_group()
+    started = group.nodes if group else 1
+    adapted = training.for_nodes(started)
+    if adapted is not training:
+        log.warning(
+            "%s: trains on %d of %d started machines; the settings are for up to %d",
+            *(task, adapted.parallel.nodes, started, training.parallel.nodes),
+        )
+    return adapted
+
+
+def _check(training: Training, data: Splits, device: str, task: str) -> None:
+    """Refuse what cannot be trained, before any process is started."""
     for requirement in training.parallel.requirements:
         if requirement.missing():
             raise Unavailable(f"{task}: needs {requirement.what}; {requirement.install}")
@@ -134,7 +164,55 @@ def _check(training: Training, data: Splits, device: str, task: str) -> None:
             "out (the peak of each process is reported without it)"
         )
     if training.parallel.strategy == "dp":
-        log.warning("%s: strategy dp runs as one process: %s", task, DP_WARNING)
+        _check_data_parallel(training, device, task)
+
+
+def _check_data_parallel(training: Training, device: str, task: str) -> None:
+    """Refuse what DataParallel cannot do, and say where there is nothing to divide."""
+    devices = len(visible_devices(device))
+    check_replicable(training, devices)
+    if devices > 1:
+        log.warning(
+            "%s: strategy dp: DataParallel's threads share one interpreter and copy the model to "
+            "%d devices in each step; strategy: ddp with processes: %d is faster",
+            task,
+            devices,
+            devices,
+        )
+    else:
+        log.warning(
+            "%s: strategy dp runs on %s alone: DataParallel divides batches over CUDA devices, and "
+            "with one or none it calls the model itself, so the result is the same; strategy: ddp "
+            "with processes: n is faster",
+            task,
+            device,
+        )
+
+
+def _in_process_strategy(job: Job) -> SingleProcess:
+    """Return DataParallel over several devices for `dp`, else the process alone."""
+    if job.training.parallel.strategy == "dp":
+        devices = visible_devices(job.device)
+        if len(devices) > 1:
+            return DataParallelStrategy(devices)
+    return SingleProcess()
+
+
+def _log_separate_statistics(start: EagerModel, training: Training, task: str) -> None:
+    """Log that BatchNorm in several processes is not that of one, unless it is synchronized."""
+    shares = training.parallel.replicas
+    if shares == 1 or training.parallel.sync_batchnorm:
+        return
+    if any(name.endswith("running_mean") for name in read_safetensors(start.payload_path)):
+        together = training.batch_size // training.accumulate
+        log.info(
+            "%s: BatchNorm normalizes by the %d samples of each of %d processes, not by all %d, "
+            "so that the result is not that of one process; parallel.sync_batchnorm: true uses all",
+            task,
+            together // shares,
+            shares,
+            together,
+        )
 
 
 def _create_job(
@@ -172,6 +250,7 @@ def _create_job(
         metric=context.metric.with_inferred_loss(data),
         reference=reference.path.absolute() if reference else None,
         device=context.device,
+        # The ranks of a machine share its cores.
         threads=max(1, threads_to_use() // training.parallel.ranks_per_node),
         seed=context.seed,
         folder=folder.absolute(),
@@ -200,45 +279,44 @@ def _find_checkpoint(job: Job, task: str) -> tuple[Job, TrainProgress]:
     return replace(job, trusted=checkpoint.name), earlier
 
 
-def _resumed_after(earlier: TrainProgress) -> str:
-    """Describe the checkpoint that training resumes from; empty for a new training."""
-    after = [f"epoch {earlier.trained_epochs}"] if earlier.trained_epochs else []
-    after += [f"{earlier.steps} steps"] if earlier.steps else []
-    return f"resumed after {' and '.join(after)}" if after else ""
+def _record_listener(
+    job: Job,
+    context: Context,
+    task: str,
+    write: Callable[[TrainingRecord], None],
+    callbacks: CallbackRunner,
+) -> Callable[[TrainingRecord], None]:
+    """Return a function that passes steps and epochs to log, tracker, console and callbacks."""
+    total, log_every = job.training.epochs, job.training.profile.log_every
 
-
-def _epoch_callback(
-    job: Job, context: Context, task: str, log_epoch: Callable[[EpochMetrics], None]
-) -> Callable[[EpochMetrics], None]:
-    """Return a function that reports an epoch to the log, the tracker and the progress bar."""
-    total = job.training.epochs
+    def on_step(record: StepRecord) -> None:
+        note = f"epoch {record.epoch}/{total} step {record.step}/{job.total_steps}"
+        loss, norm, rate = record.loss, record.gradient_norm, record.learning_rate
+        for name, value in (("loss", loss), ("learning rate", rate), ("gradient norm", norm)):
+            note += "" if value is None else f" {name} {value:.3g}"
+        note += f", {record.format_throughput()}"
+        figures = {name.removeprefix(STEP): value for name, value in step_values(record).items()}
+        fields = {"event": "step", "task": task, "step": record.step, "epoch": record.epoch}
+        log.info("%s: %s", task, note, extra={"log_fields": {**fields, "figures": figures}})
+        write(record)
+        context.progress(task, record.epoch - 1, total, note)
 
     def on_epoch(epoch: EpochMetrics) -> None:
         value = "" if epoch.metric is None else f" val {job.metric.name} {epoch.metric:.4g}"
         note = f"epoch {epoch.epoch}/{total} loss {epoch.loss:.3g}{value}"
         figures = epoch_values(epoch, job.metric.name)
         fields = {"event": "epoch", "task": task, "epoch": epoch.epoch, "figures": figures}
-        log.info("%s: %s, %s", task, note, epoch.format_cost(), extra={"log_fields": fields})
-        log_epoch(epoch)
+        peaks = " ".join(f"{peak:.0f}" for peak in epoch.peak_mebibytes)
+        cost = f"{epoch.format_throughput()}, peak MiB by rank: {peaks}"
+        log.info("%s: %s, %s", task, note, cost, extra={"log_fields": fields})
+        write(epoch)
         context.progress(task, epoch.epoch, total, f"{note} ({epoch.format_throughput()})")
 
-    return on_epoch
+    def on_record(record: TrainingRecord) -> None:
+        if not isinstance(record, StepRecord):
+            on_epoch(record)
+        elif log_every and record.step % log_every == 0:
+            on_step(record)
+        callbacks(record)
 
-
-def _run(job: Job, on_epoch: Callable[[EpochMetrics], None]) -> None:
-    """Train in this process or in several."""
-    if job.training.parallel.in_process:
-        train(job, SingleProcess(), on_epoch)
-    else:
-        train_on_ranks(job, on_epoch)
-
-
-@contextmanager
-def _one_line_errors(task: str) -> Iterator[None]:
-    """Convert any exception into one of ours whose message is one line: task and root cause."""
-    try:
-        yield
-    except CompressError as error:
-        raise type(error)(f"{task}: {error}") from error
-    except Exception as error:
-        raise StageFailed(f"{task}: {one_line(error)}") from error
+    return on_record

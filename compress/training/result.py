@@ -56,12 +56,11 @@ class Fit:
             "history": [epoch.model_dump() for epoch in self.history],
             "kept_epoch": self.kept.epoch,
         }
-        warnings: list[JsonValue] = [self.warning] if self.warning else []
-        return (
-            facts
-            | ({"resumed_across": list(self.layouts)} if len(self.layouts) > 1 else {})
-            | ({"warnings": warnings} if warnings else {})
-        )
+        if len(self.layouts) > 1:
+            facts["resumed_across"] = list(self.layouts)
+        if self.warning:
+            facts["warnings"] = [self.warning]
+        return facts
 
     @property
     def warning(self) -> str:
@@ -79,11 +78,7 @@ class Fit:
 
 
 def read_result(start: EagerModel, job: Job) -> Fit:
-    """Read a finished training's last checkpoint, and the weights of its best one.
-
-    Raises:
-        StageFailed: the training is not finished, or the checkpoint is damaged.
-    """
+    """Read a finished training's last checkpoint, and the weights of its best one."""
     last = newest_intact(job.folder)
     progress = read_progress(last) if last else TrainProgress()
     if progress.kept is None or not is_finished(job.training, progress.history, job.metric):

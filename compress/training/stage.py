@@ -33,12 +33,7 @@ class Train(Stage[EagerModel, EagerModel], Training):
         self.check_targets_loss(loss)
 
     def run(self, model: EagerModel, context: Context) -> EagerModel:
-        """Train with the task's loss and save the best, or last, weights.
-
-        Raises:
-            StageFailed: the data has no targets or others than the loss takes, the loss is not
-                finite, or a process failed.
-        """
+        """Train with the task's loss and save the best, or last, weights."""
         from compress.training.fit import fit
         from compress.training.objectives.objective import TargetLoss
 

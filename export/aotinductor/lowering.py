@@ -26,17 +26,20 @@ MOVES = {*VIEWS, aten.permute.default, aten.transpose.int, aten.unsqueeze.defaul
 
 
 def merge_products_(program: ExportedProgram) -> None:
-    """Merge integer products that read the same input into one product, in place.
-
-    Attention's queries, keys and values are such. A call of oneDNN's kernel costs about as much as
-    the product of a short sentence. A product that is followed by an operator which the kernel
-    fuses, such as an addition, stays as it is: only those followed by views and moves are merged.
-    """
+    """Merge integer products that read the same input (attention's Q, K, V) into one, in place."""
+    # A call of oneDNN's kernel costs about as much as the product of a short sentence.
     by_input: dict[Any, list[Node]] = {}
-    for node in program.graph.nodes:
+    for node in program.graph.find_nodes(op="call_function", target=LINEAR):
+        source, weight = node.args[:2]
+        # The kernel fuses an operator such as an addition that follows: such products stay alone.
         only_moved = bool(node.users) and all(reader.target in MOVES for reader in node.users)
-        if node.target is LINEAR and only_moved and _is_integer_product(node):
-            source, weight = node.args[:2]
+        if (
+            only_moved
+            and source.target in DEQUANTIZE
+            and weight.target is DEQUANTIZE_CHANNELS
+            and weight.args[3] == 0
+            and all(given is None or given.op == "placeholder" for given in _constants(node))
+        ):
             key = (source.target, source.args, weight.args[3:], _bias(node) is None)
             by_input.setdefault(key, []).append(node)
     for products in (group for group in by_input.values() if len(group) > 1):
@@ -49,13 +52,11 @@ def merge_products_(program: ExportedProgram) -> None:
 
 
 def widen_ranges_(program: ExportedProgram) -> None:
-    """Extend every range that is found at run time to include zero, in place.
-
-    PyTorch's own choose_qparams does; Inductor's decomposition does not (torch 2.11 to 2.13), and
-    is far off where all values have one sign.
-    """
+    """Extend every range that is found at run time to include zero, in place."""
+    # PyTorch's own choose_qparams does; Inductor's decomposition does not (torch 2.11 to 2.13), and
+    # is far off where all values have one sign.
     graph = program.graph
-    for node in [node for node in graph.nodes if node.target is CHOOSE]:
+    for node in graph.find_nodes(op="call_function", target=CHOOSE):
         with graph.inserting_before(node):
             smallest = _call(graph, aten.amin.default, node.args[0])
             largest = _call(graph, aten.amax.default, node.args[0])
@@ -67,10 +68,8 @@ def widen_ranges_(program: ExportedProgram) -> None:
 
 
 def multiply_rows_(program: ExportedProgram) -> None:
-    """Multiply integers by `_int_mm` where each row of an activation has its own scale, in place.
-
-    Inductor has a pattern for one scale for all rows, and computes this form in floats.
-    """
+    """Multiply rows with scales of their own by integer weights with `_int_mm`, in place."""
+    # Inductor has a pattern for one scale for all rows, and computes this form in floats.
     graph = program.graph
     for product in graph.find_nodes(op="call_function", target=LINEAR):
         rows, weight = product.args[:2]
@@ -104,16 +103,6 @@ def multiply_rows_(program: ExportedProgram) -> None:
         graph.erase_node(product)
     graph.eliminate_dead_code()
     program.graph_module.recompile()
-
-
-def _is_integer_product(product: Any) -> bool:
-    source, weight = product.args[:2]
-    return (
-        source.target in DEQUANTIZE
-        and weight.target is DEQUANTIZE_CHANNELS
-        and weight.args[3] == 0
-        and all(given is None or given.op == "placeholder" for given in _constants(product))
-    )
 
 
 def _constants(product: Any) -> list[Any]:

@@ -20,7 +20,7 @@ from export.aotinductor.lowering import merge_products_, multiply_rows_, widen_r
 from export.common.targets import NO_UINT16_KERNELS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
     from torch.export import ExportedProgram
 
@@ -53,22 +53,45 @@ CONVOLUTION = re.compile(r"aten\.conv(1d|2d|3d|olution)\.")
 def compile_package(
     program: ExportedProgram, signature: Signature, file: Path, device: str
 ) -> dict[str, dict[str, int]]:
-    """Compile a program into a package; return how many integer and float kernels it calls.
-
-    The program is rewritten in place. Whatever else the compiler writes is removed.
+    """Compile a program, rewritten in place; return how many integer and float kernels it calls.
 
     Raises:
         StageFailed: the program cannot be compiled, or would be compiled into wrong answers.
     """
+    from torch._inductor import aoti_compile_and_package, config
     from torch._inductor.utils import fresh_cache
+    from torch.export.passes import move_to_device_pass
 
-    refuse_uint16(program)
+    from export.aotinductor.weight_packing import PackForImages
+
+    # Inductor (torch 2.13) hands 16-bit activations to 8-bit kernels.
+    if any(torch.uint16 in node.args for node in program.graph.nodes):
+        raise StageFailed(NO_UINT16_KERNELS)
     refuse_one_channel_integers(program)
     refuse_unrolled_rnn(program)
-    with TemporaryDirectory(prefix="compress-aot-") as scratch, _quiet(), fresh_cache(dir=scratch):
+    settings: dict[str, Any] = dict(SETTINGS)
+    with (
+        TemporaryDirectory(prefix="compress-aot-") as scratch,
+        warnings.catch_warnings(),
+        fresh_cache(dir=scratch),
+    ):
+        warnings.filterwarnings("ignore", module=r"torch\.")  # about Inductor's own code
         package = Path(scratch) / file.name
         try:
-            _compile(program, signature.example(device=device), package, device)
+            widen_ranges_(program)
+            if device == "cpu":
+                merge_products_(program)
+                multiply_rows_(program)
+                settings["post_grad_custom_pre_pass"] = PackForImages()
+            else:
+                program = move_to_device_pass(program, device)
+                settings["freezing"] = False  # it is for oneDNN's kernels
+            # A stored program has none.
+            program._example_inputs = (tuple(signature.example(device=device)), {})
+            with torch.no_grad(), config.patch(settings), _exact_near_zero():
+                aoti_compile_and_package(
+                    program, package_path=str(package), inductor_configs=settings
+                )
             return _without_sources(package, file)
         except Exception as error:  # noqa: BLE001 - raised below, once the cache is removed
             failure = error
@@ -83,6 +106,7 @@ def load(file: Path, signature: Signature, device: str) -> Callable[..., tuple[t
     Raises:
         ArtifactInvalid: the package cannot be loaded.
     """
+    # The archive's sizes are checked first: the loader unpacks it to disk, whatever it holds.
     refuse_bomb(file)
     index = int(device.partition(":")[2] or 0) if device.startswith("cuda") else -1
     try:
@@ -95,31 +119,26 @@ def load(file: Path, signature: Signature, device: str) -> Callable[..., tuple[t
 
     def run(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         # The code reads memory by the sizes and strides that it was compiled for.
-        _check_inputs(inputs, signature)
+        sizes: dict[str, int] = {}
+        for spec, tensor in zip(signature.inputs, inputs, strict=True):
+            fits = tensor.dim() == len(spec.shape) and str(tensor.dtype) == f"torch.{spec.dtype}"
+            for axis, size in zip(spec.shape, tensor.shape, strict=False):
+                # A named axis has the same size in all inputs.
+                fits &= size == (sizes.setdefault(axis, size) if isinstance(axis, str) else axis)
+            if not fits:
+                raise ValueError(
+                    f"input {spec.name} is {tensor.dtype} {list(tensor.shape)}, expected "
+                    f"{spec.dtype} [{', '.join(map(str, spec.shape))}]"
+                )
         return tuple(loader.boxed_run([x.contiguous() for x in inputs]))
 
     return run
 
 
-def refuse_uint16(program: ExportedProgram) -> None:
-    """Refuse 16-bit activations, which Inductor (torch 2.13) hands to 8-bit kernels.
-
-    Raises:
-        StageFailed: the program has some.
-    """
-    if any(torch.uint16 in node.args for node in program.graph.nodes):
-        raise StageFailed(NO_UINT16_KERNELS)
-
-
 def refuse_one_channel_integers(program: ExportedProgram) -> None:
-    """Refuse integer convolutions of one channel where an axis is dynamic.
-
-    Inductor (torch 2.13) takes their results for contiguous, and oneDNN's kernel writes the
-    channels last: the code compiles, and its outputs are at chance.
-
-    Raises:
-        StageFailed: the program has one.
-    """
+    """Raise StageFailed for an integer convolution of one channel that has a dynamic axis."""
+    # Inductor (torch 2.13) takes their results for contiguous, and oneDNN's kernel writes the
+    # channels last: the code compiles, and its outputs are at chance.
     for node in program.graph.nodes:
         source = node.args[0] if CONVOLUTION.match(str(node.target)) else None
         if source is None or not str(source.target).startswith(DEQUANTIZE):
@@ -134,14 +153,9 @@ def refuse_one_channel_integers(program: ExportedProgram) -> None:
 
 
 def refuse_unrolled_rnn(program: ExportedProgram) -> None:
-    """Refuse GRUs and plain recurrent layers over sequences of any length.
-
-    Inductor (torch 2.13) has a kernel for LSTMs alone: the others it unrolls for the length that
-    was traced, without a warning.
-
-    Raises:
-        StageFailed: the program has one.
-    """
+    """Raise StageFailed for a GRU or plain recurrent layer over sequences of any length."""
+    # Inductor (torch 2.13) has a kernel for LSTMs alone: the others it unrolls for the length that
+    # was traced, without a warning.
     for node in program.graph.nodes:
         layer = UNROLLED_RNN.match(str(node.target))
         if layer is None:
@@ -155,36 +169,12 @@ def refuse_unrolled_rnn(program: ExportedProgram) -> None:
             )
 
 
-def _compile(
-    program: ExportedProgram, inputs: Sequence[torch.Tensor], package: Path, device: str
-) -> None:
-    from torch._inductor import aoti_compile_and_package, config
-    from torch.export.passes import move_to_device_pass
-
-    from export.aotinductor.weight_packing import PackForImages
-
-    settings: dict[str, Any] = dict(SETTINGS)
-    widen_ranges_(program)
-    if device == "cpu":
-        merge_products_(program)
-        multiply_rows_(program)
-        settings["post_grad_custom_pre_pass"] = PackForImages()
-    else:
-        program = move_to_device_pass(program, device)
-        settings["freezing"] = False  # it is for oneDNN's kernels
-    program._example_inputs = (tuple(inputs), {})  # a stored program has none
-    with torch.no_grad(), config.patch(settings), _exact_near_zero():
-        aoti_compile_and_package(program, package_path=str(package), inductor_configs=settings)
-
-
 @contextmanager
 def _exact_near_zero() -> Iterator[None]:
-    """Have Inductor compute expm1 and atanh by vector kernels that are exact near zero, in a block.
-
-    Inductor (torch 2.13) writes expm1, and so ELU, as exp(x) - 1, and atanh by log(1 + x).
-    """
+    """Have Inductor use vector kernels of expm1 and atanh that are exact near zero, in a block."""
     from torch._inductor.codegen.cpp import CppVecOverrides
 
+    # Inductor (torch 2.13) writes expm1, and so ELU, as exp(x) - 1, and atanh by log(1 + x).
     with (
         patched_attribute(CppVecOverrides, "expm1", staticmethod(lambda x: f"{x}.expm1()")),
         patched_attribute(CppVecOverrides, "atanh", staticmethod(lambda x: f"{x}.atanh()")),
@@ -210,36 +200,9 @@ def _without_sources(package: Path, file: Path) -> dict[str, dict[str, int]]:
 
 def count_kernels(source: str) -> dict[str, dict[str, int]]:
     """Return how many integer and float kernels a package's code calls for heavy operators."""
-    calls = Counter(call for call in CALL.findall(source))
+    calls = Counter(CALL.findall(source))
 
     def matching(pattern: re.Pattern[str]) -> dict[str, int]:
         return {name: calls[name] for name in sorted(calls) if pattern.match(name)}
 
-    return {
-        "integer_kernels": matching(INTEGER_KERNEL),
-        "float_kernels": matching(FLOAT_KERNEL),
-    }
-
-
-def _check_inputs(inputs: Sequence[torch.Tensor], signature: Signature) -> None:
-    sizes: dict[str, int] = {}
-    for spec, tensor in zip(signature.inputs, inputs, strict=True):
-        fits = tensor.dim() == len(spec.shape) and str(tensor.dtype) == f"torch.{spec.dtype}"
-        for axis, size in zip(spec.shape, tensor.shape, strict=False):
-            # A named axis has the same size in all inputs.
-            fits = fits and size == (
-                sizes.setdefault(axis, size) if isinstance(axis, str) else axis
-            )
-        if not fits:
-            raise ValueError(
-                f"input {spec.name} is {tensor.dtype} {list(tensor.shape)}, expected "
-                f"{spec.dtype} [{', '.join(map(str, spec.shape))}]"
-            )
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Hide warnings that Inductor raises about its own code."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module=r"torch\.")
-        yield
+    return {"integer_kernels": matching(INTEGER_KERNEL), "float_kernels": matching(FLOAT_KERNEL)}

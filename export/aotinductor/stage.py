@@ -16,16 +16,17 @@ from compress.core.context import Context
 from compress.core.stage import Stage
 from compress.graph.axis_bounds import axis_limit_facts
 from export.common.targets import NO_UINT16_KERNELS, warn_of_other_target
+from export.parity.stored_parity import ComparesStoredFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Set
     from pathlib import Path
 
-    import torch
     from torch.export import ExportedProgram
 
     from compress.common.signature import Signature
     from compress.core.context import Context
+    from export.parity.bisect import Tensors
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +34,8 @@ logger = logging.getLogger(__name__)
 class AotModel(Artifact):
     """Native code and weights in one `.pt2` package, run by PyTorch without its Python code.
 
-    It is tied to the processor, the system and the version of PyTorch that it was compiled for, and
-    refused elsewhere. Opening it runs the code it holds: open your own packages only.
+    It is refused on another processor, system or version of PyTorch than it was compiled for.
+    Opening it runs the code it holds: open your own packages only.
     """
 
     kind: ClassVar[str] = "aot"
@@ -67,7 +68,7 @@ class AotModel(Artifact):
             yield predict
 
 
-class ExportAot(Stage[EagerModel | GraphModel, AotModel]):
+class ExportAot(ComparesStoredFile, Stage[EagerModel | GraphModel, AotModel]):
     """Compile to native code ahead of time (AOTInductor), checked against its source.
 
     The package is tied to the kind of processor it is compiled on.
@@ -133,21 +134,9 @@ class ExportAot(Stage[EagerModel | GraphModel, AotModel]):
         logger.info("%s: %s, %s", self.title, facts["integer_kernels"], facts["float_kernels"])
         return AotModel.from_directory(context.root)
 
-    def check_parity(
-        self, model: EagerModel | GraphModel, artifact: AotModel, context: Context
-    ) -> None:
-        """Compare a package from an earlier run with its source, on the data of this one."""
-        from export.parity.compare import check_stored_parity
-
-        check_stored_parity(model, artifact, context)
-
     def _reexport(
-        self,
-        program: ExportedProgram,
-        signature: Signature,
-        file: Path,
-        inputs: tuple[torch.Tensor, ...],
-    ) -> tuple[torch.Tensor, ...]:
+        self, program: ExportedProgram, signature: Signature, file: Path, inputs: Tensors
+    ) -> Tensors:
         """Compile a part of the graph and return its outputs."""
         from export.aotinductor.package import compile_package, load
 

@@ -27,11 +27,7 @@ CUDA = CudaDevice(what="a CUDA device", install="use `device: cpu`")
 
 
 def require_all(requirements: Sequence[Requirement], title: str) -> None:
-    """Refuse to start a stage on a host that lacks something it needs.
-
-    Raises:
-        Unavailable: a requirement is missing.
-    """
+    """Raise Unavailable where this host lacks something that a stage needs."""
     for requirement in requirements:
         if requirement.missing():
             raise Unavailable(f"{title}: {requirement.what} is not here; {requirement.install}")
@@ -58,11 +54,7 @@ def built_for(device: str) -> dict[str, Any]:
 
 
 def refuse_other_host(needed: Mapping[str, Any], file: Path) -> None:
-    """Refuse code that was compiled for another machine.
-
-    Raises:
-        Unavailable: something differs here; the message names it.
-    """
+    """Raise Unavailable for code that was compiled for another machine; name what differs."""
     if needed["device"] == "cuda" and CUDA.missing():
         raise Unavailable(f"{file}: compiled for CUDA, and there is no CUDA device here")
     here = built_for(needed["device"])

@@ -22,31 +22,21 @@ NO_UINT16_KERNELS = (
 )
 
 
-def no_uint16_in(opset: int) -> str:
-    """Return why an ONNX operator set has no 16-bit activations."""
-    return (
-        f"opset {opset} has no 16-bit activations; set opset: {UINT16_OPSET} or more, or "
-        "leave it out"
-    )
-
-
-def uint8_only(dtype: str) -> str:
-    """Return why TorchScript cannot compute with activations of an integer type."""
-    return (
-        f"TorchScript's integer kernels take activations of unsigned 8 bits, found {dtype}; "
-        "quantize with target: onnxruntime-cpu and 8 bits, or use export_onnx"
-    )
+NO_UINT16_IN_OPSET = (
+    f"opset {{}} has no 16-bit activations; set opset: {UINT16_OPSET} or more, or leave it out"
+)
+UINT8_ONLY = (
+    "TorchScript's integer kernels take activations of unsigned 8 bits, found {}; quantize with "
+    "target: onnxruntime-cpu and 8 bits, or use export_onnx"
+)
 
 
 def warn_of_other_target(model: Artifact, targets: tuple[str, ...], title: str) -> None:
-    """Warn that a graph was quantized for another runtime: it is right here, and may be slow.
+    """Warn of a graph quantized for none of a runtime's targets: it is right, and may be slow.
 
-    Args:
-        model: what is exported; a float model is for every runtime.
-        targets: those that quantize for this runtime, the usual one first.
-        title: name of the stage that exports.
+    The usual target comes first; `title` is the name of the stage that exports.
     """
-    target = model.manifest.facts.get("target")
+    target = model.manifest.facts.get("target")  # none: a float model is for every runtime
     if target is not None and target not in targets:
         logger.warning(
             "%s: the graph was quantized for %s, whose patterns are not all fused here; quantize "

@@ -1,4 +1,4 @@
-"""ONNX graphs: traversal, stripping, and counts of operators, weights and multiply-accumulates."""
+"""ONNX graphs: traversal, stripping, cutting, and counts of what they hold and compute."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import onnx
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     Documented = (
         onnx.ModelProto | onnx.GraphProto | onnx.NodeProto | onnx.ValueInfoProto | onnx.TensorProto
@@ -51,11 +51,9 @@ def inputs_of(node: onnx.NodeProto) -> Iterator[str]:
 
 
 def strip_(model: onnx.ModelProto) -> None:
-    """Drop what the runtime does not need, in place.
-
-    The exporter writes stack traces beside every operator, which would also make the file depend on
-    the folder it was made in; in a small model they and the names outweigh the weights.
-    """
+    """Drop stack traces, default attributes and long names, in place."""
+    # The stack traces beside every operator would also make the file depend on the folder it was
+    # made in; in a small model they and the names outweigh the weights.
     _clear_(model)
     for graph in graphs_in(model.graph):
         _clear_(graph)
@@ -66,8 +64,35 @@ def strip_(model: onnx.ModelProto) -> None:
             if not tensor.data_location:
                 tensor.ClearField("data_location")  # onnx.load leaves the default there
         for node in graph.node:
-            _drop_default_attributes_(node, model.opset_import[0].version)
+            if node.domain:  # onnx has no schema of onnxruntime's own operators
+                continue
+            schema = onnx.defs.get_schema(node.op_type, model.opset_import[0].version)
+            defaults = {k: v.default_value for k, v in schema.attributes.items()}
+            needed = [
+                a
+                for a in node.attribute
+                if a.SerializeToString() != defaults[a.name].SerializeToString()
+                and set(a.ints) != {UNIT_STEPS.get(a.name)}
+            ]
+            del node.attribute[:]
+            node.attribute.extend(needed)
     _shorten_names_(model.graph)
+
+
+def keep_outputs_(model: onnx.ModelProto, names: Sequence[str]) -> None:
+    """Keep some outputs, in the order named, with what they need and all inputs, in place."""
+    graph = model.graph
+    values = {output.name: output for output in graph.output}
+    outputs = [values[name] for name in names]
+    needed, nodes = set(names), []
+    for node in reversed(graph.node):
+        if needed & set(node.output):
+            nodes.append(node)
+            needed |= set(inputs_of(node))
+    weights = [tensor for tensor in graph.initializer if tensor.name in needed]
+    for field, content in (("output", outputs), ("node", nodes[::-1]), ("initializer", weights)):
+        graph.ClearField(field)
+        getattr(graph, field).extend(content)
 
 
 def count_operators(model: onnx.ModelProto) -> dict[str, int]:
@@ -193,39 +218,20 @@ def _macs(node: onnx.NodeProto, shapes: Mapping[str, tuple[int, ...]]) -> int | 
     elif node.op_type == "ConvTranspose":
         macs = prod(left) * prod(right[1:])
     else:
-        macs = prod(shapes.get(node.output[0], (0,))) * _reduction_length(node, left, right)
-    return macs or None
-
-
-def _reduction_length(node: onnx.NodeProto, left: tuple[int, ...], right: tuple[int, ...]) -> int:
-    """Return how many multiply-accumulates one element of the output takes."""
-    if node.op_type == "Conv":
-        return prod(right[1:])
-    if node.op_type in ("MatMul", "MatMulInteger"):
-        return left[-1] or right[-2:][0]  # one of them may not have been inferred
-    transposed = any(a.name == "transA" and a.i for a in node.attribute)
-    return left[0] if transposed else left[-1]
+        if node.op_type == "Conv":
+            reduced = prod(right[1:])
+        elif node.op_type in ("MatMul", "MatMulInteger"):
+            reduced = left[-1] or right[-2:][0]  # one of them may not have been inferred
+        else:
+            transposed = any(a.name == "transA" and a.i for a in node.attribute)
+            reduced = left[0] if transposed else left[-1]
+        macs = prod(shapes.get(node.output[0], (0,))) * reduced
+    return macs or None  # 0: a shape was not inferred
 
 
 def _clear_(part: Documented) -> None:
     part.ClearField("doc_string")
     del part.metadata_props[:]
-
-
-def _drop_default_attributes_(node: onnx.NodeProto, opset: int) -> None:
-    if node.domain:
-        return
-    defaults = {
-        k: v.default_value for k, v in onnx.defs.get_schema(node.op_type, opset).attributes.items()
-    }
-    needed = [
-        a
-        for a in node.attribute
-        if a.SerializeToString() != defaults[a.name].SerializeToString()
-        and set(a.ints) != {UNIT_STEPS.get(a.name)}
-    ]
-    del node.attribute[:]
-    node.attribute.extend(needed)
 
 
 def _shorten_names_(graph: onnx.GraphProto) -> None:

@@ -14,12 +14,15 @@ from compress.common.errors import StageFailed, first_line
 from compress.graph.axis_bounds import dynamic_shapes
 from compress.graph.library_cache import cached_composite_ops
 from compress.graph.rnn import any_sequence_length
-from export.common.targets import UINT16_OPSET, no_uint16_in
+from export.common.targets import NO_UINT16_IN_OPSET, UINT16_OPSET
 from export.onnx.metadata import INPUT, OUTPUT, rename_values_
 from export.onnx.passes.dynamic_quant import TRANSLATIONS as DYNAMIC
 from export.onnx.passes.dynamic_quant import fuse_integer_products_
-from export.onnx.passes.float16 import has_weights_of, separate_transposes_
-from export.onnx.passes.float_layers import separate_float_layers_
+from export.onnx.passes.float_layers import (
+    has_weights_of,
+    separate_float_layers_,
+    separate_transposes_,
+)
 from export.onnx.passes.matmul_nbits import use_matmul_nbits
 from export.onnx.passes.rnn import lower_quantized_rnns_
 from export.onnx.passes.stable_forms import TRANSLATIONS as STABLE
@@ -48,18 +51,15 @@ def lower(
 ) -> onnx.ModelProto:
     """Translate a program; inputs, outputs and axes get the signature's names.
 
-    Args:
-        program: the model's graph.
-        signature: its interface.
-        opset: version of the operator set; the exporter's default where None.
-        free_weights: whether to empty the program's weights, so that memory holds them once.
+    Without an `opset` it is the exporter's default. `free_weights` empties the program's weights,
+    so that memory holds them once.
 
     Raises:
         StageFailed: an operator has no ONNX form, or the operator set is not available.
     """
     if any(torch.uint16 in node.args for node in program.graph.nodes):
         if opset is not None and opset < UINT16_OPSET:
-            raise StageFailed(no_uint16_in(opset))
+            raise StageFailed(NO_UINT16_IN_OPSET.format(opset))
         opset = opset or UINT16_OPSET
     inputs = {INPUT.format(i): spec.name for i, spec in enumerate(signature.inputs)}
     outputs = {OUTPUT.format(i): spec.name for i, spec in enumerate(signature.outputs)}
@@ -103,11 +103,9 @@ def lower(
 
 
 def make_attention_contiguous_(program: ExportedProgram) -> None:
-    """Copy the transposed outputs of fused attention into contiguous memory, in place.
-
-    A view after the traced kernel may not fit the strides that attention has once the exporter has
-    decomposed it. In ONNX the copy is no operator.
-    """
+    """Copy the transposed outputs of fused attention into contiguous memory, in place."""
+    # A view after the traced kernel may not fit the strides that attention has once the exporter
+    # has decomposed it. In ONNX the copy is no operator.
     aten = torch.ops.aten
     layout: dict[str, Any] = {"memory_format": torch.contiguous_format}
     for part in program.graph_module.modules():

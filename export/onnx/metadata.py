@@ -23,11 +23,7 @@ a name that an output is given, and the graph is then invalid."""
 
 
 def add_metadata_(model: onnx.ModelProto, source: Artifact, class_names: Sequence[str]) -> None:
-    """Write properties into a model, in place: each a JSON text, the same for the same source.
-
-    Raises:
-        StageFailed: there are more or fewer class names than the first output has classes.
-    """
+    """Write properties into a model, in place: each a JSON text, the same for the same source."""
     properties: dict[str, Any] = {
         "provenance": {"source": source.digest, "toolkit": f"compress-pipeline {__version__}"},
         "signature": source.signature.model_dump(mode="json"),
@@ -40,11 +36,7 @@ def add_metadata_(model: onnx.ModelProto, source: Artifact, class_names: Sequenc
 
 
 def check_class_count(model: onnx.ModelProto, class_names: Sequence[str]) -> None:
-    """Refuse class names that are not one for each class.
-
-    Raises:
-        StageFailed: the last axis of the first output is known, and another number.
-    """
+    """Raise StageFailed where the first output has another number of classes, if it is known."""
     axes = model.graph.output[0].type.tensor_type.shape.dim
     classes: int = axes[-1].dim_value if axes else 0
     if classes and classes != len(class_names):

@@ -33,16 +33,12 @@ FIELD_NUMBERS_END = 2**29
 
 
 def to_proto(exported: ONNXProgram, *, free_weights: bool) -> onnx.ModelProto:
-    """Convert an exported program to protobuf.
+    """Convert what torch's exporter returned to protobuf; its model then keeps no weights.
 
-    Stack traces are left out: they outweigh the weights of a small model.
-
-    Args:
-        exported: what torch's exporter returned; its model keeps no weights.
-        free_weights: whether to empty the tensors of its program as well, each as soon as it is
-            copied. Deleting the program would not: onnxscript (0.7) references the last graphs
-            that it rewrote.
+    `free_weights` empties the tensors of its program as well, each as soon as it is copied.
     """
+    # Deleting the program would not free them: onnxscript (0.7) references the last graphs that it
+    # rewrote.
     graph = exported.model.graph
     for node in graph.all_nodes():
         node.metadata_props.clear()
@@ -75,15 +71,7 @@ def _empty_(*tensors: torch.Tensor) -> None:
 
 
 def read(file: Path, *, weights: bool = False) -> onnx.ModelProto:
-    """Read a model.
-
-    Args:
-        file: the model.
-        weights: whether those beside the file are read too.
-
-    Raises:
-        ArtifactInvalid: the file is not ONNX, or truncated.
-    """
+    """Read a model, on request with the weights beside its file; ArtifactInvalid if it is none."""
     try:
         return onnx.load(file, load_external_data=weights)
     except Exception as error:  # protobuf's own, which has no types to name
@@ -100,14 +88,9 @@ def write(model: onnx.ModelProto, file: Path) -> None:
     """
     _check(model)
     if sum(size_of(tensor) for tensor in model.graph.initializer) > LARGEST:
-        onnx.save_model(
-            model,
-            file,
-            save_as_external_data=True,
-            all_tensors_to_one_file=True,
-            location=WEIGHTS,
-            size_threshold=SMALLEST_OUTSIDE,
-        )
+        external: dict[str, Any] = {"save_as_external_data": True, "all_tensors_to_one_file": True}
+        external |= {"location": WEIGHTS, "size_threshold": SMALLEST_OUTSIDE}
+        onnx.save_model(model, file, **external)
     else:
         with file.open("wb") as stream:
             stream.writelines(_encode(model))
@@ -130,14 +113,12 @@ def _check(model: onnx.ModelProto) -> None:
 
 
 def write_mapped(model: onnx.ModelProto, file: Path) -> None:
-    """Write a written model's graph beside its file, with the weights left where they are there.
-
-    onnxruntime reads a whole file into memory and copies the weights out of it, which takes more
-    than twice its size; weights in another file it maps. So an export is compared with its source
-    on the file's own bytes, and is in memory once. A model with external weights needs none.
-    """
+    """Write a written model's graph beside its file, with the weights left where they are there."""
+    # onnxruntime reads a whole file into memory and copies the weights out of it, which takes more
+    # than twice its size; weights in another file it maps. So an export is compared with its source
+    # on the file's own bytes, and is in memory once.
     if any(tensor.data_location for tensor in model.graph.initializer):
-        return
+        return  # its weights are in another file already
     small = _without_weights(model)
     end = len(_encode_up_to_weights(model))
     for tensor in model.graph.initializer:
@@ -180,21 +161,17 @@ def is_plain(tensor: onnx.TensorProto) -> bool:
 
 
 def size_of(tensor: onnx.TensorProto) -> int:
-    """Return a tensor's bytes in protobuf's encoding.
-
-    ``ByteSize`` of a plain tensor would encode it, and have its data in memory three times.
-    """
+    """Return a tensor's bytes in protobuf's encoding."""
     if not is_plain(tensor):
         return int(tensor.ByteSize())
+    # ByteSize of a plain tensor would encode it, and have its data in memory three times.
     length = len(tensor.raw_data)
     return int(_without_data(tensor).ByteSize()) + len(_field_header(RAW_DATA, length)) + length
 
 
 def _encode(model: onnx.ModelProto) -> Iterator[bytes]:
-    """Yield a model in protobuf's encoding, each weight on its own.
-
-    Serialized as a whole, a model is in memory twice.
-    """
+    """Yield a model in protobuf's encoding, each weight on its own."""
+    # Serialized as a whole, a model is in memory twice.
     yield _encode_up_to_weights(model)
     for tensor in model.graph.initializer:
         yield _field_header(INITIALIZER, size_of(tensor))

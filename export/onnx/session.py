@@ -1,17 +1,18 @@
-"""onnxruntime: sessions as predictors, and which kernels it chooses."""
+"""onnxruntime: sessions as predictors, its optimizer, and which kernels it chooses."""
 
 from __future__ import annotations
 
 import tempfile
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import onnxruntime
 import torch
 
 from compress.common.errors import ArtifactInvalid, first_line
-from export.onnx.proto_io import read
+from export.onnx.graph import graphs_in
+from export.onnx.proto_io import read, write
 
 if TYPE_CHECKING:
     import onnx
@@ -31,35 +32,41 @@ INTEGER_KERNELS = {
 
 
 def session_predictor(file: Path, threads: int) -> Predictor:
-    """Return a predictor that runs an ONNX file on the CPU.
-
-    Raises:
-        ArtifactInvalid: onnxruntime cannot load the file.
-    """
+    """Return a predictor that runs an ONNX file on the CPU."""
     return _predictor(_session(file, _options(threads)))
 
 
 def counted_predictor(file: Path, threads: int) -> tuple[Predictor, dict[str, dict[str, int]]]:
-    """Return a predictor, and how many integer and float kernels run the heavy operators.
-
-    Raises:
-        ArtifactInvalid: onnxruntime cannot load the file.
-    """
+    """Return a predictor, and how many integer and float kernels run the heavy operators."""
     with tempfile.TemporaryDirectory() as folder:
         optimized = Path(folder) / "optimized.onnx"
         session = _session(file, _options(threads, optimized))
         return _predictor(session), count_kernels(read(optimized))
 
 
-def write_optimized(file: Path, optimized: Path, level: Any) -> None:
-    """Write a model as onnxruntime rewrites it for the CPU at an optimization level.
+def optimize(model: onnx.ModelProto, level: Literal["basic", "extended"]) -> onnx.ModelProto:
+    """Return a model as onnxruntime rewrites it; a large model given to it loses its weights.
 
-    Raises:
-        ArtifactInvalid: onnxruntime cannot load the file.
+    Level `basic` folds constants and BatchNorm, and gives standard operators; `extended` also fuses
+    them into onnxruntime's own, which no other runtime knows.
     """
-    options = _options(1, optimized)
-    options.graph_optimization_level = level
-    _session(file, options)
+    levels = onnxruntime.GraphOptimizationLevel
+    # The level above these changes layouts for the processor that it runs on.
+    chosen = {"basic": levels.ORT_ENABLE_BASIC, "extended": levels.ORT_ENABLE_EXTENDED}[level]
+    with tempfile.TemporaryDirectory(prefix="compress-onnx-") as folder:
+        file, optimized = Path(folder) / "model.onnx", Path(folder) / "rewritten.onnx"
+        write(model, file)
+        options = _options(1, optimized)
+        options.graph_optimization_level = chosen
+        _session(file, options)
+        rewritten = read(optimized, weights=True)
+    # onnxruntime lists all operator sets that it knows.
+    used = {"", *(node.domain for graph in graphs_in(rewritten.graph) for node in graph.node)}
+    versions = {o.domain: o.version for o in rewritten.opset_import if o.domain in used}
+    del rewritten.opset_import[:]
+    for domain, version in sorted(versions.items()):
+        rewritten.opset_import.add(domain=domain, version=version)
+    return rewritten
 
 
 def count_kernels(optimized: onnx.ModelProto) -> dict[str, dict[str, int]]:
@@ -100,6 +107,7 @@ def _options(threads: int, optimized: Path | None = None) -> Any:
 
 
 def _session(file: Path, options: Any) -> Any:
+    """Return a session; ArtifactInvalid where onnxruntime cannot load the file."""
     try:
         return onnxruntime.InferenceSession(str(file), options, ["CPUExecutionProvider"])
     except Exception as error:

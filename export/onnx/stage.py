@@ -16,22 +16,23 @@ from compress.core.context import Context
 from compress.core.stage import Stage
 from export.common.targets import (
     NO_BFLOAT16,
+    NO_UINT16_IN_OPSET,
     UINT16_OPSET,
-    no_uint16_in,
     warn_of_other_target,
 )
+from export.parity.stored_parity import ComparesStoredFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Set
     from pathlib import Path
 
-    import torch
     from torch.export import ExportedProgram
 
     from compress.common.forward import Predictor
     from compress.common.signature import Signature
     from compress.core.context import Context
     from export.onnx.translate import Translation
+    from export.parity.bisect import Tensors
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +68,7 @@ class OnnxModel(Artifact):
         from export.onnx.graph import count_weights
         from export.onnx.proto_io import read
 
+        # Once fused into onnxruntime's own operators, weights cannot be counted in the file.
         recorded: Any = self.manifest.facts.get("parameters")
         return count_weights(read(self.payload_path)) if recorded is None else recorded
 
@@ -79,7 +81,7 @@ class OnnxModel(Artifact):
         return count_macs(read(self.payload_path)) if recorded is None else recorded
 
 
-class ExportOnnx(Stage[EagerModel | GraphModel, OnnxModel]):
+class ExportOnnx(ComparesStoredFile, Stage[EagerModel | GraphModel, OnnxModel]):
     """Write an ONNX file, checked against its source at several sizes of every named axis."""
 
     stage: Literal["export_onnx"] = "export_onnx"
@@ -97,7 +99,7 @@ class ExportOnnx(Stage[EagerModel | GraphModel, OnnxModel]):
         if "bfloat16" in formats:
             return NO_BFLOAT16
         if "uint16" in formats and self.opset is not None and self.opset < UINT16_OPSET:
-            return no_uint16_in(self.opset)
+            return NO_UINT16_IN_OPSET.format(self.opset)
         return ""
 
     def run(self, model: EagerModel | GraphModel, context: Context) -> OnnxModel:
@@ -133,16 +135,17 @@ class ExportOnnx(Stage[EagerModel | GraphModel, OnnxModel]):
                         model, expected, exported, val_batches, limits, facts["operators"]
                     )
         logger.info("%s: %s, %s", self.title, facts["integer_kernels"], facts["float_kernels"])
-        self._warn_of_float_kernels(model, facts["float_kernels"].keys(), half=translation.half)
+        for_cpu = model.manifest.facts.get("target", ONNX_TARGETS[0]) == ONNX_TARGETS[0]
+        unfused = sorted(UNFUSED & facts["float_kernels"].keys())
+        if translation.half:
+            logger.warning(
+                "%s: onnxruntime turns float16 into float32 to compute it on the CPU: a "
+                "smaller file, not a faster answer; float16 kernels are for GPUs",
+                self.title,
+            )
+        elif isinstance(model, GraphModel) and for_cpu and unfused:
+            logger.warning("%s: quantized, yet computed in floats: %s", self.title, unfused)
         return OnnxModel.from_directory(context.root)
-
-    def check_parity(
-        self, model: EagerModel | GraphModel, artifact: OnnxModel, context: Context
-    ) -> None:
-        """Compare a file from an earlier run with its source, on the data of this one."""
-        from export.parity.compare import check_stored_parity
-
-        check_stored_parity(model, artifact, context)
 
     def _write(
         self, model: EagerModel | GraphModel, file: Path, facts: dict[str, Any]
@@ -151,8 +154,8 @@ class ExportOnnx(Stage[EagerModel | GraphModel, OnnxModel]):
         from compress.profiling.rss import release_memory
         from export.onnx.graph import count_operators, strip_
         from export.onnx.metadata import add_metadata_
-        from export.onnx.optimize import optimize
         from export.onnx.proto_io import write, write_mapped
+        from export.onnx.session import optimize
         from export.onnx.translate import translate
 
         graph, translation = translate(model, self.opset, self.title)
@@ -175,12 +178,8 @@ class ExportOnnx(Stage[EagerModel | GraphModel, OnnxModel]):
         return translation
 
     def _reexport(
-        self,
-        program: ExportedProgram,
-        signature: Signature,
-        file: Path,
-        inputs: tuple[torch.Tensor, ...],
-    ) -> tuple[torch.Tensor, ...]:
+        self, program: ExportedProgram, signature: Signature, file: Path, inputs: Tensors
+    ) -> Tensors:
         """Export a part of the graph and return its outputs."""
         from export.onnx.graph import strip_
         from export.onnx.lowering import lower
@@ -191,18 +190,3 @@ class ExportOnnx(Stage[EagerModel | GraphModel, OnnxModel]):
         strip_(graph)
         write(graph, file)
         return session_predictor(file, threads=1)(*inputs)
-
-    def _warn_of_float_kernels(
-        self, model: EagerModel | GraphModel, kernels: Set[str], *, half: bool
-    ) -> None:
-        """Warn where a graph was to be computed in fewer bits and is not."""
-        for_cpu = model.manifest.facts.get("target", ONNX_TARGETS[0]) == ONNX_TARGETS[0]
-        unfused = UNFUSED & kernels
-        if half:
-            logger.warning(
-                "%s: onnxruntime turns float16 into float32 to compute it on the CPU: a "
-                "smaller file, not a faster answer; float16 kernels are for GPUs",
-                self.title,
-            )
-        elif isinstance(model, GraphModel) and for_cpu and unfused:
-            logger.warning("%s: quantized, yet computed in floats: %s", self.title, sorted(unfused))

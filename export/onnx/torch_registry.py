@@ -23,19 +23,17 @@ _build_registry = ONNXRegistry.from_torchlib
 
 @contextmanager
 def cached_registry() -> Iterator[None]:
-    """Have torch's exporter use a copy of a cached table of operators, in a block.
+    """Have torch's exporter use a copy of a cached table of operators, in a block."""
 
-    torch 2.13 builds it from 600 functions in each export: a third of the time of a small model's.
-    """
-    with patched_attribute(ONNXRegistry, "from_torchlib", staticmethod(_copy_of_registry)):
+    # torch 2.13 builds it from 600 functions in each export: a third of a small model's time.
+    def copy_of_registry(**version: int) -> Any:
+        # Operators that are not registered yet are left out, and torchvision registers its own.
+        registry = copy.copy(_registry("torchvision" in sys.modules, **version))
+        registry.functions = {name: [*forms] for name, forms in registry.functions.items()}
+        return registry
+
+    with patched_attribute(ONNXRegistry, "from_torchlib", staticmethod(copy_of_registry)):
         yield
-
-
-def _copy_of_registry(**version: int) -> Any:
-    # Operators that are not registered yet are left out, and torchvision registers its own.
-    registry = copy.copy(_registry("torchvision" in sys.modules, **version))
-    registry.functions = {name: [*forms] for name, forms in registry.functions.items()}
-    return registry
 
 
 @functools.cache

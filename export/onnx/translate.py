@@ -17,8 +17,9 @@ from compress.artifacts.graph_model import GraphModel, program_of
 from compress.common.errors import StageFailed
 from compress.graph.axis_bounds import axis_limit_facts
 from compress.graph.torch_export import with_flat_outputs
+from export.common.targets import NO_BFLOAT16
 from export.onnx.lowering import innermost_reason, lower
-from export.onnx.passes.float16 import has_weights_of, refuse_bfloat16
+from export.onnx.passes.float_layers import has_weights_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -58,24 +59,20 @@ def translate(
 ) -> tuple[onnx.ModelProto, Translation]:
     """Return a model as ONNX; where torch's exporter fails, its older one is tried.
 
-    Args:
-        source: what is exported; a graph has no module that the older exporter could trace.
-        opset: version of the operator set; the exporter's default where None.
-        title: name of the stage, for the log.
-
     Raises:
         StageFailed: neither exporter can translate the model; the message is the usual one's.
     """
     try:
         program = program_of(source)
-        refuse_bfloat16(program)
+        if has_weights_of(program, torch.bfloat16):
+            raise StageFailed(NO_BFLOAT16)
         limits = axis_limit_facts(program, source.signature, title)
         half = has_weights_of(program, torch.float16)
         graph = lower(program, source.signature, opset, free_weights=True)
         return graph, Translation("dynamo", half, limits)
     except StageFailed as error:
         if isinstance(source, GraphModel):
-            raise
+            raise  # a graph has no module that the older exporter could trace
         module = source.load()
         legacy = _export_legacy(module, source.signature, opset)
         if legacy is None:
@@ -93,10 +90,7 @@ def translate(
 def _export_legacy(
     module: torch.nn.Module, signature: Signature, opset: int | None
 ) -> onnx.ModelProto | None:
-    """Return a module as the older exporter traces it; None where it fails.
-
-    It also fails where tracing records a branch or a number that other inputs would change.
-    """
+    """Return a module as the older exporter traces it; None where it fails."""
     inputs = signature.example()
     try:
         with (
@@ -106,6 +100,7 @@ def _export_legacy(
             TemporaryDirectory() as folder,
         ):
             warnings.simplefilter("ignore")
+            # Tracing recorded a branch or a number that other inputs would change.
             warnings.simplefilter("error", torch.jit._trace.TracerWarning)
             file = Path(folder) / "model.onnx"
             torch.onnx.export(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import torch
@@ -61,12 +62,10 @@ ROUNDING = torch.finfo(torch.float32).eps
 def adversarial_inputs(
     signature: Signature, val_batches: Sequence[Tensors], operators: Container[str] = ()
 ) -> Iterator[tuple[str, Tensors]]:
-    """Yield kinds of inputs after their name; integers stay within the range of `val`.
+    """Yield kinds of inputs after their name, but for the operators' :data:`SKIPPED_KINDS`.
 
-    Args:
-        signature: the model's interface; masks stay as they are in `val`.
-        val_batches: real inputs; seeded ones are used where there are none.
-        operators: those of the exported model; their :data:`SKIPPED_KINDS` are left out.
+    Masks stay as they are in `val`, and integers within its range; without `val`, in that of seeded
+    inputs.
     """
     skipped = {kind for name, kinds in SKIPPED_KINDS.items() if name in operators for kind in kinds}
     yield from ((kind, x) for kind, x in _all_kinds(signature, val_batches) if kind not in skipped)
@@ -89,6 +88,10 @@ def _all_kinds(
             for spec, x, value in zip(signature.inputs, base, values, strict=True)
         )
 
+    def scaled_to(size: float, x: torch.Tensor) -> torch.Tensor:
+        largest_value = x.double().abs().max()
+        return x.double() / largest_value * size if largest_value > 0 else x
+
     def with_floats(change: Callable[[torch.Tensor], torch.Tensor]) -> Tensors:
         return tuple(
             change(x).to(x.dtype) if x.is_floating_point() and x.numel() else x for x in base
@@ -102,7 +105,7 @@ def _all_kinds(
     if any(x.is_floating_point() for x in base):
         yield f"real inputs times {SCALE:g}", with_floats(lambda x: x * SCALE)
         for kind, size in {TINY_KIND: TINY, **LARGE_KINDS}.items():
-            yield kind, with_floats(functools.partial(_scaled_to, size=size))
+            yield kind, with_floats(functools.partial(scaled_to, size))
         yield MIXED_KIND, with_floats(_mixed)
     if has_masks:
         yield "rows of every length", _ragged(signature, base)
@@ -119,23 +122,16 @@ def find_adversarial_mismatch(
     """Return the first kind on which two models differ, its inputs and the error, or None.
 
     Inputs that the source refuses are left out, and so are its NaN, and infinities that float64
-    does not have there: the other elements are compared. Integer outputs are not compared: on
-    constants they are ties. But for tiny inputs, whose outputs may be as tiny, a difference below
-    the rounding of a usual output counts as none: a sigmoid of -25 may be 0.
-
-    Args:
-        expected: the source model.
-        exported: the exported model.
-        signature: their interface.
-        cases: inputs after the name of their kind.
-        limit: largest error, relative to the norm of the outputs.
-        reference: the source in float64, which may explain a difference.
+    does not have there: the other elements are compared. Errors are relative to the outputs' norm;
+    the reference may explain a difference.
     """
-    expected, exported = (
-        accept_any_batch(expected, signature),
-        accept_any_batch(exported, signature),
-    )
-    rounding = ROUNDING * _largest_output(expected, signature)
+    expected, exported = (accept_any_batch(p, signature) for p in (expected, exported))
+    # A difference below the rounding of a usual output counts as none, as a sigmoid of -25 may be
+    # 0; but not for tiny inputs, whose outputs may be as tiny.
+    rounding = 0.0
+    with suppress(Exception):  # whatever the user's own code raises
+        outputs = expected(*signature.example())
+        rounding = ROUNDING * largest(largest_finite(t) for t in outputs if t.is_floating_point())
     for kind, inputs in cases:
         try:
             outputs = expected(*inputs)
@@ -157,11 +153,7 @@ def find_adversarial_mismatch(
 def _error(exported: Predictor, inputs: Tensors, expected: Tensors, rounding: float) -> float:
     """Return the worst output's error where the source is finite; infinite where the model fails.
 
-    Args:
-        exported: the exported model.
-        inputs: what it is run on.
-        expected: the source's outputs.
-        rounding: the largest difference of an element that counts as none.
+    A largest difference up to `rounding` counts as none.
     """
     try:
         outputs = exported(*inputs)
@@ -171,7 +163,7 @@ def _error(exported: Predictor, inputs: Tensors, expected: Tensors, rounding: fl
     for a, b in zip(expected, outputs, strict=True):
         if a.shape != b.shape:
             return math.inf
-        if a.is_floating_point():
+        if a.is_floating_point():  # integers are not compared: on constants they are ties
             finite = a.isfinite()
             a, b = a.where(finite, 0), b.where(finite, 0)
             negligible = largest_difference(a, b) <= rounding
@@ -182,10 +174,8 @@ def _error(exported: Predictor, inputs: Tensors, expected: Tensors, rounding: fl
 def _misses_infinities(
     exported: Predictor, inputs: Tensors, expected: Tensors, reference: Float64Reference | None
 ) -> bool:
-    """Whether an infinity that the source means, such as a masked score, is not in the export.
-
-    Where float64 is finite, the source's infinity is an overflow of float32 and need not be there.
-    """
+    """Whether an infinity that the source means, such as a masked score, is not in the export."""
+    # Where float64 is finite, the source's infinity is an overflow of float32, not meant.
     pairs = [p for p in zip(expected, exported(*inputs), strict=True) if p[0].is_floating_point()]
     missing = [a.isinf() & (a != b) for a, b in pairs]
     if reference is None or not any(m.any() for m in missing):
@@ -195,21 +185,6 @@ def _misses_infinities(
         return False
     meant = [t.isinf() for t, a in zip(exact, expected, strict=True) if a.is_floating_point()]
     return any(bool((a & b).any()) for a, b in zip(missing, meant, strict=True))
-
-
-def _largest_output(expected: Predictor, signature: Signature) -> float:
-    """Return the largest finite output for seeded inputs; 0 where the model fails."""
-    try:
-        outputs = expected(*signature.example())
-    except Exception:  # noqa: BLE001 - whatever the user's own code raises
-        return 0.0
-    return largest(largest_finite(t) for t in outputs if t.is_floating_point())
-
-
-def _scaled_to(x: torch.Tensor, size: float) -> torch.Tensor:
-    """Return a tensor scaled so that its largest absolute value is `size`; zeros stay zeros."""
-    largest_value = x.double().abs().max()
-    return x.double() / largest_value * size if largest_value > 0 else x
 
 
 def _mixed(x: torch.Tensor) -> torch.Tensor:

@@ -152,10 +152,6 @@ class LayerSearch:
     ) -> tuple[fx.GraphModule, Signature, Tensors, float]:
         """Export the smallest part that shows the difference: the operator, or all up to it.
 
-        Args:
-            node: the wrong layer.
-            file: where the part is exported to.
-
         Returns:
             The part, its signature, the inputs that show the difference, and its error.
 

@@ -24,10 +24,7 @@ NUDGE = 1e-6
 
 
 class Float64Reference:
-    """Decides whether float32 arithmetic alone explains an export's error.
-
-    Used only after outputs were found to differ, so that nothing is computed where they agree.
-    """
+    """Decides whether float32 arithmetic alone explains an export's error, once one was found."""
 
     def __init__(self, source: Artifact, expected: Predictor) -> None:
         self._source = source if isinstance(source, EagerModel) else None
@@ -37,10 +34,7 @@ class Float64Reference:
     def explains(self, inputs: Tensors, exported: Tensors, limit: float) -> bool:
         """Whether an export is about as near to float64 as its source, or the source jumps here.
 
-        Args:
-            inputs: where the outputs differ.
-            exported: the export's outputs.
-            limit: error, relative to the norm, that is allowed besides.
+        `limit`: error, relative to the norm, that is allowed besides.
         """
         expected = self._expected(*inputs)
         if [t.shape for t in expected] != [t.shape for t in exported]:

@@ -31,10 +31,7 @@ def recorded_outputs(
 ) -> Iterator[Predictor]:
     """Run a model on inputs, close it, and give its stored outputs as a predictor.
 
-    Args:
-        source: the model; it is opened again for an input whose output is not stored.
-        inputs: those that will be needed.
-        threads: CPU threads that it runs with.
+    It is opened again for an input whose output is not stored.
     """
     with TemporaryDirectory(prefix="compress-answers-") as folder, ExitStack() as stack:
         stored = OutputFolder(Path(folder))

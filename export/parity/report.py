@@ -21,10 +21,9 @@ from compress.common.forward import accept_any_batch
 from compress.common.tensor_difference import largest, largest_difference, relative_error
 from compress.core.metrics import evaluate, predicted_labels
 from export.parity import repro_script
-from export.parity.bisect import LayerSearch, WrongLayer
+from export.parity.bisect import LayerSearch
 from export.parity.compare import ParityMismatch, parity_inputs
-from export.parity.sample_parity import val_inputs
-from export.parity.tolerance import tolerance_for
+from export.parity.sample_parity import tolerance_for, val_inputs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -72,11 +71,10 @@ class ParityContext:
 def report_on_mismatch(parity: ParityContext) -> Iterator[None]:
     """Write a report where the body finds that an export's outputs are wrong.
 
-    The report of an earlier attempt is removed first, and what of one was half written.
-
     Raises:
         StageFailed: the body raised it; the wrong layer and the folder are added to the message.
     """
+    # The report of an earlier attempt, and what of one was half written.
     shutil.rmtree(parity.folder, ignore_errors=True)
     remove_leftovers(parity.folder.parent, parity.folder.name)
     try:
@@ -100,6 +98,7 @@ def _write_report(parity: ParityContext, error: StageFailed) -> str:
             total = _relative_error(expected, parity.exported, inputs)
     # An error that is large only beside the samples' spread may be within the tolerance here.
     limit = min(tolerance_for(parity.source).relative, total / 2)
+    # Written aside and renamed: a folder that is there holds a complete report.
     partial = partial_path(parity.folder)
     partial.mkdir(parents=True)
     with TemporaryDirectory() as scratch:
@@ -107,7 +106,15 @@ def _write_report(parity: ParityContext, error: StageFailed) -> str:
         file = Path(scratch) / parity.runtime.file
         search = LayerSearch(program, parity.source.signature, inputs, parity.reexport, file, limit)
         layer = search.run()
-        reproduce = _write_script(parity, search, layer, partial)
+        summary = f"{parity.runtime.name} and PyTorch differ" + (f" at {layer}." if layer else ".")
+        reproduce = None
+        try:
+            shown = repro_script.write(
+                partial, search, parity.runtime, parity.file, parity.exported, summary
+            )
+            reproduce = {"script": repro_script.SCRIPT, "error": _number(shown)}
+        except CompressError as fault:
+            logger.warning("%s: no %s: %s", parity.title, repro_script.SCRIPT, fault)
     report = {
         "version": 1,
         "stage": parity.title,
@@ -202,20 +209,6 @@ def _metric(parity: ParityContext, expected: Predictor) -> dict[str, Any] | None
     except Exception as error:  # noqa: BLE001 - a metric of the user's may raise any
         return {"name": metric.name, "note": first_line(error)}
     return {"name": metric.name, "source": values[0], "exported": values[1]}
-
-
-def _write_script(
-    parity: ParityContext, search: LayerSearch, layer: WrongLayer | None, folder: Path
-) -> dict[str, Any] | None:
-    summary = f"{parity.runtime.name} and PyTorch differ" + (f" at {layer}." if layer else ".")
-    try:
-        error = repro_script.write(
-            folder, search, parity.runtime, parity.file, parity.exported, summary
-        )
-    except CompressError as fault:
-        logger.warning("%s: no %s: %s", parity.title, repro_script.SCRIPT, fault)
-        return None
-    return {"script": repro_script.SCRIPT, "error": _number(error)}
 
 
 def _number(value: float) -> float | str:

@@ -129,13 +129,8 @@ def write(
 ) -> float:
     """Write script, program, exported file and inputs; return the error that they show.
 
-    Args:
-        folder: where they go.
-        search: the finished search; where it found no layer, the whole exported file is shown.
-        runtime: what runs the exported file.
-        file: the whole exported model.
-        exported: its predictor.
-        summary: first line of the script.
+    Where the search found no layer, the whole exported model is shown: `file`, whose predictor is
+    `exported`.
 
     Raises:
         StageFailed: the part cannot be exported on its own.
@@ -155,8 +150,11 @@ def write(
         raise StageFailed("the part cannot be exported on its own")
     program = retrace(part, signature, signature.example())
     save_program(program, folder / SOURCE)
-    names = [spec.name for spec in signature.inputs]
-    arrays = {n: _as_array(x) for n, x in zip(names, inputs, strict=True)}
+    arrays = {
+        # numpy has no bfloat16; the script turns it back.
+        spec.name: (x.float() if x.dtype == torch.bfloat16 else x).detach().cpu().numpy()
+        for spec, x in zip(signature.inputs, inputs, strict=True)
+    }
     np.savez(folder / INPUTS, allow_pickle=False, **arrays)
     text = TEMPLATE.format(
         what=summary,
@@ -172,9 +170,3 @@ def write(
     )
     (folder / SCRIPT).write_text(text, encoding="utf-8")
     return error
-
-
-def _as_array(tensor: torch.Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.generic]]:
-    """Return a tensor as an array; numpy has no bfloat16."""
-    tensor = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
-    return tensor.detach().cpu().numpy()

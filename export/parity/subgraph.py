@@ -77,11 +77,7 @@ def single_operator(module: fx.GraphModule, node: fx.Node) -> tuple[fx.GraphModu
 def retrace(
     module: fx.GraphModule, signature: Signature, inputs: Sequence[torch.Tensor]
 ) -> ExportedProgram:
-    """Export a part of a graph as a program of its own.
-
-    Raises:
-        StageFailed: torch.export refuses the part.
-    """
+    """Export a part of a graph as a program of its own; StageFailed where torch.export cannot."""
     try:
         with torch.no_grad():
             return trace(module, inputs, signature)

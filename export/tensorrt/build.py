@@ -19,7 +19,6 @@ from export.tensorrt.shape_profiles import Shapes, shapes_of
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    import onnx
     from torch.export import ExportedProgram
 
     from compress.artifacts.eager_model import EagerModel
@@ -31,6 +30,7 @@ TIMINGS = "timing.cache"
 BFLOAT16_OPSET = 22
 """The first ONNX operator set whose Conv and poolings take bfloat16."""
 QUANTIZED = "quantized_decomposed."
+RUN_TIME_INTEGERS = {"DynamicQuantizeLinear", "MatMulInteger", "ConvInteger"}
 
 
 class BuildOptions(NamedTuple):
@@ -47,11 +47,7 @@ def build_from_onnx(
     sizes: Mapping[str, Sequence[int]],
     options: BuildOptions,
 ) -> bytes:
-    """Return a serialized engine, built by TensorRT's parser from the model as ONNX.
-
-    Raises:
-        StageFailed: the parser refuses the model, or no kernel fits.
-    """
+    """Return a serialized engine, built by TensorRT's parser from the model as ONNX."""
     shapes = {spec.name: shapes_of(spec, sizes) for spec in model.signature.inputs}
     if isinstance(model, OnnxModel):
         return parse_and_build(model.payload_path, shapes, options)
@@ -67,11 +63,7 @@ def build_from_program(
     options: BuildOptions,
     device: str,
 ) -> bytes:
-    """Return a serialized engine, converted from the model's graph by torch-tensorrt.
-
-    Raises:
-        StageFailed: an operator has no converter, or no kernel fits.
-    """
+    """Return a serialized engine, converted from the model's graph by torch-tensorrt."""
     import torch
     import torch_tensorrt
     from torch.export.passes import move_to_device_pass
@@ -80,12 +72,14 @@ def build_from_program(
         raise StageFailed("torch-tensorrt does not read ONNX; leave `through` out")
     program = program_of(model)
     refuse_quantized(program)
-    inputs = [
-        torch_tensorrt.Input(
-            **input_shapes(shapes_of(spec, sizes)), dtype=getattr(torch, spec.dtype), name=spec.name
-        )
-        for spec in model.signature.inputs
-    ]
+    inputs = []
+    for spec in model.signature.inputs:
+        least, usual, most = shapes_of(spec, sizes)
+        shape = {"min_shape": least, "opt_shape": usual, "max_shape": most}
+        if least == most:
+            shape = {"shape": usual}
+        dtype = getattr(torch, spec.dtype)
+        inputs.append(torch_tensorrt.Input(**shape, dtype=dtype, name=spec.name))
     with TemporaryDirectory(prefix="compress-tensorrt-") as scratch:
         try:
             engine: bytes = torch_tensorrt.dynamo.convert_exported_program_to_serialized_trt_engine(
@@ -102,21 +96,19 @@ def build_from_program(
 
 
 def write_onnx(program: ExportedProgram, signature: Signature, file: Path) -> None:
-    """Write the ONNX file that TensorRT's parser reads.
-
-    Raises:
-        StageFailed: the graph has operators that only onnxruntime has.
-    """
+    """Write the ONNX file that TensorRT's parser reads, without onnxruntime's own operators."""
     import torch
 
     from export.onnx.graph import strip_
     from export.onnx.lowering import lower
-    from export.onnx.passes.float16 import has_weights_of
+    from export.onnx.passes.float_layers import has_weights_of
     from export.onnx.proto_io import write
 
     opset = BFLOAT16_OPSET if has_weights_of(program, torch.bfloat16) else None
     graph = lower(program, signature, opset)
-    unsupported = sorted(unsupported_operators(graph))
+    unsupported = sorted(
+        {n.op_type for n in graph.graph.node if n.domain or n.op_type in RUN_TIME_INTEGERS}
+    )
     if unsupported:
         raise StageFailed(
             f"TensorRT has no form of {', '.join(unsupported)}, which rounds at run time or holds "
@@ -126,18 +118,9 @@ def write_onnx(program: ExportedProgram, signature: Signature, file: Path) -> No
     write(graph, file)
 
 
-def unsupported_operators(graph: onnx.ModelProto) -> set[str]:
-    """Return the operators of a model that are onnxruntime's own, or quantize at run time."""
-    run_time = {"DynamicQuantizeLinear", "MatMulInteger", "ConvInteger"}
-    return {node.op_type for node in graph.graph.node if node.domain or node.op_type in run_time}
-
-
 def refuse_quantized(program: ExportedProgram) -> None:
-    """Refuse integer graphs: torch-tensorrt (2.13) converts those of its own quantizer alone.
-
-    Raises:
-        StageFailed: the program quantizes.
-    """
+    """Raise StageFailed for an integer graph."""
+    # torch-tensorrt (2.13) converts those of its own quantizer alone.
     if any(str(node.target).startswith(QUANTIZED) for node in program.graph.nodes):
         raise StageFailed(
             "torch-tensorrt has no converters for integer graphs; leave `through` out, and "
@@ -146,11 +129,7 @@ def refuse_quantized(program: ExportedProgram) -> None:
 
 
 def parse_and_build(file: Path, shapes: Mapping[str, Shapes], options: BuildOptions) -> bytes:
-    """Return an engine built from an ONNX file by TensorRT's parser.
-
-    Raises:
-        StageFailed: the parser refuses the file, or no kernel fits.
-    """
+    """Return an engine built from an ONNX file by TensorRT's parser."""
     import tensorrt as trt
 
     logger = trt.Logger(trt.Logger.WARNING)
@@ -188,13 +167,6 @@ def parse_and_build(file: Path, shapes: Mapping[str, Shapes], options: BuildOpti
         partial.write_bytes(bytes(config.get_timing_cache().serialize()))
         partial.replace(timings)
     return bytes(plan)
-
-
-def input_shapes(shapes: Shapes) -> dict[str, tuple[int, ...]]:
-    """Return an input's shapes as torch-tensorrt takes them."""
-    if shapes.smallest == shapes.largest:
-        return {"shape": shapes.usual}
-    return {"min_shape": shapes.smallest, "opt_shape": shapes.usual, "max_shape": shapes.largest}
 
 
 def conversion_settings(options: BuildOptions, device: str, scratch: Path) -> dict[str, Any]:

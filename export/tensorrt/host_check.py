@@ -17,11 +17,7 @@ EXACT = {"tensorrt": "TensorRT", "gpu": "the GPU", "compute_capability": "comput
 
 
 def built_for(device: str = "cuda:0") -> dict[str, str]:
-    """Return what an engine built here needs: GPU, driver and TensorRT.
-
-    Raises:
-        Unavailable: TensorRT or the GPU is not here.
-    """
+    """Return what an engine built here needs: GPU, driver and TensorRT."""
     import torch
 
     try:
@@ -51,11 +47,7 @@ def driver() -> str:
 
 
 def refuse_other_host(needed: Mapping[str, str], file: Path, device: str) -> None:
-    """Refuse an engine that was built for another machine.
-
-    Raises:
-        Unavailable: something differs here, or is missing; the message names it.
-    """
+    """Raise Unavailable for an engine that was built for another machine; name what differs."""
     wanted = f"built for {needed['gpu']} with TensorRT {needed['tensorrt']}"
     try:
         here = built_for(device)

@@ -1,4 +1,4 @@
-"""Load and run TensorRT engines."""
+"""Load TensorRT engines, run them, and compare them with their source."""
 
 from __future__ import annotations
 
@@ -7,12 +7,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from compress.common.errors import ArtifactInvalid, StageFailed
+from compress.common.forward import accept_any_batch
+from export.parity.compare import check_axis_sizes, on_cpu
+from export.parity.sample_parity import QUANTIZED, check_on_samples, tolerance_for, val_inputs
+from export.tensorrt.shape_profiles import with_fixed_sizes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
+    from compress.artifacts.artifact import Artifact
+    from compress.common.forward import Predictor
     from compress.common.signature import Signature
+    from compress.core.context import Context
 
 DTYPES = {
     **{"FLOAT": torch.float32, "HALF": torch.float16, "BF16": torch.bfloat16},
@@ -27,11 +34,7 @@ Tensors = tuple[torch.Tensor, ...]
 def load(
     file: Path, signature: Signature, sizes: Mapping[str, Sequence[int]], device: str
 ) -> Callable[..., Tensors]:
-    """Return a function that runs an engine on CUDA tensors.
-
-    Raises:
-        ArtifactInvalid: TensorRT cannot load the file.
-    """
+    """Return a function that runs an engine on CUDA tensors."""
     import tensorrt as trt
 
     runtime = trt.Runtime(trt.Logger(trt.Logger.WARNING))
@@ -60,10 +63,7 @@ def in_order(names: Sequence[str], signature_names: Sequence[str]) -> list[str]:
 def in_parts(
     run: Callable[..., Tensors], signature: Signature, largest: int
 ) -> Callable[..., Tensors]:
-    """Return a function that runs at most `largest` samples at once.
-
-    Inputs without the batch axis are passed unchanged. Tensors must have it first.
-    """
+    """Return a function that runs at most `largest` samples at once, on the first axis."""
     batched = [spec.shape[:1] == (signature.batch_axis,) for spec in signature.inputs]
 
     def run_in_parts(*inputs: torch.Tensor) -> Tensors:
@@ -109,3 +109,26 @@ def _runner(
         return tuple(results)
 
     return run
+
+
+def check_engine(
+    source: Artifact, engine: Predictor, sizes: Mapping[str, Sequence[int]], context: Context
+) -> None:
+    """Compare an engine with its source at its smallest, usual and largest sizes, and on `val`.
+
+    Raises:
+        StageFailed: their outputs differ; the message says at which sizes.
+    """
+    signature, engine = source.signature, on_cpu(engine)
+    # An ONNX source may be quantized as well.
+    quantized = bool(source.manifest.facts.get("integer_kernels"))
+    tolerance = QUANTIZED if quantized else tolerance_for(source)
+    with source.open(threads=context.threads) as expected:
+        for profile in dict.fromkeys(zip(*sizes.values(), strict=True) if sizes else [()]):
+            at = dict(zip(sizes, profile, strict=True))
+            try:
+                check_axis_sizes(expected, engine, with_fixed_sizes(signature, at), tolerance)
+            except StageFailed as error:
+                raise StageFailed(f"at {at}: {error}" if at else str(error)) from error
+        predictors = accept_any_batch(expected, signature), accept_any_batch(engine, signature)
+        check_on_samples(*predictors, val_inputs(context), tolerance)

@@ -136,8 +136,7 @@ class ExportTensorRT(Stage[EagerModel | GraphModel | OnnxModel, TensorRTEngine])
         from export.common.targets import warn_of_other_target
         from export.tensorrt.build import build_from_onnx, build_from_program
         from export.tensorrt.host_check import built_for
-        from export.tensorrt.parity import check_engine
-        from export.tensorrt.runtime import load
+        from export.tensorrt.runtime import check_engine, load
         from export.tensorrt.shape_profiles import sizes_of
 
         require_all(self.all_requirements(), self.title)
@@ -166,13 +165,10 @@ class ExportTensorRT(Stage[EagerModel | GraphModel | OnnxModel, TensorRTEngine])
         return TensorRTEngine.from_directory(context.root)
 
     def check_parity(
-        self,
-        model: EagerModel | GraphModel | OnnxModel,
-        artifact: TensorRTEngine,
-        context: Context,
+        self, model: EagerModel | GraphModel | OnnxModel, artifact: TensorRTEngine, context: Context
     ) -> None:
         """Compare an engine from an earlier run with its source, on the data of this one."""
-        from export.tensorrt.parity import check_engine
+        from export.tensorrt.runtime import check_engine
 
         sizes: Any = artifact.fact("sizes")
         with artifact.open(_numbered(context.device), context.threads) as engine:

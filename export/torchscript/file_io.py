@@ -6,14 +6,15 @@ import io
 import re
 import warnings
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
 from compress.checkpoint.safe_zip import refuse_bomb
 from compress.common.errors import ArtifactInvalid, StageFailed, first_line
+from compress.graph.library_cache import patched_attribute
 from compress.graph.torch_export import with_flat_outputs
-from export.torchscript.autograd_functions import inlined_functions
 from export.torchscript.script_or_trace import record_guesses, script_parts_
 
 if TYPE_CHECKING:
@@ -40,6 +41,12 @@ class ScriptMethod(NamedTuple):
     freeze: bool = True
 
 
+Function = torch.autograd.Function
+CONTEXT_METHODS = (
+    *("save_for_backward", "save_for_forward", "mark_dirty"),
+    *("mark_non_differentiable", "set_materialize_grads"),
+)
+"""What a forward pass may call of its `ctx`."""
 OTHERS = {"trace": "script", "script": "trace", "mixed": "script"}
 
 
@@ -51,14 +58,8 @@ def to_torchscript(
 ) -> tuple[torch.jit.ScriptModule, list[str]]:
     """Return a module in eval mode as TorchScript, and the submodules in which tracing guessed.
 
-    A trace guesses where Python code reads a number from a tensor: see :func:`record_guesses`. The
-    module's own submodules may be replaced. Frozen, its weights are constants of the graph.
-
-    Args:
-        module: the module.
-        signature: its interface.
-        method: trace, script or both.
-        inputs: what is traced; seeded inputs when left out.
+    A trace, of seeded inputs when none are given, guesses where Python code reads a number from a
+    tensor: see :func:`record_guesses`. The module's own submodules may be replaced.
 
     Raises:
         StageFailed: TorchScript cannot express the module.
@@ -93,11 +94,25 @@ def to_torchscript(
             ) from error
 
 
+@contextmanager
+def inlined_functions() -> Iterator[None]:
+    """Have `Function.apply` call `forward` directly, in a block."""
+
+    # The tracer would record a call of Python code, which no TorchScript file can hold.
+    def apply(cls: type[Function], *inputs: Any, **named: Any) -> Any:
+        if cls.setup_context is not Function.setup_context:
+            return cls.forward(*inputs, **named)
+        # Without a backward pass there is nothing to store.
+        stores = dict.fromkeys(CONTEXT_METHODS, lambda *_, **__: None)
+        context = SimpleNamespace(needs_input_grad=(False,) * len(inputs), **stores)
+        return cls.forward(context, *inputs, **named)
+
+    with patched_attribute(Function, "apply", classmethod(apply)):
+        yield
+
+
 def save(module: torch.jit.ScriptModule, file: Path) -> None:
     """Write a module; equal modules give equal bytes.
-
-    Classes are numbered in order of appearance, not by how many the process has made before. Source
-    locations, which name the author's folders, are left out.
 
     Raises:
         StageFailed: the module calls what only Python can run.
@@ -113,6 +128,7 @@ def save(module: torch.jit.ScriptModule, file: Path) -> None:
     numbers: dict[bytes, bytes] = {}
 
     def renumber(match: re.Match[bytes]) -> bytes:
+        # In order of appearance, not by how many classes the process has made before.
         return numbers.setdefault(match[0], b"___torch_mangle_%d" % len(numbers))
 
     with file.open("wb") as stream:
@@ -122,7 +138,7 @@ def save(module: torch.jit.ScriptModule, file: Path) -> None:
         writer.set_min_version(int(reader.get_record(version)))
         for name in reader.get_all_records():
             if name.endswith(SOURCE_LOCATIONS) or name in WRITTEN_BY_TORCH:
-                continue
+                continue  # source locations name the author's folders
             record = reader.get_record(name)
             if name.endswith(TEXT):
                 name = MANGLED.sub(renumber, name.encode()).decode()
@@ -134,12 +150,6 @@ def save(module: torch.jit.ScriptModule, file: Path) -> None:
 def load(file: Path, device: str = "cpu", *, optimized: bool = False) -> Any:
     """Read a module.
 
-    Args:
-        file: the module.
-        device: where it goes.
-        optimized: whether to change convolutions to the memory layout of this processor, which
-            torch (2.13) cannot save.
-
     Raises:
         ArtifactInvalid: the file is not TorchScript, truncated, or would unpack to too much.
     """
@@ -147,6 +157,7 @@ def load(file: Path, device: str = "cpu", *, optimized: bool = False) -> Any:
     try:
         with quiet():
             module = torch.jit.load(file, map_location=device)  # type: ignore[no-untyped-call]  # torch
+            # Convolutions in the memory layout of this processor, which torch (2.13) cannot save.
             return torch.jit.optimize_for_inference(module) if optimized else module
     except (RuntimeError, ValueError) as error:
         sentence = re.split(r"\n|\. ", str(error).strip())[0]

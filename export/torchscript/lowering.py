@@ -26,17 +26,22 @@ HEAVY = {"conv1d", "conv2d", "conv3d", "linear", "lstm", "gru"}
 def script(program: ExportedProgram) -> tuple[torch.jit.ScriptModule, dict[str, dict[str, int]]]:
     """Return a program as TorchScript, and how many integer and float kernels it calls.
 
-    The graph is scripted and not traced, so that the sizes of named axes stay computed. It is not
-    frozen: freezing would turn integer weights back into floats.
-
     Raises:
         StageFailed: TorchScript has no form of an operator.
     """
+    # Scripted and not traced, so that the sizes of named axes stay computed; and not frozen:
+    # freezing would turn integer weights back into floats.
     graph = without_guards(program.module(check_guards=False))
     with quiet():
         lower_quantized_(graph)
     kernels = count_kernels(graph)
-    remove_unused_(graph)
+    graph.graph.eliminate_dead_code()
+    for node in [n for n in graph.graph.nodes if n.op == "get_attr" and not n.users]:
+        graph.graph.erase_node(node)
+    read = {node.target for node in graph.graph.nodes if node.op == "get_attr"}
+    for name, _ in list(graph.named_buffers()):
+        if name not in read:  # a weight that a kernel has packed
+            delattr(graph, name)
     for node in graph.graph.nodes:
         if isinstance(node.target, torch._ops.OpOverload):
             node.target = node.target.overloadpacket  # scripting knows operators, not overloads
@@ -89,15 +94,3 @@ def count_kernels(graph: fx.GraphModule) -> dict[str, dict[str, int]]:
         "integer_kernels": {name.split(".")[1]: integer[name] for name in sorted(integer)},
         "float_kernels": dict(sorted(heavy.items())),
     }
-
-
-def remove_unused_(graph: fx.GraphModule) -> None:
-    """Remove operators and tensors that nothing reads, in place."""
-    graph.graph.eliminate_dead_code()
-    for node in list(graph.graph.nodes):
-        if node.op == "get_attr" and not node.users:
-            graph.graph.erase_node(node)
-    read = {node.target for node in graph.graph.nodes if node.op == "get_attr"}
-    for name, _ in list(graph.named_buffers()):
-        if name not in read:
-            delattr(graph, name)

@@ -14,7 +14,7 @@ import torch
 import torch.ao.quantization.fx._decomposed  # registers quantize_per_tensor and its kin
 
 from compress.common.errors import StageFailed
-from export.common.targets import uint8_only
+from export.common.targets import UINT8_ONLY
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,10 +48,7 @@ MOVES = {
     aten.clone.default,
 }
 """Operators that only move values, and take integers as they are."""
-LIMITS = {
-    aten.relu.default: (0.0, float("inf")),
-    aten.relu6.default: (0.0, 6.0),
-}
+LIMITS = {aten.relu.default: (0.0, float("inf")), aten.relu6.default: (0.0, 6.0)}
 """Clamp → the smallest and the largest value that it lets through."""
 
 
@@ -64,15 +61,11 @@ class Grid:
 
     @classmethod
     def from_node(cls, node: Any) -> Grid:
-        """Return the grid of a quantize or dequantize node.
-
-        Raises:
-            StageFailed: torch's kernels do not take such integers.
-        """
+        """Return a quantize or dequantize node's grid; StageFailed where torch has no kernels."""
         _, scale, zero_point, low, high, dtype = node.args
         if (low, high, dtype) != (0, 255, torch.uint8):
             integers = f"{str(dtype).removeprefix('torch.')} from {low} to {high}"
-            raise StageFailed(uint8_only(integers))
+            raise StageFailed(UINT8_ONLY.format(integers))
         return cls(float(scale), int(zero_point))
 
     def within(self, low: float, high: float) -> bool:
@@ -83,12 +76,9 @@ class Grid:
 
 
 def lower_quantized_(graph: fx.GraphModule) -> None:
-    """Replace quantize and dequantize, and operators between them, by torch's kernels, in place.
-
-    Raises:
-        StageFailed: the integers are of a kind that torch has no kernels for.
-    """
+    """Replace quantize and dequantize, and operators between them, by torch's kernels, in place."""
     lowering = QuantizedLowering(graph)
+    # Dequantize comes last: the others recognize integer operands by it.
     passes: dict[Any, Callable[[fx.Node], None]] = {
         QUANTIZE: lowering.fuse_,
         LINEAR: lowering.multiply_,
@@ -174,10 +164,9 @@ class QuantizedLowering:
         product.replace_all_uses_with(result)
 
     def lower_rnn_(self, node: fx.Node) -> None:
-        """Replace an LSTM or GRU by torch's dynamic integer kernel, in place.
+        """Replace an LSTM or GRU by torch's kernel that quantizes inputs and states in each step.
 
-        It quantizes inputs and states in each step. Layers whose weights are floats, or that
-        project their states, stay what they are.
+        Layers whose weights are floats, or that project their states, stay what they are.
         """
         source, states, weights, has_biases, layers, _, _, both_ways, _ = node.args
         directions = int(layers) * (2 if both_ways else 1)  # type: ignore[arg-type]  # a number
@@ -189,10 +178,17 @@ class QuantizedLowering:
         if len(parts) != directions * width or not all(quantized):
             return
         with self.inserting_before(node):
-            cells = [
-                self.constant(self._rnn_cell(parts[start : start + width]))
-                for start in range(0, len(parts), width)
-            ]
+            cells = []
+            for start in range(0, len(parts), width):  # of each layer and direction
+                matrices = [self.quantized_weight(part) for part in parts[start : start + 2]]
+                biases = [self.value(p).detach() for p in parts[start + 2 : start + width]] or [
+                    torch.zeros(len(matrix)) for matrix in matrices
+                ]
+                packed = [
+                    kernels.linear_prepack(w, b) for w, b in zip(matrices, biases, strict=True)
+                ]
+                cell = kernels.make_quantized_cell_params_dynamic(*packed, *biases, False)
+                cells.append(self.constant(cell))
             arguments = (source, states, cells, True, *node.args[4:])
             if node.target is aten.lstm.input:
                 options: dict[str, Any] = {"dtype": torch.qint8, "use_dynamic": True}
@@ -201,15 +197,6 @@ class QuantizedLowering:
                 result = self.call(aten.quantized_gru.input, arguments)
         node.replace_all_uses_with(result)
         self.graph.graph.erase_node(node)  # it may draw random numbers, so it is never dead code
-
-    def _rnn_cell(self, parts: list[Any]) -> Any:
-        """Return the packed weights of one layer and direction."""
-        matrices = [self.quantized_weight(part) for part in parts[:2]]
-        biases = [self.value(part).detach() for part in parts[2:]] or [
-            torch.zeros(len(matrix)) for matrix in matrices
-        ]
-        packed = [kernels.linear_prepack(w, b) for w, b in zip(matrices, biases, strict=True)]
-        return kernels.make_quantized_cell_params_dynamic(*packed, *biases, False)
 
     def dequantize_(self, node: Any) -> None:
         """Replace a dequantize by the operator that TorchScript has for it."""

@@ -22,16 +22,25 @@ def script_parts_(
 ) -> None:
     """Replace submodules by scripted ones, in place.
 
-    Args:
-        module: the model.
-        patterns: their names, `*` and `?` standing for any characters; where there are none, they
-            are those in which ``trace`` guesses.
-        trace: traces a forward pass of the model.
+    They are those whose names match the patterns, or without any those in which `trace` guesses.
 
     Raises:
         StageFailed: a name fits no submodule, one cannot be scripted, or all would have to be.
     """
-    names = _matching(module, patterns) if patterns else _guessing(module, trace)
+    if patterns:
+        names = [name for name, _ in module.named_modules() if name]
+        for pattern in patterns:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                raise StageFailed(f"scripted: no submodule is named {pattern!r}")
+        names = [n for n in names if any(fnmatchcase(n, p) for p in patterns)]
+    else:
+        with record_guesses(module) as names:
+            trace()
+        if ROOT in names:
+            raise StageFailed(
+                f"{ROOT} branches or counts by the data, and no part of it; use `method: script`, "
+                "or put that into a submodule"
+            )
     # A scripted module takes those inside it along.
     for name in sorted(set(names)):
         if any(name.startswith(f"{outer}.") for outer in names):
@@ -47,43 +56,13 @@ def script_parts_(
         setattr(module.get_submodule(owner), attribute, scripted)
 
 
-def _matching(module: torch.nn.Module, patterns: Sequence[str]) -> list[str]:
-    names = [name for name, _ in module.named_modules() if name]
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise StageFailed(f"scripted: no submodule is named {pattern!r}")
-    return [n for n in names if any(fnmatchcase(n, p) for p in patterns)]
-
-
-def _guessing(module: torch.nn.Module, trace: Callable[[], Any]) -> list[str]:
-    with record_guesses(module) as names:
-        trace()
-    if ROOT in names:
-        raise StageFailed(
-            f"{ROOT} branches or counts by the data, and no part of it; use `method: script`, or "
-            "put that into a submodule"
-        )
-    return names
-
-
-def _without_hooks(module: torch.nn.Module) -> set[torch.nn.Module]:
-    """Return the submodules that take no hooks: scripted parts, torch's integer layers."""
-    return {
-        inner
-        for part in module.modules()
-        if isinstance(part, torch.jit.ScriptModule)
-        or type(part).__module__.startswith("torch.ao.nn.")
-        for inner in part.modules()
-    }
-
-
 @contextmanager
 def record_guesses(module: torch.nn.Module) -> Iterator[list[str]]:
     """Collect the names of modules that convert a tensor to a number while they are traced.
 
-    The trace fixes the number, or the branch taken, whatever the data of later calls is. torch's
-    warning does not name the module, so hooks record which one runs.
+    The trace fixes the number, or the branch taken, whatever the data of later calls is.
     """
+    # torch's warning does not name the module, so hooks record which one runs.
     names = {part: name or ROOT for name, part in module.named_modules()}
     running: list[str] = []
     guessing: list[str] = []
@@ -102,7 +81,13 @@ def record_guesses(module: torch.nn.Module) -> Iterator[list[str]]:
 
     handles = []
     showwarning = warnings.showwarning
-    unhookable = _without_hooks(module)
+    unhookable = {  # scripted parts, and torch's integer layers
+        inner
+        for part in module.modules()
+        if isinstance(part, torch.jit.ScriptModule)
+        or type(part).__module__.startswith("torch.ao.nn.")
+        for inner in part.modules()
+    }
     for part in module.modules():
         if part in unhookable:
             continue

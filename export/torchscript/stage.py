@@ -14,18 +14,19 @@ from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.core.context import Context
 from compress.core.stage import Stage
-from export.common.targets import uint8_only
+from export.common.targets import UINT8_ONLY
+from export.parity.stored_parity import ComparesStoredFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Set
     from pathlib import Path
 
-    import torch
     from torch.export import ExportedProgram
 
     from compress.common.forward import Predictor
     from compress.common.signature import Signature
     from compress.core.context import Context
+    from export.parity.bisect import Tensors
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ class TorchScriptModel(Artifact):
         return int(str(self.manifest.facts.get(count, 0)))
 
 
-class ExportTorchScript(Stage[Source, TorchScriptModel]):
+class ExportTorchScript(ComparesStoredFile, Stage[Source, TorchScriptModel]):
     """Write a TorchScript file, checked against its source.
 
     Eager models are frozen. Of quantized graphs, what lies between dequantize and quantize becomes
@@ -105,7 +106,7 @@ class ExportTorchScript(Stage[Source, TorchScriptModel]):
     def unsupported_input_reason(self, formats: Set[str]) -> str:
         """Return why torch has no kernels for such formats; empty where it has."""
         other = formats & NOT_UINT8
-        return uint8_only(min(other)) if other else ""
+        return UINT8_ONLY.format(min(other)) if other else ""
 
     def run(self, model: Source, context: Context) -> TorchScriptModel:
         """Trace or script, write, read back, compare with the source."""
@@ -138,22 +139,16 @@ class ExportTorchScript(Stage[Source, TorchScriptModel]):
             logger.info("%s: %s, in floats %s", self.title, *kernels)
         return TorchScriptModel.from_directory(context.root)
 
-    def check_parity(self, model: Source, artifact: TorchScriptModel, context: Context) -> None:
-        """Compare a file from an earlier run with its source, on the data of this one."""
-        from export.parity.compare import check_stored_parity
-
-        check_stored_parity(model, artifact, context)
-
     def _to_torchscript(self, model: Source, facts: dict[str, Any]) -> Any:
         """Return the model as TorchScript; kernels and warnings are added to the facts."""
-        if isinstance(model, GraphModel):
-            from export.torchscript.lowering import script
+        from export.torchscript.file_io import ScriptMethod, to_torchscript
+        from export.torchscript.lowering import script
 
+        if isinstance(model, GraphModel):
             module, kernels = script(model.program())
+            # The file holds packed weights, which cannot be counted: the source's counts are kept.
             facts |= {**kernels, "parameters": model.parameters(), "macs": model.macs()}
             return module
-        from export.torchscript.file_io import ScriptMethod, to_torchscript
-
         method = ScriptMethod(self.method, self.scripted, self.freeze)
         module, guessed = to_torchscript(model.load(), model.signature, method)
         if guessed:
@@ -166,12 +161,8 @@ class ExportTorchScript(Stage[Source, TorchScriptModel]):
 
 
 def _reexport(
-    quantized: bool,
-    program: ExportedProgram,
-    signature: Signature,
-    file: Path,
-    inputs: tuple[torch.Tensor, ...],
-) -> tuple[torch.Tensor, ...]:
+    quantized: bool, program: ExportedProgram, signature: Signature, file: Path, inputs: Tensors
+) -> Tensors:
     """Export a part of the graph and return its outputs."""
     from compress.common.forward import torch_predictor
     from export.parity.subgraph import prefix

@@ -32,14 +32,10 @@ def select_outputs(
 ) -> torch.jit.ScriptModule:
     """Return a module that returns a tuple of some tensors of another's output.
 
-    It is written in TorchScript: a trace would record one path through the module alone.
-
-    Args:
-        module: the module, which is called.
-        names: the tensors, as :func:`~compress.common.forward.match_outputs` names them.
-        output: the module's output for some input, which shows where the tensors are.
-        inputs: how many tensors it takes.
+    They are named as :func:`~compress.common.forward.match_outputs` names them; `output`, that for
+    some input, shows where they are. The module takes `inputs` tensors.
     """
+    # Written in TorchScript: a trace would record one path through the module alone.
     places = dict(_places(output))
     arguments = ", ".join(f"x{i}" for i in range(inputs))
     selected = "".join(f"answer{places[name]}, " for name in names)

@@ -50,16 +50,13 @@ class CacheReason(Settings):
 
 
 def why(pipeline: PipelineConfig, out: Path, stage: str, store: str | None = None) -> CacheReason:
-    """Explain why a run would reuse a stage's artifact, or run the stage.
+    """Explain why a run would reuse a stage's artifact (or that of `source`), or run the stage.
 
     Args:
         pipeline: the pipeline.
         out: directory of its results.
-        stage: name of the stage, or `source`.
-        store: URL of a store that other machines share; none where None.
-
-    Raises:
-        PipelineInvalid: no stage has that name, or the file is invalid.
+        stage: name of the stage.
+        store: URL of a store that other machines share.
     """
     actions, state = preview_state(pipeline, out, RunOptions(store=store))
     if stage not in actions:
@@ -70,6 +67,7 @@ def why(pipeline: PipelineConfig, out: Path, stage: str, store: str | None = Non
     parts: dict[str, Any] = {}
     if planned is None:
         parts = source_key_parts(state)
+    # Without its inputs there is no key: it has their digests.
     elif all(name in state.artifacts for name in planned.reads):
         parts = stage_key_parts(state, planned)
     before = state.store.last_parts(stage) or parts

@@ -25,15 +25,7 @@ class CheckResult:
 
 
 def check_pipeline(file: Path, models: bool) -> CheckResult:
-    """Validate a pipeline file and describe it.
-
-    Args:
-        file: the pipeline file.
-        models: whether the model is built and the data are loaded, which takes importing torch.
-
-    Raises:
-        CompressError: the file, the model or the data are not valid.
-    """
+    """Validate a pipeline file and describe it; with `models` its model and data too."""
     pipeline = PipelineConfig.from_yaml(file)
     plan = build_plan(pipeline)
     signature, summary = None, ""
@@ -45,7 +37,8 @@ def check_pipeline(file: Path, models: bool) -> CheckResult:
     warnings = plan.warnings
     if pipeline.data is not None:
         warnings += advice(plan)
-    content = {"valid": True, **plan.described(), "warnings": warnings, "signature": signature}
+    stages = [{"name": p.name, "stage": p.stage.stage, "input": p.input} for p in plan.stages]
+    content = {"valid": True, "stages": stages, "warnings": warnings, "signature": signature}
     how = "" if models else "; the model and the data were left out"
     line = f"{file}: valid ({plan.route}){how}"
     return CheckResult(content, [*summary.splitlines(), line], warnings)

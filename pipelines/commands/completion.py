@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,7 @@ RUNS = Path("runs")
 
 
 def stage_names(ctx: Any, incomplete: str) -> list[str]:
-    """Return the stage names of the command line's pipeline file that start with `incomplete`.
-
-    Args:
-        ctx: click's context with the arguments so far.
-        incomplete: first characters of the name.
-    """
+    """Return the stage names of the command line's pipeline file that start with `incomplete`."""
     # An option that still lacks its value ends the parsing before the file is found.
     words = (os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS") or "").split()
     files = [ctx.params.get("file"), *(word for word in words if word.endswith((".yaml", ".yml")))]
@@ -26,8 +22,14 @@ def stage_names(ctx: Any, incomplete: str) -> list[str]:
 
 def run_names(incomplete: str) -> list[tuple[str, str]]:
     """Return the runs below `runs/` that start with `incomplete`, each with its status."""
-    found = {str(file.parent): file for file in sorted(RUNS.glob("*/report.json"))}
-    return [(name, _status(file)) for name, file in found.items() if name.startswith(incomplete)]
+    found = []
+    for file in sorted(RUNS.glob("*/report.json")):
+        if str(file.parent).startswith(incomplete):
+            status = ""
+            with suppress(OSError, ValueError, LookupError, TypeError):
+                status = str(json.loads(file.read_text(encoding="utf-8"))["status"])
+            found.append((str(file.parent), status))
+    return found
 
 
 def _names_in(file: Path) -> list[str]:
@@ -38,10 +40,3 @@ def _names_in(file: Path) -> list[str]:
         return [str(stage.get("name") or stage["stage"]) for stage in stages]
     except (OSError, ValueError, yaml.YAMLError, LookupError, TypeError, AttributeError):
         return []
-
-
-def _status(file: Path) -> str:
-    try:
-        return str(json.loads(file.read_text(encoding="utf-8"))["status"])
-    except (OSError, ValueError, LookupError, TypeError):
-        return ""

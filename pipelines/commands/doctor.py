@@ -18,8 +18,6 @@ from pipelines.system.machine_info import machine, versions
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from compress.core.stage import Stage
-
 DISTRIBUTION = "compress-pipeline"
 PROGRAMS = {"java": "-version", "g++": "--version"}
 PROGRAM_TIMEOUT_S = 10
@@ -65,6 +63,13 @@ def examine() -> Findings:
     """Inspect this machine; programs are only run with their version option."""
     import torch
 
+    missing: dict[str, tuple[str, ...]] = {}
+    for name, stage in stages().items():
+        required = [key for key, field in stage.model_fields.items() if field.is_required()]
+        unset: dict[str, Any] = dict.fromkeys(required)
+        # Not validated: what must be set has no value here.
+        needs = stage.model_construct(**unset).all_requirements()
+        missing[name] = tuple(f"needs {n.what}; {n.install}" for n in needs if n.missing())
     return Findings(
         versions=versions(),
         extras=dict(_extras()),
@@ -78,16 +83,7 @@ def examine() -> Findings:
         },
         programs={name: _version_of_program(name, option) for name, option in PROGRAMS.items()},
         cuda=tuple(map(torch.cuda.get_device_name, range(torch.cuda.device_count()))),
-        stages={name: _missing_requirements(stage) for name, stage in stages().items()},
-    )
-
-
-def _missing_requirements(stage: type[Stage[Any, Any]]) -> tuple[str, ...]:
-    required = [name for name, field in stage.model_fields.items() if field.is_required()]
-    unset: dict[str, Any] = dict.fromkeys(required)
-    usual = stage.model_construct(**unset)
-    return tuple(
-        f"needs {need.what}; {need.install}" for need in usual.all_requirements() if need.missing()
+        stages=missing,
     )
 
 
@@ -99,20 +95,15 @@ def _extras() -> Iterator[tuple[str, tuple[str, ...]]]:
         return
     needed = own.get_all("Requires-Dist") or []
     for extra in own.get_all("Provides-Extra") or []:
-        packages = [
-            re.split(r"[^\w.-]", need, maxsplit=1)[0]
-            for need in needed
-            if re.search(rf"extra\s*==\s*['\"]{re.escape(extra)}['\"]", need)
-        ]
-        yield extra, tuple(name for name in dict.fromkeys(packages) if not _is_installed(name))
-
-
-def _is_installed(package: str) -> bool:
-    try:
-        version(package)
-    except PackageNotFoundError:
-        return False
-    return True
+        lacking: dict[str, None] = {}
+        for need in needed:
+            if re.search(rf"extra\s*==\s*['\"]{re.escape(extra)}['\"]", need):
+                package = re.split(r"[^\w.-]", need, maxsplit=1)[0]
+                try:
+                    version(package)
+                except PackageNotFoundError:
+                    lacking[package] = None
+        yield extra, tuple(lacking)
 
 
 def _version_of_program(name: str, option: str) -> str | None:

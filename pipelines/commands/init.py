@@ -6,7 +6,7 @@ import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 from pydantic import ValidationError
@@ -14,7 +14,6 @@ from pydantic import ValidationError
 from compress.common.atomic_files import write_atomically
 from compress.common.errors import CompressError, PipelineInvalid
 from pipelines.commands import init_options
-from pipelines.commands.init_advice import SMALL_BYTES, ModelTraits, inspect_model, propose_stages
 from pipelines.config.model_spec import SOURCE
 from pipelines.config.pipeline import PipelineConfig
 from pipelines.config.yaml_source import Source
@@ -26,10 +25,20 @@ from pipelines.system.templates import render_template
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from torch import nn
+
+    from compress.core.task_targets import TargetKind
+    from compress.data.splits import Splits
     from pipelines.commands.init_options import Ask, InitOptions
     from pipelines.planning.plan import Plan
 
-TEMPLATE = "pipeline.yaml.jinja"
+Family = Literal["convolutional", "linear", "other"]
+
+MIN_CALIBRATION_SAMPLES, DEFAULT_CALIBRATION_SAMPLES = 16, 512
+MOST_TARGETS_READ = 64
+"""Most samples whose targets are read to find out whether they are labels or numbers."""
+SMALL_BYTES = 2**18
+"""Below this, the graph description dominates a file's size, so that a size gate makes no sense."""
 LAYERS = {
     "convolutional": "convolutions",
     "linear": "linear or recurrent layers",
@@ -73,16 +82,10 @@ class Draft:
 def write_draft(
     file: Path, options: InitOptions, force: bool = False, ask: Ask | None = None
 ) -> Draft:
-    """Write a pipeline file for a model.
-
-    Args:
-        file: what to write.
-        options: the command line's options.
-        force: whether an existing file is overwritten.
-        ask: prompts for missing options; None without a terminal.
+    """Write a pipeline file for a model; `ask` prompts for missing options.
 
     Raises:
-        PipelineInvalid: the file exists, or an option is wrong.
+        PipelineInvalid: the file exists and is not to be overwritten, or an option is wrong.
         CompressError: the model or its checkpoint cannot be read, or a library is missing.
     """
     if file.exists() and not force:
@@ -90,7 +93,11 @@ def write_draft(
     try:
         found = draft(file, init_options.prompt_for_missing(options, ask) if ask else options)
     except CompressError as error:
-        raise type(error)(_name_option(str(error), file)) from error
+        # The file is not written yet: name the option in place of the setting.
+        for setting, option in OPTIONS.items():
+            if str(error).startswith(place := f"{file}: {setting}: "):
+                raise type(error)(f"{option}: {str(error).removeprefix(place)}") from error
+        raise
     try:
         write_atomically(file, found.text)
     except OSError as error:
@@ -99,11 +106,7 @@ def write_draft(
 
 
 def draft(file: Path, options: InitOptions) -> Draft:
-    """Return the pipeline file for a model, without writing it.
-
-    Raises:
-        CompressError: an option is wrong.
-    """
+    """Return the pipeline file for a model, without writing it."""
     content = initial_content(file, options)
     first, data, inferred = resolve_inputs(_pipeline(file, content))
     content["model"]["inputs"] = [
@@ -121,22 +124,15 @@ def draft(file: Path, options: InitOptions) -> Draft:
 def render_and_plan(
     file: Path, content: dict[str, Any], options: InitOptions, found: ModelTraits, inferred: bool
 ) -> tuple[str, Plan]:
-    """Return the file's text, with stages that suit what was found, and its plan.
-
-    Raises:
-        CompressError: no such file would be valid.
-    """
+    """Return the file's text, with stages that suit what was found, and its plan."""
     text = render_template(
-        TEMPLATE,
-        {"yaml": _flow},
+        "pipeline.yaml.jinja",
         file=file,
         options=options,
         content=content,
         found=found,
         layers=LAYERS[found.family],
         inferred=inferred,
-        stages=propose_stages(found, options.target, options.goal),
-        small=found.weight_bytes < SMALL_BYTES and options.goal != "faster",
     )
     # What is written is what was checked, comments and quotes included.
     return text, build_plan(_pipeline(file, yaml.safe_load(text)))
@@ -164,8 +160,12 @@ def initial_content(file: Path, options: InitOptions) -> dict[str, Any]:
         model["checkpoint"] = _relative_path(file.parent, Path(options.checkpoint))
     if options.inputs:
         model["inputs"] = init_options.parse_inputs(options.inputs)
-    code = _code_folder(file.parent, options.model)
-    content: dict[str, Any] = {"version": 1, **({"code": code} if code else {}), "model": model}
+    content: dict[str, Any] = {"version": 1, "model": model}
+    # The file's folder is the default of `code:`; name this one where only it has the module.
+    module = options.model.partition(":")[0].partition(".")[0]
+    folders = [f for f in (file.parent, Path()) if _has_module(f, module)]
+    if folders and folders[0] != file.parent:
+        content["code"] = _relative_path(file.parent, Path())
     if options.data is not None:
         content["data"] = {"factory": init_options.parse_reference(options.data, "--data ")}
     return {**content, "stages": [{"stage": "export_program"}]}
@@ -176,11 +176,8 @@ def _relative_path(folder: Path, path: Path) -> str:
     return str(path) if path.is_absolute() else os.path.relpath(path, folder)
 
 
-def _code_folder(folder: Path, model: str) -> str:
-    """Return the `code:` folder: the working directory if it has the model's module, else empty."""
-    module = model.partition(":")[0].partition(".")[0]
-    here = [p for p in (folder, Path()) if (p / f"{module}.py").exists() or (p / module).is_dir()]
-    return _relative_path(folder, Path()) if here and here[0] != folder else ""
+def _has_module(folder: Path, name: str) -> bool:
+    return (folder / f"{name}.py").exists() or (folder / name).is_dir()
 
 
 def _pipeline(file: Path, content: dict[str, Any]) -> PipelineConfig:
@@ -188,19 +185,77 @@ def _pipeline(file: Path, content: dict[str, Any]) -> PipelineConfig:
         pipeline = PipelineConfig.model_validate({"name": file.stem, **content})
     except ValidationError as error:
         raise PipelineInvalid(f"{file}: {error.errors()[0]['msg']}") from None
+    # Errors name the file, and paths are relative to it, although it is not written yet.
     pipeline._source = Source(file, content, {})
     return pipeline
 
 
-def _flow(value: Any) -> str:
-    """Format a value as one line of YAML."""
-    text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10**6)
-    return text.removesuffix("\n").removesuffix("\n...")
+@dataclass(frozen=True)
+class ModelTraits:
+    """Properties of a model and its data that decide which stages are proposed."""
+
+    family: Family
+    weight_bytes: int
+    trained: bool
+    """Whether there is a checkpoint."""
+    samples: dict[str, int]
+    """Number of samples by split; empty without data."""
+    targets: TargetKind | None
+    """Kind of targets; None where samples have none, or several labels each."""
+
+    @property
+    def small(self) -> bool:
+        """Whether the file's size says little about the weights."""
+        return self.weight_bytes < SMALL_BYTES
+
+    @property
+    def trainable(self) -> bool:
+        """Whether there is training data with usable targets."""
+        return "train" in self.samples and self.targets is not None
+
+    @property
+    def calibrated(self) -> int:
+        """Number of calibration samples; 0 where there are too few."""
+        available = self.samples.get("calibration", self.samples.get("train", 0))
+        enough = available >= MIN_CALIBRATION_SAMPLES
+        return min(available, DEFAULT_CALIBRATION_SAMPLES) if enough else 0
 
 
-def _name_option(message: str, file: Path) -> str:
-    """Replace the setting at the start of an error message by the option that it came from."""
-    for setting, option in OPTIONS.items():
-        if message.startswith(f"{file}: {setting}: "):
-            return f"{option}: {message.removeprefix(f'{file}: {setting}: ')}"
-    return message
+def inspect_model(module: nn.Module, data: Splits | None, trained: bool) -> ModelTraits:
+    """Inspect the layers, weights and data."""
+    samples: dict[str, Any] = dict(data.datasets) if data else {}
+    return ModelTraits(
+        family=family_of(module),
+        weight_bytes=sum(p.numel() * p.element_size() for p in module.parameters()),
+        trained=trained,
+        samples={name: len(split) for name, split in samples.items()},
+        targets=_targets(samples.get("train", next(iter(samples.values())))) if samples else None,
+    )
+
+
+def family_of(module: nn.Module) -> Family:
+    """Classify a model by its most frequent kind of layer."""
+    from torch import nn
+
+    convolutions = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+    products = (nn.Linear, nn.RNNBase, nn.MultiheadAttention)
+    convolution_count = sum(isinstance(layer, convolutions) for layer in module.modules())
+    linear_count = sum(isinstance(layer, products) for layer in module.modules())
+    if convolution_count and convolution_count >= linear_count:
+        return "convolutional"
+    return "linear" if linear_count else "other"
+
+
+def _targets(split: Any) -> TargetKind | None:
+    import torch
+
+    from compress.core.task_targets import target_kind
+    from compress.data.batch import adapt
+
+    order = torch.randperm(len(split), generator=torch.Generator().manual_seed(0))
+    found = [adapt(split[i])[1] for i in order[:MOST_TARGETS_READ].tolist()]
+    known = [target for target in found if target is not None]
+    if not known or any(target.shape != known[0].shape for target in known):
+        return None
+    kind = target_kind(torch.stack(known))
+    return None if kind == "labels" and known[0].dim() else kind

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
@@ -11,7 +11,6 @@ from pydantic import TypeAdapter, ValidationError
 from compress.common.errors import PipelineInvalid
 from compress.common.factories import Reference
 from compress.common.signature import TensorSpec
-from pipelines.commands.init_advice import Goal, Target
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -19,6 +18,8 @@ if TYPE_CHECKING:
 
     Ask = Callable[[str, str, Callable[[str], object]], str]
 
+Target = Literal["onnx", "torchscript", "aot"]
+Goal = Literal["smaller", "faster", "both"]
 NONE = "none"
 
 
@@ -41,14 +42,26 @@ class InitOptions:
 
 
 def prompt_for_missing(options: InitOptions, ask: Ask) -> InitOptions:
-    """Return the options with missing ones prompted for.
+    """Return the options with missing ones prompted for; if they name a model, only its inputs.
 
-    Args:
-        options: given options; if they name a model, only its inputs are prompted for.
-        ask: called with the question, the default, and a check that raises on a wrong answer.
+    `ask` is called with the question, the default, and a check that raises on a wrong answer.
     """
     if options.model is None:
-        options = _prompt_all(options, ask)
+        model = ask("Model, as module:callable", "", parse_reference)
+        checkpoint = options.checkpoint or ask("Checkpoint", NONE, str)
+        data = options.data or ask(
+            "Data, as module:callable", NONE, lambda d: d == NONE or parse_reference(d)
+        )
+        target: Any = ask("Format: onnx, torchscript or aot", options.target, _one_of(Target))
+        goal: Any = ask("Goal: smaller, faster or both", options.goal, _one_of(Goal))
+        options = replace(
+            options,
+            model=model,
+            checkpoint=None if checkpoint == NONE else checkpoint,
+            data=None if data == NONE else data,
+            target=target,
+            goal=goal,
+        )
     if options.data is None and not options.inputs:
         answer = ask(
             "Inputs, each as name=batch,3,224,224", "", lambda text: parse_inputs(text.split())
@@ -57,30 +70,8 @@ def prompt_for_missing(options: InitOptions, ask: Ask) -> InitOptions:
     return options
 
 
-def _prompt_all(options: InitOptions, ask: Ask) -> InitOptions:
-    model = ask("Model, as module:callable", "", parse_reference)
-    checkpoint = options.checkpoint or ask("Checkpoint", NONE, str)
-    data = options.data or ask(
-        "Data, as module:callable", NONE, lambda d: d == NONE or parse_reference(d)
-    )
-    target: Any = ask("Format: onnx, torchscript or aot", options.target, _one_of(Target))
-    goal: Any = ask("Goal: smaller, faster or both", options.goal, _one_of(Goal))
-    return replace(
-        options,
-        model=model,
-        checkpoint=None if checkpoint == NONE else checkpoint,
-        data=None if data == NONE else data,
-        target=target,
-        goal=goal,
-    )
-
-
 def parse_reference(text: str, option: str = "") -> str:
-    """Check that a text has the form `module:callable`, and return it.
-
-    Raises:
-        PipelineInvalid: it has another form.
-    """
+    """Check that a text has the form `module:callable`, and return it."""
     try:
         return TypeAdapter(Reference).validate_python(text)
     except ValidationError:
@@ -91,11 +82,7 @@ def parse_reference(text: str, option: str = "") -> str:
 
 
 def parse_arguments(text: Sequence[str]) -> dict[str, Any]:
-    """Parse a factory's arguments, each `name=value` with a YAML value.
-
-    Raises:
-        PipelineInvalid: one has another form.
-    """
+    """Parse a factory's arguments, each `name=value` with a YAML value."""
     found = {}
     for each in text:
         name, equals, value = each.partition("=")
@@ -109,28 +96,22 @@ def parse_arguments(text: Sequence[str]) -> dict[str, Any]:
 
 
 def parse_inputs(text: Sequence[str]) -> list[dict[str, Any]]:
-    """Parse input tensors, each `name=batch,3,224,224` or `name=batch,length:int64`.
-
-    Raises:
-        PipelineInvalid: one has another form, or an unknown element type.
-    """
-    return [_parse_input(each) for each in text]
-
-
-def _parse_input(text: str) -> dict[str, Any]:
-    name, _, rest = text.partition("=")
-    sizes, _, dtype = rest.partition(":")
-    shape = [int(s) if s.isdecimal() else s for s in sizes.replace(" ", "").split(",")]
-    try:
-        spec = TensorSpec.model_validate(
-            {"name": name, "shape": shape, "dtype": dtype or "float32"}
-        )
-    except ValidationError as error:
-        problem = error.errors()[0]["msg"].removeprefix("Value error, ")
-        raise PipelineInvalid(
-            f"--input {text!r}: {problem}; expected name=batch,3,224,224 or name=batch,length:int64"
-        ) from None
-    return dump_input(spec)
+    """Parse input tensors, each `name=batch,3,224,224` or `name=batch,length:int64`."""
+    inputs = []
+    for each in text:
+        name, _, rest = each.partition("=")
+        sizes, _, dtype = rest.partition(":")
+        shape = [int(s) if s.isdecimal() else s for s in sizes.replace(" ", "").split(",")]
+        content = {"name": name, "shape": shape, "dtype": dtype or "float32"}
+        try:
+            inputs.append(dump_input(TensorSpec.model_validate(content)))
+        except ValidationError as error:
+            problem = error.errors()[0]["msg"].removeprefix("Value error, ")
+            raise PipelineInvalid(
+                f"--input {each!r}: {problem}; expected name=batch,3,224,224 or "
+                "name=batch,length:int64"
+            ) from None
+    return inputs
 
 
 def dump_input(spec: TensorSpec) -> dict[str, Any]:

@@ -12,10 +12,8 @@ if TYPE_CHECKING:
 
 
 def describe_artifact(found: Artifact) -> Iterator[str]:
-    """Yield lines for the signature, recipe, lineage and files of an artifact's manifest.
-
-    Line breaks within names are escaped, so that a name cannot forge another line.
-    """
+    """Yield lines for the signature, recipe, lineage and files of an artifact's manifest."""
+    # A name from an untrusted manifest could forge another line.
     yield from (line.replace("\n", r"\n") for line in _lines(found))
 
 

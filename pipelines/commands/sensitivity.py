@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from compress.artifacts.artifact import Artifact
     from compress.core.progress import Progress
-    from compress.pruning.sensitivity_analysis import FamilySensitivity, Sensitivity
+    from compress.pruning.sensitivity_analysis import Sensitivity
     from pipelines.config.pipeline import PipelineConfig
     from pipelines.planning.plan import PlannedStage
 
@@ -48,18 +48,17 @@ def measure_and_write(
     """Measure the accuracy loss of cutting each channel family alone, and write a page with a plot.
 
     The model is the input of the first `prune_channels`, or the imported one if there is no such
-    stage. The page and `sensitivity.json` go to the directory of the results.
+    stage. The page and `sensitivity.json` go to the results' directory, where earlier models are.
 
     Args:
         pipeline: the pipeline.
-        out: directory of its results, where the models of earlier stages are.
+        out: directory of its results.
         ratios: fractions of each family's channels to cut.
         samples: samples of `val` to evaluate on.
         latency: whether latency is measured.
         progress: called with the progress.
 
     Raises:
-        PipelineInvalid: the pipeline is invalid, or a ratio is not between 0 and 1.
         StageFailed: the stage before `prune_channels` has not run, or the model cannot be traced.
     """
     from compress.pruning.sensitivity_analysis import measure_sensitivity
@@ -71,6 +70,8 @@ def measure_and_write(
     pipeline, data, _ = resolve_inputs(pipeline)
     plan, pipeline = infer_loss_and_metric(plan, pipeline, data)
     planned = next((p for p in plan.stages if p.stage.stage == "prune_channels"), None)
+    names = ("importance", "include", "exclude")
+    settings: dict[str, Any] = {n: getattr(planned.stage, n) for n in names} if planned else {}
     with temporary_files(), _model(pipeline, planned, out) as model:
         context = Context(
             root=model.path.with_name("sensitivity"),
@@ -88,7 +89,7 @@ def measure_and_write(
             ratios=sorted(set(ratios)),
             samples=samples,
             latency=latency,
-            **_pruning_settings(planned),
+            **settings,
         )
     write_page(out, pipeline.name, found)
     return found
@@ -110,7 +111,18 @@ def table(found: Sensitivity) -> Table:
         if timed:
             rows.add_column("latency", justify="right", no_wrap=True)
     for family in found.families:
-        rows.add_row(family.name, str(family.channels), *_cells(family, ratios, timed))
+        points = {point.ratio: point for point in family.points}
+        cells: list[str] = []
+        for ratio in ratios:
+            point = points.get(ratio)
+            if point is None:
+                cells += ["–"] * (3 if timed else 2)
+                continue
+            harm = f"{point.distance:.4f}" if point.points is None else f"{point.points:.2f}"
+            cells += [harm, f"{point.macs:.3f}"]
+            if timed:
+                cells.append("–" if point.latency is None else f"{point.latency:.2f}")
+        rows.add_row(family.name, str(family.channels), *cells)
     return rows
 
 
@@ -179,14 +191,6 @@ def _as_eager(name: str, model: Artifact) -> EagerModel:
     return model
 
 
-def _pruning_settings(planned: PlannedStage | None) -> dict[str, Any]:
-    """Return the settings of `prune_channels` that choose and exclude channels."""
-    settings: Any = planned.stage if planned else None
-    if settings is None or settings.stage != "prune_channels":
-        return {}
-    return {name: getattr(settings, name) for name in ("importance", "include", "exclude")}
-
-
 def _loss_label(found: Sensitivity) -> str:
     if found.judged_by == "metric":
         return f"points of {found.metric} lost"
@@ -195,18 +199,3 @@ def _loss_label(found: Sensitivity) -> str:
 
 def _loss(point: Any, found: Sensitivity) -> float:
     return float(point.distance if found.judged_by == "outputs" else point.points)
-
-
-def _cells(family: FamilySensitivity, ratios: Sequence[float], timed: bool) -> list[str]:
-    points = {point.ratio: point for point in family.points}
-    cells: list[str] = []
-    for ratio in ratios:
-        point = points.get(ratio)
-        if point is None:
-            cells += ["–"] * (3 if timed else 2)
-            continue
-        harm = f"{point.distance:.4f}" if point.points is None else f"{point.points:.2f}"
-        cells += [harm, f"{point.macs:.3f}"]
-        if timed:
-            cells.append("–" if point.latency is None else f"{point.latency:.2f}")
-    return cells

@@ -50,17 +50,14 @@ def verify_command(
         report: file to write: a page where it ends in `.html`, text where in `.md`, else JSON.
         attest: file to write an in-toto attestation of the proof to.
         sign_key: private key that signs the attestation.
-        replay: whether the run's pipeline is loaded, which runs its code, to hash the model's
-            sources and to ask an archive for the validation split, and whether native code is
-            started whose hash was not given.
-
-    Raises:
-        CompressError: something does not match, or a file cannot be written; the message says.
+        replay: whether the pipeline's code runs, to hash the model's sources and ask an archive for
+            the validation split, and native code is started whose hash was not given.
     """
     if given.key is not None and given.attestation is None:
         raise PipelineInvalid("--key: checks a signature; give --attestation FILE too")
     if sign_key is not None and attest is None:
         raise PipelineInvalid("--sign-key: signs an attestation; give --attest FILE too")
+    # No output may replace an input, or another output.
     taken = {file.resolve() for file in (path, given.attestation, given.key, sign_key) if file}
     for option, file in (("--report", report), ("--attest", attest)):
         if file is not None:
@@ -110,10 +107,7 @@ def _check_output_path(option: str, file: Path, taken: set[Path]) -> None:
 def load_evidence(path: Path, replay: bool) -> Evidence | None:
     """Load the run's artifacts, sources and data that an archive can be checked against, if any.
 
-    Args:
-        path: the archive's directory.
-        replay: whether the pipeline file that `lock.json` names is loaded, and its data: its own
-            code runs, as in the run.
+    With `replay` the pipeline file that `lock.json` names is loaded: its own code runs.
     """
     run = find_enclosing_run(path)
     if (
@@ -125,10 +119,8 @@ def load_evidence(path: Path, replay: bool) -> Evidence | None:
     artifacts = {artifact.digest: artifact for artifact in run.artifacts.values()}
     if not replay:
         return Evidence(artifacts, source={}, data=None, missing=NO_REPLAY)
-    from pipelines.runner.inputs import (
-        resolve_inputs,
-        source_parts,
-    )  # imports torch, which few proofs need
+    # It imports torch, which few proofs need.
+    from pipelines.runner.inputs import resolve_inputs, source_parts
 
     source: dict[str, Any] = {}
     data: Splits | None = None

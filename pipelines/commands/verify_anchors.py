@@ -78,8 +78,12 @@ class EnclosingRun:
 
     @property
     def artifacts(self) -> dict[str, Artifact]:
-        """Artifacts of the run by stage, from their manifests."""
-        return dict(_sibling_artifacts(self.folder / ARTIFACTS))
+        """Artifacts of the run by stage, from their manifests; unreadable ones are missing."""
+        folder, artifacts = self.folder / ARTIFACTS, {}
+        for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+            with suppress(ArtifactInvalid):
+                artifacts[path.name] = Artifact.read_manifest(path)
+        return artifacts
 
 
 def find_enclosing_run(path: Path) -> EnclosingRun | None:
@@ -100,9 +104,7 @@ def find_enclosing_run(path: Path) -> EnclosingRun | None:
             raise ArtifactInvalid(f"{out}: {error}") from None
     digests: dict[str, dict[str, str]] = {}
     inputs: dict[str, str] = {}
-    with suppress(
-        KeyError, TypeError, ValueError
-    ):  # a file that is no record of a run names no digest
+    with suppress(KeyError, TypeError, ValueError):  # no record of a run names no digest
         rows = report["stages"]
         digests[RECORDS[0]] = {row["name"]: row["artifact"]["digest"] for row in rows}
         inputs = {row["name"]: row["input"] for row in rows}
@@ -120,7 +122,19 @@ def check_anchors(artifact: Artifact, given: VerifierInputs, run: EnclosingRun |
     """
     anchors = Anchors()
     if run is not None:
-        _check_run_records(anchors, artifact, run)
+        naming = [record for record, digests in run.digests.items() if run.name in digests]
+        for record in naming:
+            _require_digest(artifact, run.digests[record][run.name], run.folder / record)
+        for name, other in run.artifacts.items():
+            lineage = other.manifest.lineage
+            if run.inputs.get(name) == run.name and lineage:
+                _require_digest(artifact, lineage[-1].inputs.get("input"), other.path / MANIFEST)
+        if naming:
+            anchors.names += naming
+            names = " and ".join(naming)
+            anchors.proven.append(f"anchor: {names} of {run.folder} name this digest")
+        if not isinstance(artifact, TorchServeArchive):  # whose ancestors `prove_chain` checks
+            _check_ancestors(anchors, artifact, run)
     payload = artifact.payload_name
     named = {artifact.digest: "", artifact.manifest.files[payload].sha256: payload}
     digest_named = bool(anchors.names)
@@ -145,11 +159,7 @@ def check_anchors(artifact: Artifact, given: VerifierInputs, run: EnclosingRun |
 
 
 def check_file_anchors(file: Path, sha256: str, given: VerifierInputs) -> Anchors:
-    """Check the hash of a bare archive against the user's inputs; return the anchors.
-
-    Raises:
-        ArtifactInvalid: one of the inputs names another file.
-    """
+    """Check the hash of a bare archive against the user's inputs; return the anchors."""
     anchors = Anchors()
     for name, digests in _claimed_hashes(anchors, given):
         if sha256 not in digests:
@@ -181,21 +191,6 @@ def _claimed_hashes(
         yield f"{given.attestation} ({found.predicate_type}, {signed})", found.subjects
 
 
-def _check_run_records(anchors: Anchors, artifact: Artifact, run: EnclosingRun) -> None:
-    naming = [record for record, digests in run.digests.items() if run.name in digests]
-    for record in naming:
-        _require_digest(artifact, run.digests[record][run.name], run.folder / record)
-    for name, other in run.artifacts.items():
-        lineage = other.manifest.lineage
-        if run.inputs.get(name) == run.name and lineage:
-            _require_digest(artifact, lineage[-1].inputs.get("input"), other.path / MANIFEST)
-    if naming:
-        anchors.names += naming
-        anchors.proven.append(f"anchor: {' and '.join(naming)} of {run.folder} name this digest")
-    if not isinstance(artifact, TorchServeArchive):  # `prove_chain` checks an archive's ancestors
-        _check_ancestors(anchors, artifact, run)
-
-
 def _require_digest(artifact: Artifact, digest: object, source: Path) -> None:
     if digest != artifact.digest:
         raise ArtifactInvalid(
@@ -224,6 +219,7 @@ def _check_ancestors(anchors: Anchors, artifact: Artifact, run: EnclosingRun) ->
             absent.append(name)
             continue
         ancestor.verify()
+        # A teacher's lineage is its own.
         if role == "input" and ancestor.manifest.lineage != lineage[:place]:
             raise ArtifactInvalid(
                 f"{artifact.path / MANIFEST}: its lineage is not that of {name}, which it was made "
@@ -234,14 +230,6 @@ def _check_ancestors(anchors: Anchors, artifact: Artifact, run: EnclosingRun) ->
         anchors.proven.append(f"{here} that it was made of are here, as sealed")
     if absent:
         anchors.unproven.append(f"{', '.join(absent)}: not here")
-
-
-def _sibling_artifacts(folder: Path) -> Iterator[tuple[str, Artifact]]:
-    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        try:
-            yield path.name, Artifact.read_manifest(path)
-        except ArtifactInvalid:
-            continue  # not a readable artifact: counts as missing
 
 
 def _read_record(file: Path) -> dict[str, Any]:

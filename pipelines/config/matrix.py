@@ -53,13 +53,11 @@ class Combination(NamedTuple):
 
 
 def expand_matrices(source: Source) -> Source:
-    """Replace each stage that has a matrix, and those that follow it, by their branches.
-
-    Raises:
-        PipelineInvalid: a matrix is malformed, or has too many branches.
-    """
+    """Replace each stage that has a matrix, and those that follow it, by their branches."""
     written = source.content.get("stages")
-    if not isinstance(written, list) or not any(_has_matrix(stage) for stage in written):
+    if not isinstance(written, list) or not any(
+        isinstance(stage, dict) and MATRIX in stage for stage in written
+    ):
         return source
     expansion = _Expansion(source)
     branches = [pair for i, stage in enumerate(written) for pair in expansion.branches(i, stage)]
@@ -72,11 +70,7 @@ def expand_matrices(source: Source) -> Source:
 
 
 def refuse_duplicate_branches(branches: Sequence[Stage[Any, Any]], source: Source) -> None:
-    """Refuse a matrix of which two branches have the same settings, however these are written.
-
-    Raises:
-        PipelineInvalid: it names the two.
-    """
+    """Refuse a matrix of which two branches have the same settings, however these are written."""
     seen: dict[str, str] = {}
     for i, origin in enumerate(source.origins if source.unexpanded else ()):
         stage = branches[i]
@@ -107,15 +101,12 @@ def allow_matrix_(definition: dict[str, Any], name: str) -> None:
         "additionalProperties": False,
         "minProperties": 1,
     }
+    # A setting that is required may come from the matrix instead.
     for key in [key for key in definition.get("required", ()) if key in varied]:
         definition["required"].remove(key)
         in_matrix = {"required": [MATRIX], "properties": {MATRIX: {"required": [key]}}}
         either = {"anyOf": [{"required": [key]}, in_matrix]}
         definition.setdefault("allOf", []).append(either)
-
-
-def _has_matrix(stage: Any) -> bool:
-    return isinstance(stage, dict) and MATRIX in stage
 
 
 class _Expansion:
@@ -132,7 +123,14 @@ class _Expansion:
         if not isinstance(stage, dict):  # validation says so
             yield stage, Origin(index, {})
             return
-        title, inputs = str(stage.get("name") or stage.get("stage")), self._input_branches(stage)
+        title, name = str(stage.get("name") or stage.get("stage")), stage.get("input")
+        name = name or self.previous
+        if isinstance(name, str) and name in self.known:
+            inputs = self.known[name]  # all branches of that stage
+        else:
+            every = (branch for branches in self.known.values() for branch in branches)
+            choices = next((b.choices for b in every if b.name == name), frozenset())
+            inputs = [Branch(name, "", choices)]
         combinations = [Combination({}, {}, "")]
         if MATRIX in stage:
             combinations = list(self._combinations(index, stage))
@@ -148,41 +146,22 @@ class _Expansion:
             chosen = {(index, number)} if combination.suffix else set()
             branch = Branch(title + suffix, suffix, before.choices | chosen)
             branches.append(branch)
-            content = self._content(index, stage, before, branch, combination)
-            yield content, Origin(index, combination.numbers)
+            content = {key: value for key, value in stage.items() if key != MATRIX}
+            content |= combination.values | {"input": before.name}
+            yield self._renamed(index, content, branch), Origin(index, combination.numbers)
         self.known[title], self.previous = branches, title
 
-    def _input_branches(self, stage: dict[str, Any]) -> list[Branch]:
-        """Return the branches that a stage reads: all of its input, or the one that it names."""
-        name = stage.get("input") or self.previous
-        if isinstance(name, str) and name in self.known:
-            return self.known[name]
-        every = (branch for branches in self.known.values() for branch in branches)
-        choices = next((b.choices for b in every if b.name == name), frozenset())
-        return [Branch(name, "", choices)]
-
-    def _content(
-        self,
-        index: int,
-        stage: dict[str, Any],
-        before: Branch,
-        branch: Branch,
-        combination: Combination,
-    ) -> dict[str, Any]:
-        """Return the content of one branch, with the names that its references have there."""
+    def _renamed(self, index: int, written: dict[str, Any], branch: Branch) -> dict[str, Any]:
+        """Give a branch its name, and its references those that they have there."""
         place: Location = ("stages", index)
-        written = {key: value for key, value in stage.items() if key != MATRIX}
-        written |= combination.values
         if branch.suffix:
             try:
                 written["name"] = check_length(branch.name)
             except ValueError as error:
                 mend = "give the stage a shorter one with `name:`"
                 raise self._refusal(place, f"{error}; {mend}") from None
-        written["input"] = before.name
-        if isinstance(written.get("teacher"), str):
-            teacher = self._same_branch(written["teacher"], branch, (*place, "teacher"))
-            written["teacher"] = teacher
+        if isinstance(teacher := written.get("teacher"), str):
+            written["teacher"] = self._same_branch(teacher, branch, (*place, "teacher"))
         if isinstance(written.get("gates"), list):
             written["gates"] = [*written["gates"]]
             for i, gate in enumerate(written["gates"]):
@@ -247,6 +226,7 @@ def _labels(values: list[Any]) -> list[str]:
         text = value if isinstance(value, str) else _json(value)
         text = text.replace(":", "=").replace('"', "").replace(",", "-")
         labels.append(NOT_IN_NAMES.sub("_", text.strip("{}[]")))
+    # Else numbers: a name must be short, and tell the branches apart.
     if len(set(labels)) < len(labels) or not all(0 < len(n) <= LONGEST_VALUE for n in labels):
         return [str(number) for number in range(1, len(labels) + 1)]
     return labels

@@ -64,8 +64,9 @@ class FactoryModel(ModelInterface):
     arguments: dict[str, JsonValue] = {}
     """Keyword arguments of the factory."""
     checkpoint: str | None = None
-    """Weights, relative to this file: .safetensors (or the .index.json of several), .pt, .pth, or a
-    directory of torch.distributed.checkpoint; without it the factory's own."""
+    """Weights, relative to this file: .safetensors or .bin (or the .index.json of several), .pt,
+    .pth, Lightning's .ckpt, or a directory of torch.distributed.checkpoint, Hugging Face's Trainer,
+    Accelerate or DeepSpeed; without it the factory's own."""
 
 
 class HuggingFaceModel(ModelInterface):

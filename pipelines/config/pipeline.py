@@ -6,8 +6,17 @@ from functools import reduce
 from operator import or_
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from urllib.parse import urlsplit
 
-from pydantic import ConfigDict, Field, JsonValue, PrivateAttr, ValidationError, field_validator
+from pydantic import (
+    ConfigDict,
+    Field,
+    JsonValue,
+    PrivateAttr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from compress.common.config import Count, Settings
 from compress.common.errors import PipelineInvalid
@@ -17,15 +26,16 @@ from compress.data.loader_config import Loading
 from pipelines.config.matrix import allow_matrix_, expand_matrices, refuse_duplicate_branches
 from pipelines.config.model_spec import ModelSpec
 from pipelines.config.registry import stages
-from pipelines.config.tracker_config import Tracker
 from pipelines.config.validation_errors import explain
 from pipelines.config.yaml_source import Source, dotted, read
 
 if TYPE_CHECKING:
+    from compress.common.requirements import Requirement
     from compress.core.stage import Stage
 
     AnyStage = Stage[Any, Any]
 else:
+    # A union that is built at run time means nothing to mypy.
     AnyStage = Annotated[reduce(or_, stages().values()), Field(discriminator="stage")]
 
 
@@ -61,6 +71,35 @@ class Depends(Settings):
     through a C extension or another process."""
     environment: tuple[Annotated[str, Field(pattern=r"^[^=]+$")], ...] = ()
     """Names of environment variables."""
+
+
+class Tracker(Settings):
+    """Where a run's settings, figures and report are written too; none of it changes a result."""
+
+    kind: Literal["tensorboard", "mlflow"]
+    """`tensorboard` writes an event file for each run, `mlflow` a run of the experiment
+    `compress`. Each is an extra of that name."""
+    uri: str | None = None
+    """Folder, relative to that of the results (`tracking` by default); or MLflow's address."""
+
+    @model_validator(mode="after")
+    def _uri_fits(self) -> Self:
+        address = self.uri is not None and "://" in self.uri
+        if address and self.kind == "tensorboard":
+            raise ValueError("tensorboard writes to a folder, and uri is an address")
+        if address and "@" in urlsplit(str(self.uri)).netloc:
+            raise ValueError(
+                "uri would show its password in logs and reports; put that into "
+                "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
+            )
+        return self
+
+    @property
+    def requirements(self) -> tuple[Requirement, ...]:
+        """What must be installed."""
+        from compress.training.config.profiling import TRACKER_REQUIREMENTS
+
+        return (TRACKER_REQUIREMENTS[self.kind],)
 
 
 class PipelineConfig(Settings):
@@ -164,6 +203,7 @@ class PipelineConfig(Settings):
 def json_schema() -> dict[str, Any]:
     """Return the JSON Schema of pipeline.yaml, for editors."""
     schema = PipelineConfig.model_json_schema()
+    # `metric: accuracy` is short for a mapping, by a validator that the schema does not show.
     schema["properties"]["metric"]["anyOf"].insert(0, {"type": "string"})
     for stage in stages().values():
         allow_matrix_(schema["$defs"][stage.__name__], stage.__name__)

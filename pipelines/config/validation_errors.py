@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from compress.common.config import Settings
 from compress.core.gates import AddedGates, added_gates
+from pipelines.config.yaml_source import has_part
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
 
     from pydantic import ValidationError
     from pydantic_core import ErrorDetails
@@ -28,14 +29,7 @@ REMOVED_STAGES = {
 
 def explain(error: ValidationError, source: Source, model: type[Settings]) -> str:
     """Return one line per problem: place, what was found, what was expected."""
-    causes = _causes(error.errors(), source, model)
-    return "\n".join(_line(details, source, model) for details in causes)
-
-
-def _causes(
-    found: list[ErrorDetails], source: Source, model: type[Settings]
-) -> Iterator[ErrorDetails]:
-    """Yield the errors that do not just follow from another one."""
+    found, lines = error.errors(), []
     misspelt = {
         (*e["loc"][:-1], closest(str(e["loc"][-1]), _known(e["loc"], source, model)))
         for e in found
@@ -53,7 +47,8 @@ def _causes(
         )
         if not misspelling and not emptied and place not in places:
             places.add(place)
-            yield details
+            lines.append(_line(details, source, model))
+    return "\n".join(lines)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -109,13 +104,12 @@ def _resolve(
     candidates: list[type[Settings]] = [model]
     for i, part in enumerate(loc):
         last = i == len(loc) - 1
-        tagged = next((c for c in candidates if _tag(c, part)), None)
+        # The location names the member of a union that pydantic tried; the file has no such key.
+        tagged = next((c for c in candidates if part in (c.__name__, *_keys_that_choose(c))), None)
         if tagged is not None and not (isinstance(content, dict) and part in content):
             owner, candidates = tagged, [tagged]
             continue
-        present = (isinstance(content, dict) and part in content) or (
-            isinstance(content, list) and isinstance(part, int) and part < len(content)
-        )
+        present = has_part(content, part)
         if not present and not last:
             continue
         location.append(part)
@@ -129,11 +123,9 @@ def _resolve(
     return tuple(location), owner
 
 
-def _tag(model: type[Settings], part: str | int) -> bool:
-    return model.__name__ == part or any(
-        key in model.model_fields and model.model_fields[key].default == part
-        for key in ("stage", "gate", "edit")
-    )
+def _keys_that_choose(model: type[Settings]) -> list[Any]:
+    fields = model.model_fields
+    return [fields[key].default for key in ("stage", "gate", "edit") if key in fields]
 
 
 def _settings_in(annotation: Any) -> Iterable[type[Settings]]:

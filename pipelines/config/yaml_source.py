@@ -80,7 +80,7 @@ class Source:
         text = ""
         content: Any = self.unexpanded or self.content
         for part in self.written(location):
-            content = content[part] if _has(content, part) else None
+            content = content[part] if has_part(content, part) else None
             if isinstance(part, int):
                 keys = content if isinstance(content, dict) else {}
                 label = keys.get("stage") or keys.get("gate")
@@ -98,7 +98,8 @@ def dotted(location: Location) -> str:
     return text or "the file"
 
 
-def _has(content: Any, part: str | int) -> bool:
+def has_part(content: Any, part: str | int) -> bool:
+    """Whether a mapping has a key, or a list an index."""
     if isinstance(content, dict):
         return part in content
     return isinstance(content, list) and isinstance(part, int) and part < len(content)
@@ -110,14 +111,25 @@ def read(path: Path) -> Source:
     Raises:
         PipelineInvalid: it is missing, not YAML, not a mapping, or has a key twice.
     """
-    text = _text_of(path)
     lines: dict[Location, int] = {}
     try:
-        loader = _Loader(text)
+        with open_regular(path) as stream:
+            text = stream.read(LARGEST_BYTES + 1)
+        if len(text) > LARGEST_BYTES:
+            raise PipelineInvalid(f"{path}: has more than {LARGEST_BYTES} bytes")
+        loader = _Loader(text.decode())
         root = loader.get_single_node()
+        # Before the content is built, which would take aliases of aliases as they come.
         if root is not None:
             _collect_lines(root, (), lines, path, loader)
         content = None if root is None else loader.construct_document(root)
+    except ArtifactInvalid as error:
+        raise PipelineInvalid(str(error)) from None
+    except OSError as error:
+        raise PipelineInvalid(f"{path}: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise PipelineInvalid(f"{path}: not a text file; expected YAML") from None
+    # PyYAML reads nested lists and mappings by recursion.
     except RecursionError:
         raise PipelineInvalid(f"{path}: nested deeper than {DEEPEST} levels") from None
     except yaml.MarkedYAMLError as error:
@@ -131,21 +143,6 @@ def read(path: Path) -> Source:
             f"{path}: expected keys `version`, `model` and `stages`, found {found}"
         )
     return Source(path, content, lines)
-
-
-def _text_of(path: Path) -> str:
-    try:
-        with open_regular(path) as stream:
-            content = stream.read(LARGEST_BYTES + 1)
-        if len(content) > LARGEST_BYTES:
-            raise PipelineInvalid(f"{path}: has more than {LARGEST_BYTES} bytes")
-        return content.decode()
-    except ArtifactInvalid as error:
-        raise PipelineInvalid(str(error)) from None
-    except OSError as error:
-        raise PipelineInvalid(f"{path}: {error.strerror or error}") from None
-    except UnicodeDecodeError:
-        raise PipelineInvalid(f"{path}: not a text file; expected YAML") from None
 
 
 class _Loader(yaml.SafeLoader):
@@ -181,44 +178,38 @@ def _short(text: str) -> str:
 def _collect_lines(
     node: yaml.Node, here: Location, lines: dict[Location, int], path: Path, loader: _Loader
 ) -> None:
+    where = f"{path}:{node.start_mark.line + 1}"
     lines.setdefault(here, node.start_mark.line + 1)
     if len(lines) > LARGEST:
-        raise PipelineInvalid(
-            f"{path}:{node.start_mark.line + 1}: more than {LARGEST} values, with what aliases mean"
-        )
+        raise PipelineInvalid(f"{where}: more than {LARGEST} values, with what aliases mean")
     if len(here) > DEEPEST:
-        raise PipelineInvalid(
-            f"{path}:{node.start_mark.line + 1}: nested deeper than {DEEPEST} levels; an alias "
-            "must not contain itself"
-        )
+        mend = "an alias must not contain itself"
+        raise PipelineInvalid(f"{where}: nested deeper than {DEEPEST} levels; {mend}")
     if node.tag not in PLAIN:
         raise PipelineInvalid(
-            f"{path}:{node.start_mark.line + 1}: {dotted(here)}: has the YAML tag {node.tag!r}, "
-            "expected text, a number, a list, or keys and values without a tag"
+            f"{where}: {dotted(here)}: has the YAML tag {node.tag!r}, expected text, a number, a "
+            "list, or keys and values without a tag"
         )
     if isinstance(node, yaml.ScalarNode) and (refusal := _invalid_scalar_reason(node, loader)):
-        raise PipelineInvalid(f"{path}:{node.start_mark.line + 1}: {dotted(here)}: {refusal}")
+        raise PipelineInvalid(f"{where}: {dotted(here)}: {refusal}")
     if isinstance(node, yaml.SequenceNode):
         for index, child in enumerate(node.value):
             _collect_lines(child, (*here, index), lines, path, loader)
     elif isinstance(node, yaml.MappingNode):
         for key_node, child in node.value:
-            line = key_node.start_mark.line + 1
+            where = f"{path}:{key_node.start_mark.line + 1}"
             if not isinstance(key_node, yaml.ScalarNode):
-                raise PipelineInvalid(f"{path}:{line}: a key is a list or a mapping, expected text")
+                raise PipelineInvalid(f"{where}: a key is a list or a mapping, expected text")
+            key, location = _short(repr(key_node.value)), (*here, key_node.value)
             if key_node.tag != STRING:
-                key = _short(repr(key_node.value))
-                raise PipelineInvalid(f"{path}:{line}: key {key} is not a word; put it in quotes")
-            location = (*here, key_node.value)
+                raise PipelineInvalid(f"{where}: key {key} is not a word; put it in quotes")
             if len(key_node.value) > LONGEST_KEY:
                 found = f"{len(key_node.value)} characters, expected at most {LONGEST_KEY}"
-                raise PipelineInvalid(f"{path}:{line}: a key has {found}")
+                raise PipelineInvalid(f"{where}: a key has {found}")
             if refusal := _invalid_scalar_reason(key_node, loader):
-                raise PipelineInvalid(f"{path}:{line}: a key {refusal}")
-            if location in lines:
-                raise PipelineInvalid(
-                    f"{path}:{line}: key {_short(repr(key_node.value))} stands twice; "
-                    f"first on line {lines[location]}"
-                )
-            lines[location] = line
+                raise PipelineInvalid(f"{where}: a key {refusal}")
+            if location in lines:  # PyYAML would take the last one
+                first = lines[location]
+                raise PipelineInvalid(f"{where}: key {key} stands twice; first on line {first}")
+            lines[location] = key_node.start_mark.line + 1
             _collect_lines(child, location, lines, path, loader)

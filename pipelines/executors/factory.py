@@ -1,8 +1,8 @@
-"""Chooses what runs the stages: this process, others of this machine, or a Ray cluster."""
+"""The interface of what runs several stages at a time, and the choice of one."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from compress.common.errors import PipelineInvalid, Unavailable
 from compress.common.requirements import Requirement
@@ -12,19 +12,35 @@ if TYPE_CHECKING:
     from compress.core.progress import Progress
     from pipelines.config.pipeline import PipelineConfig
     from pipelines.config.run_options import EngineName
-    from pipelines.executors.base import Engine
+    from pipelines.executors.task import StageTask, TaskResult
     from pipelines.store.local import Store
 
 RAY = Requirement(what="ray", install="pip install -e '.[ray]', or leave --engine out")
 
 
-def check_engine(pipeline: PipelineConfig, name: EngineName) -> None:
-    """Refuse an engine that cannot run a pipeline here.
+class Engine(Protocol):
+    """Runs several stages at a time, in other processes or on other machines."""
 
-    Raises:
-        Unavailable: Ray is not installed.
-        PipelineInvalid: the pipeline runs on a GPU, which was not tried with Ray.
-    """
+    @property
+    def places(self) -> int:
+        """How many stages it runs at a time."""
+        ...
+
+    def submit(self, task: StageTask) -> None:
+        """Start a stage; at most `places` at a time."""
+        ...
+
+    def next(self) -> TaskResult:
+        """Wait until a submitted stage has finished or failed."""
+        ...
+
+    def close(self) -> None:
+        """Stop the stages that still run."""
+        ...
+
+
+def check_engine(pipeline: PipelineConfig, name: EngineName) -> None:
+    """Refuse an engine that is not installed, or a GPU, which was not tried with Ray."""
     if name == "ray" and RAY.missing():
         raise Unavailable(f"--engine ray needs {RAY.what}, which is not installed; {RAY.install}")
     if name == "ray" and pipeline.device != "cpu":
@@ -37,11 +53,7 @@ def check_engine(pipeline: PipelineConfig, name: EngineName) -> None:
 def engine_for(
     name: EngineName, jobs: int | None, store: Store, progress: Progress
 ) -> Engine | None:
-    """Start what runs several stages at a time; None where this process runs one after another.
-
-    Raises:
-        StageFailed: there is no Ray cluster.
-    """
+    """Start what runs several stages at a time; None where this process runs one after another."""
     if name == "ray":
         from pipelines.executors.ray import RayTasks
 

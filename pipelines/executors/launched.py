@@ -5,13 +5,14 @@ from __future__ import annotations
 import atexit
 import hashlib
 import os
+import signal
 import sys
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from compress.common.config import Settings
-from compress.common.errors import CompressError, PipelineInvalid, StageFailed
+from compress.common.errors import CompressError, PipelineInvalid
 from compress.training.config.parallel import Parallel
 from compress.training.launch.rank_group import (
     SECONDS_TO_MEET,
@@ -35,14 +36,12 @@ def joined_processes(file: Path) -> Iterator[None]:
     """Run a block in rank 0 of those that were started; the other ranks take part in its trainings.
 
     They never enter the block, and leave with rank 0's exit code when it ends. A process that was
-    started alone runs the block and nothing else.
-
-    Args:
-        file: the pipeline file, which must be the same on all machines.
+    started alone runs the block and nothing else. All must have the same pipeline file.
 
     Raises:
         CompressError: the processes did not meet, differ in the file, or rank 0 has died.
     """
+    _end_with_torchrun()
     environment = launched_environment(os.environ)
     if environment is None or int(environment["WORLD_SIZE"]) == 1:
         yield
@@ -51,24 +50,35 @@ def joined_processes(file: Path) -> Iterator[None]:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     group = RankGroup.join(environment)
     if group.rank:
-        _leave(group.serve(lambda request: _answer(request, file)))
+        code = group.serve(lambda request: _answer(request, file))
+        # It has nothing to report: no exception, and of the teardown the exit handlers alone.
+        signals.ignore_signals()
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
     exit_code = 0
     try:
         group.request("compare file", SECONDS_TO_MEET, sha256=_sha256(file))
         yield
     except BaseException as error:
-        exit_code = signals.exit_code() or _exit_code(error)
+        # The other ranks leave with this code, too.
+        exit_code = signals.exit_code_of(error)
         raise
     finally:
         group.leave(exit_code)
 
 
+def _end_with_torchrun() -> None:
+    """Have the kernel stop this process with torchrun, which others may replace elsewhere."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
+
+        _prctl_pr_set_pdeathsig(signal.SIGTERM)
+
+
 def check_processes(pipeline: PipelineConfig, store: Path) -> None:
     """Refuse a run whose processes do not fit its trainings, or do not see its files.
-
-    Args:
-        pipeline: the pipeline.
-        store: the run's, marked by :func:`pipelines.executors.node_environment.write_run_id`.
 
     Raises:
         PipelineInvalid: other processes were started than a training needs, or a machine has other
@@ -121,18 +131,3 @@ def _sha256(file: Path) -> str | None:
         return hashlib.sha256(file.read_bytes()).hexdigest()
     except OSError:
         return None  # rank 0 refuses what it cannot read itself
-
-
-def _exit_code(error: BaseException) -> int:
-    if isinstance(error, KeyboardInterrupt):
-        return 130
-    return error.exit_code if isinstance(error, CompressError) else StageFailed.exit_code
-
-
-def _leave(exit_code: int) -> None:
-    """End this process, which has nothing to report, and run its exit handlers alone."""
-    signals.ignore_signals()
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(exit_code)

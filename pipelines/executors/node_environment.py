@@ -51,19 +51,14 @@ class RunEnvironment:
 
     @classmethod
     def of_this_process(cls, store: Path) -> Self:
-        """Return what processes on other machines must find to work for this one.
-
-        Args:
-            store: the run's, which this process holds.
-        """
+        """Return what processes on other machines must find to work for this one."""
         return cls(str(store.absolute()), read_run_id(store), str(Path.cwd()), versions())
 
     def enter(self) -> None:
-        """Change to the run's working directory, where this machine has the same.
+        """Change to the run's working directory, where this machine has the same one.
 
         Raises:
-            StageFailed: it has not, so that other files would be read and written here; or other
-                versions of packages.
+            StageFailed: it has not, and would read and write other files; or it has other packages.
         """
         store, here = Path(self.store), f"node {socket.gethostname()}"
         if not wait_until_visible(store, lambda: read_run_id(store) == self.run_id):
@@ -73,6 +68,7 @@ class RunEnvironment:
             os.chdir(self.folder)
         except OSError as error:
             raise StageFailed(f"{here} has no {self.folder} ({error.strerror}); {REMEDY}") from None
+        # A cache key has the versions of the machine that the run was started on.
         own = versions()
         for name in sorted({*self.versions, *own}):
             expected, found = self.versions.get(name, "none"), own.get(name, "none")

@@ -53,11 +53,7 @@ class ProcessPool:
     _workers: list[_Worker] = field(default_factory=list)
 
     def submit(self, task: StageTask) -> None:
-        """Send a stage to an idle worker; at most ``places`` at a time.
-
-        Raises:
-            StageFailed: it cannot be sent to another process.
-        """
+        """Send a stage to an idle worker; at most ``places`` at a time."""
         content = pickled(task)
         idle = [worker for worker in self._workers if not worker.name]
         if not idle:
@@ -101,7 +97,9 @@ class _Worker:
         lifeline, self._lifeline = os.pipe()
         passed = [theirs.fileno(), lifeline] + ([] if lock is None else [lock])
         self.process = subprocess.Popen(
+            # The worker finds user code in the same folders.
             [sys.executable, "-c", COMMAND, json.dumps(sys.path), *map(str, passed[:2])],
+            # OpenMP reads it once, when torch is imported.
             env=os.environ | {THREADS: str(threads)},
             pass_fds=passed,
             start_new_session=True,  # a Ctrl-C of the terminal ends it through us
@@ -121,7 +119,10 @@ class _Worker:
         try:
             kind, content = self.connection.recv()
         except (EOFError, OSError):
-            return self._died()
+            name, self.name = self.name, ""
+            self.end()
+            how = f"its process {describe_exit_code(self.process.returncode)}"
+            return TaskResult(name, 0.0, StageFailed(f"{name}: {how}"))
         if kind == "progress":
             task, done, total, note = content
             # Branches do the same tasks at the same time: only the stage's name tells them apart.
@@ -142,19 +143,9 @@ class _Worker:
         self.connection.close()
         os.close(self._lifeline)
 
-    def _died(self) -> TaskResult:
-        name, self.name = self.name, ""
-        self.end()
-        how = f"its process {describe_exit_code(self.process.returncode)}"
-        return TaskResult(name, 0.0, StageFailed(f"{name}: {how}"))
-
 
 def pickled(task: StageTask) -> bytes:
-    """Pickle a task for another process, without what only this one has.
-
-    Raises:
-        StageFailed: it cannot be sent.
-    """
+    """Pickle a task for another process, without what only this one has."""
     context = replace(task.context, progress=silent, scores={})
     try:
         return pickle.dumps(replace(task, context=context))
@@ -168,11 +159,7 @@ def pickled(task: StageTask) -> bytes:
 def run_task(
     name: str, task: bytes, progress: Progress
 ) -> tuple[float, CompressError | None, Recording]:
-    """Run a pickled task in the process that it was sent to.
-
-    Returns:
-        The seconds that it took, its error if any, and what user code read meanwhile.
-    """
+    """Run a pickled task; return its seconds, its error, and what user code read meanwhile."""
     try:
         with only_signals_interrupt():
             unpickled: StageTask = pickle.loads(task)

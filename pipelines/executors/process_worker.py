@@ -18,9 +18,7 @@ from pipelines.system import signals
 def work(descriptor: int, lifeline: int) -> None:
     """Run the stages that arrive, one after the other, until the connection closes.
 
-    Args:
-        descriptor: file descriptor of the connection to the run.
-        lifeline: file descriptor of a pipe that closes when the run's process ends.
+    `lifeline` is the file descriptor of a pipe that closes when the run's process ends.
     """
     threading.Thread(target=_die_with_parent, args=(lifeline,), daemon=True).start()
     os.dup2(2, 1)  # standard output is the run's alone

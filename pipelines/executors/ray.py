@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Self
 
 import ray
@@ -55,16 +56,34 @@ class RayTasks:
     def on_cluster(cls, jobs: int | None, store: Path) -> Self:
         """Connect to the cluster of RAY_ADDRESS, or start one on this machine.
 
-        Args:
-            jobs: stages that run at a time; by default one for each core.
-            store: the run's, marked by its id.
+        `jobs` stages run at a time; by default one for each core.
 
         Raises:
             StageFailed: there is no cluster at the address, or none could be started.
         """
         started = not ray.is_initialized()
         if started:
-            _connect_or_start()
+            # Ray sends usage statistics unless this is 0.
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+            # Without an address Ray would connect to a cluster that anybody has started on this
+            # machine, or to one that has ended.
+            address = os.environ.get("RAY_ADDRESS") or "local"
+            is_local, before = address == "local", signal.getsignal(signal.SIGTERM)
+            vars(ray._private.worker)["print_to_stdstream"] = _log_ray_message
+            try:
+                ray.init(
+                    address,
+                    include_dashboard=False if is_local else None,
+                    configure_logging=False,
+                    log_to_driver=False,
+                )
+            except Exception as error:
+                where = "on this machine" if is_local else address
+                why = first_line(error)
+                raise StageFailed(f"--engine ray: no cluster {where}: {why}") from error
+            finally:
+                if threading.current_thread() is threading.main_thread():
+                    signal.signal(signal.SIGTERM, before)  # which Ray has replaced
         cores = _cores_of_nodes()
         places = jobs or max(1, sum(cores))
         threads = configured_threads() or max(1, sum(cores) // places)
@@ -72,11 +91,7 @@ class RayTasks:
         return cls(places, min(threads, max(cores, default=1)), started, environment)
 
     def submit(self, stage_task: StageTask) -> None:
-        """Run a stage in whichever process of the cluster is free.
-
-        Raises:
-            StageFailed: it cannot be pickled.
-        """
+        """Run a stage in whichever process of the cluster is free."""
         remote = ray.remote(_run_on_node).options(num_cpus=self.threads, max_retries=RETRIES)
         level = logging.getLogger().level
         running = remote.remote(stage_task.name, pickled(stage_task), self.environment, level)
@@ -88,14 +103,30 @@ class RayTasks:
         while not ready:
             raise_if_stopped()
             ready, _ = ray.wait(list(self._running), timeout=SECONDS_BETWEEN_LOOKS)
-            if not ready and self._waited_too_long_for_nodes():
-                return self._fail_one()
+            if ready:
+                break
+            if max(_cores_of_nodes(), default=0) >= self.threads:
+                self._without_nodes_since = None
+                continue
+            self._without_nodes_since = self._without_nodes_since or time.monotonic()
+            if time.monotonic() - self._without_nodes_since > SECONDS_WITHOUT_NODES:
+                task, stage_task = self._running.popitem()
+                ray.cancel(task, force=True)
+                why = (
+                    f"the cluster has had no node of {self.threads} cores for "
+                    f"{SECONDS_WITHOUT_NODES:.0f} s; start nodes, and run the same command again"
+                )
+                return TaskResult(stage_task.name, 0.0, StageFailed(f"{stage_task.name}: {why}"))
         stage_task = self._running.pop(ready[0])
         name, root = stage_task.name, stage_task.context.root
         try:
             seconds, error, recorded, records = ray.get(ready[0])
+        except ray.exceptions.WorkerCrashedError:
+            why = f"its process died {RETRIES + 1} times; perhaps memory ran out"
+            return TaskResult(name, 0.0, StageFailed(f"{name}: {why}"))
         except ray.exceptions.RayError as lost:
-            return TaskResult(name, 0.0, StageFailed(f"{name}: {_reason(lost)}"))
+            why = f"Ray: {type(lost).__name__}: {first_line(lost)}"
+            return TaskResult(name, 0.0, StageFailed(f"{name}: {why}"))
         for record in records:
             log_here(record, name)
         if error is None and not wait_until_visible(root, (root / MANIFEST).exists):
@@ -105,27 +136,11 @@ class RayTasks:
 
     def close(self) -> None:
         """Cancel running tasks, and shut down the cluster if this process started it."""
+        # Without force a task gets a KeyboardInterrupt, which user code may catch.
         for task in self._running:
             ray.cancel(task, force=True)
         if self.started:
             ray.shutdown()
-
-    def _waited_too_long_for_nodes(self) -> bool:
-        """Whether the cluster has had no node that is large enough for SECONDS_WITHOUT_NODES."""
-        if max(_cores_of_nodes(), default=0) >= self.threads:
-            self._without_nodes_since = None
-            return False
-        self._without_nodes_since = self._without_nodes_since or time.monotonic()
-        return time.monotonic() - self._without_nodes_since > SECONDS_WITHOUT_NODES
-
-    def _fail_one(self) -> TaskResult:
-        task, stage_task = self._running.popitem()
-        ray.cancel(task, force=True)
-        why = (
-            f"the cluster has had no node of {self.threads} cores for {SECONDS_WITHOUT_NODES:.0f} "
-            "s; start nodes, and run the same command again"
-        )
-        return TaskResult(stage_task.name, 0.0, StageFailed(f"{stage_task.name}: {why}"))
 
 
 def _run_on_node(
@@ -136,7 +151,9 @@ def _run_on_node(
         environment.enter()
     except StageFailed as error:
         return 0.0, StageFailed(f"{name}: {error}"), Recording(), []
-    collector = _RecordCollector()
+    # Its records can be pickled, others not: QueueHandler formats their arguments.
+    records: SimpleQueue[logging.LogRecord] = SimpleQueue()
+    collector = logging.handlers.QueueHandler(records)
     root = logging.getLogger()
     root.addHandler(collector)
     root.setLevel(min(level, logging.INFO))
@@ -144,19 +161,7 @@ def _run_on_node(
         result = run_task(name, pickled_task, lambda *_: None)
     finally:
         root.removeHandler(collector)
-    return *result, collector.records
-
-
-class _RecordCollector(logging.handlers.QueueHandler):
-    """Collects log records in a form that can be pickled."""
-
-    def __init__(self) -> None:
-        self.records: list[logging.LogRecord] = []
-        super().__init__(self.records)  # type: ignore[arg-type]  # only `enqueue` uses the queue
-
-    def enqueue(self, record: logging.LogRecord) -> None:
-        """Collect a record that :meth:`prepare` has formatted."""
-        self.records.append(record)
+    return *result, [records.get() for _ in range(records.qsize())]
 
 
 def _cores_of_nodes() -> list[int]:
@@ -165,35 +170,6 @@ def _cores_of_nodes() -> list[int]:
     return [int(resources["CPU"]) for resources in alive if resources.get("CPU", 0) >= 1]
 
 
-def _connect_or_start() -> None:
-    # Ray sends usage statistics unless this is 0.
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # Without an address Ray would connect to a cluster that anybody has started on this machine, or
-    # to one that has ended.
-    address = os.environ.get("RAY_ADDRESS") or "local"
-    before = signal.getsignal(signal.SIGTERM)
-    vars(ray._private.worker)["print_to_stdstream"] = _log_ray_message
-    try:
-        ray.init(
-            address,
-            include_dashboard=False if address == "local" else None,
-            configure_logging=False,
-            log_to_driver=False,
-        )
-    except Exception as error:
-        where = "on this machine" if address == "local" else address
-        raise StageFailed(f"--engine ray: no cluster {where}: {first_line(error)}") from error
-    finally:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, before)  # which Ray has replaced
-
-
 def _log_ray_message(message: dict[str, Any], **_: object) -> None:
     """Write to the run's log what Ray would print of its dead processes, dozens of lines."""
     log_event("message", f"Ray: {' '.join(message['lines'])}", level="warning", stage=None)
-
-
-def _reason(error: ray.exceptions.RayError) -> str:
-    if isinstance(error, ray.exceptions.WorkerCrashedError):
-        return f"its process died {RETRIES + 1} times; perhaps memory ran out"
-    return f"Ray: {type(error).__name__}: {first_line(error)}"

@@ -17,10 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from compress.training.config.parallel import Parallel
-
-TEMPLATE = "slurm.sh.jinja"
-
 
 class Cluster(Settings):
     """Resources of a Slurm job."""
@@ -46,9 +42,20 @@ def write_script(script: Path, pipeline: Path, out: Path, cluster: Cluster) -> l
         PipelineInvalid: there is such a file, it cannot be written, or the pipeline is invalid.
     """
     unmet = list(unmet_settings(pipeline, cluster))
+    settings = cluster.model_dump()
+    settings["cpus_per_node"] = cluster.cpus_per_node or 8 * cluster.processes
+    content = render_template(
+        "slurm.sh.jinja",
+        script=script.name,
+        name=pipeline.stem.replace(" ", "-"),
+        pipeline=pipeline.name,
+        pipeline_quoted=shlex.quote(str(pipeline)),
+        out_quoted=shlex.quote(str(out)),
+        **settings,
+    )
     try:
         with script.open("x", encoding="utf-8") as stream:
-            stream.write(_script(script, pipeline, out, cluster))
+            stream.write(content)
     except FileExistsError:
         raise PipelineInvalid(
             f"{script} exists and is not overwritten; name another with --script, or remove it"
@@ -59,11 +66,7 @@ def write_script(script: Path, pipeline: Path, out: Path, cluster: Cluster) -> l
 
 
 def unmet_settings(pipeline: Path, cluster: Cluster) -> Iterator[str]:
-    """Yield a line for each setting of the pipeline file that does not fit the job.
-
-    Raises:
-        PipelineInvalid: the file is invalid.
-    """
+    """Yield a line for each setting of the pipeline file that does not fit the job."""
     wanted = f"nodes: {cluster.nodes}, processes: {cluster.processes}"
     if not pipeline.exists():
         yield f"{pipeline} is not there yet; give its trainings parallel: {{{wanted}}}"
@@ -71,28 +74,9 @@ def unmet_settings(pipeline: Path, cluster: Cluster) -> Iterator[str]:
     content = PipelineConfig.from_yaml(pipeline)
     for stage in content.stages:
         for path, parallel in trainings_of(stage):
-            if not _fits(parallel, cluster):
+            # Without GPUs any number of processes may share a node's cores.
+            processes = cluster.processes if cluster.gpus_per_node else parallel.processes
+            if (parallel.nodes, parallel.processes) != (cluster.nodes, processes):
                 yield f"{pipeline}, stage {stage.title}: put {path}parallel: {{{wanted}}}"
     if cluster.gpus_per_node and content.device == "cpu":
         yield f"{pipeline}: put device: cuda, or the GPUs stay idle"
-
-
-def _fits(parallel: Parallel, cluster: Cluster) -> bool:
-    # Without GPUs any number of processes may share a node's cores.
-    processes = cluster.processes if cluster.gpus_per_node else parallel.processes
-    return (parallel.nodes, parallel.processes) == (cluster.nodes, processes)
-
-
-def _script(script: Path, pipeline: Path, out: Path, cluster: Cluster) -> str:
-    settings = cluster.model_dump()
-    settings["cpus_per_node"] = cluster.cpus_per_node or 8 * cluster.processes
-    return render_template(
-        TEMPLATE,
-        {},
-        script=script.name,
-        name=pipeline.stem.replace(" ", "-"),
-        pipeline=pipeline.name,
-        pipeline_quoted=shlex.quote(str(pipeline)),
-        out_quoted=shlex.quote(str(out)),
-        **settings,
-    )

@@ -41,17 +41,6 @@ def _refuse_missing(file: Path) -> None:
         raise ArtifactInvalid(f"{file}: no such file")
 
 
-def parameters_of(file: Path) -> list[str]:
-    """Return the names of the inputs of a TorchScript file.
-
-    Raises:
-        ArtifactInvalid: the file is not TorchScript, or truncated.
-    """
-    from export.torchscript.file_io import load
-
-    return [argument.name for argument in load(file).forward.schema.arguments[1:]]
-
-
 def digest_of(file: Path) -> str | None:
     """Return a SHA-256 of a file, and of those in which an ONNX file keeps its weights."""
     import hashlib
@@ -62,24 +51,15 @@ def digest_of(file: Path) -> str | None:
         return None
     digests = [sha256_of(file)]
     if file.suffix == ".onnx":
-        digests += [sha256_of(f) for f in _external_files(file) if f.is_file()]
+        entries = (e for tensor in _graph(file).initializer for e in tensor.external_data)
+        names = {e.value for e in entries if e.key == "location"}
+        weights = [file.parent / name for name in sorted(filter(stays_inside, names))]
+        digests += [sha256_of(weight) for weight in weights if weight.is_file()]
     return hashlib.sha256(" ".join(digests).encode()).hexdigest()
-
-
-def _external_files(file: Path) -> list[Path]:
-    tensors = _graph(file).initializer
-    names = {e.value for t in tensors for e in t.external_data if e.key == "location"}
-    return [file.parent / name for name in sorted(filter(stays_inside, names))]
 
 
 def import_file(kind: Kind, file: Path, signature: Signature, path: Path) -> Artifact:
     """Import an exported model as an artifact, after one call with example inputs.
-
-    Args:
-        kind: the kind of artifact that it becomes.
-        file: the exported model.
-        signature: the interface, read from the file or declared by the user.
-        path: directory of the artifact.
 
     Raises:
         PipelineInvalid: the declared names are not the file's.
@@ -96,10 +76,9 @@ def import_file(kind: Kind, file: Path, signature: Signature, path: Path) -> Art
 def _import_onnx(file: Path, signature: Signature, path: Path) -> Artifact:
     import onnx
 
-    from export.onnx.graph import count_operators
+    from export.onnx.graph import count_operators, keep_outputs_
     from export.onnx.session import counted_predictor
     from export.onnx.stage import OnnxModel
-    from export.onnx.subgraph import keep_outputs_
 
     own = _onnx_signature(file)
     found, given = ([spec.name for spec in s.inputs] for s in (signature, own))
@@ -124,6 +103,7 @@ def _import_onnx(file: Path, signature: Signature, path: Path) -> Artifact:
     facts: dict[str, Any] = {"opset": opset, "operators": count_operators(model)}
     with OnnxModel.atomic_write(path, signature, facts=facts) as partial:
         payload = partial / OnnxModel.payload
+        # The same model has the same bytes, and by them the same digest.
         payload.write_bytes(model.SerializeToString(deterministic=True))
         predict, kernels = counted_predictor(payload, threads=1)
         facts |= kernels
@@ -166,20 +146,35 @@ def _call_once(file: Path, module: Any, signature: Signature) -> Any:
 
 
 def _onnx_signature(file: Path) -> Signature:
-    graph = _graph(file)
+    import numpy as np
+    import onnx
+
+    graph, inputs = _graph(file), []
     constants = {tensor.name for tensor in graph.initializer}
-    inputs = tuple(_onnx_input_spec(file, i) for i in graph.input if i.name not in constants)
+    for value in graph.input:
+        if value.name in constants:  # files of IR versions below 4 list weights as inputs, too
+            continue
+        tensor = value.type.tensor_type
+        try:
+            dtype = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type)).name
+            dims = [_dimension(value.name, i, d) for i, d in enumerate(tensor.shape.dim)]
+            content = {"name": value.name, "shape": dims, "dtype": dtype}
+            inputs.append(TensorSpec.model_validate(content))
+        except (KeyError, ValueError) as error:
+            raise ArtifactInvalid(
+                f"{file}: input {value.name!r} is no tensor of numbers with a known rank"
+            ) from error
     if not inputs:
         raise ArtifactInvalid(f"{file}: takes no inputs")
     outputs = tuple(OutputSpec(name=output.name) for output in graph.output)
     try:
-        refuse_double_names(inputs, outputs)
+        refuse_double_names(tuple(inputs), outputs)
     except ValueError as error:
         raise ArtifactInvalid(
             f"{file}: {error}; give each tensor a name of its own, an input that is also an output "
             "by an Identity operator"
         ) from error
-    return Signature(inputs=inputs, outputs=outputs)
+    return Signature(inputs=tuple(inputs), outputs=outputs)
 
 
 def _graph(file: Path) -> Any:
@@ -189,21 +184,6 @@ def _graph(file: Path) -> Any:
         return onnx.load(file, load_external_data=False).graph
     except Exception as error:
         raise ArtifactInvalid(f"{file}: not an ONNX file: {first_line(error)}") from error
-
-
-def _onnx_input_spec(file: Path, value: Any) -> TensorSpec:
-    import numpy as np
-    import onnx
-
-    tensor = value.type.tensor_type
-    try:
-        dtype = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type)).name
-        dims = [_dimension(value.name, i, d) for i, d in enumerate(tensor.shape.dim)]
-        return TensorSpec.model_validate({"name": value.name, "shape": dims, "dtype": dtype})
-    except (KeyError, ValueError) as error:
-        raise ArtifactInvalid(
-            f"{file}: input {value.name!r} is no tensor of numbers with a known rank"
-        ) from error
 
 
 def _dimension(name: str, axis: int, dim: Any) -> int | str:

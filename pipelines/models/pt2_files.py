@@ -66,14 +66,7 @@ class PositionalProgram(nn.Module):
 def import_program(file: Path, signature: Signature, path: Path, call_once: CallOnce) -> GraphModel:
     """Import a program as an artifact that takes the signature's tensors in their order.
 
-    Args:
-        file: what `torch.export.save` wrote.
-        signature: the interface, read from the file or declared by the user.
-        path: directory of the artifact.
-        call_once: calls a module with example inputs, and refuses inputs that it does not take.
-
-    Raises:
-        CompressError: it cannot be read, or does not take the inputs or give the outputs.
+    `call_once` calls a module with example inputs, and refuses inputs that it does not take.
     """
     from compress.artifacts.graph_model import GraphModel, refuse_other_answers
     from compress.common.forward import match_outputs
@@ -82,13 +75,18 @@ def import_program(file: Path, signature: Signature, path: Path, call_once: Call
     program = read_program(file)
     own = [spec.name for spec in _specs(file, program)]
     names = [spec.name for spec in signature.inputs]
+    # By name where these are the same; else the declared names are new ones, in the file's order.
     order = [names.index(n) for n in own] if set(names) == set(own) else list(range(len(own)))
     inputs = [signature.inputs[i] for i in order[: len(names)]]
     bounds = {**_bounds(inputs, program, signature.batch_axis), **signature.axes}
     signature = signature.model_copy(update={"axes": bounds})
     module = PositionalProgram(program, order).eval()
     module.chosen, signature = match_outputs(call_once(file, module, signature), signature)
-    if module.chosen or order != sorted(order) or not _is_positional(program):
+    positional, keywords = program.call_spec.in_spec.children()
+    by_position = not (keywords.children() or module.constants) and all(
+        child.is_leaf() for child in positional.children()
+    )
+    if module.chosen or order != sorted(order) or not by_position:
         program = export_program(module, signature)
         refuse_other_answers(module, program, signature)
     return GraphModel.create(path, program, signature)
@@ -104,11 +102,7 @@ def signature_of_program(file: Path) -> Signature:
 
 
 def read_program(file: Path) -> ExportedProgram:
-    """Read a program, without its pickled example inputs and its guards, which are source code.
-
-    Raises:
-        ArtifactInvalid: it cannot be read, or holds anything but tensors and a graph.
-    """
+    """Read a program, without its pickled example inputs and its guards, which are source code."""
     from torch.export.pt2_archive import PT2ArchiveReader
 
     from compress.checkpoint.safe_zip import refuse_bomb
@@ -136,13 +130,6 @@ def _arguments(program: ExportedProgram) -> list[Any]:
 
 def _is_constant(argument: Any) -> bool:
     return isinstance(argument, ConstantArgument)
-
-
-def _is_positional(program: ExportedProgram) -> bool:
-    """Whether a program takes only tensors, by position."""
-    positional, keywords = program.call_spec.in_spec.children()
-    plain = all(child.is_leaf() for child in positional.children())
-    return plain and not keywords.children() and not any(map(_is_constant, _arguments(program)))
 
 
 def _specs(file: Path, program: ExportedProgram) -> Iterator[TensorSpec]:
@@ -179,6 +166,7 @@ def _bounds(
             least = 1 if allowed is None else max(1, int(allowed.lower))
             upper = int_oo if allowed is None else allowed.upper
             most = int(upper) if upper is not int_oo and upper < 2**31 else None
+            # torch.export specializes on sizes 0 and 1, so that its own lower bound is 2.
             if least > 2 or most is not None:
                 found[axis] = AxisBounds(min=least, max=most)
     return found

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from compress.artifacts.artifact import Artifact
     from compress.core.context import Context
-    from compress.data.batch import Batch
     from compress.data.splits import Splits
     from pipelines.config.pipeline import PipelineConfig
     from pipelines.planning.plan import Plan
@@ -37,11 +36,7 @@ SAMPLES = 32
 def infer_loss_and_metric(
     plan: Plan, pipeline: PipelineConfig, data: Splits | None
 ) -> tuple[Plan, PipelineConfig]:
-    """Return plan and pipeline with the loss and the metric that follow from the data's targets.
-
-    Raises:
-        PipelineInvalid: a sample cannot be read, or a gate does not suit that metric.
-    """
+    """Return plan and pipeline with the loss and the metric that follow from the data's targets."""
     if not (_uses_loss(plan) or plan.metric.name in TARGET_METRICS):
         return plan, pipeline
     with _located_errors(pipeline, "data"):
@@ -53,16 +48,7 @@ def infer_loss_and_metric(
 
 
 def fitting_loss(plan: Plan, pipeline: PipelineConfig, source: Artifact, context: Context) -> str:
-    """Check the loss and the metric on a few samples, and describe the loss that was inferred.
-
-    Args:
-        plan: the plan, with the loss and the metric that follow from the data.
-        pipeline: the pipeline.
-        source: the imported model.
-        context: the data and the device.
-
-    Returns:
-        Lines for the user; no line about the loss where the file names it.
+    """Check the loss and the metric on a few samples, and describe what was inferred, in lines.
 
     Raises:
         PipelineInvalid: outputs and targets do not fit the loss, or settings of a training do not.
@@ -77,7 +63,17 @@ def fitting_loss(plan: Plan, pipeline: PipelineConfig, source: Artifact, context
     if batch.target is None or targets is None:
         return ""
     known = has_target(batch.target)
-    outputs = _first_output(pipeline, source, context, batch, name)[known]
+    try:
+        with context.predictor(source) as predict:
+            outputs = predict(*batch.inputs)[0].cpu()[known]
+    except CompressError:
+        raise
+    except Exception as error:
+        shapes = ", ".join(describe_tensor(x) for x in batch.inputs)
+        raise PipelineInvalid(
+            f"{pipeline.place('data')}: the model does not take the samples of split {name!r}, "
+            f"{shapes}: {type(error).__name__}: {first_line(error)}"
+        ) from error
     batch_targets = batch.target[known]
     if not len(batch_targets):
         return ""
@@ -96,33 +92,13 @@ def fitting_loss(plan: Plan, pipeline: PipelineConfig, source: Artifact, context
     return "\n".join(filter(None, [line, _softmax_warning(loss_name, outputs)]))
 
 
-def _first_output(
-    pipeline: PipelineConfig, source: Artifact, context: Context, batch: Batch, split: str
-) -> torch.Tensor:
-    """Return the model's first output for a batch.
-
-    Raises:
-        PipelineInvalid: it does not take the samples.
-    """
-    try:
-        with context.predictor(source) as predict:
-            return predict(*batch.inputs)[0].cpu()
-    except CompressError:
-        raise
-    except Exception as error:
-        shapes = ", ".join(describe_tensor(x) for x in batch.inputs)
-        raise PipelineInvalid(
-            f"{pipeline.place('data')}: the model does not take the samples of split {split!r}, "
-            f"{shapes}: {type(error).__name__}: {first_line(error)}"
-        ) from error
-
-
 def _softmax_warning(loss: str, outputs: torch.Tensor) -> str:
     """Warn of outputs that are probabilities already, where the loss applies softmax or sigmoid."""
     if loss == "cross_entropy" and are_probabilities(outputs):
         mend = "leave out the softmax, or use log_softmax and loss: nll"
     elif (
         loss == "binary_cross_entropy"
+        # Of fewer samples all outputs may lie between 0 and 1 by chance.
         and len(outputs) == SAMPLES
         and bool(((outputs >= 0) & (outputs <= 1)).all())
     ):

@@ -85,11 +85,6 @@ class Plan:
         """The names of the stages in their order, for people."""
         return " → ".join(self.names)
 
-    def described(self) -> dict[str, Any]:
-        """Return the stages and the warnings, for machines."""
-        stages = [{"name": p.name, "stage": p.stage.stage, "input": p.input} for p in self.stages]
-        return {"stages": stages, "warnings": self.warnings}
-
     @property
     def leaves(self) -> tuple[str, ...]:
         """Stages whose artifact no other stage reads: what is deployed."""

@@ -14,13 +14,15 @@ from export.torchscript.stage import TorchScriptModel
 from pipelines.config.model_spec import SOURCE
 from pipelines.config.registry import stages as known_stages
 from pipelines.config.validation_errors import did_you_mean
-from pipelines.planning.gate_targets import check_runtime
 from pipelines.planning.plan import Plan, PlannedStage
-from pipelines.planning.requirement_checks import check_loss, check_needs, missing_programs
+from pipelines.planning.requirement_checks import (
+    check_loss,
+    check_needs,
+    check_runtime,
+    missing_programs,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
-
     from compress.artifacts.artifact import Artifact
     from pipelines.config.pipeline import PipelineConfig
 
@@ -49,15 +51,19 @@ def build_plan(
     # model, none of them is the one that the others are compared with.
     trained = [p for p in stages if p.stage.stage == "train" and p.input == SOURCE]
     baseline = stages[0].name if trained == [stages[0]] else SOURCE
-    again = frozenset[str]()
+    again: set[str] = set()
     if start is not None:
-        again = _downstream_of(stages, _stages_named(pipeline, stages, "--from", start))
+        again |= _stages_named(pipeline, stages, "--from", start)
+        for planned in stages:
+            if not again.isdisjoint(planned.reads):
+                again.add(planned.name)
     if until is not None:
-        selected = _upstream_of(
-            stages, {*_stages_named(pipeline, stages, "--until", until), baseline}
-        )
+        needed = {*_stages_named(pipeline, stages, "--until", until), baseline}
+        for planned in reversed(stages):
+            if planned.name in needed:
+                needed.update(planned.needs)
+        selected = tuple(planned for planned in stages if planned.name in needed)
     _check_types(pipeline, stages)
-    _check_formats(pipeline, stages)
     if start is not None and again.isdisjoint(p.name for p in selected):
         raise PipelineInvalid(
             f"--until {until!r} needs nothing of --from {start!r}; nothing would run again"
@@ -78,17 +84,13 @@ def build_plan(
         metric=metric,
         warnings=missing_programs(selected),
         baseline=baseline,
-        again=again | {SOURCE, *(p.name for p in selected)} if force else again,
+        again=frozenset(again | {SOURCE, *(p.name for p in selected)} if force else again),
         cut=len(selected) < len(stages),
     )
 
 
 def _resolve_stages(pipeline: PipelineConfig) -> tuple[PlannedStage, ...]:
-    """Give each stage a unique name and an input, and resolve its paths and references.
-
-    Raises:
-        PipelineInvalid: a name is taken, or a reference names no earlier stage.
-    """
+    """Give each stage a unique name and an input, and resolve its paths and references."""
     planned: list[PlannedStage] = []
     for index, stage in enumerate(pipeline.stages):
         name = stage.title
@@ -119,34 +121,10 @@ def _resolve_stages(pipeline: PipelineConfig) -> tuple[PlannedStage, ...]:
     return tuple(planned)
 
 
-def _upstream_of(
-    stages: tuple[PlannedStage, ...], names: Collection[str]
-) -> tuple[PlannedStage, ...]:
-    """Return the named stages and all those that they and their gates need."""
-    selected = {*names}
-    for planned in reversed(stages):
-        if planned.name in selected:
-            selected.update(planned.needs)
-    return tuple(planned for planned in stages if planned.name in selected)
-
-
-def _downstream_of(stages: tuple[PlannedStage, ...], names: Collection[str]) -> frozenset[str]:
-    """Return the names, and those of all stages whose artifacts are made from theirs."""
-    selected = {*names}
-    for planned in stages:
-        if not selected.isdisjoint(planned.reads):
-            selected.add(planned.name)
-    return frozenset(selected)
-
-
 def _stages_named(
     pipeline: PipelineConfig, stages: tuple[PlannedStage, ...], option: str, name: str
 ) -> frozenset[str]:
-    """Return the stages that a name stands for: itself, or all branches of a stage with a matrix.
-
-    Raises:
-        PipelineInvalid: there is no such stage.
-    """
+    """Return the stage of a name, or all branches of a stage with a matrix."""
     in_file = {p.name: pipeline.name_in_file(p.index) for p in stages}
     if name in in_file:
         return frozenset([name])
@@ -158,15 +136,12 @@ def _stages_named(
 
 
 def _check_types(pipeline: PipelineConfig, planned: tuple[PlannedStage, ...]) -> None:
-    """Refuse a stage that cannot read the kind of artifact that its input writes.
-
-    Raises:
-        PipelineInvalid: it names the stages whose artifacts would fit.
-    """
+    """Refuse a stage that cannot read the kind of artifact, or activation formats, of its input."""
     imported: dict[str, type[Artifact]] = {
         kind.kind: kind for kind in (EagerModel, GraphModel, OnnxModel, TorchScriptModel)
     }
     written = {SOURCE: imported[pipeline.model.kind]}
+    formats = {SOURCE: frozenset[str]()} | {p.name: p.stage.activation_formats for p in planned}
     for p in planned:
         where = f"{pipeline.place('stages', p.index)} ({p.name})"
         found, readable = written[p.input], _kinds(p.stage.reads())
@@ -194,24 +169,15 @@ def _check_types(pipeline: PipelineConfig, planned: tuple[PlannedStage, ...]) ->
                     f"{where}: {teacher!r} writes {written[teacher].kind}, and with these settings "
                     f"a teacher must be {kinds}"
                 )
+        # A stage would refuse these only once its input has been made.
+        if problem := p.stage.unsupported_input_reason(formats[p.input]):
+            raise PipelineInvalid(f"{where}: input {p.input!r}: {problem}")
         written[p.name] = p.stage.writes()
 
 
 def _kinds(reads: Any) -> tuple[type[Artifact], ...]:
     """Return the members of an artifact type or union."""
     return get_args(reads) or (reads,)
-
-
-def _check_formats(pipeline: PipelineConfig, planned: tuple[PlannedStage, ...]) -> None:
-    """Refuse activation formats that a stage would refuse only once its input has been made."""
-    by_name = {p.name: p.stage for p in planned}
-    for p in planned:
-        formats = by_name[p.input].activation_formats if p.input != SOURCE else frozenset()
-        problem = p.stage.unsupported_input_reason(formats)
-        if problem:
-            raise PipelineInvalid(
-                f"{pipeline.place('stages', p.index)} ({p.name}): input {p.input!r}: {problem}"
-            )
 
 
 def _loss_and_metric(pipeline: PipelineConfig) -> tuple[Loss, Metric]:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import export  # noqa: F401 - adds the runtimes that it can open
 from compress.common.errors import CompressError, PipelineInvalid, Unavailable
+from compress.core.baselines import BASELINES
 from compress.core.gates import unlikely_points
 from compress.core.metrics import FRACTIONS
 from compress.quantization.stages.mixed_precision import QuantizeMixed
-from pipelines.planning.gate_targets import refuse_missing_runtime
+from pipelines.config.validation_errors import did_you_mean
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Set
 
+    from compress.common.requirements import Requirement
     from compress.core.loss import Loss
     from pipelines.config.pipeline import PipelineConfig
     from pipelines.planning.plan import PlannedStage
@@ -36,50 +39,84 @@ def check_needs(pipeline: PipelineConfig, planned: Iterable[PlannedStage]) -> No
         PipelineInvalid: the file has no data, or a metric that does not suit a gate.
         Unavailable: a library or the device is missing.
     """
-    parts = {"model": pipeline.model, "tracker": pipeline.tracker}
-    for key, requirement in (
-        (k, r) for k, part in parts.items() if part for r in part.requirements
-    ):
-        if requirement.missing():
-            raise Unavailable(
-                f"{pipeline.place(key)}: needs {requirement.what}, which is not installed; "
-                f"{requirement.install}"
-            )
+    _refuse_missing(pipeline.model.requirements, pipeline.place("model"))
+    if pipeline.tracker:
+        _refuse_missing(pipeline.tracker.requirements, pipeline.place("tracker"))
+    names = {stage.title for stage in pipeline.stages}
     for p in planned:
         where = f"{pipeline.place('stages', p.index)} ({p.name})"
         if p.stage.needs_data and pipeline.data is None:
             raise PipelineInvalid(f"{where}: needs data, and the file has no `data:` section")
-        _check_gates(pipeline, p)
+        for i, gate in enumerate(p.stage.gates):
+            gate_place = pipeline.place("stages", p.index, "gates", i)
+            problem = gate.unsuitable_artifact(p.stage.writes())
+            if gate.needs_data and pipeline.data is None:
+                problem = "needs data, and the file has no `data:` section"
+            if problem:
+                raise PipelineInvalid(f"{gate_place} ({gate.gate}): {problem}")
+            if gate.against in BASELINES and gate.against not in names:
+                for need in BASELINES[gate.against].requirements:
+                    if need.missing():
+                        raise Unavailable(
+                            f"{gate_place}: against {gate.against} needs {need.what}, which is "
+                            f"not here; {need.install}"
+                        )
         if pipeline.metric is not None:
             check_metric(pipeline, p, pipeline.metric.name)
-        for requirement in p.stage.all_requirements():
-            if not requirement.program and requirement.missing():
-                raise Unavailable(
-                    f"{where}: needs {requirement.what}, which is not installed; "
-                    f"{requirement.install}"
-                )
+        # Of programs it is only warned: they may be installed before their stage runs.
+        _refuse_missing((r for r in p.stage.all_requirements() if not r.program), where)
     if pipeline.device != "cpu":
-        _check_device(pipeline)
+        # A plan for the CPU is checked without it, within a second.
+        import torch
 
-
-def _check_gates(pipeline: PipelineConfig, planned: PlannedStage) -> None:
-    for i, gate in enumerate(planned.stage.gates):
-        where = pipeline.place("stages", planned.index, "gates", i)
-        if gate.needs_data and pipeline.data is None:
-            raise PipelineInvalid(
-                f"{where} ({gate.gate}): needs data, and the file has no `data:` section"
+        index = int(pipeline.device.partition(":")[2] or 0)
+        if index >= torch.cuda.device_count():
+            raise Unavailable(
+                f"{pipeline.place('device')}: {pipeline.device!r} asked for and PyTorch "
+                f"{torch.__version__} sees {torch.cuda.device_count()} CUDA devices; use "
+                "`device: cpu`"
             )
-        if problem := gate.unsuitable_artifact(planned.stage.writes()):
-            raise PipelineInvalid(f"{where} ({gate.gate}): {problem}")
-        refuse_missing_runtime(pipeline, gate, where)
+
+
+def _refuse_missing(requirements: Iterable[Requirement], where: str) -> None:
+    for need in requirements:
+        if need.missing():
+            raise Unavailable(f"{where}: needs {need.what}, which is not installed; {need.install}")
+
+
+def check_runtime(pipeline: PipelineConfig, index: int, number: int, earlier: Set[str]) -> None:
+    """Refuse an `against` that names neither an earlier stage nor a runtime of the float model.
+
+    Args:
+        pipeline: the pipeline.
+        index: position of the stage.
+        number: position of the gate in the stage.
+        earlier: names of the stages before it, and `source`.
+    """
+    gate = pipeline.stages[index].gates[number]
+    name = str(gate.against)
+    where = pipeline.place("stages", index, "gates", number, "against")
+    if name not in BASELINES or not gate.allows_runtime:
+        known = {*earlier, *(BASELINES if gate.allows_runtime else ())}
+        raise PipelineInvalid(
+            f"{where}: no earlier stage is named {name!r}; {did_you_mean(name, known)}"
+        )
+    # The stage would be meant as likely as the runtime.
+    if name in {stage.title for stage in pipeline.stages}:
+        raise PipelineInvalid(
+            f"{where}: {name!r} is a runtime, and a stage that is not earlier has that name; "
+            "rename the stage"
+        )
+    takes = BASELINES[name].artifact_kinds
+    if pipeline.model.kind not in takes:
+        raise PipelineInvalid(
+            f"{where}: {name} runs {' and '.join(sorted(takes))} models, and this one comes in as "
+            f"{pipeline.model.kind}; name an earlier stage, or `source`"
+        )
 
 
 def check_metric(pipeline: PipelineConfig, planned: PlannedStage, metric: str) -> None:
-    """Refuse limits of a stage that do not fit the metric's direction or unit.
-
-    Raises:
-        PipelineInvalid: it says what to write.
-    """
+    """Refuse limits of a stage that do not fit the metric's direction or unit."""
     stage = pipeline.place("stages", planned.index)
     if isinstance(planned.stage, QuantizeMixed) and metric in FRACTIONS:
         problem = unlikely_points(planned.stage.max_drop_points)
@@ -92,25 +129,10 @@ def check_metric(pipeline: PipelineConfig, planned: PlannedStage, metric: str) -
 
 
 def check_loss(pipeline: PipelineConfig, planned: Iterable[PlannedStage], loss: Loss) -> None:
-    """Refuse stages whose settings do not fit the loss.
-
-    Raises:
-        PipelineInvalid: one does not.
-    """
+    """Refuse stages whose settings do not fit the loss."""
     for p in planned:
         try:
             p.stage.check_loss(loss)
         except CompressError as error:
             where = f"{pipeline.place('stages', p.index)} ({p.name})"
             raise PipelineInvalid(f"{where}: {error}") from error
-
-
-def _check_device(pipeline: PipelineConfig) -> None:
-    import torch
-
-    index = int(pipeline.device.partition(":")[2] or 0)
-    if index >= torch.cuda.device_count():
-        raise Unavailable(
-            f"{pipeline.place('device')}: {pipeline.device!r} asked for and PyTorch "
-            f"{torch.__version__} sees {torch.cuda.device_count()} CUDA devices; use `device: cpu`"
-        )

@@ -22,11 +22,7 @@ SAME_NUMBERS = ("train", "export_", "package_")
 
 
 def stages_without_gate(stages: Sequence[PlannedStage]) -> tuple[str, ...]:
-    """Return the names of stages whose accuracy drop no gate checks, of their own or a later stage.
-
-    A gate checks a stage if it looks at the metric itself, or compares the stage's result, or one
-    made from it, with an artifact from before the stage.
-    """
+    """Return the names of stages whose accuracy drop no gate checks, of theirs or a later stage."""
     return tuple(s.name for s in stages if not any(_checks(gated, s, stages) for gated in stages))
 
 
@@ -47,7 +43,11 @@ def advice(plan: Plan) -> tuple[str, ...]:
 
 
 def _checks(gated: PlannedStage, checked: PlannedStage, stages: Sequence[PlannedStage]) -> bool:
-    """Whether a gate of one stage checks what another one, at or before it, costs in accuracy."""
+    """Whether a gate of one stage checks what another one, at or before it, costs in accuracy.
+
+    It does if it looks at the metric itself, or compares the stage's result, or one made from it,
+    with an artifact from before the stage.
+    """
     by_name = {stage.name: stage for stage in stages}
     since, at = {gated.name}, gated
     while at.name != checked.name:
@@ -74,12 +74,7 @@ class AccuracyDrop:
     """Whether a gate checks it."""
 
     def line(self, metric: Metric, cause: str) -> str:
-        """Return a warning, with how to mend it.
-
-        Args:
-            metric: the metric.
-            cause: the likely cause; empty if none is known.
-        """
+        """Return a warning with its likely cause, if one is known, and how to mend it."""
         if _is_share(metric, self.before, self.after):
             much = f"{metric.drop_points(self.before, self.after):.3g} points"
         else:
@@ -98,11 +93,7 @@ def accuracy_drops(
     """Yield the stages that made the metric much worse, alone or together with earlier ones.
 
     Drops add up only over stages that no gate checks: a gate has accepted the drop of its stage.
-
-    Args:
-        plan: the plan.
-        metric: the metric.
-        values: its value by stage, as far as it was measured.
+    `values` has the metric by stage, as far as it was measured.
     """
     unjudged = {*stages_without_gate(plan.stages)}
     reported: set[str] = set()
@@ -127,6 +118,7 @@ def accuracy_drops(
 def is_much(metric: Metric, before: float, after: float) -> bool:
     """Whether a metric fell by more than a point, or by more than 2 % if it is not from 0 to 1."""
     if _is_share(metric, before, after):
+        # Rounded: 0.9 - 0.89 is a little more than a point in binary.
         return round(metric.drop_points(before, after), 9) > MOST_POINTS
     return _share_lost(metric, before, after) > MOST_SHARE
 
@@ -137,4 +129,5 @@ def _is_share(metric: Metric, before: float, after: float) -> bool:
 
 
 def _share_lost(metric: Metric, before: float, after: float) -> float:
+    # 1e-12: the value before may be 0.
     return round(metric.drop_points(before, after) / 100 / max(abs(before), 1e-12), 9)

@@ -9,14 +9,15 @@ from pipelines.reporting.html_page import render_page
 from pipelines.reporting.latency_spread import latency_spreads
 from pipelines.reporting.layer_sizes import layer_sensitivities, layer_sizes
 from pipelines.reporting.provenance import lineage_paths, proof_chain, source_hashes
-from pipelines.reporting.quantization_summary import fidelity_of, sameness_of
 from pipelines.reporting.stage_rows import (
     SHOWN_FIRST,
     build_rows,
     count_by_status,
     deployable_rows,
     failure_reasons,
+    fidelity_of,
     pareto_fronts,
+    sameness_of,
 )
 from pipelines.reporting.training_curves import trainings_of
 
@@ -36,10 +37,8 @@ MOST_CHARACTERS = 40_000
 def render(report: Report, out: Path | None = None) -> str:
     """Render a run's report as one self-contained page.
 
-    Args:
-        report: the report.
-        out: folder of the results, whose artifacts give layer sizes and digests; without it the
-            page says that they are missing.
+    `out` is the folder of the results, whose artifacts give layer sizes and digests; without it the
+    page says that they are missing.
     """
     from compress.core.gates import rule_in_words, value_in_words
 
@@ -49,6 +48,7 @@ def render(report: Report, out: Path | None = None) -> str:
     ends = deployable_rows(rows, fronts, report.baseline_name)
     sensitivities, not_shown = layer_sensitivities(rows)
     metric = ((lock.get("settings") or {}).get("metric") or {}).get("name", "metric")
+    settings = json.dumps(lock.get("settings"), indent=1, sort_keys=True)
     return render_page(
         "report.html.jinja",
         report=report,
@@ -72,7 +72,7 @@ def render(report: Report, out: Path | None = None) -> str:
         links=proof_chain(report, rows, out),
         lineages=lineage_paths(rows, ends[:SHOWN_FIRST]),
         facts=_facts(rows),
-        settings=_json_text(lock.get("settings")),
+        settings=settings if len(settings) <= MOST_CHARACTERS else "see lock.json",
         rule_in_words=rule_in_words,
         value_in_words=value_in_words,
         fidelity_of=fidelity_of,
@@ -97,8 +97,3 @@ def _facts(rows: Sequence[StageRow]) -> list[tuple[str, str]]:
             left -= len(text)
             texts.append((row.name, text))
     return texts
-
-
-def _json_text(settings: Any) -> str:
-    text = json.dumps(settings, indent=1, sort_keys=True)
-    return text if len(text) <= MOST_CHARACTERS else "see lock.json"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from pipelines.system.templates import jinja_environment
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -19,23 +20,11 @@ def render_page(template: str, **names: Any) -> str:
 
 @cache
 def _environment() -> Environment:
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
     from pipelines.results.schema import readable_bytes, readable_count
 
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parents[1] / "templates"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
+    return jinja_environment(
+        autoescape=True, bytes=readable_bytes, count=readable_count, breakable=breakable
     )
-    environment.filters |= {
-        "bytes": readable_bytes,
-        "count": readable_count,
-        "breakable": breakable,
-    }
-    return environment
 
 
 def breakable(name: str) -> Markup:

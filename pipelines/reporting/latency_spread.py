@@ -71,6 +71,7 @@ def latency_spreads(rows: Sequence[StageRow]) -> LatencySpreads | None:
     ratio_axis = _axis(ends)
     return LatencySpreads(
         calls={
+            # The places of 5, 25, 50, 75 and 95 % among the 19 ventiles.
             number: CallQuantiles(*(time_axis.position(ventiles[i]) for i in (0, 4, 9, 14, 18)))
             for number, ventiles in times.items()
         },

@@ -64,7 +64,11 @@ def layer_sizes(rows: Sequence[StageRow], out: Path | None) -> LayerTable | None
     largest = set(sorted(heaviest, key=lambda n: -heaviest[n])[:LARGEST_LAYERS])
     ordered = [name for name in heaviest if name in largest]
     most = max(heaviest.values()) or 1
-    table = [(name, tuple(_size(of.get(name), most) for _, of in shown)) for name in ordered]
+    table = []
+    for name in ordered:
+        sizes = [layers.get(name) for _, layers in shown]
+        cells = (Cell("gone") if s is None else Cell(readable_bytes(s), s / most) for s in sizes)
+        table.append((name, tuple(cells)))
     others = len(heaviest) - len(ordered)
     if others:
         sums = [sum(size for n, size in of.items() if n not in largest) for _, of in shown]
@@ -80,14 +84,11 @@ def layer_sizes(rows: Sequence[StageRow], out: Path | None) -> LayerTable | None
     )
 
 
-def _size(size: int | None, most: int) -> Cell:
-    return Cell("gone") if size is None else Cell(readable_bytes(size), size / most)
-
-
 def _bytes_by_layer(file: Path) -> dict[str, int]:
     """Read the bytes of each module from a safetensors header; {} if the file cannot be read."""
     try:
         with file.open("rb") as opened:
+            # 8 bytes with the length of the JSON header, which has each tensor's place in the file.
             (length,) = struct.unpack("<Q", opened.read(8))
             header: dict[str, Any] = json.loads(opened.read(length))
     except (OSError, struct.error, ValueError):
@@ -142,18 +143,21 @@ def _table(
 ) -> LayerTable:
     def rank(name: str) -> float:
         value = figures[name][0]
+        # What is no number comes last.
         return (value if lowest_first else -value) if isinstance(value, int | float) else 1e300
 
     ordered = sorted(figures, key=rank)[:WORST_LAYERS]
     numbers = [v for values in figures.values() for v in values if isinstance(v, int | float)]
     most = max(map(abs, numbers), default=0) or 1
-    rows = [(name, tuple(_figure(value, most) for value in figures[name])) for name in ordered]
+    rows = []
+    for name in ordered:
+        cells = []
+        for value in figures[name]:
+            if isinstance(value, int | float):
+                cells.append(Cell(f"{value:.4g}", abs(value) / most))
+            else:
+                cells.append(Cell("not measured" if value is None else str(value)))
+        rows.append((name, tuple(cells)))
     others = len(figures) - len(ordered)
     left = f"{others} less sensitive layers are in report.json." if others else ""
     return LayerTable(title, columns, tuple(rows), left)
-
-
-def _figure(value: Any, most: float) -> Cell:
-    if isinstance(value, int | float):
-        return Cell(f"{value:.4g}", abs(value) / most)
-    return Cell("not measured" if value is None else str(value))

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from compress.common.errors import CompressError
 from compress.core.metrics import Metric
+from compress.quantization.numeric_debug.fidelity_report import Fidelity, LabelParity
 from pipelines.config.model_spec import SOURCE
 from pipelines.reporting.svg_plots import Plot, Point, pareto_indices, scatter_plot
+from pipelines.results.measurement_warnings import FIDELITY
 from pipelines.results.schema import readable_bytes
 from pipelines.results.stage_reports import FailureReport, SkippedReport
 
@@ -137,7 +139,7 @@ def pareto_fronts(report: Report, rows: Sequence[StageRow]) -> ParetoFronts | No
             smallest,
             title=f"{name} against size",
             names=("size of the file", upwards),
-            shown=_short_bytes,
+            shown=lambda v: f"{v / 1e6:g} MB" if v >= 1e6 else readable_bytes(round(v)),
         ),
         time=scatter_plot(
             times,
@@ -162,17 +164,10 @@ def _by_size(row: StageRow) -> Point:
     return Point(str(row.number), title, size, row.metric, refused=row.status == "refused")
 
 
-def _short_bytes(value: float) -> str:
-    return f"{value / 1e6:g} MB" if value >= 1e6 else readable_bytes(round(value))
-
-
 def _by_time(row: StageRow) -> Point:
-    """Return a plot point with a row's latency as a share of the baseline's.
-
-    The ratio comes from interleaved calls: medians that were measured minutes apart would also
-    differ by the machine's changing clock and load.
-    """
     assert row.measured and row.metric is not None and row.measured.speedup
+    # From interleaved calls: medians that were measured minutes apart would also differ by the
+    # machine's changing clock and load.
     ratio = row.measured.speedup
     share = 1 / ratio
     high, low = (1 / end for end in row.measured.speedup_interval or (ratio, ratio))
@@ -187,13 +182,7 @@ def _by_time(row: StageRow) -> Point:
 def deployable_rows(
     rows: Sequence[StageRow], fronts: ParetoFronts | None, baseline: str
 ) -> list[StageRow]:
-    """Return the artifacts worth deploying: those on a front, then passed ones without a successor.
-
-    Args:
-        rows: the stages.
-        fronts: accuracy against size and time, where they were measured.
-        baseline: name of what all is compared with; never listed itself.
-    """
+    """Return the artifacts worth deploying: those on a front, and passed ones that none reads."""
     passed = [row for row in rows if row.report and row.status in ("passed", "measured")]
     made = [row for row in passed if row.name != baseline]
     read = {row.input for row in made}
@@ -229,3 +218,15 @@ def count_by_status(rows: Sequence[StageRow]) -> str:
     }
     parts = [f"{statuses.count(s)} {words[s]}" for s in words if s in statuses]
     return f"{len(statuses)} stages: {', '.join(parts)}" if parts else "no stage was reached"
+
+
+def fidelity_of(stage: StageReport) -> Fidelity | None:
+    """Return a stage's comparison with its float model; None where it has none."""
+    found = stage.artifact.facts.get(FIDELITY)
+    return None if found is None else Fidelity.model_validate(found)
+
+
+def sameness_of(stage: StageReport) -> LabelParity | None:
+    """Return how many labels of an int8 export equal those of its QAT model; None without QAT."""
+    found = stage.artifact.facts.get("same_as_trained")
+    return None if found is None else LabelParity.model_validate(found)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class Axis:
         """Return about `count` round values along the axis."""
         if self.log:
             decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
+            # As many digits of each decade as leave few enough ticks.
             for digits in ((1, 2, 5), (1, 3), (1,)):
                 found = [d * 10.0**e for e in decades for d in digits]
                 found = [v for v in found if self.low <= v <= self.high]
@@ -60,6 +62,7 @@ class Axis:
             return found
         raw = (self.high - self.low) / count
         power = 10.0 ** math.floor(math.log10(raw))
+        # 0.999 and 1e-9: rounding errors must not cost a tick.
         step = next(m * power for m in (1, 2, 5, 10) if m * power >= raw * 0.999)
         first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
         return [round(i * step, 12) for i in range(first, last + 1)]
@@ -68,11 +71,7 @@ class Axis:
 def axis_for(values: Sequence[float], start: float, end: float, log: bool = False) -> Axis:
     """Return an axis that covers all values, with 8 % of padding at both ends.
 
-    Args:
-        values: finite ones; positive where the axis may be logarithmic.
-        start: where the axis begins.
-        end: where it ends.
-        log: whether it is logarithmic where the values lie far apart.
+    `log` makes it logarithmic where the values, then positive, lie far apart.
     """
     low, high = min(values), max(values)
     if log and high / low >= LOG_FROM:
@@ -161,8 +160,6 @@ def scatter_plot(
 ) -> Plot:
     """Lay out a scatter plot with its Pareto front as steps.
 
-    Refused points may be outliers, so they do not stretch the vertical axis.
-
     Args:
         points: at least one.
         front: indices of the front's members; empty where no direction is the better one.
@@ -172,6 +169,7 @@ def scatter_plot(
     """
     ends = [end for p in points for end in (p.x, *(p.x_interval or ()))]
     x_axis = axis_for(ends, LEFT, RIGHT, log=True)
+    # Refused points may be outliers: they do not stretch the vertical axis.
     choices = [p.y for p in points if not p.refused]
     y_axis = axis_for(choices if len(choices) > 1 else [p.y for p in points], FLOOR, TOP)
     marks = []
@@ -185,7 +183,9 @@ def scatter_plot(
             Mark(x_axis.position(p.x), y_axis.clamped_position(p.y), shape, p.title, whisker)
         )
     members = sorted({(marks[i].x, marks[i].y) for i in front})
-    steps = [f"{x},{y}" for x, y in _steps(members)]
+    steps = [f"{x},{y}" for x, y in members[:1]]
+    for (_, previous), (x, y) in pairwise(members):
+        steps += [f"{x},{previous}", f"{x},{y}"]
     named = [points[i].title for i in sorted(front, key=lambda i: points[i].x)]
     return Plot(
         title=title,
@@ -204,13 +204,9 @@ def scatter_plot(
 def line_plot(
     values: Sequence[tuple[int, float | None]], *, title: str, names: tuple[str, str], kept: int
 ) -> Plot | None:
-    """Lay out a line plot of values by epoch, with gaps for missing ones; None if all are missing.
+    """Lay out a line plot of values by epoch, with the `kept` one marked; None if all are missing.
 
-    Args:
-        values: epoch and value; a value that is not finite counts as missing.
-        title: what is plotted.
-        names: of the axes.
-        kept: the epoch that is marked.
+    A value that is not finite counts as missing, and leaves a gap.
     """
     every = -(-len(values) // DRAWN_POINTS)
     drawn = [v for i, v in enumerate(values) if i % every == 0 or v[0] == kept or v is values[-1]]
@@ -240,16 +236,9 @@ def line_plot(
         ys=[(y_axis.position(v), f"{v:.4g}") for v in y_axis.ticks(3)],
         floor=LOW_FLOOR,
         marks=tuple(marks),
+        # A line of one point has no length and would not be drawn: it is drawn twice.
         lines=tuple(" ".join(part if len(part) > 1 else part * 2) for part in parts if part),
     )
-
-
-def _steps(members: Sequence[tuple[float, float]]) -> Iterator[tuple[float, float]]:
-    """Yield the corners of the step line through the front's members, sorted by x."""
-    for i, (x, y) in enumerate(members):
-        if i:
-            yield x, members[i - 1][1]
-        yield x, y
 
 
 def _labels(named: Sequence[tuple[str, Mark]]) -> Iterator[Label]:
@@ -266,16 +255,14 @@ def _labels(named: Sequence[tuple[str, Mark]]) -> Iterator[Label]:
     for (x, y), texts in sorted(together.items(), key=lambda item: item[0] not in front):
         text = ", ".join(texts) if len(texts) < 4 else f"{texts[0]} … {texts[-1]}"
         wide = len(text) * LETTER
+        # Right of the mark, above it, left of it, below it.
         for left, base in ((7, 4), (-wide / 2, -8), (-wide - 7, 4), (-wide / 2, 17)):
             box = (x + left, y + base - 10, x + left + wide, y + base + 1)
             fits = box[0] >= LEFT and box[2] <= RIGHT + MARGIN and TOP - 12 <= box[1] <= FLOOR - 9
-            if fits and not any(_overlap(box, other) for other in taken):
+            if fits and not any(
+                box[0] < other[2] and other[0] < box[2] and box[1] < other[3] and other[1] < box[3]
+                for other in taken
+            ):
                 taken.append(box)
                 yield Label(round(x + left, 1), round(y + base, 1), text)
                 break
-
-
-def _overlap(
-    one: tuple[float, float, float, float], other: tuple[float, float, float, float]
-) -> bool:
-    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]

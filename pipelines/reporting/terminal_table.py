@@ -13,8 +13,7 @@ from rich.text import Text
 from compress.common.printable import printable
 from compress.core.gates import rule_in_words, value_in_words
 from pipelines.config.model_spec import SOURCE
-from pipelines.reporting.quantization_summary import fidelity_of, sameness_of
-from pipelines.reporting.stage_rows import outcomes_in_order
+from pipelines.reporting.stage_rows import fidelity_of, outcomes_in_order, sameness_of
 from pipelines.results.comparison import row_of
 from pipelines.results.schema import readable_bytes, readable_count
 from pipelines.results.stage_reports import FailureReport, SkippedReport
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from pipelines.results.comparison import Differences
     from pipelines.results.measurements import Measurements
     from pipelines.results.schema import Report
-    from pipelines.results.stage_reports import StageReport
 
 COLUMNS = (
     "metric",
@@ -72,6 +70,7 @@ def stage_table(report: Report, console: Console) -> Table:
     for left_out in range(len(OPTIONAL_COLUMNS) + 1):
         shown = [c for c in COLUMNS if c not in OPTIONAL_COLUMNS[:left_out]]
         table = _table(report, shown)
+        # Without a limit: to fit the console, rich would fold the columns.
         if Measurement.get(console, console.options.update(width=1000), table).maximum <= (
             console.width
         ):
@@ -97,10 +96,7 @@ def gate_lines(report: Report) -> Iterator[Text]:
 
 
 def closing_lines(report: Report, out: Path) -> Iterator[Text]:
-    """Yield the lines below the table: fidelity, gates, test split, warnings, path of the report.
-
-    A warning is a quantized stage that is slower than its float parent, or an artifact's own.
-    """
+    """Yield the lines below the table: fidelity, gates, test split, warnings, the report's path."""
     for stage in report.stages:
         if fidelity := fidelity_of(stage):
             yield Text(f"{stage.name}: {fidelity.line()}")
@@ -163,7 +159,13 @@ def _table(report: Report, shown: list[str], tight: bool = False) -> Table:
         elif isinstance(stage, SkippedReport):
             table.add_row(stage.name, "skipped", *dashes)
         else:
-            cells = {**_measured_cells(stage.measurements), **_stage_cells(stage)}
+            passed, total = sum(v.passed for v in stage.verdicts), len(stage.verdicts)
+            style = "green" if passed == total else "bold red"
+            seconds = f"{stage.seconds:.1f} + {stage.judged_seconds:.1f} s"
+            cells = _measured_cells(stage.measurements) | {
+                "gates": Text(f"{passed}/{total}", style=style) if total else "–",
+                "run + evaluation": "cached" if stage.cached else seconds,
+            }
             table.add_row(stage.name, *(cells[column] for column in shown))
     return table
 
@@ -171,16 +173,6 @@ def _table(report: Report, shown: list[str], tight: bool = False) -> Table:
 def _metric(report: Report) -> str:
     measured = (m.metric for m in (report.baseline, *(s.measurements for s in report.stages)) if m)
     return next((m.name for m in measured if m), "metric")
-
-
-def _stage_cells(stage: StageReport) -> dict[str, str | Text]:
-    passed, total = sum(v.passed for v in stage.verdicts), len(stage.verdicts)
-    style = "green" if passed == total else "bold red"
-    seconds = f"{stage.seconds:.1f} + {stage.judged_seconds:.1f} s"
-    return {
-        "gates": Text(f"{passed}/{total}", style=style) if total else "–",
-        "run + evaluation": "cached" if stage.cached else seconds,
-    }
 
 
 def _measured_cells(m: Measurements) -> dict[str, str | Text]:

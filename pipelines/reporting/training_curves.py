@@ -37,41 +37,32 @@ class Training:
 
 
 def trainings_of(rows: Sequence[StageRow], metric: str) -> list[Training]:
-    """Return each training; the first ones with plots.
-
-    Args:
-        rows: the stages.
-        metric: name of the metric.
-    """
+    """Return each training; the first ones with plots."""
     found: list[Training] = []
     for row in rows:
         facts: dict[str, Any] = dict(row.report.artifact.facts) if row.report else {}
         history = facts.get("history")
-        if isinstance(history, list) and history:
-            drawn = len(found) < DRAWN_TRAININGS
-            found.append(_training(row.name, history, facts.get("kept_epoch", 0), metric, drawn))
+        if not isinstance(history, list) or not history:
+            continue
+        kept = facts.get("kept_epoch", 0)
+        trained = [epoch for epoch in history if epoch["epoch"] > 0]  # 0 is before the training
+        losses = [_finite(epoch.get("loss")) for epoch in trained] or [None]
+        plots = []
+        if len(found) < DRAWN_TRAININGS:
+            for key, words in (("loss", "training loss"), ("metric", f"{metric} on val")):
+                values = [(epoch["epoch"], epoch.get(key)) for epoch in history]
+                title, names = f"{row.name}: {words} by epoch", ("epoch", words)
+                plots.append(line_plot(values, title=title, names=names, kept=kept))
+        training = Training(
+            name=row.name,
+            epochs=len(trained),
+            kept=kept,
+            loss=(losses[0], losses[-1]),
+            metric=next((_finite(e.get("metric")) for e in history if e["epoch"] == kept), None),
+            plots=tuple(filter(None, plots)),
+        )
+        found.append(training)
     return found
-
-
-def _training(
-    name: str, history: list[dict[str, Any]], kept: int, metric: str, drawn: bool
-) -> Training:
-    trained = [epoch for epoch in history if epoch["epoch"] > 0]
-    losses = [_finite(epoch.get("loss")) for epoch in trained] or [None]
-    plots = []
-    for key, words in (("loss", "training loss"), ("metric", f"{metric} on val")):
-        values = [(epoch["epoch"], epoch.get(key)) for epoch in history]
-        title = f"{name}: {words} by epoch"
-        made = line_plot(values, title=title, names=("epoch", words), kept=kept) if drawn else None
-        plots += [made] if made else []
-    return Training(
-        name=name,
-        epochs=len(trained),
-        kept=kept,
-        loss=(losses[0], losses[-1]),
-        metric=next((_finite(e.get("metric")) for e in history if e["epoch"] == kept), None),
-        plots=tuple(plots),
-    )
 
 
 def _finite(value: float | None) -> float | None:

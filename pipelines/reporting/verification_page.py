@@ -13,29 +13,11 @@ if TYPE_CHECKING:
 
 
 def render_proof(proof: Proof, name: str, ending: str) -> str:
-    """Render a proof as the content of a file.
-
-    Args:
-        proof: what was proven.
-        name: of the artifact.
-        ending: of the file: `.html`, `.md`; anything else is JSON.
-    """
+    """Render a proof of an artifact as `.html`, as `.md`, or with another ending as JSON."""
     if ending == ".html":
         return render_page("proof.html.jinja", proof=proof, name=name, verdict=_verdict(proof))
-    if ending == ".md":
-        return _markdown(proof, name)
-    return json.dumps(proof.model_dump(mode="json"), indent=1) + "\n"
-
-
-def _verdict(proof: Proof) -> str:
-    left = len(proof.unproven)
-    if left:
-        what = "one thing" if left == 1 else f"{left} things"
-        return f"✓ Nothing contradicts it; {what} could not be shown"
-    return "✓ It answers as recorded" if proof.served_by else "✓ As it was sealed; not started"
-
-
-def _markdown(proof: Proof, name: str) -> str:
+    if ending != ".md":
+        return json.dumps(proof.model_dump(mode="json"), indent=1) + "\n"
     about = [f"kind: {proof.kind}", f"SHA-256 of the file: `{proof.sha256}`"]
     about += [f"digest of the artifact: `{proof.digest}`"] if proof.digest else []
     about.append(f"answered by: {proof.served_by or 'nothing was started'}")
@@ -51,6 +33,14 @@ def _markdown(proof: Proof, name: str) -> str:
         table = ["| answered again | samples | largest difference |", "|---|---:|---:|", *rows]
         parts += ["## Answers", "\n".join(table)]
     return "\n\n".join(parts) + "\n"
+
+
+def _verdict(proof: Proof) -> str:
+    left = len(proof.unproven)
+    if left:
+        what = "one thing" if left == 1 else f"{left} things"
+        return f"✓ Nothing contradicts it; {what} could not be shown"
+    return "✓ It answers as recorded" if proof.served_by else "✓ As it was sealed; not started"
 
 
 def _listed(lines: list[str] | tuple[str, ...]) -> str:

@@ -13,9 +13,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from compress.core.verdict import Verdict
-    from pipelines.results.measurements import Measurements
-
 MISSING = "–"
 NOT_MEASURABLE = "not measurable"
 TIMES = ("p50_ms", "p95_ms", "speedup")
@@ -46,26 +43,17 @@ class Differences(Settings):
 
 
 def compare(before: Path, after: Path) -> Differences:
-    """Compare two runs' reports.
-
-    Args:
-        before: results directory of the first run.
-        after: results directory of the second run.
-
-    Raises:
-        ArtifactInvalid: a directory holds no readable report.
-    """
+    """Compare two runs' reports, given their results directories."""
     one, two = Report.read(before), Report.read(after)
     return Differences(
         before=str(before),
         after=str(after),
         asked=tuple(_differences(_settings_and_data(one), _settings_and_data(two))),
         surroundings=tuple(_differences(_versions_and_machine(one), _versions_and_machine(two))),
-        # Compared apart: a stage may be called `status` or `test`, too.
         found=tuple(
             difference
-            for part in (_outcome, _stages, _test_metrics)
-            for difference in _differences(part(one), part(two))
+            for parts in zip(_results(one), _results(two), strict=True)
+            for difference in _differences(*parts)
         ),
     )
 
@@ -85,46 +73,33 @@ def _versions_and_machine(report: Report) -> dict[str, Any]:
     return {name: report.lock.get(name) for name in ("versions", "machine")}
 
 
-def _outcome(report: Report) -> dict[str, Any]:
-    return {
+def _results(report: Report) -> tuple[dict[str, Any], ...]:
+    """Return what is compared apart, as a stage may be called `status` or `test`, too."""
+    outcome = {
         "status": report.status,
         "failed": {failure.name: failure.error for failure in report.failures},
         "skipped": {skipped.name: f"as {skipped.because}" for skipped in report.skipped},
     }
-
-
-def _stages(report: Report) -> dict[str, Any]:
-    return {
-        stage.name: {
-            **_figures(stage.measurements),
-            "gates": {_rule(v): "passed" if v.passed else "refused" for v in stage.verdicts},
+    stages: dict[str, Any] = {}
+    for stage in report.stages:
+        measured, gates = stage.measurements, {}
+        for v in stage.verdicts:  # a stage may have the same gate against several
+            rule = f"{v.rule} against {v.against}" if v.against else v.rule
+            gates[rule] = "passed" if v.passed else "refused"
+        stages[stage.name] = {
+            **({measured.metric.name: measured.metric.value} if measured.metric else {}),
+            "bytes": measured.bytes,
+            "parameters": measured.parameters,
+            "macs": measured.macs,
+            "p50_ms": measured.latency_ms.p50,
+            "p95_ms": measured.latency_ms.p95,
+            "peak_mebibytes": measured.peak_mebibytes,
+            "speedup": measured.speedup,
+            "gates": gates,
             "made_seconds": round(stage.seconds, 1),
             "sha256": stage.artifact.sha256,
         }
-        for stage in report.stages
-    }
-
-
-def _test_metrics(report: Report) -> dict[str, Any]:
-    return {"test": dict(report.test.values) if report.test else {}}
-
-
-def _rule(verdict: Verdict) -> str:
-    """Return a gate's rule with its baseline: a stage may have the same gate against several."""
-    return f"{verdict.rule} against {verdict.against}" if verdict.against else verdict.rule
-
-
-def _figures(measured: Measurements) -> dict[str, Any]:
-    return {
-        **({measured.metric.name: measured.metric.value} if measured.metric else {}),
-        "bytes": measured.bytes,
-        "parameters": measured.parameters,
-        "macs": measured.macs,
-        "p50_ms": measured.latency_ms.p50,
-        "p95_ms": measured.latency_ms.p95,
-        "peak_mebibytes": measured.peak_mebibytes,
-        "speedup": measured.speedup,
-    }
+    return outcome, stages, {"test": dict(report.test.values) if report.test else {}}
 
 
 def _differences(before: Any, after: Any, path: str = "") -> Iterator[Difference]:

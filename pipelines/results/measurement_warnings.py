@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from compress.profiling.batch_dependence import BatchDependence
     from pipelines.results.measurements import Measurements
     from pipelines.results.stage_reports import StageReport
 
@@ -48,21 +47,18 @@ def batch_warnings(
     for name, dependence in depends.items():
         if inputs.get(name) not in depends:
             descendants = [n for n in depends if n != name and name in _ancestors(n, inputs)]
-            yield _line(name, dependence, descendants)
+            also = f" (and {', '.join(descendants)})" if descendants else ""
+            yield (
+                f"{name}{also}: answers depend on what else is in the batch: {dependence.line()}; "
+                "judged with `served_batch_size` rows in a call (1 by default), and its requests "
+                "are not joined"
+            )
 
 
 def _ancestors(name: str, inputs: dict[str, str]) -> Iterator[str]:
     while name in inputs:
         name = inputs[name]
         yield name
-
-
-def _line(name: str, dependence: BatchDependence, descendants: Sequence[str]) -> str:
-    also = f" (and {', '.join(descendants)})" if descendants else ""
-    return (
-        f"{name}{also}: answers depend on what else is in the batch: {dependence.line()}; judged "
-        "with `served_batch_size` rows in a call (1 by default), and its requests are not joined"
-    )
 
 
 def slower_than_float(stages: Sequence[StageReport], baseline: str) -> Iterator[str]:
@@ -82,10 +78,9 @@ def slower_than_float(stages: Sequence[StageReport], baseline: str) -> Iterator[
         if quantized is None or (where and stage.name in read):
             continue
         parent = _exported_parent(stage, quantized.input, rows) or quantized.input
+        # A server's latency includes HTTP.
         served = stage.artifact.kind == "torchserve" and parent == quantized.input
-        if (
-            not {stage.name, parent} <= speedups.keys() or served
-        ):  # a server's latency includes HTTP
+        if served or not {stage.name, parent} <= speedups.keys():
             continue
         ratio = speedups[stage.name] / speedups[parent]
         if ratio < SLOWER:
@@ -106,23 +101,16 @@ def _quantizing_stage(stage: StageReport, rows: Mapping[str, StageReport]) -> St
     return found[-1] if found else None
 
 
-def _only_exports(other: StageReport, parent: str, rows: Mapping[str, StageReport]) -> bool:
-    """Whether a stage exports the parent's model without changing it otherwise."""
-    for stage in _lineage(other, rows):
-        if stage.artifact.kind == "eager":
-            return False
-        if stage.input == parent:
-            return True
-    return False
-
-
 def _exported_parent(
     stage: StageReport, parent: str, rows: Mapping[str, StageReport]
 ) -> str | None:
     """Return the stage that exported the float parent into the same format."""
     for other in rows.values():
-        same_kind = other.artifact.kind == stage.artifact.kind
-        from_parent = _only_exports(other, parent, rows)
-        if same_kind and from_parent and _quantizing_stage(other, rows) is None:
-            return other.name
+        if other.artifact.kind != stage.artifact.kind or _quantizing_stage(other, rows):
+            continue
+        for ancestor in _lineage(other, rows):
+            if ancestor.artifact.kind == "eager":  # a changed model, and no export of the parent
+                break
+            if ancestor.input == parent:
+                return other.name
     return None

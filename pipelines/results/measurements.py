@@ -148,30 +148,19 @@ class Measurements(Settings):
 def _drop_unreliable(
     content: dict[str, Any], figures: dict[str, str], reason: str
 ) -> dict[str, Any]:
-    """Replace unreliable figures by None, as older versions stored extrapolated ones.
-
-    Args:
-        content: fields, some of them figures.
-        figures: name → description for the reason.
-        reason: name of the field for the reason; an existing one is kept.
-    """
+    """Replace unreliable figures, given with words for the `reason` field, by None."""
     content = dict(content)
     for name, words in figures.items():
-        doubt = _unreliable_reason(content.get(name), content.get(f"{name}_interval"))
+        value, interval, doubt = content.get(name), content.get(f"{name}_interval"), ""
+        if not _possible(value):  # older versions stored extrapolated figures
+            doubt = "no number was found" if value is None else f"{value:g} was found"
+        elif interval is not None:  # older versions have none
+            ends = (math.nan if end is None else end for end in interval)
+            doubt = Interval(*ends).unreliable_reason
         if doubt:
             content |= {name: None, f"{name}_interval": None}
             content[reason] = content.get(reason) or unmeasurable(words, doubt)
     return content
-
-
-def _unreliable_reason(value: float | None, interval: Any) -> str:
-    if value is None:
-        return "no number was found"
-    if not _possible(value):
-        return f"{value:g} was found"
-    if interval is None:
-        return ""  # a report of an older version
-    return Interval(*(math.nan if end is None else end for end in interval)).unreliable_reason
 
 
 def _possible(value: float | None) -> bool:

@@ -60,9 +60,11 @@ class Report(Settings):
         """Write the report, its rendered page, and lock.json, whose hash report.json holds too."""
         write_atomically(out / "lock.json", json.dumps(self.lock, indent=1, sort_keys=True) + "\n")
         write_atomically(out / PAGE, page)
+        # Through JSON, as whoever checks the seal reads it: there NaN is null.
         content = json.loads(self.model_dump_json())
         content[RUN_SEAL] = seal_of_run(content, json.loads(json.dumps(self.lock)))
         text = json.dumps(content, indent=1, ensure_ascii=False)
+        # Last: where it is, a run has ended, and the other files are there.
         write_atomically(out / REPORT, text + "\n")
 
     @classmethod

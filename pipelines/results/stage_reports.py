@@ -8,6 +8,7 @@ from pydantic import Field, JsonValue
 
 from compress.common.config import Settings
 from compress.core.verdict import Verdict
+from compress.profiling.operator_table import OperatorTable
 from pipelines.results.measurements import Measurements
 from pipelines.system.signals import INTERRUPTED
 
@@ -65,6 +66,8 @@ class StageReport(Settings):
     """Seconds that measurements and gates took in this run; 0 when they were cached."""
     artifact: ArtifactReport
     measurements: Measurements
+    operators: tuple[OperatorTable, ...] = ()
+    """The operators that took most time in training steps that this run has traced."""
     verdicts: tuple[Verdict, ...]
     status: Literal["passed", "refused"] = Field(
         default_factory=lambda known: (

@@ -26,7 +26,15 @@ OTHER_RANGE = 2.0
 
 
 def validation_data_warnings(contents: Contents) -> Iterator[str]:
-    """Yield a line for each reason not to trust what is measured on `val`."""
+    """Yield a line for each reason not to trust the data, or what is measured on `val`."""
+    if contents.unrepeatable:
+        names = " and ".join(map(repr, sorted(contents.unrepeatable)))
+        yield (
+            f"the same sample of split {names} differs each time it is read, whatever the seed: "
+            "runs cannot be repeated, and the cache knows the data by what the dataset holds and "
+            "its code; draw from torch, numpy.random, random, or generators that the dataset keeps "
+            "as attributes, instead of the operating system, the time or one made anew each time"
+        )
     if "val" not in contents.lengths:
         return
     samples = contents.lengths["val"]
@@ -36,8 +44,15 @@ def validation_data_warnings(contents: Contents) -> Iterator[str]:
             f"{100 / samples:.2g} points; use at least {FEWEST_SAMPLES}"
         )
     for other in ("train", "test"):
-        if other in contents.hashes:
-            shared, exact = _count_shared(contents, other)
+        if other in contents.hashes and contents.unrepeatable.isdisjoint(("val", other)):
+            splits = ("val", other)
+            exact = all(len(contents.hashes[name]) == contents.lengths[name] for name in splits)
+            # A hash is a row of two numbers, `(samples, 2)`, and isin compares scalars.
+            pair = [("a", np.uint64), ("b", np.uint64)]
+            val, others = (
+                np.ascontiguousarray(contents.hashes[name]).view(pair).ravel() for name in splits
+            )
+            shared = int(np.isin(val, others).sum())
             if shared:
                 count = f"{'' if exact else 'at least '}{shared} of its {samples}"
                 yield (
@@ -46,23 +61,10 @@ def validation_data_warnings(contents: Contents) -> Iterator[str]:
                 )
 
 
-def _count_shared(contents: Contents, other: str) -> tuple[int, bool]:
-    """Return how many samples of `val` another split has too, and whether all were hashed."""
-    splits = ("val", other)
-    exact = all(len(contents.hashes[name]) == contents.lengths[name] for name in splits)
-    # A hash is a row of two numbers, `(samples, 2)`: isin compares scalars, so view rows as those.
-    pair = [("a", np.uint64), ("b", np.uint64)]
-    val, others = (np.ascontiguousarray(contents.hashes[n]).view(pair).ravel() for n in splits)
-    return int(np.isin(val, others).sum()), exact
-
-
 def unlike_val(data: Splits, samples: int, seed: int) -> str:
     """Describe how the range of calibration inputs differs from that of `val`; else return ''.
 
-    Args:
-        data: the data.
-        samples: number of calibration samples.
-        seed: the seed that they were drawn with.
+    `samples` and `seed` are those that the calibration samples were drawn with.
     """
     if "val" not in data.datasets:
         return ""
@@ -112,6 +114,7 @@ def _constant_outputs(targets: torch.Tensor, metric: Metric) -> Iterator[torch.T
         targets = targets.float()  # also given as integers and booleans
     if not targets.is_floating_point():
         counts = torch.bincount(targets[targets >= 0].flatten().long(), minlength=2)
+        # A class without a sample would have the logarithm of 0.
         scores = (counts / counts.sum()).clamp(min=1e-6).log()
         shape = (1, len(scores), *(1 for _ in targets.shape[1:]))
         yield scores.view(shape).expand(len(targets), -1, *targets.shape[1:])

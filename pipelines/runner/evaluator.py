@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from compress.common.dependency_recorder import recording
 from compress.core.evaluation import evaluate_gates
 from compress.profiling.batch_dependence import BatchDependence
+from compress.profiling.operator_table import read_operator_tables
 from pipelines.results.measurements import Measurements
 from pipelines.results.stage_reports import ArtifactReport, StageReport
 from pipelines.runner.events import gate_event
@@ -57,7 +58,7 @@ class MeasurementCache:
             key: what is measured, and everything that the value depends on.
             measure: takes the measurement.
             load: makes a measurement of what `dump` returned.
-            dump: returns what is stored. None stores nothing, so that the next run measures again.
+            dump: returns what is stored; None stores nothing, so that the next run measures again.
         """
         stored = self.entry.lookup(key, self.artifact)
         if stored is not None:
@@ -75,11 +76,7 @@ class MeasurementCache:
 
 
 def evaluate_stage(state: RunState, planned: PlannedStage, lookup: CacheLookup) -> StageReport:
-    """Publish the result of a stage, compare it with its input, evaluate its gates and measure it.
-
-    Raises:
-        CompressError: its outputs are not those of its input, or it could not be measured.
-    """
+    """Publish a stage's result, compare it with its input, evaluate its gates and measure it."""
     name = planned.name
     model, artifact = state.artifacts[planned.input], state.artifacts[name]
     context, cache = state.context(name), MeasurementCache(state.entries[name], artifact)
@@ -92,7 +89,9 @@ def evaluate_stage(state: RunState, planned: PlannedStage, lookup: CacheLookup) 
     with name_stage_in_errors(name, state.out):
         key = {"proved against its input": 1, **state.measurement_conditions()}
         cache.get_or_measure(key, check_parity, bool, bool)
+    # Before its gates: what they refuse is kept for a look, too.
     publish(artifact, state.out / "artifacts" / name)
+    # Gates and measurements open the model once.
     with artifact.keep_loaded(context.device, context.threads):
         batch_dependence(state, name, cache)
         evaluate = functools.partial(_evaluate_gate, state, planned, cache)
@@ -110,6 +109,8 @@ def evaluate_stage(state: RunState, planned: PlannedStage, lookup: CacheLookup) 
         judged_seconds=cache.seconds,
         artifact=ArtifactReport.from_artifact(artifact, f"artifacts/{name}"),
         measurements=measurements,
+        # A stage from the cache was not trained: the folder may hold those of other settings.
+        operators=() if lookup.cached else read_operator_tables(state.out / "profiles", name),
         verdicts=verdicts,
     )
 
@@ -123,11 +124,9 @@ def _evaluate_gate(
     after: Artifact,
     context: Context,
 ) -> Verdict:
-    """Evaluate a gate on the value that was measured before, if it was, and emit the verdict.
-
-    The limit is no part of the key: a changed limit is held against the stored value.
-    """
+    """Evaluate a gate on the value that was measured before, if it was, and emit the verdict."""
     compared = gate.against or planned.input
+    # The limit is no part of the key: a changed limit is held against the stored value.
     key = {**gate.measurement_key(), "against": before.digest, **state.measurement_conditions()}
     if gate.depends_on_batch:
         if gate.compares and state.artifacts.get(compared) is before:
@@ -145,15 +144,12 @@ def _evaluate_gate(
 
 
 def measure_artifact(state: RunState, name: str, cache: MeasurementCache) -> Measurements:
-    """Measure metric, size, latency and memory of an artifact, compared with the run's baseline.
-
-    Raises:
-        CompressError: it could not be measured.
-    """
+    """Measure metric, size, latency and memory of an artifact, compared with the run's baseline."""
     baseline, artifact = state.artifacts[state.plan.baseline], state.artifacts[name]
     dependence = batch_dependence(state, name, cache)
     context = state.context(name)
     conditions = state.measurement_conditions()
+    # The number goes up where other things are measured: stored values are then measured again.
     key = {"measurements": 2, "against": baseline.digest, **conditions}
     with name_stage_in_errors(name, state.out):
         measurements = cache.get_or_measure(
@@ -181,20 +177,16 @@ def batch_dependence(
 ) -> BatchDependence:
     """Return whether an artifact's outputs depend on what else is in the batch.
 
-    Args:
-        state: the run.
-        name: the stage that made the artifact.
-        cache: counts the seconds, if given.
+    `cache` counts the seconds, if given.
     """
     artifact, known = state.artifacts[name], state.batch_dependences
     if artifact.digest not in known:
-        conditions = state.measurement_conditions()
-        del conditions["metric"]
+        cache = cache or MeasurementCache(state.entries[name], artifact)
+        key = {"batch dependence": 1, **state.measurement_conditions()}
+        del key["metric"]
         with name_stage_in_errors(name, state.out):
-            known[artifact.digest] = (
-                cache or MeasurementCache(state.entries[name], artifact)
-            ).get_or_measure(
-                {"batch dependence": 1, **conditions},
+            known[artifact.digest] = cache.get_or_measure(
+                key,
                 measure=lambda: state.context(name).batch_dependence(artifact),
                 load=BatchDependence.model_validate,
                 dump=lambda found: found.model_dump(mode="json"),

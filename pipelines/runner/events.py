@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -15,10 +15,8 @@ from pipelines.system.signals import INTERRUPTED
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from compress.artifacts.artifact import Artifact
     from compress.core.verdict import Verdict
     from pipelines.config.pipeline import PipelineConfig
-    from pipelines.results.measurements import Measurements
     from pipelines.results.schema import Report
 
 EventName: TypeAlias = Literal[
@@ -78,11 +76,6 @@ def run_started_event(pipeline: PipelineConfig, out: Path) -> RunEvent:
     return RunEvent("run_started", None, line, fields, is_announced=False)
 
 
-def loss_inferred_event(line: str) -> RunEvent:
-    """Build the event that loss and metric have been inferred from the data."""
-    return RunEvent("task_known", None, line)
-
-
 def run_finished_event(report: Report, seconds: float) -> RunEvent:
     """Build the event that a run has ended, whether it passed or not."""
     fields = {
@@ -96,57 +89,10 @@ def run_finished_event(report: Report, seconds: float) -> RunEvent:
     return RunEvent("run_finished", None, line, fields, level, is_announced=False)
 
 
-def warning_event(warning: str) -> RunEvent:
-    """Build the event of a warning."""
-    return RunEvent("message", None, f"warning: {warning}", level="warning")
-
-
 def stage_started_event(stage: str, reason: str) -> RunEvent:
     """Build the event that a stage runs, and why it is not taken from the store."""
     line = f"{stage}: running ({reason})"
     return RunEvent("stage_started", stage, line, {"reason": reason})
-
-
-def stage_finished_event(
-    stage: str,
-    artifact: Artifact,
-    *,
-    cached: bool,
-    fetched_from: str,
-    seconds: float,
-    evaluation_seconds: float,
-    measurements: Measurements | None,
-    verdicts: Sequence[Verdict] = (),
-) -> RunEvent:
-    """Build the event that a stage has run, or was taken from the store, and was evaluated.
-
-    Args:
-        stage: its name.
-        artifact: its result.
-        cached: whether that was taken from the store.
-        fetched_from: URL of the shared store that it came from; empty if from none.
-        seconds: how long the stage ran.
-        evaluation_seconds: how long gates and measurements took.
-        measurements: what was measured; None of an imported model that is not the baseline.
-        verdicts: those of its gates.
-    """
-    origin = f" (from {fetched_from})" if fetched_from else ""
-    words = [f"cached{origin}" if cached else f"ran in {seconds:.1f} s"]
-    if evaluation_seconds:
-        words.append(f"evaluated in {evaluation_seconds:.1f} s")
-    if measurements and measurements.metric:
-        words.append(f"{measurements.metric.name} {measurements.metric.value:.4f}")
-    if verdicts:
-        words.append(f"{sum(v.passed for v in verdicts)}/{len(verdicts)} gates passed")
-    fields = {
-        "seconds": seconds,
-        "judged_seconds": evaluation_seconds,
-        "kind": artifact.kind,
-        "digest": artifact.digest,
-        "measurements": measurements.model_dump(mode="json") if measurements else None,
-    }
-    event: EventName = "stage_cached" if cached else "stage_finished"
-    return RunEvent(event, stage, f"{stage}: {', '.join(words)}", fields)
 
 
 def gate_event(stage: str, verdict: Verdict) -> RunEvent:

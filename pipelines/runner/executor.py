@@ -14,7 +14,7 @@ from pipelines.executors.task import StageTask
 from pipelines.planning.loss_and_metric import fitting_loss
 from pipelines.results.stage_reports import TestReport
 from pipelines.runner import events
-from pipelines.runner.cache_keys import source_key_parts, stage_key_parts
+from pipelines.runner.cache_keys import history_before, source_key_parts, stage_key_parts
 from pipelines.runner.evaluator import (
     MeasurementCache,
     evaluate_stage,
@@ -22,15 +22,18 @@ from pipelines.runner.evaluator import (
     measure_artifact,
 )
 from pipelines.runner.inputs import import_source
-from pipelines.runner.run_history import history_before
 from pipelines.runner.run_state import CacheLookup
 from pipelines.store.entry import Entry, Record
 from pipelines.store.local import publish, unpublish
 from pipelines.system.error_context import name_stage_in_errors
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from compress.artifacts.artifact import Artifact
+    from compress.core.verdict import Verdict
     from pipelines.planning.plan import PlannedStage
+    from pipelines.results.measurements import Measurements
     from pipelines.runner.run_state import RunState
 
 RERUN_REQUESTED = "asked to run again"
@@ -44,12 +47,9 @@ class PipelineExecutor:
     state: RunState
 
     def import_model(self) -> None:
-        """Import the model that the pipeline starts from, and publish it.
-
-        What an earlier run published is removed first.
-        """
+        """Import the model that the pipeline starts from, and publish it."""
         state = self.state
-        unpublish(state.out / "artifacts")
+        unpublish(state.out / "artifacts")  # what an earlier run published
         lookup = self.lookup(SOURCE, source_key_parts(state))
         if not lookup.cached:
             began = time.monotonic()
@@ -61,18 +61,18 @@ class PipelineExecutor:
         cache = MeasurementCache(lookup.entry, source)
         if state.plan.baseline == SOURCE:
             state.baseline = measure_artifact(state, SOURCE, cache)
-        state.emit(
-            events.stage_finished_event(
-                SOURCE,
-                source,
-                cached=lookup.cached,
-                fetched_from=lookup.entry.fetched_from,
-                seconds=lookup.seconds,
-                evaluation_seconds=cache.seconds,
-                measurements=state.baseline,
-            )
-        )
-        self._announce_loss()
+        self._emit_finished(lookup, cache.seconds, state.baseline)
+        loss_key: dict[str, Any] = {
+            "loss": state.plan.loss.identity(),
+            "metric": state.plan.metric.name,
+            "data": state.fingerprint,
+            "stages": [planned.stage.own_settings() for planned in state.plan.stages],
+        }
+        context = state.context(SOURCE)
+        fitting = functools.partial(fitting_loss, state.plan, state.pipeline, source, context)
+        line = str(state.entries[SOURCE].cached_value(loss_key, source, fitting))
+        if line:
+            state.emit(events.RunEvent("task_known", None, line))
 
     def run_stage(self, planned: PlannedStage) -> None:
         """Take one stage's artifact from the store, or run the stage; then evaluate its gates."""
@@ -98,15 +98,12 @@ class PipelineExecutor:
     def commit(
         self, lookup: CacheLookup, artifact: Artifact, seconds: float, recorded: Recording
     ) -> CacheLookup:
-        """Add the artifact of a stage that has run to the store.
+        """Add the artifact of a stage that has run for some seconds to the store.
 
-        Args:
-            lookup: the lookup that did not find it.
-            artifact: the artifact.
-            seconds: how long the stage ran.
-            recorded: what user code read meanwhile.
+        `lookup` did not find it; user code read what was `recorded` meanwhile.
         """
         state = self.state
+        # The data were loaded before the stage began: what their code read decides it as well.
         if state.data and lookup.parts["data"]:
             recorded.add(state.data.recorded_reads())
         depends = state.store.surroundings.dependencies(recorded)
@@ -132,28 +129,15 @@ class PipelineExecutor:
         if name == state.plan.baseline:
             state.baseline = report.measurements
         state.outcome.current = ""  # from here on an interruption finds the stage finished
-        state.emit(
-            events.stage_finished_event(
-                name,
-                state.artifacts[name],
-                cached=report.cached,
-                fetched_from=report.fetched_from,
-                seconds=report.seconds,
-                evaluation_seconds=report.judged_seconds,
-                measurements=report.measurements,
-                verdicts=report.verdicts,
-            )
-        )
+        self._emit_finished(lookup, report.judged_seconds, report.measurements, report.verdicts)
         refused = refusal(name, report.verdicts, state.out / "artifacts" / name)
         if refused:
             state.outcome.errors[name] = refused
 
     def evaluate_test_split(self) -> None:
-        """Measure the metric on the test split, once, of the baseline and of what is deployed.
-
-        A run of only some of the stages leaves the test split alone.
-        """
+        """Measure the metric on the test split, once, of the baseline and of what is deployed."""
         state, plan = self.state, self.state.plan
+        # A run of only some of the stages leaves the test split alone.
         if state.data is None or "test" not in state.data.datasets or plan.cut:
             return
         values: dict[str, float] = {}
@@ -167,24 +151,33 @@ class PipelineExecutor:
             values[name] = float(str(value))
         state.test = TestReport(metric=plan.metric.name, values=values)
 
-    def _announce_loss(self) -> None:
-        """Announce which loss and metric follow from the targets.
-
-        Raises:
-            PipelineInvalid: outputs and targets do not fit the loss.
-        """
-        state = self.state
-        key: dict[str, Any] = {
-            "loss": state.plan.loss.identity(),
-            "metric": state.plan.metric.name,
-            "data": state.fingerprint,
-            "stages": [planned.stage.own_settings() for planned in state.plan.stages],
+    def _emit_finished(
+        self,
+        lookup: CacheLookup,
+        evaluation_seconds: float,
+        measurements: Measurements | None,
+        verdicts: Sequence[Verdict] = (),
+    ) -> None:
+        """Emit that a stage has run, or was taken from the store, and was evaluated."""
+        name, artifact = lookup.name, self.state.artifacts[lookup.name]
+        origin = f" (from {lookup.entry.fetched_from})" if lookup.entry.fetched_from else ""
+        words = [f"cached{origin}" if lookup.cached else f"ran in {lookup.seconds:.1f} s"]
+        if evaluation_seconds:
+            words.append(f"evaluated in {evaluation_seconds:.1f} s")
+        if measurements and measurements.metric:
+            words.append(f"{measurements.metric.name} {measurements.metric.value:.4f}")
+        if verdicts:
+            words.append(f"{sum(v.passed for v in verdicts)}/{len(verdicts)} gates passed")
+        fields = {
+            "seconds": lookup.seconds,
+            "judged_seconds": evaluation_seconds,
+            "kind": artifact.kind,
+            "digest": artifact.digest,
+            # Of an imported model that is not the baseline nothing is measured.
+            "measurements": measurements.model_dump(mode="json") if measurements else None,
         }
-        context, source = state.context(SOURCE), state.artifacts[SOURCE]
-        fitting = functools.partial(fitting_loss, state.plan, state.pipeline, source, context)
-        line = str(state.entries[SOURCE].cached_value(key, source, fitting))
-        if line:
-            state.emit(events.loss_inferred_event(line))
+        event: events.EventName = "stage_cached" if lookup.cached else "stage_finished"
+        self.state.emit(events.RunEvent(event, name, f"{name}: {', '.join(words)}", fields))
 
     def _register(self, name: str, artifact: Artifact, entry: Entry, parts: dict[str, Any]) -> None:
         self.state.artifacts[name], self.state.entries[name] = artifact, entry

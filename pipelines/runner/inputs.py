@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from compress.artifacts.artifact import Artifact
-    from compress.common.signature import TensorSpec
     from pipelines.config.pipeline import PipelineConfig
 
 TIMM = "timm:create_model"
@@ -45,23 +44,34 @@ def resolve_inputs(pipeline: PipelineConfig) -> tuple[PipelineConfig, Splits | N
 
     Returns:
         The pipeline with `model.inputs`, its data if any, and a line that names what was inferred.
-
-    Raises:
-        CompressError: the data are wrong, the inputs cannot be inferred from them, or the requests
-            of a packaged model would not become such inputs.
     """
+    from compress.data.infer_signature import described, inputs_of
+
     data = load_data(pipeline)
     if pipeline.model.inputs is not None:
         _check_requests(pipeline)
         return pipeline, data, ""
-    inputs, origin = _infer_inputs(pipeline, data)
-    from compress.data.infer_signature import described
+    spec, inputs, origin = pipeline.model, None, "the samples of the data"
+    try:
+        if isinstance(spec, ModelFile):
+            from pipelines.models.exported_files import signature_of
 
+            file = pipeline.folder / spec.file
+            if signature := signature_of(spec.kind, file):
+                inputs, origin = signature.inputs, file.name
+        if inputs is None:
+            if data is None:
+                raise PipelineInvalid(
+                    "inputs are not declared, and there is no `data:` whose samples show them"
+                )
+            inputs = inputs_of(data, lambda: _parameters(pipeline))
+    except CompressError as error:
+        raise type(error)(f"{pipeline.place('model')}: {error}") from error
     if data is not None:
         names = tuple(spec.name for spec in inputs)
         source = replace(data.source, input_names=names) if data.source else None
         data = replace(data, input_names=names, source=source)
-    model = pipeline.model.model_copy(update={"inputs": inputs})
+    model = spec.model_copy(update={"inputs": inputs})
     inferred = f"model.inputs, from {origin}: {described(inputs)}"
     pipeline = pipeline.model_copy(update={"model": model})
     _check_requests(pipeline)
@@ -69,11 +79,7 @@ def resolve_inputs(pipeline: PipelineConfig) -> tuple[PipelineConfig, Splits | N
 
 
 def _check_requests(pipeline: PipelineConfig) -> None:
-    """Refuse to package a model whose requests, images or texts, do not become its inputs.
-
-    Raises:
-        PipelineInvalid: it names the stage.
-    """
+    """Refuse to package a model whose requests, images or texts, do not become its inputs."""
     from serve.torchserve.stage import PackageTorchServe
 
     for index, stage in enumerate(pipeline.stages):
@@ -88,38 +94,16 @@ def _check_requests(pipeline: PipelineConfig) -> None:
             raise PipelineInvalid(f"{where} ({stage.title}): {error}") from error
 
 
-def _infer_inputs(
-    pipeline: PipelineConfig, data: Splits | None
-) -> tuple[tuple[TensorSpec, ...], str]:
-    from compress.data.infer_signature import inputs_of
-
-    spec = pipeline.model
-    try:
-        if isinstance(spec, ModelFile):
-            from pipelines.models.exported_files import signature_of
-
-            file = pipeline.folder / spec.file
-            signature = signature_of(spec.kind, file)
-            if signature is not None:
-                return signature.inputs, file.name
-        if data is None:
-            raise PipelineInvalid(
-                "inputs are not declared, and there is no `data:` whose samples show them"
-            )
-        return inputs_of(data, lambda: _parameters(pipeline)), "the samples of the data"
-    except CompressError as error:
-        raise type(error)(f"{pipeline.place('model')}: {error}") from error
-
-
 def _parameters(pipeline: PipelineConfig) -> Sequence[str]:
     """Return the names of the model's positional parameters."""
     from compress.artifacts.recipe_inference import positional_parameters
 
     spec = pipeline.model
     if isinstance(spec, ModelFile):
-        from pipelines.models.exported_files import parameters_of
+        from export.torchscript.file_io import load
 
-        return parameters_of(pipeline.folder / spec.file)
+        arguments = load(pipeline.folder / spec.file).forward.schema.arguments
+        return [argument.name for argument in arguments[1:]]  # without self
     if isinstance(spec, HuggingFaceModel):
         from compress.artifacts.hf_folder import read_folder
 
@@ -129,22 +113,17 @@ def _parameters(pipeline: PipelineConfig) -> Sequence[str]:
 
 
 def load_data(pipeline: PipelineConfig) -> Splits | None:
-    """Call the data factory, or return None where there is no data section.
-
-    Raises:
-        PipelineInvalid: it cannot be imported, fails, or returns something else than datasets.
-    """
+    """Call the data factory, or return None where there is no data section."""
     if pipeline.data is None:
         return None
     spec = pipeline.data
-    names = tuple(tensor.name for tensor in pipeline.model.inputs or ())
     reference = DataReference(
         spec.factory,
         dict(spec.arguments),
         pipeline.code_folder,
         spec.batch_size,
         spec.loader.resolve_paths(pipeline.folder),
-        names,
+        tuple(tensor.name for tensor in pipeline.model.inputs or ()),
     )
     try:
         return reference.load()
@@ -158,10 +137,6 @@ def check_model(pipeline: PipelineConfig) -> tuple[Signature, str]:
 
     Returns:
         The model's interface, and lines that name what of it and of the loss was inferred.
-
-    Raises:
-        CompressError: the factory, the checkpoint, the data or the declared inputs are wrong, or
-            outputs and targets do not fit the loss.
     """
     plan = build_plan(pipeline)
     pipeline, data, inferred = resolve_inputs(pipeline)
@@ -176,11 +151,7 @@ def check_model(pipeline: PipelineConfig) -> tuple[Signature, str]:
 
 
 def import_source(pipeline: PipelineConfig, path: Path) -> Artifact:
-    """Import the model as an artifact.
-
-    Raises:
-        CompressError: the factory, the checkpoint or the declared inputs are wrong.
-    """
+    """Import the model as an artifact."""
     spec = pipeline.model
     outputs = {} if spec.outputs is None else {"outputs": spec.outputs}
     try:
@@ -191,7 +162,20 @@ def import_source(pipeline: PipelineConfig, path: Path) -> Artifact:
         message = message.removeprefix("axes: ")
         raise PipelineInvalid(f"{pipeline.place('model', key)}: {message}") from None
     try:
-        return _import_model(pipeline, signature, path)
+        if isinstance(spec, ModelFile):
+            from pipelines.models.exported_files import import_file
+
+            return import_file(spec.kind, pipeline.folder / spec.file, signature, path)
+        if isinstance(spec, HuggingFaceModel):
+            return _import_hugging_face(pipeline, spec, signature, path)
+        return import_checkpoint(
+            path,
+            _recipe(spec),
+            signature,
+            checkpoint=pipeline.folder / spec.checkpoint if spec.checkpoint else None,
+            folder=pipeline.code_folder,
+            seed=pipeline.seed,
+        )
     except CompressError as error:
         # Errors begin with the setting that is wrong; else it is the one that names the model.
         keys = [k for k in ("checkpoint", "model.inputs", "model.outputs") if k in str(error)[:20]]
@@ -199,24 +183,6 @@ def import_source(pipeline: PipelineConfig, path: Path) -> Artifact:
         key = keys[0].removeprefix("model.")
         message = str(error).removeprefix(f"model.{key}: ")
         raise type(error)(f"{pipeline.place('model', key)}: {message}") from error
-
-
-def _import_model(pipeline: PipelineConfig, signature: Signature, path: Path) -> Artifact:
-    spec = pipeline.model
-    if isinstance(spec, ModelFile):
-        from pipelines.models.exported_files import import_file
-
-        return import_file(spec.kind, pipeline.folder / spec.file, signature, path)
-    if isinstance(spec, HuggingFaceModel):
-        return _import_hugging_face(pipeline, spec, signature, path)
-    return import_checkpoint(
-        path,
-        _recipe(spec),
-        signature,
-        checkpoint=pipeline.folder / spec.checkpoint if spec.checkpoint else None,
-        folder=pipeline.code_folder,
-        seed=pipeline.seed,
-    )
 
 
 def _recipe(spec: FactoryModel | TimmModel) -> Recipe:
@@ -234,11 +200,10 @@ def _import_hugging_face(
     from compress.common.signature import OutputSpec
 
     trains = pipeline.stages[0].stage == "train"
+    folder = pipeline.folder / spec.huggingface
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(pipeline.seed)
-        recipe, module = read_folder(
-            pipeline.folder / spec.huggingface, spec.task, untrained_head=trains
-        )
+        torch.manual_seed(pipeline.seed)  # of an untrained head
+        recipe, module = read_folder(folder, spec.task, untrained_head=trains)
     if spec.outputs is None and spec.task in OUTPUTS:
         outputs = tuple(OutputSpec(name=name) for name in OUTPUTS[spec.task])
         signature = Signature(inputs=signature.inputs, outputs=outputs, axes=signature.axes)
@@ -252,13 +217,11 @@ def source_parts(pipeline: PipelineConfig) -> dict[str, object]:
     if isinstance(spec, HuggingFaceModel):
         from compress.artifacts.hf_folder import folder_digest
 
-        trains = pipeline.stages[0].stage == "train"
-        weights = folder_digest(pipeline.folder / spec.huggingface)
         return {
             **parts,
             "library": version_of("transformers"),
-            "checkpoint": weights,
-            "trains": trains,
+            "checkpoint": folder_digest(pipeline.folder / spec.huggingface),
+            "trains": pipeline.stages[0].stage == "train",
         }
     if isinstance(spec, ModelFile):
         from pipelines.models.exported_files import digest_of

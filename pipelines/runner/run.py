@@ -29,7 +29,7 @@ from pipelines.runner.scheduler import schedule
 from pipelines.store.local import Store
 from pipelines.store.sample_diff import note_samples
 from pipelines.system import signals
-from pipelines.system.disk_errors import readable_disk_errors
+from pipelines.system.error_context import readable_disk_errors
 from pipelines.system.jsonl_log import LOG, LogFile, log_event, log_handler
 from pipelines.system.signals import INTERRUPTED
 from pipelines.system.temp_files import temporary_files
@@ -51,16 +51,13 @@ def run(
     options: RunOptions,
     render: Callable[[Report, Path], str],
 ) -> Report:
-    """Run a pipeline and write its report.
+    """Run a pipeline and write its report; return it where all gates passed.
 
     Args:
         pipeline: the pipeline.
         out: folder of the results.
         options: what to run again, where to run it, and who is notified.
         render: renders `report.html`, given the report and `out`.
-
-    Returns:
-        The report of a run whose gates all passed.
 
     Raises:
         GateRefused: a gate refused and no stage failed; the report is written, and the artifact
@@ -87,6 +84,7 @@ def run(
         ExitStack() as log_handlers,
     ):
         write_run_id(root)
+        # Refused before the last report is removed.
         check_processes(pipeline, root)
         remove_report(out)
         emit = events.event_listener(announce)
@@ -111,7 +109,8 @@ def _execute(state: RunState, options: RunOptions, render: Callable[[Report, Pat
     for warning in state.plan.warnings:  # announced before the log was there
         log_event("message", warning, level="warning")
     for warning in state.data_warnings:
-        state.emit(events.warning_event(warning))
+        line = f"warning: {warning}"
+        state.emit(events.RunEvent("message", None, line, level="warning"))
     try:
         with readable_disk_errors(state.out):
             executor = PipelineExecutor(state)
@@ -121,7 +120,16 @@ def _execute(state: RunState, options: RunOptions, render: Callable[[Report, Pat
             report = build_report(state, "passed")
             report.write(state.out, render(report, state.out))
     except BaseException as error:
-        report = _report_of_error(state, error)
+        if not signals.exit_code() and isinstance(error, Exception):
+            status: Status = "refused" if isinstance(error, GateRefused) else "failed"
+            message = str(error) or type(error).__name__
+            state.outcome.abort(message)
+        else:
+            status = INTERRUPTED
+            state.outcome.abort(INTERRUPTED)
+            # The note on the interruption tells the command line which stages it came at.
+            message = signals.add_interruption_note(error, state.outcome.interrupted())
+        report = build_report(state, status, message)
         with suppress(OSError):  # on a full disk the error itself matters more
             report.write(state.out, render(report, state.out))
         _log_end(state, report, time.monotonic() - began)
@@ -141,39 +149,17 @@ def _log_end(state: RunState, report: Report, seconds: float) -> None:
     state.emit(events.run_finished_event(report, seconds))
 
 
-def _report_of_error(state: RunState, error: BaseException) -> Report:
-    """Build the report of a run that an error or an interruption ended."""
-    if not signals.exit_code() and isinstance(error, Exception):
-        status: Status = "refused" if isinstance(error, GateRefused) else "failed"
-        message = str(error) or type(error).__name__
-        state.outcome.abort(message)
-        return build_report(state, status, message)
-    state.outcome.abort(INTERRUPTED)
-    # The note on the interruption tells the command line which stages it came at.
-    return build_report(
-        state, INTERRUPTED, signals.add_interruption_note(error, state.outcome.interrupted())
-    )
-
-
 def preview_run(
     pipeline: PipelineConfig, out: Path, options: RunOptions = DEFAULTS
 ) -> dict[str, str]:
-    """Return for each stage `cached`, or why it would run; nothing is run.
-
-    Raises:
-        CompressError: the pipeline is invalid.
-    """
+    """Return for each stage `cached`, or why it would run; nothing is run."""
     return preview_state(pipeline, out, options)[0]
 
 
 def preview_state(
     pipeline: PipelineConfig, out: Path, options: RunOptions = DEFAULTS
 ) -> tuple[dict[str, str], RunState]:
-    """Return what :func:`preview_run` does, and the state of a run that holds what is cached.
-
-    Raises:
-        CompressError: the pipeline is invalid.
-    """
+    """Return what :func:`preview_run` does, and the state of a run that holds what is cached."""
     remote = _open_remote(options.store, lambda line: None)
     plan = build_plan(pipeline, options.start, options.until, force=options.force)
     pipeline, data, _ = resolve_inputs(pipeline)

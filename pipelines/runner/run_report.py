@@ -25,13 +25,7 @@ log = logging.getLogger(__name__)
 
 
 def build_report(state: RunState, status: Status, error: str = "") -> Report:
-    """Build the report of what a run has produced so far.
-
-    Args:
-        state: the run.
-        status: how it ended.
-        error: the error that ended it, if one did.
-    """
+    """Build the report of what a run has produced until it ended, with the error that ended it."""
     plan, outcome, pipeline = state.plan, state.outcome, state.pipeline
     stages = tuple(state.reports[name] for name in plan.ordered(state.reports))
     failures = tuple(outcome.failures[name] for name in plan.ordered(outcome.failures))
@@ -47,6 +41,7 @@ def build_report(state: RunState, status: Status, error: str = "") -> Report:
         stages=stages,
         warnings=(
             *state.data_warnings,
+            # They may read data and score: who interrupts a run does not wait for that.
             *(accuracy_warnings(state) if status != INTERRUPTED else ()),
             *measurement_warnings(stages, plan.baseline, state.baseline),
             *_sampling_warnings(state),
@@ -68,15 +63,12 @@ def build_report(state: RunState, status: Status, error: str = "") -> Report:
 
 
 def accuracy_warnings(state: RunState) -> tuple[str, ...]:
-    """Return a warning for each suspicious accuracy, with its likely cause.
-
-    The report is written whatever happens here: an error ends the list of warnings.
-    """
+    """Return a warning for each suspicious accuracy, with its likely cause."""
     warnings: list[str] = []
     try:
         with only_signals_interrupt():
             warnings.extend(_accuracy_warnings(state))
-    except Exception:
+    except Exception:  # the report is written all the same, with the warnings so far
         log.debug("accuracies could not be checked", exc_info=True)
     return tuple(warnings)
 
@@ -138,7 +130,7 @@ def _sampling_warnings(state: RunState) -> Iterator[str]:
     ]
     if not cached:
         return
-    for name in contents.sampled:
+    for name in sorted({*contents.sampled} - contents.unrepeatable):
         counts = f"{contents.counts[name]} of {contents.lengths[name]} samples"
         yield (
             f"data.{name}: sampled ({counts} hashed); a change of the others would not be seen "

@@ -85,6 +85,7 @@ class RunOutcome:
             with only_signals_interrupt():
                 yield
         except CompressError as error:
+            # An error after a signal is a consequence of it.
             if signals.exit_code():
                 raise
             self.current, self.errors[name] = "", error
@@ -94,22 +95,16 @@ class RunOutcome:
 
     def should_skip(self, planned: PlannedStage) -> bool:
         """Record and announce that a stage is skipped, if one that it needs did not pass."""
-        cause = None
+        stopped = {name: report.because for name, report in self.skipped.items()}
+        stopped |= {name: name for name in self.errors}
+        causes = [stopped[name] for name in planned.needs if name in stopped]
         if self.plan.baseline in self.failures:
-            cause = self.plan.baseline  # nothing can be measured without it
-        else:
-            for name in planned.needs:
-                if name in self.errors:
-                    cause = name
-                    break
-                if name in self.skipped:
-                    cause = self.skipped[name].because
-                    break
-        if cause is not None:
-            skipped = SkippedReport(**self._stage_fields(planned.name), because=cause)
-            self.skipped[planned.name] = skipped
-            self.emit(events.stage_skipped_event(planned.name, cause))
-        return cause is not None
+            causes = [self.plan.baseline]  # nothing can be measured without it
+        if causes:
+            fields = self._stage_fields(planned.name)
+            self.skipped[planned.name] = SkippedReport(**fields, because=causes[0])
+            self.emit(events.stage_skipped_event(planned.name, causes[0]))
+        return bool(causes)
 
     def error(self) -> CompressError | None:
         """Return the error that decides how the run ends, with the others as its notes.
@@ -123,11 +118,7 @@ class RunOutcome:
         return errors[0] if errors else None
 
     def abort(self, error: str) -> None:
-        """Record that an error ended the run while stages were running.
-
-        Args:
-            error: that of the stage that this process worked on.
-        """
+        """Record that the error of the current stage ended the run while stages were running."""
         for name in self.plan.ordered({self.current, *self.running_elsewhere}):
             self._fail(name, error if name == self.current else INTERRUPTED, ends_run=True)
 
@@ -212,6 +203,7 @@ class RunState:
             "threads": self.pipeline.threads,
             "device": self.pipeline.device,
             "seed": self.pipeline.seed,
+            # Latencies are those of one machine.
             "machine": machine(),
             **self.declared_parts,
         }
@@ -219,9 +211,8 @@ class RunState:
     def context(self, name: str, root: Path | None = None) -> Context:
         """Return the context that a stage runs and is evaluated in.
 
-        Args:
-            name: the stage; it sees the artifacts of its ancestors, and those that it names.
-            root: directory of the artifact; by default that of its store entry.
+        It sees the artifacts of its ancestors, and those that it names. `root` is the directory of
+        the artifact, by default that of its store entry.
         """
         visible = {SOURCE, *self.plan.branch(name), *self.plan.needs(name)}
         return Context(

@@ -11,8 +11,7 @@ from pipelines.config.model_spec import SOURCE
 from pipelines.runner.cache_keys import stage_key_parts
 
 if TYPE_CHECKING:
-    from pipelines.executors.base import Engine
-    from pipelines.executors.task import TaskResult
+    from pipelines.executors.factory import Engine
     from pipelines.planning.plan import PlannedStage
     from pipelines.runner.executor import PipelineExecutor
     from pipelines.runner.run_state import CacheLookup
@@ -20,10 +19,6 @@ if TYPE_CHECKING:
 
 def schedule(executor: PipelineExecutor, engine: Engine | None) -> None:
     """Import the model, and execute every stage that no failure of another one stops.
-
-    Args:
-        executor: executes a stage of the run.
-        engine: runs several stages at a time; without it they run one after another, here.
 
     Raises:
         CompressError: the error that decides how the run ends; the others are its notes.
@@ -49,11 +44,7 @@ def schedule(executor: PipelineExecutor, engine: Engine | None) -> None:
 
 @dataclass
 class ParallelScheduler:
-    """Runs the stages of several branches at a time, and evaluates their results one at a time.
-
-    Nothing is measured while a stage runs, as that would distort latencies: finished stages wait
-    until none is running and none can be started.
-    """
+    """Runs the stages of several branches at a time, and evaluates their results one at a time."""
 
     executor: PipelineExecutor
     engine: Engine
@@ -68,8 +59,18 @@ class ParallelScheduler:
         try:
             while self.waiting or self.running or self.finished:
                 self._start_ready_stages()
+                # Measuring while a stage runs would distort latencies: finished stages wait until
+                # none is running and none can be started.
                 if self.running:
-                    self._collect(self.engine.next())
+                    result = self.engine.next()
+                    with outcome.record_failures(result.name):
+                        lookup = self.running.pop(result.name)
+                        if result.error:
+                            raise result.error
+                        artifact = Artifact.from_directory(lookup.entry.artifact_path)
+                        self.finished[result.name] = executor.commit(
+                            lookup, artifact, result.seconds, result.recorded
+                        )
                     continue
                 for planned in executor.state.plan.stages:
                     if planned.name in self.finished:
@@ -87,20 +88,17 @@ class ParallelScheduler:
                 continue
             if outcome.should_skip(planned):
                 self.waiting.remove(planned)
-            elif self._can_start(planned):
+                continue
+            if len(self.running) >= self.engine.places:
+                continue
+            if undisturbed(planned.stage) and self.running:
+                continue
+            # Another branch may be running the same stage: then its artifact will be in the store.
+            path = state.store.entry(stage_key_parts(state, planned)).path
+            if path not in {lookup.entry.path for lookup in self.running.values()}:
                 self.waiting.remove(planned)
                 with outcome.record_failures(planned.name):
                     self._start(planned)
-
-    def _can_start(self, planned: PlannedStage) -> bool:
-        if len(self.running) >= self.engine.places:
-            return False
-        if undisturbed(planned.stage) and self.running:
-            return False
-        # Another branch may be running the same stage: then its artifact will be in the store.
-        state = self.executor.state
-        path = state.store.entry(stage_key_parts(state, planned)).path
-        return path not in {lookup.entry.path for lookup in self.running.values()}
 
     def _start(self, planned: PlannedStage) -> None:
         executor, name = self.executor, planned.name
@@ -114,13 +112,3 @@ class ParallelScheduler:
         else:
             self.engine.submit(task)
             self.running[name] = lookup
-
-    def _collect(self, result: TaskResult) -> None:
-        with self.executor.state.outcome.record_failures(result.name):
-            lookup = self.running.pop(result.name)
-            if result.error:
-                raise result.error
-            artifact = Artifact.from_directory(lookup.entry.artifact_path)
-            self.finished[result.name] = self.executor.commit(
-                lookup, artifact, result.seconds, result.recorded
-            )

@@ -3,37 +3,30 @@
 from __future__ import annotations
 
 import logging
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from compress.common.errors import first_line
-from compress.training.loop.loggers import open_logger
+from compress.training.loop.loggers import STEP, open_logger
 from pipelines.system.jsonl_log import log_handler
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from compress.training.loop.loggers import ExperimentLogger
-    from pipelines.config.tracker_config import Tracker
+    from pipelines.config.pipeline import Tracker
 
 REPORT = "report.html"
 
 log = logging.getLogger(__name__)
 
 
-@contextmanager
-def tracked(settings: Tracker, results: Path, pipeline: str, run: str) -> Iterator[None]:
-    """Write the events of a block to a tracker; if it fails, the run goes on without it.
-
-    Args:
-        settings: which tracker.
-        results: folder that the tracker's is relative to.
-        pipeline: name of the pipeline.
-        run: name of the run.
-    """
-    with log_handler(_TrackerHandler(settings, results, pipeline, run)):
-        yield
+def tracked(
+    settings: Tracker, results: Path, pipeline: str, run: str
+) -> AbstractContextManager[None]:
+    """Write the events of a block to a tracker; if it fails, the run goes on without it."""
+    return log_handler(_TrackerHandler(settings, results, pipeline, run))
 
 
 class _TrackerHandler(logging.Handler):
@@ -67,6 +60,10 @@ class _TrackerHandler(logging.Handler):
         elif event == "epoch":
             task = fields["task"].replace(":", "")
             tracker.write(fields["epoch"], {f"{task}/{n}": v for n, v in fields["figures"].items()})
+        elif event == "step":
+            task = fields["task"].replace(":", "")
+            figures = {f"{task}/{STEP}{n}": value for n, value in fields["figures"].items()}
+            tracker.write(fields["step"], figures)
         elif event in ("stage_finished", "stage_cached"):
             figures = stage_figures(fields)
             tracker.write(0, {f"{fields['stage']}/{n}": value for n, value in figures.items()})

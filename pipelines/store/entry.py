@@ -161,9 +161,7 @@ class Entry:
     def lookup(self, key: dict[str, Any], artifact: Artifact) -> StoredValue | None:
         """Return a value that was measured on an artifact, unless user code would now read others.
 
-        Args:
-            key: what was measured, and everything that the value depends on.
-            artifact: the artifact.
+        `key` has what was measured, and everything that the value depends on.
         """
         stored = self._values_of(artifact).answers.get(canonical_json(key))
         return None if not stored or stored.depends.change(self._surroundings.folder) else stored
@@ -171,14 +169,7 @@ class Entry:
     def store(
         self, key: dict[str, Any], artifact: Artifact, value: JsonValue, recorded: Recording
     ) -> None:
-        """Store a value that was measured on an artifact.
-
-        Args:
-            key: what was measured, and everything that the value depends on.
-            artifact: the artifact.
-            value: the value.
-            recorded: what user code read meanwhile.
-        """
+        """Store a value that was measured on an artifact; user code read `recorded` meanwhile."""
         values = self._values_of(artifact)
         depends = self._surroundings.dependencies(recorded)
         answers = {**values.answers, canonical_json(key): StoredValue(value=value, depends=depends)}
@@ -206,6 +197,7 @@ class Entry:
 
 def key_of(parts: dict[str, Any]) -> str:
     """Hash everything that decides an artifact to its key, the name of its folder in the store."""
+    # 128 bits: no two keys meet by chance.
     return hashlib.sha256(canonical_json(parts).encode()).hexdigest()[:32]
 
 

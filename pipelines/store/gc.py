@@ -19,7 +19,7 @@ from pipelines.store.local import WORK, Store
 from pipelines.store.lock import store_lock
 from pipelines.store.object_store import PARTIAL, Failed, Objects
 from pipelines.store.remote import MANIFEST_BYTES, RECORD_BYTES, SECONDS_TRUSTED, Remote
-from pipelines.system.disk_errors import readable_disk_errors
+from pipelines.system.error_context import readable_disk_errors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -65,12 +65,13 @@ def clean(place: str, older_than: str, dry_run: bool, announce: Callable[[str], 
         older_than: such as ``30d``.
         dry_run: say what would be removed, and leave it.
         announce: receives a line if another run has to end first.
-
-    Raises:
-        PipelineInvalid: there is no store, it is of another format, or the time is no time or too
-            short for a store that others may write to.
     """
-    seconds = _seconds_in(older_than)
+    age = re.fullmatch(r"(\d{1,6})([hdw])", older_than)
+    if not age:
+        raise PipelineInvalid(
+            f"--older-than {older_than}: expected hours, days or weeks, as 12h, 30d, 8w"
+        )
+    seconds = int(age[1]) * SECONDS[age[2]]
     if "://" not in place:
         with readable_disk_errors(Path(place)):
             return clean_own(Path(place), seconds, dry_run, announce)
@@ -83,11 +84,7 @@ def clean(place: str, older_than: str, dry_run: bool, announce: Callable[[str], 
 
 
 def clean_own(out: Path, seconds: int, dry_run: bool, announce: Callable[[str], None]) -> Cleaned:
-    """Remove old entries and checkpoints of a run's store; published artifacts stay.
-
-    Raises:
-        PipelineInvalid: there is no store, or it is of another format.
-    """
+    """Remove old entries and checkpoints of a run's store; published artifacts stay."""
     root = out / ".store"
     if not root.is_dir():
         raise PipelineInvalid(f"{out}: holds no results of a run; expected its --out, or a URL")
@@ -103,8 +100,16 @@ def clean_own(out: Path, seconds: int, dry_run: bool, announce: Callable[[str], 
             and _sha256(folder / "artifact" / MANIFEST) not in shown
         ]
         begun = (*(root / WORK).glob("*"), *(f for f in folders if f not in entries))
+        # All files: writing one does not change the time of a folder further up.
         work = [f for f in begun if _idle_seconds(*f.rglob("*"), f) > seconds]
-        freed = sum(_bytes_of(folder) for folder in (*old, *work))
+        stats = [
+            path.lstat()
+            for folder in (*old, *work)
+            for path in folder.rglob("*")
+            if not path.is_dir()
+        ]
+        # Removing a file with other hard links, as of a published artifact, frees nothing.
+        freed = sum(stat.st_size for stat in stats if stat.st_nlink == 1)
         for folder in () if dry_run else (*old, *work):
             remove(folder)
     kept = len(entries) - len(old)
@@ -116,9 +121,6 @@ def clean_shared(url: str, seconds: int, dry_run: bool) -> Cleaned:
 
     Other runs may use the store meanwhile: a file exists as long as a record names it, and an
     upload writes old files again. So young files are left alone, named by a record or not.
-
-    Raises:
-        PipelineInvalid: there is no store, it cannot be reached, or is of another format.
     """
     if not Remote(url, lambda _: None).refuse_another_format():
         raise PipelineInvalid(f"{url}: there is no store")
@@ -142,7 +144,8 @@ class _SharedStoreCleaner:
 
     def clean(self) -> Cleaned:
         """Remove old records, then old manifests and files that no record needs."""
-        files = self._all("files")
+        # Listed before the manifests are read, so that no file of a later upload is among them.
+        unneeded = self._all("files")
         self._remove(self._all("records"))
         records = self._all("records")
         named = {
@@ -150,8 +153,12 @@ class _SharedStoreCleaner:
             for name in records
         }
         self._remove(self._all("manifests") - named)
-        manifests = [self._read_json(name, MANIFEST_BYTES) for name in self._all("manifests")]
-        self._remove(files - {place for manifest in manifests for place in _files_of(manifest)})
+        for name in self._all("manifests"):
+            files = self._read_json(name, MANIFEST_BYTES).get("files")
+            for file in files.values() if isinstance(files, dict) else ():
+                if isinstance(file, dict):
+                    unneeded.discard(f"files/{file.get('sha256')}")
+        self._remove(unneeded)
         self._remove(self._all(PARTIAL))
         removed = sum(name.startswith("records/") for name in self.gone)
         return Cleaned(
@@ -186,22 +193,6 @@ class _SharedStoreCleaner:
         return content if isinstance(content, dict) else {}
 
 
-def _files_of(manifest: dict[str, Any]) -> Iterator[str]:
-    files = manifest.get("files")
-    for file in files.values() if isinstance(files, dict) else ():
-        if isinstance(file, dict):
-            yield f"files/{file.get('sha256')}"
-
-
-def _seconds_in(text: str) -> int:
-    found = re.fullmatch(r"(\d{1,6})([hdw])", text)
-    if not found:
-        raise PipelineInvalid(
-            f"--older-than {text}: expected hours, days or weeks, as 12h, 30d, 8w"
-        )
-    return int(found[1]) * SECONDS[found[2]]
-
-
 def _idle_seconds(*paths: Path) -> float:
     """Return the seconds since the last of some files was written; missing files do not count."""
     written = [0.0]
@@ -209,12 +200,6 @@ def _idle_seconds(*paths: Path) -> float:
         with suppress(FileNotFoundError):
             written.append(path.stat().st_mtime)
     return time.time() - max(written)
-
-
-def _bytes_of(folder: Path) -> int:
-    """Return the bytes that removing a folder frees; files with other hard links free none."""
-    stats = [path.lstat() for path in folder.rglob("*") if not path.is_dir()]
-    return sum(stat.st_size for stat in stats if stat.st_nlink == 1)
 
 
 def _sha256(file: Path) -> str | None:

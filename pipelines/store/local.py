@@ -56,14 +56,9 @@ class Store:
         code: Path | None = None,
         announce: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """Use a directory as a store.
+        """Use a directory inside that of a run's results as a store.
 
-        Args:
-            root: the directory, inside that of a run's results.
-            remote: a store that is shared with other machines.
-            folder: the pipeline's, to which files that user code reads are relative.
-            code: the folder of the user's modules; the pipeline's by default.
-            announce: where warnings go.
+        Files that user code reads are relative to the pipeline's `folder`; `code` has its modules.
         """
         self.root, self._remote, self._announce = root, remote, announce
         self.lock: int | None = None
@@ -98,17 +93,22 @@ class Store:
             store.refuse_another_format()
             if not (root / FORMAT_FILE).exists():
                 write_atomically(root / FORMAT_FILE, json.dumps({"format": FORMAT}))
-            store._sweep()
+            for names in ("*.json", "*.html"):  # a folder there is none of a run's
+                remove_leftovers(root.parent, names)
+            work = root / WORK
+            for entry in (root.parent / "artifacts", root, work, *root.iterdir()):
+                if entry.is_dir():
+                    remove_leftovers(entry)
+            for done in work.glob(f"*/{DONE}"):
+                # Its stage has finished: a killed run could not remove the checkpoints.
+                if (root / done.read_text(encoding="utf-8") / RECORD).exists():
+                    remove(done.parent)
             if remote:
                 remote.begin(root)
             yield store
 
     def refuse_another_format(self) -> None:
-        """Refuse a store of another format.
-
-        Raises:
-            PipelineInvalid: it is of another format.
-        """
+        """Refuse a store of another format."""
         try:
             found = read_format((self.root / FORMAT_FILE).read_bytes())
         except FileNotFoundError:
@@ -130,7 +130,8 @@ class Store:
         remove(work)
         # Not in the background: an upload during measurements would distort latencies.
         if self._remote:
-            self._share(entry, Artifact.from_directory(entry.artifact_path), record)
+            artifact: Artifact = Artifact.from_directory(entry.artifact_path)
+            self._remote.share(entry.path.name, artifact, record)
 
     def get(self, entry: Entry) -> tuple[Artifact, Record] | None:
         """Return an artifact and its record, if need be from the shared store; None on a miss."""
@@ -138,7 +139,9 @@ class Store:
         key, path = entry.path.name, entry.artifact_path
         if found:
             entry.mark_used()
-            self._share(entry, *found)
+            if self._remote:
+                # An upload that failed in an earlier run is made up for.
+                self._remote.share(key, *found)
         elif self._remote and (found := self._remote.fetch(key, path, self._outdated)):
             entry.commit(found[1])
             entry.fetched_from = self._remote.url
@@ -174,24 +177,6 @@ class Store:
             self.warnings.append(what)
             self._announce(f"warning: {what}")
             log_event("message", what, level="warning")
-
-    def _share(self, entry: Entry, artifact: Artifact, record: Record) -> None:
-        if self._remote:
-            self._remote.share(entry.path.name, artifact, record)
-
-    def _sweep(self) -> None:
-        """Remove partial files of killed runs, and checkpoints of stages that have finished."""
-        work, out = self.root / WORK, self.root.parent
-        for names in ("*.json", "*.html"):  # a folder there is none of a run's
-            remove_leftovers(out, names)
-        for folder in (out / "artifacts", self.root, work):
-            remove_leftovers(folder)
-        for entry in self.root.iterdir():
-            if entry.is_dir():
-                remove_leftovers(entry)
-        for done in work.glob(f"*/{DONE}"):
-            if (self.root / done.read_text(encoding="utf-8") / RECORD).exists():
-                remove(done.parent)
 
     def entry(self, parts: dict[str, Any]) -> Entry:
         """Return the entry of an artifact, given everything that decides it."""
@@ -232,6 +217,7 @@ class Store:
 def publish(artifact: Artifact, path: Path) -> None:
     """Copy an artifact to a readable path, by hard links where the file system has them."""
     partial = partial_path(path)
+    # A killed run may have left it.
     shutil.rmtree(partial, ignore_errors=True)
     path.parent.mkdir(parents=True, exist_ok=True)
     shutil.copytree(artifact.path, partial, copy_function=_link)
@@ -249,6 +235,7 @@ def _link(source: str, target: str) -> None:
     try:
         os.link(source, target)
     except OSError:
+        # Another file system, or one without hard links.
         shutil.copy2(source, target)
 
 

@@ -19,11 +19,7 @@ LOCK = "lock"
 
 @contextmanager
 def keep_idle(out: Path) -> Iterator[bool]:
-    """Keep runs from starting in a folder of results during a block, if none is running there.
-
-    Yields:
-        Whether none is running.
-    """
+    """Keep runs from starting in a results folder during a block; yield whether none runs there."""
     try:
         # Read only, so that results of another user can be looked at.
         descriptor = os.open(out / ".store" / LOCK, os.O_RDONLY)
@@ -40,12 +36,8 @@ def keep_idle(out: Path) -> Iterator[bool]:
 def store_lock(root: Path, announce: Callable[[str], None]) -> Iterator[int]:
     """Hold a store's lock during a block; announce and wait while another run holds it.
 
-    Yields:
-        The descriptor that holds the lock. Worker processes inherit it, so that the workers of a
-        killed run keep the store locked until they have ended.
-
-    Raises:
-        PipelineInvalid: the store cannot be written.
+    Yields the descriptor that holds the lock. Worker processes inherit it, so that the workers of a
+    killed run keep the store locked until they have ended.
     """
     descriptors: list[int] = []
     # Without flock, an existing file would be the lock, and a killed run would hold it for ever.

@@ -6,7 +6,7 @@ import re
 import uuid
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from compress.common.errors import PipelineInvalid, Unavailable, first_line
 
@@ -44,16 +44,36 @@ class Found(NamedTuple):
 
 
 class Objects:
-    """The files below a URL, by names such as ``files/1f…``."""
+    """The files below a URL, by names such as ``files/1f…``.
+
+    Raises:
+        PipelineInvalid: no URL that fsspec knows, or one that holds credentials.
+        Unavailable: the package for its protocol is not installed.
+        Failed: from any method: its request failed.
+    """
 
     def __init__(self, url: str) -> None:
-        """Create a client for a URL, without a request.
+        if CREDENTIALS.search(url):
+            raise PipelineInvalid(
+                "store: the URL holds a password or a signature, which reports and logs would "
+                "show; give credentials where the protocol's package looks for them (s3: "
+                "AWS_PROFILE, AWS_ACCESS_KEY_ID …; any: fsspec's configuration)"
+            )
+        try:
+            from fsspec.core import url_to_fs
 
-        Raises:
-            PipelineInvalid: no URL that fsspec knows, or one that holds credentials.
-            Unavailable: the package for its protocol is not installed.
-        """
-        self._files, self._root = _open(url)
+            # Other machines write to it: a cached listing would hide their files.
+            self._files, root = url_to_fs(url, use_listings_cache=False)
+        except ImportError as error:
+            raise Unavailable(
+                f"store {url}: {first_line(error)}; for s3: pip install -e '.[remote]'"
+            ) from error
+        except Exception as error:
+            raise PipelineInvalid(
+                f"store {url}: {first_line(error)}; expected a URL such as s3://bucket/folder or "
+                "file:///folder"
+            ) from error
+        self._root = root.rstrip("/")
         protocol = self._files.protocol
         protocols = {protocol} if isinstance(protocol, str) else {*protocol}
         self._renames = not protocols & OBJECT_STORES
@@ -61,22 +81,14 @@ class Objects:
         self._writer = uuid.uuid4().hex
 
     def take_over(self, writer: str) -> None:
-        """Write under a name of its own, and remove incomplete files of that name.
-
-        Raises:
-            Failed: the request failed.
-        """
+        """Write under a name of its own, and remove incomplete files of that name."""
         self._writer = writer
         for name in self.names(PARTIAL) if self._renames else ():
             if name.startswith(writer):
                 self.remove(f"{PARTIAL}/{name}")
 
     def names(self, folder: str) -> list[str]:
-        """List the names directly in a folder; none if it does not exist.
-
-        Raises:
-            Failed: the request failed.
-        """
+        """List the names directly in a folder; none if it does not exist."""
         try:
             with _fsspec_errors():
                 found = self._files.ls(self._path(folder), detail=False)
@@ -85,20 +97,12 @@ class Objects:
         return sorted(path.rstrip("/").rpartition("/")[2] for path in found)
 
     def remove(self, name: str) -> None:
-        """Remove a file, or a folder with its content; nothing if it is gone already.
-
-        Raises:
-            Failed: the request failed.
-        """
+        """Remove a file, or a folder with its content; nothing if it is gone already."""
         with suppress(Missing), _fsspec_errors():
             self._files.rm(self._path(name), recursive=True)
 
     def read(self, name: str, limit: int) -> bytes | None:
-        """Return a small file's bytes, at most one more than the limit; None if it does not exist.
-
-        Raises:
-            Failed: the request failed.
-        """
+        """Return a small file's bytes, at most one beyond the limit; None if it does not exist."""
         try:
             with _fsspec_errors():
                 content: bytes = self._files.cat_file(self._path(name), start=0, end=limit + 1)
@@ -107,11 +111,7 @@ class Objects:
             return None
 
     def blocks(self, name: str) -> Iterator[bytes]:
-        """Yield a file's bytes, block by block.
-
-        Raises:
-            Failed: the request failed.
-        """
+        """Yield a file's bytes, block by block."""
         with (
             _fsspec_errors(),
             self._files.open(self._path(name), "rb", block_size=BLOCK) as stream,
@@ -120,24 +120,25 @@ class Objects:
                 yield block
 
     def look(self, name: str) -> Found | None:
-        """Return the size and age of a file; None if it does not exist.
-
-        Raises:
-            Failed: the request failed.
-        """
+        """Return the size and age of a file; None if it does not exist."""
         try:
             with _fsspec_errors():
                 info = self._files.info(self._path(name))
-                return Found(int(info["size"] or 0), _seconds_since(info))
+                written = next((info[key] for key in WRITTEN if info.get(key)), None)
+                if isinstance(written, str):
+                    written = datetime.fromisoformat(written)
+                elif isinstance(written, int | float):
+                    written = datetime.fromtimestamp(written, UTC)
+                seconds = 0.0
+                if isinstance(written, datetime):
+                    written = written.replace(tzinfo=written.tzinfo or UTC)
+                    seconds = (datetime.now(UTC) - written).total_seconds()
+                return Found(int(info["size"] or 0), seconds)
         except Missing:
             return None
 
     def write(self, name: str, content: bytes | Path) -> None:
-        """Write a file from bytes or a local file; readers never see an incomplete one.
-
-        Raises:
-            Failed: the request failed.
-        """
+        """Write a file from bytes or a local file; readers never see an incomplete one."""
         target = self._path(name)
         partial = f"{PARTIAL}/{self._writer}-{uuid.uuid4().hex}"
         upload = self._path(partial) if self._renames else target
@@ -170,41 +171,5 @@ def _fsspec_errors() -> Iterator[None]:
         raise Failed(_error_summary(error)) from error
 
 
-def _seconds_since(info: dict[str, Any]) -> float:
-    """Return how old a file is; each protocol's package has another name for its time."""
-    written = next((info[name] for name in WRITTEN if info.get(name)), None)
-    if isinstance(written, str):
-        written = datetime.fromisoformat(written)
-    if isinstance(written, int | float):
-        written = datetime.fromtimestamp(written, UTC)
-    if not isinstance(written, datetime):
-        return 0.0
-    return (datetime.now(UTC) - written.replace(tzinfo=written.tzinfo or UTC)).total_seconds()
-
-
 def _error_summary(error: Exception) -> str:
     return f"{type(error).__name__}: {first_line(error)[:200]}"
-
-
-def _open(url: str) -> tuple[Any, str]:
-    """Return the fsspec file system of a URL, and the path in it."""
-    if CREDENTIALS.search(url):
-        raise PipelineInvalid(
-            "store: the URL holds a password or a signature, which reports and logs would show; "
-            "give credentials where the protocol's package looks for them (s3: AWS_PROFILE, "
-            "AWS_ACCESS_KEY_ID …; any: fsspec's configuration)"
-        )
-    try:
-        from fsspec.core import url_to_fs
-
-        files, root = url_to_fs(url, use_listings_cache=False)
-    except ImportError as error:
-        raise Unavailable(
-            f"store {url}: {first_line(error)}; for s3: pip install -e '.[remote]'"
-        ) from error
-    except Exception as error:
-        raise PipelineInvalid(
-            f"store {url}: {first_line(error)}; expected a URL such as s3://bucket/folder or "
-            "file:///folder"
-        ) from error
-    return files, root.rstrip("/")

@@ -40,15 +40,14 @@ SECONDS_TRUSTED = 86_400
 
 
 class Remote:
-    """A shared store in one run; if it fails, the run goes on without it, with a warning."""
+    """A shared store in one run; if it fails, the run goes on without it, with a warning.
+
+    Raises:
+        CompressError: no URL that fsspec knows, or one that holds credentials, or the package for
+            its protocol is not installed.
+    """
 
     def __init__(self, url: str, announce: Callable[[str], None]) -> None:
-        """Create a client, without a request.
-
-        Raises:
-            PipelineInvalid: no URL that fsspec knows, or one that holds credentials.
-            Unavailable: the package for its protocol is not installed.
-        """
         self._objects = Objects(url)
         self.url = url.rstrip("/")
         self._announce = announce
@@ -57,11 +56,7 @@ class Remote:
         self._reads = self._writes = True
 
     def refuse_another_format(self) -> bool:
-        """Return whether there is a store at the URL, with the first request to it.
-
-        Raises:
-            PipelineInvalid: it cannot be reached, or is of another format.
-        """
+        """Return whether there is a store at the URL, with the first request to it."""
         try:
             content = self._objects.read(FORMAT_FILE, RECORD_BYTES)
         except Failed as error:
@@ -76,11 +71,7 @@ class Remote:
         return True
 
     def begin(self, root: Path) -> None:
-        """Create the store at the URL if there is none, for a run that holds its own store.
-
-        Raises:
-            PipelineInvalid: it cannot be reached or written, or is of another format.
-        """
+        """Create the store at the URL if there is none, for a run that holds its own store."""
         writer = f"{socket.gethostname()}:{root.absolute()}".encode()
         is_there = self.refuse_another_format()
         try:
@@ -104,14 +95,8 @@ class Remote:
     ) -> tuple[Artifact, Record] | None:
         """Download the artifact of a key to a path; return None if it is missing or damaged.
 
-        Args:
-            key: the key.
-            path: directory of the artifact.
-            outdated: returns which file or variable that user code read has changed, or nothing;
-                an outdated artifact is not fetched.
-
-        Raises:
-            OSError: the local disk is full or cannot be written.
+        It is not fetched if `outdated` names a file or variable that user code read and that has
+        changed. An OSError of the local disk ends the run, other than one of the store.
         """
         fetched = None
         with self._warn_on_errors(key):
@@ -126,24 +111,24 @@ class Remote:
         try:
             again = key in self._replaced
             if self._writes and (again or self._objects.look(f"records/{key}.json") is None):
-                self._upload(key, artifact, record, again)
+                for name, file in artifact.manifest.files.items():
+                    place = f"files/{file.sha256}"
+                    found = self._objects.look(place)
+                    usable = (
+                        found and found.bytes == file.bytes and found.seconds <= SECONDS_TRUSTED
+                    )
+                    if again or not usable:
+                        self._objects.write(place, artifact.path / name)
+                self._objects.write(f"manifests/{artifact.digest}.json", artifact.path / MANIFEST)
+                # Measurements are not shared: each machine compares and measures for itself.
+                self._objects.write(f"records/{key}.json", record.to_bytes())
+                self._replaced.discard(key)
         except Failed as error:
             self._writes = False
             self._warn(
                 f"store {self.url}: cannot be written ({error}); the run goes on and uploads "
                 "nothing more; the same command uploads what is missing"
             )
-
-    def _upload(self, key: str, artifact: Artifact, record: Record, again: bool) -> None:
-        for name, file in artifact.manifest.files.items():
-            place = f"files/{file.sha256}"
-            found = self._objects.look(place)
-            if again or not found or found.bytes != file.bytes or found.seconds > SECONDS_TRUSTED:
-                self._objects.write(place, artifact.path / name)
-        self._objects.write(f"manifests/{artifact.digest}.json", artifact.path / MANIFEST)
-        # Measurements are not shared: each machine compares and measures for itself.
-        self._objects.write(f"records/{key}.json", record.to_bytes())
-        self._replaced.discard(key)
 
     def _read_record(
         self, key: str, path: Path, outdated: Callable[[Record], str]
@@ -157,6 +142,7 @@ class Remote:
             record = Record.from_bytes(content, key)
         except ArtifactInvalid as error:
             raise _Damaged(place, str(error)) from None
+        # It becomes a part of paths.
         if not re.fullmatch("[0-9a-f]{64}", record.digest):
             raise _Damaged(place, "names no artifact")
         if outdated(record):
@@ -177,6 +163,7 @@ class Remote:
         files, path = artifact.manifest.files, artifact.path
         path.parent.mkdir(parents=True, exist_ok=True)
         needed, free = sum(f.bytes for f in files.values()), shutil.disk_usage(path.parent).free
+        # Before a byte is written: a forged manifest could fill the disk.
         if len(files) > FILES or needed > free:
             what = f"names {len(files)} files of {needed} bytes; {FILES} and {free} are the limits"
             raise _Damaged(f"manifests/{artifact.digest}.json", what)

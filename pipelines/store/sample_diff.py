@@ -20,11 +20,8 @@ BYTES_OF_A_HASH = 16
 
 
 def note_samples(store: Path, contents: Contents) -> None:
-    """Save the hashes of each split's samples in a store, under the split's digest.
-
-    They only make explanations more precise, so that a failure to write them is ignored.
-    """
-    with suppress(OSError):
+    """Save the hashes of each split's samples in a store, under the split's digest."""
+    with suppress(OSError):  # they only make explanations more precise
         (store / FOLDER).mkdir(exist_ok=True)
         for split, parts in contents.parts["splits"].items():
             file = _hash_file(store, parts)
@@ -38,13 +35,7 @@ def note_samples(store: Path, contents: Contents) -> None:
 def samples_changed(store: Path, before: dict[str, Any], now: Contents) -> str:
     """Describe how many samples of the first changed split differ; empty if that is not known.
 
-    Of long splits not every sample is hashed: then the number is a lower bound, and only splits of
-    the same length are compared.
-
-    Args:
-        store: the store's folder.
-        before: what :attr:`Contents.parts` was for an earlier run.
-        now: the data now.
+    `before` is what :attr:`Contents.parts` was for an earlier run.
     """
     past = before.get("splits", {})
     for split, parts in now.parts["splits"].items():
@@ -53,13 +44,19 @@ def samples_changed(store: Path, before: dict[str, Any], now: Contents) -> str:
                 hashes = _hash_file(store, past[split]).read_bytes()
             except OSError:
                 return ""
-            pair = _counted(hashes), _counted(now.hashes[split].tobytes())
-            samples = past[split]["samples"], parts["samples"]
-            exact = all(of.total() == count for of, count in zip(pair, samples, strict=True))
-            words = (
-                _format_difference(*pair) if exact else _format_sampled_difference(*pair, *samples)
-            )
-            return words and f"data.{split}: {words}"
+            old, current = _counted(hashes), _counted(now.hashes[split].tobytes())
+            old_count, count = past[split]["samples"], parts["samples"]
+            new, gone = (current - old).total(), (old - current).total()
+            if (old.total(), current.total()) != (old_count, count):
+                # Of long splits not every sample is hashed: the number is a lower bound, and means
+                # something between splits of the same length alone.
+                is_known = new and old_count == count
+                return f"data.{split}: at least {new} of {count} samples differ" if is_known else ""
+            if new == gone == 0:
+                return f"data.{split}: the same samples in another order"
+            if new == gone:
+                return f"data.{split}: {new} of {count} samples differ"
+            return f"data.{split}: {new} samples are new, {gone} are gone"
     return ""
 
 
@@ -70,19 +67,3 @@ def _hash_file(store: Path, parts: dict[str, Any]) -> Path:
 def _counted(hashes: bytes) -> Counter[bytes]:
     places = range(0, len(hashes), BYTES_OF_A_HASH)
     return Counter(hashes[place : place + BYTES_OF_A_HASH] for place in places)
-
-
-def _format_difference(before: Counter[bytes], now: Counter[bytes]) -> str:
-    new, gone = (now - before).total(), (before - now).total()
-    if new == gone == 0:
-        return "the same samples in another order"
-    if new == gone:
-        return f"{new} of {now.total()} samples differ"
-    return f"{new} samples are new, {gone} are gone"
-
-
-def _format_sampled_difference(
-    before: Counter[bytes], now: Counter[bytes], past: int, samples: int
-) -> str:
-    new = (now - before).total()
-    return f"at least {new} of {samples} samples differ" if new and past == samples else ""

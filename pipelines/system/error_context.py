@@ -1,30 +1,43 @@
-"""Errors of a stage as one line that starts with the stage's name."""
+"""Errors as one line: with a stage's name, or with the path and a remedy."""
 
 from __future__ import annotations
 
+import errno
+import os
+import shutil
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from compress.common.errors import CompressError, StageFailed, first_line
-from pipelines.system.disk_errors import explain_disk_error
+from compress.common.errors import CompressError, PipelineInvalid, StageFailed, first_line
 from pipelines.system.signals import only_signals_interrupt
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
+
+
+@contextmanager
+def readable_disk_errors(out: Path) -> Iterator[None]:
+    """Turn OSErrors within a block into the toolkit's errors.
+
+    Raises:
+        PipelineInvalid: the directory of the results cannot be written.
+        StageFailed: the disk is full, or fails otherwise.
+    """
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise _explain(error, out) from error
 
 
 @contextmanager
 def name_stage_in_errors(stage: str, out: Path) -> Iterator[None]:
-    """Prefix errors within a block with a stage's name.
-
-    Args:
-        stage: its name.
-        out: directory of the results.
-
-    Raises:
-        CompressError: for any error; one of another type becomes StageFailed.
-    """
+    """Prefix errors within a block with a stage's name; one of another type becomes StageFailed."""
     try:
         with only_signals_interrupt():
             yield
@@ -33,7 +46,27 @@ def name_stage_in_errors(stage: str, out: Path) -> Iterator[None]:
             raise
         raise type(error)(f"{stage}: {error}") from error
     except OSError as error:
-        known = explain_disk_error(error, out)
+        known = _explain(error, out)
         raise type(known)(f"{stage}: {known}") from error
     except Exception as error:
         raise StageFailed(f"{stage}: {type(error).__name__}: {first_line(error)}") from error
+
+
+def _explain(error: OSError, out: Path) -> CompressError:
+    """Translate an OSError into an error that names the path and a remedy."""
+    path = error.filename or out
+    if error.errno in FULL:
+        place = Path(str(path)).absolute()
+        folder = next(f for f in (place, *place.parents) if f.is_dir())
+        free = shutil.disk_usage(folder).free >> 20
+        return StageFailed(
+            f"{path}: {error.strerror}; {free} MiB are free in {folder}; make room and run the "
+            "same command again"
+        )
+    in_results = os.path.abspath(str(path)).startswith(os.path.abspath(out))  # noqa: PTH100 - as is
+    if error.errno in FORBIDDEN and in_results:
+        return PipelineInvalid(
+            f"{path}: cannot be written ({error.strerror}); mend its permissions, or choose "
+            "another directory with --out"
+        )
+    return StageFailed(f"{path}: {error.strerror or error}")

@@ -44,6 +44,7 @@ def log_handler(handler: logging.Handler) -> Iterator[None]:
             logger.setLevel(logging.INFO)
             if logger.propagate:
                 logger.propagate = False
+                # The root logger goes on to receive what it received at the old level.
                 logger.addHandler(_ToRoot(threshold))
     try:
         yield
@@ -65,13 +66,8 @@ class LogFile(RotatingFileHandler):
     """Appends events to a file, each as a whole line; if writing fails, the run goes on."""
 
     def __init__(self, file: Path, run: str, stage: Callable[[], str]) -> None:
-        """Open a log.
-
-        Args:
-            file: the log; an incomplete last line, left by a crash, is removed.
-            run: id of the run, written into each line.
-            stage: returns the name of the running stage.
-        """
+        """Open the log of a run's id; `stage` returns the name of the running stage."""
+        # `delay`: it is opened with the first record, once a torn last line was removed.
         super().__init__(file, maxBytes=MOST_BYTES, backupCount=1, encoding="utf-8", delay=True)
         self.file, self.run, self.stage = file, run, stage
         self.is_broken = False
@@ -79,8 +75,11 @@ class LogFile(RotatingFileHandler):
     def emit(self, record: logging.LogRecord) -> None:
         """Append a record."""
         if not self.is_broken:
-            if self.stream is None:
-                _remove_torn_line(self.file)
+            # No file yet, or an unwritable one: then emitting the first record warns.
+            with suppress(OSError):
+                if self.stream is None and not (content := self.file.read_bytes()).endswith(b"\n"):
+                    with self.file.open("r+b") as stream:
+                        stream.truncate(content.rfind(b"\n") + 1)  # a crash tore the last line
             super().emit(record)
 
     def format(self, record: logging.LogRecord) -> str:
@@ -94,6 +93,7 @@ class LogFile(RotatingFileHandler):
             "event": fields.pop("event", "message"),
             "stage": fields.pop("stage", self.stage()) or None,
             **fields,
+            # Halves of characters, as in file names that are no UTF-8, cannot be written.
             "message": record.getMessage().encode(errors="replace").decode(),
         }
         return escaped_json(to_json(content, inf_nan_mode="null", fallback=str).decode())
@@ -108,13 +108,3 @@ class LogFile(RotatingFileHandler):
         """Close the file; an error of a full disk was reported before."""
         with suppress(OSError):
             super().close()
-
-
-def _remove_torn_line(file: Path) -> None:
-    try:
-        content = file.read_bytes()
-        if not content.endswith(b"\n"):
-            with file.open("r+b") as stream:
-                stream.truncate(content.rfind(b"\n") + 1)
-    except OSError:
-        return  # no file yet; if it is unwritable, emitting the first record warns

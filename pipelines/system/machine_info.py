@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from pathlib import Path
@@ -19,13 +20,26 @@ LIBRARIES = ("torch", "torchao", "onnx", "onnxscript", "onnxruntime", "numpy", "
 @cache
 def machine() -> dict[str, str | int | None]:
     """Return the hardware that latencies depend on."""
-    return {"platform": platform.machine(), "processor": _processor(), "cores": os.cpu_count()}
+    processor = platform.processor()  # on Linux often empty, or the architecture alone
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                processor = line.partition(":")[2].strip()
+                break
+    return {"platform": platform.machine(), "processor": processor, "cores": os.cpu_count()}
 
 
 @cache
 def versions() -> dict[str, str]:
     """Return the versions of Python, this toolkit and the libraries that shape an artifact."""
-    found = {"python": platform.python_version(), "compress": _own_sources()}
+    # A hash of our own sources, too: a change of them invalidates the cache.
+    digest = hashlib.sha256()
+    for package in (compress, export, serve):
+        root = Path(str(package.__file__)).parent
+        for file in sorted(root.rglob("*.py")):
+            digest.update(file.relative_to(root).as_posix().encode() + file.read_bytes())
+    own = f"{compress.__version__}+{digest.hexdigest()[:12]}"
+    found = {"python": platform.python_version(), "compress": own}
     for library in LIBRARIES:
         try:
             found[library] = version(library)
@@ -42,22 +56,3 @@ def version_of(module_name: str) -> str | None:
     for distribution in packages_distributions().get(package, ()):
         return f"{distribution} {version(distribution)}"
     return None
-
-
-def _own_sources() -> str:
-    """Return this toolkit's version and a hash of its source: a change invalidates the cache."""
-    digest = hashlib.sha256()
-    for package in (compress, export, serve):
-        root = Path(str(package.__file__)).parent
-        for file in sorted(root.rglob("*.py")):
-            digest.update(file.relative_to(root).as_posix().encode() + file.read_bytes())
-    return f"{compress.__version__}+{digest.hexdigest()[:12]}"
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor())

@@ -7,7 +7,7 @@ import signal
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
-from compress.common.errors import StageFailed, describe_exit, exits_refused
+from compress.common.errors import CompressError, StageFailed, describe_exit, exits_refused
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -46,18 +46,25 @@ def exit_code() -> int | None:
     return 128 + _received[0] if _received else None
 
 
+def interruption_code(error: BaseException) -> int:
+    """Return the exit code of an interruption; 0 for other errors."""
+    return exit_code() or (130 if isinstance(error, KeyboardInterrupt) else 0)
+
+
+def exit_code_of(error: BaseException) -> int:
+    """Return the exit code of an error; never 0, even if a user's error class says so."""
+    code = error.exit_code if isinstance(error, CompressError) else 0
+    return interruption_code(error) or code or StageFailed.exit_code
+
+
 @contextmanager
 def only_signals_interrupt() -> Iterator[None]:
-    """Turn SystemExit and a KeyboardInterrupt raised by user code within a block into StageFailed.
-
-    Raises:
-        StageFailed: in place of SystemExit and the like, and of a KeyboardInterrupt that no signal
-            has caused. Where signals are not listened to nobody knows, and it interrupts.
-    """
+    """Turn SystemExit and a KeyboardInterrupt of user code within a block into StageFailed."""
     try:
         with exits_refused():
             yield
     except KeyboardInterrupt as error:
+        # Where signals are not listened to, nobody knows whether one has caused it.
         if _received or signal.getsignal(signal.SIGINT) is not _stop:
             raise
         raise StageFailed(f"user code {describe_exit(error)}") from error

@@ -23,7 +23,16 @@ COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 def temporary_files() -> Iterator[None]:
     """Put temporary files of this process and its children into one folder, removed at the end."""
     place = Path(tempfile.gettempdir())
-    _remove_leftovers_of_killed_runs(place)
+    for old in place.glob(f"{PREFIX}*"):
+        # The kernel releases the locks of killed runs; other folders are another user's, or of a
+        # live run.
+        with suppress(OSError):
+            old_lock = os.open(old, os.O_RDONLY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(old_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(old, ignore_errors=True)
+            finally:
+                os.close(old_lock)
     folder, lock = _create_locked_folder(place)
     # TorchInductor's cache should survive the run: compiling again is slow.
     os.environ.setdefault(COMPILED, str(place / f"torchinductor_{os.getuid()}"))
@@ -35,28 +44,22 @@ def temporary_files() -> Iterator[None]:
     try:
         yield
     finally:
-        _end_listeners(folder)
+        # The resource sharer and the forkserver keep the path of their socket for ever; ended, they
+        # restart when needed.
+        sharer: Any = vars(resource_sharer)["_resource_sharer"]
+        server: Any = vars(forkserver)["_forkserver"]
+        with suppress(OSError):
+            if str(sharer._address).startswith(f"{folder}/"):
+                sharer.stop()
+        with suppress(OSError):
+            if str(server._forkserver_address).startswith(f"{folder}/"):
+                server._stop()
         tempfile.tempdir, variable, sockets["tempdir"] = before
         del os.environ["TMPDIR"]
         if variable is not None:
             os.environ["TMPDIR"] = variable
         shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
-
-
-def _end_listeners(folder: Path) -> None:
-    """Stop multiprocessing's servers whose sockets lie in a folder; they restart when needed.
-
-    The resource sharer and the forkserver keep the path of their socket for ever.
-    """
-    sharer: Any = vars(resource_sharer)["_resource_sharer"]
-    server: Any = vars(forkserver)["_forkserver"]
-    with suppress(OSError):
-        if str(sharer._address).startswith(f"{folder}/"):
-            sharer.stop()
-    with suppress(OSError):
-        if str(server._forkserver_address).startswith(f"{folder}/"):
-            server._stop()
 
 
 def _create_locked_folder(place: Path) -> tuple[Path, int]:
@@ -69,15 +72,3 @@ def _create_locked_folder(place: Path) -> tuple[Path, int]:
             if folder.exists():
                 return folder, lock
             os.close(lock)
-
-
-def _remove_leftovers_of_killed_runs(place: Path) -> None:
-    """Remove folders whose lock is free: the kernel releases the locks of killed runs."""
-    for folder in place.glob(f"{PREFIX}*"):
-        with suppress(OSError):  # another user's, or of a live run
-            lock = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
-            finally:
-                os.close(lock)

@@ -1,16 +1,20 @@
-"""Rendering of text files (YAML, shell scripts) with Jinja; templates quote through filters."""
+"""Jinja environments; rendering of text files (YAML, shell scripts)."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
+
+    from jinja2 import Environment
 
 
-def render_template(template: str, filters: Mapping[str, Callable[..., str]], **names: Any) -> str:
-    """Render a template of `pipelines/templates` without HTML escaping."""
+def jinja_environment(autoescape: bool, **filters: Callable[..., str]) -> Environment:
+    """Create the environment of `pipelines/templates`, where an unknown name is an error."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(
@@ -18,8 +22,20 @@ def render_template(template: str, filters: Mapping[str, Callable[..., str]], **
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        keep_trailing_newline=True,
-        autoescape=False,
+        keep_trailing_newline=not autoescape,
+        autoescape=autoescape,
     )
     environment.filters |= filters
+    return environment
+
+
+def render_template(template: str, **names: Any) -> str:
+    """Render a text file; the filter `yaml` quotes a value on one line."""
+    environment = jinja_environment(autoescape=False, yaml=_one_line_yaml)
     return environment.get_template(template).render(**names)
+
+
+def _one_line_yaml(value: Any) -> str:
+    text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10**6)
+    # PyYAML ends a document that is a plain scalar with `...`.
+    return text.removesuffix("\n").removesuffix("\n...")

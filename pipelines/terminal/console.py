@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 import io
+import json
 import logging
 import os
 import sys
 import traceback
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
-from compress.common.errors import CompressError, StageFailed, cause_lines, exits_refused
+from compress.common.errors import CompressError, cause_lines, exits_refused
 from compress.common.printable import printable
+from compress.common.process import gc_disabled
 from pipelines.system import signals
 from pipelines.system.signals import describe_interruption
-from pipelines.terminal import output_mode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
     from rich.console import Console
@@ -28,7 +33,80 @@ if TYPE_CHECKING:
     from compress.common.config import Settings
     from pipelines.results.schema import Report
 
-COLOURS = {"red": 31, "yellow": 33}
+RED, YELLOW = "\x1b[31m", "\x1b[33m"
+
+
+@dataclass
+class OutputMode:
+    """Options `--json` and `--quiet` of the running command."""
+
+    as_json: bool = False
+    quiet: bool = False
+    """Print errors only; with `as_json` the JSON is printed all the same."""
+    json_printed: bool = False
+    """Whether the command has printed its JSON."""
+    json_stream: TextIO | None = None
+    """The real standard output, while file descriptor 1 is redirected to standard error."""
+
+    @property
+    def silent(self) -> bool:
+        """Whether progress, notices and warnings are off."""
+        return self.as_json or self.quiet
+
+
+_mode: ContextVar[OutputMode] = ContextVar("_mode")
+
+
+def current_mode() -> OutputMode:
+    """Return the running command's output mode; text if there is none."""
+    return _mode.get(OutputMode())
+
+
+@contextmanager
+def use_mode(mode: OutputMode) -> Iterator[None]:
+    """Set the output mode for a block; for JSON, reserve standard output."""
+    token = _mode.set(mode)
+    try:
+        if not mode.as_json:
+            yield
+            return
+        sys.stdout.flush()
+        with os.fdopen(os.dup(1), "w", encoding="utf-8") as mode.json_stream:
+            os.dup2(2, 1)  # what user code and its libraries print goes to standard error
+            try:
+                yield
+            finally:
+                sys.stdout.flush()
+                os.dup2(mode.json_stream.fileno(), 1)
+    finally:
+        _mode.reset(token)
+
+
+def print_json(content: object, indent: int | None = 1) -> None:
+    """Write JSON to the real standard output."""
+    stream = current_mode().json_stream or sys.stdout
+    stream.write(json.dumps(content, indent=indent) + "\n")
+    stream.flush()
+    current_mode().json_printed = True
+
+
+@contextmanager
+def fast_imports() -> Iterator[None]:
+    """Skip pydantic's attribute docstrings and garbage collection during imports in a block.
+
+    Docstrings are only used by `compress schema`, and parsing sources for them took two fifths of
+    the import time. Imported objects live until the end, so they are frozen out of the collector.
+    """
+    from compress.common.config import Settings
+
+    described = "use_attribute_docstrings"
+    with gc_disabled():
+        Settings.model_config[described] = False  # type: ignore[literal-required]
+        try:
+            yield
+        finally:
+            Settings.model_config[described] = True  # type: ignore[literal-required]
+            gc.freeze()
 
 
 def run_app(app: Callable[[], Any]) -> NoReturn:
@@ -41,40 +119,41 @@ def run_app(app: Callable[[], Any]) -> NoReturn:
         app()
         raise SystemExit
     except SystemExit as end:
-        _print_usage_error_as_json(end)
+        # No command ran that could print a usage error, which typer has printed, as JSON.
+        error = end.__context__
+        format_message = getattr(error, "format_message", None)
+        if format_message and "--json" in sys.argv:
+            kind, lines = type(error).__name__, [format_message()]
+            found = {"kind": kind, "exit_code": end.code, "lines": lines}
+            print_json({"error": found})
         raise SystemExit(signals.exit_code() or end.code) from None
     finally:
         signals.ignore_signals()
 
 
-def _print_usage_error_as_json(end: SystemExit) -> None:
-    """Print a usage error as JSON if `--json` was given: no command ran that could do it."""
-    error = end.__context__  # click's usage error, which typer has printed
-    format_message = getattr(error, "format_message", None)
-    if format_message and "--json" in sys.argv:
-        found = {"kind": type(error).__name__, "exit_code": end.code, "lines": [format_message()]}
-        output_mode.print_json({"error": found})
-
-
 def wrap_command(function: Callable[..., None], options: Mapping[str, Any]) -> Callable[..., None]:
     """Wrap a command: common options, errors as one line on standard error, exit codes.
 
-    Args:
-        function: a command.
-        options: annotations of `as_json`, `quiet` and `debug`, which every command takes; they
-            decide how :func:`tell` answers, and the command itself need not know them.
+    `options` has the annotations of `as_json`, `quiet` and `debug`, which decide how results are
+    printed; the command itself need not know them.
     """
 
     @functools.wraps(function)
     def wrapped(*args: Any, as_json: bool, quiet: bool, debug: bool, **kwargs: Any) -> None:
-        _log_to_terminal(logging.DEBUG if debug else logging.ERROR)
+        from pipelines.system.rich_output import PlainFormatter
+
+        handler = logging.StreamHandler()
+        handler.setFormatter(PlainFormatter())
+        logging.basicConfig(level=logging.DEBUG if debug else logging.ERROR, handlers=[handler])
+        mode = OutputMode(as_json=as_json, quiet=quiet)
         try:
-            with output_mode.use_mode(output_mode.OutputMode(as_json=as_json, quiet=quiet)):
+            with use_mode(mode):
                 try:
                     with exits_refused():
                         function(*args, **kwargs)
                 except BaseException as error:
-                    _print_error_as_json(error)
+                    if as_json and not mode.json_printed and not isinstance(error, BrokenPipeError):
+                        _print_error_as_json(error)
                     raise
         except BaseException as error:  # noqa: BLE001 - users get one line, not a traceback
             exit_with_error(error, debug, resumes=function.__name__ != "serve")
@@ -89,38 +168,23 @@ def wrap_command(function: Callable[..., None], options: Mapping[str, Any]) -> C
     return wrapped
 
 
-def _log_to_terminal(level: int) -> None:
-    """Log to standard error from a level on, unless logging is configured already."""
-    from pipelines.system.rich_output import PlainFormatter
-
-    handler = logging.StreamHandler()
-    handler.setFormatter(PlainFormatter())
-    logging.basicConfig(level=level, handlers=[handler])
-
-
 def _print_error_as_json(error: BaseException) -> None:
-    """Print an error as JSON if `--json` was given and no JSON was printed yet."""
-    mode = output_mode.current_mode()
-    if mode.json_printed or not mode.as_json or isinstance(error, BrokenPipeError):
-        return
-    kind, code, lines = "Interrupted", _interrupted(error), [describe_interruption(error)]
+    kind, code = "Interrupted", signals.interruption_code(error)
+    lines = [describe_interruption(error)]
     if not code and isinstance(error, Exception):
-        kind, code, lines = type(error).__name__, _exit_code(error), cause_lines(error)
-    found = {"kind": kind, "exit_code": code, "lines": lines}
-    output_mode.print_json({"error": found})
+        kind, lines = type(error).__name__, cause_lines(error)
+        code = signals.exit_code_of(error)
+    print_json({"error": {"kind": kind, "exit_code": code, "lines": lines}})
 
 
 def exit_with_error(error: BaseException, debug: bool, resumes: bool) -> NoReturn:
-    """Print an error as text and exit with its code.
+    """Print an error as text, with `debug` after its traceback, and exit with its code.
 
-    Args:
-        error: the error or interruption.
-        debug: whether the traceback is printed, too.
-        resumes: whether the same command continues after an interruption.
+    `resumes` says whether the same command continues after an interruption.
     """
     if debug:
         print_to_stderr("".join(traceback.format_exception(error)).rstrip())
-    if code := _interrupted(error):
+    if code := signals.interruption_code(error):
         print_to_stderr(
             f"{describe_interruption(error)}; run the same command again to resume"
             if resumes
@@ -128,50 +192,35 @@ def exit_with_error(error: BaseException, debug: bool, resumes: bool) -> NoRetur
         )
         raise SystemExit(code) from None
     if isinstance(error, BrokenPipeError):
+        # Else flushing standard output at exit fails once more, with a traceback.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
     if not isinstance(error, Exception):
         raise error
     for line in cause_lines(error):
-        print_coloured(f"error: {line}", "red")
-    raise SystemExit(_exit_code(error)) from None
+        print_to_stderr(f"error: {line}", RED)
+    raise SystemExit(signals.exit_code_of(error)) from None
 
 
-def _interrupted(error: BaseException) -> int:
-    """Return the exit code of an interruption; 0 for other errors."""
-    return signals.exit_code() or (130 if isinstance(error, KeyboardInterrupt) else 0)
-
-
-def _exit_code(error: Exception) -> int:
-    """Return the exit code of an error; never 0, even if a user's error class says so."""
-    code = error.exit_code if isinstance(error, CompressError) else 0
-    return code or StageFailed.exit_code
-
-
-def print_to_stderr(line: str) -> None:
-    """Write a line on standard error."""
-    sys.stderr.write(f"{printable(line)}\n")
-    sys.stderr.flush()
-
-
-def print_coloured(line: str, colour: str) -> None:
+def print_to_stderr(line: str, colour: str = "") -> None:
     """Write a line on standard error, coloured on a terminal unless NO_COLOR is set."""
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
-    coloured = sys.stderr.isatty() and not plain
     line = printable(line)
-    sys.stderr.write(f"\x1b[{COLOURS[colour]}m{line}\x1b[0m\n" if coloured else f"{line}\n")
+    if colour and sys.stderr.isatty() and not plain:
+        line = f"{colour}{line}\x1b[0m"
+    sys.stderr.write(f"{line}\n")
     sys.stderr.flush()
 
 
 def notify(line: str) -> None:
     """Write a line on standard error, unless `--quiet` or `--json` was given."""
-    if not output_mode.current_mode().silent:
+    if not current_mode().silent:
         print_to_stderr(line)
 
 
 def get_prompter() -> Callable[[str, str, Callable[[str], object]], str] | None:
     """Return the function that prompts for an option; None without a terminal."""
-    return _prompt if sys.stdin.isatty() and not output_mode.current_mode().silent else None
+    return _prompt if sys.stdin.isatty() and not current_mode().silent else None
 
 
 def _prompt(question: str, default: str, check: Callable[[str], object]) -> str:
@@ -199,19 +248,15 @@ def print_result(
 ) -> None:
     """Print a command's result: as JSON, as lines (below a table), or not at all with `--quiet`.
 
-    Args:
-        content: the JSON content, which includes the warnings.
-        lines: the text.
-        table: makes a table for a console, printed above the lines.
-        indent: of the JSON; None prints one line.
-        warnings: lines for standard error; not printed with `--json` or `--quiet`.
+    The JSON includes the warnings, else they go to standard error; `indent` None makes it one line.
     """
-    for line in () if output_mode.current_mode().silent else warnings:
-        print_coloured(f"warning: {line}", "yellow")
-    if output_mode.current_mode().as_json:
+    mode = current_mode()
+    for line in () if mode.silent else warnings:
+        print_to_stderr(f"warning: {line}", YELLOW)
+    if mode.as_json:
         mapping = content if isinstance(content, Mapping) else content.model_dump(mode="json")
-        output_mode.print_json(mapping, indent)
-    elif output_mode.current_mode().quiet:
+        print_json(mapping, indent)
+    elif mode.quiet:
         return
     elif table is not None:
         from pipelines.reporting.terminal_table import print_table
@@ -227,7 +272,7 @@ def print_report(report: Report, out: Path) -> None:
     """Print a run's report as JSON or as a table; nothing with `--quiet`."""
     from pipelines.reporting.terminal_table import show_report
 
-    if output_mode.current_mode().as_json:
-        output_mode.print_json(report.model_dump(mode="json"))
-    elif not output_mode.current_mode().quiet:
+    if current_mode().as_json:
+        print_json(report.model_dump(mode="json"))
+    elif not current_mode().quiet:
         show_report(report, out)

@@ -50,15 +50,14 @@ class Client:
             token: bearer token, if the server requires one.
             max_rows: most rows of one request.
             timeout_seconds: how long one answer may take, from the request's first byte to the
-                answer's last: TorchServe can lose a request that waits in its batch window when a
-                worker dies.
+                answer's last.
             form: wire format of requests; TorchServe's npz by default.
 
         Raises:
-            StageFailed: the address does not begin with ``http://``; an ``https://`` one must not
-                send the token unencrypted.
+            StageFailed: the address does not begin with ``http://``.
         """
         parts = urlsplit(url)
+        # An https:// address must not send the token unencrypted.
         if parts.scheme != "http" or not parts.hostname:
             raise StageFailed(f"{url}: expected http://HOST:PORT; this client does not speak TLS")
         self.url = url.rstrip("/")
@@ -68,6 +67,8 @@ class Client:
         self.max_rows = max_rows
         self.headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._target = parts.path.rstrip("/") + self.path
+        # A deadline, because TorchServe can lose a request that waits in its batch window when a
+        # worker dies.
         self._connection = DeadlineConnection(parts.hostname, parts.port, timeout=timeout_seconds)
 
     def __enter__(self) -> Self:
@@ -79,8 +80,7 @@ class Client:
     def predict(self, inputs: Mapping[str, Array] | Sequence[Array]) -> tuple[Array, ...]:
         """Return the outputs in the signature's order; split too many rows into several requests.
 
-        Args:
-            inputs: arrays by name, or in the signature's order.
+        Inputs are arrays by name, or in the signature's order.
 
         Raises:
             StageFailed: the server cannot be reached or answered an error, which is quoted; or
@@ -122,7 +122,14 @@ class Client:
         sent, headers = self.form.request(named)
         response, body = self._post(sent, headers | self.headers)
         if response.status != 200:
-            raise StageFailed(f"{self.url}{self.path}: HTTP {response.status}: {_message(body)}")
+            message = body.decode(errors="replace")
+            try:  # JSON with `error` is our server's, with `message` TorchServe's
+                content = json.loads(message)
+                message = str(content["error"] if "error" in content else content["message"])
+            except (ValueError, KeyError, TypeError):
+                message = message[:300]
+            message = " ".join(message.split()) or "no message"
+            raise StageFailed(f"{self.url}{self.path}: HTTP {response.status}: {message}")
         answer = self.form.outputs(body, response.headers)  # type: ignore[arg-type]  # has get
         outputs = tuple(answer[output.name] for output in self.signature.outputs)
         return outputs, response.headers.get("X-Batch-Axis") == "0"
@@ -168,11 +175,7 @@ class DeadlineSocket(socket.socket):
     """On the clock of ``time.monotonic``, seconds."""
 
     def recv_into(self, *args: object) -> int:
-        """Read within the time that is left.
-
-        Raises:
-            TimeoutError: none is left.
-        """
+        """Read within the time that is left; TimeoutError where none is."""
         left = self.deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError("timed out")
@@ -181,6 +184,7 @@ class DeadlineSocket(socket.socket):
 
     def sendall(self, data: object, flags: int = 0) -> None:
         """Send within the time that is left."""
+        # A timeout of 0 would make the socket non-blocking, and a negative one is an error.
         self.settimeout(max(0.001, self.deadline - time.monotonic()))
         super().sendall(data, flags)  # type: ignore[arg-type]  # passed through
 
@@ -195,14 +199,3 @@ def as_predictor(client: Client) -> Predictor:
         return tuple(torch.from_numpy(output) for output in outputs)
 
     return predict
-
-
-def _message(body: bytes) -> str:
-    """Return the server's error message: JSON with `error` (ours) or `message` (TorchServe's)."""
-    text = body.decode(errors="replace")
-    try:
-        answer = json.loads(text)
-        text = str(answer["error"] if "error" in answer else answer["message"])
-    except (ValueError, KeyError, TypeError):
-        text = text[:300]
-    return " ".join(text.split()) or "no message"

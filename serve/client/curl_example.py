@@ -23,12 +23,10 @@ EXAMPLE_LENGTH = 8
 
 
 def bearer(token: str, made: bool, file: Path | None, variable: str) -> str:
-    """Return curl's option for the token, quoted for a shell.
-
-    A token of the user's is not shown: the command reads it from its file or variable.
-    """
+    """Return curl's option for the token, quoted for a shell."""
     if made:
         return f"-H {shlex.quote(f'Authorization: Bearer {token}')}"
+    # A token of the user's is not shown: the command reads it from its file or variable.
     source = f"${variable}" if file is None else f"$(cat {shlex.quote(str(file))})"
     return f'-H "Authorization: Bearer {source}"'
 

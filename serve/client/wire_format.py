@@ -1,7 +1,4 @@
-"""Wire formats of the client: npz, or the Open Inference Protocol.
-
-All but JSON are lossless.
-"""
+"""Wire formats of the client: npz, or the Open Inference Protocol; all but JSON are lossless."""
 
 from __future__ import annotations
 
@@ -78,7 +75,7 @@ class OpenInference:
         for name, array in named.items():
             tensor: dict[str, Any] = {"name": name, "shape": [*array.shape]}
             tensor["datatype"] = DATATYPES[str(array.dtype)]
-            if self.binary:
+            if self.binary:  # the protocol's raw tensors are little-endian
                 raw.append(array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes())
                 tensor["parameters"] = {"binary_data_size": len(raw[-1])}
             else:

@@ -10,14 +10,14 @@ import json
 import math
 import secrets
 import time
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 from pydantic_core import from_json
 
 from compress import __version__
-from serve.http.byte_semaphore import ByteSemaphore
 from serve.http.prometheus import Metrics
 from serve.http.responses import (
     HttpError,
@@ -26,20 +26,20 @@ from serve.http.responses import (
     response_of,
     send_response,
 )
-from serve.packaging import oip_metadata
 from serve.packaging.model_interface import example_inputs
 from serve.worker import wire
 from serve.worker.http_errors import TOO_LARGE, UNREADABLE, inference_error, output_fault
-from serve.worker.oip import HEADER_LENGTH, requested_outputs
+from serve.worker.oip import DATATYPES, HEADER_LENGTH, requested_outputs
 from serve.worker.tensors import check
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import AsyncIterator, Callable
 
     from serve.http.dynamic_batcher import Batcher
     from serve.http.loaded_model import ServedModel
     from serve.http.options import Limits
     from serve.http.responses import Headers, Message, Receive, Send
+    from serve.packaging.model_interface import Interface
     from serve.worker.tensors import Array, Named, Specs
 
 FORM = "application/x-www-form-urlencoded"
@@ -59,14 +59,7 @@ class Application:
     """Answers requests for one model."""
 
     def __init__(self, model: ServedModel, batcher: Batcher, limits: Limits, token: str) -> None:
-        """Create the application.
-
-        Args:
-            model: the model, verified and warmed up.
-            batcher: runs it.
-            limits: bounds beyond which requests are refused.
-            token: the bearer token that all but the two health paths require.
-        """
+        """Create the application; all but the two health paths require the bearer token."""
         self.model = model
         self.limits = limits
         self.batcher = batcher
@@ -84,9 +77,9 @@ class Application:
         base = f"/v2/models/{model.name}"
         self._infer_paths = (f"{base}/infer", f"{base}/versions/1/infer")
         ready = {"name": model.name, "ready": True}
-        metadata = oip_metadata.model_metadata(model.name, model.kind, model.interface)
+        metadata = model_metadata(model.name, model.kind, model.interface)
         server: dict[str, Any] = {"name": "compress", "version": __version__}
-        server |= {"extensions": [*oip_metadata.EXTENSIONS]}
+        server |= {"extensions": ["binary_tensor_data"]}
         self._public = {"/v2/health/live": {"live": True}, "/v2/health/ready": {"ready": True}}
         self._private: dict[str, Any] = {"/v2": server, "/v2/": server, base: metadata}
         self._private |= {f"{base}/ready": ready, f"{base}/versions/1": metadata}
@@ -116,6 +109,7 @@ class Application:
 
     def _check_token(self, headers: Headers) -> None:
         token = headers.get("authorization", "").encode()
+        # In constant time: how long it takes tells nothing of the token.
         if not secrets.compare_digest(token, self._authorization):
             message = "found no valid token, expected the header Authorization: Bearer TOKEN"
             closing = close_if_continue_expected(headers)
@@ -149,10 +143,12 @@ class Application:
         closing = close_if_continue_expected(headers)
         if method != "POST":
             raise HttpError(405, f"{method[:20]}: expected POST", allow="POST", **closing)
+        # This request is in progress already. Others may still be read, and not be queued yet.
         if max(self.batcher.depth, self._in_progress - 1) >= self.limits.queue:
             message = f"{self.limits.queue} requests wait, the most that may; try again"
             raise HttpError(503, message, retry_after="1", **closing)
         limit = self.limits.body_bytes
+        # A chunked body does not say its size: it counts as the largest.
         size = limit if "transfer-encoding" in headers else int(headers.get("content-length", 0))
         if size > limit:
             message = f"the body has {size} bytes, expected at most {limit}"
@@ -248,19 +244,28 @@ class Application:
             parts.append(part.get("body", b""))
             bytes_left -= len(parts[-1])
             more = bool(part.get("more_body"))
-            if bytes_left < 0:
+            if bytes_left < 0:  # a chunked one: others were refused by their Content-Length
                 message = f"the body has more than {self.limits.body_bytes} bytes"
                 raise HttpError(TOO_LARGE, message)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-def most_numbers(specs: Specs, rows: int) -> float:
-    """Return the most numbers that the inputs of `rows` rows hold; infinite for unbounded axes.
+def model_metadata(name: str, kind: str, interface: Interface) -> dict[str, Any]:
+    """Return the response to ``GET /v2/models/{name}``."""
+    inputs, outputs = (
+        [
+            {"name": each.name, "datatype": DATATYPES[each.dtype], "shape": [*each.shape]}
+            for each in tensors
+        ]
+        for tensors in (interface.inputs, interface.outputs)
+    )
+    described = {"name": name, "versions": ["1"], "platform": kind}
+    return described | {"inputs": inputs, "outputs": outputs}
 
-    Args:
-        specs: the inputs, with the bounds of their axes.
-        rows: size of the first input's first axis, where it has a name.
-    """
+
+def most_numbers(specs: Specs, rows: int) -> float:
+    """Return the most numbers that the inputs of `rows` rows hold; infinite for unbounded axes."""
+    # Rows are counted on the first input's first axis, where it has a name.
     row_axis = next(iter(specs[0]["shape"]), None)
     total = 0.0
     for spec in specs:
@@ -269,3 +274,40 @@ def most_numbers(specs: Specs, rows: int) -> float:
         sizes = [d if isinstance(d, int) else bounds.get(d, math.inf) for d in spec["shape"]]
         total += math.prod(sizes)
     return total
+
+
+class ByteSemaphore:
+    """Bounds the bytes that requests hold together; the others wait, first in, first out."""
+
+    def __init__(self, capacity: int) -> None:
+        """Create a semaphore of so many bytes."""
+        self._capacity = self._free = capacity
+        self._queue: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    @asynccontextmanager
+    async def reserve(self, count: int) -> AsyncIterator[None]:
+        """Wait until `count` bytes are free, at most the capacity, and reserve them."""
+        count = min(count, self._capacity)  # more would never be free
+        turn = asyncio.get_running_loop().create_future()
+        self._queue.append((count, turn))
+        self._admit()
+        try:
+            await turn
+            yield
+        finally:
+            # Also after a cancellation: before the turn came, or in it.
+            if turn.done() and not turn.cancelled():
+                self._free += count
+            else:
+                turn.cancel()
+            self._admit()
+
+    def _admit(self) -> None:
+        while self._queue:
+            count, turn = self._queue[0]
+            if not turn.cancelled():
+                if count > self._free:
+                    return
+                self._free -= count
+                turn.set_result(None)
+            self._queue.popleft()

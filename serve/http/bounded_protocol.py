@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
+import time
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
-
-    from serve.http.connection_table import WaitingConnections
 
 HEAD_SECONDS = 10.0
 """Time limit for a request's head, and for the silence of a new connection."""
@@ -49,6 +49,15 @@ response before they have sent everything."""
 DISCARD_SECONDS = 30.0
 DRAIN_SECONDS = 1.0
 """How long a graceful shutdown keeps an idle connection, as a request may be in flight."""
+CONNECTIONS = 1024
+"""Above this, the connections that have waited longest for their clients are closed."""
+MAX_CONNECTIONS = 4096
+"""Above this, they are closed even if they have waited less than GRACE_SECONDS."""
+GRACE_SECONDS = 1.0
+"""Time for a new connection to send its request: many are accepted at once, and the one with a
+request may be the first of them."""
+OTHER_FILES = 128
+"""File descriptors reserved for everything but connections."""
 
 
 class ProtocolError(Exception):
@@ -84,13 +93,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     _shutting_down = False
 
     def __init__(self, *args: Any, waiting: WaitingConnections, **options: Any) -> None:
-        """Create the connection.
-
-        Args:
-            args: as uvicorn passes them.
-            waiting: the server's connections that wait for their clients.
-            options: as uvicorn passes them.
-        """
+        """Create the connection; `waiting` is the server's table, the rest as uvicorn passes it."""
         super().__init__(*args, **options)
         self._main_parser = self.parser
         self._waiting = waiting
@@ -310,12 +313,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         return blank_line + 4 if blank_line >= 0 else len(data)
 
     def _parser_for_body(self) -> httptools.HttpRequestParser:
-        """Return a parser for the body of a request that offers an upgrade, as Java's client does.
-
-        httptools ends such a request with its head. Bytes behind the last chunk in the same slice
-        are lost in this parser, so that a connection with a chunked body is closed after its
-        response.
-        """
+        """Return a parser for the body of a request that offers an upgrade (as Java's does)."""
+        # httptools ends such a request with its head. Bytes behind the last chunk in the same slice
+        # are lost in this parser, so that a connection with a chunked body is closed after its
+        # response.
         events = SimpleNamespace(on_body=self.on_body, on_message_complete=self.on_message_complete)
         parser = httptools.HttpRequestParser(events)
         length = b"Content-Length: %d" % self._body_bytes_left
@@ -406,11 +407,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
 
 class BufferedHttpProtocol(asyncio.BufferedProtocol):
-    """Reads a connection in parts of a chosen size; uvloop's default is 256 KiB at once.
+    """Reads a connection in parts of a chosen size; uvloop's default is 256 KiB at once."""
 
-    It delegates, as uvloop ignores the buffered interface of a class that is an
-    ``asyncio.Protocol`` too, which uvicorn's are.
-    """
+    # It delegates, as uvloop ignores the buffered interface of a class that is an asyncio.Protocol
+    # too, which uvicorn's are.
 
     _buffer = memoryview(bytearray(BODY_READ_BYTES))
     """Shared by all connections: what was read is copied before another one is read."""
@@ -433,3 +433,42 @@ class BufferedHttpProtocol(asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         """Pass on the bytes that were read."""
         self._connection.data_received(bytes(self._buffer[:nbytes]))
+
+
+class WaitingConnections:
+    """Connections that wait for their clients, ordered by how long they have waited.
+
+    Such a client has not sent a complete request, or does not read its response. Connections whose
+    request is being answered are not in the table: the queue's size bounds them.
+    """
+
+    def __init__(self) -> None:
+        """Raise the limit of open files, and derive the limit of connections from it."""
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        needed = MAX_CONNECTIONS + OTHER_FILES
+        if soft < needed:
+            soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        self._hard_limit = max(16, min(MAX_CONNECTIONS, soft - OTHER_FILES))
+        self._soft_limit = min(CONNECTIONS, self._hard_limit // 2)
+        self._waiting_since: dict[BoundedHttpProtocol, float] = {}
+
+    def add(self, connection: BoundedHttpProtocol) -> None:
+        """Add a connection that waits from now on, or restart its waiting time."""
+        self._waiting_since.pop(connection, None)
+        self._waiting_since[connection] = time.monotonic()
+
+    def discard(self, connection: BoundedHttpProtocol) -> None:
+        """Remove a connection that does not wait."""
+        self._waiting_since.pop(connection, None)
+
+    def make_room(self, open_connections: int) -> None:
+        """Close the connections that have waited longest, while too many are open."""
+        grace_start = time.monotonic() - GRACE_SECONDS
+        while self._waiting_since and open_connections > self._soft_limit:
+            oldest, since = next(iter(self._waiting_since.items()))
+            if since > grace_start and open_connections <= self._hard_limit:
+                return
+            del self._waiting_since[oldest]
+            oldest.close_now()
+            open_connections -= 1

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from serve.worker.tensors import Array
 
 CLOSE_SECONDS = 5.0
-"""Time limit for all threads run_batched to end."""
+"""Time limit for all threads to end."""
 
 
 @dataclass(slots=True, eq=False)
@@ -53,15 +53,7 @@ class Batcher:
         joins_rows: bool = True,
         delay_seconds: float = 0.0,
     ) -> None:
-        """Start the threads; call this inside a running event loop.
-
-        Args:
-            call: the model; it may be called from several threads.
-            workers: number of threads.
-            max_rows: most rows of one call.
-            joins_rows: whether several requests may share a call.
-            delay_seconds: how long a request waits for others.
-        """
+        """Start the threads, inside a running event loop; each may call the model at any time."""
         self.depth = 0
         """Requests that wait or are being answered."""
         self._call = call
@@ -109,7 +101,8 @@ class Batcher:
             self._call_start[threading.get_ident()] = time.monotonic()
             done = answer(self._call, batch)
             del self._call_start[threading.get_ident()]
-            with suppress(RuntimeError):  # the event loop is closed: nobody awaits the outputs
+            # A future may be set in its event loop's thread alone.
+            with suppress(RuntimeError):  # the loop is closed: nobody awaits the outputs
                 self._loop.call_soon_threadsafe(self._deliver, batch, done)
             job = next_job or self._queue.get()
 
@@ -134,7 +127,7 @@ class Batcher:
     def _deliver(self, batch: list[Job], done: Sequence[list[Array] | Exception | None]) -> None:
         self.depth -= len(batch)
         for job, outputs in zip(batch, done, strict=True):
-            if job.future.done():
+            if job.future.done():  # it was cancelled during the call
                 continue
             if isinstance(outputs, Exception):
                 job.future.set_exception(outputs)

@@ -48,12 +48,7 @@ class LingeringTransport:
     """
 
     def __init__(self, transport: asyncio.Transport, on_half_closed: Callable[[], None]) -> None:
-        """Wrap a transport.
-
-        Args:
-            transport: the transport.
-            on_half_closed: called once the sending half is closed; it has to close the rest.
-        """
+        """Wrap a transport; `on_half_closed` has to close it once the sending half is."""
         self.write = transport.write
         self.get_extra_info = transport.get_extra_info
         self._transport = transport

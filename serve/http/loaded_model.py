@@ -50,11 +50,7 @@ def open_model(
 ) -> Iterator[ServedModel]:
     """Load an artifact's model, after its digests were checked, and warm it up.
 
-    Args:
-        artifact: the artifact to serve.
-        name: name of the served model.
-        threads: CPU threads of one call.
-        report: report.json of the run that made it; by default the one in its run's folder.
+    `report` is report.json of the run that made it; by default the one in its run's folder.
 
     Raises:
         ArtifactInvalid: a file is not the one that was sealed or cannot be loaded, or the kind is
@@ -84,11 +80,7 @@ def open_model(
 
 
 def warm_up(call: Call, signature: Signature) -> None:
-    """Call a model until its runtime has done its one-time work (profiling, compilation).
-
-    Raises:
-        StageFailed: it answers NaN to normal inputs.
-    """
+    """Call a model until its runtime has profiled and compiled it; StageFailed on NaN."""
     for _ in range(WARM_CALLS):
         outputs = call(*example_inputs(signature, rows=1))
     for spec, output in zip(signature.outputs, outputs, strict=True):

@@ -30,11 +30,8 @@ PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 def run(count: int, child: Callable[[Ready], None], ready: Ready, stop_seconds: float) -> None:
     """Run a function in `count` processes, until one of them ends or this one is interrupted.
 
-    Args:
-        count: number of processes.
-        child: what each runs; it calls its argument once it answers requests.
-        ready: called here once all answer.
-        stop_seconds: time to end after SIGTERM, before SIGKILL.
+    Each runs `child`, which calls its argument once it answers requests; `ready` is called here
+    once all answer. They have `stop_seconds` to end after SIGTERM, before SIGKILL.
 
     Raises:
         StageFailed: one of them ended by itself; the others are stopped.
@@ -62,10 +59,7 @@ def run(count: int, child: Callable[[Ready], None], ready: Ready, stop_seconds: 
 
 
 def _fork(child: Callable[[Ready], None], write_end: int) -> int:
-    """Fork, run `child` in the new process, and return its PID in this one.
-
-    The child writes one byte to the pipe once it is ready.
-    """
+    """Fork, run `child` in the new process, and return its PID in this one."""
     parent = os.getpid()
     if pid := os.fork():
         return pid

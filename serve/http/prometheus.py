@@ -31,12 +31,7 @@ class Metrics:
     content_type = CONTENT_TYPE_LATEST
 
     def __init__(self, model: str, depth: Callable[[], float]) -> None:
-        """Register every metric.
-
-        Args:
-            model: name of the model, a label of each metric.
-            depth: returns how many requests wait or are being answered.
-        """
+        """Register every metric; `depth` counts the requests that wait or are being answered."""
         self._registry = CollectorRegistry()
         self._model = model
         self._by_status: dict[int, Counter] = {}

@@ -75,10 +75,8 @@ async def send_response(scope: Message, send: Send, response: Response) -> None:
 
 
 def close_if_continue_expected(headers: Headers) -> Headers:
-    """Return the headers to add to a response that is sent before the request's body is read.
-
-    A client that sent `Expect: 100-continue` may send its body after an error or not, so that the
-    start of its next request could not be found.
-    """
+    """Return the headers to add to a response that is sent before the request's body is read."""
+    # A client that sent `Expect: 100-continue` may send its body after an error or not, so that the
+    # start of its next request could not be found.
     waits = headers.get("expect", "").lower() == "100-continue"
     return {"connection": "close"} if waits else {}

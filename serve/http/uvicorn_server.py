@@ -39,11 +39,7 @@ BACKLOG = 4096
 
 
 def refuse_missing() -> None:
-    """Refuse to serve if a library of the `server` extra is missing.
-
-    Raises:
-        Unavailable: a library is not installed.
-    """
+    """Raise Unavailable if a library of the `server` extra is missing."""
     for requirement in REQUIREMENTS:
         if requirement.missing():
             raise Unavailable(f"compress serve needs {requirement.what}: {requirement.install}")
@@ -74,11 +70,7 @@ def token_from(file: Path | None) -> tuple[str, bool]:
 
 @contextmanager
 def listening(host: str, port: int) -> Iterator[socket.socket]:
-    """Open the socket on which the server listens.
-
-    Raises:
-        PipelineInvalid: the address is not this machine's, or the port is taken.
-    """
+    """Open the socket on which the server listens; PipelineInvalid where that cannot be."""
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
@@ -101,11 +93,7 @@ def serve(
 ) -> None:
     """Serve until SIGINT or SIGTERM; finish the requests in progress, then raise the signal again.
 
-    Args:
-        model: the model, verified and warmed up.
-        listener: the socket to accept connections from.
-        options: bounds, threads and batching.
-        ready: called once requests are answered.
+    `ready` is called once requests are answered.
     """
     import uvloop
 
@@ -119,8 +107,7 @@ async def _serve(
     import uvicorn
 
     from serve.http.asgi_app import Application
-    from serve.http.bounded_protocol import BufferedHttpProtocol
-    from serve.http.connection_table import WaitingConnections
+    from serve.http.bounded_protocol import BufferedHttpProtocol, WaitingConnections
     from serve.http.dynamic_batcher import Batcher
 
     batcher = Batcher(

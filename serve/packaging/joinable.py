@@ -1,8 +1,8 @@
 """Decide whether a server may batch requests: only if measurements on `val` show no influence.
 
-One decision for the built-in server, TorchServe, Triton and KServe. Packaging stages measure on
-rows of `val` whether the rows of a batch influence each other's outputs. ``compress serve``, which
-has no data, uses the measurement in a run's report, and checks it on seeded random rows.
+Packaging stages measure on rows of `val` whether the rows of a batch influence each other's
+outputs. ``compress serve``, which has no data, uses the measurement in a run's report, and checks
+it on seeded random rows.
 """
 
 from __future__ import annotations
@@ -33,12 +33,7 @@ NO_REPORT = (
 
 
 def why_not_joined(rows_stay_first: bool, dependence: BatchDependence) -> str:
-    """Return why a server must not batch requests; empty if it may.
-
-    Args:
-        rows_stay_first: whether axis 0 of every tensor counts the same rows.
-        dependence: measured influence of the rows of a batch on each other.
-    """
+    """Return why a server must not batch requests; empty if it may."""
     return dependence.why_not_joined if rows_stay_first else NOT_ON_AXIS_0
 
 
@@ -47,11 +42,7 @@ def why_not_joined_without_data(
 ) -> str:
     """Return why requests to an artifact must not be batched, without data to measure on.
 
-    Args:
-        artifact: the served artifact.
-        call: its model as a function of arrays.
-        rows_stay_first: whether axis 0 of every tensor counts the same rows.
-        report: a run's report.json; by default the one in the artifact's run folder.
+    `report` is a run's report.json; by default the one in the artifact's run folder.
 
     Raises:
         ArtifactInvalid: `report` is no run's report, or does not measure this artifact.
@@ -68,7 +59,7 @@ def why_not_joined_without_data(
 
 
 def read_recorded_dependence(artifact: Artifact, report: Path | None) -> BatchDependence | None:
-    """Return the measurement of an artifact in its run's report; None if there is none.
+    """Return the measurement of an artifact in its run's report; None without one there.
 
     Raises:
         ArtifactInvalid: `report` is no run's report, or does not measure this artifact.

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from compress.artifacts.artifact import Step
     from compress.core.run_history import History, PastStage
     from compress.core.verdict import Verdict
     from serve.packaging.provenance import Provenance
@@ -22,25 +21,28 @@ used, is not known to the tool that wrote this card."""
 
 
 def model_card(model_name: str, record: Provenance, bytes_served: int) -> str:
-    """Return the model card's Markdown, of recorded and measured facts only.
-
-    Args:
-        model_name: name of the served model.
-        record: its provenance; `members` is not used.
-        bytes_served: size of the model's files.
-    """
+    """Return the model card's Markdown, of recorded and measured facts only."""
     artifact, signature = record.artifact, record.signature
     about = [("format", artifact.kind), ("file", f"`{artifact.payload}`, {bytes_served} bytes")]
     about += [("sha256", f"`{artifact.sha256}`"), ("artifact", f"`{artifact.origin}`")]
     about += [(f"input `{i.name}`", f"{i.dtype} {list(i.shape)}") for i in signature.inputs]
     about += [("outputs", ", ".join(f"`{output.name}`" for output in signature.outputs))]
+    if record.history:
+        made = _history_section(record.history)
+    else:
+        steps = record.lineage
+        rows = [(s.stage, f"`{s.inputs.get('input')}`", f"`{_json(s.settings)}`") for s in steps]
+        made = [
+            "It was packed outside a run, so what was measured of each stage is not known here.",
+            _table(("stage", "read artifact", "settings"), rows),
+        ]
     parts = [
         f"# {model_name}",
         "Written by the tool that packed the model, from what it recorded and measured.",
         "## The model",
         _table(("what", "value"), about),
         "## How it was made",
-        *(_history_section(record.history) if record.history else _lineage_section(record.lineage)),
+        *made,
         "## What was not measured",
         NOT_MEASURED,
     ]
@@ -63,14 +65,6 @@ def _history_section(history: History) -> list[str]:
         *(f"Settings of `{stage.name}`: `{_json(stage.settings)}`" for stage in history.stages),
         "## Requirements (gates)",
         _table(("stage", "rule", "measured", "compared with"), verdicts),
-    ]
-
-
-def _lineage_section(lineage: Sequence[Step]) -> list[str]:
-    rows = [(s.stage, f"`{s.inputs.get('input')}`", f"`{_json(s.settings)}`") for s in lineage]
-    return [
-        "It was packed outside a run, so what was measured of each stage is not known here.",
-        _table(("stage", "read artifact", "settings"), rows),
     ]
 
 

@@ -54,10 +54,6 @@ def infer_interface(call: Call, signature: Signature) -> Interface:
     An output's axis is fixed if its size is the same in both calls; if the second call fails, every
     axis counts as varying.
 
-    Args:
-        call: the model as a function of arrays.
-        signature: its declared interface.
-
     Raises:
         StageFailed: the model does not answer its own signature, or a tensor is bfloat16.
     """
@@ -90,11 +86,9 @@ def rows_stay_first(
     inputs: Sequence[torch.Tensor],
     outputs: Sequence[torch.Tensor],
 ) -> bool:
-    """Return whether axis 0 of every output counts the same rows as axis 0 of every input.
-
-    The model is called with another number of rows, because an axis of the same size may be another
-    one, like the layers of a recurrent state.
-    """
+    """Return whether axis 0 of every output counts the same rows as axis 0 of every input."""
+    # The model is called with another number of rows, because an axis of the same size may be
+    # another one, like the layers of a recurrent state.
     first_axes = {next(iter(spec.shape), None) for spec in signature.inputs}
     if first_axes != {signature.batch_axis} or first_axes == {None}:
         return False
@@ -127,11 +121,7 @@ def example_inputs(signature: Signature, rows: int, seed: int = 0) -> list[Array
 
 
 def refuse_bfloat16(signature: Signature) -> None:
-    """Refuse a model with an input that no client could send.
-
-    Raises:
-        StageFailed: an input is bfloat16.
-    """
+    """Raise StageFailed for a bfloat16 input, which no client could send."""
     for spec in signature.inputs:
         if spec.dtype == "bfloat16":
             raise StageFailed(

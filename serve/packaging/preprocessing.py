@@ -44,11 +44,7 @@ class ImageInput(Settings):
     )
 
     def handler_settings(self, signature: Signature) -> dict[str, Any]:
-        """Return the handler's settings, after a check against the signature.
-
-        Raises:
-            StageFailed: the model does not take one image a row.
-        """
+        """Return the handler's settings; StageFailed if the model does not take one image a row."""
         spec, *others = signature.inputs
         axes = dict(zip(self.layout, spec.shape[1:], strict=False))
         mode = MODES.get(axes.get("c"))  # type: ignore[arg-type]  # a named axis has no mode
@@ -91,11 +87,7 @@ class TextInput(Settings):
     )
 
     def resolve_paths(self, folder: Path) -> Self:
-        """Resolve the tokenizer's path relative to a folder.
-
-        Raises:
-            ArtifactInvalid: there is no such file.
-        """
+        """Resolve the tokenizer's path; ArtifactInvalid where there is no such file."""
         file = (folder / self.tokenizer).absolute()
         if not file.is_file():
             raise ArtifactInvalid(f"tokenizer: {file}: no such file")
@@ -108,11 +100,7 @@ class TextInput(Settings):
         return {**self.model_dump(mode="json"), "tokenizer": sha256_of(Path(self.tokenizer))}
 
     def handler_settings(self, signature: Signature) -> dict[str, Any]:
-        """Return the handler's settings, after a check against the signature.
-
-        Raises:
-            StageFailed: the file is no tokenizer, or does not give the model's inputs.
-        """
+        """Return the handler's settings; StageFailed for another tokenizer than the inputs need."""
         from tokenizers import Tokenizer
 
         try:

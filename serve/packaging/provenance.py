@@ -64,11 +64,7 @@ class Provenance(Settings):
 
     @classmethod
     def read(cls, data: bytes, where: str) -> Provenance:
-        """Parse a record and check its seal.
-
-        Raises:
-            ArtifactInvalid: it is no provenance record, or was changed after sealing.
-        """
+        """Parse a record; ArtifactInvalid where it is none, or was changed after sealing."""
         try:
             record = cls.model_validate_json(data)
         except ValidationError as error:
@@ -79,11 +75,7 @@ class Provenance(Settings):
 
 
 def refuse_broken_chain(record: Provenance, where: str) -> None:
-    """Check that the input of each recorded stage is the output of the stage before it.
-
-    Raises:
-        ArtifactInvalid: two digests that should be equal differ; the message names the stage.
-    """
+    """Raise ArtifactInvalid where a recorded stage did not read the output of the one before it."""
     if record.history is None:
         return
     outputs = {"source": record.history.source_digest}

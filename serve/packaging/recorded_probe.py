@@ -54,11 +54,7 @@ class Probe:
 
 
 def record_probe(model: Artifact, context: Context, max_rows: int) -> Probe:
-    """Run a model on a few rows of `val`, or on random inputs without data.
-
-    Raises:
-        StageFailed: a tensor has an element type that numpy does not know.
-    """
+    """Run a model on a few rows of `val`, or on random inputs without data."""
     signature = model.signature
     rows = min(PROBE_ROWS, max_rows)
     first_axis = signature.inputs[0].shape[:1]
@@ -78,11 +74,7 @@ def record_probe(model: Artifact, context: Context, max_rows: int) -> Probe:
 
 
 def as_arrays(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Convert tensors to numpy arrays.
-
-    Raises:
-        StageFailed: one has an element type that numpy does not know.
-    """
+    """Convert tensors to numpy arrays; StageFailed for element types that numpy does not know."""
     import torch
 
     for name, tensor in tensors.items():

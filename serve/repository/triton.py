@@ -154,11 +154,7 @@ def open_predictor(file: Path, device: str, threads: int) -> Iterator[Predictor]
 
 
 def refuse_nested_output(model: Artifact, title: str) -> None:
-    """Refuse a TorchScript model whose output Triton's backend cannot read.
-
-    Raises:
-        StageFailed: its output is neither a tensor nor a flat list or tuple of tensors.
-    """
+    """Raise StageFailed where a TorchScript model returns no tensor or flat list of tensors."""
     import torch
 
     from compress.common.errors import StageFailed

@@ -55,16 +55,8 @@ def model_config(
     """Write ``config.pbtxt``.
 
     If axis 0 of every tensor is the batch, ``max_batch_size`` is set and the dimensions omit that
-    axis; otherwise all dimensions are written and requests are not joined.
-
-    Args:
-        name: the model's name.
-        kind: the packaged artifact's kind.
-        interface: the model's tensors.
-        max_batch_size: the largest number of rows in a call.
-        batching: how requests are joined; None if they must not be.
-        instances: copies of the model.
-        threads: CPU threads of each copy.
+    axis; otherwise all dimensions are written and requests are not joined. Without ``batching``
+    they are not either. ``threads`` are those of each of the ``instances``.
 
     Raises:
         StageFailed: Triton does not support a tensor's data type.

@@ -123,11 +123,7 @@ def prove_answers(
     origin: Provenance,
     evidence: Evidence | None,
 ) -> Proof:
-    """Serve the archive, compare its outputs, and return the extended proof.
-
-    Raises:
-        ArtifactInvalid: an output differs by more than the archive's `probe_atol`.
-    """
+    """Serve the archive and return the extended proof; outputs may differ by `probe_atol`."""
     import yaml
 
     settings = yaml.safe_load(members[CONFIG])["handler"]
@@ -164,7 +160,6 @@ def start_serving(
     mar: Path, members: Mapping[str, bytes], origin: Provenance, max_rows: int
 ) -> Iterator[tuple[Answer, str]]:
     """Serve an archive by TorchServe, else by its handler alone; yield predictor and name."""
-    from serve.client.client import Client
     from serve.torchserve.handler_runner import HandlerProcess
     from serve.torchserve.process import TorchServe, find_java, find_torchserve
 
@@ -175,16 +170,7 @@ def start_serving(
         with HandlerProcess(members, origin.signature) as harness:
             yield harness.predict, f"the archive's handler, without TorchServe ({missing}),"
         return
-    with (
-        TorchServe(mar) as server,
-        Client(
-            server.url,
-            server.model_name,
-            origin.signature,
-            token=server.token,
-            max_rows=max_rows,
-        ) as client,
-    ):
+    with TorchServe(mar) as server, server.client(origin.signature, max_rows) as client:
         yield client.predict, "TorchServe"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, ClassVar
 
 from compress.artifacts.artifact import MANIFEST, Artifact, Manifest
@@ -29,11 +29,7 @@ PROBE = "probe.npz"
 
 
 def refuse_unknown_file(path: Path, command: str) -> None:
-    """Refuse a file without a manifest, unless it is a ``.mar``, which has its own.
-
-    Raises:
-        ArtifactInvalid: the file is no ``.mar``; the message says what to run instead.
-    """
+    """Raise ArtifactInvalid for a file that is no ``.mar``, and say what to run instead."""
     if path.suffix == ".mar":
         return
     has_manifest = (path.parent / MANIFEST).is_file()
@@ -44,22 +40,15 @@ def refuse_unknown_file(path: Path, command: str) -> None:
 
 
 def refuse_wrong_hash(file: Path, sha256: str | None) -> None:
-    """Refuse a file whose SHA-256 is not the expected one, if any.
-
-    Raises:
-        ArtifactInvalid: the hashes differ.
-    """
+    """Raise ArtifactInvalid where a file's SHA-256 is not the expected one, if any."""
     if sha256 is not None and sha256_of(file) != sha256.lower():
         raise ArtifactInvalid(f"{file}: sha256 is {sha256_of(file)}, expected {sha256}")
 
 
 def refuse_wrong_artifact_hash(artifact: Artifact, sha256: str | None) -> None:
-    """Refuse an artifact if neither its digest nor its deployed file has the expected SHA-256.
+    """Raise ArtifactInvalid if neither the digest nor the deployed file has the expected SHA-256.
 
     The file's hash is read from the manifest: verify the files separately.
-
-    Raises:
-        ArtifactInvalid: neither is the expected one.
     """
     found = artifact.manifest.files[artifact.payload_name].sha256
     if sha256 is not None and sha256.lower() not in (found, artifact.digest):
@@ -121,19 +110,13 @@ class TorchServeArchive(Artifact):
 
     @contextmanager
     def _served(self, threads: int) -> Iterator[Predictor]:
-        from serve.client.client import Client, as_predictor
+        from serve.client.client import as_predictor
         from serve.torchserve.process import TorchServe
 
         self.check()
         with (
             TorchServe(self.payload_path, threads=threads) as server,
-            Client(
-                server.url,
-                server.model_name,
-                self.signature,
-                token=server.token,
-                max_rows=self.max_rows,
-            ) as client,
+            server.client(self.signature, self.max_rows) as client,
         ):
             self._predictors[threads] = as_predictor(client)
             try:
@@ -149,13 +132,12 @@ class TorchServeArchive(Artifact):
     def check(self) -> tuple[dict[str, bytes], Provenance]:
         """Verify the ``.mar`` and return its members and provenance.
 
-        A ``.mar`` contains code, so it is checked before it is started. That its hash is the
-        manifest's is not enough: whoever plants a handler can rewrite the manifest too.
-
         Raises:
             ArtifactInvalid: a file or member was altered or added, or the code in the archive is
                 not this version's own.
         """
+        # An archive contains code, so it is checked before it is started. That its hash is the
+        # manifest's is not enough: whoever plants a handler can rewrite the manifest too.
         mar = self.payload_path
         members = read_mar(mar)
         origin = check_members(members, str(mar))  # first: it names the member
@@ -176,11 +158,7 @@ class TorchServeArchive(Artifact):
 
 
 def check_bare_mar(mar: Path) -> tuple[dict[str, bytes], Provenance]:
-    """Verify a ``.mar`` without its artifact's directory; return its members and provenance.
-
-    Raises:
-        ArtifactInvalid: a member was altered or added, or the code is not this version's own.
-    """
+    """Verify a ``.mar`` without its artifact's directory; return its members and provenance."""
     members = read_mar(mar)
     origin = check_members(members, str(mar))
     check_code(members, origin, mar)
@@ -188,11 +166,7 @@ def check_bare_mar(mar: Path) -> tuple[dict[str, bytes], Provenance]:
 
 
 def check_members(members: Mapping[str, bytes], where: str) -> Provenance:
-    """Check every member against the archive's provenance record, and return the record.
-
-    Raises:
-        ArtifactInvalid: a member is missing, altered or added; the message names it.
-    """
+    """Return the archive's provenance record; ArtifactInvalid names a member that differs."""
     if PROVENANCE not in members:
         raise ArtifactInvalid(f"{where}: member {PROVENANCE} is missing")
     origin = Provenance.read(members[PROVENANCE], where)
@@ -217,15 +191,10 @@ def check_members(members: Mapping[str, bytes], where: str) -> Provenance:
 
 
 def check_code(members: Mapping[str, bytes], origin: Provenance, mar: Path) -> None:
-    """Refuse an archive whose code is not this version's own.
+    """Raise ArtifactInvalid for code that is not this version's, or a payload of another kind."""
+    import yaml
 
-    Hashes do not show that: whoever writes a handler can record its hash too. Nor may native code
-    be declared as another kind, to be started without the user's consent.
-
-    Raises:
-        ArtifactInvalid: the handler, or the manifest that names it, is another one, or the payload
-            would be loaded as another kind than the archive says it is.
-    """
+    # Hashes do not show that: whoever writes a handler can record its hash too.
     ours = {
         HANDLER: handler_text(),
         MAR_MANIFEST: mar_manifest(model_name_of(mar), origin.artifact.payload),
@@ -236,19 +205,12 @@ def check_code(members: Mapping[str, bytes], origin: Provenance, mar: Path) -> N
                 f"{mar}: member {name} is not the one that this version writes, so nothing in it "
                 "is run; verify it with the version that packed it, or package the model again"
             )
-    kind = _configured_kind(members[CONFIG])
+    # Native code must not be declared as another kind, to be started without the user's consent.
+    kind = None
+    with suppress(yaml.YAMLError, KeyError, TypeError, ValueError, RecursionError):
+        kind = yaml.safe_load(members[CONFIG])["handler"]["kind"]
     if kind != origin.artifact.kind:
         raise ArtifactInvalid(
             f"{mar}: member {CONFIG} says that {kind!r} is loaded, and {PROVENANCE} that the "
             f"artifact is {origin.artifact.kind!r}, so it is not started"
         )
-
-
-def _configured_kind(config: bytes) -> object:
-    """Return the kind as which the handler would load the payload; None if it cannot be read."""
-    import yaml
-
-    try:
-        return yaml.safe_load(config)["handler"]["kind"]
-    except (yaml.YAMLError, KeyError, TypeError, ValueError, RecursionError):
-        return None

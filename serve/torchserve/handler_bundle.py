@@ -28,7 +28,14 @@ def handler_text() -> bytes:
     trees = [ast.parse(source) for source in sources]
     docs = "\n\n".join(str(ast.get_docstring(tree)) for tree in trees)
     imports = sorted({line for tree in trees for line in _imports(tree)})
-    bodies = [_body(*pair) for pair in zip(sources, trees, strict=True)]
+    bodies = []
+    for source, tree in zip(sources, trees, strict=True):
+        dropped = set[int]()  # the docstring, imports and the `if TYPE_CHECKING` block
+        for i, node in enumerate(tree.body):
+            if i == 0 or isinstance(node, ast.Import | ast.ImportFrom | ast.If):
+                dropped |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+        lines = enumerate(source.splitlines(), start=1)
+        bodies.append("\n".join(line for number, line in lines if number not in dropped).strip())
     parts = [f'"""{docs}\n"""\n', "from __future__ import annotations\n", *imports, "\n"]
     return ("\n".join(parts) + "\n\n\n".join(bodies) + "\n").encode()
 
@@ -44,19 +51,5 @@ def _imports(tree: ast.Module) -> list[str]:
     return [
         ast.unparse(node)
         for node in imports
-        if not (isinstance(node, ast.ImportFrom) and _is_bundled(str(node.module)))
+        if isinstance(node, ast.Import) or node.module not in ("__future__", *MODULES)
     ]
-
-
-def _is_bundled(module: str) -> bool:
-    return module == "__future__" or module in MODULES
-
-
-def _body(source: str, tree: ast.Module) -> str:
-    """Return a module's source without its docstring, imports and `if TYPE_CHECKING` block."""
-    dropped = set[int]()
-    for i, node in enumerate(tree.body):
-        if i == 0 or isinstance(node, ast.Import | ast.ImportFrom | ast.If):
-            dropped |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
-    lines = enumerate(source.splitlines(), start=1)
-    return "\n".join(line for number, line in lines if number not in dropped).strip()

@@ -37,11 +37,7 @@ class HandlerProcess:
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
-        """Unpack the archive, start the process and load the model.
-
-        Raises:
-            StageFailed: the model does not load, or does not answer its probe.
-        """
+        """Unpack the archive, start the process and load the model; StageFailed where it fails."""
         with self._stack:
             self._folder = Path(tempfile.mkdtemp(prefix="handler-"))
             self._stack.callback(shutil.rmtree, self._folder, ignore_errors=True)
@@ -58,11 +54,7 @@ class HandlerProcess:
         self._stack.close()
 
     def predict(self, inputs: Sequence[Array]) -> tuple[Array, ...]:
-        """Return the outputs in the signature's order.
-
-        Raises:
-            StageFailed: the handler answered an error, or its process ended.
-        """
+        """Return the outputs in the signature's order; StageFailed for an error of the handler."""
         names = (spec.name for spec in self._signature.inputs)
         body = to_npz(dict(zip(names, inputs, strict=True)))
         try:
@@ -82,12 +74,9 @@ class HandlerProcess:
         ]
         with (self._folder / "log").open("wb") as log:
             process = subprocess.Popen(
-                command,
-                cwd=self._folder,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
+                command, cwd=self._folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log
             )
+        # Callbacks run in reverse: the pipes are closed, the process killed, then waited for.
         self._stack.callback(process.wait)
         self._stack.callback(process.kill)
         assert process.stdin is not None

@@ -35,30 +35,18 @@ _REGULAR_FILE = 0o100644 << 16
 
 def mar_manifest(model_name: str, payload: str) -> bytes:
     """Return the archive's manifest for TorchServe."""
-    model = {
-        "modelName": model_name,
-        "serializedFile": payload,
-        "handler": HANDLER,
-        "modelVersion": "1.0",
-        "configFile": CONFIG,
-    }
-    manifest = {
-        "createdOn": CREATED_ON,
-        "runtime": "python",
-        "model": model,
-        "archiverVersion": ARCHIVER_VERSION,
-    }
-    return json.dumps(manifest, indent=2).encode()
+    # The order of the keys is a part of the archive's bytes.
+    model = {"modelName": model_name, "serializedFile": payload, "handler": HANDLER}
+    model |= {"modelVersion": "1.0", "configFile": CONFIG}
+    manifest = {"createdOn": CREATED_ON, "runtime": "python", "model": model}
+    return json.dumps(manifest | {"archiverVersion": ARCHIVER_VERSION}, indent=2).encode()
 
 
 def write_mar(path: Path, members: Mapping[str, bytes | Path]) -> None:
-    """Write an archive of members (bytes, or files to copy), sorted and uncompressed.
-
-    Raises:
-        ArtifactInvalid: a member's name is not safe.
-    """
+    """Write an archive of members (bytes, or files to copy), sorted and uncompressed."""
     for name in members:
         check_member_name(name)
+    # Stored and sorted, with fixed dates, so that equal members give equal bytes.
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
         for name in sorted(members):
             content = members[name]
@@ -90,11 +78,7 @@ def read_mar(path: Path) -> dict[str, bytes]:
 
 
 def model_name_of(path: Path) -> str:
-    """Return the name under which TorchServe serves an archive.
-
-    Raises:
-        ArtifactInvalid: not a readable archive, or one without a manifest.
-    """
+    """Return the name under which TorchServe serves an archive, from its manifest."""
     try:
         with zipfile.ZipFile(path) as archive:
             refuse_unsafe(archive, path)
@@ -105,16 +89,11 @@ def model_name_of(path: Path) -> str:
 
 
 def check_member_name(name: str, archive: str = "the .mar") -> None:
-    """Refuse a member that would leave its folder or shadow a Python module.
-
-    TorchServe puts the archive's folder first on Python's path: an ``onnxruntime.py`` in it would
-    be imported instead of the library.
-
-    Raises:
-        ArtifactInvalid: the name is absolute, leaves the folder, or is that of a Python module.
-    """
+    """Raise ArtifactInvalid for a name that leaves the folder, or is that of a Python module."""
     if not stays_inside(name):
         raise ArtifactInvalid(f"{archive}: member {name!r} is not a plain relative path")
+    # TorchServe puts the archive's folder first on Python's path: an onnxruntime.py in it would be
+    # imported instead of the library.
     suffixes = tuple(importlib.machinery.all_suffixes())
     if name != HANDLER and PurePosixPath(name).name.endswith(suffixes):
         raise ArtifactInvalid(

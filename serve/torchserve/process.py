@@ -21,12 +21,15 @@ import urllib.error
 import urllib.request
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Any, Self
 
 from compress.common.errors import StageFailed, Unavailable
-from serve.torchserve.config import LOGGING, configuration
+from serve.client.client import Client
 from serve.torchserve.mar_file import model_name_of
 from serve.worker.loaders import THREADS_VARIABLE
+
+if TYPE_CHECKING:
+    from compress.common.signature import Signature
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +46,23 @@ UNINFORMATIVE_LINES = (WORKER_DIED, "RuntimeError: 500 - Unknown exception")
 """Lines that a worker logs after the actual error."""
 WORKER_LOG_SECONDS = 15
 """How long to wait for a dead worker's error in the log."""
+MAX_BYTES = 256 * 1024**2
+"""Largest request and response; a larger response would kill the worker."""
+LOGGING = """\
+<Configuration>
+  <Appenders>
+    <File name="server" fileName="{folder}/server.log"><PatternLayout pattern="%m%n"/></File>
+    <File name="model" fileName="{folder}/model.log"><PatternLayout pattern="%m%n"/></File>
+  </Appenders>
+  <Loggers>
+    <Logger name="MODEL_LOG" level="info" additivity="false"><AppenderRef ref="model"/></Logger>
+    <Logger name="MODEL_METRICS" level="off"/>
+    <Logger name="TS_METRICS" level="off"/>
+    <Logger name="ACCESS_LOG" level="off"/>
+    <Root level="info"><AppenderRef ref="server"/></Root>
+  </Loggers>
+</Configuration>
+"""
 # The JVM must not outlive this process, however it ends (prctl 1 is PR_SET_PDEATHSIG, which exec
 # keeps). It is bound to the thread that started the server: keep that thread alive meanwhile.
 DIE_WITH_PARENT = (
@@ -97,10 +117,14 @@ class TorchServe:
         java, packages = find_java(), find_torchserve()
         started = time.monotonic()
         with self._stack:
-            self.folder = Path(tempfile.mkdtemp(prefix="serve-", dir=short_temp_folder()))
+            # Linux limits the path of a Unix socket, such as a worker's in here, to 107 bytes.
+            folder = tempfile.gettempdir()
+            folder = folder if len(os.fsencode(folder)) < 70 else "/tmp"
+            self.folder = Path(tempfile.mkdtemp(prefix="serve-", dir=folder))
             self._stack.callback(shutil.rmtree, self.folder, ignore_errors=True)
             self._start(java, packages)
             self._wait_until_ready()
+            # Nothing has failed: what was started stays until `__exit__`.
             self._stack = self._stack.pop_all()
         logger.info(
             "%s is served at %s after %.1f s", self.mar, self.url, time.monotonic() - started
@@ -118,6 +142,10 @@ class TorchServe:
     def has_ended(self) -> bool:
         """Return whether the server has ended by itself."""
         return has_ended(self.pid)
+
+    def client(self, signature: Signature, max_rows: int) -> Client:
+        """Return a client of the served model."""
+        return Client(self.url, self.model_name, signature, token=self.token, max_rows=max_rows)
 
     def _start(self, java: str, packages: Path) -> None:
         folder, ports = self.folder, free_ports(5)
@@ -178,36 +206,51 @@ class TorchServe:
         return len(states) >= max(1, model["minWorkers"]) and set(states) == {"READY"}
 
     def _failure(self, what: str) -> str:
-        log = (
-            self._wait_for_worker_error("model.log")
-            or self._read("server.log")
-            or self._read("output.log")
-        )
+        # The server may stop reading a dead worker's output before the error; the worker that it
+        # starts instead repeats it.
+        deadline = time.monotonic() + WORKER_LOG_SECONDS
+        while WORKER_DIED not in (log := self._read("model.log")) and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+        log = log or self._read("server.log") or self._read("output.log")
         shown = log_tail(log.replace(f"{self.folder}/", ""))  # that folder is about to be deleted
         return f"{self.mar}: {what}; its log ends: {shown}"
-
-    def _wait_for_worker_error(self, name: str) -> str:
-        """Return a log once it holds the error of a dead worker.
-
-        The server may stop reading a worker's output before the error; the worker that it starts
-        instead repeats it.
-        """
-        deadline = time.monotonic() + WORKER_LOG_SECONDS
-        while WORKER_DIED not in (log := self._read(name)) and time.monotonic() < deadline:
-            time.sleep(POLL_SECONDS)
-        return log
 
     def _read(self, name: str) -> str:
         file = self.folder / name
         return file.read_text(errors="replace") if file.is_file() else ""
 
 
-def find_java() -> str:
-    """Return the path of Java.
+def configuration(mar: Path, ports: list[int]) -> str:
+    """Return ``config.properties`` for one archive and five ports."""
+    settings: dict[str, Any] = {
+        "inference_address": f"http://127.0.0.1:{ports[0]}",
+        "management_address": f"http://127.0.0.1:{ports[1]}",
+        "metrics_address": f"http://127.0.0.1:{ports[2]}",
+        "grpc_inference_address": "127.0.0.1",
+        "grpc_management_address": "127.0.0.1",
+        "grpc_inference_port": ports[3],
+        "grpc_management_port": ports[4],
+        "disable_token_authorization": "false",
+        # A year: after the default of 60 minutes clients would get 400.
+        "token_expiration_min": 525600,
+        # No client may load another archive, which is code.
+        "enable_model_api": "false",
+        "allowed_urls": "none://disabled",
+        "load_models": mar.name,
+        # The handler decodes bodies itself, by their Content-Type.
+        "decode_input_request": "false",
+        "max_request_size": MAX_BYTES,
+        "max_response_size": MAX_BYTES,
+        "number_of_gpu": 0,
+        "disable_system_metrics": "true",
+        "metrics_mode": "prometheus",
+        "install_py_dep_per_model": "false",
+    }
+    return "".join(f"{key}={value}\n" for key, value in settings.items())
 
-    Raises:
-        Unavailable: it is not on the PATH.
-    """
+
+def find_java() -> str:
+    """Return the path of Java; Unavailable where it is not on the PATH."""
     java = shutil.which("java")
     if java is None:
         raise Unavailable(f"serving with TorchServe {JAVA_MISSING}")
@@ -215,25 +258,12 @@ def find_java() -> str:
 
 
 def find_torchserve() -> Path:
-    """Return the directory in which TorchServe is installed.
-
-    Raises:
-        Unavailable: it is not installed.
-    """
+    """Return the directory in which TorchServe is installed; Unavailable where it is not."""
     spec = importlib.util.find_spec("ts")
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         if (Path(folder) / "frontend").is_dir():
             return Path(folder).parent
     raise Unavailable(f"serving {TORCHSERVE_MISSING}")
-
-
-def short_temp_folder() -> str:
-    """Return a folder for temporary files that is short enough for a worker's socket in it.
-
-    Linux limits the path of a Unix socket to 107 bytes.
-    """
-    folder = tempfile.gettempdir()
-    return folder if len(os.fsencode(folder)) < 70 else "/tmp"
 
 
 def free_ports(count: int) -> list[int]:
@@ -246,11 +276,8 @@ def free_ports(count: int) -> list[int]:
 
 
 def log_tail(log: str) -> str:
-    """Return as many of a log's last lines as fit SHOWN_CHARACTERS, joined by ` | `.
-
-    Without tracebacks' frames, so that chained exceptions fit.
-    """
-    shown = ""
+    """Return as many of a log's last lines as fit SHOWN_CHARACTERS, joined by ` | `."""
+    shown = ""  # without tracebacks' frames, so that chained exceptions fit
     for line in reversed(log.splitlines()):
         if (
             not line.strip()
@@ -272,10 +299,8 @@ def has_ended(pid: int) -> bool:
 
 
 def kill_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process and every process of its group.
-
-    SIGKILL, because on SIGTERM TorchServe 0.12 resets its connections too, and then takes seconds.
-    """
+    """Kill a process and every process of its group."""
+    # SIGKILL: on SIGTERM TorchServe 0.12 resets its connections too, and then takes seconds.
     # Before the process is reaped, as its PID and group id could be reused afterwards.
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)

@@ -105,20 +105,16 @@ class PackageTorchServe(Stage[Servable, TorchServeArchive]):
 
     def resolve_paths(self, folder: Path, code: Path) -> Self:
         """Resolve the tokenizer's path."""
-        return (
-            self.model_copy(update={"text": self.text.resolve_paths(folder)}) if self.text else self
-        )
+        if self.text is None:
+            return self
+        return self.model_copy(update={"text": self.text.resolve_paths(folder)})
 
     def own_settings(self) -> dict[str, Any]:
         """Return the settings that decide the result; the tokenizer by its content."""
         return super().own_settings() | ({"text": self.text.identity()} if self.text else {})
 
     def check_inputs(self, signature: Signature) -> None:
-        """Check `image` and `text` against the signature before the model is trained or exported.
-
-        Raises:
-            StageFailed: `image` or `text` does not fit what the model takes.
-        """
+        """Check `image` and `text` against the signature before anything is trained or exported."""
         if self.image:
             self.image.handler_settings(signature)
         if self.text:
@@ -156,11 +152,7 @@ class PackageTorchServe(Stage[Servable, TorchServeArchive]):
 
 @contextmanager
 def open_packaged(model: Servable) -> Iterator[Artifact]:
-    """Yield the artifact to pack: the model, or the traced graph of an eager one.
-
-    Raises:
-        StageFailed: an eager model cannot be traced, or code was compiled for a GPU.
-    """
+    """Yield the artifact to pack: the model, or the traced graph of an eager one."""
     built_for: Any = model.manifest.facts.get("built_for")
     if isinstance(model, AotModel) and built_for["device"] != "cpu":
         raise StageFailed(
@@ -183,12 +175,7 @@ def archive_members(
 ) -> dict[str, bytes | Path]:
     """Return the contents of an archive by member name: bytes, or a file to copy.
 
-    Args:
-        model: the stage's input.
-        served: the artifact to pack: the same, or an eager model's graph.
-        stage: the settings.
-        probe: recorded inputs and outputs of the served artifact.
-        history: the run's record of the stages that made the model, if any.
+    `served` is packed: the stage's input `model`, or an eager model's graph.
     """
     import yaml
 
@@ -223,11 +210,7 @@ def archive_members(
 
 
 def handler_config(served: Artifact, stage: PackageTorchServe, probe: Probe) -> dict[str, Any]:
-    """Return the content of ``model-config.yaml``, for TorchServe and for our handler.
-
-    Raises:
-        StageFailed: a setting does not fit the model.
-    """
+    """Return the content of ``model-config.yaml``, for TorchServe and for our handler."""
     signature = served.signature
     inputs = signature.input_descriptions()
     for spec in inputs:
@@ -267,12 +250,16 @@ def handler_config(served: Artifact, stage: PackageTorchServe, probe: Probe) -> 
 def class_settings(
     served: Artifact, stage: PackageTorchServe, probe: Probe
 ) -> dict[str, Any] | None:
-    """Return the handler's settings of class names, or None without names.
+    """Return the handler's settings of class names, which must fit the first output, or None."""
+    import json
 
-    Raises:
-        StageFailed: the names do not match the columns of the first output.
-    """
-    names = stage.class_names or onnx_class_names(served)
+    names = stage.class_names
+    if not names and served.kind == "onnx":
+        import onnx
+
+        proto = onnx.load_model(served.payload_path, load_external_data=False)
+        metadata = {entry.key: entry.value for entry in proto.metadata_props}
+        names = tuple(json.loads(metadata.get("class_names", "[]")))
     if not names:
         return None
     first = served.signature.outputs[0].name
@@ -284,16 +271,3 @@ def class_settings(
         )
     top, softmax = min(stage.top_labels, len(names)), not probe.are_probabilities(first)
     return {"names": list(names), "top": top, "softmax": softmax}
-
-
-def onnx_class_names(served: Artifact) -> tuple[str, ...]:
-    """Return the class names in an ONNX file's metadata."""
-    if served.kind != "onnx":
-        return ()
-    import json
-
-    import onnx
-
-    proto = onnx.load_model(served.payload_path, load_external_data=False)
-    metadata = {entry.key: entry.value for entry in proto.metadata_props}
-    return tuple(json.loads(metadata.get("class_names", "[]")))

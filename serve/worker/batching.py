@@ -17,12 +17,7 @@ if TYPE_CHECKING:
 def run_batched(
     run: Callable[[Sequence[Array]], Sequence[Array]], requests: Sequence[list[Array]]
 ) -> list[list[Array] | Exception]:
-    """Run several requests as one batch; return the outputs or the error of each.
-
-    Args:
-        run: the model as a function of arrays.
-        requests: the inputs of each request; several differ in size only on axis 0, their rows.
-    """
+    """Run requests that differ in size on axis 0 alone as one batch; return outputs or errors."""
     try:
         if len(requests) == 1:
             return [list(run(requests[0]))]

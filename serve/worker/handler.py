@@ -88,12 +88,7 @@ class PackagedModel:
         return [answers[i] for i in range(len(data))]
 
     def write_response(
-        self,
-        context: Context,
-        i: int,
-        accept: str,
-        wanted: Named,
-        outputs: Any,
+        self, context: Context, i: int, accept: str, wanted: Named, outputs: Any
     ) -> str | bytes:
         """Return one response body and set its status and headers."""
         try:
@@ -110,7 +105,7 @@ class PackagedModel:
         return body
 
     def answers_probe(self) -> bool:
-        """Return whether the model still answers the probe."""
+        """Return whether the model still answers the probe: the request is at fault then."""
         try:
             replay(self.run, self.probe_inputs, self.probe_outputs, self.atol)
         except Exception:  # noqa: BLE001

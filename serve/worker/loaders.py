@@ -54,36 +54,28 @@ def load_torchscript(payload: Path, settings: Named, threads: int) -> Run:
 
 def load_graph(payload: Path, settings: Named, threads: int) -> Run:
     """Load a ``torch.export`` program; refuse files that could run code while they are read."""
-    import_module(
-        "torch.ao.quantization.fx._decomposed"
-    )  # registers quantize_per_tensor and others
+    import torch
+
+    # It registers quantize_per_tensor and others.
+    import_module("torch.ao.quantization.fx._decomposed")
     from torch.export.pt2_archive import PT2ArchiveReader
     from torch.export.pt2_archive._package import load_pt2
 
     content = payload.read_bytes()
     for danger in find_code(PT2ArchiveReader(io.BytesIO(content))):
         raise RuntimeError(f"{payload.name} {danger}; it was not read")
-    module = load_pt2(io.BytesIO(content)).exported_programs["model"].module()
-    guard_empty_tensors_(module)
-    return as_array_function(module, threads)
-
-
-def guard_empty_tensors_(module: Any) -> None:
-    """Let dynamic quantization accept tensors without elements, as of requests without rows.
-
-    ``choose_qparams`` of torch 2.13 raises for them; here it gets a zero instead. The same as in
-    ``compress.artifacts.graph_model``, which is not in an archive.
-    """
-    import torch
-
+    module: Any = load_pt2(io.BytesIO(content)).exported_programs["model"].module()
     choose = torch.ops.quantized_decomposed.choose_qparams.tensor
 
+    # choose_qparams of torch 2.13 raises for tensors without elements, as of requests without rows:
+    # it gets a zero. The same as in compress.artifacts.graph_model, which is not in an archive.
     def choose_range(x: torch.Tensor, *limits: Any) -> Any:
         return choose(x if x.numel() else x.new_zeros(1), *limits)
 
     for node in module.graph.find_nodes(op="call_function", target=choose):
         node.target = choose_range
     module.recompile()
+    return as_array_function(module, threads)
 
 
 def load_aot(payload: Path, settings: Named, threads: int) -> Run:
@@ -127,12 +119,7 @@ def as_array_function(module: Callable[..., Any], threads: int) -> Run:
     return run
 
 
-LOADERS = {
-    "onnx": load_onnx,
-    "torchscript": load_torchscript,
-    "graph": load_graph,
-    "aot": load_aot,
-}
+LOADERS = {"onnx": load_onnx, "torchscript": load_torchscript, "graph": load_graph, "aot": load_aot}
 
 
 def replay(run: Run, inputs: list[Array], expected: list[Array], atol: float) -> None:

@@ -61,13 +61,9 @@ def from_protocol(
     raw: memoryview | bytes = b"",
     read_texts: Callable[[list[str]], list[Array]] | None = None,
 ) -> list[Array]:
-    """Return a request's arrays in the signature's order.
+    """Return the arrays of a parsed request, and the raw bytes after it, in the signature's order.
 
-    Args:
-        value: the parsed JSON.
-        specs: name, shape and dtype of each input.
-        raw: the bytes after the JSON: the tensors with a `binary_data_size`, in order.
-        read_texts: converts texts to the inputs, if the model takes texts.
+    `read_texts` converts texts to the inputs, if the model takes texts.
     """
     if not is_protocol(value):
         form = '{"inputs": [{"name", "shape", "datatype", ...}, ...]}'
@@ -139,12 +135,7 @@ def _from_bytes(raw: memoryview | bytes, shape: list[int], spec: Named) -> Array
 
 
 def requested_outputs(value: Named, outputs: Sequence[str]) -> dict[str, Any]:
-    """Return the response's ``id``, the names of its ``outputs``, and of those sent as ``binary``.
-
-    Args:
-        value: the parsed JSON of the request.
-        outputs: the model's outputs; all are returned if the request names none.
-    """
+    """Return the response's ``id``, the names of its ``outputs``, and of the ``binary`` ones."""
     binary_by_default = parameters_of(value).get("binary_data_output", False)
     requested = value.get("outputs") or [{"name": name} for name in outputs]
     if not isinstance(requested, list) or not all(isinstance(each, dict) for each in requested):
@@ -165,13 +156,9 @@ def requested_outputs(value: Named, outputs: Sequence[str]) -> dict[str, Any]:
 def to_protocol(
     named: Named, wanted: Named, model_name: str, labels: list[list[dict[str, Any]]]
 ) -> tuple[bytes, dict[str, str]]:
-    """Return a response's body and headers.
+    """Return the body and headers of a response to what :func:`requested_outputs` found.
 
-    Args:
-        named: the outputs by name; none of them holds NaN.
-        wanted: the result of :func:`requested_outputs`.
-        model_name: name of the served model.
-        labels: the most probable classes of each row, if they have names.
+    None of the outputs holds NaN; `labels` are the most probable classes of each row, if named.
     """
     outputs = dict(named)
     for name, key in zip(LABELS, ("label", "probability"), strict=True) if labels else ():

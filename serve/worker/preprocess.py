@@ -34,13 +34,7 @@ def create_readers(settings: Named, specs: Specs, folder: Path) -> Readers:
 
 
 def image_reader(settings: Named, spec: Named) -> Callable[[bytes], list[Array]]:
-    """Return a function that decodes a PNG or JPEG to one row of the model's input.
-
-    Args:
-        settings: ``size`` (height, width), ``shorter_side``, ``mode`` of Pillow, ``layout``,
-            ``mean``, ``std``.
-        spec: the model's only input.
-    """
+    """Return a function that decodes a PNG or JPEG to one row of the model's only input."""
     from PIL import Image
 
     def read(body: bytes) -> list[Array]:
@@ -93,14 +87,7 @@ def normalized(pixels: Array, settings: Named, dtype: str) -> Array:
 
 
 def text_reader(settings: Named, specs: Specs, folder: Path) -> Callable[[list[str]], list[Array]]:
-    """Return a function that tokenizes texts to the model's inputs, one row per text.
-
-    Args:
-        settings: ``tokenizer``, its file; ``max_length``; ``length`` of a fixed axis; ``fields``,
-            the encoding's attribute for each input; ``pad_id`` and ``pad_token``.
-        specs: name, shape and dtype of each input.
-        folder: folder of the tokenizer's file.
-    """
+    """Return a function that tokenizes texts to the model's inputs, one row per text."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(folder / settings["tokenizer"]))

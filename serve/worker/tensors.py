@@ -48,10 +48,8 @@ def to_exact_array(values: Any, spec: Named) -> Array:
 
 
 def leaf_types(values: Any) -> set[type]:
-    """Return the types of the leaves of nested lists; ``list`` among them if the depths differ.
-
-    Not by numpy, which pads every element to the longest text if there is one among numbers.
-    """
+    """Return the types of the leaves of nested lists; ``list`` among them if the depths differ."""
+    # Not by numpy, which pads every element to the longest text if there is one among numbers.
     level, types = [values], {type(values)}
     while types == {list}:
         level = list(chain.from_iterable(level))
@@ -91,15 +89,13 @@ def check(arrays: list[Array], specs: Specs, max_rows: int) -> None:
 
 
 def top_classes(scores: Array, classes: Named) -> list[list[dict[str, Any]]]:
-    """Return the most probable classes of each row, in descending order.
+    """Return the most probable classes of each row of logits (rows, classes), in descending order.
 
-    Args:
-        scores: (rows, classes): logits; probabilities if ``classes["softmax"]`` is false.
-        classes: ``names``, ``top`` and ``softmax``.
+    They are probabilities if ``classes["softmax"]`` is false.
     """
     rows = scores.astype(np.float64)
     if classes["softmax"]:
-        powers = np.exp(rows - rows.max(axis=-1, keepdims=True))
+        powers = np.exp(rows - rows.max(axis=-1, keepdims=True))  # relative, lest exp overflow
         rows = powers / powers.sum(axis=-1, keepdims=True)
     best = np.argsort(-rows, axis=-1, kind="stable")[:, : classes["top"]]
     return [

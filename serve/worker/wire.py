@@ -127,6 +127,7 @@ def from_raw(body: bytes, headers: Named, spec: Named) -> Array:
 
 def _sizes(text: str) -> list[int]:
     sizes = [size.strip() for size in text.split(",")]
+    # str.isdigit alone also takes digits of other scripts, and superscripts.
     if not all(size.isascii() and size.isdigit() and len(size) < 10 for size in sizes):
         message = f"X-Shape is {text[:40]!r}, expected sizes with commas, such as 1,8"
         raise ValueError(UNREADABLE, message)
@@ -166,10 +167,10 @@ def from_json(value: Any, specs: Specs, readers: Readers) -> list[Array]:
 def encode(
     named: dict[str, Array], accept: str, wanted: Named, model_name: str, classes: Named | None
 ) -> tuple[bytes, dict[str, str]]:
-    """Encode outputs; return the response's body and headers.
+    """Encode outputs, none of which holds NaN; return the response's body and headers.
 
     Args:
-        named: the outputs by name; none of them holds NaN.
+        named: the outputs by name.
         accept: the Accept header, in lower case.
         wanted: ``requested_outputs`` of an Open Inference Protocol request; else empty.
         model_name: name of the served model.
@@ -214,19 +215,14 @@ def to_npz(arrays: Named) -> bytes:
 
 
 def from_npz(data: bytes, most: int | None = None) -> dict[str, Array]:
-    """Read an npz; nothing is unpickled.
-
-    Args:
-        data: an npz as ``numpy.savez`` writes it.
-        most: largest number of arrays; unlimited by default.
-    """
+    """Read an npz as ``numpy.savez`` writes it, of at most so many arrays; nothing is unpickled."""
     if most is not None and directory_bytes(data) > most * MEMBER_BYTES:
         raise ValueError(UNREADABLE, f"the npz holds more than the {most} arrays expected")
     arrays: dict[str, Array] = {}
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         members = archive.infolist()
+        # A few bytes could decompress to any size.
         if any(member.compress_type != zipfile.ZIP_STORED for member in members):
-            # a few bytes could decompress to any size
             raise ValueError(UNREADABLE, "the npz is compressed: write it with numpy.savez")
         if sum(member.file_size for member in members) > len(data):
             raise ValueError(UNREADABLE, "the npz holds arrays that share their bytes")

@@ -1,3 +1,4 @@
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -47,8 +48,11 @@ def test_a_graph_from_an_earlier_run_is_compared_again(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_traced_is_reported_in_one_line(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # As if torch, which logs a warning here, was imported while stderr was what it is now.
+    logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    monkeypatch.setattr(logger, "handlers", [logging.StreamHandler()])
     model = network(tmp_path / "source", "branching_nets:guessing", ROWS, HERE)
     with pytest.raises(StageFailed, match="data-dependent expression") as caught:
         ExportProgram()(model, Context(root=tmp_path / "program"))

@@ -1,8 +1,6 @@
 """User code that tries to end the process: no exit code 0 without a report that says `passed`."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +8,8 @@ import pytest
 from compress.common.errors import CompressError
 from pipelines import Pipeline
 from pipelines.results.schema import Report
+from tests.forking import Commands
+from tests.pipelines.conftest import BRIEFLY
 
 PLACES = """
 import os, sys, threading
@@ -94,12 +94,6 @@ stages:
   - {stage: prune_channels, ratio: 0.3, gates: [{gate: max_drop, points: 50}]}
   - {stage: prune_weights, input: train, amount: 0.3, gates: [{gate: min_metric, at: 0.01}]}
 """
-BRIEFLY = (
-    "import math, sys; from compress.profiling import benchmark, quantiles; "
-    "quantiles.WIDEST = math.inf; "
-    "benchmark.compare_latency.__defaults__ = (0.001,); import cli; "
-    "sys.argv = ['compress', *sys.argv[1:]]; cli.main()"
-)
 CALLED = "user code called sys.exit(0) in nets.py, line "
 
 
@@ -117,17 +111,6 @@ def failure(file: Path, **options) -> CompressError:
         Pipeline.from_yaml(file).run(file.parent / "out", **options)
     assert caught.value.exit_code
     return caught.value
-
-
-def command(file: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a command, measuring for a moment."""
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", BRIEFLY, *arguments],
-        cwd=file.parent,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
 
 
 @pytest.mark.parametrize(
@@ -170,22 +153,25 @@ def test_whatever_is_no_exception_is_a_failure(tmp_path: Path, how: str, words: 
 @pytest.mark.parametrize(
     ("how", "words"), [("exit", CALLED), ("keyboard", "raised KeyboardInterrupt in nets.py")]
 )
-def test_the_command_ends_with_1(tmp_path: Path, how: str, words: str) -> None:
-    done = command(project(tmp_path, "forward", how), "run", "small.yaml", "--json")
+def test_the_command_ends_with_1(commands: Commands, tmp_path: Path, how: str, words: str) -> None:
+    project(tmp_path, "forward", how)
+    done = commands.call("run", "small.yaml", "--json", cwd=tmp_path, first=BRIEFLY)
     assert done.returncode == 1, done.stderr
     assert json.loads(done.stdout)["status"] == "failed"
     assert f"error: source: user code {words.removeprefix('user code ')}" in done.stderr
 
 
-def test_other_commands_do_not_end_with_0_either(tmp_path: Path) -> None:
-    done = command(project(tmp_path, "forward"), "check", "small.yaml", "--json")
+def test_other_commands_do_not_end_with_0_either(commands: Commands, tmp_path: Path) -> None:
+    project(tmp_path, "forward")
+    done = commands.call("check", "small.yaml", "--json", cwd=tmp_path, first=BRIEFLY)
     assert done.returncode == 1, done.stderr
     assert CALLED in json.loads(done.stdout)["error"]["lines"][0]
 
 
-def test_no_class_of_errors_can_choose_0(tmp_path: Path) -> None:
+def test_no_class_of_errors_can_choose_0(commands: Commands, tmp_path: Path) -> None:
     """A user's own, or typer's `Exit`, whose `exit_code` is 0."""
-    done = command(project(tmp_path, "len", "coded"), "check", "small.yaml")
+    project(tmp_path, "len", "coded")
+    done = commands.call("check", "small.yaml", cwd=tmp_path, first=BRIEFLY)
     assert done.returncode != 0, done.stderr
 
 

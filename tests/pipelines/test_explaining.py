@@ -12,8 +12,8 @@ from pipelines.commands import doctor
 from pipelines.commands.cache_miss import why
 from pipelines.results.comparison import compare, row_of
 from pipelines.results.schema import Report
+from pipelines.runner.cache_keys import history_parts
 from pipelines.runner.run import preview_state
-from pipelines.runner.run_history import history_parts
 
 NAMES = ("status", "test", "failed")
 

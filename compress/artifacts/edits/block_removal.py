@@ -49,20 +49,14 @@ def alike_entries(container: nn.Module) -> dict[int, nn.Module]:
 
 
 def keep_blocks_(module: nn.Module, kept: Mapping[str, Sequence[int]]) -> None:
-    """Remove all but the given entries of containers, in place, and renumber the rest.
+    """Remove all but the entries with the given ascending indices from containers, in place.
 
     Attributes that count the entries are updated: ``depth`` and the like of the module around the
     container, ``num_hidden_layers`` and lists such as ``layer_types`` of the nearest configuration,
     and ``layer_idx`` and the like in the blocks that stay. Entries with names keep their names.
 
-    Args:
-        module: the module to change.
-        kept: container → ascending indices of the entries that stay; names and indices are those
-            before the removal.
-
     Raises:
-        KeyError: a name is not that of a ModuleList or Sequential in the module.
-        IndexError: indices are missing, not ascending, or out of range.
+        KeyError, IndexError: a name is no ModuleList or Sequential, or indices do not fit it.
     """
     for name, indices in kept.items():
         _check(module, name, indices)
@@ -76,10 +70,19 @@ def keep_blocks_(module: nn.Module, kept: Mapping[str, Sequence[int]]) -> None:
         for place, index in enumerate(indices):
             key, block = entries[index]
             containers[name]._modules[str(place) if is_numbered else key] = block
-            if block is not None:
-                _renumber_(block, index, place)
+            parts = () if block is None else block.modules()
+            for part in parts:
+                for attribute in BLOCK_INDEX:
+                    value: Any = vars(part).get(attribute)
+                    if isinstance(value, int) and value == index:
+                        setattr(part, attribute, place)
+        count = len(entries)
         for owner in owners[name]:
-            _recount_(owner, len(entries), indices)
+            for attribute, old in list(vars(owner).items()):
+                if type(old) is int and old == count and COUNTS.match(attribute):
+                    setattr(owner, attribute, len(indices))
+                elif isinstance(old, list) and len(old) == count and PER_BLOCK.search(attribute):
+                    setattr(owner, attribute, [old[i] for i in indices])
 
 
 def _check(module: nn.Module, name: str, indices: Sequence[int]) -> None:
@@ -94,22 +97,6 @@ def _check(module: nn.Module, name: str, indices: Sequence[int]) -> None:
             f"{name!r} has {count} blocks, found the indices {list(indices)}; "
             f"expected some of 0 to {count - 1}, ascending"
         )
-
-
-def _renumber_(block: nn.Module, before: int, after: int) -> None:
-    for part in block.modules():
-        for name in BLOCK_INDEX:
-            value: Any = vars(part).get(name)
-            if isinstance(value, int) and value == before:
-                setattr(part, name, after)
-
-
-def _recount_(owner: Any, count: int, indices: Sequence[int]) -> None:
-    for name, value in list(vars(owner).items()):
-        if type(value) is int and value == count and COUNTS.match(name):
-            setattr(owner, name, len(indices))
-        elif isinstance(value, list) and len(value) == count and PER_BLOCK.search(name):
-            setattr(owner, name, [value[i] for i in indices])
 
 
 def _count_owners(module: nn.Module, container: str) -> Iterator[Any]:

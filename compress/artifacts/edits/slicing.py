@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,19 +18,13 @@ def keep_indices_(
     kept: Mapping[str, Mapping[int, Sequence[int]]],
     attributes: Mapping[str, Any],
 ) -> None:
-    """Keep only the given entries of parameters and buffers, in place.
+    """Keep only the given entries of parameters and buffers, in place; tied ones stay tied.
 
-    Tied parameters stay tied. The size attributes of torch's own layers (``out_channels``,
-    ``num_features`` …) are updated to the new shapes.
-
-    Args:
-        module: the module to change.
-        kept: tensor name → axis → ascending indices.
-        attributes: dotted attribute → value, set at the end.
+    ``kept`` is tensor name → axis → ascending indices, ``attributes`` dotted attribute → value.
+    Sizes of torch's own layers (``out_channels`` …) are updated.
 
     Raises:
         KeyError: a name is not in the module.
-        IndexError: an index lies outside its axis.
     """
     modules = dict(module.named_modules())
     cut: dict[int, nn.Parameter] = {}
@@ -53,16 +48,11 @@ def keep_indices_(
     for owner in owners:
         _record_sizes_(owner)
     for dotted, value in attributes.items():
-        _set_(module, dotted, value)
-
-
-def _set_(module: nn.Module, dotted: str, value: Any) -> None:
-    """Set an attribute of a module, or of an object in it such as a configuration."""
-    *path, short = dotted.split(".")
-    owner: Any = module
-    for name in path:
-        owner = getattr(owner, name)
-    setattr(owner, short, tuple(value) if isinstance(getattr(owner, short), tuple) else value)
+        # Of a module, or of an object in it such as a configuration. JSON has lists for tuples.
+        *path, short = dotted.split(".")
+        holder: Any = functools.reduce(getattr, path, module)
+        is_tuple = isinstance(getattr(holder, short), tuple)
+        setattr(holder, short, tuple(value) if is_tuple else value)
 
 
 def _select(tensor: torch.Tensor, axes: Mapping[int, Sequence[int]]) -> torch.Tensor:
@@ -76,6 +66,8 @@ def _record_sizes_(layer: nn.Module) -> None:
     # Any: torch types every attribute of a module as "tensor or module".
     weight: Any = getattr(layer, "weight", None)
     if isinstance(layer, nn.modules.conv._ConvNd):
+        # A transposed convolution's weight is [in, out / groups, …], any other's [out, in / groups,
+        # …]. Where each input channel is a group of its own, pruning removes whole groups.
         if layer.transposed:
             if layer.groups == layer.in_channels:
                 layer.groups = weight.shape[0]
@@ -108,4 +100,5 @@ def _record_sizes_(layer: nn.Module) -> None:
         layer.hidden_size = recurrent.weight_hh_l0.shape[1]
         if layer.proj_size:
             layer.proj_size, layer.hidden_size = recurrent.weight_hr_l0.shape
+        # torch's kernels read this list, which holds the old tensors.
         layer._flat_weights = [getattr(layer, name) for name in layer._flat_weights_names]

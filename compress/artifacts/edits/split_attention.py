@@ -1,8 +1,7 @@
-"""Multi-head attention with prunable heads: ``nn.MultiheadAttention`` as separate linear layers.
+"""Multi-head attention with prunable heads: ``nn.MultiheadAttention`` as separate linear layers."""
 
-torch's own module packs the projections of queries, keys and values in one tensor, and accepts no
-inner width but ``embed_dim``, so that no head can be removed.
-"""
+# torch's own module packs the projections of queries, keys and values in one tensor, and accepts no
+# inner width but ``embed_dim``, so that no head can be removed.
 
 from __future__ import annotations
 
@@ -17,11 +16,7 @@ if TYPE_CHECKING:
 
 
 class SplitMultiheadAttention(nn.Module):
-    """Replacement of ``nn.MultiheadAttention`` with a linear layer for each projection.
-
-    Same arguments, outputs and dropout, in training and evaluation. The number of heads follows
-    from the shape of the weights.
-    """
+    """Replacement of ``nn.MultiheadAttention``, the same in use, with one layer per projection."""
 
     in_proj_weight = None
     in_proj_bias = None
@@ -38,14 +33,19 @@ class SplitMultiheadAttention(nn.Module):
         self.head_dim = old.head_dim
         self.batch_first = old.batch_first
         self.dropout = old.dropout
-        for name, weight, bias in _projections(old):
-            self.add_module(name, _linear(weight, bias))
+        names = ("q_proj", "k_proj", "v_proj")
+        # Packed where queries, keys and values have the same width; biases always are.
+        packed, bias = old.in_proj_weight, old.in_proj_bias
+        weights = [getattr(old, f"{n}_weight") for n in names] if packed is None else _parts(packed)
+        biases = [None] * len(names) if bias is None else _parts(bias)
+        for name, weight, own_bias in zip(names, weights, biases, strict=True):
+            self.add_module(name, _linear(weight, own_bias))
         self.out_proj = _linear(old.out_proj.weight, old.out_proj.bias)
         self.train(old.training)
 
     @property
     def num_heads(self) -> int:
-        """Number of heads."""
+        """Number of heads, which follows from the weights: pruning changes it."""
         return int(self.q_proj.weight.shape[0] // self.head_dim)
 
     @property
@@ -71,15 +71,24 @@ class SplitMultiheadAttention(nn.Module):
             key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
         elif not self.batch_first:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+        # [batch, heads, length, head_dim]
         q, k, v = (
-            self._heads(project(x))
+            project(x).view(*x.shape[:-1], -1, self.head_dim).transpose(1, 2)
             for project, x in ((self.q_proj, query), (self.k_proj, key), (self.v_proj, value))
         )
         if is_causal and attn_mask is None:
             raise RuntimeError("is_causal is a hint about attn_mask, which is missing")
         hint = is_causal and key_padding_mask is None and not need_weights
         mask = None if hint else _merge_masks(attn_mask, key_padding_mask, q)
-        attended, weights = self._attend(q, k, v, mask, need_weights, hint)
+        dropout = self.dropout if self.training else 0.0
+        weights = None
+        if need_weights:
+            scores = (q * self.head_dim**-0.5) @ k.transpose(-1, -2)
+            weights = (scores if mask is None else scores + mask).softmax(-1)
+            weights = F.dropout(weights, dropout, self.training)
+            attended = weights @ v
+        else:  # the fused kernel never has the weights in memory
+            attended = F.scaled_dot_product_attention(q, k, v, mask, dropout, hint)
         output = self.out_proj(attended.transpose(1, 2).flatten(2))
         if weights is not None and average_attn_weights:
             weights = weights.mean(1)
@@ -87,36 +96,9 @@ class SplitMultiheadAttention(nn.Module):
             return output.squeeze(0), None if weights is None else weights.squeeze(0)
         return output if self.batch_first else output.transpose(0, 1), weights
 
-    def _heads(self, x_NTC: torch.Tensor) -> torch.Tensor:
-        return x_NTC.view(*x_NTC.shape[:-1], -1, self.head_dim).transpose(1, 2)
-
-    def _attend(
-        self,
-        q_NHTD: torch.Tensor,
-        k_NHSD: torch.Tensor,
-        v_NHSD: torch.Tensor,
-        mask: torch.Tensor | None,
-        need_weights: bool,
-        is_causal: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        dropout = self.dropout if self.training else 0.0
-        if not need_weights:
-            attended = F.scaled_dot_product_attention(
-                q_NHTD, k_NHSD, v_NHSD, mask, dropout, is_causal
-            )
-            return attended, None
-        scores = (q_NHTD * self.head_dim**-0.5) @ k_NHSD.transpose(-1, -2)
-        weights = (scores if mask is None else scores + mask).softmax(-1)
-        weights = F.dropout(weights, dropout, self.training)
-        return weights @ v_NHSD, weights
-
 
 def split_attention_(module: nn.Module, names: Iterable[str]) -> None:
-    """Replace torch's attention by one with prunable heads, wherever it occurs, in place.
-
-    Raises:
-        TypeError: a name is not that of an ``nn.MultiheadAttention`` inside the module.
-    """
+    """Replace torch's attention, wherever it occurs, in place; raise TypeError for others."""
     for name in names:
         old = module.get_submodule(name)
         if old is module or not isinstance(old, nn.MultiheadAttention):
@@ -141,20 +123,6 @@ def is_splittable(layer: nn.Module) -> bool:
         and not layer._forward_hooks
         and not layer._forward_pre_hooks
     )
-
-
-def _projections(
-    old: nn.MultiheadAttention,
-) -> Iterable[tuple[str, Any, Any]]:
-    """Return the name, weight and bias of each input projection, unpacked."""
-    names = ("q_proj", "k_proj", "v_proj")
-    packed: torch.Tensor | None = old.in_proj_weight
-    weights = [getattr(old, f"{n}_weight") for n in names]
-    if packed is not None:
-        weights = _parts(packed)
-    bias: torch.Tensor | None = old.in_proj_bias
-    biases = [None] * len(names) if bias is None else _parts(bias)
-    return zip(names, weights, biases, strict=True)
 
 
 def _parts(packed: torch.Tensor) -> list[Any]:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING
 
 from compress.common.errors import StageFailed
 from compress.data.batch import Batch
 from compress.graph.flops import count_macs
-from compress.pruning.importance.layer_calls import LayerCall, observe_layer_calls
+from compress.pruning.importance.layer_calls import record_layer_calls
+from compress.pruning.verification.masked_equivalence import sliced_copy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     import torch
     from torch import nn
@@ -42,19 +44,14 @@ class CostEstimate:
     """Weight → cost of each of its entries."""
     rest: float
 
-    def without(self, removed: Iterable[int]) -> float:
-        """Estimate the cost after some channels are removed."""
-        kept = self.graph.kept(removed)
+    def without(self, removed: Iterable[Iterable[int]]) -> float:
+        """Estimate the cost after some channels of each group are removed."""
+        kept = self.graph.kept(chain.from_iterable(removed))
         total = self.rest
         for name, shape in self.shapes.items():
             axes = {axis: len(indices) for axis, indices in kept.get(name, {}).items()}
             total += self.per_entry[name] * prod(axes.get(i, n) for i, n in enumerate(shape))
         return total
-
-
-def parameters_of(module: nn.Module) -> int:
-    """Count a module's weights, tied ones once."""
-    return sum(p.numel() for p in module.parameters())
 
 
 def parameter_estimate(module: nn.Module, graph: AxisGraph) -> CostEstimate:
@@ -68,54 +65,73 @@ def mac_estimate(
 ) -> CostEstimate:
     """Build the estimate of a module's multiply-accumulates; products of attention are constant."""
     positions: dict[str, float] = {}
-
-    def count_positions(call: LayerCall) -> None:
-        axis = call.channel_axis
-        count = call.output.numel() / call.output.shape[axis] / len(inputs[0])
+    calls, _ = record_layer_calls(copy.deepcopy(module), Batch(tuple(inputs), None), "cpu")
+    for call in calls:
+        count = call.output.numel() / call.output.shape[call.channel_axis] / len(inputs[0])
         positions[call.weight] = positions.get(call.weight, 0.0) + count
-
-    batch = Batch(tuple(inputs), None)
-    observe_layer_calls(copy.deepcopy(module), [batch], count_positions, "cpu")
     shapes = {name: tuple(p.shape) for name, p in module.named_parameters() if name in positions}
     known = sum(positions[name] * prod(shape) for name, shape in shapes.items())
     rest = max(0.0, count_macs(module, inputs) - known)
     return CostEstimate(graph, shapes, positions, rest)
 
 
-def plan_for_cost(
+def plan_for_target(
     ranking: Ranking,
     limits: Limits,
     goal: float,
-    estimate: CostEstimate,
-    measure: Callable[[SlicePlan], float],
+    measure: Callable[[nn.Module], float],
+    build_estimate: Callable[[nn.Module, AxisGraph], CostEstimate] | None = None,
     on_unverified: OnUnverified = "pin",
 ) -> SlicePlan:
-    """Return a verified plan that costs at most ``goal``, and as near to it as rounding allows.
+    """Return the verified plan whose measured cost is nearest to ``goal`` and not above it.
 
-    An estimate guides the search and is corrected by the measured cost of the plans it leads to.
-
-    Args:
-        ranking: the groups.
-        limits: constraints on the channels kept.
-        goal: the cost not to be exceeded.
-        estimate: estimates the cost without some channels.
-        measure: measures the cost of a verified plan.
-        on_unverified: whether a group that cannot be verified is an error.
+    Counts of channels are searched by an estimate of the cost; without one, as for latency, among a
+    few ratios.
 
     Raises:
-        StageFailed: the largest slices still cost more.
+        StageFailed: no plan reaches the goal, or a group cannot be verified and ``on_unverified``
+            is ``"error"``.
     """
-    plan_of_cost: dict[float, SlicePlan] = {}
+    if build_estimate is not None:
+        estimate = build_estimate(ranking.module, ranking.graph)
+        plans = _plans_by_estimate(ranking, limits, goal, measure, estimate, on_unverified)
+    else:
+        plans = _plans_by_bisection(ranking, limits, goal, measure, on_unverified)
+    plan_of_cost = dict(plans)
+    reached = [cost for cost in plan_of_cost if cost <= goal]
+    if not reached:
+        smallest = "no slice is verified"
+        if plan_of_cost:
+            smallest = f"the smallest that was found is {min(plan_of_cost):.4g}"
+        raise StageFailed(
+            f"the target of {goal:.4g} cannot be reached: {smallest}; ask for more to remain, or "
+            "lower round_to, min_channels or what is excluded"
+        )
+    return plan_of_cost[max(reached)]
+
+
+def _plans_by_estimate(
+    ranking: Ranking,
+    limits: Limits,
+    goal: float,
+    measure: Callable[[nn.Module], float],
+    estimate: CostEstimate,
+    on_unverified: OnUnverified,
+) -> Iterator[tuple[float, SlicePlan]]:
+    """Yield measured plans for the largest counts whose estimated cost is not above the goal."""
     errors: dict[tuple[int, ...], float] = {}
     """Channels kept → measured cost minus estimate."""
-
-    def estimated(keep: Sequence[int]) -> float:
-        return estimate.without(channel for own in ranking.removed(keep) for channel in own)
-
     for _ in range(ATTEMPTS):
-        keep = _next_counts(ranking, limits, goal, estimated, list(errors.values()), set(errors))
+        # The estimate is corrected by its last error; if that leads to counts that were tried, by
+        # its largest.
+        known = list(errors.values())
+        candidates = (
+            _largest_counts(ranking, limits, goal, estimate, correction)
+            for correction in ((known[-1], max(known)) if known else (0.0,))
+        )
+        keep = next((counts for counts in candidates if counts not in errors), None)
         if keep is None:
-            break
+            return
         plan = ranking.verify(keep, on_unverified)
         verified = {one.group for one in plan.groups}
         unverified = {
@@ -124,108 +140,57 @@ def plan_for_cost(
             if count < len(one.scores) and one.group not in verified
         }
         if unverified:
+            # Counts are by group, so the errors of those tried so far are of no use.
             ranking, errors = ranking.without(unverified, plan.pinned), {}
             continue
-        cost = measure(plan)
-        plan_of_cost[cost] = plan
-        errors[keep] = cost - estimated(keep)
-    return _nearest(plan_of_cost, goal)
+        cost = measure(sliced_copy(ranking.module, plan.kept, plan.attributes))
+        errors[keep] = cost - estimate.without(ranking.removed(keep))
+        yield cost, plan
 
 
-def plan_for_latency(
+def _plans_by_bisection(
     ranking: Ranking,
     limits: Limits,
     goal: float,
-    measure: Callable[[SlicePlan], float],
-    on_unverified: OnUnverified = "pin",
-) -> SlicePlan:
-    """Return a verified plan that was measured to take at most ``goal``, among a few candidates.
-
-    Whole models are measured: the sum of its layers' times is a poor estimate of a model's.
-
-    Args:
-        ranking: the groups.
-        limits: constraints on the channels kept.
-        goal: the share of the unpruned model's latency.
-        measure: measures a verified plan's latency over the unpruned model's.
-        on_unverified: whether a group that cannot be verified is an error.
-
-    Raises:
-        StageFailed: none of the candidates is fast enough.
-    """
-    latency_of: dict[tuple[int, ...], float] = {}
-    plan_of_latency: dict[float, SlicePlan] = {}
+    measure: Callable[[nn.Module], float],
+    on_unverified: OnUnverified,
+) -> Iterator[tuple[float, SlicePlan]]:
+    """Yield measured plans of ratios from the goal's to the largest."""
+    # Whole models are measured, because the sum of its layers' times is a poor estimate of a
+    # model's latency. Rounding often leads to the same counts again.
+    cost_of: dict[tuple[int, ...], float] = {}
     low, high = 0.0, MAX_RATIO
     for attempt in range(ATTEMPTS):
         # Start near the goal; if that is too slow, bisect up to the largest ratio.
         ratio = min(1 - goal, MAX_RATIO) if attempt == 0 else (low + high) / 2
         keep = tuple(ranking.allocate(ratio, limits))
-        if keep not in latency_of:
+        if keep not in cost_of:
             plan = ranking.verify(keep, on_unverified)
-            latency_of[keep] = measure(plan)
-            plan_of_latency[latency_of[keep]] = plan
-        low, high = (low, ratio) if latency_of[keep] <= goal else (ratio, high)
-    return _nearest(plan_of_latency, goal)
-
-
-def _next_counts(
-    ranking: Ranking,
-    limits: Limits,
-    goal: float,
-    estimated: Callable[[Sequence[int]], float],
-    errors: Sequence[float],
-    tried: Collection[tuple[int, ...]],
-) -> tuple[int, ...] | None:
-    """Return the largest untried counts that should reach a goal, or None.
-
-    The estimate is corrected by its last error; if that leads to counts that were tried, by its
-    largest.
-    """
-    for correction in (errors[-1], max(errors)) if errors else (0.0,):
-        keep = tuple(_largest_counts(ranking, limits, goal, estimated, correction))
-        if keep not in tried:
-            return keep
-    return None
+            cost_of[keep] = measure(sliced_copy(ranking.module, plan.kept, plan.attributes))
+            yield cost_of[keep], plan
+        low, high = (low, ratio) if cost_of[keep] <= goal else (ratio, high)
 
 
 def _largest_counts(
-    ranking: Ranking,
-    limits: Limits,
-    goal: float,
-    estimated: Callable[[Sequence[int]], float],
-    correction: float,
-) -> list[int]:
-    """Return the counts with the largest cost not above a goal, or the smallest there are.
-
-    Groups are rounded in steps, and often all at the same ratio. So channels that smaller ratios
-    would keep are given back, group by group, as far as they fit.
-    """
+    ranking: Ranking, limits: Limits, goal: float, estimate: CostEstimate, correction: float
+) -> tuple[int, ...]:
+    """Return the counts with the largest cost not above a goal, or the smallest there are."""
     low, high = 0.0, MAX_RATIO
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
-        if correction + estimated(ranking.allocate(middle, limits)) <= goal:
+        removed = ranking.removed(ranking.allocate(middle, limits))
+        if correction + estimate.without(removed) <= goal:
             high = middle
         else:
             low = middle
     keep = ranking.allocate(high, limits)
+    # Groups are rounded in steps, and often all at the same ratio. So channels that smaller ratios
+    # would keep are given back, group by group, as far as they fit.
     for step in range(FILLS):
         for i, count in enumerate(ranking.allocate(low * (1 - step / FILLS), limits)):
             with_more = [*keep[:i], count, *keep[i + 1 :]]
-            if count > keep[i] and correction + estimated(with_more) <= goal:
+            if count <= keep[i]:
+                continue
+            if correction + estimate.without(ranking.removed(with_more)) <= goal:
                 keep = with_more
-    return keep
-
-
-def _nearest(plan_of_cost: dict[float, SlicePlan], goal: float) -> SlicePlan:
-    reached = [cost for cost in plan_of_cost if cost <= goal]
-    if not reached:
-        smallest = (
-            f"the smallest that was found is {min(plan_of_cost):.4g}"
-            if plan_of_cost
-            else "no slice is verified"
-        )
-        raise StageFailed(
-            f"the target of {goal:.4g} cannot be reached: {smallest}; ask for more to remain, or "
-            "lower round_to, min_channels or what is excluded"
-        )
-    return plan_of_cost[max(reached)]
+    return tuple(keep)

@@ -50,6 +50,7 @@ class Ranking:
 
     def removed(self, keep: Sequence[int]) -> list[tuple[int, ...]]:
         """Return the least important channels of each group, all but ``keep`` of them."""
+        # A stable sort, so that equal scores give the same channels everywhere.
         return [
             tuple(
                 one.group.channels[i]
@@ -104,20 +105,10 @@ def rank(
 ) -> Ranking:
     """Trace a module's channel groups and score their channels; the module is not changed.
 
-    Args:
-        module: a module in eval mode.
-        inputs: inputs that its forward takes.
-        importance: how channels are scored.
-        others: inputs of other sizes, on which slices are verified too.
-        real: a batch of real samples, on which slices are verified first.
-        include: patterns of module names; if given, only channels of these modules are removed.
-        exclude: patterns of module names whose channels stay: those that a layer outputs, and those
-            that a normalisation or scale is applied to.
-        originals: slots of a group → its channels before the first of several pruning steps.
-        batches: calibration samples, for the criteria that use activations or gradients.
-        device: where samples are run.
-        seed: of random scores and probes.
-        loss: for the criteria that use gradients.
+    Slices will be verified on a batch of ``real`` samples, on seeded ``inputs``, and on ``others``
+    of other sizes. ``include`` and ``exclude`` are patterns of modules: only channels of these, or
+    none that they output, normalise or scale, are removed. ``originals`` gives a group's channels
+    before the first of several pruning steps, by its slots. See :func:`score_groups` for the rest.
 
     Raises:
         PipelineInvalid: a pattern matches no module.
@@ -169,14 +160,7 @@ def plan_slices(
 ) -> SlicePlan:
     """Plan verified slices that remove a fraction of each group; the module is not changed.
 
-    Args:
-        module: a module in eval mode.
-        inputs: inputs that its forward takes.
-        ratio: fraction of each group's channels to remove.
-        importance: how channels are scored, by weights alone.
-        round_to: channels kept are a multiple of this, or of a smaller one in narrow groups.
-        exclude: patterns of module names whose channels stay.
-        seed: seed of random importance.
+    ``importance`` is a criterion of weights alone; see :func:`rank` and :class:`Limits`.
 
     Raises:
         PipelineInvalid: a pattern matches no module.
@@ -195,13 +179,24 @@ def modules_matching(
         PipelineInvalid: a pattern matches none; the message names close matches.
     """
     names = [name for name, _ in module.named_modules() if name]
+    return names_matching(names, patterns, setting, "module")
+
+
+def names_matching(
+    names: Sequence[str], patterns: Sequence[str], setting: str, kind: str
+) -> dict[str, str]:
+    """Return the dotted names that patterns match, with all names below them → the pattern.
+
+    Raises:
+        PipelineInvalid: a pattern matches none; the message names close matches.
+    """
     pattern_of: dict[str, str] = {}
     for pattern in patterns:
         matched = [name for name in names if fnmatchcase(name, pattern)]
         if not matched:
             close = difflib.get_close_matches(pattern, names, n=3) or names[:3]
             raise PipelineInvalid(
-                f"{setting}: no module matches {pattern!r}; "
+                f"{setting}: no {kind} matches {pattern!r}; "
                 f"did you mean {', '.join(map(repr, close))}?"
             )
         for name in names:

@@ -46,18 +46,12 @@ class Limits:
 def allocate(
     ranked: Sequence[RankedGroup], ratio: float, limits: Limits, *, comparable: bool = False
 ) -> list[int]:
-    """Compute how many channels of each group stay.
+    """Compute how many channels of each group stay, for a fraction of all channels to remove.
 
     ``uniform`` removes the same fraction of each group. ``global`` compares the channels of all
     groups, and ``isomorphic`` those of groups of the same structure (Fang et al., "Isomorphic
-    Pruning for Vision Models", 2024); no group loses more than ``max_ratio``.
-
-    Args:
-        ranked: the groups.
-        ratio: fraction of all channels to remove.
-        limits: constraints on the counts.
-        comparable: whether scores of different groups can be compared; otherwise they are divided
-            by the mean of their group first.
+    Pruning for Vision Models", 2024); no group loses more than ``max_ratio``. Scores that are not
+    ``comparable`` between groups are divided by the mean of their group first.
     """
     if limits.scope == "uniform":
         return [_rounded((1 - ratio) * one.original, one, limits) for one in ranked]
@@ -98,6 +92,7 @@ def _rounded(wanted: float, one: RankedGroup, limits: Limits) -> int:
     unit = limits.round_to // gcd(limits.round_to, one.entries)
     while unit > 1 and one.original < 2 * unit:
         unit //= 2
+    # Not round(), which rounds a half to the even multiple.
     nearest = floor(wanted / unit + 0.5) * unit
     minimum = ceil(_minimum(one, limits) / unit) * unit
     return min(len(one.scores), max(unit, minimum, nearest))

@@ -89,6 +89,7 @@ class AxisGraph:
         return kept
 
 
+# eq=False, because tensors compare element by element.
 @dataclass(frozen=True, eq=False)
 class Change:
     """An attribute that counts channels, such as a number of heads, and so changes with a slice."""
@@ -163,11 +164,7 @@ def build_axis_graph(
 ) -> AxisGraph:
     """Derive channel groups from the labels that the operators' rules assigned and equated.
 
-    Args:
-        book: the resolved labels of the whole graph.
-        labels_to_class: the class of each label.
-        reasons: class → why it is pinned; some more are found here.
-        names: tensor → all names it is registered under.
+    ``reasons`` gives why classes are pinned; some more are found here.
     """
     reasons = dict(reasons)
     classes: dict[Slot, torch.Tensor] = {}

@@ -21,7 +21,7 @@ from compress.common.errors import StageFailed, first_line
 from compress.pruning.dependency.channel_groups import AxisGraph, build_axis_graph
 from compress.pruning.dependency.rules import elementwise
 from compress.pruning.dependency.rules.channel_labels import WILD, LabelBook, Labels, Weight
-from compress.pruning.dependency.rules.op_call import Call, Result, pin_all
+from compress.pruning.dependency.rules.op_call import Call, pin_all
 from compress.pruning.dependency.rules.registry import RULES, rule_key
 
 if TYPE_CHECKING:
@@ -39,7 +39,14 @@ def trace(module: nn.Module, inputs: Sequence[torch.Tensor]) -> AxisGraph:
     Raises:
         StageFailed: torch.export cannot trace the module.
     """
-    names = _registered_names(module)
+    # Tied weights have one name in each of their modules. A module that is itself registered under
+    # two names counts once, because slicing changes the module, not its registration.
+    names: dict[int, tuple[str, ...]] = {}
+    for prefix, owner in module.named_modules():
+        for short, tensor in (*owner._parameters.items(), *owner._buffers.items()):
+            if tensor is not None:
+                own = names.get(id(tensor), ())
+                names[id(tensor)] = (*own, f"{prefix}.{short}".lstrip("."))
     book = _propagate_labels(export_graph(module, inputs), module, names)
     labels_to_class, reasons = book.resolve()
     first_to_all = {own[0]: own for own in names.values()}
@@ -61,6 +68,7 @@ def export_graph(module: nn.Module, inputs: Sequence[torch.Tensor]) -> ExportedP
             output_type = type(module(*inputs))
             if is_dataclass(output_type) and output_type not in pytree.SUPPORTED_NODES:
                 torch.export.register_dataclass(output_type)
+            # Not strict: Python runs the module, so that more models can be traced than by Dynamo.
             return torch.export.export(module, tuple(inputs), strict=False)
         except Exception as error:
             raise StageFailed(
@@ -69,35 +77,12 @@ def export_graph(module: nn.Module, inputs: Sequence[torch.Tensor]) -> ExportedP
             ) from error
 
 
-def _registered_names(module: nn.Module) -> dict[int, tuple[str, ...]]:
-    """Return the id of each tensor → its name in each module that registers it.
-
-    Tied weights have one name in each of their modules. A module that is itself registered under
-    two names counts once, because slicing changes the module, not its registration.
-    """
-    names: dict[int, list[str]] = {}
-    for prefix, owner in module.named_modules():
-        for short, tensor in (*owner._parameters.items(), *owner._buffers.items()):
-            if tensor is not None:
-                names.setdefault(id(tensor), []).append(f"{prefix}.{short}".lstrip("."))
-    return {key: tuple(own) for key, own in names.items()}
-
-
 def _propagate_labels(
     program: ExportedProgram, module: nn.Module, names: dict[int, tuple[str, ...]]
 ) -> LabelBook:
     """Run the exported graph on labels, operator by operator, and return all that was stated."""
     book = LabelBook()
-    every_name = (
-        *module.named_parameters(remove_duplicate=False),
-        *module.named_buffers(remove_duplicate=False),
-    )
-    first_names = {name: names[id(tensor)][0] for name, tensor in every_name}
-    signature = program.graph_signature
-    weights = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
-    features = set(signature.user_inputs)
-    constants = _constants(program)
-    values: dict[fx.Node, Any] = {}
+    values = _placeholder_values(program, module, names, book)
     # Nodes that the outputs depend on; attention weights, for one, are often computed and dropped.
     live: set[fx.Node] = set()
     for node in reversed(program.graph.nodes):
@@ -105,28 +90,28 @@ def _propagate_labels(
             live.add(node)
     users = {node: len(node.users) for node in program.graph.nodes}
     for node in program.graph.nodes:
-        if node.op == "placeholder":
-            name = weights.get(node.name)
-            name = None if name is None else first_names.get(name, name)
-            value = _placeholder(node, name, node.name in features, book)
-            if node.name in constants:
-                constant = constants[node.name]
-                if not isinstance(value, Weight):
-                    value = Weight(node.name, constant.shape, tuple(range(constant.dim())), True)
-                value = replace(value, value=constant)
-            values[node] = value
-        elif node.op == "output":
+        if node.op == "output":
             for result in node.all_input_nodes:
                 if isinstance(values[result], TENSORS):
                     book.pin(values[result], "it is an output of the model")
         elif node.target is operator.getitem:
             values[node] = values[node.args[0]][node.args[1]]
         elif node.op == "call_function":
+            call = _call(node, values)
             book.is_dead_code = node not in live
-            values[node] = _execute(_call(node, values), book)
+            if not call.shapes:
+                values[node] = None
+            elif call.operator in RULES:
+                values[node] = RULES[call.operator](call, book)
+            elif torch.Tag.pointwise in getattr(call.target, "tags", ()):
+                values[node] = elementwise.pointwise(call, book)
+            else:
+                # Pinned: less is pruned, but never wrongly.
+                values[node] = pin_all(call, book, f"operator {call.operator!r} is not known")
             book.is_dead_code = False
-        else:
+        elif node.op != "placeholder":
             values[node] = None  # a subgraph, whose caller has no rule
+        # Labels are as large as activations: free them after their last use.
         for used in node.all_input_nodes:
             users[used] -= 1
             if not users[used]:
@@ -134,33 +119,44 @@ def _propagate_labels(
     return book
 
 
-def _placeholder(
-    node: fx.Node, weight: str | None, is_user_input: bool, book: LabelBook
-) -> Labels | Weight | None:
-    value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor):
-        return None
-    if weight is not None:
-        # A vector of flags or integers may have one entry per channel; a table has no channels.
-        is_vector = sum(size > 1 for size in value.shape) == 1
-        is_constant = value.numel() == 1 or not (value.is_floating_point() or is_vector)
-        return Weight(weight, tuple(value.shape), tuple(range(value.dim())), is_constant)
-    is_features = is_user_input and value.is_floating_point()
-    label = book.pinned_label("it is an input of the model") if is_features else WILD
-    return torch.tensor(label).expand(value.shape)
-
-
-def _constants(program: ExportedProgram) -> dict[str, torch.Tensor]:
-    """Return the indices and masks that do not depend on the input, by placeholder."""
+def _placeholder_values(
+    program: ExportedProgram,
+    module: nn.Module,
+    names: dict[int, tuple[str, ...]],
+    book: LabelBook,
+) -> dict[fx.Node, Any]:
+    """Return a ``Weight`` or labels for each input of the graph, None for those without shape."""
+    every_name = (
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    )
+    first_names = {name: names[id(tensor)][0] for name, tensor in every_name}
     signature = program.graph_signature
+    weights = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
     stored = {**program.state_dict, **program.constants}
-    names = {**signature.inputs_to_buffers, **signature.inputs_to_lifted_tensor_constants}
-    values = ((placeholder, stored.get(name)) for placeholder, name in names.items())
-    return {
-        placeholder: value
-        for placeholder, value in values
-        if isinstance(value, torch.Tensor) and not value.is_floating_point()
-    }
+    constants = {**signature.inputs_to_buffers, **signature.inputs_to_lifted_tensor_constants}
+    values: dict[fx.Node, Any] = {}
+    for node in program.graph.find_nodes(op="placeholder"):
+        fake, name = node.meta.get("val"), weights.get(node.name)
+        value: Weight | Labels | None = None
+        if isinstance(fake, torch.Tensor) and name is not None:
+            # A vector of flags or integers may have one entry per channel; a table has no channels.
+            is_vector = sum(size > 1 for size in fake.shape) == 1
+            is_constant = fake.numel() == 1 or not (fake.is_floating_point() or is_vector)
+            axes = tuple(range(fake.dim()))
+            value = Weight(first_names.get(name, name), tuple(fake.shape), axes, is_constant)
+        elif isinstance(fake, torch.Tensor):
+            is_features = node.name in signature.user_inputs and fake.is_floating_point()
+            label = book.pinned_label("it is an input of the model") if is_features else WILD
+            value = torch.tensor(label).expand(fake.shape)
+        # Indices and masks that do not depend on the input keep their numbers.
+        constant = stored.get(constants.get(node.name, ""))
+        if isinstance(constant, torch.Tensor) and not constant.is_floating_point():
+            if not isinstance(value, Weight):
+                value = Weight(node.name, constant.shape, tuple(range(constant.dim())), True)
+            value = replace(value, value=constant)
+        values[node] = value
+    return values
 
 
 def _call(node: fx.Node, values: dict[fx.Node, Any]) -> Call:
@@ -187,15 +183,3 @@ def _call(node: fx.Node, values: dict[fx.Node, Any]) -> Call:
         gives_list=isinstance(value, list | tuple),
         module=str(stack[-1]).partition("@")[0] if stack else "",  # name@1 is its second call
     )
-
-
-def _execute(call: Call, book: LabelBook) -> Result | Weight | None:
-    """Apply an operator's rule; unknown elementwise operators join, all others pin."""
-    if not call.shapes:
-        return None
-    rule = RULES.get(call.operator)
-    if rule is not None:
-        return rule(call, book)
-    if torch.Tag.pointwise in getattr(call.target, "tags", ()):
-        return elementwise.pointwise(call, book)
-    return pin_all(call, book, f"operator {call.operator!r} is not known")

@@ -55,19 +55,12 @@ def possible_changes(
 ) -> Iterator[tuple[Change, ...]]:
     """Yield sets of changes that a slice may require, the smallest first, for verification.
 
-    An attribute is a candidate if the forward reads it, its value is a size that the slice changes
-    (a number of channels or heads, an axis's length, the sizes of an axis's parts) and it belongs
-    to a module that outputs the group's channels or to one around it; the nearest are tried first.
-    The smallest set that passes verification is taken: numbers that happen to be equal, like a
-    number of positions, are not changed without need.
-
-    Args:
-        module: the module before slicing.
-        group: the channels.
-        graph: the module's axis graph, for the number of entries of each channel.
-        removed: the channels to remove.
-        is_read: whether the forward reads an attribute, given its dotted name.
+    An attribute is a candidate if the forward reads it (``is_read`` of its dotted name), its value
+    is a size that the slice changes (a number of channels or heads, an axis's length, the sizes of
+    an axis's parts) and it belongs to a module that outputs the group's channels or to one around.
     """
+    # The smallest sets and the nearest modules first: numbers that happen to be equal, like a
+    # number of positions, are not changed without need.
     yield ()
     sizes = _sizes(group, graph, removed)
     weightless = (name for name, classes in graph.weightless.items() if _meets(classes, group))
@@ -128,30 +121,24 @@ def _candidates(
         # keep_indices_ updates torch's own layers, whose attributes it knows.
         if type(modules[owner]).__module__.startswith("torch.nn."):
             continue
-        for name, value in _attributes(modules[owner], is_deep):
+        attributes: dict[str, Any] = {}
+        for name, value in vars(modules[owner]).items():
+            if not name.startswith("_"):
+                attributes[name] = value
+                if is_deep and is_configuration(value):
+                    attributes |= {f"{name}.{inner}": own for inner, own in vars(value).items()}
+        for name, value in attributes.items():
             dotted = f"{owner}.{name}".lstrip(".")
+            # `type(…) is int`, because a bool is an int, too.
             if type(value) is int and value in sizes:
                 yield Change(dotted, *sizes[value])
-            elif _is_split(value) and sum(value) in sizes:
+            elif (
+                isinstance(value, tuple | list)
+                and len(value) > 1
+                and all(type(part) is int and part > 0 for part in value)
+                and sum(value) in sizes
+            ):
                 yield Change(dotted, sizes[sum(value)][0], tuple(value))
-
-
-def _attributes(module: nn.Module, is_deep: bool) -> Iterator[tuple[str, Any]]:
-    """Yield a module's own attributes and, if deep, those of configuration objects it holds."""
-    for name, value in vars(module).items():
-        if name.startswith("_"):
-            continue
-        yield name, value
-        if is_deep and is_configuration(value):
-            yield from ((f"{name}.{inner}", found) for inner, found in vars(value).items())
-
-
-def _is_split(value: object) -> bool:
-    return (
-        isinstance(value, tuple | list)
-        and len(value) > 1
-        and all(type(part) is int and part > 0 for part in value)
-    )
 
 
 def _meets(classes: torch.Tensor, group: ChannelGroup) -> bool:
@@ -198,6 +185,7 @@ class AttributeReads:
         if id(owner) not in self._recorded:
             with suppress(TypeError):  # the class is final, or its layout does not allow it
                 recording = type(original.__name__, (original,), {"__getattribute__": look_up})
+                # object's own: modules and frozen configurations have another.
                 object.__setattr__(owner, "__class__", recording)
                 self._recorded[id(owner)] = owner, original
 

@@ -61,7 +61,23 @@ def reasons_to_stay(
     module: nn.Module, inputs: Sequence[torch.Tensor], blocks: Iterable[Block]
 ) -> dict[str, str]:
     """Return blocks that cannot be skipped → why: input and output have different shapes."""
-    shapes = _shapes_of_calls(module, inputs, blocks)
+    shapes: dict[str, list[Shapes]] = {}
+    handles = []
+
+    def add_hook(name: str, block: nn.Module) -> None:
+        def record(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            shapes[name].append((_first_shape((args, kwargs)), _first_shape(output)))
+
+        shapes[name] = []
+        handles.append(block.register_forward_hook(record, with_kwargs=True))
+
+    for block in blocks:
+        add_hook(block.name, module.get_submodule(block.name))
+    try:
+        run_in_eval(module, inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
     reasons = {}
     for name, calls in shapes.items():
         mismatch = next((call for call in calls if call[0] != call[1] or None in call), None)
@@ -90,22 +106,15 @@ def search(
     refused: Mapping[str, str],
     progress: Progress,
 ) -> Removal:
-    """Remove blocks one after the other, each time the one with the least output error.
+    """Remove ``count`` blocks one after the other, each time the one with the least output error.
 
-    Greedy, because errors depend on the blocks already removed: the best pair is seldom made of the
-    two blocks with the least errors alone.
-
-    Args:
-        module: the module; it is not changed.
-        blocks: blocks that may be removed.
-        count: how many to remove.
-        meter: measures the output error.
-        refused: blocks that stay → why; more may be found.
-        progress: called for each trial.
+    ``refused`` gives the blocks that stay and why; more may be found. The module is not changed.
 
     Raises:
         StageFailed: fewer can be removed.
     """
+    # Greedy, because errors depend on the blocks already removed: the best pair is seldom made of
+    # the two blocks with the least errors alone.
     refused = dict(refused)
     alone: dict[Block, OutputError] = {}
     steps: list[tuple[Block, OutputError]] = []
@@ -123,6 +132,7 @@ def search(
             else:
                 errors[block] = error
         alone = alone or errors
+        # The check of training is slow and seldom fails, so it is made of the best block first.
         for block in sorted(errors, key=lambda block: errors[block].order):
             reason = _untrainable(module, [*gone, block], meter)
             if reason is None:
@@ -187,30 +197,6 @@ def _untrainable(
             f"the model without it fails in training: {type(error).__name__}: {first_line(error)}"
         )
     return None if found == expected else "the outputs of the model without it differ in training"
-
-
-def _shapes_of_calls(
-    module: nn.Module, inputs: Sequence[torch.Tensor], blocks: Iterable[Block]
-) -> dict[str, list[Shapes]]:
-    """Return the input and output shapes of each block in each of its calls."""
-    shapes: dict[str, list[Shapes]] = {}
-    handles = []
-
-    def add_hook(name: str, block: nn.Module) -> None:
-        def record(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            shapes[name].append((_first_shape((args, kwargs)), _first_shape(output)))
-
-        shapes[name] = []
-        handles.append(block.register_forward_hook(record, with_kwargs=True))
-
-    for block in blocks:
-        add_hook(block.name, module.get_submodule(block.name))
-    try:
-        run_in_eval(module, inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return shapes
 
 
 def _first_shape(value: Any) -> tuple[int, ...] | None:

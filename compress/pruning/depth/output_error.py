@@ -56,14 +56,10 @@ class OutputErrorMeter:
         judged_by: JudgedBy | None = None,
         samples: int = 512,
     ) -> None:
-        """Run the unchanged module, which is moved to the context's device.
+        """Run the unchanged module in eval mode; it is moved to the context's device.
 
-        Args:
-            module: the unchanged module, in eval mode.
-            signature: its interface.
-            context: data, metric, device and threads.
-            judged_by: `metric` or `outputs`; by default the metric if `val` has targets.
-            samples: samples of `val` at most; without data a few seeded ones are used.
+        Errors are judged by the metric if `val` has targets, unless ``judged_by`` says otherwise,
+        on at most ``samples`` samples of `val`; without data on a few seeded ones.
 
         Raises:
             StageFailed: the metric is asked for and cannot be measured.

@@ -68,6 +68,7 @@ def optimal_brain_surgeon(consumers: Sequence[Consumer]) -> torch.Tensor:
         rises = torch.stack([state.rises(alive) for state in states]).sum(0)
         order = rises.argsort(stable=True)[:per_round]
         removed = alive[order]
+        # Scores follow the order of removal, though a rise may be smaller than one before.
         scores[removed] = rises[order].clamp_min(floor)
         floor = float(scores[removed].max())
         alive = alive[~torch.isin(alive, removed)]
@@ -89,6 +90,7 @@ class _PrunedConsumer:
     @classmethod
     def from_consumer(cls, consumer: Consumer) -> _PrunedConsumer:
         gram_gii, weight_gio = consumer.gram_gii, consumer.weight_gio
+        # 1e-30: the inputs may all be zero.
         damping = RIDGE * gram_gii.diagonal(dim1=1, dim2=2).mean().clamp_min(1e-30)
         identity = torch.eye(gram_gii.shape[1], dtype=gram_gii.dtype)
         inverse_gii = torch.linalg.inv(gram_gii + damping * identity)
@@ -140,7 +142,7 @@ def consumers(
 
     module.to(device)
     observe_layer_calls(module, batches, add_to_moments, device)
-    module.cpu()
+    module.cpu()  # where it is sliced and verified
     weights = dict(module.named_parameters())
     return [
         [

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from compress.common.errors import StageFailed, first_line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import nn
 
@@ -77,13 +77,10 @@ class LayerCall:
     def parts(
         self, answers: torch.Tensor | None = None
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield unfolded inputs (im2col) and outputs as stacked matrices, a few samples at a time.
+        """Yield unfolded inputs (im2col) and ``answers``, by default ``output``, as matrices.
 
         The product of the columns with the flattened weight gives the answers. Both have shape
-        `(groups, positions, columns or channels)` and are float64.
-
-        Args:
-            answers: a tensor like ``output``, with any number of channels; by default ``output``.
+        `(groups, positions, columns or channels)`, are float64, and are of a few samples each.
         """
         answers = self.output if answers is None else answers
         if not self.kernel:
@@ -92,14 +89,17 @@ class LayerCall:
             for i in range(0, columns.shape[1], step):
                 yield columns[:, i : i + step].double(), rows[:, i : i + step].double()
             return
-        inputs, answers = (self._with_batch(x) for x in (self.input, answers))
+        spatial = len(self.kernel)
+        # Convolutions accept a single sample without a batch axis.
+        inputs, answers = (x if x.dim() == spatial + 2 else x[None] for x in (self.input, answers))
         size = prod(answers.shape[2:]) * inputs.shape[1] * prod(self.kernel)
         step = max(1, MAX_PART // size)
         for i in range(0, len(inputs), step):
-            yield self._unfolded(inputs[i : i + step]), self._grouped(answers[i : i + step])
-
-    def _with_batch(self, x: torch.Tensor) -> torch.Tensor:
-        return x if x.dim() == len(self.kernel) + 2 else x[None]
+            rows = answers[i : i + step].double()
+            # [samples, channels, *positions] -> [groups, samples·positions, channels]
+            rows = rows.reshape(len(rows), self.groups, -1, *rows.shape[2:]).movedim(2, -1)
+            rows = rows.movedim(1, 0).reshape(self.groups, -1, rows.shape[-1])
+            yield self._unfolded(inputs[i : i + step]), rows
 
     def _unfolded(self, x: torch.Tensor) -> torch.Tensor:
         x = F.pad(x.double(), tuple(chain.from_iterable(reversed(self.padding))))
@@ -111,11 +111,6 @@ class LayerCall:
         x = x.reshape(len(x), self.groups, -1, *x.shape[2:]).movedim(1, 0)
         x = x.movedim(2, 2 + spatial)
         return x.reshape(self.groups, prod(x.shape[1 : 2 + spatial]), -1)
-
-    def _grouped(self, answers: torch.Tensor) -> torch.Tensor:
-        answers = answers.double().reshape(len(answers), self.groups, -1, *answers.shape[2:])
-        answers = answers.movedim(2, -1)
-        return answers.movedim(1, 0).reshape(self.groups, -1, answers.shape[-1])
 
 
 class StopForward(Exception):
@@ -139,7 +134,9 @@ class LayerCallMode(TorchFunctionMode):
         """Run a function, and pass it to the callback if it is a layer."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        given, read_axis = _arguments(func, args, kwargs)
+        names, read_axis = _SIGNATURES.get(func, ((), 0))
+        # torch.addmm names its bias "input", so a call with keywords is not recognised.
+        given = {**dict(zip(names, args, strict=False)), **kwargs} if names else {}
         name = self._name(given.get("weight"))
         own: tuple[Any, ...] = ()
         if name and given["weight"].dim() > 1 and isinstance(result, torch.Tensor):
@@ -147,6 +144,7 @@ class LayerCallMode(TorchFunctionMode):
             bias = self._name(given.get("bias"))
             self._on_call(_layer_call(name, bias, given, read_axis, result))
         if isinstance(result, torch.Tensor):
+            # `is`, because tensors compare element by element.
             others = (x for x in pytree.tree_leaves((args, kwargs)) if id(x) in self._names)
             self.used_elsewhere |= {
                 self._names[id(x)] for x in others if not any(x is parameter for parameter in own)
@@ -162,13 +160,8 @@ def observe_layer_calls(
 ) -> set[str]:
     """Run a module over batches and pass every layer call to a callback, without gradients.
 
-    Returns the parameters that functions other than a layer's used, too.
-
-    Args:
-        module: a module in eval mode, on the device.
-        batches: its inputs.
-        on_call: gets each call; it may end a batch by raising :class:`StopForward`.
-        device: where batches are moved to.
+    Returns the parameters that functions other than a layer's used, too. The module is in eval mode
+    on the device; the callback may end a batch by raising :class:`StopForward`.
 
     Raises:
         StageFailed: the module does not take the batches.
@@ -177,6 +170,21 @@ def observe_layer_calls(
     for batch in batches:
         run_batch(module, batch.to(device), mode)
     return mode.used_elsewhere
+
+
+def record_layer_calls(
+    module: nn.Module, batch: Batch, device: str
+) -> tuple[list[LayerCall], set[str]]:
+    """Return the layer calls of one batch on meta tensors, and the parameters used elsewhere, too.
+
+    Raises:
+        StageFailed: the module does not take the batch.
+    """
+    calls: list[LayerCall] = []
+    used_elsewhere = observe_layer_calls(
+        module, [batch], lambda call: calls.append(call.without_values()), device
+    )
+    return calls, used_elsewhere
 
 
 @torch.no_grad()
@@ -205,21 +213,17 @@ def samples_refused(batch: Batch, error: Exception) -> StageFailed:
     )
 
 
-def _arguments(
-    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[dict[str, Any], int]:
-    if func not in _SIGNATURES:
-        return {}, 0
-    names, read_axis = _SIGNATURES[func]
-    # torch.addmm names its bias "input", so a call with keywords is not recognised.
-    return {**dict(zip(names, args, strict=False)), **kwargs}, read_axis
-
-
 def _layer_call(
     name: str, bias: str | None, given: dict[str, Any], read_axis: int, output: torch.Tensor
 ) -> LayerCall:
     kernel = tuple(given["weight"].shape[2:])
     dilation = _each(given.get("dilation", 1), kernel)
+    zeros = given.get("padding", 0)
+    if zeros == "same":  # torch adds an odd zero behind
+        totals = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
+        padding = tuple((total // 2, total - total // 2) for total in totals)
+    else:
+        padding = tuple((n, n) for n in _each(0 if zeros == "valid" else zeros, kernel))
     return LayerCall(
         weight=name,
         bias=bias,
@@ -228,7 +232,7 @@ def _layer_call(
         output=output,
         kernel=kernel,
         stride=_each(given.get("stride", 1), kernel),
-        padding=_padding(given.get("padding", 0), kernel, dilation),
+        padding=padding,
         dilation=dilation,
         groups=given.get("groups", 1),
     )
@@ -237,12 +241,3 @@ def _layer_call(
 def _each(value: int | Sequence[int], kernel: tuple[int, ...]) -> tuple[int, ...]:
     values = (value,) if isinstance(value, int) else tuple(value)
     return values * len(kernel) if len(values) == 1 else values
-
-
-def _padding(
-    value: int | str | Sequence[int], kernel: tuple[int, ...], dilation: tuple[int, ...]
-) -> tuple[tuple[int, int], ...]:
-    if value == "same":
-        totals = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
-        return tuple((total // 2, total - total // 2) for total in totals)
-    return tuple((n, n) for n in _each(0 if isinstance(value, str) else value, kernel))

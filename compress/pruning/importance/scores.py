@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +12,7 @@ from compress.pruning.importance import activation_saliency, taylor, weight_norm
 from compress.pruning.importance.criteria import FROM_DATA, OF_GRADIENTS, Criterion
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import nn
 
@@ -64,26 +65,19 @@ def score_groups(
         reason = f"no product or convolution reads its channels, so {criterion} cannot rank them"
         consumers_of = activation_saliency.consumers(module, groups, graph, batches, device)
         return [by_consumers(own) if own else reason for own in consumers_of]
-    generator = torch.Generator().manual_seed(seed)
-    return [_by_weights(module, group, graph, criterion, generator) for group in groups]
-
-
-def _by_weights(
-    module: nn.Module,
-    group: ChannelGroup,
-    graph: AxisGraph,
-    criterion: Criterion,
-    generator: torch.Generator,
-) -> torch.Tensor | str:
-    parameters = dict(module.named_parameters(remove_duplicate=False))
     if criterion == "random":
-        return torch.rand(len(group.channels), generator=generator, dtype=torch.float64)
+        generator = torch.Generator().manual_seed(seed)
+        counts = [len(group.channels) for group in groups]
+        return [torch.rand(n, generator=generator, dtype=torch.float64) for n in counts]
     if criterion == "bn_scale":
-        scales = weight_norms.batch_norm_scale(group, graph, module)
-        no_scale = "no BatchNorm scales its channels, so bn_scale cannot rank them"
-        return no_scale if scales is None else scales
-    if criterion == "fpgm":
-        return weight_norms.geometric_median_distance(group, graph, parameters)
-    if criterion == "lamp":
-        return weight_norms.lamp(group, graph, parameters)
-    return weight_norms.norm(group, graph, parameters, 1 if criterion == "l1" else 2)
+        reason = "no BatchNorm scales its channels, so bn_scale cannot rank them"
+        scales = (weight_norms.batch_norm_scale(group, graph, module) for group in groups)
+        return [reason if own is None else own for own in scales]
+    by_weights: dict[str, Callable[..., torch.Tensor]] = {
+        "l1": partial(weight_norms.norm, power=1),
+        "l2": partial(weight_norms.norm, power=2),
+        "lamp": weight_norms.lamp,
+        "fpgm": weight_norms.geometric_median_distance,
+    }
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    return [by_weights[criterion](group, graph, parameters) for group in groups]

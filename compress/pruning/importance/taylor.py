@@ -56,6 +56,7 @@ def taylor(
     count = 0
     for part in parts(labelled_or_all(batches)):
         value = _loss(twin, part.to(device), on_targets, generator)
+        # materialize_grads: gates on which the loss does not depend get zeros.
         gradients = torch.autograd.grad(value, list(weights.values()), materialize_grads=True)
         products = {n: g * w for (n, w), g in zip(weights.items(), gradients, strict=True)}
         for group, total in zip(groups, totals, strict=True):
@@ -91,7 +92,16 @@ def hessian(
     count = 0
     for part in parts(labelled_or_all(batches)):
         signs = torch.randint(0, 2, (graph.class_count,), generator=generator) * 2.0 - 1
-        probe = _signed(weights, groups, graph, signs)
+        # Each entry times its channel's sign: one product with the Hessian probes all channels.
+        probe = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+        for group in groups:
+            members = torch.isin(torch.arange(len(signs)), torch.tensor(group.channels))
+            for name, axis in gates(group):
+                if name in weights:
+                    weight = weights[name].detach()
+                    own = (signs * members)[graph.classes[name, axis]].to(weight)
+                    shape = [-1 if i == axis else 1 for i in range(weight.dim())]
+                    probe[name] += weight * own.view(shape)
         # Fused attention has no second derivative.
         with sdpa_kernel(SDPBackend.MATH):
             value = _loss(twin, part.to(device), on_targets, None)
@@ -143,25 +153,6 @@ def _prepared(
     names = dict.fromkeys(tensor for group in groups for tensor, _ in gates(group))
     weights = {name: named[name].requires_grad_() for name in names if name in named}
     return twin, weights
-
-
-def _signed(
-    weights: dict[str, torch.Tensor],
-    groups: Sequence[ChannelGroup],
-    graph: AxisGraph,
-    signs: torch.Tensor,
-) -> dict[str, torch.Tensor]:
-    """Return weights times the sign of the channel that each entry belongs to; others are zero."""
-    probe = {name: torch.zeros_like(weight) for name, weight in weights.items()}
-    for group in groups:
-        for name, axis in gates(group):
-            if name in weights:
-                weight = weights[name].detach()
-                classes = graph.classes[name, axis]
-                own = signs * torch.isin(torch.arange(len(signs)), torch.tensor(group.channels))
-                shape = [-1 if i == axis else 1 for i in range(weight.dim())]
-                probe[name] += weight * own[classes].to(weight).view(shape)
-    return probe
 
 
 def _loss(

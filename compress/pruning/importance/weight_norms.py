@@ -24,13 +24,9 @@ def sums_by_channel(
     slots: Iterable[Slot],
     values: Mapping[str, torch.Tensor],
 ) -> torch.Tensor:
-    """Sum the values of each channel's entries.
+    """Sum the values of each channel's entries along some slots, given a value for each entry.
 
-    Args:
-        group: the channels.
-        graph: the axis graph, with the class of each entry.
-        slots: the tensors and axes to sum over; those without values add nothing.
-        values: tensor name → a value for each of its entries.
+    Tensors without values add nothing.
     """
     totals = torch.zeros(graph.class_count, dtype=torch.float64)
     for tensor, axis in slots:
@@ -68,6 +64,7 @@ def lamp(
     order = squares.argsort(stable=True)
     not_smaller = squares[order].flip(0).cumsum(0).flip(0)
     scores = torch.empty_like(squares)
+    # `tiny`: all weights of a group may be zero.
     scores[order] = squares[order] / not_smaller.clamp_min(torch.finfo(squares.dtype).tiny)
     return scores
 
@@ -81,6 +78,7 @@ def geometric_median_distance(
     redundant, as the others can represent it.
     """
     vectors = channel_vectors(group, graph, parameters)
+    # Distances by a matrix product lose digits where channels are nearly equal.
     return torch.cdist(vectors, vectors, compute_mode="donot_use_mm_for_euclid_dist").sum(1)
 
 

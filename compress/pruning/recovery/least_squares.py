@@ -19,7 +19,7 @@ from compress.pruning.importance.layer_calls import (
     LayerCall,
     LayerCallMode,
     StopForward,
-    observe_layer_calls,
+    record_layer_calls,
     run_batch,
 )
 from compress.pruning.importance.moments import MAX_COLUMNS, Moments
@@ -72,15 +72,8 @@ def refit_(
     """Refit, in place, the weights and biases of the layers that lost input channels.
 
     Linear layers and convolutions are refitted if nothing else uses their weight; other layers stay
-    as they were sliced.
-
-    Args:
-        module: the sliced module, in eval mode.
-        reference: the module before slicing, which is not changed.
-        kept: tensor of the reference → axis → indices that are left.
-        batches: samples on which both are run.
-        device: where they run.
-        ridge: penalty on changes of the weights; see :data:`RIDGE`.
+    as they were sliced. ``kept`` gives the indices that are left of each tensor of ``reference``,
+    the module before slicing.
 
     Raises:
         StageFailed: the modules do not take the batches.
@@ -89,7 +82,19 @@ def refit_(
     for part in (module, reference):
         part.eval().to(device)
     for layer in refittable_layers(module, kept, batches[0], device):
-        moments, energy = _error_moments(layer, module, reference, kept, batches, device)
+        # Errors are fitted instead of outputs, so that the ridge penalizes changes of weights.
+        moments, energy = Moments(), 0.0
+        rows = kept[layer.weight].get(1 - layer.read_axis)
+        for batch in batches:
+            targets = [call.output for call in _calls_of(layer, reference, batch, device)]
+            calls = _calls_of(layer, module, batch, device)
+            for expected, call in zip(targets, calls, strict=True):
+                if rows is not None:
+                    index = torch.tensor(rows, device=expected.device)
+                    expected = expected.index_select(call.channel_axis, index)
+                energy += float(expected.double().square().sum())
+                for columns, errors in call.parts(expected - call.output):
+                    moments.add_(columns, errors)
         results.append(_refit_layer_(layer, module, moments, energy, ridge))
     for part in (module, reference):
         part.cpu()
@@ -101,11 +106,9 @@ def refittable_layers(
 ) -> list[RefittableLayer]:
     """Return the layers to refit, in the order in which they run."""
     calls: dict[str, list[LayerCall]] = {}
-
-    def record(call: LayerCall) -> None:
-        calls.setdefault(call.weight, []).append(call.without_values())
-
-    used_elsewhere = observe_layer_calls(module, [batch], record, device)
+    in_order, used_elsewhere = record_layer_calls(module, batch, device)
+    for call in in_order:
+        calls.setdefault(call.weight, []).append(call)
     owners = Counter(bias for own in calls.values() for bias in {call.bias for call in own})
     layers = []
     for weight, own in calls.items():
@@ -116,30 +119,6 @@ def refittable_layers(
             bias = last.bias if owners[last.bias] == 1 and last.bias not in used_elsewhere else None
             layers.append(RefittableLayer(weight, bias, last.read_axis, last.groups, len(own)))
     return layers
-
-
-def _error_moments(
-    layer: RefittableLayer,
-    module: nn.Module,
-    reference: nn.Module,
-    kept: Kept,
-    batches: Sequence[Batch],
-    device: str,
-) -> tuple[Moments, float]:
-    """Return the moments of a layer's inputs with its output errors, and the targets' energy."""
-    moments, energy = Moments(), 0.0
-    rows = kept[layer.weight].get(1 - layer.read_axis)
-    for batch in batches:
-        targets = [call.output for call in _calls_of(layer, reference, batch, device)]
-        calls = _calls_of(layer, module, batch, device)
-        for expected, call in zip(targets, calls, strict=True):
-            if rows is not None:
-                index = torch.tensor(rows, device=expected.device)
-                expected = expected.index_select(call.channel_axis, index)
-            energy += float(expected.double().square().sum())
-            for columns, errors in call.parts(expected - call.output):
-                moments.add_(columns, errors)
-    return moments, energy
 
 
 def _calls_of(
@@ -184,16 +163,15 @@ def least_squares(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Solve for the matrices and shifts that map columns to answers with the least squared error.
 
-    Args:
-        moments: second moments of columns and answers.
-        ridge: penalty on the matrices, relative to the columns' mean square.
-        intercept: whether there is a shift; otherwise it is zero.
+    ``ridge`` penalizes the matrices, relative to the columns' mean square. Without ``intercept``
+    there are no shifts.
     """
     gram_gii, cross_gio = moments.gram_gii, moments.cross_gio
     if intercept:
         mean_gi = moments.columns_gi / moments.positions
         gram_gii = gram_gii - mean_gi[:, :, None] * moments.columns_gi[:, None]
         cross_gio = cross_gio - mean_gi[:, :, None] * moments.answers_go[:, None]
+    # 1e-30: the inputs may all be zero.
     damping = (ridge * moments.gram_gii.diagonal(dim1=1, dim2=2).mean()).clamp_min(1e-30)
     identity = torch.eye(gram_gii.shape[1], dtype=gram_gii.dtype, device=gram_gii.device)
     matrix_gio = torch.linalg.solve(gram_gii + damping * identity, cross_gio)

@@ -32,15 +32,8 @@ def recover_(
 ) -> dict[str, JsonValue]:
     """Refit layers and re-estimate BatchNorm statistics, in place; return the errors as facts.
 
-    After a refit, new statistics are only taken if they reduce the output error.
-
-    Args:
-        module: the sliced module.
-        reference: the module before slicing.
-        kept: tensor of the reference → axis → indices that are left.
-        batches: calibration samples.
-        device: where they are run.
-        refit: whether layers are refitted.
+    After a refit, new statistics are only taken if they reduce the output error. ``kept`` gives the
+    indices that are left of each tensor of ``reference``, the module before slicing.
 
     Raises:
         StageFailed: the modules do not take the batches.

@@ -26,13 +26,9 @@ BLOCK = 128
 def unstructured_masks(
     weights: Mapping[str, torch.Tensor], amount: float, method: Method, is_global: bool
 ) -> dict[str, torch.Tensor]:
-    """Return for each weight where it becomes zero: its smallest entries, or random ones.
+    """Return for each weight where it becomes zero: its smallest entries (`l1`), or random ones.
 
-    Args:
-        weights: the weights by name.
-        amount: share of zeros.
-        method: `l1` or `random`.
-        is_global: whether all weights are ranked together.
+    ``amount`` is the share of zeros, in each weight or of all ranked together (``is_global``).
     """
     choose = (L1Unstructured if method == "l1" else RandomUnstructured)(amount)
     if not is_global:
@@ -54,11 +50,7 @@ def n_of_m_masks(
 ) -> dict[str, torch.Tensor]:
     """Return for each weight where it becomes zero, so that of m neighbouring inputs n stay.
 
-    Args:
-        weights: the weights by name.
-        layouts: how layers read them; a weight without a layout gets no zeros.
-        n_of_m: of m neighbours n stay.
-        method: `l1` keeps the largest, `random` random ones.
+    A weight without a layout gets no zeros. `l1` keeps the largest, `random` random ones.
     """
     zeros = {}
     for name, weight in weights.items():
@@ -85,13 +77,8 @@ def wanda(
     """Mask the entries of a matrix that contribute least to each of its outputs.
 
     The score of an entry is its magnitude times the norm of its input; entries are compared within
-    a row (Sun et al., "A Simple and Effective Pruning Approach for Large Language Models", 2023).
-
-    Args:
-        weight_goi: groups, outputs, inputs.
-        gram_gii: Gram matrix of the inputs.
-        amount: share of zeros in each row.
-        n_of_m: instead of an amount, of m neighbours n stay.
+    a row (Sun et al., "A Simple and Effective Pruning Approach for Large Language Models", 2023):
+    an ``amount`` of each row is masked, or all but n of m neighbours.
     """
     norm_gi = gram_gii.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt()
     score = weight_goi.abs() * norm_gi.unsqueeze(-2)
@@ -104,19 +91,15 @@ def wanda(
 def sparsegpt(
     weight_goi: torch.Tensor, gram_gii: torch.Tensor, amount: float, n_of_m: NofM | None
 ) -> torch.Tensor:
-    """Return a matrix with zeros whose other entries are changed to compensate them.
+    """Return a float64 matrix with zeros whose other entries are changed to compensate them.
 
     Columns are pruned from left to right; the effect of zeros in one on the outputs is compensated,
     as far as possible, by all columns right of it (Frantar and Alistarh, "SparseGPT: Massive
-    Language Models Can Be Accurately Pruned in One-Shot", 2023, algorithm 1).
-
-    Args:
-        weight_goi: groups, outputs, inputs; in double precision.
-        gram_gii: Gram matrix of the inputs.
-        amount: share of zeros in each block of columns.
-        n_of_m: instead of an amount, of m neighbours n stay.
+    Language Models Can Be Accurately Pruned in One-Shot", 2023, algorithm 1). An ``amount`` of each
+    block of columns becomes zero, or all but n of m neighbours.
     """
     weight_goi = weight_goi.clone()
+    # Weights of inputs that are always zero have no effect, and nothing to be compensated by.
     always_zero_gi = gram_gii.diagonal(dim1=-2, dim2=-1) == 0
     weight_goi.masked_fill_(always_zero_gi.unsqueeze(-2), 0)
     inverse_gii = inverse_hessian_factor(gram_gii)
@@ -138,7 +121,10 @@ def _treat_block_(
     if n_of_m:
         zeros = torch.zeros_like(block_goi, dtype=torch.bool)
     else:
-        zeros = _smallest((block_goi / diagonal_gi).square(), amount)
+        score = (block_goi / diagonal_gi).square().flatten(1)
+        removed = score.topk(round(amount * score.shape[1]), largest=False).indices
+        zeros = torch.zeros_like(score, dtype=torch.bool).scatter_(1, removed, True)
+        zeros = zeros.view_as(block_goi)
     errors = torch.zeros_like(block_goi)
     for i in range(block_goi.shape[-1]):
         if n_of_m and i % n_of_m[1] == 0:
@@ -153,14 +139,7 @@ def _treat_block_(
     return errors
 
 
-def _smallest(score_goi: torch.Tensor, amount: float) -> torch.Tensor:
-    """Mask the smallest entries of each group."""
-    flat = score_goi.flatten(1)
-    removed = flat.topk(round(amount * flat.shape[1]), largest=False).indices
-    return torch.zeros_like(flat, dtype=torch.bool).scatter_(1, removed, True).view_as(score_goi)
-
-
 def _chosen(choose: L1Unstructured | RandomUnstructured, weight: torch.Tensor) -> torch.Tensor:
-    weight = weight.detach().contiguous()
+    weight = weight.detach().contiguous()  # compute_mask views it as a vector
     kept: torch.Tensor = choose.compute_mask(weight, torch.ones_like(weight))  # type: ignore[no-untyped-call]
     return kept == 0

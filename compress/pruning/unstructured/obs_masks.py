@@ -37,17 +37,7 @@ def set_calibrated_zeros_(
 ) -> dict[str, str]:
     """Set entries of weights to zero, in place; return the weights that were skipped → why.
 
-    Blocks are pruned in order, so that each is calibrated on the outputs of the pruned ones before.
-
-    Args:
-        module: a module in eval mode; it is moved to the device.
-        layouts: weight in the order of its use → how its layer reads it.
-        batches: calibration data.
-        method: `wanda` or `sparsegpt`, which changes other entries, too.
-        amount: share of zeros.
-        n_of_m: instead of an amount, of m neighbours n stay.
-        device: where to compute.
-        progress: called after each block.
+    The module is in eval mode, and is moved to the device. ``layouts`` are in the order of use.
 
     Raises:
         StageFailed: the module does not take the batches.
@@ -55,12 +45,18 @@ def set_calibrated_zeros_(
     module.to(device)
     weights, skipped = dict(module.named_parameters()), {}
     groups = group_by_block(module, list(layouts))
+    # Blocks in order, so that each is calibrated on the outputs of the pruned ones before.
     for done, group in enumerate(groups, 1):
         moments = _moments(module, {name: layouts[name] for name in group}, batches, device)
         for name in group:
-            reason = _unusable(moments[name])
-            if reason:
-                skipped[name] = reason
+            if not moments[name].positions:
+                skipped[name] = (
+                    "it was not called on the calibration data, or reads more than "
+                    f"{MAX_COLUMNS} numbers"
+                )
+                continue
+            if not bool(torch.isfinite(moments[name].gram_gii).all()):
+                skipped[name] = "what it reads on the calibration data is not finite"
                 continue
             layout, gram = layouts[name], moments[name].gram_gii
             matrix = layout.matrix(weights[name].detach().double())
@@ -87,14 +83,3 @@ def _moments(
 
     observe_layer_calls(module, batches, add_to_moments, device)
     return moments
-
-
-def _unusable(moments: Moments) -> str | None:
-    """Return why moments cannot be used, or None if they can."""
-    if not moments.positions:
-        return (
-            f"it was not called on the calibration data, or reads more than {MAX_COLUMNS} numbers"
-        )
-    if not bool(torch.isfinite(moments.gram_gii).all()):
-        return "what it reads on the calibration data is not finite"
-    return None

@@ -26,14 +26,7 @@ SPARSE = (
 def sparsity_facts(
     before: nn.Module, after: nn.Module, pruned: PrunableWeights, n_of_m: tuple[int, int] | None
 ) -> dict[str, JsonValue]:
-    """Return the share of zeros by layer and in all, and the measured size of compressed weights.
-
-    Args:
-        before: the unpruned module.
-        after: the module with zeros.
-        pruned: where zeros were set, and which weights were skipped and why.
-        n_of_m: the pattern, if there is one.
-    """
+    """Return the share of zeros by layer and in all, and the size of the compressed weights."""
     weights = dict(after.named_parameters())
     shares = {name: _share_of_zeros([weights[name]]) for name in pruned.layouts}
     return {

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from math import prod
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from compress.common.errors import PipelineInvalid
 from compress.data.batch import Batch
+from compress.pruning.allocation.ranking import names_matching
 from compress.pruning.depth.block_search import all_blocks
-from compress.pruning.importance.layer_calls import observe_layer_calls
+from compress.pruning.importance.layer_calls import record_layer_calls
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -95,27 +93,26 @@ def prunable_weights(
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
 ) -> PrunableWeights:
-    """Find the matrices and kernels of a module, without embeddings and vectors.
+    """Find the matrices and kernels of a module in eval mode, without embeddings and vectors.
 
-    Args:
-        module: a module in eval mode.
-        inputs: inputs that its forward takes.
-        include: patterns of tensors, or of modules around them; all by default.
-        exclude: patterns of those that are not pruned.
+    ``include`` and ``exclude`` are patterns of tensors, or of modules around them.
 
     Raises:
         PipelineInvalid: a pattern matches nothing.
         StageFailed: the module does not take the inputs.
     """
+    calls, elsewhere = record_layer_calls(module, Batch(tuple(inputs), None), str(inputs[0].device))
     layout_of: dict[str, WeightLayout] = {}
-
-    def record(call: LayerCall) -> None:
+    for call in calls:
         layout_of.setdefault(call.weight, WeightLayout.from_call(call))
-
-    device = str(inputs[0].device)
-    elsewhere = observe_layer_calls(module, [Batch(tuple(inputs), None)], record, device)
+    unobserved = [
+        f"{prefix}.{name}".lstrip(".")
+        for prefix, part in module.named_modules()
+        if isinstance(part, UNOBSERVED)
+        for name, _ in part.named_parameters()
+    ]
     shapes = {name: p.dim() for name, p in module.named_parameters() if p.is_floating_point()}
-    matrices = [name for name in (*layout_of, *_unobserved(module)) if shapes.get(name, 0) > 1]
+    matrices = [name for name in (*layout_of, *unobserved) if shapes.get(name, 0) > 1]
     chosen = _matching(list(shapes), include, "include") if include else set(matrices)
     chosen -= _matching(list(shapes), exclude, "exclude")
     layouts, left = {}, {}
@@ -141,32 +138,9 @@ def group_by_block(module: nn.Module, names: Sequence[str]) -> list[list[str]]:
     return list(groups.values())
 
 
-def _unobserved(module: nn.Module) -> list[str]:
-    return [
-        f"{prefix}.{name}".lstrip(".")
-        for prefix, part in module.named_modules()
-        if isinstance(part, UNOBSERVED)
-        for name, _ in part.named_parameters()
-    ]
-
-
 def _matching(names: Sequence[str], patterns: Sequence[str], setting: str) -> set[str]:
     """Return the tensors whose names, or modules around them, patterns match."""
-    around = {name: _prefixes(name) for name in names}
-    matched: set[str] = set()
-    for pattern in patterns:
-        found = {n for n in names if any(fnmatchcase(p, pattern) for p in around[n])}
-        if not found:
-            known = sorted({p for prefixes in around.values() for p in prefixes})
-            close = difflib.get_close_matches(pattern, known, n=3) or known[:3]
-            raise PipelineInvalid(
-                f"prune_weights.{setting}: no weight or module matches {pattern!r}; "
-                f"did you mean {', '.join(map(repr, close))}?"
-            )
-        matched |= found
-    return matched
-
-
-def _prefixes(name: str) -> list[str]:
-    parts = name.split(".")
-    return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
+    parts_of = [name.split(".") for name in names]
+    known = {".".join(parts[:end]) for parts in parts_of for end in range(1, len(parts) + 1)}
+    setting = f"prune_weights.{setting}"
+    return set(names) & set(names_matching(sorted(known), patterns, setting, "weight or module"))

@@ -1,22 +1,16 @@
 """Verify a slice: the smaller module must give the outputs of its masked twin.
 
-The masked twin is the unsliced module in which every weight that the slice removes is zero. Tracing
-can miss what Python did outside the graph: a width written into a ``view``, a mean over channels
-computed from a shape, an index into channels. So each slice is made on a copy and compared with its
-masked twin, on real samples if there are any and on seeded inputs. A zeroed channel has no effect
-whatever lies between it and the layers that read it, because their columns are zero too. Real
-samples matter because a model's code may take a branch that values near 1 never reach: pixels go
-to 255.
-
-Whether a slice is right does not depend on the values of the weights, so the comparison is repeated
-with other signs: an index that is off by some channels may only show where a ReLU that follows gets
-a negative number.
+The masked twin is the unsliced module in which every weight that the slice removes is zero: also
+the columns that read a removed channel, so it has no effect whatever lies between. Tracing can miss
+what Python did outside the graph, such as a width written into a ``view`` or a mean over channels
+computed from a shape.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
+from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -68,13 +62,8 @@ class MaskedEquivalence:
     ) -> None:
         """Run the unsliced module on all inputs once, to see which of them are usable.
 
-        Args:
-            module: a module, which is not changed.
-            inputs: seeded inputs that its forward takes.
-            others: inputs of other sizes, at which a slice must be right as well: entries that are
-                read at some sizes only, like late positions, do not show at others. Those for which
-                the module fails or returns NaN are left out.
-            real: a batch of real samples, if there are any; compared first.
+        A batch of ``real`` samples is compared first. ``others`` are inputs of other sizes, without
+        those for which the module fails. The module is not changed.
 
         Raises:
             StageFailed: the module does not take the real samples.
@@ -88,44 +77,53 @@ class MaskedEquivalence:
             self._prepare(module, inputs, torch.float64)
         except Exception:  # noqa: BLE001 - a forward that insists on float32 may fail in any way
             self._prepare(module, inputs, torch.float32)
-        usable = [] if real is None else self._usable_real_inputs(real)
+        # Real samples first: a model's code may take a branch that values near 1 never reach, as
+        # pixels go to 255.
+        usable = []
+        if real is not None:
+            cast = self._cast(real)
+            try:
+                outputs = _outputs(self._module, cast)
+            except Exception as error:
+                raise samples_refused(Batch(tuple(real), None), error) from error
+            if _any_nan(outputs):
+                log.warning(
+                    "the model returns NaN for real samples: slices are verified on seeded inputs "
+                    "only"
+                )
+            else:
+                usable.append(cast)
+        # NaN equals nothing, so outputs with NaN cannot be compared.
         if not _any_nan(_outputs(self._module, self._inputs)):
             usable.append(self._inputs)
         self._comparisons = [(variant, x) for x in usable for variant in range(self._variants)]
-        self._comparisons += [(0, x) for x in map(self._cast, others) if self._is_usable(x)]
         """Variant of the weights' signs, and inputs, of each comparison."""
+        # Entries that are read at some sizes only, like late positions, do not show at others.
+        for inputs_of_size in map(self._cast, others):
+            with suppress(Exception):  # a forward may refuse sizes in any way
+                if not _any_nan(_outputs(self._module, inputs_of_size)):
+                    self._comparisons.append((0, inputs_of_size))
 
     def find_mismatch(self, kept: Kept, attributes: Mapping[str, Value]) -> str | None:
-        """Return why a slice is wrong, or None if it is verified.
-
-        Args:
-            kept: tensor → axis → indices that stay.
-            attributes: dotted attribute → value after slicing.
-        """
-        reason = self._compare(lambda part: keep_indices_(part, kept, attributes), kept)
+        """Return why a slice is wrong, or None if it is verified."""
+        reason = self.find_change_mismatch(lambda part: keep_indices_(part, kept, attributes), kept)
         if reason is None and self.must_train:
             reason = self.untrainable(kept, attributes)
         return reason or (self.untraced(kept, attributes) if self.must_trace else None)
 
     def untraced(self, kept: Kept, attributes: Mapping[str, Value]) -> str | None:
         """Return why torch.export cannot trace the smaller model, or None if it can."""
-        smaller = shallow_copy(self._module)
-        keep_indices_(smaller, kept, attributes)
         try:
-            export_graph(smaller, self._inputs)
+            export_graph(sliced_copy(self._module, kept, attributes), self._inputs)
         except StageFailed as error:
             return str(error)
         return None
 
     def untrainable(self, kept: Kept, attributes: Mapping[str, Value]) -> str | None:
-        """Return why the smaller model cannot run in training mode, or None if it can.
-
-        Modules that run in training only, such as auxiliary heads, are not in the traced graph:
-        what they read must keep its size. None is also returned if the unsliced model itself does
-        not run in training mode.
-        """
-        smaller = shallow_copy(self._module)
-        keep_indices_(smaller, kept, attributes)
+        """Return why the smaller model cannot run in training mode; None if the unsliced cannot."""
+        # Modules that run in training only, such as auxiliary heads, are not in the traced graph:
+        # what they read must keep its size.
+        smaller = sliced_copy(self._module, kept, attributes)
         expected = self._in_training
         try:
             found = expected and shapes_in_training(smaller, self._inputs)
@@ -156,11 +154,13 @@ class MaskedEquivalence:
             _outputs(self._module, self._inputs)
         return reads
 
-    def find_change_mismatch(self, change_: Callable[[nn.Module], None]) -> str | None:
-        """Return why a change in place does not keep the outputs, or None if it does."""
-        return self._compare(change_, None)
+    def find_change_mismatch(
+        self, change_: Callable[[nn.Module], None], kept: Kept | None = None
+    ) -> str | None:
+        """Return why a change in place gives other outputs than the masked twin, or None.
 
-    def _compare(self, change_: Callable[[nn.Module], None], kept: Kept | None) -> str | None:
+        Without ``kept`` the twin is the module itself.
+        """
         if not self._comparisons:
             return "the model itself answers NaN to all inputs: nothing can be proven"
         for variant, inputs, expected in self._expected_outputs(kept):
@@ -172,7 +172,11 @@ class MaskedEquivalence:
                 return f"the smaller model fails: {type(error).__name__}: {first_line(error)}"
             if [x.shape for x in found] != [x.shape for x in expected]:
                 return "the smaller model's outputs have another shape"
-            worst = largest(map(_relative_difference, found, expected))
+            # 1e-12: the expected outputs may all be zero.
+            worst = largest(
+                largest_difference(right, own) / max(largest_finite(right), 1e-12)
+                for own, right in zip(found, expected, strict=True)
+            )
             if not worst <= self._tolerance:  # NaN is refused too
                 return f"the smaller model answers otherwise than its masked twin (by {worst:.1e})"
         return None
@@ -196,6 +200,8 @@ class MaskedEquivalence:
 
     def _variant(self, variant: int) -> nn.Module:
         """Copy the module, with other signs of weights unless ``variant`` is 0; share the rest."""
+        # Whether a slice is right does not depend on the weights' values, but an index that is off
+        # by some channels may only show where a ReLU that follows gets a negative number.
         if variant == 0:
             return shallow_copy(self._module)
         generator = torch.Generator().manual_seed(variant)
@@ -222,31 +228,6 @@ class MaskedEquivalence:
 
     def _cast(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [x.to(self._dtype) if x.is_floating_point() else x for x in inputs]
-
-    def _is_usable(self, inputs: Sequence[torch.Tensor]) -> bool:
-        """Whether the module takes inputs and does not return NaN, which equals nothing."""
-        try:
-            return not _any_nan(_outputs(self._module, inputs))
-        except Exception:  # noqa: BLE001 - a forward may refuse sizes in any way
-            return False
-
-    def _usable_real_inputs(self, real: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-        """Return the batch of real samples in a list, empty if the module returns NaN for it.
-
-        Raises:
-            StageFailed: the module does not take the samples.
-        """
-        inputs = self._cast(real)
-        try:
-            outputs = _outputs(self._module, inputs)
-        except Exception as error:
-            raise samples_refused(Batch(tuple(real), None), error) from error
-        if _any_nan(outputs):
-            log.warning(
-                "the model returns NaN for real samples: slices are verified on seeded inputs only"
-            )
-            return []
-        return [inputs]
 
 
 class _LowerPrecisionDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -301,6 +282,13 @@ def shallow_copy(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module, {id(tensor): tensor for tensor in _tensors(module).values()})
 
 
+def sliced_copy(module: nn.Module, kept: Kept, attributes: Mapping[str, Value]) -> nn.Module:
+    """Copy a module and keep some indices of its tensors; the others are shared."""
+    smaller = shallow_copy(module)
+    keep_indices_(smaller, kept, attributes)
+    return smaller
+
+
 def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     return {
         **dict(module.named_parameters(remove_duplicate=False)),
@@ -310,6 +298,7 @@ def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 
 def _outputs(module: nn.Module, inputs: Sequence[torch.Tensor]) -> Outputs:
     """Run a module with the same random numbers every time."""
+    # Not torch.manual_seed, which seeds GPUs, too: their state is not restored here.
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         return run_in_eval(module, inputs)
@@ -323,8 +312,3 @@ def shapes_in_training(module: nn.Module, inputs: Sequence[torch.Tensor]) -> lis
 
 def _any_nan(outputs: Outputs) -> bool:
     return any(bool(x.isnan().any()) for x in outputs)
-
-
-def _relative_difference(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the largest difference over the largest finite expected number."""
-    return largest_difference(expected, found) / max(largest_finite(expected), 1e-12)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from compress.artifacts.edits.split_attention import is_splittable
@@ -31,14 +32,18 @@ def rewrite_(
 
     Each ``nn.MultiheadAttention`` is replaced by a
     :class:`~compress.artifacts.edits.split_attention.SplitMultiheadAttention` if the module's
-    outputs stay the same.
-
-    Args:
-        module: a module in eval mode.
-        inputs: seeded inputs that its forward takes.
-        real: a batch of real samples, if there are any.
+    outputs stay the same on seeded inputs and on a batch of real samples.
     """
-    names = _splittable_attention(module)
+    parameters = [p for part in module.modules() for p in part._parameters.values()]
+    holders = Counter(id(parameter) for parameter in parameters)
+    names = [
+        name
+        for name, part in module.named_modules()
+        if name
+        and is_splittable(part)
+        # Splitting copies, so it would untie a weight that another module holds too.
+        and all(holders[id(p)] == 1 for p in part._parameters.values() if p is not None)
+    ]
     if not names:
         return ()
     equivalence = MaskedEquivalence(module, inputs, real=real)
@@ -70,20 +75,3 @@ def edits_needed(edits: Iterable[AnyEdit], plan: SlicePlan) -> tuple[AnyEdit, ..
         if modules:
             needed.append(SplitAttention(modules=tuple(modules)))
     return tuple(needed)
-
-
-def _splittable_attention(module: nn.Module) -> list[str]:
-    """Return the names of the attention modules that can be split, each module once."""
-    holders: dict[int, int] = {}
-    for part in module.modules():
-        for parameter in part._parameters.values():
-            if parameter is not None:
-                holders[id(parameter)] = holders.get(id(parameter), 0) + 1
-    return [
-        name
-        for name, part in module.named_modules()
-        if name
-        and is_splittable(part)
-        # Splitting copies, so it would untie a weight that another module holds too.
-        and all(holders[id(p)] == 1 for p in part._parameters.values() if p is not None)
-    ]

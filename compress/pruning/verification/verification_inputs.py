@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from compress.common.signature import Signature
     from compress.core.context import Context
@@ -34,42 +34,30 @@ def real_inputs(
 ) -> tuple[torch.Tensor, ...] | None:
     """Return a batch of real samples with the largest and smallest values, or None without data.
 
-    Args:
-        signature: the model's interface.
-        context: provides the data.
-        batches: calibration samples in memory; if there are none, samples are read.
+    They are taken from ``batches``, calibration samples in memory, or read if there are none.
     """
-    samples = [batch.inputs for batch in batches or _read_samples(context)]
-    if not samples:
-        return None
-    same_shape = [inputs for inputs in samples if _shapes(inputs) == _shapes(samples[0])]
-    columns = tuple(torch.cat(column) for column in zip(*same_shape, strict=True))
-    size = signature.inputs[0].shape[0] if signature.inputs[0].shape else ROWS
-    rows = size if isinstance(size, int) else ROWS
-    order = list(dict.fromkeys([*_extreme_rows(columns), *range(len(columns[0]))]))
-    chosen = torch.tensor([order[i % len(order)] for i in range(rows)])
-    return tuple(column[chosen] for column in columns)
-
-
-def _read_samples(context: Context) -> list[Batch]:
     data = context.data
-    names = (data.calibration_split, "val") if data is not None else ()
-    for name in names:
-        if data is not None and name in data.datasets:
-            count = len(data.split(name))  # type: ignore[arg-type]  # Splits admits sized ones only
-            order = torch.randperm(count, generator=torch.Generator().manual_seed(context.seed))
-            return list(data.read(name, order[:SAMPLES_SEARCHED].tolist(), data.batch_size))
-    return []
-
-
-def _extreme_rows(columns: Sequence[torch.Tensor]) -> Iterator[int]:
-    """Yield the rows with the largest and the smallest value of each input."""
+    if not batches and data is not None:
+        for name in (data.calibration_split, "val"):
+            if name in data.datasets:
+                count = len(data.split(name))  # type: ignore[arg-type]  # Splits admits sized ones only
+                generator = torch.Generator().manual_seed(context.seed)
+                read = torch.randperm(count, generator=generator)[:SAMPLES_SEARCHED]
+                batches = list(data.read(name, read.tolist(), data.batch_size))
+                break
+    if not batches:
+        return None
+    shapes = [[x.shape[1:] for x in batch.inputs] for batch in batches]
+    same_shape = [batches[i].inputs for i, own in enumerate(shapes) if own == shapes[0]]
+    columns = tuple(torch.cat(column) for column in zip(*same_shape, strict=True))
+    # A model's code may take other branches at extreme values, so these samples come first.
+    extreme: list[int] = []
     for column in columns:
         if column.dim() > 1 and column.numel():
             numbers = column.flatten(1).double()
-            yield int(numbers.amax(1).argmax())
-            yield int(numbers.amin(1).argmin())
-
-
-def _shapes(inputs: Sequence[torch.Tensor]) -> list[torch.Size]:
-    return [x.shape[1:] for x in inputs]
+            extreme += [int(numbers.amax(1).argmax()), int(numbers.amin(1).argmin())]
+    size = signature.inputs[0].shape[0] if signature.inputs[0].shape else ROWS
+    rows = size if isinstance(size, int) else ROWS
+    order = list(dict.fromkeys([*extreme, *range(len(columns[0]))]))
+    chosen = torch.tensor([order[i % len(order)] for i in range(rows)])
+    return tuple(column[chosen] for column in columns)

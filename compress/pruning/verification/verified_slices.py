@@ -7,7 +7,7 @@ about k · log₂ n comparisons instead of n.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from compress.pruning.dependency.channel_groups import SlicePlan
@@ -42,12 +42,7 @@ def verify_slices(
 ) -> SlicePlan:
     """Return the wanted slices that are verified together, and why the other groups stay.
 
-    Args:
-        module: the module, which is not changed.
-        wanted: the channels to remove from each group.
-        pinned: module → why its channels stay, known before.
-        graph: the module's axis graph.
-        equivalence: compares sliced copies of the module with their masked twins.
+    ``pinned`` gives the modules whose channels stay, known before, and why.
     """
     wanted = [replace(c, changes=certain_changes(module, c.group, graph)) for c in wanted]
     plan = _VerifiedSetSearch(module, wanted, graph, equivalence).run(pinned)
@@ -62,22 +57,16 @@ def verify_slices(
     return plan
 
 
+@dataclass
 class _VerifiedSetSearch:
     """Bisects a set of slices into those that are verified together and those refused."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        wanted: Sequence[GroupSlice],
-        graph: AxisGraph,
-        equivalence: MaskedEquivalence,
-    ) -> None:
-        self._refused: dict[ChannelGroup, str] = {}
-        """Group → why it stays."""
-        self._module = module
-        self._wanted = wanted
-        self._graph = graph
-        self._equivalence = equivalence
+    _module: nn.Module
+    _wanted: Sequence[GroupSlice]
+    _graph: AxisGraph
+    _equivalence: MaskedEquivalence
+    _refused: dict[ChannelGroup, str] = field(default_factory=dict)
+    """Group → why it stays."""
 
     def run(self, pinned: Mapping[str, str]) -> SlicePlan:
         """Search, and return the plan of the verified slices in the order of the wanted ones."""
@@ -91,17 +80,15 @@ class _VerifiedSetSearch:
 
     def _largest_verified(self, slices: Sequence[GroupSlice]) -> list[GroupSlice]:
         """Return a verified subset, by bisection."""
-        if len(slices) == 1:
-            return self._verified_alone(slices[0])
-        if self._mismatch(slices) is None:
-            return list(slices)
-        half = len(slices) // 2
-        left, right = self._largest_verified(slices[:half]), self._largest_verified(slices[half:])
-        return self._extended(left, right) if left and right else left or right
-
-    def _verified_alone(self, one: GroupSlice) -> list[GroupSlice]:
-        """Return a slice with the attributes that must change with it, or nothing."""
-        first_reason = None
+        if len(slices) > 1:
+            if self._mismatch(slices) is None:
+                return list(slices)
+            half = len(slices) // 2
+            left = self._largest_verified(slices[:half])
+            right = self._largest_verified(slices[half:])
+            return self._extended(left, right) if left and right else left or right
+        # A slice alone is verified with the attributes that must change with it.
+        (one,), first_reason = slices, None
         for changes in possible_changes(
             self._module, one.group, self._graph, one.removed, self._equivalence.is_read
         ):
@@ -125,13 +112,20 @@ class _VerifiedSetSearch:
         return self._extended(self._extended(base, more[:half]), more[half:])
 
     def _with_dependents(self, verified: list[GroupSlice]) -> list[GroupSlice]:
-        """Add sets of slices that are wrong alone but right together.
-
-        Modules may share a configuration that says how wide all of them are, or, as those of T5's
-        decoder do, a tensor that one of them makes as wide as itself.
-        """
-        refused = [one for one in self._wanted if one.group in self._refused]
-        for candidates in self._likely_dependents(refused):
+        """Add sets of slices that are wrong alone but right together."""
+        # Modules may share a configuration that says how wide all of them are, or, as those of T5's
+        # decoder do, a tensor that one of them makes as wide as itself. So slices that share an
+        # attribute, or are of modules of the same classes, are tried together.
+        modules = dict(self._module.named_modules())
+        slices_of: dict[object, list[GroupSlice]] = {}
+        for one in self._wanted:
+            if one.group in self._refused:
+                keys = {attribute_key(self._module, c.attribute) for c in self._read_changes(one)}
+                owners = (name.rpartition(".")[0] for name in one.group.producer_modules)
+                kind = (*(type(modules[name]) for name in owners), one.before, one.after)
+                for key in (*sorted(keys), kind):
+                    slices_of.setdefault(key, []).append(one)
+        for candidates in filter(lambda slices: len(slices) > 1, slices_of.values()):
             for more in self._with_same_changes(candidates):
                 if self._mismatch([*verified, *more]) is None:
                     for one in more:
@@ -139,32 +133,15 @@ class _VerifiedSetSearch:
                     return self._with_dependents([*verified, *more])
         return verified
 
-    def _likely_dependents(self, refused: Sequence[GroupSlice]) -> list[list[GroupSlice]]:
-        """Return the slices that share an attribute, and those of modules of the same classes."""
-        modules = dict(self._module.named_modules())
-        slices_of: dict[object, list[GroupSlice]] = {}
-        for one in refused:
-            keys = {attribute_key(self._module, c.attribute) for c in self._read_changes(one)}
-            owners = (name.rpartition(".")[0] for name in one.group.producer_modules)
-            kind = (*(type(modules[name]) for name in owners), one.before, one.after)
-            for key in (*sorted(keys), kind):
-                slices_of.setdefault(key, []).append(one)
-        return [slices for slices in slices_of.values() if len(slices) > 1]
-
     def _with_same_changes(self, slices: Sequence[GroupSlice]) -> Iterator[list[GroupSlice]]:
         """Yield the slices with changes of attributes that have the same names in all of them."""
         read = (_last_name(change) for one in slices for change in self._read_changes(one))
         for names in combined(list(dict.fromkeys(read))):
-            yield [
-                replace(
-                    one,
-                    changes=(
-                        *one.changes,
-                        *(c for c in self._all_changes(one) if _last_name(c) in names),
-                    ),
-                )
-                for one in slices
-            ]
+            changed = []
+            for one in slices:
+                more = (c for c in self._all_changes(one) if _last_name(c) in names)
+                changed.append(replace(one, changes=(*one.changes, *more)))
+            yield changed
 
     def _all_changes(self, one: GroupSlice) -> tuple[Change, ...]:
         return all_changes(self._module, one.group, self._graph, one.removed)

@@ -32,19 +32,7 @@ LEARNING_RATE = 0.1
 
 
 def adaround_(prepared: GraphModule, layer: Node, pairs: InputPairs, steps: int) -> float:
-    """Replace a layer's weight by adaptively rounded values, of its observer's integers.
-
-    Rounding these to nearest, as conversion does, gives the same integers.
-
-    Args:
-        prepared: a graph with calibrated observers.
-        layer: a layer of it.
-        pairs: the layer's inputs.
-        steps: optimization steps.
-
-    Returns:
-        Share of the weights that are not rounded to nearest.
-    """
+    """Round a layer's weight adaptively in a calibrated graph; return the share not to nearest."""
     weight, observer = weight_of(prepared, layer), weight_observer_of(prepared, layer)
     scale_O, _ = observer.calculate_qparams()
     weight_GOI = weight_matrix(layer, weight)
@@ -52,6 +40,7 @@ def adaround_(prepared: GraphModule, layer: Node, pairs: InputPairs, steps: int)
     moments = InputMoments.from_pairs(pairs, layer, weight.shape[2:])
     limits = observer.quant_min, observer.quant_max
     integers_GOI = round_adaptively(weight_GOI, scale_GO1, limits, moments, steps)
+    # Conversion rounds these values to nearest, which gives the same integers.
     set_weight_(prepared, layer, (integers_GOI * scale_GO1).reshape(weight.shape))
     nearest_GOI = (weight_GOI / scale_GO1).round().clamp(*limits)
     return float((integers_GOI != nearest_GOI).float().mean())
@@ -64,17 +53,10 @@ def round_adaptively(
     moments: InputMoments,
     steps: int,
 ) -> torch.Tensor:
-    """Return the integers with which a layer's output is nearest to the float one.
+    """Return the integers, within limits, with which a layer's output is nearest to the float one.
 
     The squared error of the output is a quadratic form of the weights, so the second moments of the
     inputs replace the samples.
-
-    Args:
-        weight_GOI: a layer's weight.
-        scale_GO1: the scales.
-        limits: smallest and largest integer.
-        moments: of the layer's inputs.
-        steps: optimization steps.
     """
     exact_GOI = weight_GOI / scale_GO1
     floor_GOI = exact_GOI.floor()
@@ -83,7 +65,7 @@ def round_adaptively(
     # Errors are relative to the mean squared error per weight of rounding to nearest.
     nearest_GOI = exact_GOI.round() - exact_GOI
     nearest_error_GO1 = ((nearest_GOI @ hessian_GII) * nearest_GOI).mean(-1, keepdim=True)
-    nearest_error_GO1 = nearest_error_GO1.clamp(min=1e-12)
+    nearest_error_GO1 = nearest_error_GO1.clamp(min=1e-12)  # it is 0 where inputs are
     # V of the paper, whose rectified sigmoid is the share by which a weight is rounded up.
     v_GOI = _inverse_sigmoid(exact_GOI - floor_GOI).requires_grad_()
     optimizer = torch.optim.Adam([v_GOI], lr=LEARNING_RATE)

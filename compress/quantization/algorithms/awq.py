@@ -6,7 +6,6 @@ After Lin et al., "AWQ: Activation-aware Weight Quantization for LLM Compression
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,6 +23,7 @@ EXPONENTS = tuple(step / 10 for step in range(1, 11))
 WORTH = 0.9
 """Largest share of the error that may remain where a multiplication has to be inserted."""
 SMALLEST = 1e-4
+"""Bound of channels' scales, as in the authors' code."""
 
 
 def awq_(
@@ -35,24 +35,23 @@ def awq_(
 ) -> tuple[dict[str, float], set[str]]:
     """Divide inputs of linear layers and multiply their weights; outputs stay the same.
 
-    Args:
-        graph: a captured module.
-        second_moments: tensor that layers read → mean of the products of its channels.
-        bits: bits of a weight.
-        group_size: inputs that share a scale.
-        exclude: patterns of names of modules that stay as they are.
+    `second_moments` are by the name of the tensor that layers read: means of the products of its
+    channels. Modules that match `exclude` stay as they are.
 
     Returns:
         First module of each group of layers that was scaled → the exponent; and the modules whose
         outputs have other scales.
     """
     exponents, rescaled = {}, set[str]()
+
+    def quantized(weight_OI: torch.Tensor) -> torch.Tensor:
+        return round_to_nearest(weight_OI, bits, group_size).dequantize()
+
     for group in shared_input_groups(graph, exclude):
         weight_OI, moment_II = group.weight_OI(graph), second_moments[group.source.name]
         if weight_OI.shape[1] % group_size:
             continue
         moment_II = moment_II.float()
-        quantized = partial(_quantized, bits=bits, group_size=group_size)
         worth = 1.0 if group.absorbers(graph) else WORTH
         exponent = best_exponent(weight_OI, moment_II, quantized, worth)
         if exponent:
@@ -62,14 +61,11 @@ def awq_(
     return exponents, rescaled
 
 
-def _quantized(weight_OI: torch.Tensor, bits: int, group_size: int) -> torch.Tensor:
-    return round_to_nearest(weight_OI, bits, group_size).dequantize()
-
-
 def channel_scales(moment_II: torch.Tensor, exponent: float) -> torch.Tensor:
     """Return what each channel is divided by: a power of its root mean square."""
     rms_I = moment_II.diagonal().clamp(min=0).sqrt()
     scale_I = (rms_I / rms_I.max().clamp(min=SMALLEST)).clamp(min=SMALLEST) ** exponent
+    # Normalized as in the authors' code.
     return scale_I / (scale_I.max() * scale_I.min()).sqrt()
 
 
@@ -81,14 +77,12 @@ def best_exponent(
 ) -> float:
     """Return the exponent with the least output error, or 0 where none is worth it.
 
-    Args:
-        weight_OI: the weight.
-        moment_II: mean of the products of the layer's inputs.
-        quantized: quantizes and dequantizes a weight.
-        worth: largest share of the error of plain rounding that may remain.
+    `quantized` quantizes and dequantizes a weight; of the error of plain rounding the share `worth`
+    may remain.
     """
 
     def output_error(scale_I: torch.Tensor) -> float:
+        # The moments of the inputs replace the samples: errors are a quadratic form of the weights.
         error_OI = quantized(weight_OI * scale_I) / scale_I - weight_OI
         return float(((error_OI @ moment_II) * error_OI).sum())
 

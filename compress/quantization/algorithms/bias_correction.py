@@ -28,13 +28,9 @@ if TYPE_CHECKING:
 def correct_bias_(
     prepared: GraphModule, layer: Node, weight: torch.Tensor, pairs: InputPairs
 ) -> None:
-    """Shift a layer's bias so that its mean output is the float model's.
+    """Shift a layer's bias, if it has one, so that its mean output is the float model's.
 
-    Args:
-        prepared: a graph with calibrated observers.
-        layer: a layer of it; one without bias stays as it is.
-        weight: its weight in the float model.
-        pairs: the layer's inputs.
+    `prepared` has calibrated observers; `weight` is the layer's in the float model.
     """
     bias_O = bias_of(prepared, layer)
     if bias_O is None:
@@ -46,6 +42,6 @@ def correct_bias_(
         expected = operator(float_input, weight, None, *layer.args[3:])
         shift = expected - operator(quantized_input, quantized, None, *layer.args[3:])
         by_channel = shift.movedim(-1 if layer.target is LINEAR else 1, 0).flatten(1)
-        shift_O += by_channel.double().sum(1)
+        shift_O += by_channel.double().sum(1)  # float32 would lose digits over many rows
         count += by_channel.shape[1]
     set_bias_(prepared, layer, bias_O + (shift_O / count).to(bias_O.dtype))

@@ -30,31 +30,25 @@ RELU = torch.ops.aten.relu.default
 
 
 def equalize_(prepared: GraphModule) -> list[str]:
-    """Scale the channels between neighbouring convolutions; the model's outputs stay the same.
+    """Scale the channels between neighbouring convolutions; return each pair's first module.
 
-    Only a relu may lie between them, which commutes with a positive scale; relu6 clips at a fixed
-    number, so layers around it are left alone.
-
-    Returns:
-        The first module of each pair: its outputs have other scales.
+    Its outputs have other scales then; the model's stay the same.
     """
     layers = layers_of(prepared)
-    neighbours = [(_previous(layer), layer) for layer in layers if layer.target in CONVOLUTIONS]
-    pairs = [(before, after) for before, after in neighbours if before in layers]
+    pairs: list[tuple[Node, Node]] = []
+    for layer in layers:
+        before: Any = layer.args[0]
+        # Observers may lie between, and a relu, which commutes with a positive scale; relu6 clips
+        # at a fixed number.
+        while len(before.users) == 1 and (before.op == "call_module" or before.target is RELU):
+            before = before.args[0]
+        both_convolve = {before.target, layer.target} <= CONVOLUTIONS
+        if both_convolve and len(before.users) == 1 and before in layers:
+            pairs.append((before, layer))
     for _ in range(SWEEPS):
         for before, after in pairs:
             _equalize_pair_(prepared, before, after)
     return [module_of(before) or before.name for before, _ in pairs]
-
-
-def _previous(layer: Node) -> Any:
-    """Return the convolution that a layer is the only reader of, directly or through a relu."""
-    node: Any = layer.args[0]
-    while node.op == "call_module" or node.target is RELU:
-        if len(node.users) > 1:
-            return None
-        node = node.args[0]
-    return node if node.target in CONVOLUTIONS and len(node.users) == 1 else None
 
 
 def _equalize_pair_(prepared: GraphModule, before: Node, after: Node) -> None:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     """A layer's input for each batch: the float model's, and the quantized one's."""
 
 aten = torch.ops.aten
+UNSUPPORTED = {aten.conv3d.default, aten.conv3d.padding}
+"""Operators that `input_rows` does not know, as `F.unfold` takes images."""
 ROWS_PER_BATCH = 2048
 """Rows that are used of a batch: memory stays flat however large images are."""
 
@@ -48,11 +50,6 @@ class InputMoments:
         return cls(*(total / rows for total in sums))
 
 
-def is_supported(layer: Node) -> bool:
-    """Whether `input_rows` knows a layer's operator."""
-    return layer.target not in (aten.conv3d.default, aten.conv3d.padding)
-
-
 def weight_matrix(layer: Node, weight: torch.Tensor) -> torch.Tensor:
     """Return a weight as G by O by I."""
     groups = groups_of(layer)
@@ -67,19 +64,11 @@ def groups_of(layer: Node) -> int:
 def input_rows(layer: Node, values: torch.Tensor, kernel: Sequence[int]) -> torch.Tensor:
     """Return a sample of the rows that a layer multiplies its weight with, G by N by I.
 
-    Args:
-        layer: a convolution or linear layer.
-        values: its input.
-        kernel: sizes of a convolution's kernel.
+    For a convolution these are the patches of its input under the kernel, of the given sizes.
     """
-    linear = layer.target is LINEAR
-    rows_GNI = values.flatten(0, -2)[None] if linear else _patches(layer, values, tuple(kernel))
-    return sample_rows(rows_GNI, ROWS_PER_BATCH, axis=1)
-
-
-def _patches(layer: Node, values: torch.Tensor, kernel: tuple[int, ...]) -> torch.Tensor:
-    """Unfold a convolution's input into the patches under its kernel."""
-    axes = len(kernel)
+    if layer.target is LINEAR:
+        return sample_rows(values.flatten(0, -2)[None], ROWS_PER_BATCH, axis=1)
+    axes, kernel = len(kernel), tuple(kernel)
     stride, dilation = (_sizes(_argument(layer, index, 1), axes) for index in (3, 5))
     padding = _argument(layer, 4, 0)
     if isinstance(padding, str):
@@ -95,7 +84,7 @@ def _patches(layer: Node, values: torch.Tensor, kernel: tuple[int, ...]) -> torc
     patches_BCN = F.unfold(values, kernel, dilation, 0, stride)
     batch, _, positions = patches_BCN.shape
     grouped_BGIN = patches_BCN.view(batch, groups_of(layer), -1, positions)
-    return grouped_BGIN.permute(1, 0, 3, 2).flatten(1, 2)
+    return sample_rows(grouped_BGIN.permute(1, 0, 3, 2).flatten(1, 2), ROWS_PER_BATCH, axis=1)
 
 
 def _sizes(value: Any, axes: int) -> tuple[int, ...]:

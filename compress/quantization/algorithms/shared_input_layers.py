@@ -7,7 +7,7 @@ readers must be scaled alike; the division is absorbed by the operator before, w
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -43,7 +43,7 @@ class SharedInputGroup:
 
     def weight_OI(self, graph: GraphModule) -> torch.Tensor:  # noqa: N802 - the letters name the axes
         """Return the layers' weights, concatenated over their outputs."""
-        return torch.cat([value_of(graph, _weight(linear)) for linear in self.linears])
+        return torch.cat([value_of(graph, cast("Node", linear.args[1])) for linear in self.linears])
 
     def absorbers(self, graph: GraphModule) -> list[Node]:
         """Return the constants whose scaling scales the input; empty where others read it too."""
@@ -55,46 +55,38 @@ class SharedInputGroup:
     def divide_input_(self, graph: GraphModule, scale_I: torch.Tensor) -> set[str]:
         """Divide the input channel by channel, and multiply the weights; outputs stay the same.
 
-        A normalization or layer before absorbs the division where it can; elsewhere a
-        multiplication is inserted.
-
         Returns:
-            Modules whose outputs now have other scales.
+            Modules before it that absorbed the division: their outputs now have other scales.
         """
         for linear in self.linears:
-            weight = _weight(linear)
+            weight = cast("Node", linear.args[1])
             replace_value_(graph, weight, value_of(graph, weight) * scale_I)
         absorbers = self.absorbers(graph)
         for constant in absorbers:
             value = value_of(graph, constant)
             replace_value_(graph, constant, value / scale_I.view(-1, *[1] * (value.dim() - 1)))
-        if not absorbers:
-            self._insert_multiplication_(graph, 1 / scale_I)
-        producers = [reader for constant in absorbers for reader in readers_of(graph, constant)]
-        return {module_of(producer) for producer in producers if module_of(producer)}
-
-    def _insert_multiplication_(self, graph: GraphModule, factor_I: torch.Tensor) -> None:
-        name = f"{self.linears[0].name}_smoothing"
+        if absorbers:
+            producers = [reader for constant in absorbers for reader in readers_of(graph, constant)]
+            return {module_of(producer) for producer in producers if module_of(producer)}
+        name, factor_I = f"{self.linears[0].name}_smoothing", 1 / scale_I
         graph.register_buffer(name, factor_I)
         with graph.graph.inserting_after(self.source):
             factor = graph.graph.get_attr(name)
         with graph.graph.inserting_after(factor):
             product = graph.graph.call_function(aten.mul.Tensor, (self.source, factor))
         factor.meta["val"] = factor_I
+        # A part of the first layer: `exclude` and messages name it so.
         product.meta |= {k: v for k, v in self.linears[0].meta.items() if k == "nn_module_stack"}
         product.meta["val"] = self.source.meta["val"]
         for linear in self.linears:
             linear.replace_input_with(self.source, product)
+        return set()
 
 
 def shared_input_groups(graph: GraphModule, exclude: Sequence[str] = ()) -> list[SharedInputGroup]:
     """Group the linear layers of a graph by the float tensor that they read, in graph order.
 
-    Layers that share a weight with another operator are left out.
-
-    Args:
-        graph: a captured module.
-        exclude: patterns of names of modules that stay as they are.
+    Left out are modules that match `exclude`, and layers that share a weight with another operator.
     """
     groups: dict[Node, list[Node]] = {}
     for node in graph.graph.nodes:
@@ -124,11 +116,6 @@ def bypass_copies_(graph: GraphModule) -> None:
     graph.recompile()
 
 
-def _weight(linear: Node) -> Node:
-    weight: Node = linear.args[1]  # type: ignore[assignment]
-    return weight
-
-
 def _scaling_constants(node: Node) -> list[Node]:
     """Return the constants whose scaling scales a tensor's channels; empty where there are none."""
     if node.target is aten.mul.Tensor:
@@ -151,10 +138,7 @@ def _if_all_constant(operands: Sequence[Any]) -> list[Node]:
 
 
 def _value_projection(merged: Node) -> Any:
-    """Return the layer that computes the values of an attention with merged heads, if it is one.
-
-    The channels of attention's output are those of its values.
-    """
+    """Return the layer that computes an attention's values, whose channels its output has."""
     chain: list[Any] = [merged]
     for targets in HEADS_MERGED:
         node = chain[-1]

@@ -6,9 +6,8 @@ Language Models" (2023). Channels are I and O, rows of a sample N.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from torch.fx import GraphModule, Node
 
     from compress.data.batch import Batch
-    from compress.quantization.config.dtype_scheme import IntegerFormat, Scheme, Smoothing
+    from compress.quantization.config.dtype_scheme import IntegerFormat, Scheme
 
 STRENGTHS = (0.5, 0.6, 0.7, 0.8, 0.9)
 """Candidates of the paper's alpha; its 0.5 is poor for some models (MiniLM: cosine 0.986, at 0.8
@@ -39,16 +38,7 @@ extremes, which other data will exceed."""
 ROWS, ROWS_PER_BATCH = 512, 64
 """Rows on which strengths are compared."""
 SMALLEST = 1e-5
-
-
-@dataclass
-class SmoothingResult:
-    """Which layers were smoothed."""
-
-    strengths: dict[str, float] = field(default_factory=dict)
-    """First module of each group that was smoothed → its strength."""
-    rescaled: set[str] = field(default_factory=set)
-    """Modules whose outputs have other scales."""
+"""Bound of weights and scales that are divided by, as in the authors' code."""
 
 
 @dataclass
@@ -69,25 +59,22 @@ def smooth_(
     graph: GraphModule,
     batches: Iterable[Batch],
     scheme: Scheme,
-    smoothing: Smoothing,
+    smoothing: float | Literal["auto"],
     exclude: Sequence[str] = (),
     *,
     float_between_layers: bool = False,
-) -> SmoothingResult:
+) -> tuple[dict[str, float], set[str]]:
     """Divide inputs of linear layers and multiply their weights; outputs stay the same.
 
-    Args:
-        graph: a captured module.
-        batches: calibration inputs.
-        scheme: the integer formats of activations and weights.
-        smoothing: a strength for all, or `auto`: each group's own, where one is worth it.
-        exclude: patterns of names of modules that stay as they are.
-        float_between_layers: whether activations between layers are float, as with ranges found at
-            run time, so that a multiplication may be inserted anywhere.
+    `smoothing` is a strength for all, or `auto`: each group's own, where one is worth it. Where
+    activations are float between layers, as with ranges found at run time, a multiplication may be
+    inserted anywhere.
+
+    Returns:
+        First module of each group of layers that was smoothed → its strength; and the modules whose
+        outputs have other scales.
     """
-    result = SmoothingResult()
-    if smoothing == "off":
-        return result
+    strengths, rescaled = {}, set[str]()
     bypass_copies_(graph)
     groups = [
         group
@@ -105,10 +92,10 @@ def smooth_(
             strength = best_strength(weight_OI, inputs, scheme, worth)
         if strength:
             scale_I = channel_scales(weight_OI, inputs.largest_I, strength)
-            result.rescaled |= group.divide_input_(graph, scale_I)
-            result.strengths[group.name] = strength
+            rescaled |= group.divide_input_(graph, scale_I)
+            strengths[group.name] = strength
     graph.recompile()
-    return result
+    return strengths, rescaled
 
 
 def collect_statistics(
@@ -144,11 +131,7 @@ def best_strength(
 ) -> float:
     """Return the smallest strength that is about the best, or 0 where none is worth it.
 
-    Args:
-        weight_OI: the weights of a group.
-        inputs: statistics of its input.
-        scheme: the integer formats.
-        worth: decibels that the error must fall by.
+    The error must fall by `worth` decibels.
     """
     rows_NI = torch.cat(inputs.rows)
     expected_NO = rows_NI @ weight_OI.T
@@ -156,18 +139,17 @@ def best_strength(
     def output_error(scale_I: torch.Tensor) -> float:
         low, high = float((inputs.low_I / scale_I).min()), float((inputs.high_I / scale_I).max())
         quantized_NI = _fake_quantize_tensor(rows_NI / scale_I, low, high, scheme.activations)
-        quantized_OI = _fake_quantize_channels(weight_OI * scale_I, scheme.weights)
+        scaled_OI = weight_OI * scale_I
+        largest_O1 = scaled_OI.abs().amax(1, keepdim=True)
+        scale_O1 = (largest_O1 / scheme.weights.quant_max).clamp(min=SMALLEST)
+        quantized_OI = (scaled_OI / scale_O1).round() * scale_O1
         return float((quantized_NI @ quantized_OI.T - expected_NO).square().mean())
 
     errors = {s: output_error(channel_scales(weight_OI, inputs.largest_I, s)) for s in STRENGTHS}
     least = min(errors.values())
-    if least >= output_error(torch.ones_like(inputs.low_I)) * _ratio(-worth):
+    if least >= output_error(torch.ones_like(inputs.low_I)) * 10 ** (-worth / 10):
         return 0.0
-    return next(s for s in STRENGTHS if errors[s] <= least * _ratio(NEAR_DECIBELS))
-
-
-def _ratio(decibels: float) -> float:
-    return math.exp(decibels * math.log(10) / 10)
+    return next(s for s in STRENGTHS if errors[s] <= least * 10 ** (NEAR_DECIBELS / 10))
 
 
 def _fake_quantize_tensor(
@@ -178,8 +160,3 @@ def _fake_quantize_tensor(
     zero = round(numbers.quant_min - low / scale)
     integers = (values / scale + zero).round().clamp(numbers.quant_min, numbers.quant_max)
     return (integers - zero) * scale
-
-
-def _fake_quantize_channels(weight_OI: torch.Tensor, numbers: IntegerFormat) -> torch.Tensor:
-    scale_O1 = (weight_OI.abs().amax(1, keepdim=True) / numbers.quant_max).clamp(min=SMALLEST)
-    return (weight_OI / scale_O1).round() * scale_O1

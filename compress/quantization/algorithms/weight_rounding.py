@@ -1,7 +1,8 @@
 """Group-wise weight quantization: round to nearest, HQQ and GPTQ.
 
-A weight is a matrix of outputs by inputs (OI); G counts groups along the inputs, S the inputs of
-one group. Integers q stand for ``(q - zero_OG) * scale_OG``.
+A weight is a float32 matrix of outputs by inputs (OI); G counts groups along the inputs, S the
+inputs of one group (``group_size``), which share a scale and a zero point and divide the inputs.
+Integers q of at most 8 bits stand for ``(q - zero_OG) * scale_OG``.
 """
 
 from __future__ import annotations
@@ -47,13 +48,7 @@ def grouped(weight_OI: torch.Tensor, groups: int) -> torch.Tensor:
 
 
 def round_to_nearest(weight_OI: torch.Tensor, bits: int, group_size: int) -> QuantizedWeight:
-    """Round each weight to the nearest of `2**bits` steps between its group's extremes and 0.
-
-    Args:
-        weight_OI: a float32 weight; the inputs are a multiple of ``group_size``.
-        bits: bits of an integer, at most 8.
-        group_size: inputs that share a scale and a zero point.
-    """
+    """Round each weight to the nearest of `2**bits` steps between its group's extremes and 0."""
     grouped_OGS = grouped(weight_OI, weight_OI.shape[1] // group_size)
     scale_OG, zero_OG = _qparams(grouped_OGS, bits)
     integers_OGS = _quantize(grouped_OGS, scale_OG[..., None], zero_OG[..., None], bits)
@@ -66,11 +61,6 @@ def hqq(weight_OI: torch.Tensor, bits: int, group_size: int) -> QuantizedWeight:
     After Badri and Shaji, "Half-Quadratic Quantization of Large Machine Learning Models" (2023):
     in turn, the sparse part of the error (soft threshold of the norm ``HQQ_NORM``) and the zero
     point that fits the rest.
-
-    Args:
-        weight_OI: a float32 weight; the inputs are a multiple of ``group_size``.
-        bits: bits of an integer, at most 8.
-        group_size: inputs that share a scale and a zero point.
     """
     weight_OGS = grouped(weight_OI, weight_OI.shape[1] // group_size)
     scale_OG, zero_OG = _qparams(weight_OGS, bits)
@@ -84,10 +74,14 @@ def hqq(weight_OI: torch.Tensor, bits: int, group_size: int) -> QuantizedWeight:
     best, best_error = zero, norm_of_error(zero)
     for _ in range(HQQ_STEPS):
         integers = _quantize(weight_OGS, scale, zero, bits).float()
-        sparse = _soft_threshold(weight_OGS - (integers - zero) * scale, beta)
+        error = weight_OGS - (integers - zero) * scale
+        # The generalized soft threshold of the norm keeps the large errors, shrunk.
+        threshold = error.abs().clamp(min=1e-8).pow(HQQ_NORM - 1) / beta
+        sparse = error.sign() * (error.abs() - threshold).clamp(min=0)
         zero = (integers - (weight_OGS - sparse) / scale).mean(-1, keepdim=True)
         beta *= HQQ_KAPPA
         error = norm_of_error(zero)
+        # A step need not lower the norm, so the best zero points so far are kept.
         better = error < best_error
         best, best_error = torch.where(better, zero, best), torch.where(better, error, best_error)
     integers_OGS = _quantize(weight_OGS, scale, best, bits)
@@ -100,19 +94,12 @@ def gptq(
     """Round input after input, and let the remaining inputs compensate each one's error.
 
     After Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained
-    Transformers" (2023). Inputs that are 0 in every sample set no group's range: their weights are
-    clamped to the range of the others, where the paper's code sets them to 0.
-
-    Args:
-        weight_OI: a float32 weight; the inputs are a multiple of ``group_size``.
-        bits: bits of an integer, at most 8.
-        group_size: inputs that share a scale and a zero point.
-        second_moment_II: mean of the products of the layer's inputs.
+    Transformers" (2023). The second moment is the mean of the products of the layer's inputs.
     """
     weight_OI = weight_OI.double().clone()
-    inverse_II = inverse_hessian_factor(
-        second_moment_II.double()
-    )  # Cholesky factor of the inverse Hessian
+    inverse_II = inverse_hessian_factor(second_moment_II.double())
+    # Inputs that are 0 in every sample set no group's range: their weights are clamped to the range
+    # of the others, where the paper's code sets them to 0.
     dead_I = second_moment_II.diagonal() == 0
     scales, zeros, columns = [], [], []
     for i in range(weight_OI.shape[1]):
@@ -152,10 +139,3 @@ def _quantize(
     values: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, bits: int
 ) -> torch.Tensor:
     return (values / scale + zero).round().clamp(0, 2**bits - 1).to(torch.uint8)
-
-
-def _soft_threshold(error: torch.Tensor, beta: float) -> torch.Tensor:
-    """Return the large errors, shrunk: the generalized soft threshold of the norm ``HQQ_NORM``."""
-    magnitude = error.abs()
-    threshold = magnitude.clamp(min=1e-8).pow(HQQ_NORM - 1) / beta
-    return error.sign() * (magnitude - threshold).clamp(min=0)

@@ -53,11 +53,7 @@ class CalibrationData:
 
 
 def require_varying(batches: Iterable[Batch]) -> Iterator[Batch]:
-    """Yield batches, and check at the end that not all samples were equal.
-
-    Raises:
-        StageFailed: all samples were equal.
-    """
+    """Yield batches; raise StageFailed at the end where all samples were equal."""
     reference: tuple[torch.Tensor, ...] | None = None
     count, differ = 0, False
     for batch in batches:

@@ -28,9 +28,8 @@ WeightMethod = Literal["rtn", "hqq", "gptq", "awq"]
 Rounding = Literal["nearest", "adaround"]
 Smoothing = Annotated[
     Literal["auto", "off"] | Annotated[float, Field(gt=0, lt=1)],
-    BeforeValidator(
-        lambda value: "off" if value is False else value
-    ),  # YAML 1.1 reads off as False
+    # YAML 1.1 reads off as False.
+    BeforeValidator(lambda value: "off" if value is False else value),
 ]
 BuiltInObserver = Literal["minmax", "moving_average", "histogram", "percentile", "entropy", "mse"]
 
@@ -84,10 +83,7 @@ class Scheme(Settings):
 def scheme_for(target: Target, weight_bits: int = 8, activation_bits: int = 8) -> Scheme:
     """Return the integer formats for which a runtime has fast kernels.
 
-    Args:
-        target: the runtime.
-        weight_bits: bits of a weight; fewer than 8 are stored in 8.
-        activation_bits: bits of an activation; with 16, runtimes multiply in float.
+    Weights of fewer bits are stored in 8; with 16-bit activations runtimes multiply in float.
     """
     if target in SIGNED_ACTIVATIONS:
         half = 2 ** (activation_bits - 1)
@@ -124,11 +120,7 @@ def activation_dtypes(target: Target, activation_bits: int = 8) -> frozenset[str
 
 
 def require_16_bit_kernels(setting: str, target: Target, remedy: str) -> None:
-    """Refuse 16-bit activations for a runtime that has no kernels for them.
-
-    Raises:
-        ValueError: the target is not onnxruntime on CPUs.
-    """
+    """Refuse 16-bit activations (ValueError) for a runtime that has no kernels for them."""
     if target != "onnxruntime-cpu":
         raise ValueError(
             f"{setting} is for target: onnxruntime-cpu, found {target}, which "

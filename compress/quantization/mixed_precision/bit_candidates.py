@@ -1,8 +1,4 @@
-"""Build quantized graphs from one float graph, with a format for each layer.
-
-Capture and calibration are done once: observers see the float model, so the range of an activation
-does not depend on which layers are quantized.
-"""
+"""Build quantized graphs from one float graph, with a format for each layer."""
 
 from __future__ import annotations
 
@@ -17,7 +13,7 @@ import torch
 from torch import fx
 
 from compress.quantization.config.dtype_scheme import unsigned_format
-from compress.quantization.pt2e.graph_capture import capture, copy_graph
+from compress.quantization.pt2e.graph_capture import copy_graph
 from compress.quantization.pt2e.module_names import module_of
 from compress.quantization.pt2e.observed_layers import skip_observers
 from compress.quantization.pt2e.observer_ranges import fit_ranges_
@@ -56,13 +52,8 @@ class MixedQuantizer(OnnxRuntimeQuantizer):
     ) -> None:
         """Choose the formats.
 
-        Args:
-            scheme: integer formats of activations and weights.
-            observer: how the range of an activation is estimated.
-            exclude: patterns of module names whose operators stay float.
-            float_layers: names, not patterns, of layers that stay float.
-            uint16_layers: layers with a 16-bit input and a float output.
-            embeddings: whether embedding tables are quantized too.
+        `float_layers`, names and not patterns, stay float; `uint16_layers` read 16 bits and give
+        floats.
         """
         super().__init__(scheme, observer, exclude, embeddings=embeddings)
         self.float_layers, self.uint16_layers = frozenset(float_layers), frozenset(uint16_layers)
@@ -111,6 +102,9 @@ class Candidate:
 class CandidateBuilder:
     """Builds quantized graphs from a choice of formats."""
 
+    # Captured and calibrated once: observers see the float model, so the range of an activation
+    # does not depend on which layers are quantized.
+
     graph: fx.GraphModule
     """The float graph; it is copied before anything is changed."""
     signature: Signature
@@ -125,41 +119,31 @@ class CandidateBuilder:
     layers: list[str] = field(default_factory=list)
     """All layers that can be quantized, in graph order."""
 
-    @classmethod
-    def from_module(
-        cls,
-        module: torch.nn.Module,
-        signature: Signature,
-        scheme: Scheme,
-        exclude: tuple[str, ...],
-        *,
-        embeddings: bool,
-    ) -> CandidateBuilder:
-        """Capture a module in eval mode; it is not changed."""
-        return cls(capture(module, signature), signature, scheme, exclude, embeddings)
-
     def calibrate(
         self, observer: str, batches: Iterable[Batch], report: Callable[[int], None]
     ) -> None:
-        """Find the ranges of all activations with an observer; the first one is the default.
-
-        Raises:
-            StageFailed: nothing can be quantized, or the data does not fit the signature or is
-                not finite.
-        """
+        """Find the ranges of all activations with an observer; the first one is the default."""
         quantizer = self._quantizer(cast("Observer", observer), {})
         prepared = prepare(self._copy(), quantizer)
         self.layers = quantizer.layers
         calibrate_(prepared, self.signature, batches, report)
         for name, calibrated, _ in _activation_observers(prepared):
-            self.ranges.setdefault(observer, {})[name] = _range_of(calibrated)
+            scale, zero = calibrated.calculate_qparams()
+            limits = calibrated.quant_min, calibrated.quant_max
+            if calibrated.qscheme is torch.per_tensor_symmetric:
+                half = (scale * (limits[1] - limits[0]) / 2).squeeze()
+                ends = -half, half
+            else:
+                low, high = ((scale * (limit - zero)).squeeze() for limit in limits)
+                ends = low, high
+            # Extremes with which a `minmax` observer has the same scale and zero point.
+            self.ranges.setdefault(observer, {})[name] = ends
             self.extremes.setdefault(name, (calibrated.min_val.clone(), calibrated.max_val.clone()))
 
     def build(self, formats: Mapping[str, str]) -> Candidate:
-        """Return the quantized graph with the given formats; other layers have the default.
+        """Return the quantized graph in which some layers have another format than the default.
 
-        Args:
-            formats: layer → the observer of its input, `uint16` or `float`.
+        That is an observer of the layer's input, `uint16` or `float`.
         """
         quantizer = self._quantizer("minmax", formats)
         prepared = prepare(self._copy(), quantizer)
@@ -179,12 +163,9 @@ class CandidateBuilder:
         return Candidate(convert(prepared), quantizer)
 
     def costs(self, kind: str, batches: Sequence[tuple[torch.Tensor, ...]]) -> dict[str, float]:
-        """Return each layer's share of what all layers cost.
+        """Return each layer's share of what all layers cost, on batches of one sample each.
 
-        Args:
-            kind: `macs`, or `latency` for the median time of the float layer in PyTorch on this
-                machine.
-            batches: of one sample each.
+        `kind` is `macs`, or `latency`: median time of the float layer in PyTorch on this machine.
         """
         profile = _LayerProfile(self.graph)
         with torch.inference_mode():
@@ -201,17 +182,12 @@ class CandidateBuilder:
         return copy_graph(self.graph, self.graph.state_dict(keep_vars=True).values())
 
     def _quantizer(self, observer: Observer, formats: Mapping[str, str]) -> MixedQuantizer:
-        float_layers, uint16_layers = (
+        layers = (
             [name for name, chosen in formats.items() if chosen == wanted]
             for wanted in (FLOAT, UINT16)
         )
         return MixedQuantizer(
-            self.scheme,
-            observer,
-            self.exclude,
-            float_layers,
-            uint16_layers,
-            embeddings=self.embeddings,
+            self.scheme, observer, self.exclude, *layers, embeddings=self.embeddings
         )
 
 
@@ -251,13 +227,3 @@ def _activation_observers(
         if node.op == "call_module" and node.args[0].op != "get_attr":
             source = skip_observers(node)  # it may have observers in 8 and in 16 bits
             yield source.name, prepared.get_submodule(node.target), list(node.users)
-
-
-def _range_of(observer: Any) -> Range:
-    """Return the extremes that give a `minmax` observer the same scale and zero point."""
-    scale, zero = observer.calculate_qparams()
-    if observer.qscheme is torch.per_tensor_symmetric:
-        half = (scale * (observer.quant_max - observer.quant_min) / 2).squeeze()
-        return -half, half
-    low, high = (scale * (limit - zero) for limit in (observer.quant_min, observer.quant_max))
-    return low.squeeze(), high.squeeze()

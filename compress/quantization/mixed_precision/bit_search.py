@@ -27,11 +27,7 @@ Formats = dict[str, str]
 
 @dataclass
 class BitSearch:
-    """One search: its settings and its results so far.
-
-    When the time is over, no further candidate is measured: none then meets the limit, and the
-    search ends with the best one so far.
-    """
+    """One search: its settings and its results so far."""
 
     candidates: CandidateBuilder
     calibrate: Callable[[str], None]
@@ -54,11 +50,7 @@ class BitSearch:
     _drops: dict[frozenset[tuple[str, str]], float] = field(default_factory=dict)
 
     def run(self) -> Formats:
-        """Return the formats that keep the metric.
-
-        Raises:
-            StageFailed: there are none; the message has the best candidate.
-        """
+        """Return the formats that keep the metric; StageFailed, with the best ones, if none do."""
         self._search()
         if self.best is None:
             raise StageFailed(self._failure())
@@ -73,6 +65,7 @@ class BitSearch:
         """Return by how many points the metric is worse; infinite where the time is over."""
         key = frozenset(formats.items())
         if key not in self._drops:
+            # No further candidate then meets the limit: the search ends with the best one so far.
             if self._is_late():
                 return math.inf
             self._drops[key] = self.meter.metric_drop(self.candidates.build(formats).graph)
@@ -87,11 +80,25 @@ class BitSearch:
         order = self._order()
         for chosen in [c for c in (FLOAT, UINT16) if c in self.fallback]:
             count = self._smallest_prefix(order, chosen)
-            given = dict.fromkeys(order[:count], chosen) or self._other_choice(order, chosen)
+            given = dict.fromkeys(order[:count], chosen)
+            if not given:
+                # Prefixes that bisection skipped, as more layers in float may do worse; then all
+                # layers but one, as the layer with the loss may be by far the most expensive, and
+                # ranked last.
+                others = [order[:count] for count in range(1, len(order))]
+                others += [[n for n in order if n != kept] for kept in reversed(order)]
+                choices = (dict.fromkeys(names, chosen) for names in others if names)
+                given = next(filter(self._keeps_with, choices), {})
             if given:
-                needed = self._requantize(given)
+                # Even within the smallest prefix a smaller set may do.
+                for name in reversed(list(given)):
+                    fewer = {other: chosen for other in given if other != name}
+                    if fewer and self._keeps_with(fewer):
+                        given = fewer
                 if chosen == FLOAT and UINT16 in self.fallback:
-                    self._lower_to_16_bits(needed)
+                    for name in reversed(list(given)):
+                        if self._keeps_with({**given, name: UINT16}):
+                            given = {**given, name: UINT16}
                 return
 
     def _keeps_metric(self, formats: Formats) -> bool:
@@ -139,43 +146,6 @@ class BitSearch:
             keeps = self._keeps_with(dict.fromkeys(order[:middle], chosen))
             low, high = (low, middle) if keeps else (middle, high)
         return high
-
-    def _other_choice(self, order: Sequence[str], chosen: str) -> Formats:
-        """Return other layers that a format keeps the metric with, where bisection found none.
-
-        Prefixes that it skipped, as more layers in float may do worse; then all layers but one, as
-        the layer with the loss may be by far the most expensive, and ranked last.
-        """
-        prefixes = [list(order[:count]) for count in range(1, len(order))]
-        all_but_one = [[n for n in order if n != kept] for kept in reversed(order)]
-        for names in filter(None, prefixes + all_but_one):
-            given = dict.fromkeys(names, chosen)
-            if self._keeps_with(given):
-                return given
-        return {}
-
-    def _requantize(self, given: Formats) -> Formats:
-        """Quantize layers again one by one, while the metric is kept; the last ranked first.
-
-        The prefix is the smallest one, and a smaller set may still be found within it.
-
-        Returns:
-            The layers that need what they were given.
-        """
-        needed = given
-        for name in reversed(given):
-            fewer = {other: chosen for other, chosen in needed.items() if other != name}
-            if fewer and self._keeps_with(fewer):
-                needed = fewer
-        return needed
-
-    def _lower_to_16_bits(self, floats: Formats) -> None:
-        """Let layers in float read 16 bits instead, one by one, while the metric is kept."""
-        formats = floats
-        for name in reversed(floats):
-            lower = {**formats, name: UINT16}
-            if self._keeps_with(lower):
-                formats = lower
 
     def _keeps_with(self, given: Formats) -> bool:
         return self._keeps_metric({**self.observers, **given})

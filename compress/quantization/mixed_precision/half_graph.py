@@ -56,14 +56,8 @@ class ValueStatistics:
     squared_errors: float = 0.0
 
     def update(self, values: torch.Tensor, dtype: torch.dtype, bound: float = 0.0) -> None:
-        """Add values; infinite ones are the same in every precision and left out.
-
-        Args:
-            values: of the tensor.
-            dtype: the half-precision type.
-            bound: of intermediate values that are no tensor of the graph.
-        """
-        finite = values[values.isfinite()].double()
+        """Add values, and a bound of intermediate values that are no tensor of the graph."""
+        finite = values[values.isfinite()].double()  # infinity is the same in every precision
         rounded = finite.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max).to(dtype).double()
         peak = float(finite.abs().max()) if finite.numel() else 0.0
         self.largest = max(self.largest, peak, bound)
@@ -103,21 +97,17 @@ class PrecisionConverter:
 
     def choose(self, graph: fx.GraphModule) -> set[fx.Node]:
         """Return the operators that compute in half precision."""
-        return {
-            node
-            for node in graph.graph.nodes
-            if is_convertible(node) and operator_name(node) not in ANY_DTYPE
-            if not is_excluded(node, self.exclude)
-            if not self._is_sensitive(node) and self._fits(node)
-        }
-
-    def _is_sensitive(self, node: fx.Node) -> bool:
-        name = operator_name(node)
-        requests_float32 = torch.float32 in [*node.args, *node.kwargs.values()]
-        if name in SENSITIVE or requests_float32:
-            self.sensitive[name] += 1
-            return True
-        return False
+        chosen = set()
+        for node in graph.graph.nodes:
+            name = operator_name(node)
+            if not is_convertible(node) or name in ANY_DTYPE or is_excluded(node, self.exclude):
+                continue
+            # Casts, and a softmax with a dtype, ask for float32 themselves.
+            if name in SENSITIVE or torch.float32 in [*node.args, *node.kwargs.values()]:
+                self.sensitive[name] += 1
+            elif self._fits(node):
+                chosen.add(node)
+        return chosen
 
     def _fits(self, node: fx.Node) -> bool:
         if node.target in self.unsupported:
@@ -150,15 +140,8 @@ def convert_precision(
     """Return the module as a graph that holds weights and computes in half precision.
 
     Inputs and outputs keep their types. After Micikevicius et al., "Mixed Precision Training"
-    (2018), with ranges measured on data in addition to a list of operators.
-
-    Args:
-        module: a module in eval mode; it is not changed.
-        signature: its interface.
-        converter: which operators stay float32.
-        batches: inputs on which every tensor is measured, read twice; one batch at a time is held
-            in memory.
-        report: called with the number of samples of each batch.
+    (2018), with ranges measured on data, which is read twice, in addition to a list of operators.
+    `report` is called with the number of samples read so far.
 
     Raises:
         StageFailed: no operator can compute in half precision, the data does not fit the signature,
@@ -168,11 +151,13 @@ def convert_precision(
     fuse_conv_bn_(graph)
     name_inputs_(graph, signature)
     measure = _StatisticsInterpreter(graph, converter)
+    samples = 0
     with torch.inference_mode():
         for batch in batches:
             require_matching_inputs(batch.inputs, signature)
             measure.run(*batch.inputs)
-            report(len(batch))
+            samples += len(batch)
+            report(samples)
     chosen = converter.choose(graph)
     if not chosen:
         reasons = "; ".join(f"{name} {why}" for name, why in converter.out_of_range.items())
@@ -185,7 +170,8 @@ def convert_precision(
     with torch.inference_mode():
         for batch in batches:
             check.run(*batch.inputs)
-            report(len(batch))
+            samples += len(batch)
+            report(samples)
     remove_unread_tensors_(graph)
     return export_program(graph, signature)
 
@@ -195,7 +181,7 @@ class _StatisticsInterpreter(fx.Interpreter):
 
     def __init__(self, graph: fx.GraphModule, converter: PrecisionConverter) -> None:
         super().__init__(graph)
-        self.extra_traceback = False
+        self.extra_traceback = False  # fx would append its node to the message of StageFailed
         self.converter = converter
         self.tried: set[Any] = set()
 
@@ -209,23 +195,22 @@ class _StatisticsInterpreter(fx.Interpreter):
                 raise StageFailed(
                     f"{describe_tensor(n)} is NaN in float32 already; mend data or weights"
                 )
-            if n.op != "get_attr" or n not in known:
+            if n.op != "get_attr" or n not in known:  # a weight is the same for all batches
+                bound = 0.0
+                if n.target is ATTENTION:  # of the scores inside, by Cauchy and Schwarz
+                    (query, key, *_), options = self.fetch_args_kwargs_from_env(n)
+                    scale = options.get("scale") or query.shape[-1] ** -0.5
+                    bound = float(query.norm(dim=-1).max() * key.norm(dim=-1).max() * scale)
                 statistics = known.setdefault(n, ValueStatistics())
-                statistics.update(value, self.converter.dtype, self._score_bound(n))
+                statistics.update(value, self.converter.dtype, bound)
         if is_convertible(n) and n.target not in self.tried:
             self.tried.add(n.target)
             self._try_in_half(n)
         return value
 
-    def _score_bound(self, n: fx.Node) -> float:
-        """Bound the scores inside attention, by Cauchy and Schwarz; 0 for other operators."""
-        if n.target is not ATTENTION:
-            return 0.0
-        (query, key, *_), options = self.fetch_args_kwargs_from_env(n)
-        scale = options.get("scale") or query.shape[-1] ** -0.5
-        return float(query.norm(dim=-1).max() * key.norm(dim=-1).max() * scale)
-
     def _try_in_half(self, n: fx.Node) -> None:
+        """Record torch's error where there is no half-precision kernel here."""
+
         def to_half(value: Any) -> Any:
             is_float = isinstance(value, torch.Tensor) and value.dtype is torch.float32
             return value.to(self.converter.dtype) if is_float else value
@@ -242,7 +227,7 @@ class _NanCheck(fx.Interpreter):
 
     def __init__(self, graph: fx.GraphModule) -> None:
         super().__init__(graph)
-        self.extra_traceback = False
+        self.extra_traceback = False  # as above
 
     def run_node(self, n: fx.Node) -> Any:
         value = super().run_node(n)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,11 +26,7 @@ ANY_DTYPE = {
 def compute_in_half_(
     graph: fx.GraphModule, chosen: set[fx.Node], dtype: torch.dtype
 ) -> Counter[str]:
-    """Compute the chosen operators in half precision, and hold their weights in it.
-
-    Returns:
-        The number of such operators by kind.
-    """
+    """Compute operators in half precision, hold their weights in it, and count them by kind."""
     rewriter = _CastInserter(graph, chosen, dtype)
     for node in list(graph.graph.nodes):
         rewriter.visit_(node)
@@ -38,21 +35,28 @@ def compute_in_half_(
     return Counter(operator_name(node) for node in chosen)
 
 
+@dataclass
 class _CastInserter:
     """Visits the nodes in graph order, and tracks which tensors are in half precision."""
 
-    def __init__(self, graph: fx.GraphModule, chosen: set[fx.Node], dtype: torch.dtype) -> None:
-        self.graph = graph
-        self.chosen = chosen
-        self.dtype = dtype
-        self.in_half: set[fx.Node] = set()
-        self.casts: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
-        self.weights: dict[torch.Tensor, torch.nn.Parameter] = {}
-        """Weight → its half-precision copy, shared by all of its names."""
+    graph: fx.GraphModule
+    chosen: set[fx.Node]
+    dtype: torch.dtype
+    in_half: set[fx.Node] = field(default_factory=set)
+    casts: dict[tuple[fx.Node, torch.dtype], fx.Node] = field(default_factory=dict)
+    weights: dict[torch.Tensor, torch.nn.Parameter] = field(default_factory=dict)
+    """Weight → its half-precision copy, shared by all of its names."""
 
     def visit_(self, node: fx.Node) -> None:
         if node.op == "get_attr" and is_float(node) and self._is_read_in_half(node):
-            self._convert_weight_(node)
+            owner, _, name = str(node.target).rpartition(".")
+            module = self.graph.get_submodule(owner)
+            tensor = getattr(module, name)
+            if tensor.dtype is torch.float32:  # not converted through another node yet
+                half = torch.nn.Parameter(tensor.detach().to(self.dtype), requires_grad=False)
+                delattr(module, name)
+                module.register_parameter(name, self.weights.setdefault(tensor, half))
+            self.in_half.add(node)
         elif node.target is operator.getitem or operator_name(node) in ANY_DTYPE:
             source = node.all_input_nodes[0]
             if source in self.in_half and _returns_float32(node):
@@ -70,29 +74,16 @@ class _CastInserter:
             for reader in tensor.users
         )
 
-    def _convert_weight_(self, node: fx.Node) -> None:
-        owner, _, name = str(node.target).rpartition(".")
-        module = self.graph.get_submodule(owner)
-        tensor = getattr(module, name)
-        if tensor.dtype is torch.float32:
-            half = torch.nn.Parameter(tensor.detach().to(self.dtype), requires_grad=False)
-            delattr(module, name)
-            module.register_parameter(name, self.weights.setdefault(tensor, half))
-        self.in_half.add(node)
-
     def _cast_inputs_(self, node: fx.Node, dtype: torch.dtype) -> None:
         for source in node.all_input_nodes:
             is_half = source in self.in_half
             if is_float(source) and is_half != (dtype is self.dtype):
-                node.replace_input_with(source, self._cast(source, dtype, node))
-
-    def _cast(self, source: fx.Node, dtype: torch.dtype, reader: fx.Node) -> fx.Node:
-        if (source, dtype) not in self.casts:
-            with self.graph.graph.inserting_before(reader):
-                cast = self.graph.graph.call_function(aten.to.dtype, (source, dtype))
-            cast.meta |= {k: v for k, v in source.meta.items() if k != "val"}
-            self.casts[source, dtype] = cast
-        return self.casts[source, dtype]
+                if (source, dtype) not in self.casts:
+                    with self.graph.graph.inserting_before(node):
+                        cast = self.graph.graph.call_function(aten.to.dtype, (source, dtype))
+                    cast.meta |= {k: v for k, v in source.meta.items() if k != "val"}
+                    self.casts[source, dtype] = cast
+                node.replace_input_with(source, self.casts[source, dtype])
 
 
 def is_convertible(node: fx.Node) -> bool:

@@ -48,11 +48,7 @@ class SensitivityMeter:
     """Compares graphs with a float model on `val`."""
 
     def __init__(self, model: EagerModel, context: Context, sensitivity: str) -> None:
-        """Measure the float model.
-
-        Raises:
-            StageFailed: there is no data, or the metric cannot be measured.
-        """
+        """Measure the float model; StageFailed where there is no data, or no metric of it."""
         self.model, self.context, self.by_metric = model, context, sensitivity == "metric"
         self.data = context.need_data("quantize_mixed")
         self.metric = context.metric.name

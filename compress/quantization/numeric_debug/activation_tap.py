@@ -22,13 +22,9 @@ def tap_activations(
     nodes: Collection[fx.Node],
     callback: ActivationCallback,
 ) -> None:
-    """Run batches through a graph, one at a time.
+    """Run batches through a graph, one at a time, and observe some of its operators.
 
-    Args:
-        graph: a captured module; it is not changed.
-        batches: inputs of the graph.
-        nodes: the operators to observe.
-        callback: called with the operator, its first input and its output.
+    The callback is called with the operator, its first input and its output.
     """
     interpreter = _TapInterpreter(graph, nodes, callback)
     for batch in batches:

@@ -3,9 +3,10 @@
 A layer's error is measured twice. As the graph runs, a layer's output carries the quantization
 error of all layers before it. To find the layer at fault, the graph is run once more, and each
 layer is given the float model's output of the layer before: what differs then is its own error.
-torchao's numeric debugger has only the first (`prepare_for_propagation_comparison`), by node
-instead of by the user's module, and keeps every output in memory; so it is not used here.
 """
+
+# torchao's numeric debugger has only the first (`prepare_for_propagation_comparison`), by node
+# instead of by the user's module, and keeps every output in memory; so it is not used here.
 
 from __future__ import annotations
 
@@ -59,15 +60,9 @@ def compare(
 ) -> Fidelity:
     """Measure how near a quantized graph's outputs are to its float model's.
 
-    A seeded sample of at most 256 samples of `val` runs once through the module and twice through
-    the graph, on the CPU; without data a few seeded inputs do.
-
-    Args:
-        module: the float model in eval mode; it is left with hooks.
-        graph: the quantized model.
-        signature: the interface of both.
-        context: data, metric and seed.
-        rescaled: modules whose outputs have other scales in the graph; they are not compared.
+    A seeded sample of at most 256 samples of `val` runs once through the module, which is left with
+    hooks, and twice through the graph, on the CPU; without data a few seeded inputs do. Modules in
+    `rescaled`, whose outputs have other scales in the graph, are not compared.
 
     Raises:
         StageFailed: the graph has outputs of other shapes, or some that are not finite.
@@ -93,38 +88,13 @@ def compare(
 
 
 @dataclass
-class _LabelCounter:
-    """Counts equal labels of two models."""
+class _FirstOutputs:
+    """Counts equal labels of two models, and keeps up to MAX_BYTES of outputs for the metric."""
 
-    equal: int = 0
-    total: int = 0
+    equal_labels: int = 0
+    labels: int = 0
     targets_are_labels: bool = True
     """Whether every target was a label for each of the model's."""
-
-    def add(
-        self, expected: torch.Tensor, actual: torch.Tensor, target: torch.Tensor | None
-    ) -> None:
-        """Add a batch's first outputs."""
-        if expected.dim() < 2 or expected.shape[1] < 2 or not expected.is_floating_point():
-            self.targets_are_labels = False
-            return
-        expected_labels, labels = expected.argmax(1), actual.argmax(1)
-        self.equal += int((expected_labels == labels).sum())
-        self.total += labels.numel()
-        self.targets_are_labels &= (
-            target is not None and not target.is_floating_point() and target.shape == labels.shape
-        )
-
-    def agreement(self, metric: Metric) -> float | None:
-        """Return the share of equal labels; None where outputs are no scores of classes."""
-        known = self.total and (self.targets_are_labels or metric.name == "fidelity")
-        return round(self.equal / self.total, 6) if known else None
-
-
-@dataclass
-class _MetricInputs:
-    """Keeps first outputs and targets for the metric, up to MAX_BYTES."""
-
     outputs: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     targets: list[torch.Tensor] = field(default_factory=list)
     bytes: int = 0
@@ -133,12 +103,25 @@ class _MetricInputs:
     def add(
         self, expected: torch.Tensor, actual: torch.Tensor, target: torch.Tensor | None
     ) -> None:
-        """Add a batch's first outputs."""
         self.bytes += expected.nbytes + actual.nbytes
         self.complete &= target is not None and self.bytes <= MAX_BYTES
         if self.complete and target is not None:
             self.outputs.append((expected, actual))
             self.targets.append(target)
+        if expected.dim() < 2 or expected.shape[1] < 2 or not expected.is_floating_point():
+            self.targets_are_labels = False  # outputs are no scores of classes
+            return
+        expected_labels, labels = expected.argmax(1), actual.argmax(1)
+        self.equal_labels += int((expected_labels == labels).sum())
+        self.labels += labels.numel()
+        self.targets_are_labels &= (
+            target is not None and not target.is_floating_point() and target.shape == labels.shape
+        )
+
+    def label_agreement(self, metric: Metric) -> float | None:
+        """Return the share of equal labels; None where outputs are no scores of classes."""
+        known = self.labels and (self.targets_are_labels or metric.name == "fidelity")
+        return round(self.equal_labels / self.labels, 6) if known else None
 
     def metric_pair(self, metric: Metric) -> MetricPair | None:
         """Return the metric of both models; None where it cannot be measured."""
@@ -163,8 +146,7 @@ class _Comparison:
     outputs: list[Deviation] = field(default_factory=list)
     layers: dict[str, Deviation] = field(default_factory=lambda: defaultdict(Deviation))
     own: dict[str, Deviation] = field(default_factory=lambda: defaultdict(Deviation))
-    labels: _LabelCounter = field(default_factory=_LabelCounter)
-    metric_inputs: _MetricInputs = field(default_factory=_MetricInputs)
+    first: _FirstOutputs = field(default_factory=_FirstOutputs)
     samples: int = 0
 
     def add(
@@ -173,7 +155,6 @@ class _Comparison:
         actual: Sequence[torch.Tensor],
         target: torch.Tensor | None,
     ) -> None:
-        """Add the outputs of a batch."""
         if [a.shape for a in expected] != [b.shape for b in actual]:
             shapes = [[tuple(t.shape) for t in side] for side in (actual, expected)]
             raise StageFailed(
@@ -183,8 +164,7 @@ class _Comparison:
         self.outputs = self.outputs or [Deviation() for _ in expected]
         for deviation, a, b in zip(self.outputs, expected, actual, strict=True):
             deviation.add(a, b)
-        self.labels.add(expected[0], actual[0], target)
-        self.metric_inputs.add(expected[0], actual[0], target)
+        self.first.add(expected[0], actual[0], target)
         self.samples += len(expected[0]) if expected[0].dim() else 1
 
     def require_finite(self, signature: Signature) -> None:
@@ -199,7 +179,7 @@ class _Comparison:
                 )
 
     def fidelity(self, signature: Signature, context: Context) -> Fidelity:
-        """Return the figures, rounded so that they do not depend on how sums are split up."""
+        # Rounded, so that figures do not depend on how sums are split up.
         layers = [
             LayerFidelity(
                 module=name,
@@ -210,9 +190,9 @@ class _Comparison:
         ]
         return Fidelity(
             samples=self.samples,
-            split="val" if _has_val(context) else None,
-            label_agreement=self.labels.agreement(context.metric),
-            metric=self.metric_inputs.metric_pair(context.metric),
+            split="val" if context.data is not None and "val" in context.data.datasets else None,
+            label_agreement=self.first.label_agreement(context.metric),
+            metric=self.first.metric_pair(context.metric),
             outputs=tuple(
                 OutputFidelity(
                     name=spec.name, cosine=round(d.cosine, 5), sqnr_db=round(d.sqnr_db, 1)
@@ -221,10 +201,6 @@ class _Comparison:
             ),
             layers=tuple(sorted(layers, key=lambda layer: layer.own_sqnr_db)),
         )
-
-
-def _has_val(context: Context) -> bool:
-    return context.data is not None and "val" in context.data.datasets
 
 
 @dataclass(frozen=True)
@@ -248,7 +224,7 @@ class _Sample:
         else:
             batch_size = int(next(iter(signature.inputs[0].shape), 1))
         indices: list[int] = []
-        if _has_val(context) and context.data is not None:
+        if context.data is not None and "val" in context.data.datasets:
             generator = torch.Generator().manual_seed(context.seed)
             available = len(context.data.split("val"))  # type: ignore[arg-type]
             indices = torch.randperm(available, generator=generator)[:SAMPLES].tolist()
@@ -258,7 +234,6 @@ class _Sample:
         return cls(signature, context, tuple(indices), batch_size, COMPARED_BATCHES * rows)
 
     def __len__(self) -> int:
-        """Return how many samples are compared."""
         seeded = self.signature.example(batch=self.batch_size or SEEDED_ROWS)[0]
         return len(self.indices) or self.seeded_batches * len(seeded)
 
@@ -273,7 +248,7 @@ class _Sample:
                 yield self.signature.example(batch=rows, seed=self.context.seed + i), None
             return
         batch_size = self.batch_size
-        if batch_size is None:
+        if batch_size is None:  # as many as fit
             (sample,) = data.read("val", self.indices[:1], 1)
             reference(*sample.inputs)
             size = sum(output.nbytes for output in reference.outputs.values())

@@ -109,11 +109,7 @@ class LabelParity(Settings):
         return f"{equal}; near-ties ({step}): {self.near_ties} of {self.differing}"
 
     def require_same_model(self) -> None:
-        """Refuse a graph whose labels differ where the trained model is sure of its own.
-
-        Raises:
-            StageFailed: too many do.
-        """
+        """Raise StageFailed where too many labels differ of which the trained model is sure."""
         unexplained = self.differing - (self.near_ties or 0)
         if unexplained > max(1.0, LARGEST_SHARE * self.labels):
             raise StageFailed(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,15 +51,7 @@ class LayerOutputRecorder:
     def __init__(
         self, module: nn.Module, names: Collection[str], names_in_graph: Collection[str]
     ) -> None:
-        """Register the hooks.
-
-        Args:
-            module: a module in eval mode; it keeps the hooks.
-            names: the layers to record.
-            names_in_graph: modules that the quantized graph still has; a BatchNorm that is not
-                among them was folded into the layer before it, and its output counts as that
-                layer's.
-        """
+        """Register hooks on the layers `names`, which the module keeps."""
         self.module = module
         self.outputs: dict[LayerCall, torch.Tensor] = {}
         """Of each call of a layer in the last run."""
@@ -66,9 +59,10 @@ class LayerOutputRecorder:
         self._latest: tuple[LayerCall, torch.Tensor] | None = None
         for name, part in module.named_modules():
             if name in names:
-                part.register_forward_hook(self._layer_hook(name))
+                part.register_forward_hook(partial(self._record_layer, name))
+            # Folded into the layer before it: its output counts as that layer's.
             elif isinstance(part, _BatchNorm) and name not in names_in_graph:
-                part.register_forward_hook(self._folded_norm_hook)
+                part.register_forward_hook(self._record_folded_norm)
 
     def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Run the module, and return its outputs."""
@@ -76,18 +70,13 @@ class LayerOutputRecorder:
         self._counts.clear()
         return flatten_outputs(self.module(*inputs))
 
-    def _layer_hook(self, name: str) -> Any:
-        def hook(part: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-            call = name, self._counts[name]
-            self._counts[name] += 1
-            if isinstance(output, torch.Tensor):
-                self._record(call, output)
+    def _record_layer(self, name: str, part: nn.Module, inputs: Any, output: Any) -> None:
+        call = name, self._counts[name]
+        self._counts[name] += 1
+        if isinstance(output, torch.Tensor):
+            self._record(call, output)
 
-        return hook
-
-    def _folded_norm_hook(
-        self, part: nn.Module, inputs: tuple[Any, ...], output: torch.Tensor
-    ) -> None:
+    def _record_folded_norm(self, part: nn.Module, inputs: Any, output: torch.Tensor) -> None:
         if self._latest is not None and inputs and inputs[0] is self._latest[1]:
             self._record(self._latest[0], output)
 
@@ -108,15 +97,9 @@ class LayerComparison(fx.Interpreter):
         *,
         replace: bool,
     ) -> None:
-        """Prepare a run.
+        """Prepare a run, which with `replace` continues with the float outputs after each layer.
 
-        Args:
-            graph: the quantized graph.
-            layers: the nodes that end a layer.
-            expected: the float model's output of each call of a layer.
-            deviations: updated, by module.
-            replace: whether the run continues with the float model's output after each layer, so
-                that a layer's deviation is its own error.
+        A layer's deviation is then its own error.
         """
         super().__init__(graph)
         self.layers, self.expected = layers, expected

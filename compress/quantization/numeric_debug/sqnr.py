@@ -35,7 +35,12 @@ class Deviation:
         self.signal += float(expected_NF.square().sum())
         noise = float((expected_NF - actual_NF).square().sum())
         self.noise += noise if math.isfinite(noise) else math.inf
-        self.cosines += float(_cosines(expected_NF, actual_NF).sum())
+        lengths_N = expected_NF.norm(dim=1) * actual_NF.norm(dim=1)
+        dots_N = (expected_NF * actual_NF).sum(1)
+        cosines_N = dots_N / lengths_N.clamp(min=torch.finfo(torch.float64).tiny)
+        # Where a row is zero there is no cosine: 1 where both are, 0 where only one is.
+        equal_N = (expected_NF == actual_NF).all(dim=1).double()
+        self.cosines += float(torch.where(lengths_N > 0, cosines_N, equal_N).sum())
         self.rows += len(expected_NF)
 
     @property
@@ -60,11 +65,3 @@ class Deviation:
 
 def _rows(values: torch.Tensor) -> torch.Tensor:
     return values.detach().double().reshape(len(values) if values.dim() > 1 else 1, -1)
-
-
-def _cosines(a_NF: torch.Tensor, b_NF: torch.Tensor) -> torch.Tensor:
-    """Return each row's cosine: 1 where both are zero, 0 where only one is."""
-    lengths_N = a_NF.norm(dim=1) * b_NF.norm(dim=1)
-    equal_N = (a_NF == b_NF).all(dim=1).double()
-    cosines_N = (a_NF * b_NF).sum(1) / lengths_N.clamp(min=torch.finfo(torch.float64).tiny)
-    return torch.where(lengths_N > 0, cosines_N, equal_N)

@@ -31,23 +31,16 @@ def protect_shared_layers_(graph: GraphModule) -> None:
     """
     for node in graph.graph.nodes:
         layer = node.args[0] if node.target is BATCH_NORM else None
-        if not (isinstance(layer, Node) and layer.target in FOLDABLE) or _can_fold(layer, node):
+        if not (isinstance(layer, Node) and layer.target in FOLDABLE):
+            continue
+        weight = layer.args[1]
+        layers = weight.users if isinstance(weight, Node) else [layer]
+        readers = [reader for each in layers for reader in each.users]
+        equal = [r.target is BATCH_NORM and r.args[1:] == node.args[1:] for r in readers]
+        if all(equal) and all(len(each.users) == 1 for each in layers):
             continue
         with graph.graph.inserting_before(node):
             copy = graph.graph.call_function(aten.clone.default, (layer,))
             copy.meta = dict(layer.meta)
         node.replace_input_with(layer, copy)
     graph.recompile()
-
-
-def _can_fold(layer: Node, norm: Node) -> bool:
-    """Whether equal BatchNorms are the only readers of every layer that uses this weight."""
-    weight = layer.args[1]
-    layers = list(weight.users) if isinstance(weight, Node) else [layer]
-    followers = [list(each.users) for each in layers]
-    return all(
-        len(readers) == 1
-        and readers[0].target is BATCH_NORM
-        and readers[0].args[1:] == norm.args[1:]
-        for readers in followers
-    )

@@ -28,23 +28,16 @@ def capture(module: torch.nn.Module, signature: Signature) -> GraphModule:
 
 
 def functionalize(program: ExportedProgram) -> ExportedProgram:
-    """Return an equal program that writes into no tensor.
-
-    Dequantizing a quantized tensor makes a copy: a write into a view of it would not reach the
-    other readers of the original.
-    """
+    """Return an equal program that writes into no tensor."""
+    # Dequantizing a quantized tensor makes a copy: a write into a view of it would not reach the
+    # other readers of the original.
     with _without_treespec_warnings(), cached_composite_ops():
         decomposed: ExportedProgram = program.run_decompositions({})
         return decomposed
 
 
 def copy_graph(graph: GraphModule, shared: Iterable[torch.Tensor] = ()) -> GraphModule:
-    """Deep-copy a graph with its observers.
-
-    Args:
-        graph: the graph; it is not changed.
-        shared: tensors of the graph that are not copied.
-    """
+    """Deep-copy a graph with its observers, but not its tensors in `shared`."""
     with _without_treespec_warnings():
         return deepcopy(graph, {id(tensor): tensor for tensor in shared})
 

@@ -12,11 +12,10 @@ CHUNK = 2**20
 
 
 class Histogram(torch.nn.Module):
-    """Counts of values in equal bins on both sides of zero.
+    """Counts of values in equal bins, a power of two wide, on both sides of zero, which is an edge.
 
-    A bin is a power of two wide, and zero is an edge. Where a value falls outside, neighbouring
-    bins are merged; no count is ever split, so the histogram does not depend on the order or the
-    batches of the values. Zeros, of which a relu gives many, are counted apart.
+    Where a value falls outside, neighbouring bins are merged; no count is ever split, so the
+    histogram does not depend on the order or the batches of the values.
     """
 
     counts: torch.Tensor
@@ -27,6 +26,7 @@ class Histogram(torch.nn.Module):
         super().__init__()
         self.register_buffer("counts", torch.zeros(2 * HALF, dtype=torch.int64))
         self.register_buffer("zeros", torch.zeros((), dtype=torch.int64))
+        # Below that of any float32: the first value sets it.
         self.register_buffer("exponent", torch.tensor(-1000))
 
     @property
@@ -50,10 +50,16 @@ class Histogram(torch.nn.Module):
         if largest > 0:
             # A number is below 2 to the exponent that frexp gives.
             exponent = int(torch.frexp(largest.double()).exponent) - HALF.bit_length() + 1
-            if exponent > int(self.exponent):
-                self._widen_(exponent)
+            if exponent > int(self.exponent):  # merge bins until one is 2 ** exponent wide
+                doublings = min(exponent - int(self.exponent), HALF.bit_length() - 1)
+                merged = self.counts.view(-1, 2**doublings).sum(1)
+                self.counts.zero_()
+                start = HALF - len(merged) // 2
+                self.counts[start : start + len(merged)] = merged
+                self.exponent.fill_(exponent)
         for part in torch.split(values.flatten(), CHUNK):
             nonzero = part[part != 0]
+            # Apart: a relu gives many zeros, and they are exact in every range.
             self.zeros += part.numel() - nonzero.numel()
             bins = (nonzero.double() / self.width).floor_().long() + HALF
             self.counts += torch.bincount(bins, minlength=2 * HALF)
@@ -67,19 +73,14 @@ class Histogram(torch.nn.Module):
         return cumulative[bins] + (position - bins) * counts[bins] + self.zeros * (values > 0)
 
     def quantiles(self, low: float, high: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return two quantiles; where a range of values would do, the ones nearest to the middle.
+        """Return two quantiles, of shares low < 1 and high > 0.
 
-        Args:
-            low: a share from 0, and less than 1.
-            high: a share above 0, and up to 1.
+        Where a range of values would do, the ones nearest to the middle.
         """
         counts = self.counts.double()
         counts[HALF] += self.zeros
         cumulative = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-        wanted = (
-            torch.tensor([low, high], dtype=torch.float64, device=cumulative.device)
-            * cumulative[-1]
-        )
+        wanted = cumulative.new_tensor([low, high]) * cumulative[-1]
         # Neither bin is empty: the left one ends above its share, the right one begins below.
         left = torch.searchsorted(cumulative, wanted[0], right=True) - 1
         right = torch.searchsorted(cumulative, wanted[1]) - 1
@@ -87,12 +88,3 @@ class Histogram(torch.nn.Module):
         part = (wanted - cumulative[bins]) / counts[bins]
         quantiles = (bins - HALF + part) * self.width
         return quantiles[0], quantiles[1]
-
-    def _widen_(self, exponent: int) -> None:
-        """Merge bins until a bin is `2 ** exponent` wide."""
-        doublings = min(exponent - int(self.exponent), HALF.bit_length() - 1)
-        merged = self.counts.view(-1, 2**doublings).sum(1)
-        self.counts.zero_()
-        start = HALF - len(merged) // 2
-        self.counts[start : start + len(merged)] = merged
-        self.exponent.fill_(exponent)

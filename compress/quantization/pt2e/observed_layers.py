@@ -29,11 +29,6 @@ def layers_of(prepared: GraphModule) -> list[Node]:
     ]
 
 
-def is_quantized(layer: Node) -> bool:
-    """Whether both input and weight of a layer are observed, so that it becomes integers."""
-    return all(operand.op == "call_module" for operand in layer.args[:2])  # type: ignore[union-attr]
-
-
 def skip_observers(operand: Any) -> Any:
     """Return the node that an operand observes, through any number of observers."""
     while getattr(operand, "op", None) == "call_module":

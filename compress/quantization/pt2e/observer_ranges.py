@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, cast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.fx import Node
@@ -59,11 +59,7 @@ class RangeMonitor:
             self.histogram = self.observer.histogram if has_histogram else Histogram()
 
     def __call__(self, observer: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-        """Update the summary with a tensor, before the observer sees it.
-
-        Raises:
-            StageFailed: it is NaN or infinite.
-        """
+        """Summarize a tensor before the observer sees it; refuse NaN and infinity."""
         values = inputs[0].detach()
         if values.numel() == 0:
             return
@@ -71,6 +67,7 @@ class RangeMonitor:
         same_rank = values.dim() == self.node.meta["val"].dim()
         reduced = other_axes if self._channel_axis is not None and same_rank else []
         low, high = values.amin(reduced), values.amax(reduced)
+        # Extremes are NaN or infinite where a value is: the tensor is read again only then.
         if not (torch.isfinite(low).all() and torch.isfinite(high).all()):
             require_finite(values, describe_tensor(self.node))
         if self.low is None or self.high is None:
@@ -113,53 +110,28 @@ class RangeMonitor:
         return float(1 - (below_high - below_low) / total)
 
 
-@dataclass
-class RangeReport:
-    """The monitors of all activation observers of a prepared graph."""
+def range_facts(monitors: list[RangeMonitor]) -> dict[str, dict[str, Any]]:
+    """Return the most saturated ranges and the dead channels, by the user's module.
 
-    monitors: list[RangeMonitor] = field(default_factory=list)
-
-    def facts(self) -> dict[str, dict[str, float] | dict[str, str]]:
-        """Return the most saturated ranges and the dead channels, by the user's module.
-
-        Call it after the ranges are final: each observer computes its own for this.
-        """
-        saturated: dict[str, float] = {}
-        dead: dict[str, str] = {}
-        for monitor in self.monitors:
-            share = float(f"{monitor.saturated_share():.3g}")
-            if share > 0:
-                saturated[monitor.name] = max(saturated.get(monitor.name, 0), share)
-            if description := monitor.dead_channels():
-                dead[monitor.name] = description
-        worst = sorted(saturated, key=lambda name: -saturated[name])[:WORST]
-        return {
-            "saturated_ranges": {name: saturated[name] for name in worst},
-            "dead_ranges": dead,
-        }
-
-    def require_varying_inputs(self) -> None:
-        """Refuse a sample in which a quantized input is constant.
-
-        Raises:
-            StageFailed: one is; the message names it.
-        """
-        for monitor in self.monitors:
-            if monitor.node.op == "placeholder" and monitor.constant is not None:
-                raise StageFailed(
-                    f"calibration: {monitor.name} is {monitor.constant:g} in every sample, "
-                    "expected values that vary; bring samples like those of use"
-                )
+    Call it after the ranges are final: each observer computes its own for this.
+    """
+    saturated: dict[str, float] = {}
+    dead: dict[str, str] = {}
+    for monitor in monitors:
+        share = float(f"{monitor.saturated_share():.3g}")
+        if share > 0:
+            saturated[monitor.name] = max(saturated.get(monitor.name, 0), share)
+        if description := monitor.dead_channels():
+            dead[monitor.name] = description
+    worst = sorted(saturated, key=lambda name: -saturated[name])[:WORST]
+    return {"saturated_ranges": {name: saturated[name] for name in worst}, "dead_ranges": dead}
 
 
 @contextmanager
-def monitor_ranges(prepared: GraphModule, signature: Signature) -> Iterator[RangeReport]:
-    """Monitor what a prepared graph's observers see, until the end of the block.
-
-    Raises:
-        StageFailed: a tensor is NaN or infinite; the message names it.
-    """
-    report, hooks, known = RangeReport(), [], set()
+def monitor_ranges(prepared: GraphModule, signature: Signature) -> Iterator[list[RangeMonitor]]:
+    """Monitor what a prepared graph's activation observers see, until the end of the block."""
+    monitors: list[RangeMonitor] = []
+    hooks, known = [], set()
     name_inputs_(prepared, signature)
     for node in prepared.graph.nodes:
         if node.op != "call_module":
@@ -172,10 +144,10 @@ def monitor_ranges(prepared: GraphModule, signature: Signature) -> Iterator[Rang
         module = module_of(layer) if layer.target in WEIGHTED else ""
         monitor = RangeMonitor(observer, source, module or describe_tensor(source))
         hooks.append(observer.register_forward_pre_hook(monitor))
-        if source.op != "get_attr":
-            report.monitors.append(monitor)
+        if source.op != "get_attr":  # weights are checked, not reported
+            monitors.append(monitor)
     try:
-        yield report
+        yield monitors
     finally:
         for hook in hooks:
             hook.remove()
@@ -184,15 +156,24 @@ def monitor_ranges(prepared: GraphModule, signature: Signature) -> Iterator[Rang
 def fit_ranges_(prepared: GraphModule) -> None:
     """Widen the weight ranges whose bias would overflow its int32.
 
-    A bias has the scale `input_scale * weight_scale`. Where that is so small that the bias
-    overflows, the products are negligible beside the bias, so the channel's weights may be coarser.
-
     Raises:
         StageFailed: a range is so small that the product of its scale with another would vanish.
     """
     for node in prepared.graph.nodes:
-        if node.op == "call_module" and hasattr(observer_of(prepared, node), "max_val"):
-            _require_normal_scale(observer_of(prepared, node), describe_tensor(observed(node)))
+        observer = observer_of(prepared, node) if node.op == "call_module" else None
+        if observer is None or not hasattr(observer, "max_val"):  # a bias's scale is derived
+            continue
+        largest = max(float(observer.min_val.abs().max()), float(observer.max_val.abs().max()))
+        scale, _ = observer.calculate_qparams()
+        if largest > 0 and float(scale.max()) <= SMALLEST_SCALE:
+            steps = observer.quant_max - observer.quant_min
+            raise StageFailed(
+                f"calibration: {describe_tensor(observed(node))} is {largest:.2g} at most, too "
+                f"small for {steps.bit_length()} bits; expected {steps * SMALLEST_SCALE:.2g} or "
+                "more; rescale the data or the weights"
+            )
+    # A bias has the scale `input_scale * weight_scale`. Where that is so small that the bias
+    # overflows, the products are negligible beside it, so the channel's weights may be coarser.
     for source_node, weight_node, bias_node in quantized_biases(prepared):
         scale, _ = observer_of(prepared, source_node).calculate_qparams()
         weight = observer_of(prepared, weight_node)
@@ -224,11 +205,7 @@ def observed(node: Node) -> Node:
 
 
 def require_finite(values: torch.Tensor, name: str) -> None:
-    """Refuse NaN and infinity.
-
-    Raises:
-        StageFailed: there is one.
-    """
+    """Refuse NaN and infinity with StageFailed."""
     if not torch.isfinite(values).all():
         raise StageFailed(
             f"calibration: {name} is NaN or infinite, expected finite numbers; mend the data or "
@@ -239,14 +216,3 @@ def require_finite(values: torch.Tensor, name: str) -> None:
 def _layer_before_clamp(node: Node) -> Node:
     """Return the operator whose output a fused activation clamps, else the node itself."""
     return cast("Node", node.args[0]) if node.target in CLAMPS else node
-
-
-def _require_normal_scale(observer: MinMaxObserver, name: str) -> None:
-    largest = max(float(observer.min_val.abs().max()), float(observer.max_val.abs().max()))
-    scale, _ = observer.calculate_qparams()
-    if largest > 0 and float(scale.max()) <= SMALLEST_SCALE:
-        steps = observer.quant_max - observer.quant_min
-        raise StageFailed(
-            f"calibration: {name} is {largest:.2g} at most, too small for {steps.bit_length()} "
-            f"bits; expected {steps * SMALLEST_SCALE:.2g} or more; rescale the data or the weights"
-        )

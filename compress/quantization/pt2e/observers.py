@@ -90,8 +90,7 @@ class PercentileObserver(RangeObserver):
 class EntropyObserver(RangeObserver):
     """Keeps the range whose quantized distribution is nearest to the observed one.
 
-    Migacz, "8-bit Inference with TensorRT" (GTC 2017). As in onnxruntime, ranges reach equally far
-    to both sides of zero, and no further than values do.
+    Migacz, "8-bit Inference with TensorRT" (GTC 2017).
     """
 
     def choose_range(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -102,6 +101,7 @@ class EntropyObserver(RangeObserver):
         if "symmetric" in str(self.qscheme):
             highest = max(highest, -lowest)
             lowest = -highest
+        # As in onnxruntime, ranges reach equally far to both sides of zero, but not beyond values.
         reach = max(highest, -lowest)
         levels = self.quant_max - self.quant_min + 1
         start = min(reach, levels if lowest == 0 or highest == 0 else levels // 2)
@@ -114,13 +114,12 @@ class EntropyObserver(RangeObserver):
 
 
 class SquaredErrorObserver(RangeObserver):
-    """Keeps the range with the least squared error of rounding and clipping.
+    """Keeps the range with the least squared error of rounding and clipping."""
 
-    torchao's `histogram` approximates the same. It moves one end inwards while that helps and so
-    may stop early, models 2^bits steps between the ends instead of the zero point and steps that
-    are used, counts the many exact zeros of a relu as rounded numbers, counts in float32, and moves
-    counts between bins as its range grows.
-    """
+    # torchao's `histogram`, which approximates the same, moves one end inwards while that helps and
+    # so may stop early, models 2^bits steps between the ends instead of the zero point and steps
+    # that are used, counts the many exact zeros of a relu as rounded numbers, counts in float32,
+    # and moves counts between bins as its range grows.
 
     def choose_range(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the best ends, each searched in turn on finer and finer grids."""
@@ -136,10 +135,7 @@ class SquaredErrorObserver(RangeObserver):
         return low, high
 
     def error(self, low_K: torch.Tensor, high_K: torch.Tensor) -> torch.Tensor:
-        """Return the summed squared error of each of K ranges.
-
-        Values are taken as uniform within a bin; over these, the error is integrated exactly.
-        """
+        """Return the summed squared error of each of K ranges, values uniform within a bin."""
         scale_K, zero_K = self._calculate_qparams(low_K.float(), high_K.float())
         scale_K1 = scale_K.double().unsqueeze(1)
         lowest_K1, highest_K1 = (
@@ -167,11 +163,7 @@ OBSERVERS = {
 
 
 def observer_class(name: str) -> Any:
-    """Return the class of a built-in observer, or import that of an installed package.
-
-    Raises:
-        Unavailable: it cannot be imported.
-    """
+    """Return the class of a built-in observer, or import one of a package (else Unavailable)."""
     if name in OBSERVERS:
         return OBSERVERS[name]
     return load_entry_point(added_observers()[name], "observer")

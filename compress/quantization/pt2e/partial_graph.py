@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from compress.quantization.pt2e.graph_constants import value_of
+from compress.quantization.pt2e.quantizer import is_constant
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -19,15 +20,11 @@ class LayerInputs:
     """The inputs of a prepared graph's layers, while its weights are replaced one after another."""
 
     def __init__(self, prepared: fx.GraphModule, batches: Iterable[Batch]) -> None:
-        """Remember the current weights as those of the float model.
-
-        Args:
-            prepared: a graph with calibrated observers; these are not updated.
-            batches: inputs of the graph, read again for each layer.
-        """
+        """Remember the current weights as those of the float model; observers are not updated."""
         constants = [node for node in prepared.graph.nodes if node.op == "get_attr"]
         self._float_weights = {str(node.target): value_of(prepared, node) for node in constants}
         self._prepared = prepared
+        # Read again for each layer, so that memory does not grow with the sample.
         self._batches = batches
 
     @torch.no_grad()
@@ -43,11 +40,7 @@ class LayerInputs:
 
 
 class _InputInterpreter(fx.Interpreter):
-    """Evaluate the subgraph that produces a layer's first input.
-
-    With `float_weights` these replace the graph's and observers pass tensors through; without,
-    observers fake-quantize.
-    """
+    """Evaluates a layer's first input: fake-quantized, or where weights are given with these."""
 
     def __init__(
         self,
@@ -69,6 +62,7 @@ class _InputInterpreter(fx.Interpreter):
         self._result: Any = None
 
     def evaluate(self, *inputs: torch.Tensor) -> torch.Tensor:
+        # Nothing is unflattened: nodes behind the source, the output among them, give None.
         self.run(*inputs, enable_io_processing=False)
         result: torch.Tensor = self._result
         return result
@@ -78,22 +72,19 @@ class _InputInterpreter(fx.Interpreter):
             return None
         if n.op == "get_attr" and self._float_weights is not None:
             value = self._float_weights[str(n.target)]
+        elif n.op != "call_module":
+            value = super().run_node(n)
+        elif n in self._quantized_weights:
+            value = self._quantized_weights[n]
         else:
-            value = self._observe(n) if n.op == "call_module" else super().run_node(n)
+            (value,), _ = self.fetch_args_kwargs_from_env(n)
+            if self._float_weights is None:
+                value = fake_quantize(self.module.get_submodule(str(n.target)), value)
+                if is_constant(n.args[0]):
+                    self._quantized_weights[n] = value  # equal for all batches
         if n is self._source:
             self._result = value
         return value
-
-    def _observe(self, n: fx.Node) -> torch.Tensor:
-        (value,), _ = self.fetch_args_kwargs_from_env(n)
-        if self._float_weights is not None:
-            return value  # type: ignore[no-any-return]
-        if n in self._quantized_weights:
-            return self._quantized_weights[n]
-        quantized = fake_quantize(self.module.get_submodule(str(n.target)), value)
-        if n.args[0].op == "get_attr":  # type: ignore[union-attr]
-            self._quantized_weights[n] = quantized  # equal for all batches
-        return quantized
 
 
 def fake_quantize(observer: Any, value: torch.Tensor) -> torch.Tensor:

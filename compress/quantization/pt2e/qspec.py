@@ -24,13 +24,7 @@ SMALLEST_SCALE = 2.0**-60
 
 
 def qspec(numbers: IntegerFormat, observer: Any, **options: float) -> QuantizationSpec:
-    """Return the torchao spec of an integer format.
-
-    Args:
-        numbers: the format.
-        observer: class of the observer that finds the scale.
-        options: further arguments of the observer.
-    """
+    """Return the torchao spec of an integer format, with the class of its observer and options."""
     granularity = "channel" if numbers.per_channel else "tensor"
     symmetry = "symmetric" if numbers.symmetric else "affine"
     return QuantizationSpec(
@@ -44,12 +38,10 @@ def qspec(numbers: IntegerFormat, observer: Any, **options: float) -> Quantizati
 
 
 def bias_qspec(node: Node, source: Node, weight: Node) -> DerivedQuantizationSpec:
-    """Return the int32 spec of a bias, with scale `input_scale * weight_scale`.
+    """Return the int32 spec of a bias, with scale `input_scale * weight_scale`."""
 
-    onnxruntime would round a float bias to the same integers. Doing so here gives both runtimes
-    equal sums, and lets onnxruntime compute a Gemm with a float output in integers.
-    """
-
+    # onnxruntime would round a float bias to the same integers. Doing so here gives both runtimes
+    # equal sums, and lets onnxruntime compute a Gemm with a float output in integers.
     def derive(observers: Sequence[MinMaxObserver]) -> tuple[torch.Tensor, torch.Tensor]:
         (scale, _), (scale_O, _) = (observer.calculate_qparams() for observer in observers)
         bias_scale_O = scale * scale_O

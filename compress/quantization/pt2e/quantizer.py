@@ -45,12 +45,7 @@ LINEAR = aten.linear.default
 WEIGHTED = {*CONVOLUTIONS, LINEAR}
 EMBEDDING = aten.embedding.default
 ADDITION = aten.add.Tensor
-CLAMPS = {
-    aten.relu.default,
-    aten.relu6.default,
-    aten.hardtanh.default,
-    aten.clamp.default,
-}
+CLAMPS = {aten.relu.default, aten.relu6.default, aten.hardtanh.default, aten.clamp.default}
 """Activations that onnxruntime folds into the clipping of the QuantizeLinear that follows."""
 MOVES = {
     aten.max_pool1d.default,
@@ -80,15 +75,7 @@ class OnnxRuntimeQuantizer(Quantizer):  # type: ignore[misc]  # torchao has no t
         embeddings: bool = False,
         percentile: float = 99.99,
     ) -> None:
-        """Choose the formats.
-
-        Args:
-            scheme: integer formats of activations and weights.
-            observer: how the range of an activation is estimated.
-            exclude: patterns of module names whose operators stay float.
-            embeddings: whether embedding tables are quantized too, with a scale per row.
-            percentile: share of the values that the observer `percentile` keeps, in percent.
-        """
+        """Choose the formats; `percentile` is for the observer of that name, in percent."""
         super().__init__()
         self.scheme = scheme
         self.embeddings = embeddings
@@ -108,18 +95,20 @@ class OnnxRuntimeQuantizer(Quantizer):  # type: ignore[misc]  # torchao has no t
     def annotate(self, model: GraphModule) -> GraphModule:
         """Annotate the operators to be quantized, in graph order."""
         for node in model.graph.nodes:
-            if (
-                node.op != "call_function"
-                or Q_ANNOTATION_KEY in node.meta
-                or is_excluded(node, self.exclude)
-            ):
+            if node.op != "call_function" or is_excluded(node, self.exclude):
+                continue
+            if Q_ANNOTATION_KEY in node.meta:  # the clamp of a layer before
                 continue
             if node.target in WEIGHTED:
                 self._annotate_weighted(node)
             elif node.target is ADDITION:
                 self._annotate_addition(node)
             elif node.target in MOVES or node.target is AVERAGE_POOL:
-                self._annotate_unary(node)
+                source = node.args[0]
+                if _is_quantized_output(source):
+                    shared = SharedQuantizationSpec((source, node))
+                    output = shared if node.target in MOVES else self.activation
+                    self._annotate_chain([node], [source], output)
             elif node.target is EMBEDDING:
                 self._annotate_embedding(node)
         self.float_modules = find_float_modules(model)
@@ -138,7 +127,13 @@ class OnnxRuntimeQuantizer(Quantizer):  # type: ignore[misc]  # torchao has no t
         if one_channel and is_dynamic and not self.patterns.one_channel:
             return
         chain = _with_clamp(node)
-        rounds_output = self.patterns.outputs and _has_integer_output(chain)
+        # onnxruntime fuses a convolution only with an integer output. It fuses a matrix product
+        # with a float one too, which is more exact at no cost: for the model's outputs, and for
+        # products of sequences, whose wide ranges 8 bits ruin (MiniLM: cosine 0.93, not 0.99).
+        fuses_float = node.target is LINEAR and (
+            is_sequence_linear(node) or any(r.op == "output" for r in chain[-1].users)
+        )
+        rounds_output = self.patterns.outputs and not fuses_float
         self._annotate_chain(chain, [source], self.activation if rounds_output else None)
         specs = node.meta[Q_ANNOTATION_KEY].input_qspec_map
         specs[weight] = self.weight
@@ -148,20 +143,24 @@ class OnnxRuntimeQuantizer(Quantizer):  # type: ignore[misc]  # torchao has no t
 
     def _annotate_addition(self, node: Node) -> None:
         terms = node.args[:2]
-        if self.patterns.additions == "residual":
-            residual = _residual(terms)
-            if residual is not None:
-                self._annotate_chain([node], [residual], None)
-        # onnxruntime's QLinearAdd has no alpha.
-        elif all(map(_is_quantized_anyway, terms)) and "alpha" not in node.kwargs:
-            self._annotate_chain(_with_clamp(node), terms, self.activation)
-
-    def _annotate_unary(self, node: Node) -> None:
-        source = node.args[0]
-        if _is_quantized_output(source):
-            shared = SharedQuantizationSpec((source, node))
-            output = shared if node.target in MOVES else self.activation
-            self._annotate_chain([node], [source], output)
+        if self.patterns.additions != "residual":
+            # A term must be quantized anyway, as an output or as another operator's input: else one
+            # float addition would keep every later one on the same residual path in float.
+            # onnxruntime's QLinearAdd has no alpha.
+            if all(map(_is_quantized_anyway, terms)) and "alpha" not in node.kwargs:
+                self._annotate_chain(_with_clamp(node), terms, self.activation)
+            return
+        # The term that bypasses the layer whose output the other one is; where both are outputs of
+        # layers (a shortcut with a convolution of its own) the second one.
+        floats = [term for term in terms if is_float(term)]
+        layers = [
+            term
+            for term in floats
+            if term.target in WEIGHTED and len(term.users) == 1 and Q_ANNOTATION_KEY in term.meta
+        ]
+        residual = [term for term in floats if term is not layers[0]] if layers else []
+        if len(floats) == len(terms) and residual:
+            self._annotate_chain([node], residual[:1], None)
 
     def _annotate_embedding(self, node: Node) -> None:
         table = node.args[0]
@@ -191,35 +190,6 @@ def _with_clamp(node: Node) -> list[Node]:
     return [node, *readers] if len(readers) == 1 and readers[0].target in CLAMPS else [node]
 
 
-def _has_integer_output(chain: Sequence[Node]) -> bool:
-    """Whether the output of a layer should be quantized.
-
-    onnxruntime fuses a convolution only with an integer output. It fuses a matrix product with a
-    float one too, which is more exact at no cost: for the model's outputs, and for products of
-    sequences, whose wide ranges 8 bits ruin (a sentence encoder: cosine 0.93 instead of 0.99).
-    """
-    head, tail = chain[0], chain[-1]
-    if head.target is not LINEAR:
-        return True
-    return not (is_sequence_linear(head) or any(r.op == "output" for r in tail.users))
-
-
-def _residual(terms: Sequence[object]) -> Node | None:
-    """Return the term of an addition that bypasses the layer whose output the other term is.
-
-    Where both are outputs of layers (a shortcut with a convolution of its own) the second one.
-    """
-    floats = [term for term in terms if is_float(term)]
-    layers = [
-        term
-        for term in floats
-        if term.target in WEIGHTED and len(term.users) == 1 and Q_ANNOTATION_KEY in term.meta
-    ]
-    if len(floats) < len(terms) or not layers:
-        return None
-    return next((term for term in floats if term is not layers[0]), None)
-
-
 def is_sequence_linear(node: Node) -> bool:
     """Whether a node is a linear layer over more than two axes: in ONNX a MatMul, not a Gemm."""
     return node.target is LINEAR and node.args[0].meta["val"].dim() != 2  # type: ignore[union-attr]
@@ -242,10 +212,7 @@ def _is_quantized_output(value: object) -> bool:
 
 
 def _is_quantized_anyway(value: object) -> bool:
-    """Whether a tensor is quantized as an output, or as the input of another operator.
-
-    Otherwise one float addition would keep every later one on the same residual path in float.
-    """
+    """Whether a tensor is quantized as an output, or as the input of another operator."""
     readers = value.users if isinstance(value, Node) else ()
     annotations = (reader.meta.get(Q_ANNOTATION_KEY) for reader in readers)
     return _is_quantized_output(value) or any(a and value in a.input_qspec_map for a in annotations)

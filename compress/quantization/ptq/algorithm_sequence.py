@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from compress.quantization.algorithms.adaround import adaround_
 from compress.quantization.algorithms.bias_correction import correct_bias_
 from compress.quantization.algorithms.cross_layer_equalization import equalize_
-from compress.quantization.algorithms.matmul_view import is_supported
+from compress.quantization.algorithms.matmul_view import UNSUPPORTED
 from compress.quantization.algorithms.smoothquant import smooth_
-from compress.quantization.pt2e.observed_layers import is_quantized, layers_of, weight_of
+from compress.quantization.pt2e.observed_layers import layers_of, weight_of
 from compress.quantization.pt2e.partial_graph import LayerInputs
 
 if TYPE_CHECKING:
@@ -39,24 +39,15 @@ class Corrections:
     """Modules whose outputs have other scales than the float model's."""
 
     def smooth_(
-        self,
-        graph: GraphModule,
-        batches: Iterable[Batch],
-        scheme: Scheme,
-        exclude: Sequence[str],
+        self, graph: GraphModule, batches: Iterable[Batch], scheme: Scheme, exclude: Sequence[str]
     ) -> None:
         """Apply SmoothQuant to a captured graph, before it is prepared."""
         if self.smooth != "off":
-            smoothed = smooth_(
-                graph,
-                batches,
-                scheme,
-                self.smooth,
-                exclude,
-                float_between_layers=self.float_between_layers,
+            anywhere = self.float_between_layers
+            self.facts["smoothed"], rescaled = smooth_(
+                graph, batches, scheme, self.smooth, exclude, float_between_layers=anywhere
             )
-            self.facts["smoothed"] = smoothed.strengths
-            self.rescaled |= smoothed.rescaled
+            self.rescaled |= rescaled
 
     def equalize_(self, prepared: GraphModule) -> None:
         """Apply cross-layer equalization to a prepared graph, before it is calibrated."""
@@ -71,10 +62,13 @@ class Corrections:
         In graph order, so that each layer compensates the quantization error of those before it.
         """
         inputs, changed = LayerInputs(prepared, batches), []
-        for layer in filter(is_quantized, layers_of(prepared)):
+        for layer in layers_of(prepared):
+            observed: Any = layer.args[:2]
+            if any(operand.op != "call_module" for operand in observed):
+                continue  # its input or weight stays float
             weight = weight_of(prepared, layer)
             # AdaRound first: it leaves little shift for the bias to correct.
-            if self.rounding == "adaround" and is_supported(layer):
+            if self.rounding == "adaround" and layer.target not in UNSUPPORTED:
                 pairs = inputs.pairs(layer)
                 changed.append(adaround_(prepared, layer, pairs, self.rounding_steps))
             if self.bias_correction:

@@ -13,14 +13,13 @@ from compress.quantization.pt2e.bn_fusion import protect_shared_layers_
 from compress.quantization.pt2e.graph_capture import capture
 from compress.quantization.pt2e.graph_constants import remove_unread_tensors_
 from compress.quantization.pt2e.observer_ranges import (
-    RangeReport,
     fit_ranges_,
     monitor_ranges,
+    range_facts,
     require_finite,
 )
 from compress.quantization.pt2e.quantizer import EMBEDDING
 from compress.quantization.pt2e.torchao_api import convert_pt2e, prepare_pt2e
-from compress.quantization.ptq.algorithm_sequence import Corrections
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -30,7 +29,9 @@ if TYPE_CHECKING:
 
     from compress.common.signature import Signature
     from compress.data.batch import Batch
+    from compress.quantization.pt2e.observer_ranges import RangeMonitor
     from compress.quantization.pt2e.quantizer import OnnxRuntimeQuantizer
+    from compress.quantization.ptq.algorithm_sequence import Corrections
 
 aten = torch.ops.aten
 DEQUANTIZE_ROWS = torch.ops.quantized_decomposed.dequantize_per_channel.default
@@ -42,43 +43,31 @@ def quantize(
     quantizer: OnnxRuntimeQuantizer,
     batches: Iterable[Batch],
     report: Callable[[int], None],
-    corrections: Corrections | None = None,
+    corrections: Corrections,
 ) -> ExportedProgram:
     """Return a module as a graph with integer weights and fixed activation ranges.
 
     Post-training quantization after Jacob et al., "Quantization and Training of Neural Networks for
-    Efficient Integer-Arithmetic-Only Inference" (2018).
-
-    Args:
-        module: a module in eval mode; it is not changed.
-        signature: its interface.
-        quantizer: which operators are quantized, and how.
-        batches: calibration inputs; one batch at a time is held in memory.
-        report: called with the number of samples seen so far.
-        corrections: algorithms that reduce the quantization error.
+    Efficient Integer-Arithmetic-Only Inference" (2018). The module, in eval mode, is not changed;
+    `report` is called with the number of samples seen so far.
 
     Raises:
         StageFailed: nothing can be quantized, the data does not fit the signature or does not vary,
             or an activation is not finite or vanishes.
     """
-    corrections = corrections or Corrections()
     graph = capture(module, signature)
     corrections.smooth_(graph, batches, quantizer.scheme, quantizer.exclude)
     prepared = prepare(graph, quantizer)
     corrections.equalize_(prepared)  # needs folded BatchNorms, which `prepare` leaves
-    ranges = calibrate_(prepared, signature, batches, report)
+    monitors = calibrate_(prepared, signature, batches, report)
     fit_ranges_(prepared)
-    quantizer.ranges = ranges.facts()
+    quantizer.ranges = range_facts(monitors)
     corrections.round_(prepared, batches)
     return export_program(convert(prepared), signature)
 
 
 def prepare(graph: GraphModule, quantizer: OnnxRuntimeQuantizer) -> GraphModule:
-    """Fold BatchNorms and insert an observer wherever a tensor will be quantized.
-
-    Raises:
-        StageFailed: nothing can be quantized.
-    """
+    """Fold BatchNorms and insert observers; StageFailed where nothing can be quantized."""
     protect_shared_layers_(graph)
     prepared: GraphModule = prepare_pt2e(graph, quantizer)
     if not quantizer.quantized:
@@ -94,15 +83,14 @@ def calibrate_(
     signature: Signature,
     batches: Iterable[Batch],
     report: Callable[[int], None],
-) -> RangeReport:
+) -> list[RangeMonitor]:
     """Run batches through a prepared graph, so that its observers find their ranges.
 
     Raises:
-        StageFailed: the data does not fit the signature, an input or activation is NaN or infinite,
-            all samples are equal, or an input is the same throughout.
+        StageFailed: the data does not fit the signature, is not finite, or does not vary.
     """
     samples = 0
-    with monitor_ranges(prepared, signature) as ranges, torch.inference_mode():
+    with monitor_ranges(prepared, signature) as monitors, torch.inference_mode():
         for batch in require_varying(batches):
             require_matching_inputs(batch.inputs, signature)
             for spec, values in zip(signature.inputs, batch.inputs, strict=True):
@@ -110,8 +98,13 @@ def calibrate_(
             prepared(*batch.inputs)
             samples += len(batch)
             report(samples)
-    ranges.require_varying_inputs()
-    return ranges
+    for monitor in monitors:
+        if monitor.node.op == "placeholder" and monitor.constant is not None:
+            raise StageFailed(
+                f"calibration: {monitor.name} is {monitor.constant:g} in every sample, "
+                "expected values that vary; bring samples like those of use"
+            )
+    return monitors
 
 
 def convert(prepared: GraphModule) -> GraphModule:
@@ -123,11 +116,9 @@ def convert(prepared: GraphModule) -> GraphModule:
 
 
 def look_up_before_dequantizing_(graph: GraphModule) -> None:
-    """Move the dequantization of embedding tables behind the lookup.
-
-    PT2E's conversion puts it before, so that each call would dequantize the whole table to read
-    some of its rows.
-    """
+    """Move the dequantization of embedding tables behind the lookup."""
+    # PT2E's conversion puts it before, so that each call would dequantize the whole table to read
+    # some of its rows.
     for node in list(graph.graph.nodes):
         table = node.args[0] if node.target is EMBEDDING else None
         if table is None or table.target is not DEQUANTIZE_ROWS:
@@ -147,11 +138,7 @@ def look_up_before_dequantizing_(graph: GraphModule) -> None:
 
 
 def require_matching_inputs(inputs: Sequence[torch.Tensor], signature: Signature) -> None:
-    """Refuse inputs of another type or shape than the signature's.
-
-    Raises:
-        StageFailed: they differ; the message has both.
-    """
+    """Refuse inputs of another type or shape than the signature's with StageFailed."""
     actual = [(str(x.dtype).removeprefix("torch."), tuple(x.shape)) for x in inputs]
     expected = [(spec.dtype, spec.shape) for spec in signature.inputs]
     matches = len(actual) == len(expected) and all(

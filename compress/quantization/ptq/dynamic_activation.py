@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from torch.export import ExportedProgram
-    from torch.fx import GraphModule, Node
+    from torch.fx import GraphModule
 
     from compress.common.signature import Signature
     from compress.data.batch import Batch
-    from compress.quantization.config.dtype_scheme import IntegerFormat, Scheme
+    from compress.quantization.config.dtype_scheme import Scheme
     from compress.quantization.ptq.algorithm_sequence import Corrections
 
 aten = torch.ops.aten
@@ -47,10 +47,9 @@ ROW_RANGE = (-LARGEST, LARGEST, torch.int8)
 
 
 class DynamicQuantizer(OnnxRuntimeQuantizer):
-    """Annotates linear and recurrent layers, and embeddings; convolutions stay float.
+    """Annotates linear and recurrent layers, and embeddings; convolutions stay float."""
 
-    onnxruntime's integer convolution with run-time ranges is far slower than its float one.
-    """
+    # onnxruntime's integer convolution with run-time ranges is far slower than its float one.
 
     def __init__(
         self,
@@ -60,18 +59,18 @@ class DynamicQuantizer(OnnxRuntimeQuantizer):
         embeddings: bool,
         by_row: bool = False,
     ) -> None:
-        """Choose the formats.
-
-        Args:
-            scheme: integer formats of activations and weights.
-            exclude: patterns of module names whose operators stay float.
-            embeddings: whether embedding tables are quantized too, with a scale per row.
-            by_row: whether each row of an activation has a range of its own; recurrent layers then
-                stay float, as their integer kernel takes one range for all rows.
-        """
+        """Choose the formats; with `by_row` each row of an activation has a range of its own."""
         super().__init__(scheme, "minmax", exclude, embeddings=embeddings)
         self.by_row = by_row
-        self.activation = _dynamic_qspec(scheme.activations)
+        options: dict[str, Any] = {
+            "dtype": getattr(torch, scheme.activations.dtype),
+            "quant_min": scheme.activations.quant_min,
+            "quant_max": scheme.activations.quant_max,
+            "qscheme": torch.per_tensor_affine,
+            "is_dynamic": True,
+        }
+        observer = PlaceholderObserver.with_args(eps=SMALLEST_SCALE, **options)
+        self.activation = QuantizationSpec(observer_or_fake_quant_ctr=observer, **options)
 
     def annotate(self, model: GraphModule) -> GraphModule:
         """Annotate the operators to be quantized, in graph order."""
@@ -83,6 +82,7 @@ class DynamicQuantizer(OnnxRuntimeQuantizer):
                 self._annotate_inputs(node, {source: self.activation, weight: self.weight})
             elif node.target is EMBEDDING:
                 self._annotate_embedding(node)
+            # Integer kernels of recurrent layers take one range for all rows.
             elif node.target in RECURRENT and not self.by_row:
                 matrices = [w for w in node.args[2] if w.meta["val"].dim() == 2]
                 if all(is_constant(w) and is_float(w) for w in matrices):
@@ -95,24 +95,16 @@ def quantize_dynamic(
     module: torch.nn.Module,
     signature: Signature,
     quantizer: DynamicQuantizer,
-    batches: Iterable[Batch] = (),
-    corrections: Corrections | None = None,
+    batches: Iterable[Batch],
+    corrections: Corrections,
 ) -> ExportedProgram:
     """Return the module as a graph with integer weights and ranges found at run time.
 
-    Args:
-        module: a module in eval mode; it is not changed.
-        signature: its interface.
-        quantizer: which operators are quantized, and how.
-        batches: inputs, for SmoothQuant.
-        corrections: whether SmoothQuant is applied.
-
-    Raises:
-        StageFailed: nothing can be quantized.
+    The module, in eval mode, is not changed; `batches` are read for SmoothQuant. StageFailed where
+    nothing can be quantized.
     """
     graph = capture(module, signature)
-    if corrections is not None:
-        corrections.smooth_(graph, batches, quantizer.scheme, quantizer.exclude)
+    corrections.smooth_(graph, batches, quantizer.scheme, quantizer.exclude)
     prepared = prepare_pt2e(graph, quantizer)
     if not quantizer.quantized:
         raise StageFailed(
@@ -131,9 +123,6 @@ def scale_rows_(graph: GraphModule) -> None:
     """Replace the range of a whole activation by one for each row, so that rows are independent.
 
     A row's range is the largest magnitude along the last axis, over which a linear layer sums.
-
-    Args:
-        graph: an integer graph whose ranges are found at run time.
     """
     call = graph.graph.call_function
     for qparams in graph.graph.find_nodes(
@@ -145,7 +134,9 @@ def scale_rows_(graph: GraphModule) -> None:
             scale = call(aten.mul.Tensor, (largest, 1 / LARGEST))
             scale = call(aten.clamp_min.default, (scale, SMALLEST_SCALE))
             zero = call(aten.zeros_like.default, (scale,))
-        for quantize in [node for node in source.users if _uses_qparams(node, qparams)]:
+        per_tensor = decomposed.quantize_per_tensor.tensor
+        readers = [node for node in source.users if node.target is per_tensor]
+        for quantize in [node for node in readers if node.args[1].args[:1] == (qparams,)]:
             with graph.graph.inserting_before(quantize):
                 integers = call(
                     decomposed.quantize_per_token.default, (source, scale, zero, *ROW_RANGE)
@@ -161,22 +152,3 @@ def scale_rows_(graph: GraphModule) -> None:
                 graph.graph.erase_node(dequantize)
     graph.graph.eliminate_dead_code()
     graph.recompile()
-
-
-def _uses_qparams(node: Node, qparams: Node) -> bool:
-    """Whether a node quantizes with the scale that another node computed."""
-    scale: Any = node.args[1] if node.target is decomposed.quantize_per_tensor.tensor else None
-    return scale is not None and scale.args[:1] == (qparams,)
-
-
-def _dynamic_qspec(numbers: IntegerFormat) -> QuantizationSpec:
-    """Return the torchao spec of a per-tensor range that is found at run time."""
-    options: dict[str, Any] = {
-        "dtype": getattr(torch, numbers.dtype),
-        "quant_min": numbers.quant_min,
-        "quant_max": numbers.quant_max,
-        "qscheme": torch.per_tensor_affine,
-        "is_dynamic": True,
-    }
-    observer = PlaceholderObserver.with_args(eps=SMALLEST_SCALE, **options)
-    return QuantizationSpec(observer_or_fake_quant_ctr=observer, **options)

@@ -63,13 +63,9 @@ class PreparedModel:
 
     @classmethod
     def from_eager(cls, model: EagerModel, config: FakeQuantConfig) -> PreparedModel:
-        """Capture a model and insert observers, which are not calibrated yet.
-
-        Raises:
-            StageFailed: nothing can be quantized.
-        """
+        """Capture a model and insert observers; StageFailed where nothing can be quantized."""
         graph = capture(model.load(), model.signature)
-        conv_bn = find_conv_bn(graph)
+        conv_bn = find_conv_bn(graph)  # before `prepare` folds them
         quantizer = OnnxRuntimeQuantizer(
             scheme_for(config.target, config.weight_bits),
             config.observer,
@@ -81,28 +77,14 @@ class PreparedModel:
     def calibrated(
         self, batches: Iterable[Batch], report: Callable[[int], None]
     ) -> FakeQuantizedModel:
-        """Return the fake-quantized model with the ranges that `quantize_static` finds.
-
-        Args:
-            batches: calibration inputs.
-            report: called with the number of samples seen so far.
-        """
+        """Return the fake-quantized model with the ranges that `quantize_static` finds."""
         graph = copy_graph(self.graph)
         calibrate_(graph, self.model.signature, batches, report)
         fit_ranges_(graph)
         return self._fake_quantized(graph, calibrated=True)
 
-    def uncalibrated(self) -> FakeQuantizedModel:
-        """Return the fake-quantized model, its ranges not yet known."""
-        return self._fake_quantized(copy_graph(self.graph), calibrated=False)
-
     def save(self, module: FakeQuantizedModel, path: Path) -> EagerModel:
-        """Save a fake-quantized model, so that every process of a training can rebuild it.
-
-        Args:
-            module: the fake-quantized model.
-            path: directory of the artifact.
-        """
+        """Save a fake-quantized model, so that every process of a training can rebuild it."""
         arguments = {
             "model": str(self.model.path.absolute()),
             "rounding": self.config.model_dump(mode="json"),
@@ -127,11 +109,7 @@ class PreparedModel:
 
 
 def fake_quantized(model: str, rounding: dict[str, Any]) -> FakeQuantizedModel:
-    """Rebuild a fake-quantized model from a saved recipe, its ranges not yet known.
-
-    Args:
-        model: directory of the eager model.
-        rounding: the fields of :class:`FakeQuantConfig`.
-    """
+    """Rebuild a fake-quantized model, its ranges not yet known, from what `save` recorded."""
     config = FakeQuantConfig.model_validate(rounding)
-    return PreparedModel.from_eager(EagerModel.from_directory(Path(model)), config).uncalibrated()
+    prepared = PreparedModel.from_eager(EagerModel.from_directory(Path(model)), config)
+    return prepared._fake_quantized(copy_graph(prepared.graph), calibrated=False)

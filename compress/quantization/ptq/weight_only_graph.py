@@ -60,11 +60,9 @@ class WeightQuantizer:
     """Weight → the node that dequantizes it, which all layers that share it read."""
 
     def quantize_(self, graph: fx.GraphModule, second_moments: dict[str, torch.Tensor]) -> None:
-        """Replace float weights by integers and their dequantization.
+        """Replace a captured graph's float weights by integers and their dequantization.
 
-        Args:
-            graph: a captured module.
-            second_moments: tensor that layers read → its second moment, for GPTQ and AWQ.
+        GPTQ and AWQ need the second moments of the tensors that layers read, by name.
         """
         if self.method == "awq":
             self.scaled, self.rescaled = awq_(
@@ -73,35 +71,25 @@ class WeightQuantizer:
         for node in list(graph.graph.nodes):
             if is_excluded(node, self.exclude):
                 continue
-            if node.target is LINEAR and self._has_groups(node):
-                moment_II = second_moments.get(_input_name(node))
-                self._quantize_linear_(graph, node, moment_II)
-            elif node.target is EMBEDDING and self._is_quantizable_table(node.args[0]):
+            if node.target is LINEAR:
+                self._quantize_linear_(graph, node, second_moments.get(_input_name(node)))
+            elif node.target is EMBEDDING and self.embeddings:
                 self._quantize_embedding_(graph, node)
         graph.graph.eliminate_dead_code()
         graph.recompile()
 
-    def _is_quantizable_table(self, table: object) -> bool:
-        return self.embeddings and is_constant(table) and is_float(table)
-
-    def _has_groups(self, node: fx.Node) -> bool:
-        """Whether a linear layer's weight is a float constant that splits into groups."""
-        weight = node.args[1]
-        if not is_constant(weight) or not is_float(weight):
-            return False
-        inputs = weight.meta["val"].shape[1]
-        if inputs % self.group_size:
-            name = module_of(node) or str(weight.target)
-            self.left_float[name] = (
-                f"{inputs} inputs are no multiple of group_size {self.group_size}"
-            )
-            return False
-        return True
-
     def _quantize_linear_(
         self, graph: fx.GraphModule, node: fx.Node, moment_II: torch.Tensor | None
     ) -> None:
-        weight: Any = node.args[1]
+        weight = node.args[1]
+        if not is_constant(weight) or not is_float(weight):
+            return
+        inputs = weight.meta["val"].shape[1]
+        if inputs % self.group_size:
+            name = module_of(node) or str(weight.target)
+            reason = f"{inputs} inputs are no multiple of group_size {self.group_size}"
+            self.left_float[name] = reason
+            return
         if weight.target not in self._dequantized:
             weight_OI = value_of(graph, weight)
             if self.method == "gptq" and moment_II is not None:
@@ -117,7 +105,9 @@ class WeightQuantizer:
 
     def _quantize_embedding_(self, graph: fx.GraphModule, node: fx.Node) -> None:
         """Look up integers, scales and zero points of rows, and dequantize these alone."""
-        table: Any = node.args[0]
+        table = node.args[0]
+        if not is_constant(table) or not is_float(table):
+            return
         table_VD = value_of(graph, table)
         quantized = round_to_nearest(table_VD, EMBEDDING_BITS, table_VD.shape[1])
         with graph.graph.inserting_before(node):
@@ -140,14 +130,8 @@ def quantize_weights(
 ) -> ExportedProgram:
     """Return the module as a graph that holds its weights in a few bits.
 
-    Args:
-        module: a module in eval mode; it is not changed.
-        signature: its interface.
-        quantizer: which weights are quantized, and how.
-        batches: calibration inputs, for GPTQ and AWQ; one batch at a time is held in memory.
-
-    Raises:
-        StageFailed: nothing can be quantized.
+    The module, in eval mode, is not changed; `batches` are read for GPTQ and AWQ, one at a time.
+    StageFailed where nothing can be quantized.
     """
     graph = capture(module, signature)
     bypass_copies_(graph)
@@ -176,6 +160,7 @@ def input_second_moments(
         rows[name] = rows.get(name, 0) + len(rows_NI)
 
     linears = [node for node in graph.graph.nodes if node.target is LINEAR]
+    # Layers that share an input share its moments.
     one_per_input = {_input_name(linear): linear for linear in reversed(linears)}
     tap_activations(graph, batches, one_per_input.values(), accumulate)
     return {name: total / rows[name] for name, total in sums.items()}

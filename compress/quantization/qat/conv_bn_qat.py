@@ -13,7 +13,7 @@ from torch import nn
 from torch.fx import Node
 
 from compress.quantization.pt2e.bn_fusion import BATCH_NORM
-from compress.quantization.pt2e.quantizer import LINEAR, WEIGHTED, is_constant
+from compress.quantization.pt2e.quantizer import WEIGHTED, is_constant, is_sequence_linear
 from compress.quantization.qat.fake_quantize import FreezeFlag
 
 if TYPE_CHECKING:
@@ -40,17 +40,14 @@ class ConvBnParameters:
 
 
 def find_conv_bn(graph: GraphModule) -> dict[str, ConvBnParameters]:
-    """Return the layers followed by a BatchNorm, by the names of their nodes.
-
-    Left out are those whose output or weight has another reader too: torchao folds their BatchNorm
-    before training.
-    """
+    """Return the layers followed by a BatchNorm, by the names of their nodes."""
     layers = {}
     for node in graph.graph.nodes:
-        if node.target is not BATCH_NORM:
+        layer, *tensors = node.args[:5] if node.target is BATCH_NORM else (None,)
+        if not isinstance(layer, Node) or layer.target not in WEIGHTED or is_sequence_linear(layer):
             continue
-        layer, *tensors = node.args[:5]
-        weight = layer.args[1] if _is_foldable(layer) else None
+        weight = layer.args[1]
+        # Where another node reads the output or weight, torchao folds before training.
         if is_constant(weight) and len(weight.users) == 1 and len(layer.users) == 1:
             bias = layer.args[2] if len(layer.args) > 2 else None
             values = [
@@ -61,14 +58,6 @@ def find_conv_bn(graph: GraphModule) -> dict[str, ConvBnParameters]:
     return layers
 
 
-def _is_foldable(node: object) -> bool:
-    if not isinstance(node, Node):
-        return False
-    if node.target is LINEAR:
-        return bool(node.args[0].meta["val"].dim() == 2)  # type: ignore[union-attr]
-    return node.target in WEIGHTED
-
-
 class ConvBnQat(nn.Module):
     """A convolution or linear layer with a folded BatchNorm whose statistics still move.
 
@@ -76,10 +65,9 @@ class ConvBnQat(nn.Module):
     networks for efficient inference" (2018), section 3.2.2: the weight is quantized as it will be
     folded, with the running statistics; outputs are normalized with the statistics of the batch,
     until these are frozen and the layer computes what the integer one will.
-
-    The names of parameters, buffers and submodules are keys of training checkpoints.
     """
 
+    # The names of parameters, buffers and submodules are keys of training checkpoints.
     weight: torch.Tensor
     bias: torch.Tensor
     gain: torch.Tensor
@@ -94,14 +82,7 @@ class ConvBnQat(nn.Module):
         weight_grid: nn.Module,
         bias_grid: nn.Module,
     ) -> None:
-        """Copy the tensors.
-
-        Args:
-            operator: computes the layer from inputs, weight and bias.
-            parameters: the tensors.
-            weight_grid: fake quantization of the folded weight.
-            bias_grid: fake quantization of the folded bias.
-        """
+        """Copy the tensors; the grids fake-quantize the folded weight and bias."""
         super().__init__()
         self.operator, self.momentum, self.eps = operator, parameters.momentum, parameters.eps
         self.weight_grid, self.bias_grid = weight_grid, bias_grid

@@ -1,7 +1,9 @@
-"""The fake-quantized model: a trainable float graph that rounds as the integer graph will."""
+"""The fake-quantized model, which rounds as the integer graph will, and when its ranges freeze."""
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -20,16 +22,15 @@ from compress.quantization.qat.fake_quantize import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from compress.common.signature import Signature
 
 
 class FakeQuantizedModel(nn.Module):
-    """A graph that quantizes and dequantizes in float, and can be trained.
+    """A graph, captured in eval mode, that quantizes and dequantizes in float, and can be trained.
 
-    It is captured in eval mode: dropout is off, and a BatchNorm that is not folded into a layer
-    keeps its statistics.
+    Dropout is off, and a BatchNorm that is not folded into a layer keeps its statistics.
     """
 
     def __init__(
@@ -41,14 +42,10 @@ class FakeQuantizedModel(nn.Module):
         track_ranges: bool,
         calibrated: bool = False,
     ) -> None:
-        """Replace observers by fake quantization, and folded layers by :class:`ConvBnQat`.
+        """Replace a graph's observers by fake quantization; it cannot be used afterwards.
 
-        Args:
-            prepared: a graph with observers; it cannot be used afterwards.
-            conv_bn: the layers that had a BatchNorm, by the names of their nodes.
-            learn_scale: whether scales are trained.
-            track_ranges: whether the ranges of activations follow batches.
-            calibrated: whether the observers are calibrated.
+        Layers that had a BatchNorm become :class:`ConvBnQat`. With `track_ranges` the ranges of
+        activations follow batches.
         """
         super().__init__()
         self.fake_quantizers: dict[str, FakeQuantize] = {}
@@ -57,10 +54,18 @@ class FakeQuantizedModel(nn.Module):
         for node, observer in _observers(prepared):
             if isinstance(observer, DerivedObserverOrFakeQuantize):
                 continue
-            if id(observer) not in by_observer:
-                by_observer[id(observer)] = _replace_observer(
-                    prepared, node, observer, learn_scale, track_ranges, calibrated
-                )
+            if id(observer) not in by_observer and is_constant(node.args[0]):
+                tensor = prepared.get_parameter(_constant_name(node)).detach()
+                channels = 1 if observer.ch_axis is None else len(tensor)
+                weight = WeightFakeQuantize(observer, channels, learn_scale)
+                if calibrated:
+                    weight.init_from_observer_(observer, tensor)
+                by_observer[id(observer)] = weight
+            elif id(observer) not in by_observer:
+                activation = ActivationFakeQuantize(observer, learn_scale, track_ranges)
+                if calibrated:
+                    activation.init_from_observer_(observer)
+                by_observer[id(observer)] = activation
             self.fake_quantizers[str(node.target)] = by_observer[id(observer)]
         replacements: dict[str, nn.Module] = {**self.fake_quantizers}
         for name, observer in _bias_observers(prepared).items():
@@ -81,8 +86,8 @@ class FakeQuantizedModel(nn.Module):
         return self.graph(*inputs)
 
     def _apply(self, *args: Any, **kwargs: Any) -> FakeQuantizedModel:
-        """Move the module; tensors that its graph creates are then created on the new device."""
         super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+        # torch.export writes the device of tensors that a graph creates into it.
         device = next(self.parameters()).device
         for node in self.graph.graph.nodes:
             if "device" in node.kwargs and node.kwargs["device"] != device:
@@ -99,12 +104,7 @@ class FakeQuantizedModel(nn.Module):
                 part.frozen.turn_on_()
 
     def transfer_to_(self, prepared: GraphModule, signature: Signature) -> None:
-        """Put the trained weights and fake quantization into a graph, for `convert`; freeze both.
-
-        Args:
-            prepared: the same model's graph, prepared again.
-            signature: the model's interface.
-        """
+        """Put the trained weights and fake quantization, frozen, into the same prepared graph."""
         with torch.no_grad():
             self.eval()(*signature.example())  # weight ranges follow the weights as they are now
             self.freeze_(ranges=True, batch_norm=True)
@@ -149,6 +149,43 @@ class FakeQuantizedModel(nn.Module):
         prepared.graph.eliminate_dead_code()
 
 
+@dataclass(frozen=True)
+class FreezeSchedule:
+    """The shares of the training after which ranges and statistics stay; a weight constraint.
+
+    After Krishnamoorthi, "Quantizing deep convolutional networks for efficient inference" (2018),
+    section 3.2.2. Entries of matrices and kernels that are zero stay so.
+    """
+
+    # Ranges that still move at the end would make the last weights fit another scale.
+
+    ranges: float
+    batch_norm: float
+
+    @contextmanager
+    def around(self, module: nn.Module, step: int, steps: int) -> Iterator[None]:
+        """Context of an optimizer step: restores zeros after it, and freezes what is due."""
+        # An earlier stage may have pruned them.
+        zeros = [(weight, weight == 0) for weight in module.parameters() if weight.ndim > 1]
+        for weight, mask in zeros:
+            if weight.grad is not None:
+                weight.grad.masked_fill_(mask, 0)
+        yield
+        with torch.no_grad():
+            for weight, mask in zeros:
+                weight.masked_fill_(mask, 0)
+        if isinstance(module, FakeQuantizedModel):
+            self.apply_(module, (step + 1) / steps)
+
+    def apply_(self, module: FakeQuantizedModel, share: float) -> None:
+        """Freeze what is due after a share of the steps."""
+        module.freeze_(ranges=share >= self.ranges, batch_norm=share >= self.batch_norm)
+
+    def is_met(self, share: float) -> bool:
+        """Return True: the weights of every epoch may be kept."""
+        return True
+
+
 def _observers(prepared: GraphModule) -> list[tuple[Node, Any]]:
     """Return the `call_module` nodes with their observers; nodes may share an observer."""
     nodes = [node for node in prepared.graph.nodes if node.op == "call_module"]
@@ -161,28 +198,6 @@ def _bias_observers(prepared: GraphModule) -> dict[str, Any]:
         for node, observer in _observers(prepared)
         if isinstance(observer, DerivedObserverOrFakeQuantize)
     }
-
-
-def _replace_observer(
-    prepared: GraphModule,
-    node: Node,
-    observer: Any,
-    learn_scale: bool,
-    track_ranges: bool,
-    calibrated: bool,
-) -> FakeQuantize:
-    """Create the fake quantization of an observed weight or activation."""
-    if not is_constant(node.args[0]):
-        activation = ActivationFakeQuantize(observer, learn_scale, track_ranges)
-        if calibrated:
-            activation.init_from_observer_(observer)
-        return activation
-    tensor = prepared.get_parameter(_constant_name(node)).detach()
-    channels = 1 if observer.ch_axis is None else len(tensor)
-    weight = WeightFakeQuantize(observer, channels, learn_scale)
-    if calibrated:
-        weight.init_from_observer_(observer, tensor)
-    return weight
 
 
 def _constant_name(node: Any) -> str:

@@ -46,19 +46,14 @@ class FreezeFlag(nn.Module):
 class FakeQuantize(ObserverBase):  # type: ignore[misc]  # torchao has no type information
     """Quantizes and dequantizes with a straight-through gradient (Bengio et al., 2013).
 
-    It takes the place of an observer, and gives `convert_pt2e` the scale that it trained with;
-    torch's `FusedMovingAvgObsFakeQuantize` trains per-channel weights with another scale than
-    conversion uses, so that 4 % of the labels change.
+    It takes the place of an observer, and gives `convert_pt2e` the scale that it trained with.
     """
 
-    def __init__(self, observer: MinMaxObserver, channels: int, learn_scale: bool) -> None:
-        """Take the format of an observer; scale and zero point are set later.
+    # torch's `FusedMovingAvgObsFakeQuantize` trains per-channel weights with another scale than
+    # conversion uses, so that 4 % of the labels change.
 
-        Args:
-            observer: the one to replace.
-            channels: number of scales.
-            learn_scale: whether the scales are trained (LSQ).
-        """
+    def __init__(self, observer: MinMaxObserver, channels: int, learn_scale: bool) -> None:
+        """Take the format of an observer to replace; scale and zero point are set later."""
         super().__init__(observer.dtype)
         self.qscheme, self.ch_axis = observer.qscheme, getattr(observer, "ch_axis", None)
         self.quant_min, self.quant_max = observer.quant_min, observer.quant_max
@@ -113,13 +108,7 @@ class ActivationFakeQuantize(FakeQuantize):
     """Per-tensor fake quantization; the range is a moving average of the batches' extremes."""
 
     def __init__(self, observer: MinMaxObserver, learn_scale: bool, track_range: bool) -> None:
-        """Take the format of an observer.
-
-        Args:
-            observer: the one to replace.
-            learn_scale: whether the scale is trained.
-            track_range: whether batches move the range.
-        """
+        """Take the format of an observer; with `track_range` batches move the range."""
         super().__init__(observer, 1, learn_scale)
         self.track_range = track_range
         self.register_buffer("range", torch.zeros(2))
@@ -152,28 +141,19 @@ class WeightFakeQuantize(FakeQuantize):
     """Per-channel, symmetric fake quantization; the range follows each channel's largest weight."""
 
     def __init__(self, observer: MinMaxObserver, channels: int, learn_scale: bool) -> None:
-        """Take the format of an observer.
-
-        Args:
-            observer: the one to replace.
-            channels: output channels of the weight.
-            learn_scale: whether the scales are trained.
-        """
         super().__init__(observer, channels, learn_scale)
         self.register_buffer("share", torch.ones(channels))
         self.register_buffer("floor", torch.full((channels,), SMALLEST_SCALE))
 
     @torch.no_grad()
     def init_from_observer_(self, observer: MinMaxObserver, weight: torch.Tensor) -> None:
-        """Start with an observer's scale for a weight.
-
-        The range stays the same multiple (`share`) of the largest weight as the observer chose.
-        A channel of zeros has no such multiple; its scale may grow but not shrink (`floor`).
-        """
+        """Start with an observer's scale for a weight."""
         scale_O = observer.calculate_qparams()[0]
         self.set_scale_(scale_O)
         largest_O = self._largest(weight)
         range_O = scale_O * self.quant_max
+        # The range stays the same multiple of the largest weight as the observer chose. A channel
+        # of zeros has no such multiple; its scale may grow but not shrink.
         self.share.copy_(torch.where(largest_O > 0, range_O / largest_O, 1.0))
         self.floor.copy_(torch.where(largest_O > 0, SMALLEST_SCALE, scale_O))
 
@@ -195,13 +175,6 @@ class BiasFakeQuantize(nn.Module):
     def __init__(
         self, observer: DerivedObserverOrFakeQuantize, source: FakeQuantize, weight: FakeQuantize
     ) -> None:
-        """Take the format of an observer.
-
-        Args:
-            observer: the one to replace.
-            source: fake quantization of the layer's input.
-            weight: that of its weight.
-        """
         super().__init__()
         self.quant_min, self.quant_max = observer.quant_min, observer.quant_max
         self.inputs = (source, weight)  # a tuple, so that they are not registered as submodules

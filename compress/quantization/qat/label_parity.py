@@ -31,10 +31,7 @@ SHAPE_ONLY = {aten.clone.default, aten.view.default, aten._unsafe_view.default}
 def compare_labels(trained: torch.Tensor, integer: torch.Tensor, step: float | None) -> LabelParity:
     """Count the labels that differ between two models' class scores, `(samples, classes, …)`.
 
-    Args:
-        trained: outputs of the trained model.
-        integer: outputs of the integer graph.
-        step: the last quantization step, in units of the outputs.
+    `step` is the last quantization step, in units of the outputs.
 
     Raises:
         StageFailed: one is NaN, or infinite where the other is not.
@@ -63,13 +60,9 @@ def compare_with_trained(
     inputs: Iterable[tuple[torch.Tensor, ...]],
     step: float | None,
 ) -> LabelParity | None:
-    """Compare a trained model with its integer graph; None where outputs are no class scores.
+    """Compare a trained model, in eval mode, with its integer graph, on batches of inputs.
 
-    Args:
-        trained: the fake-quantized model, in eval mode.
-        integer: the integer graph.
-        inputs: batches of inputs.
-        step: the last quantization step, in units of the outputs.
+    None where outputs are no class scores. `step` is the last quantization step.
     """
     total: LabelParity | None = None
     with torch.no_grad():

@@ -33,38 +33,23 @@ class LearnedStepSize(torch.autograd.Function):
         quant_min: int,
         quant_max: int,
     ) -> torch.Tensor:
-        """Return the quantized and dequantized values.
+        """Return the quantized and dequantized weight, or activations where `axis` is None.
 
-        Args:
-            values: a weight, its channels on the axis, or a batch of activations.
-            scale: the exponential of what is trained, one or one for each channel.
-            zero_point: the integer that 0 becomes.
-            axis: of a weight's channels, or None.
-            quant_min: smallest integer.
-            quant_max: largest integer.
+        The scale, one or one for each channel on the axis, is the exponential of what is trained.
         """
         # Section 2.2: values of one sample, or weights of one channel, that share a scale.
         sharing = values.numel() / (len(values) if axis is None else scale.numel())
         factor = 1 / math.sqrt(max(1.0, sharing) * quant_max)
-        qparams = (scale, zero_point, axis, quant_min, quant_max, factor)
-        result: torch.Tensor = cls.apply(values, *qparams)  # type: ignore[no-untyped-call]
+        qparams = (scale, zero_point, axis, quant_min, quant_max)
+        result: torch.Tensor = cls.apply(factor, values, *qparams)  # type: ignore[no-untyped-call]
         return result
 
     @staticmethod
-    def forward(
-        context: Any,
-        values: torch.Tensor,
-        scale: torch.Tensor,
-        zero_point: torch.Tensor,
-        axis: int | None,
-        quant_min: int,
-        quant_max: int,
-        factor: float,
-    ) -> torch.Tensor:
+    def forward(context: Any, factor: float, *operands: Any) -> torch.Tensor:
         """Fake-quantize as with a scale that is not trained."""
-        context.save_for_backward(values, scale, zero_point)
-        context.options = axis, quant_min, quant_max, factor
-        return fake_quantize(values, scale, zero_point, axis, quant_min, quant_max)
+        context.save_for_backward(*operands[:3])
+        context.options = *operands[3:], factor
+        return fake_quantize(*operands)
 
     @staticmethod
     def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -82,7 +67,7 @@ class LearnedStepSize(torch.autograd.Function):
         per_scale = (gradient * step * factor).sum([a for a in range(values.dim()) if a != axis])
         bound = LARGEST_LOG_GRADIENT
         of_log = (per_scale.view_as(scale) / scale).clamp(-bound, bound)
-        return gradient * within, of_log / scale, None, None, None, None, None, None
+        return None, gradient * within, of_log / scale, None, None, None, None
 
 
 def fake_quantize(

@@ -48,11 +48,7 @@ class QuantizationStage(Stage[EagerModel, GraphModel]):
         return True
 
     def load_float(self, model: EagerModel) -> torch.nn.Module:
-        """Load the float module, and check that each pattern of `exclude` names a part of it.
-
-        Raises:
-            PipelineInvalid: a pattern names none; the message has the closest module.
-        """
+        """Load the float module; PipelineInvalid where a pattern of `exclude` names no part."""
         module = model.load()
         names = [name for name, _ in module.named_modules() if name]
         for pattern in self.exclude:
@@ -63,20 +59,12 @@ class QuantizationStage(Stage[EagerModel, GraphModel]):
         return module
 
     def calibration_data(self, model: EagerModel, context: Context) -> CalibrationData:
-        """Draw `calibration_samples` samples of the data.
-
-        Raises:
-            StageFailed: there is no data, or too little.
-        """
+        """Draw `calibration_samples` samples of the data; StageFailed where there are too few."""
         return CalibrationData.from_context(self.drawn_samples, model.signature, context)
 
     def calibration_progress(self, context: Context) -> Callable[[int], None]:
         """Return a callback that shows how many samples calibration has seen."""
-
-        def report(samples: int) -> None:
-            context.progress("calibrate", samples, self.drawn_samples)
-
-        return report
+        return lambda samples: context.progress("calibrate", samples, self.drawn_samples)
 
     def save_graph(
         self,
@@ -89,14 +77,8 @@ class QuantizationStage(Stage[EagerModel, GraphModel]):
     ) -> GraphModel:
         """Compare a quantized graph with the float model, log the result and save the graph.
 
-        Args:
-            model: the float model.
-            program: the quantized graph.
-            quantized: number of quantized operators by kind.
-            facts: what else the manifest records.
-            context: where the stage runs.
-            rescaled: modules whose outputs have other scales than the float model's, as after
-                equalization; they are not compared one by one.
+        The manifest records `facts` and the number of quantized operators by kind. Modules whose
+        outputs have other scales, as after equalization, are not compared one by one.
 
         Raises:
             StageFailed: the graph's outputs are not finite where the float model's are.
@@ -117,9 +99,8 @@ class QuantizationStage(Stage[EagerModel, GraphModel]):
             **facts,
             "fidelity": fidelity.model_dump(mode="json"),
         }
-        lineage = self.lineage(model)
         return GraphModel.create(
-            context.root, program, model.signature, lineage=lineage, facts=facts
+            context.root, program, model.signature, lineage=self.lineage(model), facts=facts
         )
 
 
@@ -134,7 +115,7 @@ class IntegerStage(QuantizationStage):
     @model_validator(mode="before")
     @classmethod
     def _backend_is_pt2e(cls, settings: Any) -> Any:
-        """Refuse the key `backend`, which users of torch.ao's FX and eager modes look for."""
+        # Users of torch.ao's FX and eager modes look for this key.
         if isinstance(settings, dict) and "backend" in settings:
             raise ValueError(
                 "backend: torch.ao's fx and eager modes are deprecated and not supported; leave "

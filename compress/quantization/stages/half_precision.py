@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
     from compress.artifacts.eager_model import EagerModel
     from compress.artifacts.graph_model import GraphModel
-    from compress.data.batch import Batch
 
 
 class ConvertPrecision(QuantizationStage):
@@ -47,6 +46,7 @@ class ConvertPrecision(QuantizationStage):
         """Measure the range of every tensor, choose the operators, cast, and save the graph."""
         import torch
 
+        from compress.data.batch import Batch
         from compress.quantization.mixed_precision.half_graph import (
             PrecisionConverter,
             convert_precision,
@@ -54,15 +54,17 @@ class ConvertPrecision(QuantizationStage):
 
         module = self.load_float(model)
         converter = PrecisionConverter(getattr(torch, self.dtype), self.headroom, self.exclude)
-        done = 0
 
         def report(samples: int) -> None:
-            nonlocal done
-            done += samples
             # Twice: the float graph is measured, then the converted one is checked.
-            context.progress("look", done, 2 * self.calibration_samples)
+            context.progress("look", samples, 2 * self.calibration_samples)
 
-        batches = self._batches(model, context)
+        batches: Iterable[Batch]
+        if self.needs_data or context.data is not None:
+            batches = self.calibration_data(model, context)
+        else:  # bfloat16 has the range of float32: seeded inputs do
+            seeds = range(context.seed, context.seed + COMPARED_BATCHES)
+            batches = [Batch(model.signature.example(seed=seed), None) for seed in seeds]
         program = convert_precision(module, model.signature, converter, batches, report)
         facts = {
             "dtype": self.dtype,
@@ -70,12 +72,3 @@ class ConvertPrecision(QuantizationStage):
             "float32_for_their_numbers": converter.out_of_range,
         }
         return self.save_graph(model, program, converter.converted, facts, context)
-
-    def _batches(self, model: EagerModel, context: Context) -> Iterable[Batch]:
-        """Return a sample of the data, or seeded inputs where there is none and none is needed."""
-        from compress.data.batch import Batch
-
-        if self.needs_data or context.data is not None:
-            return self.calibration_data(model, context)
-        seeds = range(context.seed, context.seed + COMPARED_BATCHES)
-        return [Batch(model.signature.example(seed=seed), None) for seed in seeds]

@@ -93,16 +93,13 @@ class QuantizeMixed(IntegerStage):
         from compress.quantization.mixed_precision.bit_candidates import CandidateBuilder
         from compress.quantization.mixed_precision.bit_search import BitSearch
         from compress.quantization.mixed_precision.sensitivity import SensitivityMeter
+        from compress.quantization.pt2e.graph_capture import capture
 
         deadline = time.monotonic() + 60 * self.minutes
         meter = SensitivityMeter(model, context, self.sensitivity)
-        candidates = CandidateBuilder.from_module(
-            self.load_float(model),
-            model.signature,
-            scheme_for(self.target),
-            self.exclude,
-            embeddings=self.embeddings,
-        )
+        graph = capture(self.load_float(model), model.signature)
+        scheme = scheme_for(self.target)
+        candidates = CandidateBuilder(graph, model.signature, scheme, self.exclude, self.embeddings)
         calibration = self.calibration_data(model, context)
         report = self.calibration_progress(context)
 

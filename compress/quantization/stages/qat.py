@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -16,15 +16,11 @@ from compress.training.config.training import DEFAULT_LEARNING_RATE, Training
 from compress.training.objectives.teacher_objective import Teaching
 
 if TYPE_CHECKING:
-    from pydantic import JsonValue
-    from torch.export import ExportedProgram
-
     from compress.artifacts.eager_model import EagerModel
     from compress.artifacts.graph_model import GraphModel
     from compress.core.context import Context
     from compress.core.loss import Loss
-    from compress.quantization.qat.fake_model import FakeQuantizedModel
-    from compress.quantization.qat.freeze import FreezeSchedule
+    from compress.quantization.qat.fake_model import FreezeSchedule
     from compress.training.objectives.objective import Objective
     from compress.training.result import Fit
 
@@ -82,7 +78,7 @@ class QuantizeAwareTraining(IntegerStage, Training):
             "tensor or pipeline": parallel.is_mesh,
             "communication: hierarchical": parallel.communication == "hierarchical",
             "static_graph: true": parallel.static_graph,
-            f"compile: {self.compile}": self.compile != "none",
+            f"compile: {self.compiled_part}": self.compile != "none",
             "activation_checkpointing": self.activation_checkpointing != "none",
         }
         for name, is_set in unsupported.items():
@@ -114,15 +110,16 @@ class QuantizeAwareTraining(IntegerStage, Training):
         """Calibrate, train with fake quantization, convert, and save the integer graph.
 
         Raises:
-            PipelineInvalid: `exclude` names nothing.
             StageFailed: nothing can be quantized, the model takes one batch size only, training
                 failed, or the integer graph's labels differ from the trained model's.
         """
         from compress.checkpoint.state_dict import load_state_
+        from compress.common.forward import torch_predictor
         from compress.quantization.ptq.prepare import FakeQuantConfig, PreparedModel
-        from compress.quantization.qat.freeze import FreezeSchedule
+        from compress.quantization.qat.fake_model import FreezeSchedule
+        from compress.quantization.qat.label_parity import compare_with_trained, last_step
 
-        self.load_float(model)
+        self.load_float(model)  # checks `exclude`
         if model.signature.batch_axis is None:
             raise StageFailed(
                 f"{self.title}: the model takes batches of one size only, and training and "
@@ -141,12 +138,18 @@ class QuantizeAwareTraining(IntegerStage, Training):
         trained = self._train(start, model, freezing, context)
         load_state_(module, trained.weights, "the training")
         program = prepared.convert(module)
-        facts = {
+        with torch_predictor(program.module(), "cpu", context.threads) as predict:
+            inputs = context.comparison_inputs(model.signature)
+            parity = compare_with_trained(module, predict, inputs, last_step(module))
+        facts: dict[str, Any] = {
             "target": self.target,
             "float_modules": prepared.quantizer.float_modules,
-            **self._label_parity(model, module, program, context),
-            **trained.facts(),
         }
+        if parity is not None:
+            parity.require_same_model()
+            logger.info("%s: %s", self.title, parity.line())
+            facts["same_as_trained"] = parity.model_dump(mode="json")
+        facts |= trained.facts()
         return self.save_graph(model, program, prepared.quantizer.quantized, facts, context)
 
     def _train(
@@ -174,23 +177,3 @@ class QuantizeAwareTraining(IntegerStage, Training):
         return fit(
             start, self, objective, context, self.title, accept_start=True, constraint=freezing
         )
-
-    def _label_parity(
-        self,
-        model: EagerModel,
-        module: FakeQuantizedModel,
-        program: ExportedProgram,
-        context: Context,
-    ) -> dict[str, JsonValue]:
-        """Check that the integer graph gives the trained model's labels; return it as a fact."""
-        from compress.common.forward import torch_predictor
-        from compress.quantization.qat.label_parity import compare_with_trained, last_step
-
-        with torch_predictor(program.module(), "cpu", context.threads) as predict:
-            inputs = context.comparison_inputs(model.signature)
-            parity = compare_with_trained(module, predict, inputs, last_step(module))
-        if parity is None:
-            return {}
-        parity.require_same_model()
-        logger.info("%s: %s", self.title, parity.line())
-        return {"same_as_trained": parity.model_dump(mode="json")}

@@ -2,8 +2,7 @@
 
 A checkpoint is a directory `step-…` with the tensors as torch.distributed.checkpoint writes them,
 each process its own part, `progress.json`, and `files.json` with the SHA-256 of every file and of
-itself. It is written under a temporary name and renamed when it is complete, so that a crash
-leaves either a valid checkpoint or none.
+itself.
 """
 
 from __future__ import annotations
@@ -88,12 +87,8 @@ def read_progress(checkpoint: Path) -> TrainProgress:
 
 
 def newest_intact(folder: Path, trusted: str | None = None) -> Path | None:
-    """Find the newest intact checkpoint; damaged ones are renamed, with a warning.
-
-    Args:
-        folder: the training's folder.
-        trusted: name of a checkpoint whose hashes were just verified, to be spared a second time.
-    """
+    """Find the newest intact checkpoint; damaged ones are renamed, with a warning."""
+    # The hashes of the one named `trusted` were just verified, and are not computed again.
     for checkpoint in reversed(checkpoints(folder)):
         damage = None if checkpoint.name == trusted else _damage(checkpoint)
         if damage is None:
@@ -106,11 +101,7 @@ def newest_intact(folder: Path, trusted: str | None = None) -> Path | None:
 
 
 def require_intact(checkpoint: Path) -> None:
-    """Refuse a damaged checkpoint.
-
-    Raises:
-        StageFailed: it is damaged.
-    """
+    """Refuse a damaged checkpoint."""
     damage = _damage(checkpoint)
     if damage:
         raise StageFailed(
@@ -135,6 +126,7 @@ def create_partial(folder: Path, step: int) -> Path:
 def commit(partial: Path, progress: TrainProgress) -> Path:
     """Hash and rename a checkpoint after every process has written its part."""
     write_atomically(partial / PROGRESS, progress.model_dump_json())
+    # Hashes and rename come last, so that a crash leaves either a valid checkpoint or none.
     files = {
         file.relative_to(partial).as_posix(): sha256_of(file)
         for file in sorted(partial.rglob("*"))
@@ -146,7 +138,7 @@ def commit(partial: Path, progress: TrainProgress) -> Path:
     complete = partial.with_suffix("")
     shutil.rmtree(complete, ignore_errors=True)
     partial.replace(complete)
-    sync(complete.parent)
+    sync(complete.parent)  # or the rename itself may be lost with the power
     return complete
 
 

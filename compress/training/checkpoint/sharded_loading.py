@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,13 +31,9 @@ class DeferredWeights:
 
     @classmethod
     def from_model(cls, model: EagerModel, device: str) -> tuple[nn.Module, DeferredWeights | None]:
-        """Build a model's module on the meta device; where that is not possible, load it.
+        """Build a model's module on the meta device, with what is still to be loaded.
 
-        Returns:
-            The module, and what is still to be loaded; None if it has its weights.
-
-        Raises:
-            ArtifactInvalid: the file's weights do not fit the module.
+        Where that is not possible, the module is loaded at once, and nothing is left.
         """
         module = model.skeleton()
         if module is None:
@@ -48,17 +45,14 @@ class DeferredWeights:
         return module, cls(model.payload_path, device)
 
     def fill_(self, module: nn.Module, offloaded: bool) -> None:
-        """Read this rank's slice of each parameter, and all buffers, in place.
-
-        Tied weights stay tied: ``module._apply`` converts a parameter's content in place.
-
-        Args:
-            module: a module that ``fully_shard`` has sharded.
-            offloaded: whether parameters stay in main memory.
-        """
+        """Read this rank's slices of a sharded module's parameters, and all buffers, in place."""
         stored = read_safetensors(self.file)
-        names = {id(tensor): name for name, tensor in _tensors(module) if name in stored}
-        device = "cpu" if offloaded else self.device
+        tensors = chain(
+            module.named_parameters(remove_duplicate=False),
+            module.named_buffers(remove_duplicate=False),
+        )
+        names = {id(tensor): name for name, tensor in tensors if name in stored}
+        device = "cpu" if offloaded else self.device  # of parameters; buffers are never offloaded
 
         def load(tensor: torch.Tensor) -> torch.Tensor:
             name = names.pop(id(tensor), None)
@@ -67,6 +61,7 @@ class DeferredWeights:
             full = tensor if name is None else stored[name].read()
             return full.to(self.device, tensor.dtype)
 
+        # Converts a parameter's content in place, so that tied weights stay tied.
         module._apply(load)  # type: ignore[no-untyped-call]
 
 
@@ -77,17 +72,11 @@ def _read_shard(file: Path, name: str, tensor: DTensor, device: str) -> DTensor:
     mesh, placements = tensor.device_mesh, tensor.placements
     shape, start = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
     local = torch.empty(shape, dtype=tensor.dtype, device=device)
-    if local.numel():
+    if local.numel():  # of fewer rows than ranks, some ranks have none
         slices = tuple(slice(a, a + size) for a, size in zip(start, shape, strict=True))
         stored: Any = safe_open(file, framework="pt")
         # Tied weights are stored once; the metadata maps the other names to that one.
         key = name if name in stored.keys() else stored.metadata()[name]  # noqa: SIM118
         local.copy_(stored.get_slice(key)[slices])
-    return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-    )
-
-
-def _tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    parameters = module.named_parameters(remove_duplicate=False)
-    return [*parameters, *module.named_buffers(remove_duplicate=False)]
+    # Not `DTensor.from_local`, which moves an offloaded shard to the device of the mesh.
+    return DTensor(local, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]

@@ -1,7 +1,7 @@
 """Reading of a checkpoint's tensors, which have the names of the weights.
 
 The names do not depend on how the model is sharded: a checkpoint of many processes can be loaded by
-one, and the other way round. An optimizer's options are not saved: they follow from the settings.
+one, and the other way round.
 """
 
 from __future__ import annotations
@@ -30,11 +30,7 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
 def read_(checkpoint: Path, state: dict[str, Any]) -> set[str]:
-    """Read tensors from a checkpoint, in place, and return the names of those that it lacks.
-
-    Raises:
-        StageFailed: it cannot be read, or has other shapes.
-    """
+    """Read tensors from a checkpoint, in place, and return the names of those that it lacks."""
     # torch's index file is a pickle: only this training's own processes write to its folder, and
     # its hash was verified.
     with one_line_errors(f"checkpoint {checkpoint} cannot be read"):

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, JsonValue, model_validator
 
 from compress.common.config import Count, Positive, Settings
 from compress.common.requirements import Requirement
 
+# Settings of earlier versions, refused with what replaces them.
 REMOVED = ("rendezvous", "rendezvous_seconds")
+# 29400 is the default port of torchrun's c10d rendezvous.
 TORCHRUN = (
     "torchrun --nnodes {nodes} --nproc-per-node {processes} --rdzv-backend c10d "
     "--rdzv-endpoint HOST:29400 --no-python compress run PIPELINE.YAML --out DIR"
@@ -23,13 +25,33 @@ ONLY_FOR = {
     "bucket_mebibytes": REPLICATED,
     "communication": REPLICATED,
     "cpu_offload": (*SHARDED, "deepspeed"),
+    "find_unused_parameters": REPLICATED,
+    "gradient_as_bucket_view": REPLICATED,
+    "deepspeed_config": ("deepspeed",),
+    "param_dtype": SHARDED,
     "prefetch": SHARDED,
+    "reduce_dtype": SHARDED,
     "sharding": SHARDED,
     "static_graph": REPLICATED,
     "wrap": SHARDED,
     "zero_stage": ("deepspeed",),
 }
 """Strategies that a setting is for; it is refused with any other."""
+
+DEEPSPEED_OWNED = {
+    "train_batch_size": "batch_size",
+    "train_micro_batch_size_per_gpu": "batch_size",
+    "gradient_accumulation_steps": "accumulate",
+    "gradient_clipping": "clip_norm",
+    "optimizer": "optimizer",
+    "scheduler": "schedule and warmup (WarmupLR is schedule: constant with a warmup)",
+    "fp16": "precision",
+    "bf16": "precision",
+    "amp": "precision",
+    "torch_autocast": "precision",
+    "zero_optimization.stage": "parallel.zero_stage",
+}
+"""Keys of DeepSpeed's configuration, and the settings here that decide them."""
 
 DEEPSPEED = Requirement(
     what="deepspeed", install="pip install -e '.[deepspeed]', or use zero1 to zero3"
@@ -84,12 +106,17 @@ class Parallel(Settings):
     """`ddp`: every process holds the whole model and its share of each batch. `fsdp`: weights,
     gradients and optimizer state are sharded. `zero1`: `ddp` with sharded optimizer state. `zero2`
     and `zero3`: `fsdp` with `shard_grad_op` and `full_shard`. `deepspeed`: DeepSpeed's engine, an
-    extra. `dp`: accepted for DataParallel's sake, and run as one process."""
+    extra. `dp`: DataParallel, by threads of one process, over all visible CUDA devices; with one or
+    none the result is that of one process."""
     processes: Count = 1
     """Number of processes on each machine; 1 trains in the calling process."""
     nodes: Count = 1
     """Number of machines. torchrun or srun starts the same `compress run` on each; rank 0 runs the
     pipeline, and the others take part in its trainings. They share the folders of the run."""
+    min_nodes: Annotated[Count | None, Field(exclude=True)] = None
+    """Fewest machines with which trainings go on under torchrun's elastic `--nnodes MIN:MAX`, from
+    the last checkpoint. Of those started, the most over which `batch_size` divides take part; the
+    others wait. By default all of `nodes` are needed."""
     restarts: Annotated[int, Field(ge=0, exclude=True)] = 3
     """How often the processes are started again from the last checkpoint when one was killed; any
     other error ends the training at once."""
@@ -118,11 +145,19 @@ class Parallel(Settings):
     """Columns of the matrices of `powersgd`."""
     topk_fraction: Annotated[float, Field(gt=0, le=1)] = 0.01
     """Share of each gradient's entries that `topk` sends."""
+    sync_batchnorm: bool = False
+    """Whether BatchNorm normalizes by the samples of all processes, as one process would; by
+    default by those of its own process. Costs two exchanges for each layer and step."""
     bucket_mebibytes: Positive = 25.0
     """Size of the buckets of gradients that `ddp` all-reduces at once."""
     static_graph: bool = False
     """Whether every step of `ddp` uses the same weights, so that unused ones need not be searched.
     With more than two processes a resumed training may then differ in the last bit."""
+    find_unused_parameters: Annotated[Literal["auto"] | bool, Field(exclude=True)] = "auto"
+    """Whether `ddp` looks in every step for weights that the loss does not reach. With `auto` it
+    does if several calls of the model with a few samples leave one out."""
+    gradient_as_bucket_view: Annotated[bool, Field(exclude=True)] = False
+    """Whether the gradients of `ddp` lie in the buckets that are sent, which saves their copy."""
 
     sharding: Literal["full_shard", "shard_grad_op", "no_shard", "hybrid_shard"] = "full_shard"
     """What `fsdp` shards: everything; all but the weights between forward and backward; nothing;
@@ -139,25 +174,64 @@ class Parallel(Settings):
     prefetch: Count | None = None
     """Blocks that `fsdp` gathers ahead of the present one, forward and backward; by default torch
     decides."""
+    param_dtype: Literal["fp32"] | None = None
+    """Type in which `fsdp` gathers weights; by default that of `precision`. With `fp32` they are
+    gathered whole and rounded by each operator, as in `ddp`, and models are evaluated in fp32."""
+    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Type in which `fsdp` adds up gradients between processes; `bf16` sends half the bytes, and
+    rounds."""
     zero_stage: Literal[0, 1, 2, 3] = 2
     """What `deepspeed` shards: nothing; optimizer state; gradients too; weights too."""
+    deepspeed_config: dict[str, JsonValue] = {}
+    """Further keys of DeepSpeed's configuration, such as `zero_optimization: {overlap_comm: true}`.
+    Keys that other settings decide (batch sizes, precision, optimizer, ...) are refused."""
 
     @model_validator(mode="after")
     def _settings_are_for_the_strategy(self) -> Self:
-        for name, strategies in ONLY_FOR.items():
-            is_set = getattr(self, name) != type(self).model_fields[name].default
-            if is_set and self.strategy not in strategies:
-                raise ValueError(
-                    f"{name} is for strategy: {', '.join(strategies)}, found {self.strategy}"
-                )
+        self.refuse_settings_of_others("strategy", ONLY_FOR)
         for name, communication in (("powersgd_rank", "powersgd"), ("topk_fraction", "topk")):
             if name in self.model_fields_set and self.communication != communication:
                 raise ValueError(
                     f"{name} is for communication: {communication}, found {self.communication}"
                 )
+        if self.static_graph and self.find_unused_parameters is True:
+            raise ValueError(
+                "static_graph finds unused weights once, in the first step; leave out "
+                "find_unused_parameters"
+            )
         if self.communication != "none" and self.ranks == 1:
             raise ValueError(
                 f"communication: {self.communication} is for several processes, found one"
+            )
+        if self.nodes > 1 and self.strategy == "dp":
+            raise ValueError("strategy: dp runs as one process; use ddp for several nodes")
+        if self.min_nodes and self.min_nodes > self.nodes:
+            raise ValueError(
+                f"min_nodes is for fewer machines than nodes: {self.nodes}, found "
+                f"{self.min_nodes}; set nodes to the largest number"
+            )
+        if self.min_nodes and self.strategy == "deepspeed":
+            raise ValueError(
+                "min_nodes does not go with strategy: deepspeed, whose checkpoints fit one number "
+                "of processes; use fsdp or zero1 to zero3"
+            )
+        if self.strategy == "deepspeed" and self.cpu_offload and self.zero_stage == 0:
+            raise ValueError("cpu_offload needs zero_stage 1 or more, found 0")
+        return self
+
+    @model_validator(mode="after")
+    def _engine_config_is_free(self) -> Self:
+        zero = self.deepspeed_config.get("zero_optimization", {})
+        if not isinstance(zero, Mapping):
+            raise ValueError(f"deepspeed_config: zero_optimization is a mapping, found {zero!r}")
+        owned = dict(DEEPSPEED_OWNED)
+        if self.cpu_offload:
+            offloads = ("zero_optimization.offload_optimizer", "zero_optimization.offload_param")
+            owned |= dict.fromkeys(offloads, "parallel.cpu_offload")
+        keys = [*self.deepspeed_config, *(f"zero_optimization.{key}" for key in zero)]
+        if decided := [key for key in keys if key in owned]:
+            raise ValueError(
+                f"deepspeed_config: {decided[0]} is decided by {owned[decided[0]]}; leave it out"
             )
         return self
 
@@ -186,12 +260,6 @@ class Parallel(Settings):
         return settings
 
     @model_validator(mode="after")
-    def _one_process_is_no_node(self) -> Self:
-        if self.nodes > 1 and self.strategy == "dp":
-            raise ValueError("strategy: dp runs as one process; use ddp for several nodes")
-        return self
-
-    @model_validator(mode="after")
     def _hierarchy_has_two_levels(self) -> Self:
         if self.communication != "hierarchical":
             if self.group_processes:
@@ -202,12 +270,6 @@ class Parallel(Settings):
                 f"them, and found {self.ranks} processes in groups of {self.communication_group}; "
                 "set nodes, or group_processes to a divisor"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _engine_shards(self) -> Self:
-        if self.strategy == "deepspeed" and self.cpu_offload and self.zero_stage == 0:
-            raise ValueError("cpu_offload needs zero_stage 1 or more, found 0")
         return self
 
     @model_validator(mode="after")
@@ -231,7 +293,7 @@ class Parallel(Settings):
                 f"sharding: {self.sharding_mode} does not go with tensor or pipeline; "
                 "use full_shard, shard_grad_op or strategy: ddp"
             )
-        for name in ("static_graph", "cpu_offload"):
+        for name in ("static_graph", "cpu_offload", "gradient_as_bucket_view"):
             if getattr(self, name):
                 raise ValueError(f"{name} does not go with tensor or pipeline; leave it out")
         if self.communication != "none":
@@ -242,6 +304,11 @@ class Parallel(Settings):
     def requirements(self) -> tuple[Requirement, ...]:
         """Packages that these settings need."""
         return (DEEPSPEED,) if self.strategy == "deepspeed" else ()
+
+    def with_nodes(self, nodes: int) -> Parallel:
+        """Return the settings for another number of machines; ValueError if they do not fit it."""
+        given = {name: getattr(self, name) for name in self.model_fields_set}
+        return Parallel.model_validate({**given, "nodes": nodes, "min_nodes": None})
 
     @property
     def undisturbed(self) -> bool:
@@ -281,13 +348,13 @@ class Parallel(Settings):
         shared += [f"{self.pipeline.stages} stages"] if self.pipeline else []
         how: list[str] = [self.strategy]
         how += [self.sharding_mode] if self.sharding_mode else []
-        match self.communication:
-            case "powersgd":
-                how.append(f"powersgd of rank {self.powersgd_rank}")
-            case "none":
-                pass
-            case communication:
-                how.append(communication)
+        if self.communication == "powersgd":
+            how.append(f"powersgd of rank {self.powersgd_rank}")
+        elif self.communication != "none":
+            how.append(self.communication)
+        how += ["gradients in bf16"] if self.reduce_dtype == "bf16" else []
+        if self.sync_batchnorm and self.replicas > 1:
+            how.append("synchronized BatchNorm")
         return ", ".join([f"{self.ranks} processes", *how, *shared])
 
     @property

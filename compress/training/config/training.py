@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import difflib
+from contextlib import suppress
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
 from compress.common.config import Count, Fraction, Positive, Ratio, Settings
+from compress.common.errors import PipelineInvalid
+from compress.common.factories import Reference
 from compress.core.loss import Loss, refuse_class_settings
 from compress.training.config.parallel import Parallel
-from compress.training.config.profiling import Profile
+from compress.training.config.profiling import Callbacks, Profile
 
-# Those of torch.optim but LBFGS (wants a closure), SparseAdam and Muon (want special weights).
+# Those of torch.optim but LBFGS (wants a closure), SparseAdam and Muon (want special weights). The
+# rates are torch's own defaults, except those of sgd and adamw, which are 0.001 there.
 DEFAULT_LEARNING_RATE = {
     "adadelta": 1.0,
     "adafactor": 1e-2,
@@ -30,8 +34,15 @@ DEFAULT_LEARNING_RATE = {
 DEFAULT_WEIGHT_DECAY = {"sgd": 5e-4, "adamw": 0.05}
 UNSHARDED_ONLY = ("adafactor", "rprop")
 """Optimizers that cannot step sharded weights (torch 2.13)."""
+# The default `pct_start` of torch's OneCycleLR.
 DEFAULT_WARMUP = {"onecycle": 0.3}
 PLATEAU_EPOCHS = 3
+DEFAULT_MOMENTUM = 0.9
+SCHEDULE_SETTINGS = {
+    "schedule_power": ("polynomial",),
+    "min_learning_rate": ("cosine", "cosine_restarts", "linear", "plateau"),
+}
+"""Schedules that a setting is for; it is refused with any other."""
 EXPENSIVE_OPERATORS = (
     "mm",
     "addmm",
@@ -58,6 +69,28 @@ class Checkpoints(Settings):
     """Whether checkpoints are written while training continues, from a copy in main memory."""
 
 
+class ActivationSegments(Settings):
+    """Activation checkpointing by segments of consecutive blocks."""
+
+    segments: Annotated[int, Field(ge=2)] | Literal["auto"] = "auto"
+    """Number of segments into which each list of blocks is divided; only their inputs are saved.
+    The last one is not recomputed. `auto` is the square root of the number of blocks."""
+
+
+class Compilation(Settings):
+    """Options of torch.compile."""
+
+    what: Literal["blocks", "whole"] = "blocks"
+    """What is compiled: the `blocks`, where equal ones are compiled once, or the `whole` model."""
+    mode: Literal["default", "reduce-overhead", "max-autotune"] = "default"
+    """torch.compile's mode: `reduce-overhead` uses CUDA graphs, `max-autotune` measures kernels,
+    too, and takes longest to compile."""
+    fullgraph: bool = False
+    """Whether code that cannot be compiled as one graph is an error."""
+    dynamic: bool | None = None
+    """Whether sizes are variables in what is compiled; by default after a second size was met."""
+
+
 class Training(Settings):
     """How weights are trained; `epochs` alone is enough."""
 
@@ -71,19 +104,27 @@ class Training(Settings):
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Arithmetic of forward and backward passes; weights stay fp32. `fp16`, with a scaled loss, is
     for CUDA alone."""
-    activation_checkpointing: Literal["none", "full", "selective"] | Count = "none"
-    """Blocks whose activations are recomputed in the backward pass: `full` is all of them, a number
-    n every n-th; with `selective` all save the results of expensive operators and recompute the
-    rest."""
+    activation_checkpointing: Literal["none", "full", "selective"] | Count | ActivationSegments = (
+        "none"
+    )
+    """Blocks whose activations are recomputed in the backward pass: `full` is all of them, one at a
+    time, a number n every n-th; `{segments: auto}` several consecutive blocks at a time, which
+    saves fewer inputs; with `selective` all save the results of expensive operators and recompute
+    the rest."""
     activation_blocks: tuple[str, ...] = ()
     """Class names of the blocks for activation checkpointing and `compile`; by default the model's
     repeated blocks."""
     activation_operators: tuple[str, ...] = EXPENSIVE_OPERATORS
     """Prefixes of the names, in torch.ops.aten, of the operators whose results `selective`
     saves."""
-    compile: Literal["none", "blocks", "whole"] = "none"
+    compile: Literal["none", "blocks", "whole"] | Compilation = "none"
     """What torch.compile compiles, in some minutes at the start: the `blocks`, where equal ones are
-    compiled once, or the `whole` model. Needs a C++ compiler."""
+    compiled once, or the `whole` model; or this and further options. Needs a C++ compiler."""
+    matmul_precision: Annotated[
+        Literal["highest", "high", "medium"], Field(exclude_if=lambda value: value == "highest")
+    ] = "highest"
+    """Precision of fp32 matrix products in this training: `high` is TF32 on CUDA devices, `medium`
+    bf16."""
     optimizer: Literal[
         "adadelta",
         "adafactor",
@@ -104,22 +145,39 @@ class Training(Settings):
     learning_rate: Positive | None = None
     """Highest learning rate; by default 0.1 for `sgd`, 0.002 for `adamw`, and torch's own for the
     others."""
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """Momentum of `sgd`."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """Momentum of `sgd`, by default 0.9. `onecycle` lowers the momentum (`betas[0]` of the Adam
+    family) from 0.95 to 0.85 while the rate rises, and back, unless it is set here or in
+    `optimizer_arguments`."""
     nesterov: bool = True
     """Whether the momentum of `sgd` is Nesterov's."""
     weight_decay: Annotated[float, Field(ge=0)] | None = None
     """Decay of matrices and kernels; by default 0.0005 for `sgd`, 0.05 for `adamw`, else 0."""
-    schedule: Literal["onecycle", "cosine", "constant", "step", "plateau"] = "onecycle"
-    """Learning rate over time: `onecycle` rises, then falls; `cosine` falls; `constant` stays;
-    `step` falls every `schedule_epochs`; `plateau` when the metric on `val` stops improving."""
+    schedule: Literal[
+        "onecycle",
+        "cosine",
+        "cosine_restarts",
+        "linear",
+        "polynomial",
+        "constant",
+        "step",
+        "plateau",
+    ] = "onecycle"
+    """Learning rate over time, by torch's schedulers: `onecycle` rises, then falls; `cosine`,
+    `linear` and `polynomial` fall; `cosine_restarts` falls again and again, in `schedule_epochs`
+    each; `constant` stays; `step` falls every `schedule_epochs`; `plateau` when the metric on `val`
+    stops improving."""
     warmup: Annotated[float, Field(ge=0, lt=1)] | None = None
     """Share of all steps for the warm-up; by default 0.3 for `onecycle`, 0 for the others."""
     schedule_epochs: Count | None = None
-    """Epochs between reductions of `step` (by default a third of all), or without improvement
-    before one of `plateau` (by default 3)."""
+    """Epochs between reductions of `step` or restarts of `cosine_restarts` (by default a third of
+    all), or without improvement before a reduction of `plateau` (by default 3)."""
     schedule_factor: Ratio = 0.1
     """What `step` and `plateau` multiply the learning rate by."""
+    schedule_power: Positive = 1.0
+    """Exponent of `polynomial`; 1 falls as `linear`."""
+    min_learning_rate: Annotated[float, Field(ge=0)] = 0.0
+    """What `cosine`, `cosine_restarts`, `linear` and `plateau` fall to."""
     ema_decay: Ratio | None = None
     """Decay of an exponential moving average of the weights, which is then evaluated and saved."""
     label_smoothing: Fraction | None = None
@@ -142,6 +200,9 @@ class Training(Settings):
     """How training is distributed over processes."""
     profile: Annotated[Profile, Field(exclude=True)] = Profile()
     """What is recorded of a training; the result stays the same."""
+    callbacks: Annotated[Callbacks | Reference, Field(exclude=True)] = Callbacks()
+    """Functions to call after steps and epochs, or `module:Class` with methods of these names. They
+    get numbers and not the model, so that they change no result and are part of no cache key."""
 
     @field_validator("optimizer", mode="before")
     @classmethod
@@ -189,6 +250,22 @@ class Training(Settings):
             raise ValueError(
                 "activation_operators is for activation_checkpointing: selective, found "
                 f"{self.activation_checkpointing}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _segments_run_at_once(self) -> Self:
+        if not isinstance(self.activation_checkpointing, ActivationSegments):
+            return self
+        parallel = self.parallel
+        # FSDP, DeepSpeed and pipeline stages prepare the weights of a block when it is called.
+        at_call = parallel.sharding_mode or parallel.strategy == "deepspeed" or parallel.pipeline
+        if at_call or self.compile != "none":
+            found = parallel.layout if at_call else f"compile: {self.compiled_part}"
+            raise ValueError(
+                "activation_checkpointing: segments runs several blocks in one call, for "
+                "strategy: ddp or zero1 without pipeline and compile; "
+                f"found {found}; use full or selective"
             )
         return self
 
@@ -242,14 +319,65 @@ class Training(Settings):
             )
         if self.optimizer == "rprop" and self.weight_decay:
             raise ValueError("rprop has no weight_decay; leave it out")
-        if self.optimizer == "sgd" and self.nesterov and not self.momentum:
+        if self.optimizer == "sgd" and self.nesterov and not self.momentum_or_default:
             raise ValueError("nesterov needs a momentum above 0; set nesterov: false")
         return self
+
+    @model_validator(mode="after")
+    def _schedule_has_its_settings(self) -> Self:
+        self.refuse_settings_of_others("schedule", SCHEDULE_SETTINGS)
+        if self.min_learning_rate >= self.peak_learning_rate:
+            raise ValueError(
+                f"min_learning_rate {self.min_learning_rate:g} is not below the learning_rate "
+                f"{self.peak_learning_rate:g}; lower it"
+            )
+        return self
+
+    @property
+    def compiled_part(self) -> Literal["none", "blocks", "whole"]:
+        """What is compiled, without the options."""
+        return self.compile.what if isinstance(self.compile, Compilation) else self.compile
+
+    @property
+    def gathers_rounded(self) -> bool:
+        """Whether FSDP gathers weights in the type of `precision`, rounded from fp32."""
+        is_sharded = self.parallel.sharding_mode is not None
+        return is_sharded and self.precision != "fp32" and self.parallel.param_dtype != "fp32"
+
+    def for_nodes(self, started: int) -> Training:
+        """Return the settings for the machines that were started, as many of them as fit.
+
+        Only `parallel.min_nodes` allows another number of machines than `parallel.nodes`. The
+        samples of a step are the same for any number.
+        """
+        parallel = self.parallel
+        if parallel.min_nodes is None or started == parallel.nodes:
+            return self
+        given = {name: getattr(self, name) for name in self.model_fields_set}
+        for nodes in range(min(started, parallel.nodes), parallel.min_nodes - 1, -1):
+            with suppress(ValueError):  # batch_size does not divide, say
+                changed = parallel.with_nodes(nodes)
+                return Training.model_validate({**given, "parallel": changed})
+        raise PipelineInvalid(
+            f"parallel: {started} machines were started, and batch_size {self.batch_size} with the "
+            f"other settings fits no number of them from min_nodes: {parallel.min_nodes} on"
+        )
 
     @property
     def peak_learning_rate(self) -> float:
         """The highest learning rate, with the optimizer's default."""
         return self.learning_rate or DEFAULT_LEARNING_RATE[self.optimizer]
+
+    @property
+    def momentum_or_default(self) -> float:
+        """The momentum of `sgd`."""
+        return DEFAULT_MOMENTUM if self.momentum is None else self.momentum
+
+    @property
+    def gives_momentum(self) -> bool:
+        """Whether the settings give a momentum, which no schedule changes then."""
+        given = {"momentum", "betas"} & self.optimizer_arguments.keys()
+        return bool(given) or (self.optimizer == "sgd" and self.momentum is not None)
 
     @property
     def weight_decay_or_default(self) -> float:

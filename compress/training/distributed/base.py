@@ -32,21 +32,23 @@ if TYPE_CHECKING:
     from compress.data.batch import Batch
     from compress.training.checkpoint.metadata import Tensors
     from compress.training.config.training import Training
+    from compress.training.distributed.comm_hooks import GradientCommunication
     from compress.training.model_parallel.pipeline_schedule import PipelineRunner
 
-# Rank 0 may take hours to compute a metric; a dead process is noticed at once by its closed
-# connection, not by this timeout.
+# Rank 0 may take hours to compute a metric, while the others wait in a collective of gloo; a dead
+# process is noticed at once by its closed connection, not by this timeout.
 PATIENCE = timedelta(hours=24)
+# NCCL's collectives are those of training steps, and notice a dead process by the timeout alone.
+# Long enough for one rank to compile the model, which the others wait for in the first step.
+NCCL_PATIENCE = timedelta(minutes=30)
+# `state.<weight>.<entry>`, which does not depend on how the optimizer is sharded or grouped.
 BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 class Strategy:
-    """What the training loop needs of the other processes; every rank makes every call.
+    """What the training loop needs of other processes; here, one process with the whole model."""
 
-    The methods here are those of one process with the whole model; subclasses override what
-    differs.
-    """
-
+    # Every rank makes every call, because many of them are collectives.
     rank: int = 0
     """Index of the share of each batch that this process computes."""
     ranks: int = 1
@@ -57,20 +59,22 @@ class Strategy:
     """Index of this process's random numbers; processes that repeat each other's work share it."""
     pipeline: PipelineRunner | None = None
     """Runs forward and backward passes through pipeline stages; None without pipeline stages."""
+    gradients: GradientCommunication | None = None
+    """How gradients are averaged and their bytes counted; None where a library does it itself."""
 
     def load(self, model: EagerModel, device: str) -> nn.Module:
         """Load the module to train; one that `wrap` will shard may still lack its weights."""
         return model.load(device)
 
+    def synchronize_batch_norm_(self, module: nn.Module) -> None:
+        """Let BatchNorm see the samples of all processes where the settings ask for it."""
+
     def wrap(
         self, module: nn.Module, training: Training, example: Callable[[], Batch]
     ) -> nn.Module:
-        """Return the module to call in training, compiled, sharded or wrapped.
+        """Return the module to call in training, compiled, sharded (in place) or wrapped.
 
-        Args:
-            module: the whole module; sharding changes it in place.
-            training: the settings.
-            example: gives a few samples, the same in every process.
+        ``example`` gives a few samples, the same in every process.
         """
         compile_(module, training)
         return module
@@ -90,9 +94,13 @@ class Strategy:
     def reduce_gradients_(self, module: nn.Module) -> None:
         """Exchange gradients that no backward hook has exchanged, after the last micro-batch."""
 
-    def clip_grad_norm_(self, module: nn.Module, largest: float) -> None:
-        """Scale all gradients, in place, so that their global norm is at most ``largest``."""
-        clip_norm_(module.parameters(), largest)
+    def clip_grad_norm_(self, module: nn.Module, largest: float | None) -> torch.Tensor | None:
+        """Scale all gradients, in place, so that their norm over all stages is at most a limit.
+
+        Returns the norm from before; without a limit, that is all. None if it is not known.
+        """
+        global_norm = self.pipeline.global_norm if self.pipeline else None
+        return clip_norm_(module.parameters(), largest, global_norm)
 
     def model_tensors(self, module: nn.Module) -> Tensors:
         """Return weights and buffers, or this process's shards of them."""
@@ -105,6 +113,7 @@ class Strategy:
     def optimizer_tensors(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
         """Return the optimizer's state, or this process's shards, as `state.<weight>.<entry>`."""
         flat: dict[str, Any] = get_optimizer_state_dict(module, optimizer, options=BY_NAME)
+        # Without the options of the parameter groups, which follow from the settings.
         return {
             name: value
             for name, value in flat.items()
@@ -114,11 +123,7 @@ class Strategy:
     def load_optimizer_(
         self, module: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Path
     ) -> None:
-        """Load the optimizer's state from a checkpoint, in place.
-
-        Raises:
-            StageFailed: it cannot be read, or there is none.
-        """
+        """Load the optimizer's state from a checkpoint, in place."""
         state = get_optimizer_state_dict(module, optimizer, options=BY_NAME)
         tensors = {name: state[name] for name in self.optimizer_tensors(module, optimizer)}
         missing = read_(checkpoint, {"optimizer": tensors})
@@ -129,9 +134,14 @@ class Strategy:
             if name in names:
                 optimizer.state.pop(weight, None)
 
+    def all_reduce_(self, tensor: torch.Tensor) -> None:
+        """Sum a tensor over the shares of the batch, in place; all ranks get the sums."""
+
     def sum_over_ranks(self, values: Sequence[float]) -> list[float]:
         """Sum each number over the shares of the batch; all ranks get the sums."""
-        return list(values)
+        sums = torch.tensor(values, dtype=torch.float64)
+        self.all_reduce_(sums)
+        return [float(value) for value in sums]
 
     def gather_shares(self, value: Any) -> list[Any] | None:
         """Gather one value for each share of the batch, at least on the main process."""
@@ -156,36 +166,49 @@ class Strategy:
 
     def sent_bytes(self, steps: int) -> int | None:
         """Return the bytes of gradients sent per step since the last call; None if not counted."""
-        return None
+        return self.gradients.sent_bytes(steps) if self.gradients else None
 
     def sent_between_bytes(self, steps: int) -> int | None:
         """Return how many of them left the process's group; None without groups."""
-        return None
+        return self.gradients.sent_between_bytes(steps) if self.gradients else None
 
     def save_local(self, checkpoint: Path) -> None:
-        """Write state that only this process has, such as gradient residuals."""
+        """Write state that only this process has, such as residuals of compressed gradients."""
+        if self.gradients:
+            self.gradients.save(checkpoint)
 
     def load_local(self, checkpoint: Path) -> None:
         """Load what this process wrote by `save_local`."""
+        if self.gradients:
+            self.gradients.load(checkpoint)
 
 
 class SingleProcess(Strategy):
     """The calling process alone."""
 
 
+def wait_for_hours_on_cpu(group: dist.ProcessGroup | None) -> None:
+    """Give a group's collectives on CPU tensors their timeout, and leave NCCL's as it is."""
+    assert group is not None
+    group._get_backend(torch.device("cpu"))._set_default_timeout(PATIENCE)
+
+
 @contextmanager
 def process_group(device: str, store: Store | None = None) -> Iterator[None]:
-    """Join the process group of the environment's RANK and WORLD_SIZE for a block.
-
-    Args:
-        device: with CUDA, gradients are exchanged by NCCL.
-        store: through which the ranks meet; by default the one of MASTER_ADDR and MASTER_PORT.
-    """
-    backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
+    """Join the process group of the environment's RANK and WORLD_SIZE for a block."""
+    # Gloo beside NCCL: metrics, losses and checkpoints are exchanged from main memory.
+    on_cuda = device.startswith("cuda")
+    backend = "cpu:gloo,cuda:nccl" if on_cuda else "gloo"
     rank, world_size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
+    # Without a store the ranks meet at MASTER_ADDR and MASTER_PORT.
     dist.init_process_group(
-        backend, timeout=PATIENCE, store=store, rank=rank, world_size=world_size
+        backend,
+        timeout=NCCL_PATIENCE if on_cuda else PATIENCE,
+        store=store,
+        rank=rank,
+        world_size=world_size,
     )
+    wait_for_hours_on_cpu(dist.group.WORLD)
     # No `finally`: a rank that failed must not wait here for the others.
     yield
     dist.destroy_process_group()

@@ -1,15 +1,13 @@
 """DDP communication hooks: how gradients are averaged, one for each setting of `communication`.
 
 Lossy compression uses error feedback (Seide et al., "1-Bit Stochastic Gradient Descent", 2014): the
-residual, which compression drops from a gradient, is added to the next gradient. Residuals are kept
-by parameter, because DDP may rebuild its buckets, and every process saves its own, so that a
-resumed training is exact.
+residual, which compression drops from a gradient, is added to the next gradient.
 """
 
 from __future__ import annotations
 
 import io
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -37,16 +35,6 @@ if TYPE_CHECKING:
     from compress.training.config.parallel import Parallel
 
 
-class GradientAverage(Protocol):
-    """Averages the gradients of a bucket over all processes."""
-
-    comm: CommCounter
-
-    def average(self, bucket: GradBucket) -> Future[torch.Tensor]:
-        """Return a future of the bucket's averaged buffer."""
-        ...
-
-
 class HalfPrecisionAverage:
     """Gradients are sent in 16 bits; there is no residual."""
 
@@ -55,7 +43,7 @@ class HalfPrecisionAverage:
         self.dtype = dtype
 
     def average(self, bucket: GradBucket) -> Future[torch.Tensor]:
-        """Return the future of an all-reduce that overlaps with the backward pass."""
+        """Return the future of the averaged bucket, by an all-reduce beside the backward pass."""
         buffer = bucket.buffer()
         self.comm.count_all_reduce(buffer.numel(), self.dtype.itemsize)
         if self.dtype == torch.float16:
@@ -71,11 +59,12 @@ class ErrorFeedback:
     """Compressed average that adds to each gradient the residual of the one before."""
 
     def __init__(self, compressor: GradientCompressor, module: nn.Module) -> None:
-        """Start with residuals of zero for the parameters of a module."""
         self.comm = CommCounter()
         self.compressor = compressor
         self.names = {id(p): name for name, p in module.named_parameters()}
         self.device = next(module.parameters()).device
+        # By parameter, because DDP may rebuild its buckets. Every process saves its own, so that a
+        # resumed training is exact.
         self.residuals: dict[str, torch.Tensor] = {}
 
     def average(self, bucket: GradBucket) -> Future[torch.Tensor]:
@@ -96,6 +85,7 @@ class ErrorFeedback:
 
     def save(self, checkpoint: Path) -> None:
         """Write this process's residuals into a checkpoint."""
+        # The keys are those of checkpoints already written.
         content = io.BytesIO()
         torch.save({"lost": self.residuals, "lossy": self.compressor.state_dict()}, content)
         write_atomically(residuals_file(checkpoint), content.getvalue())
@@ -113,12 +103,8 @@ class ErrorFeedback:
 class HierarchicalAllReduce:
     """Gradients are averaged within groups of processes first, then between groups.
 
-    A reduce-scatter within a group gives each of its g processes the sum of one g-th; an all-reduce
-    with the processes at the same position of other groups completes that sum; an all-gather within
-    the group distributes it. After Jia et al., "Highly Scalable Deep Learning Training System with
-    Mixed-Precision" (2018), section 3.3, and as in NCCL's trees and Horovod.
-
-    Nothing is compressed: the result differs from one all-reduce only by the order of summation.
+    After Jia et al., "Highly Scalable Deep Learning Training System with Mixed-Precision" (2018),
+    section 3.3. The result differs from one all-reduce only by the order of summation.
     """
 
     def __init__(self, group_processes: int, device: str) -> None:
@@ -134,8 +120,11 @@ class HierarchicalAllReduce:
         buffer = bucket.buffer()
         padded_N = F.pad(buffer, (0, -buffer.numel() % self.group_processes))
         shard_S = padded_N.new_empty(padded_N.numel() // self.group_processes)
+        # Each of the g processes of a group gets the sum of one g-th within the group,
         dist.reduce_scatter_tensor(shard_S, padded_N, group=self.within)
+        # completes it with the processes at the same position of other groups,
         dist.all_reduce(shard_S, group=self.between)
+        # and sends it to its group.
         dist.all_gather_into_tensor(padded_N, shard_S.div_(self.comm.ranks), group=self.within)
         buffer.copy_(padded_N[: buffer.numel()])
         # Counted as rings, as for the other settings; a buffer is g shards.
@@ -153,11 +142,31 @@ class GradientCommunication:
 
     def __init__(self, model: DistributedDataParallel, parallel: Parallel) -> None:
         """Register the hook that the settings name; `none` leaves DDP's own all-reduce."""
-        self.uncompressed_bytes = uncompressed_bytes(model)
-        self.hook = _create_hook(model, parallel)
-        if self.hook is not None:
-            # A lambda, because torch checks the hook's annotations and rejects postponed ones.
-            model.register_comm_hook(self.hook, lambda state, bucket: state.average(bucket))
+        uncompressed = CommCounter()
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                uncompressed.count_all_reduce(parameter.numel(), parameter.element_size())
+        self.uncompressed_bytes = uncompressed.sent_bytes
+        self.hook: HalfPrecisionAverage | ErrorFeedback | HierarchicalAllReduce | None
+        match parallel.communication:
+            case "none":
+                self.hook = None
+                return
+            case "fp16":
+                self.hook = HalfPrecisionAverage(torch.float16)
+            case "bf16":
+                self.hook = HalfPrecisionAverage(torch.bfloat16)
+            case "powersgd":
+                self.hook = ErrorFeedback(PowerSGD(parallel.powersgd_rank), model.module)
+            case "topk":
+                self.hook = ErrorFeedback(TopK(parallel.topk_fraction), model.module)
+            case "int8":
+                self.hook = ErrorFeedback(Int8(), model.module)
+            case "hierarchical":
+                device = next(model.parameters()).device.type
+                self.hook = HierarchicalAllReduce(parallel.communication_group, device)
+        # A lambda, because torch checks the hook's annotations and rejects postponed ones.
+        model.register_comm_hook(self.hook, lambda state, bucket: state.average(bucket))
 
     def sent_bytes(self, steps: int) -> int:
         """Return the bytes that this process sent per step since the last call."""
@@ -188,31 +197,3 @@ class GradientCommunication:
 def residuals_file(checkpoint: Path) -> Path:
     """Return the file of this process's residuals."""
     return checkpoint / f"gradients-rank-{dist.get_rank()}.pt"
-
-
-def uncompressed_bytes(model: DistributedDataParallel) -> int:
-    """Return the bytes that a process sends per step by an uncompressed all-reduce."""
-    comm = CommCounter()
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            comm.count_all_reduce(parameter.numel(), parameter.element_size())
-    return comm.sent_bytes
-
-
-def _create_hook(model: DistributedDataParallel, parallel: Parallel) -> GradientAverage | None:
-    match parallel.communication:
-        case "none":
-            return None
-        case "fp16":
-            return HalfPrecisionAverage(torch.float16)
-        case "bf16":
-            return HalfPrecisionAverage(torch.bfloat16)
-        case "powersgd":
-            return ErrorFeedback(PowerSGD(parallel.powersgd_rank), model.module)
-        case "topk":
-            return ErrorFeedback(TopK(parallel.topk_fraction), model.module)
-        case "int8":
-            return ErrorFeedback(Int8(), model.module)
-        case "hierarchical":
-            device = next(model.parameters()).device.type
-            return HierarchicalAllReduce(parallel.communication_group, device)

@@ -7,15 +7,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
+from compress.common.errors import StageFailed
+from compress.common.forward import preserve_modes
+from compress.common.process import seeded
 from compress.training.distributed.base import Strategy
 from compress.training.distributed.comm_hooks import GradientCommunication
+from compress.training.distributed.sync_batchnorm import synchronize_batch_norm_
 from compress.training.optim.compile import compile_
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
+    from collections.abc import Callable, Iterable, Iterator
 
     from torch import nn
 
@@ -23,33 +28,58 @@ if TYPE_CHECKING:
     from compress.training.config.parallel import Parallel
     from compress.training.config.training import Training
 
+DRAWS = 8
+"""Calls of a model in search of unused weights: layers that are left out at random (LayerDrop) are
+then found with near certainty."""
+
 
 class DDPStrategy(Strategy):
     """DistributedDataParallel: gradients are averaged (Li et al., "PyTorch Distributed", 2020)."""
 
     def __init__(self, parallel: Parallel) -> None:
-        """Read rank and world size of the process group, which must have been joined."""
         self.parallel = parallel
-        self.gradients: GradientCommunication | None = None
         self.rank = self.rng_stream = dist.get_rank()
         self.ranks = dist.get_world_size()
         self.is_main = self.rank == 0
+        self.group: dist.ProcessGroup | None = None
+        """Processes with copies of the same weights; None for all."""
         self.is_first_micro_batch = True
+        self.expects_all_gradients = False
+        """Whether DDP waits for the gradients of all weights in each step."""
+
+    def synchronize_batch_norm_(self, module: nn.Module) -> None:
+        """Let BatchNorm see a step's samples on all copies of the module."""
+        if self.parallel.sync_batchnorm and self.ranks > 1:
+            synchronize_batch_norm_(module, self.group)
 
     def wrap(
         self, module: nn.Module, training: Training, example: Callable[[], Batch]
     ) -> nn.Module:
         """Wrap the module in DistributedDataParallel, which also broadcasts rank 0's buffers."""
-        compile_(module, training)
-        # Models with a head that the loss does not reach are common (a pooler, say); looking for
-        # unused weights in each step costs little beside the step.
-        static = self.parallel.static_graph
+        # Models with a head that the loss does not reach are common (a pooler, say).
+        find_unused = self.parallel.find_unused_parameters
+        if find_unused == "auto":
+            misses = not self.parallel.static_graph and bool(unused_weights(module, example()))
+            find_unused = bool(self.sum_over_ranks([misses])[0])
+        self.expects_all_gradients = not find_unused and not self.parallel.static_graph
         wrapped = DistributedDataParallel(
             module,
             bucket_cap_mb=self.parallel.bucket_mebibytes,
-            find_unused_parameters=not static,
-            static_graph=static,
+            find_unused_parameters=find_unused,
+            gradient_as_bucket_view=self.parallel.gradient_as_bucket_view,
+            static_graph=self.parallel.static_graph,
         )
+        if self.expects_all_gradients:
+            # After its first backward pass DDP sorts gradients into other buckets, in which more
+            # than two processes sum in another order. Taken here, it is in no step, and so a
+            # resumed training has the buckets of an uninterrupted one.
+            with preserve_modes(module), seeded(0, str(next(module.parameters()).device)):
+                outputs = _call_in_training(wrapped, example())
+                torch.autograd.backward([out.sum() for out in outputs if out.requires_grad])
+            self.reduce_gradients_(module)
+            module.zero_grad()
+        # After it, or the few samples would be what the model is compiled for.
+        compile_(module, training)
         self.gradients = GradientCommunication(wrapped, self.parallel)
         return wrapped
 
@@ -64,15 +94,26 @@ class DDPStrategy(Strategy):
         with nullcontext() if exchange else wrapped.no_sync():  # type: ignore[operator]  # a DistributedDataParallel
             yield
 
-    def sum_over_ranks(self, values: Sequence[float]) -> list[float]:
-        """Sum each number over all ranks."""
-        sums = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(sums)
-        return [float(value) for value in sums]
+    def reduce_gradients_(self, module: nn.Module) -> None:
+        """Refuse a step without the gradients for which all other processes wait."""
+        if not self.expects_all_gradients:
+            return
+        for name, weight in module.named_parameters():
+            if weight.requires_grad and weight.grad is None:
+                raise StageFailed(
+                    f"the loss does not reach the weight {name!r} in every step; set "
+                    "parallel.find_unused_parameters: true"
+                )
+
+    def all_reduce_(self, tensor: torch.Tensor) -> None:
+        """Sum a tensor over the shares of the batch, in place; all ranks get the sums."""
+        dist.all_reduce(tensor, group=self.group)
 
     def gather_shares(self, value: Any) -> list[Any] | None:
-        """Gather every process's value on rank 0."""
-        return self.gather_all(value)
+        """Gather every share's value on the processes of the first share; the others get None."""
+        values: list[Any] | None = None if self.rank else [None] * self.ranks
+        dist.gather_object(value, values, group=self.group, group_dst=0)
+        return values
 
     def gather_all(self, value: Any) -> list[Any] | None:
         """Gather every process's value on rank 0; the others get None."""
@@ -87,28 +128,48 @@ class DDPStrategy(Strategy):
         return values[0]
 
     def broadcast_buffers_(self, module: nn.Module) -> None:
-        """Overwrite the buffers of every process by rank 0's."""
+        """Overwrite the buffers of all copies of the module by those of the first copy."""
         for buffer in module.buffers():
-            dist.broadcast(buffer, 0)
+            dist.broadcast(buffer, group=self.group, group_src=0)
 
     def barrier(self) -> None:
         """Wait until every rank has called this."""
         dist.barrier()
 
-    def sent_bytes(self, steps: int) -> int | None:
-        """Return the bytes of gradients sent per step since the last call."""
-        return self.gradients.sent_bytes(steps) if self.gradients else None
 
-    def sent_between_bytes(self, steps: int) -> int | None:
-        """Return how many of them left the process's group; None without groups."""
-        return self.gradients.sent_between_bytes(steps) if self.gradients else None
+def unused_weights(module: nn.Module, example: Batch) -> set[str]:
+    """Return the trained weights that the outputs do not depend on in one of several calls.
 
-    def save_local(self, checkpoint: Path) -> None:
-        """Write this process's residuals of compressed gradients."""
-        if self.gradients:
-            self.gradients.save(checkpoint)
+    Buffers, modes and random numbers stay as they are.
+    """
+    weights = {name: weight for name, weight in module.named_parameters() if weight.requires_grad}
+    device = next(module.parameters()).device
+    unused: set[str] = set()
+    with preserve_modes(module), seeded(0, str(device)), torch.enable_grad():
+        for _ in range(DRAWS):
+            reached = _leaves(_call_in_training(module, example))
+            unused |= {name for name, weight in weights.items() if weight not in reached}
+    return unused
 
-    def load_local(self, checkpoint: Path) -> None:
-        """Load this process's residuals of compressed gradients."""
-        if self.gradients:
-            self.gradients.load(checkpoint)
+
+def _call_in_training(module: nn.Module, example: Batch) -> list[torch.Tensor]:
+    """Return all output tensors in training mode; what buffers become is lost."""
+    module.train()
+    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    outputs = functional_call(module, buffers, example.inputs)
+    return [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
+
+
+def _leaves(tensors: Iterable[torch.Tensor]) -> set[torch.Tensor]:
+    """Return the leaves of the autograd graph from which tensors were computed."""
+    leaves: set[torch.Tensor] = set()
+    nodes = {tensor.grad_fn for tensor in tensors} - {None}
+    remaining = list(nodes)
+    while remaining:
+        node: Any = remaining.pop()
+        if hasattr(node, "variable"):  # AccumulateGrad
+            leaves.add(node.variable)
+        following = {function for function, _ in node.next_functions} - nodes - {None}
+        nodes |= following
+        remaining += following
+    return leaves

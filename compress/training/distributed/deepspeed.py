@@ -1,9 +1,4 @@
-"""DeepSpeed: ZeRO stages 0 to 3, with optimizer state in main memory on request.
-
-DeepSpeed's engine reduces gradients, clips and steps; the training loop is that of all strategies.
-Our checkpoints contain the engine's state in DeepSpeed's own format, which only the same number of
-processes can load. It is a pickle, and is read from the training's own folder only.
-"""
+"""DeepSpeed: ZeRO stages 0 to 3, whose engine reduces gradients, clips and steps."""
 
 from __future__ import annotations
 
@@ -74,12 +69,17 @@ class DeepSpeedStrategy(DDPStrategy):
         """Compute gradients by the engine, which in stage 0 would otherwise miss them."""
         self.engine.backward(loss)
 
-    def clip_grad_norm_(self, module: nn.Module, largest: float) -> None:
+    def clip_grad_norm_(self, module: nn.Module, largest: float | None) -> None:
         """Do nothing: the engine clips in its step, where it knows the norm over all shards."""
 
     def model_tensors(self, module: nn.Module) -> Tensors:
         """Gather copies of the module's weights and buffers."""
-        with self._gathered(module):
+        gathered: AbstractContextManager[None] = nullcontext()
+        if self.parallel.zero_stage == 3:
+            import deepspeed
+
+            gathered = deepspeed.zero.GatheredParameters(list(module.parameters()))
+        with gathered:
             return {n: t.detach().cpu().clone() for n, t in module.state_dict().items()}
 
     def load_model_(self, module: nn.Module, tensors: Tensors) -> None:
@@ -92,12 +92,10 @@ class DeepSpeedStrategy(DDPStrategy):
     def load_optimizer_(
         self, module: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Path
     ) -> None:
-        """Load the engine's weights and optimizer state from a checkpoint.
-
-        Raises:
-            StageFailed: they are missing, or were written by another number of processes.
-        """
+        """Load the engine's weights and optimizer state, written by as many processes."""
         reason = "it has no state of DeepSpeed's"
+        # The engine's state is in DeepSpeed's own format, which only the same number of processes
+        # can load. It is a pickle, and is read from the training's own folder only.
         try:
             loaded, _ = self.engine.load_checkpoint(str(checkpoint / FOLDER), tag=TAG)
         except (AssertionError, RuntimeError, OSError, KeyError) as error:
@@ -109,22 +107,9 @@ class DeepSpeedStrategy(DDPStrategy):
                 f"with, or remove {checkpoint.parent} to train anew"
             )
 
-    def sent_bytes(self, steps: int) -> int | None:
-        """Return None: the engine does not count bytes."""
-        return None
-
     def save_local(self, checkpoint: Path) -> None:
         """Write the engine's shards into a checkpoint."""
         self.engine.save_checkpoint(str(checkpoint / FOLDER), tag=TAG, save_latest=False)
-
-    def _gathered(self, module: nn.Module) -> AbstractContextManager[None]:
-        if self.parallel.zero_stage < 3:
-            return nullcontext()
-        import deepspeed
-
-        parameters = list(module.parameters())
-        context: AbstractContextManager[None] = deepspeed.zero.GatheredParameters(parameters)
-        return context
 
 
 class EngineOptimizer(torch.optim.Optimizer):
@@ -154,6 +139,8 @@ def configuration(parallel: Parallel, training: Training, ranks: int) -> dict[st
         zero["offload_optimizer"] = {"device": "cpu"}
         if parallel.zero_stage == 3:
             zero["offload_param"] = {"device": "cpu"}
+    more: dict[str, Any] = dict(parallel.deepspeed_config)
+    zero |= more.pop("zero_optimization", {})
     config: dict[str, Any] = {
         # The training loop counts micro-batches, marks the last and weighs their losses itself.
         "train_micro_batch_size_per_gpu": training.batch_size // ranks,
@@ -163,8 +150,8 @@ def configuration(parallel: Parallel, training: Training, ranks: int) -> dict[st
         # torch.optim's own: DeepSpeed's would be compiled with a C++ compiler at the first use.
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        "steps_per_print": 2**31,
+        "steps_per_print": 2**31,  # never: progress is reported by epoch
     }
     if training.precision == "bf16":
         config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
-    return config
+    return config | more

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from compress.common.errors import StageFailed
+from compress.training.distributed.base import wait_for_hours_on_cpu
 from compress.training.distributed.fsdp import FSDPStrategy, blocks_to_wrap, shard_
-from compress.training.model_parallel.equivalence_check import ReferenceRun
+from compress.training.model_parallel.equivalence_check import ReferenceRun, first_and_count
 from compress.training.model_parallel.pipeline_schedule import PipelineRunner
 from compress.training.model_parallel.pipeline_split import split_into_parts
 from compress.training.model_parallel.tensor_parallel import apply_tensor_parallel_
 from compress.training.optim.compile import compile_
-from compress.training.optim.optimizer import clip_norm_
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -33,23 +31,21 @@ if TYPE_CHECKING:
 
 
 class DeviceMeshStrategy(FSDPStrategy):
-    """A mesh with the axes pipeline stage, share of the batch and slice of each matrix.
-
-    All processes of one share of the batch read the same samples. Those of one stage also draw the
-    same random numbers, so that what each of them computes, dropout included, stays identical.
-    """
+    """A mesh with the axes pipeline stage, share of the batch and slice of each matrix."""
 
     def __init__(self, parallel: Parallel) -> None:
-        """Build the mesh of the process group, which must have been joined."""
         super().__init__(parallel)
         stages = parallel.pipeline.stages if parallel.pipeline else 1
         shape = (stages, self.ranks // parallel.model_ranks, parallel.tensor)
         device = "cuda" if "nccl" in dist.get_backend_config() else "cpu"
         self.mesh = init_device_mesh(device, shape, mesh_dim_names=("pipeline", "data", "tensor"))
         self.group = self.mesh["data"].get_group()
+        for group in self.mesh.get_all_groups():
+            wait_for_hours_on_cpu(group)  # new groups have torch's timeouts
+        # All processes of one share of the batch read the same samples. Those of one stage also
+        # draw the same random numbers, so that what each computes, dropout included, is identical.
         self.rank, self.ranks = self.mesh["data"].get_local_rank(), shape[1]
         self.rng_stream = self.rank + self.ranks * self.mesh["pipeline"].get_local_rank()
-        self.pipeline: PipelineRunner | None = None
         self.partial_gradients: list[str] = []
         """Weights whose gradients must be summed over the processes of `tensor`."""
 
@@ -60,32 +56,30 @@ class DeviceMeshStrategy(FSDPStrategy):
     def wrap(
         self, module: nn.Module, training: Training, example: Callable[[], Batch]
     ) -> nn.Module:
-        """Divide the module in place, and check its outputs and gradients against the whole one's.
-
-        Raises:
-            StageFailed: it cannot be divided so, or computes something else.
-        """
+        """Divide the module in place, and compare outputs and gradients with the whole one's."""
         reference = ReferenceRun.record(module, example().inputs)
         settings = self.parallel.pipeline
         partition = split_into_parts(module, settings, reference.inputs) if settings else None
-        if self.parallel.tensor > 1:
+        if self.parallel.tensor > 1:  # first, so that FSDP then shards each slice
             self.partial_gradients = apply_tensor_parallel_(
                 module, self.parallel, self.mesh["tensor"], reference
             )
         if settings and partition:
             group = self.mesh["pipeline"].get_group()
             self.pipeline = PipelineRunner(module, partition, settings, group)
-            self.pipeline.require_supported_ties(self.parallel)
-            with self.pipeline.hooks_registered():
-                self.pipeline.check_equivalence(reference)
+            tied = self.pipeline.tied_stages
+            # Gradients of slices or shards in several stages cannot be summed.
+            if tied and (self.parallel.sharding_mode or self.parallel.tensor > 1):
+                raise StageFailed(
+                    f"parallel.pipeline: several stages use the weight {first_and_count(tied)}, "
+                    "which works with strategy: ddp, and without tensor"
+                )
+            self.pipeline.check_equivalence(reference)
         compile_(module, training)
         if self.parallel.sharding_mode:
             # A block without weights of this stage's has nothing to shard.
-            blocks = [
-                block
-                for block in blocks_to_wrap(module, self.parallel)
-                if next(block.parameters(), None) is not None
-            ]
+            blocks = blocks_to_wrap(module, self.parallel)
+            blocks = [b for b in blocks if next(b.parameters(), None) is not None]
             if self.pipeline:
                 blocks = self.pipeline.without_split_points(blocks)
             shard_(module, blocks, training, self.mesh["data"])
@@ -94,24 +88,13 @@ class DeviceMeshStrategy(FSDPStrategy):
         return module
 
     def optimizer(self, module: nn.Module, training: Training) -> torch.optim.Optimizer:
-        """Build the optimizer of this process's stage.
-
-        Raises:
-            StageFailed: the stage has nothing to train.
-        """
+        """Build the optimizer of this process's stage, which must have something to train."""
         if self.pipeline and not any(weight.requires_grad for weight in module.parameters()):
             raise StageFailed(
                 f"parallel.pipeline: stage {self.pipeline.stage} has no weights that require "
                 "gradients; choose pipeline.split so that each stage has some"
             )
         return super().optimizer(module, training)
-
-    @contextmanager
-    def gradient_sync(self, wrapped: nn.Module, is_last: bool) -> Iterator[None]:
-        """Let FSDP reduce-scatter gradients in the last micro-batch only."""
-        if isinstance(wrapped, FSDPModule):
-            wrapped.set_requires_gradient_sync(is_last)
-        yield
 
     def reduce_gradients_(self, module: nn.Module) -> None:
         """Sum gradients over `tensor` and tied weights; average them over the shares of a batch."""
@@ -123,42 +106,15 @@ class DeviceMeshStrategy(FSDPStrategy):
         if self.pipeline:
             self.pipeline.sum_tied_gradients_(weights)
         # With sharded weights, FSDP has averaged them in the backward pass.
-        if self.parallel.sharding_mode is None and self.ranks > 1:
-            self._average_([w for w in weights.values() if w.requires_grad])
-
-    def clip_grad_norm_(self, module: nn.Module, largest: float) -> None:
-        """Scale all gradients, in place, so that their norm over all stages is at most a limit."""
-        clip_norm_(
-            module.parameters(), largest, self.pipeline.global_norm if self.pipeline else None
-        )
-
-    def sum_over_ranks(self, values: Sequence[float]) -> list[float]:
-        """Sum each number over the shares of the batch."""
-        sums = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(sums, group=self.group)
-        return [float(value) for value in sums]
-
-    def gather_shares(self, value: Any) -> list[Any] | None:
-        """Gather every share's value on the processes of the first share; the others get None."""
-        values: list[Any] | None = None if self.rank else [None] * self.ranks
-        dist.gather_object(value, values, group=self.group, group_dst=0)
-        return values
-
-    def broadcast_buffers_(self, module: nn.Module) -> None:
-        """Overwrite the buffers of all copies of a stage by those of the first copy."""
-        for buffer in module.buffers():
-            dist.broadcast(buffer, group=self.group, group_src=0)
-
-    def _average_(self, weights: list[nn.Parameter]) -> None:
-        """Average gradients over the copies, in place, in buckets.
-
-        A weight without a gradient in any copy keeps none; where only some have one, the others
-        count as zero.
-        """
-        used = torch.tensor([int(w.grad is not None) for w in weights], dtype=torch.int32)
+        if self.parallel.sharding_mode is not None or self.ranks == 1:
+            return
+        # A weight without a gradient in any copy keeps none, so that the optimizer leaves it alone;
+        # where only some copies have one, the others count as zero.
+        trained = [weight for weight in weights.values() if weight.requires_grad]
+        used = torch.tensor([int(w.grad is not None) for w in trained], dtype=torch.int32)
         dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self.group)
         gradients = []
-        for weight, is_used in zip(weights, used.tolist(), strict=True):
+        for weight, is_used in zip(trained, used.tolist(), strict=True):
             if is_used and weight.grad is None:
                 weight.grad = torch.zeros_like(weight)
             if weight.grad is not None:
@@ -179,6 +135,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 def buckets(tensors: Sequence[torch.Tensor], mebibytes: float) -> Iterator[list[torch.Tensor]]:
     """Group tensors of the same dtype into buckets of about a size."""
+    # torch.cat promotes tensors of several dtypes to one.
     by_type = sorted(tensors, key=lambda t: str(t.dtype))
     for _, same in groupby(by_type, key=lambda t: t.dtype):
         bucket: list[torch.Tensor] = []

@@ -10,10 +10,8 @@ if TYPE_CHECKING:
 
 
 def create_strategy(parallel: Parallel) -> Strategy:
-    """Create the strategy that the settings name; the process group must have been joined.
-
-    Each module is imported only when it is used: FSDP's and the mesh's load large parts of torch.
-    """
+    """Create the strategy that the settings name; the process group must have been joined."""
+    # Imported only when used: FSDP's module and the mesh's load large parts of torch.
     if parallel.is_mesh:
         from compress.training.distributed.device_mesh import DeviceMeshStrategy
 

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -14,6 +15,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.nn.modules.batchnorm import _NormBase
 
 from compress.training.checkpoint.sharded_loading import DeferredWeights
 from compress.training.distributed.ddp import DDPStrategy
@@ -23,14 +25,14 @@ from compress.training.optim.transformer_blocks import large_blocks, named_block
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from torch import nn
-
     from compress.artifacts.eager_model import EagerModel
     from compress.data.batch import Batch
     from compress.training.config.parallel import Parallel
     from compress.training.config.training import Training
 
-PRECISION = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+"""Layers that compute in float32 at any precision; `_NormBase` is BatchNorm and InstanceNorm."""
+PRECISION = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class FSDPStrategy(DDPStrategy):
@@ -61,7 +63,8 @@ class FSDPStrategy(DDPStrategy):
     @contextmanager
     def gradient_sync(self, wrapped: nn.Module, is_last: bool) -> Iterator[None]:
         """Reduce-scatter gradients in the last micro-batch only; until then they are unsharded."""
-        wrapped.set_requires_gradient_sync(is_last)  # type: ignore[operator]  # an FSDPModule
+        if isinstance(wrapped, FSDPModule):  # on a mesh, whole weights are possible too
+            wrapped.set_requires_gradient_sync(is_last)
         yield
 
     def release_buffers_(self, module: nn.Module) -> None:
@@ -75,30 +78,45 @@ def shard_(
     module: nn.Module, blocks: Sequence[nn.Module], training: Training, mesh: DeviceMesh
 ) -> None:
     """Shard a module over a mesh, in place, block by block."""
-    parallel, dtype = training.parallel, PRECISION[training.precision]
+    parallel = training.parallel
+    dtype = PRECISION[training.precision] if training.gathers_rounded else None
     policy: dict[str, Any] = {
         "mesh": mesh,
         "reshard_after_forward": parallel.sharding_mode != "shard_grad_op",
         "offload_policy": (
-            CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+            CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")  # torch pins for a device only
             if parallel.cpu_offload
             else OffloadPolicy()
         ),
     }
-    # Gradients are summed in fp32, and the loss gets fp32 outputs.
-    inner = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype and torch.float32)
-    outer = MixedPrecisionPolicy(
-        param_dtype=dtype,
-        reduce_dtype=dtype and torch.float32,
-        output_dtype=dtype and torch.float32,
-    )
+    reduced = PRECISION[parallel.reduce_dtype]
+    inner = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced)
+    # The loss gets fp32 outputs.
+    fp32 = dtype and torch.float32
+    outer = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced, output_dtype=fp32)
+    # As FSDP1 does for BatchNorm: torch refuses bf16 weights beside its float32 statistics.
+    whole = MixedPrecisionPolicy(torch.float32, torch.float32, output_dtype=dtype)
+    norms = norms_with_weights(module) if dtype else []
+    # The innermost first: the call on a module takes the weights that are left.
+    for layer in norms:
+        fully_shard(layer, mp_policy=whole, **policy)
     for block in blocks:
-        fully_shard(block, mp_policy=inner, **policy)
+        if block not in norms:
+            fully_shard(block, mp_policy=inner, **policy)
     fully_shard(module, mp_policy=outer, **policy)
     if parallel.prefetch:
         chosen = {id(block) for block in blocks}
         in_order = [part for part in module.modules() if id(part) in chosen]
         prefetch_(in_order, parallel.prefetch)
+
+
+def norms_with_weights(module: nn.Module) -> list[nn.Module]:
+    """Return the normalization layers that have a scale or shift."""
+    return [
+        part
+        for part in module.modules()
+        if isinstance(part, NORMS) and next(part.parameters(), None) is not None
+    ]
 
 
 def build_mesh(parallel: Parallel, ranks: int, device: str) -> DeviceMesh:
@@ -113,26 +131,15 @@ def build_mesh(parallel: Parallel, ranks: int, device: str) -> DeviceMesh:
 
 
 def blocks_to_wrap(module: nn.Module, parallel: Parallel) -> list[nn.Module]:
-    """Return the submodules whose weights are gathered one at a time, inner ones first.
-
-    Raises:
-        StageFailed: no submodule has a named class.
-    """
+    """Return the submodules whose weights are gathered one at a time, inner ones first."""
     if isinstance(parallel.wrap, int):
         return large_blocks(module, parallel.wrap)
     return named_blocks(module, parallel.wrap, "parallel.wrap")
 
 
 def prefetch_(blocks: Sequence[Any], count: int) -> None:
-    """Let each sharded block gather the weights of the next ones while it computes.
-
-    In the backward pass these are the preceding ones. Results are right for any order in which the
-    model calls its blocks; only this order saves time.
-
-    Args:
-        blocks: FSDP modules in the order of the forward pass.
-        count: how many blocks to gather ahead.
-    """
+    """Let each sharded block gather the weights of the next ones while it computes."""
+    # Results are right for any order in which the model calls its blocks; this one saves time.
     for index, block in enumerate(blocks):
         block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + count])
         before = blocks[max(0, index - count) : index]

@@ -19,10 +19,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 class CommCounter:
-    """Collectives that count the bytes which this process sends.
-
-    Counted as in a ring, the minimum for any all-reduce; gloo and NCCL choose their own algorithms.
-    """
+    """Collectives that count the bytes which this process sends."""
 
     def __init__(self) -> None:
         self.ranks = dist.get_world_size()
@@ -32,13 +29,8 @@ class CommCounter:
 
     def count_all_reduce(self, elements: int, bytes_each: int) -> None:
         """Count an all-reduce that other code runs."""
+        # As in a ring, the minimum for any all-reduce; gloo and NCCL choose their own algorithms.
         self.sent_bytes += 2 * (self.ranks - 1) * elements * bytes_each // self.ranks
-
-    def mean_(self, tensor: torch.Tensor) -> None:
-        """Replace a tensor by its mean over all processes, in place."""
-        self.count_all_reduce(tensor.numel(), tensor.element_size())
-        dist.all_reduce(tensor)
-        tensor.div_(self.ranks)
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Return the tensors of all processes, in the order of their ranks."""
@@ -55,13 +47,7 @@ class GradientCompressor(ABC):
     def average(
         self, names: Sequence[str], gradients: Sequence[torch.Tensor], comm: CommCounter
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return what is sent of this process's gradients, and the average over all processes.
-
-        Args:
-            names: names of the parameters.
-            gradients: this process's gradients, residuals included.
-            comm: the collectives.
-        """
+        """Return what is sent of these parameters' gradients, and the average over all ranks."""
 
     def state_dict(self) -> Tensors:
         """Return the state that the next step depends on; by default there is none."""
@@ -88,7 +74,8 @@ class TopK(GradientCompressor):
         flat_N = torch.cat([g.flatten() for g in gradients])
         indices, start = [], 0
         for gradient in gradients:
-            indices.append(start + largest_entries(gradient, self.fraction))
+            count = max(1, math.ceil(self.fraction * gradient.numel()))
+            indices.append(start + gradient.flatten().abs().topk(count).indices)
             start += gradient.numel()
         indices_K = torch.cat(indices)
         sent_N, mean_N = torch.zeros_like(flat_N), torch.zeros_like(flat_N)
@@ -101,11 +88,7 @@ class TopK(GradientCompressor):
 
 
 class Int8(GradientCompressor):
-    """Each gradient as integers from -127 to 127 and one scale.
-
-    Every process sends its integers to every other one, because a sum of int8 would overflow: that
-    saves a factor of 4 of the bytes with 2 processes, 2 with 4 and nothing with 8.
-    """
+    """Each gradient as integers from -127 to 127 and one scale."""
 
     def average(
         self, names: Sequence[str], gradients: Sequence[torch.Tensor], comm: CommCounter
@@ -113,11 +96,14 @@ class Int8(GradientCompressor):
         """Return the rounded gradients, and their average over all processes."""
         sizes = torch.tensor([g.numel() for g in gradients], device=gradients[0].device)
         scales_G = torch.stack([g.abs().max() / 127 for g in gradients])
+        # A gradient of zeros has the scale 0.
         tiny = torch.finfo(scales_G.dtype).tiny
         flat_N = torch.cat([g.flatten() for g in gradients])
         steps_N = flat_N / scales_G.clamp_min(tiny).repeat_interleave(sizes)
         integers_N = steps_N.round().clamp(-127, 127).to(torch.int8)
         mean_N = torch.zeros_like(flat_N)
+        # Gathered, because a sum of int8 would overflow: that saves a factor of 4 of the bytes with
+        # 2 processes, 2 with 4 and nothing with 8.
         integers, scales = comm.gather(integers_N), comm.gather(scales_G)
         for theirs_N, theirs_G in zip(integers, scales, strict=True):
             mean_N += theirs_N * theirs_G.repeat_interleave(sizes) / comm.ranks
@@ -129,10 +115,10 @@ class PowerSGD(GradientCompressor):
     """Each gradient as a product of two thin matrices, by one step of power iteration.
 
     Vogels et al., "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization"
-    (2019), algorithms 1 and 2, warm-started. Vectors, and matrices smaller than their factors, are
-    averaged uncompressed. torch's own hook is not used: it keeps its state by bucket, so that a
-    resumed training is not exact.
+    (2019), algorithms 1 and 2, warm-started.
     """
+
+    # torch's own hook keeps its state by bucket, so that a resumed training is not exact.
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -143,10 +129,23 @@ class PowerSGD(GradientCompressor):
         self, names: Sequence[str], gradients: Sequence[torch.Tensor], comm: CommCounter
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return this process's low-rank gradients, and their average over all processes."""
-        matrices = {n: as_matrix(g) for n, g in zip(names, gradients, strict=True)}
-        compressed = {n: m_OI for n, m_OI in matrices.items() if self._saves_bytes(m_OI)}
+        # Output channels by all else; a vector is one row.
+        matrices = {
+            n: g.flatten(1) if g.ndim > 1 else g.reshape(1, -1)
+            for n, g in zip(names, gradients, strict=True)
+        }
+        # Vectors, and matrices smaller than their factors, are averaged uncompressed.
+        compressed = {
+            n: m_OI for n, m_OI in matrices.items() if self.rank * sum(m_OI.shape) < m_OI.numel()
+        }
         exact = {n: m_OI.clone() for n, m_OI in matrices.items() if n not in compressed}
-        left = {n: m_OI @ self._basis(n, m_OI) for n, m_OI in compressed.items()}
+        for name, matrix_OI in compressed.items():
+            if name not in self.bases:
+                # Seeded by name, so that all processes start from the same basis.
+                generator = torch.Generator().manual_seed(derive_seed(zlib.crc32(name.encode())))
+                random_IR = torch.randn(matrix_OI.shape[1], self.rank, generator=generator)
+                self.bases[name] = random_IR.to(matrix_OI)
+        left = {n: m_OI @ self.bases[n] for n, m_OI in compressed.items()}
         all_reduce_mean_([*left.values(), *exact.values()], comm)
         left = {n: torch.linalg.qr(p_OR).Q for n, p_OR in left.items()}
         right = {n: compressed[n].T @ p_OR for n, p_OR in left.items()}
@@ -167,35 +166,15 @@ class PowerSGD(GradientCompressor):
         """Load the right factors."""
         self.bases = dict(state)
 
-    def _saves_bytes(self, matrix_OI: torch.Tensor) -> bool:
-        rows, columns = matrix_OI.shape
-        return self.rank * (rows + columns) < rows * columns
-
-    def _basis(self, name: str, matrix_OI: torch.Tensor) -> torch.Tensor:
-        if name not in self.bases:
-            generator = torch.Generator().manual_seed(derive_seed(zlib.crc32(name.encode())))
-            random_IR = torch.randn(matrix_OI.shape[1], self.rank, generator=generator)
-            self.bases[name] = random_IR.to(matrix_OI)
-        return self.bases[name]
-
-
-def largest_entries(gradient: torch.Tensor, fraction: float) -> torch.Tensor:
-    """Return the flat indices of the entries of largest magnitude, at least one."""
-    count = max(1, math.ceil(fraction * gradient.numel()))
-    return gradient.flatten().abs().topk(count).indices
-
-
-def as_matrix(gradient: torch.Tensor) -> torch.Tensor:
-    """View a gradient as a matrix of output channels by all else; a vector as one row."""
-    return gradient.flatten(1) if gradient.ndim > 1 else gradient.reshape(1, -1)
-
 
 def all_reduce_mean_(tensors: Sequence[torch.Tensor], comm: CommCounter) -> None:
     """Replace tensors by their means over all processes, in place, in one all-reduce."""
     if not tensors:
         return
     flat_N = torch.cat([t.flatten() for t in tensors])
-    comm.mean_(flat_N)
+    comm.count_all_reduce(flat_N.numel(), flat_N.element_size())
+    dist.all_reduce(flat_N)
+    flat_N.div_(comm.ranks)
     for tensor, mean in zip(tensors, shaped_like(tensors, flat_N), strict=True):
         tensor.copy_(mean)
 

@@ -1,11 +1,8 @@
-"""The order of training samples, and each rank's share of it.
-
-The order depends only on seed and epoch, so that a run resumed at any step reads the samples that
-an uninterrupted one reads.
-"""
+"""The order of training samples, and each rank's share of it."""
 
 from __future__ import annotations
 
+from array import array
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,16 +30,21 @@ def share_of_epoch(
     rank: int,
     ranks: int,
     lengths: Sequence[int] | None = None,
-) -> list[int]:
+) -> Sequence[int]:
     """Return the indices of the samples that a rank reads in an epoch, in order.
 
-    All ranks shuffle alike, and each takes every ``ranks``-th sample. An incomplete last batch is
-    left out: every step has equal shares without duplicates, a step's samples are the same for any
-    number of ranks, and BatchNorm never meets a batch of one sample. With ``lengths``, samples of
-    similar length share a batch.
+    All ranks shuffle alike, and each takes every ``ranks``-th sample, so that a step's samples are
+    the same for any number of ranks. With ``lengths``, samples of similar length share a batch.
     """
+    # The order depends only on seed and epoch, so that a run resumed at any step reads the samples
+    # that an uninterrupted one reads.
     generator = torch.Generator().manual_seed(derive_seed(seed, epoch))
-    order = torch.randperm(samples, generator=generator).tolist()
+    # An array: 8 bytes an index, where a list of Python's integers takes 36.
+    order: Sequence[int] = array(
+        "q", torch.randperm(samples, generator=generator).numpy().tobytes()
+    )
+    # Without an incomplete last batch every step has equal shares without duplicates (torch's
+    # DistributedSampler repeats samples), and BatchNorm never meets a batch of one sample.
     used = min(steps_per_epoch(samples, batch_size) * batch_size, samples - samples % ranks)
     if lengths:
         order = bucket_by_length(order[:used], lengths, batch_size, generator)
@@ -52,11 +54,8 @@ def share_of_epoch(
 def bucket_by_length(
     order: Sequence[int], lengths: Sequence[int], batch_size: int, generator: torch.Generator
 ) -> list[int]:
-    """Reorder shuffled samples so that those of a batch have similar lengths.
-
-    Pools of many batches are sorted by length and cut into batches, which are shuffled again. An
-    incomplete batch stays last.
-    """
+    """Reorder shuffled samples so that those of a batch have similar lengths."""
+    # Pools of many batches are sorted by length and cut into batches, which are shuffled again.
     pool = BATCHES_PER_POOL * batch_size
     in_batches = len(order) - len(order) % batch_size
     by_length = [

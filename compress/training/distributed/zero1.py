@@ -39,13 +39,12 @@ class Zero1Strategy(DDPStrategy):
         groups = parameter_groups(module, training)
         with explain_rejected_arguments(training):
             return ZeroRedundancyOptimizer(
-                groups,
-                optimizer_class=optimizer_class(training),
-                **optimizer_arguments(training),
+                groups, optimizer_class=optimizer_class(training), **optimizer_arguments(training)
             )
 
     def optimizer_tensors(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
-        """Gather the state on rank 0: torch.distributed.checkpoint cannot write its shards."""
+        """Gather the state on rank 0, in the format of all strategies."""
+        # torch.distributed.checkpoint refuses ZeroRedundancyOptimizer's own state.
         sharded = cast("ZeroRedundancyOptimizer", optimizer)
         sharded.consolidate_state_dict(to=0)
         if not self.is_main:

@@ -13,7 +13,7 @@ from compress.common.dependency_recorder import Recording, add_to_recordings
 from compress.common.errors import StageFailed
 from compress.training.launch.local_ranks import run_ranks
 from compress.training.launch.rank_environment import LocalRanks
-from compress.training.launch.rank_group import joined_group, need_group
+from compress.training.launch.rank_group import joined_group
 from compress.training.launch.worker import JOB_FILE
 from compress.training.launch.worker_errors import RankKilled
 
@@ -21,36 +21,34 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from compress.training.loop.job import Job
-    from compress.training.loop.step_metrics import EpochMetrics
+    from compress.training.loop.step_metrics import TrainingRecord
 
 log = logging.getLogger(__name__)
 
 
-def train_on_ranks(job: Job, on_epoch: Callable[[EpochMetrics], None]) -> None:
+def train_on_ranks(job: Job, on_record: Callable[[TrainingRecord], None]) -> None:
     """Train on several processes, and return when all of them have ended.
 
-    When a process was killed, all are started again from the last checkpoint.
-
-    Args:
-        job: what to train; it is pickled.
-        on_epoch: called in this process after each epoch.
-
-    Raises:
-        StageFailed: a rank failed (with that rank's own message), or the job cannot be pickled.
-        PipelineInvalid: several machines are needed, and this process is alone.
-        CompressError: a rank raised that error.
+    ``on_record`` is called in this process after steps and epochs. A rank's error is raised here.
     """
     parallel = job.training.parallel
-    need_group(parallel)
     group = joined_group()
     file = job.folder / JOB_FILE
+    try:
+        content = pickle.dumps(job)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise StageFailed(
+            f"the data cannot be sent to {parallel.ranks} processes ({error}); "
+            "name it by a data factory, or set parallel.processes to 1"
+        ) from error
     # In a file: through a pipe it would hang this process where a rank dies before it has read it.
-    write_atomically(file, _pickled(job))
+    write_atomically(file, content)
     try:
         for restarts_left in reversed(range(parallel.restarts + 1)):
             try:
-                if group and group.fits(parallel):
-                    recorded = group.train(job.folder, parallel, on_epoch)
+                # Several machines were started, or fit would have refused the settings.
+                if group and (parallel.nodes > 1 or group.fits(parallel)):
+                    recorded = group.train(job.folder, parallel, on_record)
                 else:
                     # Port 0: the system chooses a free one.
                     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -64,7 +62,7 @@ def train_on_ranks(job: Job, on_epoch: Callable[[EpochMetrics], None]) -> None:
                         port=store.port,
                         attempt="training",
                     )
-                    recorded = run_ranks(job.folder, ranks, store, on_epoch)
+                    recorded = run_ranks(job.folder, ranks, store, on_record)
             except RankKilled as error:
                 if not restarts_left:
                     raise
@@ -74,13 +72,3 @@ def train_on_ranks(job: Job, on_epoch: Callable[[EpochMetrics], None]) -> None:
                 return
     finally:
         file.unlink(missing_ok=True)
-
-
-def _pickled(job: Job) -> bytes:
-    try:
-        return pickle.dumps(job)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise StageFailed(
-            f"the data cannot be sent to {job.training.parallel.ranks} processes ({error}); "
-            "name it by a data factory, or set parallel.processes to 1"
-        ) from error

@@ -28,11 +28,7 @@ class LocalRanks:
     """Prefix of all keys of this attempt at a training."""
 
     def environment(self, index: int) -> dict[str, str]:
-        """Return what torchrun sets for a rank, which data factories and libraries read.
-
-        Args:
-            index: of the rank among `count`.
-        """
+        """Return what torchrun sets for a rank, which data factories and libraries read."""
         rank = self.first + index
         numbers = {
             "RANK": rank,

@@ -1,8 +1,7 @@
 """The processes that torchrun or srun has started for one run, on one machine or several.
 
 Rank 0 runs the pipeline. The others wait for its requests, which travel through the key-value store
-that torchrun or rank 0 serves (`torch.distributed.TCPStore`), and take part in each training: every
-process starts its share of the ranks, so that a rank that fails ends no process of the run.
+that torchrun or rank 0 serves (`torch.distributed.TCPStore`), and take part in each training.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import os
 import socket
 import subprocess
 import time
+import uuid
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from compress.common.errors import CompressError, PipelineInvalid, StageFailed, first_line
 from compress.training.config.parallel import TORCHRUN
+from compress.training.launch.heartbeat import Heartbeat
 from compress.training.launch.rank_environment import LocalRanks
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
     from compress.training.config.parallel import Parallel
-    from compress.training.loop.step_metrics import EpochMetrics
+    from compress.training.loop.step_metrics import TrainingRecord
 
 SECONDS_TO_MEET = 600
 """Within which all processes must have started."""
@@ -43,43 +44,37 @@ _joined: list[RankGroup] = []
 
 
 def launched_environment(environment: Mapping[str, str]) -> dict[str, str] | None:
-    """Return what torchrun sets for a process; None where this one was started alone.
-
-    Under srun it follows from Slurm's own variables. The port depends on the job, so that two jobs
-    on one machine do not collide.
-
-    Raises:
-        StageFailed: Slurm does not say which hosts the step has.
-    """
+    """Return what torchrun sets for a process; None where this one was started alone."""
     needed = (*SET_BY_TORCHRUN[:4], "MASTER_ADDR", "MASTER_PORT")
     if all(name in environment for name in needed):
         return {name: environment[name] for name in needed}
-    tasks = environment.get("SLURM_STEP_NUM_TASKS", "1")  # not set in a batch script itself
+    # Under srun it follows from Slurm's own variables; in a batch script this one is not set.
+    tasks = environment.get("SLURM_STEP_NUM_TASKS", "1")
     if int(tasks) == 1 or "SLURM_PROCID" not in environment:
         return None
+    host = environment.get("MASTER_ADDR")
+    if not host:
+        nodes = environment["SLURM_STEP_NODELIST"]
+        try:
+            names = subprocess.run(
+                ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True
+            )
+            host = names.stdout.split()[0]
+        except (OSError, subprocess.CalledProcessError, IndexError) as error:
+            raise StageFailed(
+                f"`scontrol show hostnames {nodes}` does not name the first host of this step "
+                f"({error}); set MASTER_ADDR to it"
+            ) from error
+    # The port depends on the job, so that two jobs on one machine do not collide.
     job, step = (int(environment.get(f"SLURM_{name}", 0)) for name in ("JOB_ID", "STEP_ID"))
     return {
         "RANK": environment["SLURM_PROCID"],
         "WORLD_SIZE": tasks,
         "LOCAL_RANK": environment["SLURM_LOCALID"],
         "LOCAL_WORLD_SIZE": str(int(tasks) // int(environment["SLURM_STEP_NUM_NODES"])),
-        "MASTER_ADDR": environment.get("MASTER_ADDR")
-        or _first_host(environment["SLURM_STEP_NODELIST"]),
+        "MASTER_ADDR": host,
         "MASTER_PORT": environment.get("MASTER_PORT") or str(20_000 + (job + step) % 20_000),
     }
-
-
-def _first_host(nodes: str) -> str:
-    try:
-        found = subprocess.run(
-            ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True
-        )
-        return found.stdout.split()[0]
-    except (OSError, subprocess.CalledProcessError, IndexError) as error:
-        raise StageFailed(
-            f"`scontrol show hostnames {nodes}` does not name the first host of this step "
-            f"({error}); set MASTER_ADDR to it"
-        ) from error
 
 
 def joined_group() -> RankGroup | None:
@@ -88,24 +83,19 @@ def joined_group() -> RankGroup | None:
 
 
 def need_group(parallel: Parallel) -> None:
-    """Refuse a training that needs other processes than were started.
-
-    Raises:
-        PipelineInvalid: it is of several machines, and this process is alone, or with others than
-            the training is for.
-    """
+    """Refuse a training on several machines that needs other processes than were started."""
     group = joined_group()
-    if parallel.nodes == 1 or (group and group.fits(parallel)):
+    if parallel.nodes == 1 or (group.fits(parallel) if group else parallel.min_nodes == 1):
         return
-    numbers = {"nodes": parallel.nodes, "processes": parallel.processes}
-    started = (
-        f"{group.nodes} machines with {group.local_world_size} processes each were started"
-        if group
-        else "this process was started alone"
-    )
+    started = "this process was started alone"
+    if group:
+        each = group.local_world_size
+        started = f"{group.nodes} machines with {each} processes each were started"
+    nodes = f"{parallel.min_nodes}:{parallel.nodes}" if parallel.min_nodes else parallel.nodes
+    command = TORCHRUN.format(nodes=nodes, processes=parallel.processes)
     raise PipelineInvalid(
         f"parallel has nodes: {parallel.nodes} and processes: {parallel.processes}, and {started}; "
-        f"run on every machine: {TORCHRUN.format(**numbers)}"
+        f"run on every machine: {command}"
     )
 
 
@@ -118,19 +108,14 @@ class RankGroup:
         )
         self.nodes = self.world_size // self.local_world_size
         self.host, self.port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
-        self.store = store
+        self.server = self.store = store
+        others = [0] if self.rank else range(1, self.world_size)
+        self._heartbeat = Heartbeat(store, self.rank, others)
         self._requests = itertools.count(1)
 
     @classmethod
     def join(cls, environment: Mapping[str, str]) -> Self:
-        """Meet the other processes.
-
-        Args:
-            environment: of :func:`launched_environment`.
-
-        Raises:
-            StageFailed: they did not come in time.
-        """
+        """Meet the other processes, in the environment of :func:`launched_environment`."""
         from torch.distributed.rendezvous import rendezvous
 
         os.environ.update(environment)
@@ -147,19 +132,56 @@ class RankGroup:
         for name in SET_BY_TORCHRUN:
             os.environ.pop(name, None)
         group = cls(environment, store)
+        group._meet()
         _joined.append(group)
         return group
 
+    def _meet(self) -> None:
+        """Find the processes that were started together with this one.
+
+        torchrun restarts processes with a store that may hold the keys of earlier ones: rank 0
+        names a prefix for all keys of this start to each rank that has just introduced itself.
+        """
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+        own, deadline = uuid.uuid4().hex, time.monotonic() + SECONDS_TO_MEET
+        prefix, missing = own, set(range(1, self.world_size))
+        if self.rank:
+            prefix, missing = "", {0}
+            self.server.set(f"introduced/{self.rank}", own)
+        while missing:
+            if time.monotonic() > deadline:
+                raise StageFailed(
+                    f"rank {self.rank}: the {self.world_size} processes of the run did not meet "
+                    f"within {SECONDS_TO_MEET} s"
+                )
+            for rank in sorted(missing):
+                if rank == 0 and self.server.check([f"prefix/{own}"]):
+                    prefix = self.server.get(f"prefix/{own}").decode()
+                    self.server.set(f"{prefix}/joined/{self.rank}", "")
+                    missing.discard(rank)
+                elif self.server.check([f"{own}/joined/{rank}"]):
+                    missing.discard(rank)
+                elif rank and self.server.check([f"introduced/{rank}"]):
+                    # Perhaps an earlier process: until the present one answers, look again.
+                    name = self.server.get(f"introduced/{rank}").decode()
+                    self.server.set(f"prefix/{name}", own)
+            time.sleep(SECONDS_BETWEEN_POLLS if missing else 0)
+        self.store = PrefixStore(prefix, self.server)
+        self._heartbeat.store = self.store
+        self._heartbeat.start()
+
     def fits(self, parallel: Parallel) -> bool:
-        """Whether the processes can share the ranks of a training equally."""
-        return parallel.nodes == self.nodes and parallel.ranks_per_node % self.local_world_size == 0
+        """Whether the processes, of some machines or all, can share a training's ranks equally."""
+        enough = parallel.nodes == self.nodes
+        if parallel.min_nodes:
+            enough = parallel.min_nodes <= self.nodes
+        return enough and parallel.ranks_per_node % self.local_world_size == 0
 
     def request(self, command: str, seconds: float = SECONDS_TO_ANSWER, **content: Any) -> None:
         """Have all other processes do something, and wait until each has answered.
 
-        Raises:
-            PipelineInvalid: one of them cannot do it; the message says why.
-            StageFailed: one of them has left or does not answer.
+        Raises PipelineInvalid if one cannot do it, and StageFailed if one does not answer.
         """
         number = next(self._requests)
         with self._lost_store_explained():
@@ -169,6 +191,7 @@ class RankGroup:
                 while not self.store.check([f"answer/{number}/{rank}"]):
                     if self.store.check([f"left/{rank}"]):
                         raise StageFailed(self.store.get(f"left/{rank}").decode())
+                    self._heartbeat.raise_if_lost()
                     if time.monotonic() > deadline:
                         raise StageFailed(
                             f"rank {rank} of {self.world_size} has not answered for "
@@ -179,34 +202,23 @@ class RankGroup:
                     raise PipelineInvalid(f"rank {rank} {problem}")
 
     def train(
-        self, folder: Path, parallel: Parallel, on_epoch: Callable[[EpochMetrics], None]
+        self, folder: Path, parallel: Parallel, on_record: Callable[[TrainingRecord], None]
     ) -> str:
-        """Run a training on all processes; called by rank 0.
-
-        Args:
-            folder: the training's folder, which all machines share.
-            parallel: how many ranks the training has.
-            on_epoch: called after each epoch.
-
-        Returns:
-            What user code has read, as JSON.
-
-        Raises:
-            CompressError: a rank failed, or a process has left or does not answer.
-        """
+        """Run a training of rank 0's on all processes, and return what user code has read."""
+        # Keys of an earlier attempt are still in the store, which outlives a training.
         attempt = f"training-{time.time_ns()}"
-        per_process = parallel.ranks_per_node // self.local_world_size
-        self.request("train", folder=str(folder), per_process=per_process, attempt=attempt)
-        return self._run_ranks(folder, per_process, attempt, on_epoch)
+        share: dict[str, Any] = {
+            "processes": parallel.nodes * self.local_world_size,
+            "per_process": parallel.ranks_per_node // self.local_world_size,
+            "attempt": attempt,
+        }
+        self.request("train", folder=str(folder), **share)
+        return self._run_ranks(folder, on_record, **share)
 
     def serve(self, answer: Callable[[dict[str, Any]], str]) -> int:
         """Do what rank 0 requests until it leaves, and return the exit code to leave with.
 
-        Args:
-            answer: takes a request other than a training; returns why it cannot be met, or nothing.
-
-        Raises:
-            StageFailed: rank 0 has ended without a word.
+        ``answer`` takes a request other than a training, and returns why it cannot be met, or "".
         """
         from torch.distributed import DistNetworkError
 
@@ -214,6 +226,7 @@ class RankGroup:
             for number in itertools.count(1):
                 # Not `Store.wait`, during which Python could not handle signals.
                 while not self.store.check([f"request/{number}"]):
+                    self._heartbeat.raise_if_lost()
                     time.sleep(SECONDS_BETWEEN_POLLS)
                 request = json.loads(self.store.get(f"request/{number}"))
                 is_training, leaves = (request["command"] == name for name in ("train", "leave"))
@@ -221,17 +234,16 @@ class RankGroup:
                 self.store.set(f"answer/{number}/{self.rank}", problem)
                 if leaves:
                     return int(request["exit_code"])
-                if is_training:
-                    arguments = request["per_process"], request["attempt"]
+                if is_training and self.rank < request["processes"]:
+                    share = {n: request[n] for n in ("processes", "per_process", "attempt")}
                     with suppress(CompressError):  # rank 0 raises it
-                        self._run_ranks(Path(request["folder"]), *arguments, lambda epoch: None)
+                        self._run_ranks(Path(request["folder"]), lambda record: None, **share)
         except DistNetworkError as error:
             raise StageFailed("rank 0 has ended; its own output says why") from error
         except BaseException as error:
-            failed = isinstance(error, Exception)
-            how = (
-                f"failed: {type(error).__name__}: {first_line(error)}" if failed else "was stopped"
-            )
+            how = "was stopped"
+            if isinstance(error, Exception):
+                how = f"failed: {type(error).__name__}: {first_line(error)}"
             with suppress(RuntimeError):  # rank 0 may have ended before
                 message = f"rank {self.rank} on {socket.gethostname()} {how}"
                 self.store.set(f"left/{self.rank}", message)
@@ -246,17 +258,20 @@ class RankGroup:
     def _run_ranks(
         self,
         folder: Path,
+        on_record: Callable[[TrainingRecord], None],
+        *,
+        processes: int,
         per_process: int,
         attempt: str,
-        on_epoch: Callable[[EpochMetrics], None],
     ) -> str:
-        """Run this process's share of a training's ranks."""
+        """Run this process's share of a training's ranks, which the first processes have."""
+        # In processes of their own, so that a rank that fails ends no process of the run.
         from compress.training.launch.local_ranks import run_ranks
 
         ranks = LocalRanks(
             first=self.rank * per_process,
             count=per_process,
-            world_size=self.world_size * per_process,
+            world_size=processes * per_process,
             local_first=self.local_rank * per_process,
             local_world_size=self.local_world_size * per_process,
             host=self.host,
@@ -264,7 +279,7 @@ class RankGroup:
             attempt=attempt,
         )
         with self._lost_store_explained():
-            return run_ranks(folder, ranks, self.store, on_epoch)
+            return run_ranks(folder, ranks, self.server, on_record, self._heartbeat.raise_if_lost)
 
     @contextmanager
     def _lost_store_explained(self) -> Iterator[None]:

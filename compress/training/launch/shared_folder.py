@@ -17,16 +17,12 @@ SECONDS_BETWEEN_POLLS = 0.2
 
 
 def wait_until_visible(path: Path, is_visible: Callable[[], bool]) -> bool:
-    """Wait some seconds for what another machine has written; return whether it is visible.
-
-    Args:
-        path: a file or folder whose parent is listed again and again, so that NFS asks its server.
-        is_visible: whether what is expected is there.
-    """
+    """Wait some seconds for what another machine has written; return whether it is visible."""
     deadline = time.monotonic() + SECONDS_TO_BE_VISIBLE
     while not is_visible():
         if time.monotonic() > deadline:
             return False
+        # Listing a folder makes an NFS client ask its server.
         with suppress(OSError):
             os.listdir(path.parent)  # noqa: PTH208 - cheaper than a generator that is exhausted
         time.sleep(SECONDS_BETWEEN_POLLS)

@@ -22,15 +22,7 @@ if TYPE_CHECKING:
 def start_rank(
     index: int, folder: str, ranks: LocalRanks, parent: int, epochs: Connection | None
 ) -> None:
-    """Run one rank; `torch.multiprocessing` calls this in a new process.
-
-    Args:
-        index: of the rank among those that the parent starts.
-        folder: the training's folder, which holds the pickled job.
-        ranks: all that the parent starts.
-        parent: process id of the parent.
-        epochs: where rank 0 reports each epoch.
-    """
+    """Run one rank, by its index among those that ``parent`` starts, in the new process for it."""
     # torch has the kernel end this process with its parent, which may have died before that.
     if os.getppid() != parent:
         os._exit(1)
@@ -43,7 +35,14 @@ def start_rank(
     exit_codes = [1]
     atexit.register(lambda: os._exit(exit_codes[-1]))  # registered first, so it runs last
     os.environ.update(ranks.environment(index))
-    _redirect_output(Path(folder) / LOGS, ranks.first + index)
+    # What libraries and the user's code print goes to a file beside the training's state.
+    logs = Path(folder) / LOGS
+    with suppress(OSError):  # a full disk
+        logs.mkdir(exist_ok=True)
+        name = f"rank-{ranks.first + index}.log"
+        log = os.open(logs / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
     with gc_disabled():
         import torch._dynamo  # noqa: F401 - or torch's first optimizer would import it
 
@@ -51,12 +50,3 @@ def start_rank(
     gc.freeze()
     if run_rank(Path(folder), ranks, index, epochs):
         exit_codes.append(0)
-
-
-def _redirect_output(logs: Path, rank: int) -> None:
-    """Send what libraries and the user's code print to a file beside the training's state."""
-    with suppress(OSError):  # a full disk
-        logs.mkdir(exist_ok=True)
-        log = os.open(logs / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        os.dup2(log, 1)
-        os.dup2(log, 2)

@@ -8,7 +8,6 @@ import traceback
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
     from compress.training.launch.rank_environment import LocalRanks
     from compress.training.loop.job import Job
-    from compress.training.loop.step_metrics import EpochMetrics
+    from compress.training.loop.step_metrics import TrainingRecord
 
 JOB_FILE = "job.pickle"
 TIME_TO_MEET = timedelta(minutes=10)
@@ -39,29 +38,39 @@ FINISHED = "finished"
 """Key that a rank sets when its training is over; exit code 0 may be user code that left."""
 
 
-def run_rank(folder: Path, ranks: LocalRanks, index: int, epochs: Connection | None) -> bool:
+def run_rank(folder: Path, ranks: LocalRanks, index: int, records: Connection | None) -> bool:
     """Train with the other ranks; return whether that succeeded, or record why it did not.
 
-    Args:
-        folder: the training's folder, which holds the pickled job.
-        ranks: those that this process's parent starts.
-        index: this rank's among them.
-        epochs: where rank 0 reports each epoch, as JSON.
+    ``index`` counts among ``ranks``, and rank 0 sends its records through ``records``, as JSON.
     """
+
+    def on_record(record: TrainingRecord) -> None:
+        if records:
+            records.send_bytes(record.model_dump_json().encode())
+
     rank = ranks.first + index
     server = TCPStore(ranks.host, ranks.port, is_master=False, timeout=TIME_TO_MEET)
-    store = PrefixStore(ranks.attempt, server)
+    store = PrefixStore(ranks.attempt, server)  # keys of earlier attempts are still in the server
     try:
         wait_until_visible(folder, (folder / JOB_FILE).exists)
         job: Job = pickle.loads((folder / JOB_FILE).read_bytes())
-        job = replace(job, device=_own_device(job.device))
+        if job.device.startswith("cuda"):
+            # One device for each rank of the machine, in order.
+            local_rank, devices = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+            if local_rank >= devices:
+                raise Unavailable(
+                    f"{os.environ['LOCAL_WORLD_SIZE']} processes need a CUDA device each and there "
+                    f"are {devices}; lower parallel.processes"
+                )
+            torch.cuda.set_device(local_rank)
+            job = replace(job, device=f"cuda:{local_rank}")
         with (
             process_group(job.device, store),
             exits_refused(),
             # Rank 0 alone evaluates, and all ranks call the same factories.
             recording() if rank == 0 else nullcontext() as recorded,
         ):
-            train(job, create_strategy(job.training.parallel), partial(_report_epoch, epochs))
+            train(job, create_strategy(job.training.parallel), on_record)
             if recorded:
                 store.set(DEPENDENCIES, recorded.to_json())
     except Exception as error:  # noqa: BLE001 - rank 0's parent raises it
@@ -71,26 +80,3 @@ def run_rank(folder: Path, ranks: LocalRanks, index: int, epochs: Connection | N
         return False
     store.set(f"{FINISHED}/{rank}", "")
     return True
-
-
-def _report_epoch(epochs: Connection | None, epoch: EpochMetrics) -> None:
-    if epochs:
-        epochs.send_bytes(epoch.model_dump_json().encode())
-
-
-def _own_device(device: str) -> str:
-    """Return this rank's device: one CUDA device for each rank of the machine, in order.
-
-    Raises:
-        Unavailable: there are fewer devices than ranks.
-    """
-    if not device.startswith("cuda"):
-        return device
-    local_rank, devices = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
-    if local_rank >= devices:
-        raise Unavailable(
-            f"{os.environ['LOCAL_WORLD_SIZE']} processes need a CUDA device each and there are "
-            f"{devices}; lower parallel.processes"
-        )
-    torch.cuda.set_device(local_rank)
-    return f"cuda:{local_rank}"

@@ -40,6 +40,7 @@ class CheckpointManager:
         self.strategy = strategy
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self.pending: Future[None] | None = None
+        self.on_written: Callable[[], None] | None = None
         # A group of its own: its collectives run beside those of the training steps, and would
         # be matched with them in the default group.
         self.group = (
@@ -55,11 +56,8 @@ class CheckpointManager:
     def __exit__(self, *_: object) -> None:
         """Wait until the present checkpoint is written, even if training was interrupted."""
         self.thread.shutdown()
-
-    def due(self, steps: int) -> bool:
-        """Whether the settings ask for a checkpoint after a number of steps of an epoch."""
-        every = self.settings.every_steps
-        return every is not None and steps % every == 0
+        if self.pending is not None and not self.pending.exception():
+            self.notify_if_written()
 
     def save(
         self,
@@ -68,18 +66,13 @@ class CheckpointManager:
         state: TrainState,
         on_written: Callable[[], None] | None = None,
     ) -> None:
-        """Write the state after a step, at once or while training goes on.
+        """Write the state after a step, counted over the whole training, at once or in a thread.
 
-        Args:
-            step: counted over the whole training.
-            progress: how far the training is.
-            state: the tensors; they are copied before this returns.
-            on_written: called in the main process when all is on disk, from a thread.
-
-        Raises:
-            StageFailed: this checkpoint or the one before cannot be written.
+        The tensors are copied before this returns. Once all is on disk, the main process calls
+        ``on_written``, in this thread: see :meth:`notify_if_written`. Raises StageFailed if this
+        checkpoint or the one before cannot be written.
         """
-        self.wait()
+        self.wait()  # one at a time: they share the group
         partial = create_partial(self.folder, step)
         self.strategy.save_local(partial)
         # Buffers such as BatchNorm's follow each process's own batches; rank 0's are saved.
@@ -91,20 +84,20 @@ class CheckpointManager:
                 process_group=self.group,
                 no_dist=self.group is None,
             )
-        self.pending = self.thread.submit(self._write, partial, progress, written, on_written)
+        self.pending = self.thread.submit(self._write, partial, progress, written)
+        self.on_written = on_written if self.strategy.is_main else None
         if not self.settings.asynchronous:
             self.wait()
 
+    def notify_if_written(self) -> None:
+        """Call ``on_written`` of the present checkpoint if it is on disk; for after each step."""
+        if self.on_written is not None and self.pending is not None and self.pending.done():
+            self.pending.result()
+            on_written, self.on_written = self.on_written, None
+            on_written()
+
     def resume(self, state: TrainState, trusted: str | None) -> TrainProgress | None:
-        """Restore the newest intact checkpoint in place; return None if there is none.
-
-        Args:
-            state: the state before its first step.
-            trusted: name of the checkpoint whose hashes were just verified.
-
-        Raises:
-            StageFailed: the checkpoint cannot be read, or not with these settings.
-        """
+        """Restore the newest intact checkpoint in place; return None if there is none."""
         newest = newest_intact(self.folder, trusted) if self.strategy.is_main else None
         checkpoint: Path | None = self.strategy.broadcast(newest)
         if checkpoint is None:
@@ -119,6 +112,7 @@ class CheckpointManager:
                 "train anew"
             )
         state.restore(checkpoint, progress)
+        # What each process saves for itself, such as gradient residuals, fits as many processes.
         if before == layout:
             self.strategy.load_local(checkpoint)
         return progress
@@ -129,13 +123,10 @@ class CheckpointManager:
             self.pending.exception()
 
     def wait(self) -> None:
-        """Wait until all processes have written the present checkpoint.
-
-        Raises:
-            StageFailed: it could not be written.
-        """
+        """Wait until all processes have written the present checkpoint, or raise why not."""
         if self.pending is not None:
             self.pending.result()
+            self.notify_if_written()
             self.pending = None
         self.strategy.barrier()
 
@@ -144,7 +135,6 @@ class CheckpointManager:
         partial: Path,
         progress: TrainProgress,
         written: Future[Any],
-        on_written: Callable[[], None] | None,
     ) -> None:
         """Commit the checkpoint; rank 0's future is done when all processes have written."""
         with one_line_errors(f"checkpoint {partial} cannot be written"):
@@ -152,5 +142,3 @@ class CheckpointManager:
         if self.strategy.is_main:
             commit(partial, progress)
             rotate(self.folder, self.settings.keep)
-            if on_written:
-                on_written()

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from compress.data.batch import Batch
 
     Ready = Callable[[], Batch]
+    """Waits for a copy, and returns it."""
 
 
 def on_device(batches: Iterable[Batch], device: str) -> Iterator[Batch]:
@@ -24,12 +25,7 @@ def on_device(batches: Iterable[Batch], device: str) -> Iterator[Batch]:
 
 
 def one_ahead(batches: Iterable[Batch], start: Callable[[Batch], Ready]) -> Iterator[Batch]:
-    """Yield each copied batch after the copy of the next one has been started.
-
-    Args:
-        batches: the batches.
-        start: starts to copy a batch, and returns a function that waits for the copy.
-    """
+    """Yield each copied batch after ``start`` has begun to copy the next one."""
     pending: Ready | None = None
     for batch in batches:
         previous, pending = pending, start(batch)

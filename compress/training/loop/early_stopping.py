@@ -1,7 +1,6 @@
-"""Early stopping, plateaus and the best epoch, as functions of the metrics so far.
+"""Early stopping and the best epoch, as functions of the metrics so far."""
 
-They keep no state, so that a resumed training decides as an uninterrupted one.
-"""
+# Without state, so that a resumed training decides as an uninterrupted one.
 
 from __future__ import annotations
 
@@ -16,13 +15,11 @@ if TYPE_CHECKING:
 
 
 def is_better(epoch: Epoch, kept: Epoch | None, metric: Metric) -> bool:
-    """Whether an epoch's weights replace the best ones so far.
-
-    Among trained epochs the later one wins a tie; the input model, epoch 0, must be beaten.
-    """
+    """Whether an epoch's weights replace the best ones so far."""
     if kept is None or kept.metric is None or epoch.metric is None:
         return True
     gain = -metric.drop_points(kept.metric, epoch.metric)
+    # Among trained epochs the later one wins a tie; the input model, epoch 0, must be beaten.
     return gain > 0 or (gain == 0 and kept.epoch > 0)
 
 
@@ -36,12 +33,6 @@ def epochs_without_gain(history: Sequence[Epoch], metric: Metric) -> list[int]:
         best = value if improved else best
         counts.append(0 if improved else counts[-1] + 1)
     return counts
-
-
-def count_plateaus(history: Sequence[Epoch], metric: Metric, patience: int) -> int:
-    """Count how often the metric has gone another ``patience`` epochs without a gain."""
-    counts = epochs_without_gain(history, metric)
-    return sum(1 for epochs in counts if epochs and epochs % patience == 0)
 
 
 def is_finished(training: Training, history: Sequence[Epoch], metric: Metric) -> bool:

@@ -16,11 +16,7 @@ if TYPE_CHECKING:
 
 
 class EMA:
-    """Average of the weights over the steps (Polyak, 1992); buffers are not averaged.
-
-    The decay rises to its value over the first steps: with a constant one, the average after a
-    short training would still consist of the initial weights.
-    """
+    """Average of the weights over the steps (Polyak, 1992); buffers are not averaged."""
 
     def __init__(self, module: nn.Module, decay: float) -> None:
         """Start from a module's present weights, or from its shards if it is sharded."""
@@ -32,6 +28,8 @@ class EMA:
     @torch.no_grad()
     def update_(self, step: int) -> None:
         """Average in the weights after a step, counted from 0 over the whole training."""
+        # The decay rises over the first steps, as TensorFlow's: with a constant one, the average
+        # after a short training would still consist of the initial weights.
         decay = min(self.decay, (1 + step) / (10 + step))
         for name, weight in self.weights.items():
             self.averages[name].lerp_(weight.detach(), 1 - decay)

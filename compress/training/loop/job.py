@@ -42,6 +42,11 @@ class Job:
     """What the weights must satisfy after every step, such as a sparsity mask."""
     profiles: Path | None = None
     """Directory for traces and memory snapshots."""
+    record_every: int | None = None
+    """Steps between those that are reported; None if only epochs are."""
+    flops_per_unit: float | None = None
+    """Floating-point operations of forward and backward pass for a token, or for a sample of a
+    model without tokens; None if the MFU is not reported."""
     trusted: str | None = None
     """Name of the checkpoint whose hashes the parent process has just verified."""
 
@@ -62,6 +67,7 @@ class Job:
 
     def example_batch(self) -> Batch:
         """Read a few training samples, the same ones in every process."""
+        # A pipeline needs a sample for each micro-batch.
         pipeline = self.training.parallel.pipeline
         samples = min(self.train_samples, pipeline.microbatches if pipeline else 2)
         batch = next(iter(self.data.read("train", range(samples), samples, self.seed)))

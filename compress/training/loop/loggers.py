@@ -6,20 +6,24 @@ import logging
 import os
 import re
 import shutil
+import time
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from compress.common.errors import Unavailable, first_line
+from compress.training.loop.step_metrics import StepRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
     from compress.training.config.profiling import Profile
-    from compress.training.loop.step_metrics import EpochMetrics
+    from compress.training.loop.step_metrics import EpochMetrics, TrainingRecord
 
 EXPERIMENT = "compress"
 FOLDER = "tracking"
+STEP = "step/"
+"""Before the names of values that are logged by step and not by epoch."""
 IDENTITY_TAG = "compress.training"
 """Tag of an MLflow run by which a resumed training finds its run."""
 PARAMS_PER_BATCH = 100
@@ -30,26 +34,6 @@ MLFLOW_STATUS = {"passed": "FINISHED", "interrupted": "KILLED"}
 """MLflow's words for how a run ended; all others are FAILED."""
 
 log = logging.getLogger(__name__)
-
-
-class ExperimentLogger(Protocol):
-    """Writes the settings and values of one run."""
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Write values of a step, visible at once."""
-        ...
-
-    def write_settings(self, settings: Mapping[str, str]) -> None:
-        """Write the settings of the run."""
-        ...
-
-    def finish(self, status: str, report: Path) -> None:
-        """Write how the run ended, keep its report if the file exists, and close."""
-        ...
-
-    def close(self) -> None:
-        """End the run, whether it succeeded or not."""
-        ...
 
 
 class TensorBoardLogger:
@@ -63,8 +47,12 @@ class TensorBoardLogger:
         self.folder = folder
         self.writer = writer(str(folder), purge_step=first_step)
 
+    def by_step(self, first_step: int) -> TensorBoardLogger:
+        """Open a logger for training steps: in a folder below, as voiding is by number alone."""
+        return TensorBoardLogger(self.folder / "steps", first_step)
+
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Append to the event file."""
+        """Append to the event file, visible at once."""
         for name, value in values.items():
             self.writer.add_scalar(name, value, step)
         self.writer.flush()
@@ -75,7 +63,7 @@ class TensorBoardLogger:
         self.writer.add_text("settings", f"| setting | value |\n|---|---|\n{rows}")
 
     def finish(self, status: str, report: Path) -> None:
-        """Write the status, close the event file and copy the report beside it."""
+        """Write how the run ended, and copy its report, if there is one, beside the event file."""
         self.writer.add_text("status", status)
         self.close()
         if report.exists():
@@ -92,15 +80,7 @@ class MLflowLogger:
     def __init__(
         self, uri: str, folder: Path | None, identity: str, name: str, first_step: int
     ) -> None:
-        """Open a run.
-
-        Args:
-            uri: address of the tracking server or database.
-            folder: folder of a database on this machine; None for a server.
-            identity: what tells this run from others, stored as a tag.
-            name: the run's name.
-            first_step: the first step to write; above 1, a run of the same identity is resumed.
-        """
+        """Open a run; where ``first_step`` is above 1, one of the same identity is resumed."""
         from mlflow import MlflowClient
 
         # MLflow retries for minutes by default where nobody answers.
@@ -112,7 +92,8 @@ class MLflowLogger:
         if known:
             experiment = known.experiment_id
         else:
-            # A database keeps no artifacts: by default they would go to the working directory.
+            # A local database keeps no artifacts: they would go to the working directory. A server,
+            # for which there is no folder, does.
             artifacts = (folder / "artifacts").absolute().as_uri() if folder else None
             experiment = self.client.create_experiment(EXPERIMENT, artifact_location=artifacts)
         earlier = self.client.search_runs([experiment], f"tags.`{IDENTITY_TAG}` = '{identity}'")
@@ -122,13 +103,25 @@ class MLflowLogger:
         else:
             tags = {IDENTITY_TAG: identity}
             self.run = self.client.create_run(experiment, run_name=name, tags=tags).info.run_id
-        self.written = {m.step for m in self.client.get_metric_history(self.run, "loss")}
+        self.written: dict[str, set[int]] = {}
+
+    def by_step(self, first_step: int) -> MLflowLogger:
+        """Return the logger for training steps: this one, as each name has steps of its own."""
+        return self
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Send the values, unless the resumed run has that step."""
-        if step not in self.written:
-            for name, value in values.items():
-                self.client.log_metric(self.run, mlflow_name(name), value, step=step)
+        """Send the values in one request, except those that the resumed run has of that step."""
+        from mlflow.entities import Metric
+
+        now, metrics = int(time.time() * 1000), []
+        for name, value in ((mlflow_name(name), value) for name, value in values.items()):
+            if name not in self.written:
+                history = self.client.get_metric_history(self.run, name)
+                self.written[name] = {metric.step for metric in history}
+            if step not in self.written[name]:
+                metrics.append(Metric(name, value, now, step))
+        if metrics:
+            self.client.log_batch(self.run, metrics=metrics)
 
     def write_settings(self, settings: Mapping[str, str]) -> None:
         """Send the settings as parameters."""
@@ -149,18 +142,16 @@ class MLflowLogger:
         self.client.set_terminated(self.run)
 
 
+ExperimentLogger: TypeAlias = TensorBoardLogger | MLflowLogger
+
+
 def open_logger(
     kind: str, uri: str | None, results: Path, name: str, identity: str, first_step: int
 ) -> ExperimentLogger:
-    """Open the logger that the settings name.
+    """Open the logger of a kind, `tensorboard` or `mlflow`, for one of several runs of a name.
 
-    Args:
-        kind: `tensorboard` or `mlflow`.
-        uri: address of an MLflow server, or a folder relative to the results; `tracking` if None.
-        results: folder of the run's results.
-        name: name of the run.
-        identity: what tells this run from others of that name.
-        first_step: the first step that is written; later ones of an earlier run are replaced.
+    ``uri`` is the address of an MLflow server, or a folder relative to that of the results,
+    `tracking` if None. Steps from ``first_step`` on, which an interrupted run wrote, are replaced.
     """
     is_address = uri is not None and "://" in uri
     folder = results if is_address else results / (uri or FOLDER)
@@ -180,11 +171,7 @@ def mlflow_name(name: str) -> str:
 
 
 def require_tracker(profile: Profile) -> None:
-    """Refuse a tracker that is not installed.
-
-    Raises:
-        Unavailable: with what to install.
-    """
+    """Refuse a tracker that is not installed."""
     for requirement in profile.requirements:
         if requirement.missing():
             raise Unavailable(
@@ -206,30 +193,40 @@ def epoch_values(epoch: EpochMetrics, metric: str) -> dict[str, float]:
     return {name: value for name, value in (values | peaks).items() if value is not None}
 
 
+def step_values(record: StepRecord) -> dict[str, float]:
+    """Return a step's known values by the names under which they are logged."""
+    values = record.model_dump(exclude={"step", "epoch"})
+    return {f"{STEP}{name}": value for name, value in values.items() if value is not None}
+
+
 @contextmanager
-def log_epochs(
-    profile: Profile, results: Path, title: str, identity: str, trained_epochs: int, metric: str
-) -> Iterator[Callable[[EpochMetrics], None]]:
-    """Give a function that logs an epoch; a logger that fails is dropped with a warning.
-
-    Args:
-        profile: names the tracker.
-        results: folder that the tracker's is relative to.
-        title: what is trained.
-        identity: tells this training from others of that title.
-        trained_epochs: epochs trained before, which are logged already.
-        metric: name of the metric on `val`.
-    """
+def log_records(
+    profile: Profile,
+    results: Path,
+    title: str,
+    identity: str,
+    trained_epochs: int,
+    trained_steps: int,
+    metric: str,
+) -> Iterator[Callable[[TrainingRecord], None]]:
+    """Give a function that logs steps and epochs; a logger that fails is dropped with a warning."""
     logger: ExperimentLogger | None = None
-    last_epoch = trained_epochs
+    step_logger: ExperimentLogger | None = None
+    last_epoch, last_step = trained_epochs, trained_steps  # an interrupted run has logged these
 
-    def write(epoch: EpochMetrics) -> None:
-        nonlocal logger, last_epoch
-        if logger is None or epoch.epoch <= last_epoch:
+    def write(record: TrainingRecord) -> None:
+        nonlocal logger, step_logger, last_epoch, last_step
+        if logger is None:
             return
         try:
-            logger.write(epoch.epoch, epoch_values(epoch, metric))
-            last_epoch = epoch.epoch
+            if isinstance(record, StepRecord):
+                step_logger = step_logger or logger.by_step(trained_steps + 1)
+                if record.step > last_step:
+                    step_logger.write(record.step, step_values(record))
+                last_step = max(last_step, record.step)
+            elif record.epoch > last_epoch:
+                logger.write(record.epoch, epoch_values(record, metric))
+                last_epoch = record.epoch
         except Exception as error:  # noqa: BLE001 - a server that is gone must not end a training
             _warn(profile, error)
             logger = None
@@ -244,8 +241,9 @@ def log_epochs(
     try:
         yield write
     finally:
-        if logger is not None:
-            logger.close()
+        for opened in dict.fromkeys((logger, step_logger)):
+            if opened is not None:
+                opened.close()
 
 
 def _warn(profile: Profile, error: Exception) -> None:

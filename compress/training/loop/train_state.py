@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,12 +11,12 @@ import torch
 from compress.common.forward import flatten_outputs
 from compress.training.checkpoint.state_dict import read_
 from compress.training.loop.ema import EMA
+from compress.training.objectives.objective import label_count
 from compress.training.objectives.weight_constraint import unconstrained
 from compress.training.optim.activation_checkpoint import checkpoint_activations_
-from compress.training.optim.optimizer import set_learning_rate_
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
     from pathlib import Path
 
@@ -29,30 +28,16 @@ if TYPE_CHECKING:
     from compress.training.objectives.weight_constraint import StepContext
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+SMALLEST_LOSS_SCALE = 1.0
+"""In `fp16` a training fails where steps still overflow below it: it starts at 65,536, and halves
+with each step that overflows."""
 
 
-@dataclass
 class TrainState:
     """Weights, optimizer state, loss scale and moving average of a training."""
 
-    module: torch.nn.Module
-    wrapped: torch.nn.Module
-    """What forward passes call: the module, or DDP or DeepSpeed around it."""
-    optimizer: torch.optim.Optimizer
-    scaler: torch.amp.GradScaler
-    """Loss scaler of `fp16`; passes everything through at other precisions."""
-    ema: EMA | None
-    """Exponential moving average of the weights, if the settings ask for one."""
-    loss: LossFunction
-    training: Training
-    strategy: Strategy
-    device: str
-    step_context: StepContext
-    """Entered around clipping and ``optimizer.step()`` (keeps pruned weights at zero, say)."""
-
-    @classmethod
-    def create(
-        cls,
+    def __init__(
+        self,
         module: torch.nn.Module,
         loss: LossFunction,
         training: Training,
@@ -60,96 +45,106 @@ class TrainState:
         device: str,
         example: Callable[[], Batch],
         step_context: StepContext = unconstrained,
-    ) -> TrainState:
-        """Prepare a module for its first step; the strategy may shard it in place.
-
-        Args:
-            module: the whole module.
-            loss: the loss function.
-            training: the settings.
-            strategy: how the processes share the work.
-            device: where the module is.
-            example: gives a few samples, the same in every process.
-            step_context: entered around each optimizer step.
-        """
+    ) -> None:
+        """Prepare a module for its first step; the strategy may shard it in place."""
+        self.module, self.loss, self.training = module, loss, training
+        self.strategy, self.device = strategy, device
+        self.step_context = step_context
+        """Entered around clipping and ``optimizer.step()`` (keeps pruned weights at zero, say)."""
+        strategy.synchronize_batch_norm_(module)
+        # Before sharding and DDP, whose hooks must not see the second forward pass.
         checkpoint_activations_(module, training)
-        wrapped = strategy.wrap(module, training, example)
-        optimizer = strategy.optimizer(module, training)
+        self.wrapped = strategy.wrap(module, training, example)
+        """What forward passes call: the module, or DDP or DeepSpeed around it."""
+        # After wrapping: the optimizer and the average refer to the shards.
+        self.optimizer = strategy.optimizer(module, training)
         device_type = torch.device(device).type
-        return cls(
-            module=module,
-            wrapped=wrapped,
-            optimizer=optimizer,
-            scaler=torch.amp.GradScaler(device_type, enabled=training.precision == "fp16"),
-            ema=EMA(module, training.ema_decay) if training.ema_decay else None,
-            loss=loss,
-            training=training,
-            strategy=strategy,
-            device=device,
-            step_context=step_context,
-        )
+        # At other precisions it passes everything through.
+        self.scaler = torch.amp.GradScaler(device_type, enabled=training.precision == "fp16")
+        self.loss_scale = 1.0
+        """By which the loss of the last step was multiplied."""
+        self.ema = EMA(module, training.ema_decay) if training.ema_decay else None
+        self.gradient_norm: torch.Tensor | None = None
+        """Global norm of the last step's gradient before clipping; None if it was not computed."""
 
-    def train_step(self, micro_batches: Sequence[Batch], rate: float, step: int) -> float:
-        """Take one optimizer step and return the mean loss of this rank's samples.
+    def train_step(
+        self, micro_batches: Sequence[Batch], step: int, *, measure_norm: bool = False
+    ) -> float:
+        """Take one optimizer step and return this rank's loss; its mean over ranks is the step's.
 
         A step whose loss is not finite changes nothing: with ``on_nan: skip`` on no rank as soon
-        as one rank's loss is not finite, and buffers such as BatchNorm's are restored.
-
-        Args:
-            micro_batches: this rank's samples, in the parts whose gradients are accumulated.
-            rate: the learning rate, which the schedule gives as a function of the step.
-            step: counted from 0 over the whole training.
+        as one rank's loss is not finite, and buffers such as BatchNorm's are restored; with fp16
+        it lowers the loss scale. Steps are counted from 0 over the whole training.
+        ``measure_norm`` computes the gradient norm even where `clip_norm` does not need it.
         """
-        training, strategy = self.training, self.strategy
+        training, strategy, scales = self.training, self.strategy, self.scaler.is_enabled()
+        self.gradient_norm = None
         skips = training.on_nan == "skip"
-        buffers = [buffer.clone() for buffer in self.module.buffers()] if skips else []
-        set_learning_rate_(self.optimizer, rate)
+        buffers = [buffer.clone() for buffer in self.module.buffers()] if skips or scales else []
         self.optimizer.zero_grad()
 
         if strategy.pipeline is not None:
             # Forward and backward passes of several stages interleave, in the schedule's order.
             (batch,) = micro_batches
-            loss = strategy.pipeline.step(batch.to(self.device), self.loss, self.autocast)
+            parts = strategy.pipeline.split(batch.to(self.device))
+            loss = strategy.pipeline.step(parts, self._shares(parts), self.loss, self.autocast)
         else:
-            samples, loss = sum(map(len, micro_batches)), 0.0
-            for index, cpu_batch in enumerate(micro_batches, 1):
+            shares, losses = self._shares(micro_batches), []
+            for index, cpu_batch in enumerate(micro_batches):
                 # Gradients are all-reduced during the last backward pass, not after each.
-                with strategy.gradient_sync(self.wrapped, index == len(micro_batches)):
+                with strategy.gradient_sync(self.wrapped, index + 1 == len(micro_batches)):
                     batch = cpu_batch.to(self.device)
                     with self.autocast():
                         mean = self.loss(flatten_outputs(self.wrapped(*batch.inputs)), batch)
-                    weighted = mean * (len(batch) / samples)
+                    weighted = mean * shares[index]
                     strategy.backward(self.wrapped, self.scaler.scale(weighted))
-                loss += weighted.item()
+                losses.append(weighted.detach())
+            # Read once a step: until then a CUDA device computes without waiting for this process.
+            loss = sum(torch.stack(losses).tolist())
         strategy.reduce_gradients_(self.module)
+        self.loss_scale = self.scaler.get_scale()
 
-        if skips and strategy.sum_over_ranks([not math.isfinite(loss)])[0]:
-            for buffer, before in zip(self.module.buffers(), buffers, strict=True):
+        is_finite = math.isfinite(loss)
+        if skips and strategy.sum_over_ranks([not is_finite])[0]:
+            is_finite, loss = False, math.nan
+        if not is_finite:
+            for buffer, before in zip(self.module.buffers(), buffers, strict=bool(buffers)):
                 buffer.copy_(before)
-            return math.nan
-        if not math.isfinite(loss):
-            return loss
+            if not scales:
+                return loss
+            # The scaler finds that gradients are not finite, skips the step and lowers the scale.
         with self.step_context(step):
-            if training.clip_norm:
-                self.scaler.unscale_(self.optimizer)
-                strategy.clip_grad_norm_(self.module, training.clip_norm)
+            if training.clip_norm or measure_norm:
+                self.scaler.unscale_(self.optimizer)  # the limit is for gradients as they are
+                self.gradient_norm = strategy.clip_grad_norm_(self.module, training.clip_norm)
             self.scaler.step(self.optimizer)
         self.scaler.update()
         if self.ema:
             self.ema.update_(step)
         return loss
 
+    def _shares(self, micro_batches: Sequence[Batch]) -> Sequence[float] | torch.Tensor:
+        """Return what the mean loss of each micro-batch is multiplied by.
+
+        So that the average of the gradients over ranks is the gradient of the mean over all labels
+        of the step: the micro-batch's share of these labels, times the number of ranks.
+        """
+        counts = [label_count(self.loss, batch) for batch in micro_batches]
+        known = [count for count in counts if count is not None]
+        if len(known) < len(counts):
+            # All ranks have equally many samples.
+            samples = sum(map(len, micro_batches))
+            return [len(batch) / samples for batch in micro_batches]
+        # Tensors, because reading them would wait for the device.
+        own = torch.stack(known).double()
+        total = own.sum()
+        self.strategy.all_reduce_(total)
+        # If all labels of a step are ignored, its losses are 0 already.
+        return (own * self.strategy.ranks / total.where(total > 0, 1)).float()
+
     def autocast(self) -> AbstractContextManager[object]:
         """Return the context in which forward passes run at the precision of the settings."""
-        if self.training.precision == "fp32":
-            return nullcontext()
-        return torch.autocast(torch.device(self.device).type, AUTOCAST[self.training.precision])
-
-    @contextmanager
-    def ema_weights(self) -> Iterator[torch.nn.Module]:
-        """Give the module with the weights to evaluate and keep: the average's, if there is one."""
-        with self.ema.applied() if self.ema else nullcontext():
-            yield self.module
+        return autocast(self.training, self.device)
 
     def tensors(self) -> dict[str, Tensors]:
         """Return this process's part of a checkpoint's tensors, not copied."""
@@ -170,3 +165,10 @@ class TrainState:
         if self.ema:
             weights["average"] = self.ema.tensors()
         return weights
+
+
+def autocast(training: Training, device: str) -> AbstractContextManager[object]:
+    """Return torch's autocast at the precision of the settings; at fp32 a context of no effect."""
+    if training.precision == "fp32":
+        return nullcontext()
+    return torch.autocast(torch.device(device).type, AUTOCAST[training.precision])

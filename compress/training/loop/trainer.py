@@ -1,13 +1,9 @@
-"""The training loop that every process runs, from the first checkpoint to the last.
-
-``train`` runs epochs, an epoch runs ``TrainState.train_step``, and every epoch ends with an
-evaluation and a checkpoint.
-"""
+"""The training loop that every process runs: epochs of steps, each with metric and checkpoint."""
 
 from __future__ import annotations
 
 import math
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from fractions import Fraction
 from functools import partial
 from itertools import islice
@@ -28,13 +24,14 @@ from compress.training.checkpoint.metadata import (
 from compress.training.distributed.sampler import share_of_epoch
 from compress.training.loop.checkpoint_manager import CheckpointManager
 from compress.training.loop.cuda_prefetch import on_device
-from compress.training.loop.early_stopping import count_plateaus, is_better, is_finished
+from compress.training.loop.early_stopping import is_better, is_finished
 from compress.training.loop.evaluation import evaluate
 from compress.training.loop.step_metrics import LossMeter, is_constant, recording_metrics
-from compress.training.loop.train_state import TrainState
+from compress.training.loop.train_state import SMALLEST_LOSS_SCALE, TrainState
 from compress.training.objectives.objective import attach_
 from compress.training.objectives.weight_constraint import step_context_for
-from compress.training.optim.optimizer import learning_rate
+from compress.training.optim.compile import matmul_precision
+from compress.training.optim.lr_scheduler import Schedule
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -43,41 +40,49 @@ if TYPE_CHECKING:
     from compress.training.checkpoint.metadata import LossSum
     from compress.training.distributed.base import Strategy
     from compress.training.loop.job import Job
-    from compress.training.loop.step_metrics import EpochMetrics, StepMetrics
+    from compress.training.loop.step_metrics import StepMetrics, TrainingRecord
 
 
-def train(job: Job, strategy: Strategy, on_epoch: Callable[[EpochMetrics], None]) -> None:
+def train(job: Job, strategy: Strategy, on_record: Callable[[TrainingRecord], None]) -> None:
     """Train from the newest checkpoint on, or from the start; the last checkpoint is the result.
 
-    Args:
-        job: what to train.
-        strategy: how the processes share the work.
-        on_epoch: called by the main process when an epoch's checkpoint is on disk, from a thread.
-
-    Raises:
-        StageFailed: the loss is not finite, there is nothing to train or to evaluate, or a
-            checkpoint cannot be written.
+    The main process calls ``on_record`` every `Job.record_every` steps, and when an epoch's
+    checkpoint is on disk.
     """
     training = job.training
     with (
         cpu_threads(job.threads),
+        matmul_precision(training),
         job.data.keep_workers(),
         seeded(job.seed, job.device),
         recording_metrics(job, strategy) as metrics,
     ):
+        # The first read forks the data workers: before NCCL runs, beside which a fork may hang.
+        for name in job.data.datasets.keys() & {"train", "val"}:
+            list(job.data.read(name, (), 1))
         module = strategy.load(EagerModel.from_directory(job.start), job.device)
         loss = job.objective.prepare(job.device)
+        # Its hooks and parameters must be there before the module is compiled and wrapped.
         attach_(loss, module, job.example_batch)
         step_context = step_context_for(job.constraint, module, job.total_steps)
-        state = TrainState.create(
+        state = TrainState(
             module, loss, training, strategy, job.device, job.example_batch, step_context
         )
         with CheckpointManager(job.folder, training.checkpoints, strategy) as manager:
-            progress = manager.resume(state, job.trusted) or _initial_progress(job, state)
+            progress = manager.resume(state, job.trusted)
+            if progress is None:
+                progress = TrainProgress()
+                if job.accept_start:
+                    metric = evaluate(job, module, strategy)
+                    start = Epoch(epoch=0, loss=None, metric=metric, learning_rate=None)
+                    progress = TrainProgress(history=(start,), kept=start)
+            schedule = Schedule(state.optimizer, training, job.steps_per_epoch, job.metric)
+            schedule.fast_forward(progress.history, progress.steps)
             while not is_finished(training, progress.history, job.metric):
-                progress = _train_epoch(state, job, progress, manager, metrics)
+                progress = _train_epoch(state, job, progress, manager, metrics, schedule, on_record)
+                schedule.finish_epoch(progress.history[-1])
                 step = progress.trained_epochs * job.steps_per_epoch
-                report = partial(on_epoch, metrics.of_epoch(progress.history[-1]))
+                report = partial(on_record, metrics.of_epoch(progress.history[-1]))
                 manager.save(step, progress, state, report)
             manager.wait()
 
@@ -88,29 +93,38 @@ def _train_epoch(
     progress: TrainProgress,
     manager: CheckpointManager,
     metrics: StepMetrics,
+    schedule: Schedule,
+    on_record: Callable[[TrainingRecord], None],
 ) -> TrainProgress:
-    """Train the rest of an epoch, evaluate it, and return the progress after it.
-
-    Raises:
-        StageFailed: the loss is not finite in a step or, with ``on_nan: skip``, in all steps.
-    """
+    """Train the rest of an epoch, evaluate it, and return the progress after it."""
     training, strategy = job.training, state.strategy
+    every = training.checkpoints.every_steps
     epoch, steps, rate = progress.trained_epochs + 1, job.steps_per_epoch, 0.0
-    plateaus = count_plateaus(progress.history, job.metric, training.epochs_per_reduction)
     losses = LossMeter(progress.losses)
     state.wrapped.train()
     remaining_steps = metrics.timed(_micro_batches(job, strategy, epoch, progress.steps))
     for index, micro_batches in enumerate(remaining_steps, progress.steps):
         step = (epoch - 1) * steps + index
-        rate = learning_rate(training, step, job.total_steps, plateaus)
+        rate = schedule.learning_rate
+        schedule.apply_()
         # Every step has its own seed: a run resumed at any step draws what it would have drawn.
         reseed(derive_seed(job.seed, epoch, strategy.rng_stream, index), job.device)
-        loss = state.train_step(micro_batches, rate, step)
+        is_recorded = job.record_every is not None and (step + 1) % job.record_every == 0
+        loss = state.train_step(micro_batches, step, measure_norm=is_recorded)
+        schedule.step()
         losses.add(loss)
-        if not math.isfinite(loss) and training.on_nan == "stop":
-            manager.wait_for_write()
+        # In fp16 a loss that overflows lowers the loss scale first.
+        stops = training.on_nan == "stop" and training.precision != "fp16"
+        if (stops and not math.isfinite(loss)) or state.loss_scale < SMALLEST_LOSS_SCALE:
+            manager.wait_for_write()  # the message names the last checkpoint on disk
             raise StageFailed(_explain_loss(job, loss, epoch, index + 1, rate, micro_batches))
-        if manager.due(index + 1) and index + 1 < steps:
+        if is_recorded:
+            record = metrics.of_step(epoch, step + 1, loss, rate, state.gradient_norm)
+            if strategy.is_main:
+                on_record(record)
+        manager.notify_if_written()
+        # The checkpoint after the last step is that of the epoch, with its metric.
+        if every and (index + 1) % every == 0 and index + 1 < steps:
             changed = {"steps": index + 1, "losses": losses.over_all(strategy)}
             manager.save(step + 1, _updated(progress, state, **changed), state)
     summed = losses.over_all(strategy)
@@ -123,18 +137,11 @@ def _micro_batches(
     job: Job, strategy: Strategy, epoch: int, first_step: int
 ) -> Iterator[list[Batch]]:
     """Yield this rank's micro-batches for each step of an epoch, from a step on."""
-    training = job.training
-    share = share_of_epoch(
-        job.train_samples,
-        training.batch_size,
-        job.seed,
-        epoch,
-        strategy.rank,
-        strategy.ranks,
-        job.data.lengths("train"),
-    )
-    rank_batch = training.batch_size // strategy.ranks
-    seed = derive_seed(job.seed, epoch, strategy.rank)
+    training, rank, ranks = job.training, strategy.rank, strategy.ranks
+    samples, lengths = job.train_samples, job.data.lengths("train")
+    share = share_of_epoch(samples, training.batch_size, job.seed, epoch, rank, ranks, lengths)
+    rank_batch = training.batch_size // ranks
+    seed = derive_seed(job.seed, epoch)
     micro_batch = rank_batch // training.accumulate
     read = job.data.read("train", share, micro_batch, seed, first=first_step * rank_batch)
     batches = on_device(read, job.device)
@@ -142,32 +149,17 @@ def _micro_batches(
         yield step
 
 
-def _initial_progress(job: Job, state: TrainState) -> TrainProgress:
-    """Return the progress before epoch 1; with `accept_start` the input model is epoch 0."""
-    if not job.accept_start:
-        return TrainProgress()
-    metric = evaluate(job, state.module, state.strategy)
-    start = Epoch(epoch=0, loss=None, metric=metric, learning_rate=None)
-    return TrainProgress(history=(start,), kept=start)
-
-
 def _finish_epoch(
     job: Job, progress: TrainProgress, state: TrainState, losses: LossSum, rate: float, taken: int
 ) -> TrainProgress:
-    """Evaluate the weights after an epoch and add the epoch to the progress.
+    """Evaluate the weights after an epoch and add the epoch to the progress before it.
 
-    Args:
-        job: what is trained.
-        progress: the progress before the epoch.
-        state: the state after the epoch.
-        losses: the losses of its steps, over all processes.
-        rate: the learning rate of its last step.
-        taken: steps that this process took in it; fewer than all where it was resumed.
+    ``rate`` is that of its last step; ``taken`` steps are fewer than all where it was resumed.
     """
     number = progress.trained_epochs + 1
     try:
-        with state.ema_weights() as module:
-            metric = evaluate(job, module, state.strategy)
+        with state.ema.applied() if state.ema else nullcontext():
+            metric = evaluate(job, state.module, state.strategy)
     except StageFailed as error:
         raise StageFailed(f"after epoch {number}, at learning rate {rate:.3g}: {error}") from error
     epoch = Epoch(
@@ -207,6 +199,11 @@ def _explain_loss(
         )
     intact = checkpoints(job.folder)
     last = f"; the last good checkpoint is {intact[-1]}" if intact else ""
+    if job.training.precision == "fp16":
+        return (
+            f"{where}, at learning rate {rate:.3g}, and fp16 overflows even where the loss is not "
+            f"scaled up; use precision: bf16, lower learning_rate or set clip_norm{last}"
+        )
     return (
         f"{where}, at learning rate {rate:.3g}; "
         f"lower learning_rate, set clip_norm or on_nan: skip{last}"

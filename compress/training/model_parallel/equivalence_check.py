@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +15,7 @@ from compress.common.forward import flatten_outputs
 from compress.common.tensor_difference import largest_difference, largest_finite
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from torch import nn
 
@@ -38,15 +40,32 @@ class ReferenceRun:
 
     @classmethod
     def record(cls, module: nn.Module, inputs: Sequence[torch.Tensor]) -> ReferenceRun:
-        """Run the whole module forward and backward; it is set to eval mode."""
-        outputs = forward_and_backward(module, inputs)
-        gradients = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
-        norms = {name: float(gradient.norm()) for name, gradient in gradients.items()}
-        sketches = take_gradient_sketches_(module)
+        """Run the whole module forward and backward; it is set to eval mode.
+
+        Each gradient is freed as soon as it is known: all of them would take as much memory as the
+        weights.
+        """
+        sketches: dict[str, torch.Tensor] = {}
+        norms: dict[str, float] = {}
+
+        def keep_sketch_(name: str, weight: torch.Tensor) -> None:
+            assert weight.grad is not None
+            sketches[name] = gradient_sketch(weight.grad)
+            norms[name] = float(weight.grad.norm())
+            weight.grad = None
+
+        with ExitStack() as stack:
+            for name, weight in module.named_parameters():
+                if weight.requires_grad:
+                    hook = partial(keep_sketch_, name)
+                    handle = weight.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                    stack.callback(handle.remove)
+            outputs = forward_and_backward(module, inputs)
         return cls(tuple(inputs), outputs, sketches, norms)
 
     def output_mismatch(self, outputs: Sequence[torch.Tensor]) -> str:
         """Describe how outputs differ from the whole model's; empty if they agree."""
+        # The number is compared last: the first output that differs says more.
         for number, (own, expected) in enumerate(zip(outputs, self.outputs, strict=False)):
             if own.shape != expected.shape:
                 return f"output {number} has shape {list(own.shape)}, not {list(expected.shape)}"
@@ -69,13 +88,38 @@ class ReferenceRun:
         return bool(((sketch - expected).abs() <= margin).all())
 
 
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """Compute fp32 products without TF32 or bf16 inside the block.
+
+    CUDA rounds the factors of convolutions to ten bits by default, and those of matrices where
+    ``torch.set_float32_matmul_precision`` allows it: errors of the size that the check looks for.
+    """
+    cudnn: Any = torch.backends.cudnn
+    onednn: Any = torch.backends.mkldnn
+    operators: list[Any] = [
+        torch.backends.cuda.matmul,
+        *(cudnn.conv, cudnn.rnn),
+        *(onednn.matmul, onednn.conv, onednn.rnn),
+    ]
+    before = [operator.fp32_precision for operator in operators]
+    for operator in operators:
+        operator.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        for operator, precision in zip(operators, before, strict=True):
+            operator.fp32_precision = precision
+
+
 def forward_and_backward(
     module: nn.Module, inputs: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
     """Return a module's outputs and compute gradients in place; it is set to eval mode."""
     module.eval()
-    outputs = flatten_outputs(module(*inputs))
-    torch.autograd.backward(probing_loss(outputs))
+    with full_precision():
+        outputs = flatten_outputs(module(*inputs))
+        torch.autograd.backward(probing_loss(outputs))
     return tuple(output.detach() for output in outputs)
 
 
@@ -95,12 +139,16 @@ def take_gradient_sketches_(module: nn.Module) -> dict[str, torch.Tensor]:
     sketches = {}
     for name, weight in module.named_parameters():
         if weight.grad is not None:
-            full = weight.grad.full_tensor() if isinstance(weight.grad, DTensor) else weight.grad
-            flat = full.detach().flatten().double()
-            sums = [(flat * _pattern(len(flat), flat, *wave)).sum() for wave in WAVES]
-            sketches[name] = torch.stack(sums).cpu()
+            sketches[name] = gradient_sketch(weight.grad)
             weight.grad = None
     return sketches
+
+
+def gradient_sketch(gradient: torch.Tensor) -> torch.Tensor:
+    """Return two weighted sums over a gradient, the full one where this process has a slice."""
+    full = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+    flat = full.detach().flatten().double()
+    return torch.stack([(flat * _pattern(len(flat), flat, *wave)).sum() for wave in WAVES]).cpu()
 
 
 def true_on_all_ranks(condition: bool) -> bool:

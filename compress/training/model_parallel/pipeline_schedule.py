@@ -3,14 +3,13 @@
 After Huang et al., "GPipe" (2019), and Narayanan et al., "PipeDream" (2019) and "Efficient
 Large-Scale Language Model Training on GPU Clusters" (2021). The schedules are torch's own.
 
-A part of the model runs the model's own ``forward`` from the module where the part starts to the
-one where the next part starts. Nothing is traced: Python control flow, dropout, activation
-checkpointing and names of weights stay as they are.
+A part runs the model's own ``forward`` from the module where it starts to the one where the next
+part starts. Nothing is traced: control flow, dropout and names of weights stay as they are.
 """
 
 from __future__ import annotations
 
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,22 +24,24 @@ from torch.distributed.pipelining import (
 )
 
 from compress.common.errors import StageFailed
-from compress.common.forward import flatten_outputs
+from compress.common.forward import flatten_outputs, preserve_modes
 from compress.data.batch import Batch
 from compress.training.model_parallel.equivalence_check import (
-    ReferenceRun,
     first_and_count,
+    full_precision,
     probing_loss,
     take_gradient_sketches_,
     true_on_all_ranks,
 )
-from compress.training.model_parallel.pipeline_split import Partition, find_tensor, strip_
+from compress.training.model_parallel.pipeline_split import find_tensor, strip_
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
-    from compress.training.config.parallel import Parallel, PipelineParallel
+    from compress.training.config.parallel import PipelineParallel
+    from compress.training.model_parallel.equivalence_check import ReferenceRun
+    from compress.training.model_parallel.pipeline_split import Partition
     from compress.training.objectives.objective import LossFunction
 
 SCHEDULES: dict[str, Any] = {
@@ -49,12 +50,11 @@ SCHEDULES: dict[str, Any] = {
     "interleaved_1f1b": ScheduleInterleaved1F1B,
 }
 
-
 ShapeDtype = tuple[torch.Size, torch.dtype]
 
 
-class LocalParts:
-    """The parts of a module that this process runs.
+class PipelineRunner:
+    """Runs the parts of a module that this process has.
 
     The module itself stays callable: a call runs all parts, in all processes of the pipeline, and
     gives the outputs in each of them.
@@ -68,6 +68,13 @@ class LocalParts:
         group: dist.ProcessGroup,
     ) -> None:
         """Remove the weights of all other parts from a module, and replace its ``forward``."""
+        stages_of = {
+            name: {part % settings.stages for part in partition.weights[name]}
+            for name, weight in module.named_parameters()
+            if weight.requires_grad
+        }
+        self.tied_stages = {name: users for name, users in stages_of.items() if len(users) > 1}
+        """The stages of each trained weight that several of them use."""
         self.module, self.partition, self.settings, self.group = module, partition, settings, group
         self.stage = dist.get_rank(group)
         self.own = list(range(self.stage, settings.parts, settings.stages))
@@ -76,7 +83,13 @@ class LocalParts:
         """Context of forward passes in training (autocast)."""
         self.output_specs: list[list[ShapeDtype]] = []
         """Shapes and dtypes of each part's outputs in the latest run of all parts."""
-        self.handles: list[Any] = []
+        self.schedule: Any = None
+        self.shapes: list[torch.Size] = []
+        """Shapes of the inputs for which `schedule` was built."""
+        self.batches: list[Batch] = []
+        self.weights: Sequence[float] | torch.Tensor = ()
+        """What the mean loss of each micro-batch is multiplied by."""
+        self.loss: LossFunction | None = None
         self.requested: tuple[int, torch.Tensor | None] | None = None
         """The one part that the next call of the module runs, and its input; None for all parts."""
         self.running: int | None = None
@@ -89,21 +102,15 @@ class LocalParts:
             block = module.get_submodule(name)
             block.forward = partial(self._block_forward, block.forward, part, rest)
 
-    def register_hooks(self) -> None:
-        """Register forward hooks on the modules with which parts start."""
-        for number, name in enumerate(self.partition.split_points, 1):
-            part = self.module.get_submodule(name)
-            hook = partial(self._at_split_point, number)
-            handle = part.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
-            self.handles.append(handle)
-
-    @contextmanager
-    def hooks_registered(self) -> Iterator[None]:
-        """Register the hooks inside the block."""
-        self.register_hooks()
-        yield
-        while self.handles:
-            self.handles.pop().remove()
+    def register_hooks(self) -> list[Any]:
+        """Register forward hooks on the modules with which parts start; return their handles."""
+        return [
+            # Prepended: where a part ends, FSDP's hook must not gather a module that will not run.
+            self.module.get_submodule(name).register_forward_pre_hook(
+                partial(self._at_split_point, number), with_kwargs=True, prepend=True
+            )
+            for number, name in enumerate(self.partition.split_points, 1)
+        ]
 
     def run_part(
         self, part: int, hidden: torch.Tensor | None, inputs: Sequence[torch.Tensor]
@@ -118,19 +125,18 @@ class LocalParts:
 
     def infer_shapes(self, inputs: Sequence[torch.Tensor]) -> None:
         """Run all parts once to record `output_specs`; modes and random numbers stay as before."""
-        modes = [(part, part.training) for part in self.module.modules()]
         devices = [self.device] if self.device.type == "cuda" else []
-        self.module.eval()
-        with torch.no_grad(), torch.random.fork_rng(devices=devices):
+        with (
+            preserve_modes(self.module),
+            torch.no_grad(),
+            torch.random.fork_rng(devices=devices),
+        ):
+            self.module.eval()
             self._run_all(self.run_part, inputs)
-        for part, training in modes:
-            part.training = training
 
     def without_split_points(self, blocks: Sequence[nn.Module]) -> list[nn.Module]:
-        """Return the blocks in which no part ends, which FSDP may wrap.
-
-        The forward of the others is left by an exception, after which FSDP's hooks do not run.
-        """
+        """Return the blocks in which no part ends, which FSDP may wrap."""
+        # The forward of the others is left by an exception, after which FSDP's hooks do not run.
         starts = {self.module.get_submodule(name) for name in self.partition.split_points}
         return [block for block in blocks if not starts & (set(block.modules()) - {block})]
 
@@ -150,19 +156,16 @@ class LocalParts:
             if part in self.own:
                 out = run(part, tensors[0] if tensors else None, inputs)
                 tensors = [out] if isinstance(out, torch.Tensor) else list(out)
-            tensors = self._broadcast(tensors, part % self.settings.stages)
-            self.output_specs.append([(tensor.shape, tensor.dtype) for tensor in tensors])
-        return tensors
-
-    def _broadcast(self, tensors: list[torch.Tensor], source: int) -> list[torch.Tensor]:
-        """Return one stage's tensors in all stages."""
-        specs: list[Any] = [[(tensor.shape, tensor.dtype) for tensor in tensors]]
-        dist.broadcast_object_list(specs, group=self.group, group_src=source)
-        if self.stage != source:
-            tensors = [torch.empty(s, dtype=d, device=self.device) for s, d in specs[0]]
-        tensors = [tensor.detach().contiguous() for tensor in tensors]
-        for tensor in tensors:
-            dist.broadcast(tensor, group=self.group, group_src=source)
+            source = part % self.settings.stages
+            # Receivers must allocate: only the process that ran the part knows the shapes.
+            specs: list[Any] = [[(tensor.shape, tensor.dtype) for tensor in tensors]]
+            dist.broadcast_object_list(specs, group=self.group, group_src=source)
+            if self.stage != source:
+                tensors = [torch.empty(s, dtype=d, device=self.device) for s, d in specs[0]]
+            tensors = [tensor.detach().contiguous() for tensor in tensors]
+            for tensor in tensors:
+                dist.broadcast(tensor, group=self.group, group_src=source)
+            self.output_specs.append(specs[0])
         return tensors
 
     def _run(self, part: int, hidden: torch.Tensor | None, inputs: Sequence[torch.Tensor]) -> Any:
@@ -197,74 +200,60 @@ class LocalParts:
             return args, {**kwargs, place: self.hidden}
         return (*args[:place], self.hidden, *args[place + 1 :]), kwargs
 
-
-class PipelineRunner(LocalParts):
-    """Runs training steps of the model parts that this process has."""
-
-    def __init__(
-        self,
-        module: nn.Module,
-        partition: Partition,
-        settings: PipelineParallel,
-        group: dist.ProcessGroup,
-    ) -> None:
-        """Remove the weights of all other parts from a module, in place."""
-        self.tied_stages = _tied_stages(module, partition, settings.stages)
-        super().__init__(module, partition, settings, group)
-        self.schedule: Any = None
-        self.shapes: list[torch.Size] = []
-        """Shapes of the inputs for which `schedule` was built."""
-        self.batches: list[Batch] = []
-        self.loss: LossFunction | None = None
+    def split(self, batch: Batch) -> list[Batch]:
+        """Split a batch into the micro-batches of the schedule."""
+        return split_batch(batch, self.settings.microbatches)
 
     def step(
         self,
-        batch: Batch,
+        batches: list[Batch],
+        weights: Sequence[float] | torch.Tensor,
         loss: LossFunction,
         precision: Callable[[], AbstractContextManager[object]],
     ) -> float:
-        """Compute the gradients of a batch in place; return its mean loss in every process.
-
-        Args:
-            batch: this share's samples of the step.
-            loss: the loss function.
-            precision: gives the context of forward passes.
-        """
-        self.batches = split_batch(batch, self.settings.microbatches)
+        """Compute gradients in place; return the weighted sum of the micro-batches' mean losses."""
+        self.batches, self.weights = batches, weights
         self.loss, self.precision = loss, precision
         self._build_schedule([x.shape for x in self.batches[0].inputs])
-        numbers = torch.arange(len(self.batches), device=self.device)
+        # The schedule gets the numbers of micro-batches instead of inputs and targets: it gives
+        # inputs to the first part alone, and here each part runs the model's forward on all. They
+        # stay in main memory: reading one from a CUDA device would wait for all that it computes.
+        numbers = torch.arange(len(self.batches))
         losses: list[torch.Tensor] = []
         has_first, has_last = 0 in self.own, self.settings.parts - 1 in self.own
         try:
             self.schedule.step(
                 *[numbers][: int(has_first)],
                 number=numbers,
-                return_outputs=False,
+                return_outputs=False,  # the losses have read them
                 **({"target": numbers, "losses": losses} if has_last else {}),
             )
         except RuntimeError as error:
             # torch wraps errors in messages that print whole tensors.
             raise error.__cause__ or error from None
-        value = torch.tensor([sum(loss.item() for loss in losses)], dtype=torch.float64)
+        on_cpu = torch.stack(losses).tolist() if losses else []
+        value = torch.tensor([sum(on_cpu)], dtype=torch.float64)
         dist.broadcast(value, group=self.group, group_src=self.settings.stages - 1)
         return value.item()
 
     def check_equivalence(self, reference: ReferenceRun) -> None:
-        """Compare outputs and gradients with the whole model's.
-
-        Raises:
-            StageFailed: they differ.
-        """
-        with torch.no_grad():
+        """Refuse a division whose outputs or gradients differ from the whole model's."""
+        handles = self.register_hooks()
+        with torch.no_grad(), full_precision():
             outputs = flatten_outputs(self.module.eval()(*reference.inputs))
         wrong = reference.output_mismatch(outputs)
         if true_on_all_ranks(not wrong):
-            self.step(Batch(reference.inputs, None), lambda out, _: probing_loss(out), nullcontext)
+            batches = self.split(Batch(reference.inputs, None))
+            weights = [1 / len(batches)] * len(batches)
+            with full_precision():
+                self.step(batches, weights, lambda out, _: probing_loss(out), nullcontext)
             self.sum_tied_gradients_(dict(self.module.named_parameters()))
             names = reference.mismatched_gradients(take_gradient_sketches_(self.module))
             wrong = f"the gradient of {first_and_count(names)} differs" if names else ""
             self.shapes = []  # training may use another precision, and so other dtypes
+        # FSDP must register its own hooks first.
+        for handle in handles:
+            handle.remove()
         if not true_on_all_ranks(not wrong):
             raise StageFailed(
                 "parallel.pipeline: divided into stages the model does not compute what the whole "
@@ -295,19 +284,6 @@ class PipelineRunner(LocalParts):
             if name in weights:
                 weight.grad = total
 
-    def require_supported_ties(self, parallel: Parallel) -> None:
-        """Refuse sharded weights that several stages use: their gradients cannot be summed.
-
-        Raises:
-            StageFailed: there are such weights.
-        """
-        if self.tied_stages and (parallel.sharding_mode or parallel.tensor > 1):
-            raise StageFailed(
-                f"parallel.pipeline: several stages use the weight "
-                f"{first_and_count(self.tied_stages)}, which works with strategy: ddp, and without "
-                "tensor"
-            )
-
     def _build_schedule(self, shapes: list[torch.Size]) -> None:
         """Build the schedule, unless the present one is for the same input shapes."""
         if shapes == self.shapes:
@@ -327,28 +303,28 @@ class PipelineRunner(LocalParts):
             )
             for part in self.own
         ]
+
+        def micro_batch_loss(outputs: Any, number: torch.Tensor) -> torch.Tensor:
+            assert self.loss is not None
+            index = int(number)
+            with self.precision():
+                loss = self.loss(flatten_outputs(outputs), self.batches[index])
+            return loss * self.weights[index]
+
         interleaved = self.settings.schedule == "interleaved_1f1b"
         self.schedule = SCHEDULES[self.settings.schedule](
             stages if interleaved else stages[0],
             self.settings.microbatches,
-            loss_fn=self._micro_batch_loss,
-            scale_grads=False,
+            loss_fn=micro_batch_loss,
+            scale_grads=False,  # the losses are weighted already
         )
         self.shapes = shapes
-
-    def _micro_batch_loss(self, outputs: Any, number: torch.Tensor) -> torch.Tensor:
-        assert self.loss is not None
-        with self.precision():
-            batch = self.batches[int(number)]
-            loss = self.loss(flatten_outputs(outputs), batch)
-        return loss / len(self.batches)
 
 
 class PartModule(nn.Module):
     """One part as the module that torch's schedule calls; its weights stay the whole module's."""
 
     def __init__(self, runner: PipelineRunner, part: int) -> None:
-        """Refer to the part of a number."""
         super().__init__()
         self.runner, self.part = runner, part
 
@@ -364,11 +340,7 @@ def _empty(spec: ShapeDtype, device: torch.device) -> torch.Tensor:
 
 
 def split_batch(batch: Batch, parts: int) -> list[Batch]:
-    """Split a batch into micro-batches of equal size.
-
-    Raises:
-        StageFailed: the samples do not divide.
-    """
+    """Split a batch into micro-batches of equal size, or refuse one that does not divide."""
     if len(batch) % parts:
         raise StageFailed(
             f"parallel.pipeline: {len(batch)} samples do not divide into {parts} micro-batches"
@@ -380,21 +352,9 @@ def split_batch(batch: Batch, parts: int) -> list[Batch]:
     return [Batch(*fields) for fields in zip(inputs, targets, taught, strict=True)]
 
 
-def _tied_stages(module: nn.Module, partition: Partition, stages: int) -> dict[str, set[int]]:
-    """Return the stages of each trained weight that several of them use."""
-    stages_of = {
-        name: {part % stages for part in partition.weights[name]}
-        for name, weight in module.named_parameters()
-        if weight.requires_grad
-    }
-    return {name: users for name, users in stages_of.items() if len(users) > 1}
-
-
 class _PartEnd(Exception):
-    """Ends the model's forward where the next part starts.
+    """Ends the model's forward where the next part starts."""
 
-    An exception, because this is the model's own code, in the midst of which nothing else returns.
-    """
-
+    # An exception, because nothing else returns from the midst of the model's own code.
     def __init__(self, hidden: torch.Tensor) -> None:
         self.hidden = hidden

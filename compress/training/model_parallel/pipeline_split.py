@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,20 +41,11 @@ class Partition:
     """Blocks whose output has the shape of their input, and so can be skipped: their part, and the
     further values that they return in a tuple (None: they return the tensor alone)."""
 
-    @property
-    def parts(self) -> int:
-        """Number of parts."""
-        return len(self.split_points) + 1
-
 
 def split_into_parts(
     module: nn.Module, pipeline: PipelineParallel, inputs: Sequence[torch.Tensor]
 ) -> Partition:
-    """Divide a module as the settings say: at `split`, or evenly between repeated blocks.
-
-    Raises:
-        StageFailed: there are no such modules or too few blocks, or they are not called in order.
-    """
+    """Divide a module as the settings say: at `split`, or evenly between repeated blocks."""
     names = {id(part): name for name, part in module.named_modules()}
     try:
         blocks = [names[id(block)] for block in repeated_blocks(module, NO_BLOCKS)]
@@ -73,27 +65,26 @@ def split_into_parts(
             f"parallel.pipeline: {len(blocks)} repeated blocks do not fill {pipeline.parts} parts; "
             "lower pipeline.stages, or name modules in pipeline.split"
         )
-    even = (
-        [blocks[len(blocks) * k // pipeline.parts] for k in range(1, pipeline.parts)]
-        if blocks
-        else []
-    )
-    return _TracedRun(module, list(pipeline.split) or even, blocks).partition(inputs)
+    split_points = list(pipeline.split) or [
+        blocks[len(blocks) * k // pipeline.parts] for k in range(1, pipeline.parts)
+    ]
+    return _TracedRun(module, split_points, blocks).partition(inputs)
 
 
 def strip_(module: nn.Module, partition: Partition, own: Iterable[int]) -> None:
-    """Remove the weights and buffers of all other parts, in place.
-
-    Modules before this process's first block still run, on zeros that take no memory; their results
-    are not used.
-    """
+    """Remove the weights and buffers of all other parts, in place."""
     parts = set(own)
     for prefix, part in module.named_modules():
         for name, weight in list(part._parameters.items()):
             path = f"{prefix}.{name}".lstrip(".")
             if weight is not None and not partition.weights[path] & parts:
                 del part._parameters[name]
-                setattr(part, name, _zeros_like(weight))
+                # Modules before this process's first block still run, on zeros that take no memory;
+                # their results are not used.
+                zeros = torch.zeros_like(weight).detach()
+                if type(weight.data) is torch.Tensor:  # not for a DTensor, which has a placement
+                    zeros = weight.detach().new_zeros(()).expand(weight.shape)
+                setattr(part, name, zeros)
         for name, buffer in list(part._buffers.items()):
             path = f"{prefix}.{name}".lstrip(".")
             if buffer is not None and not partition.buffers[path] & parts:
@@ -102,14 +93,8 @@ def strip_(module: nn.Module, partition: Partition, own: Iterable[int]) -> None:
 
 
 def find_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str | int, torch.Tensor]:
-    """Find the first floating-point tensor of a call, `hidden_states` first among keywords.
-
-    Returns:
-        Its position or keyword, and the tensor.
-
-    Raises:
-        StageFailed: there is none.
-    """
+    """Return a call's first floating-point tensor, after its position or keyword."""
+    # `hidden_states` is transformers' name of what flows from block to block.
     places: list[tuple[str | int, Any]] = [
         *enumerate(args),
         *sorted(kwargs.items(), key=lambda e: e[0] != "hidden_states"),
@@ -139,62 +124,52 @@ class _TracedRun:
             for weight, was in trained:
                 weight.requires_grad_(True)
                 stack.callback(weight.requires_grad_, was)
-            for handle in self._hooks():
+            for number, name in enumerate(self.result.split_points):
+                part = self.module.get_submodule(name)
+                before_part = partial(self._at_split_point, number, name)
+                handle = part.register_forward_pre_hook(before_part, with_kwargs=True)
                 stack.callback(handle.remove)
+            for name in self.blocks:
+                block = self.module.get_submodule(name)
+                after_block = partial(self._after_block, name)
+                handle = block.register_forward_hook(after_block, with_kwargs=True)
+                stack.callback(handle.remove)
+            for name, part in self.module.named_modules():
+                if part._buffers:
+                    handle = part.register_forward_pre_hook(partial(self._use_buffers, name))
+                    stack.callback(handle.remove)
             with torch.enable_grad():
                 outputs = flatten_outputs(self.module.eval()(*inputs))
             self._assign([o.grad_fn for o in outputs if o.grad_fn is not None])
         return self.result
 
-    def _hooks(self) -> Iterable[Any]:
-        for number, name in enumerate(self.result.split_points):
-            part = self.module.get_submodule(name)
-            yield part.register_forward_pre_hook(
-                self._split_point_hook(number, name), with_kwargs=True
+    def _at_split_point(self, number: int, name: str, part: nn.Module, args: Any, kw: Any) -> None:
+        if len(self.split_nodes) != number:
+            raise StageFailed(
+                f"parallel.pipeline: {name!r} is called twice or before an earlier part; "
+                "name modules that are called once, in order, in pipeline.split"
             )
-        for name in self.blocks:
-            block = self.module.get_submodule(name)
-            yield block.register_forward_hook(self._block_hook(name), with_kwargs=True)
-        for name, part in self.module.named_modules():
-            if part._buffers:
-                yield part.register_forward_pre_hook(self._buffer_hook(name))
+        self.split_nodes.append(find_tensor(args, kw)[1].grad_fn)
 
-    def _split_point_hook(self, number: int, name: str) -> Any:
-        def hook(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if len(self.split_nodes) != number:
-                raise StageFailed(
-                    f"parallel.pipeline: {name!r} is called twice or before an earlier part; "
-                    "name modules that are called once, in order, in pipeline.split"
-                )
-            self.split_nodes.append(find_tensor(args, kwargs)[1].grad_fn)
+    def _after_block(self, name: str, part: nn.Module, args: Any, kw: Any, out: Any) -> None:
+        hidden = find_tensor(args, kw)[1]
+        first, *rest = out if isinstance(out, tuple) and out else (out,)
+        one_tensor = not any(isinstance(value, torch.Tensor) for value in rest)
+        if isinstance(first, torch.Tensor) and first.shape == hidden.shape and one_tensor:
+            structure = tuple(rest) if isinstance(out, tuple) else None
+            self.result.blocks[name] = (len(self.split_nodes), structure)
 
-        return hook
-
-    def _block_hook(self, name: str) -> Any:
-        def hook(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-            hidden = find_tensor(args, kwargs)[1]
-            first, *rest = out if isinstance(out, tuple) and out else (out,)
-            one_tensor = not any(isinstance(value, torch.Tensor) for value in rest)
-            if isinstance(first, torch.Tensor) and first.shape == hidden.shape and one_tensor:
-                structure = tuple(rest) if isinstance(out, tuple) else None
-                self.result.blocks[name] = (len(self.split_nodes), structure)
-
-        return hook
-
-    def _buffer_hook(self, name: str) -> Any:
-        def hook(part: nn.Module, args: Any) -> None:
-            self.buffer_users.setdefault(name, set()).add(len(self.split_nodes))
-
-        return hook
+    def _use_buffers(self, name: str, part: nn.Module, args: Any) -> None:
+        self.buffer_users.setdefault(name, set()).add(len(self.split_nodes))
 
     def _assign(self, ends: list[Any]) -> None:
         """Assign each weight to the parts between whose start and end it is used."""
         if len(self.split_nodes) != len(self.result.split_points):
             missing = self.result.split_points[len(self.split_nodes)]
             raise StageFailed(f"parallel.pipeline: {missing!r} is never called")
-        every, last = set(range(self.result.parts)), self.result.parts - 1
+        every, last = range(len(self.split_nodes) + 1), len(self.split_nodes)
         users: dict[int, set[int]] = {}
-        for part in range(self.result.parts):
+        for part in every:
             start = self.split_nodes[part - 1] if part else None
             stops = [self.split_nodes[part]] if part < last else ends
             for weight in _weights_between(start, stops):
@@ -202,7 +177,7 @@ class _TracedRun:
         for name, weight in self.module.named_parameters(remove_duplicate=False):
             self.result.weights[name] = users.get(id(weight), {last})
         for name, _ in self.module.named_buffers(remove_duplicate=False):
-            self.result.buffers[name] = self.buffer_users.get(name.rpartition(".")[0], every)
+            self.result.buffers[name] = self.buffer_users.get(name.rpartition(".")[0], set(every))
 
 
 def _weights_between(start: Any, ends: list[Any]) -> list[torch.Tensor]:
@@ -217,9 +192,3 @@ def _weights_between(start: Any, ends: list[Any]) -> list[torch.Tensor]:
             weights.append(node.variable)
         pending += [before for before, _ in node.next_functions if before is not None]
     return weights
-
-
-def _zeros_like(weight: torch.Tensor) -> torch.Tensor:
-    if type(weight.data) is not torch.Tensor:
-        return torch.zeros_like(weight).detach()
-    return weight.detach().new_zeros(()).expand(weight.shape)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,7 @@ from compress.training.model_parallel.equivalence_check import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
 
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -79,23 +79,32 @@ def apply_tensor_parallel_(
 ) -> list[str]:
     """Split a module's matrices over a mesh, in place, and check it against the whole module.
 
-    Returns:
-        The names of unsplit weights that each process uses only for its own heads or neurons: their
-        gradients must be summed over the mesh.
-
-    Raises:
-        StageFailed: the plan does not fit the module, or the result computes something else.
+    Returns the names of unsplit weights whose gradients must be summed over the mesh.
     """
     plan = tensor_parallel_plan(module, parallel)
     require_divisible(module, plan, parallel.tensor)
     candidates = _attributes_to_scale(module, plan)
-    _split_(module, plan, mesh)
+    styles: dict[str, ParallelStyle] = {
+        name: ColwiseParallel() if how == "column" else RowwiseParallel()
+        for name, how in plan.items()
+    }
+    trained = {name: weight.requires_grad for name, weight in module.named_parameters()}
+    parallelize_module(module, mesh, styles)
+    # torch's slices are new parameters, all of which require gradients.
+    for name, weight in module.named_parameters():
+        weight.requires_grad_(trained[name])
+    # In eval mode torch's fused transformer layers read the weights without calling the layers.
+    torch.backends.mha.set_fastpath_enabled(False)
     mismatches = []
     for attributes in candidates:
-        with _scaled_head_counts(attributes, parallel.tensor) as keep:
+        with ExitStack() as stack:
+            for part, attribute in attributes:
+                count = getattr(part, attribute)
+                stack.callback(setattr, part, attribute, count)
+                setattr(part, attribute, count // parallel.tensor)
             partial, mismatch = _compare(module, mesh, reference)
             if not mismatch:
-                keep()
+                stack.pop_all()  # the counts stay divided
                 return partial
             mismatches.append(mismatch)
     raise StageFailed(
@@ -106,12 +115,7 @@ def apply_tensor_parallel_(
 
 
 def tensor_parallel_plan(module: nn.Module, parallel: Parallel) -> dict[str, str]:
-    """Return `column` or `row` for the name of each linear layer to split.
-
-    Raises:
-        StageFailed: a pattern matches nothing, or something that is no linear layer; or no plan is
-            given and no layers with conventional names are found.
-    """
+    """Return `column` or `row` for the name of each linear layer to split."""
     if not parallel.tensor_plan:
         plan = dict(_conventional_plan(module))
         if not plan:
@@ -124,7 +128,14 @@ def tensor_parallel_plan(module: nn.Module, parallel: Parallel) -> dict[str, str
     for pattern, how in parallel.tensor_plan.items():
         names = [name for name, _ in module.named_modules() if name and fnmatchcase(name, pattern)]
         if not names:
-            raise StageFailed(_explain_no_match(pattern, module))
+            linear = [name for name, part in module.named_modules() if isinstance(part, nn.Linear)]
+            general = sorted({re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name) for name in linear})
+            near = difflib.get_close_matches(pattern, [*general, *linear], n=1, cutoff=0.5)
+            known = ", ".join(general) or "no Linear"
+            raise StageFailed(
+                f"parallel.tensor_plan: no module's name matches {pattern!r}; "
+                + (f"did you mean {near[0]!r}?" if near else f"it has {known}")
+            )
         for name in names:
             kind = type(module.get_submodule(name))
             if not issubclass(kind, nn.Linear):
@@ -161,50 +172,8 @@ def _is_linear(part: nn.Module, path: str) -> bool:
     return isinstance(part._modules.get(name), nn.Linear)
 
 
-def _explain_no_match(pattern: str, module: nn.Module) -> str:
-    linear = [name for name, part in module.named_modules() if isinstance(part, nn.Linear)]
-    general = sorted({re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name) for name in linear})
-    near = difflib.get_close_matches(pattern, [*general, *linear], n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(general) or 'no Linear'}"
-    return f"parallel.tensor_plan: no module's name matches {pattern!r}; {hint}"
-
-
-def _split_(module: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) -> None:
-    styles: dict[str, ParallelStyle] = {
-        name: ColwiseParallel() if how == "column" else RowwiseParallel()
-        for name, how in plan.items()
-    }
-    trained = {name: weight.requires_grad for name, weight in module.named_parameters()}
-    parallelize_module(module, mesh, styles)
-    for name, weight in module.named_parameters():
-        weight.requires_grad_(trained[name])
-    # In eval mode torch's fused transformer layers read the weights without calling the layers.
-    torch.backends.mha.set_fastpath_enabled(False)
-
-
-@contextmanager
-def _scaled_head_counts(
-    counts: Sequence[tuple[nn.Module, str]], ranks: int
-) -> Iterator[Callable[[], object]]:
-    """Divide attributes of modules by the number of ranks inside the block, or permanently.
-
-    Yields:
-        A function that makes the division permanent.
-    """
-    with ExitStack() as stack:
-        for part, name in counts:
-            count = getattr(part, name)
-            stack.callback(setattr, part, name, count)
-            setattr(part, name, count // ranks)
-        yield stack.pop_all
-
-
 def require_divisible(module: nn.Module, plan: Mapping[str, str], ranks: int) -> None:
-    """Refuse layers and heads that do not divide over the ranks.
-
-    Raises:
-        StageFailed: there are such.
-    """
+    """Refuse layers and heads that do not divide over the ranks."""
     for name, how in plan.items():
         layer: Any = module.get_submodule(name)
         features = layer.out_features if how == "column" else layer.in_features
@@ -225,11 +194,7 @@ def require_divisible(module: nn.Module, plan: Mapping[str, str], ranks: int) ->
 def _attributes_to_scale(
     module: nn.Module, plan: Mapping[str, str]
 ) -> list[list[tuple[nn.Module, str]]]:
-    """Return sets of attributes that may have to be divided by the number of ranks, to be tried.
-
-    Attention that views its columns as (…, -1, head size) needs none; with (…, heads, -1) its
-    number of heads; and where it concatenates heads to a stored width, that too.
-    """
+    """Return sets of attributes that may have to be divided by the number of ranks, to be tried."""
     heads = _heads(module, plan)
     attentions = {part for part, _ in heads}
     widths = [
@@ -240,6 +205,8 @@ def _attributes_to_scale(
         and (part, name) not in heads
         and value in {c.out_features for c in part.children() if isinstance(c, nn.Linear)}
     ]
+    # Attention that views its columns as (…, -1, head size) needs none; with (…, heads, -1) its
+    # number of heads; and where it concatenates heads to a stored width, that too.
     candidates = [[], heads, heads + widths]
     return [c for i, c in enumerate(candidates) if c not in candidates[:i]]
 
@@ -255,12 +222,7 @@ def _heads(module: nn.Module, plan: Mapping[str, str]) -> list[tuple[nn.Module, 
 
 
 def _compare(module: nn.Module, mesh: DeviceMesh, reference: ReferenceRun) -> tuple[list[str], str]:
-    """Compare outputs and gradients with the whole module's; every process returns the same.
-
-    Returns:
-        The names of weights whose gradients must be summed over the mesh, and a description of the
-        mismatch, empty if there is none.
-    """
+    """Return the weights whose gradients must be summed over the mesh, and any other mismatch."""
     wrong = ""
     try:
         wrong = reference.output_mismatch(forward_and_backward(module, reference.inputs))
@@ -280,6 +242,7 @@ def _compare(module: nn.Module, mesh: DeviceMesh, reference: ReferenceRun) -> tu
             continue
         total = sketches[name].clone()
         dist.all_reduce(total, group=group)
+        # An unsplit weight that each process uses only for its own heads or neurons.
         adds_up = true_on_all_ranks(name in unsplit and reference.agrees(name, total))
         (partial if adds_up else wrong_names).append(name)
     return partial, f"the gradient of {first_and_count(wrong_names)} differs" if wrong_names else ""

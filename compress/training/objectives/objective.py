@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from compress.core.context import Context
+    from compress.core.loss import LabelCounter
     from compress.data.batch import Batch
     from compress.training.config.training import Training
 
@@ -43,16 +44,30 @@ class AttachesToModule(Protocol):
     """A loss function that reads intermediate features, or trains auxiliary weights."""
 
     def attach_(self, module: torch.nn.Module, example: Batch) -> None:
-        """Register hooks and auxiliary weights on the module, before it is wrapped or compiled.
+        """Register hooks and auxiliary weights on the whole module, in place.
 
         Weights are registered under names with :data:`AUXILIARY_PREFIX`, so that gradients,
-        optimizer and checkpoints include them.
-
-        Args:
-            module: the whole module, with its weights.
-            example: a few samples, the same in every process.
+        optimizer and checkpoints include them. ``example`` is the same in every process.
         """
         ...
+
+
+@runtime_checkable
+class CountsLabels(Protocol):
+    """A loss function whose mean is not over samples, but over the labels that are not ignored."""
+
+    def label_count(self, batch: Batch) -> torch.Tensor | None:
+        """Return the number that the mean over a batch is divided by; None for all samples.
+
+        It follows from the targets alone, and whether it is None from their dtype: it is needed
+        before the forward pass, in all processes.
+        """
+        ...
+
+
+def label_count(loss: object, batch: Batch) -> torch.Tensor | None:
+    """Return the number of labels in a batch that count; None if every sample counts alike."""
+    return loss.label_count(batch) if isinstance(loss, CountsLabels) else None
 
 
 def attach_(loss: object, module: torch.nn.Module, example: Callable[[], Batch]) -> None:
@@ -78,24 +93,12 @@ class TargetLoss:
 
     def prepare(self, device: str) -> LossFunction:
         """Return the loss function."""
-        mean = self.mean(device)
-
-        def loss(outputs: tuple[torch.Tensor, ...], batch: Batch) -> torch.Tensor:
-            if batch.target is None:
-                raise StageFailed(
-                    "a loss needs targets and split 'train' has none; return (x, y) samples from "
-                    "the data factory, or distill from a teacher"
-                )
-            return mean(outputs[0], batch.target)
-
-        return loss
+        return TargetLossFunction(self.mean(device), self.loss.label_counter())
 
     def mean(self, device: str, *, over_all: bool = False) -> TargetMean:
         """Return a function of outputs and targets that gives the mean loss.
 
-        Args:
-            device: where outputs and targets are.
-            over_all: divide by the number of all targets, unlabelled ones included.
+        With ``over_all`` the sum is divided by the number of all targets, unlabelled ones included.
         """
         import torch
 
@@ -106,3 +109,24 @@ class TargetLoss:
             label_smoothing=self.label_smoothing,
             over_all=over_all,
         )
+
+
+@dataclass(frozen=True)
+class TargetLossFunction:
+    """The loss function of :class:`TargetLoss` in one process."""
+
+    mean: TargetMean
+    counter: LabelCounter
+
+    def __call__(self, outputs: tuple[torch.Tensor, ...], batch: Batch) -> torch.Tensor:
+        """Compute the mean loss of the first output."""
+        if batch.target is None:
+            raise StageFailed(
+                "a loss needs targets and split 'train' has none; return (x, y) samples from "
+                "the data factory, or distill from a teacher"
+            )
+        return self.mean(outputs[0], batch.target)
+
+    def label_count(self, batch: Batch) -> torch.Tensor | None:
+        """Count the labels that are not ignored."""
+        return None if batch.target is None else self.counter(batch.target)

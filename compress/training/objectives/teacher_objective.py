@@ -43,21 +43,12 @@ class Teaching(Settings):
         return self.hard_weight
 
     def check_loss(self, loss: Loss) -> None:
-        """Refuse `kl` for a task without classes.
-
-        Raises:
-            StageFailed: the task has none.
-        """
+        """Refuse `kl` for a task without classes."""
         if self.loss == "kl":
             need_task_of_classes(self.loss, loss)
 
     def objective(self, teacher: EagerModel, targets: TargetLoss) -> FromTeacher:
-        """Create the objective of a training with a teacher.
-
-        Args:
-            teacher: the model whose outputs are imitated.
-            targets: the loss on the targets.
-        """
+        """Create the objective of a training with a teacher."""
         self.check_loss(targets.loss)
         return FromTeacher(teacher.path.absolute(), teacher.digest, self, targets)
 
@@ -81,13 +72,20 @@ class FromTeacher:
         from compress.common.forward import flatten_outputs
 
         teacher = EagerModel.from_directory(self.teacher).load(device).requires_grad_(False)
+        # The mean over all samples, so that those without a label add nothing.
         labels_term, teaching = self.targets.mean(device, over_all=True), self.teaching
 
         def loss(outputs: tuple[torch.Tensor, ...], batch: Batch) -> torch.Tensor:
             with torch.no_grad():
                 expected = flatten_outputs(teacher(*batch.inputs))[0]
             need_equal_shapes(outputs[0], expected)
-            total = teaching.soft_weight * _distance(outputs[0], expected, teaching)
+            if teaching.loss == "kl":
+                distance = soft_cross_entropy(outputs[0], expected, teaching.temperature)
+            elif teaching.loss == "mse":
+                distance = squared_error(outputs[0], expected)
+            else:
+                distance = cosine_distance(outputs[0], expected)
+            total = teaching.soft_weight * distance
             if batch.target is None or not teaching.labels_weight:
                 return total
             return total + teaching.labels_weight * labels_term(outputs[0], batch.target)
@@ -96,11 +94,7 @@ class FromTeacher:
 
 
 def need_equal_shapes(student: torch.Tensor, teacher: torch.Tensor) -> None:
-    """Refuse a teacher whose output has another shape than the model's.
-
-    Raises:
-        StageFailed: the shapes differ.
-    """
+    """Refuse a teacher whose output has another shape than the model's."""
     if teacher.shape != student.shape:
         raise StageFailed(
             f"the teacher's output has shape {tuple(teacher.shape)} and the model's "
@@ -109,11 +103,7 @@ def need_equal_shapes(student: torch.Tensor, teacher: torch.Tensor) -> None:
 
 
 def need_task_of_classes(term: str, loss: Loss) -> None:
-    """Refuse a comparison of class probabilities for regression and for independent labels.
-
-    Raises:
-        StageFailed: the task is one of these.
-    """
+    """Refuse a comparison of class probabilities for regression and for independent labels."""
     name = loss.name or {"numbers": "mse", "binary": "binary_cross_entropy"}.get(loss.targets or "")
     if loss.is_regression or name == "binary_cross_entropy":
         raise StageFailed(
@@ -123,11 +113,7 @@ def need_task_of_classes(term: str, loss: Loss) -> None:
 
 
 def need_classes(term: str, logits: torch.Tensor) -> None:
-    """Refuse outputs without an axis of classes, over which the softmax would always be 1.
-
-    Raises:
-        StageFailed: there are fewer than two classes on axis 1.
-    """
+    """Refuse outputs without two classes on axis 1, over which the softmax would always be 1."""
     if logits.dim() < 2 or logits.shape[1] < 2:
         raise StageFailed(
             f"loss: {term} compares probabilities of classes on axis 1, and the outputs have shape "
@@ -159,17 +145,9 @@ def squared_error(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
 
 
 def cosine_distance(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-    """Compute the mean of one minus the cosine between vectors.
-
-    The vectors lie on axis 1 of feature maps [N, C, H, W], and else on the last axis.
-    """
+    """Compute the mean of one minus the cosine between vectors."""
     import torch.nn.functional as F
 
+    # The vectors lie on axis 1 of feature maps [N, C, H, W], and else on the last axis.
     axis = 1 if student.dim() == 4 else -1
     return 1 - F.cosine_similarity(student, teacher, dim=axis).mean()
-
-
-def _distance(student: torch.Tensor, teacher: torch.Tensor, teaching: Teaching) -> torch.Tensor:
-    if teaching.loss == "kl":
-        return soft_cross_entropy(student, teacher, teaching.temperature)
-    return (squared_error if teaching.loss == "mse" else cosine_distance)(student, teacher)

@@ -26,10 +26,7 @@ class Constraint(Protocol):
     def around(self, module: nn.Module, step: int, steps: int) -> AbstractContextManager[None]:
         """Return the context around an optimizer step, which corrects the weights at its end.
 
-        Args:
-            module: the module, with its gradients.
-            step: counted from 0 over the whole training.
-            steps: steps of the whole training.
+        ``step`` is counted from 0 over all ``steps`` of the training.
         """
         ...
 
@@ -44,13 +41,7 @@ def unconstrained(step: int) -> AbstractContextManager[None]:
 
 
 def step_context_for(constraint: Constraint | None, module: nn.Module, steps: int) -> StepContext:
-    """Return a function that gives the context of each step.
-
-    Args:
-        constraint: the constraint, if there is one.
-        module: the module that is trained.
-        steps: steps of the whole training.
-    """
+    """Return a function that gives the context of each step."""
     if constraint is None:
         return unconstrained
     return lambda step: constraint.around(module, step, steps)

@@ -1,17 +1,23 @@
-"""torch.compile of the model or of its blocks, and what it needs to be installed."""
+"""torch.compile of the model or of its blocks, what it needs, and the precision of products."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import sys
+from contextlib import contextmanager
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from compress.common.errors import Unavailable
+from compress.training.config.training import Compilation
 from compress.training.optim.transformer_blocks import chosen_blocks
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import nn
 
     from compress.training.config.training import Training
@@ -22,33 +28,43 @@ def compile_(module: nn.Module, training: Training) -> None:
 
     To be called after activation checkpointing, which is compiled too, and before sharding and DDP,
     whose hooks are not compiled.
-
-    Raises:
-        StageFailed: the model has no blocks.
     """
-    if training.compile == "whole":
-        module.compile()
-    elif training.compile == "blocks":
+    options: dict[str, Any] = {}
+    if isinstance(training.compile, Compilation):
+        options = training.compile.model_dump(exclude={"what"})
+    if training.compiled_part == "whole":
+        module.compile(**options)
+    elif training.compiled_part == "blocks":
         for block in chosen_blocks(module, training.activation_blocks, "compile: blocks"):
-            block.compile()
+            block.compile(**options)
+
+
+@contextmanager
+def matmul_precision(training: Training) -> Iterator[None]:
+    """Compute fp32 matrix products at the precision of the settings inside a block."""
+    previous = torch.get_float32_matmul_precision()
+    if training.matmul_precision != "highest":
+        torch.set_float32_matmul_precision(training.matmul_precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(previous)
 
 
 def require_compiler(training: Training, device: str) -> None:
-    """Refuse to compile without the programs that torch.compile needs.
-
-    Raises:
-        Unavailable: there is no C++ compiler, or no Triton for a CUDA device.
-    """
-    if training.compile == "none":
+    """Refuse to compile without a C++ compiler or, on a CUDA device, Triton."""
+    part = training.compiled_part
+    if part == "none":
         return
+    # As torch's inductor chooses it.
     compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
     if shutil.which(compiler) is None:
         raise Unavailable(
-            f"compile: {training.compile} needs a C++ compiler and there is no {compiler}; install "
+            f"compile: {part} needs a C++ compiler and there is no {compiler}; install "
             "it, name another one in the environment variable CXX, or set compile: none"
         )
     if device.startswith("cuda") and find_spec("triton") is None:
         raise Unavailable(
-            f"compile: {training.compile} needs Triton on a CUDA device; pip install triton, or "
+            f"compile: {part} needs Triton on a CUDA device; pip install triton, or "
             "set compile: none"
         )

@@ -19,11 +19,7 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 def named_blocks(module: nn.Module, classes: Sequence[str], setting: str) -> list[nn.Module]:
-    """Find the submodules of the named classes, inner ones first.
-
-    Raises:
-        StageFailed: no submodule has one of the names.
-    """
+    """Find the submodules of the named classes, inner ones first; each class must be there."""
     present = {type(part).__name__ for part in module.modules()}
     for name in classes:
         if name not in present:
@@ -31,25 +27,27 @@ def named_blocks(module: nn.Module, classes: Sequence[str], setting: str) -> lis
             hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(sorted(present))}"
             raise StageFailed(f"{setting}: the model has no module of class {name!r}; {hint}")
     named = [part for part in module.modules() if type(part).__name__ in classes]
+    # Inner ones first, because sharding an outer one takes all weights that are left in it.
     return [part for part in reversed(named) if part is not module]
 
 
 def large_blocks(module: nn.Module, parameters: int) -> list[nn.Module]:
-    """Find submodules with at least so many parameters outside of inner blocks; inner ones first.
-
-    torch's MultiheadAttention is not divided, because it reads weights of submodules that it does
-    not call; nor is a module whose weights are tied to one outside of it.
-    """
+    """Find submodules with so many parameters, or more, beside inner blocks; inner ones first."""
     uses = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
     blocks: list[nn.Module] = []
 
     def visit(part: nn.Module) -> int:
         """Return the number of parameters of a module that are in none of the blocks so far."""
+        # It reads weights of submodules that it does not call, and so is not divided.
         is_attention = isinstance(part, nn.MultiheadAttention)
         own = sum(p.numel() for p in part.parameters(recurse=is_attention))
         rest = own if is_attention else own + sum(visit(child) for child in part.children())
         is_called = part is not module and not isinstance(part, CONTAINERS)
-        if rest < parameters or not is_called or _is_tied(part, uses):
+        if rest < parameters or not is_called:
+            return rest
+        # A weight that is tied to one outside of the module must be gathered with that.
+        inside = Counter(id(p) for _, p in part.named_parameters(remove_duplicate=False))
+        if any(uses[key] != count for key, count in inside.items()):
             return rest
         blocks.append(part)
         return 0
@@ -59,11 +57,7 @@ def large_blocks(module: nn.Module, parameters: int) -> list[nn.Module]:
 
 
 def chosen_blocks(module: nn.Module, classes: Sequence[str], setting: str) -> list[nn.Module]:
-    """Find the submodules of the named classes, or the repeated ones, in the model's order.
-
-    Raises:
-        StageFailed: there are none.
-    """
+    """Find the submodules of the named classes, or the repeated ones, in the model's order."""
     if classes:
         return list(reversed(named_blocks(module, classes, "activation_blocks")))
     return repeated_blocks(
@@ -73,15 +67,7 @@ def chosen_blocks(module: nn.Module, classes: Sequence[str], setting: str) -> li
 
 
 def repeated_blocks(module: nn.Module, message: str) -> list[nn.Module]:
-    """Find the outermost repeated submodules: children of one list or sequence, of one class.
-
-    Args:
-        module: the whole module.
-        message: the error if there are none.
-
-    Raises:
-        StageFailed: there are none.
-    """
+    """Find the outermost repeated submodules: children of one list or sequence, of one class."""
     blocks: list[nn.Module] = []
 
     def visit(part: nn.Module) -> None:
@@ -96,8 +82,3 @@ def repeated_blocks(module: nn.Module, message: str) -> list[nn.Module]:
     if not blocks:
         raise StageFailed(message)
     return blocks
-
-
-def _is_tied(part: nn.Module, uses: Counter[int]) -> bool:
-    inside = Counter(id(p) for _, p in part.named_parameters(remove_duplicate=False))
-    return any(uses[key] != count for key, count in inside.items())

@@ -64,16 +64,24 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
 
 
 def fuse_integer_products_(model: onnx.ModelProto) -> None:
-    """Turn products of dequantized activations and weights into MatMulInteger, in place.
-
-    onnxruntime fuses fixed ranges by itself; of those found at run time it fuses only what its own
-    quantizer writes: MatMulInteger, Cast, Mul.
-    """
-    rewriter = ProductRewriter(model.graph)
-    for node in list(model.graph.node):
+    """Turn products of dequantized activations and weights into MatMulInteger, in place."""
+    # onnxruntime fuses fixed ranges by itself; of those found at run time it fuses only what its
+    # own quantizer writes: MatMulInteger, Cast, Mul.
+    graph = model.graph
+    rewriter = ProductRewriter(graph)
+    for node in list(graph.node):
         if node.op_type in ("MatMul", "Gemm"):
             rewriter.fuse_(node)
-    _remove_unused_(model.graph)
+    while True:
+        read = {name for node in graph.node for name in inputs_of(node)}
+        read |= {output.name for output in graph.output}
+        unused = [node for node in graph.node if not read & set(node.output)]
+        if not unused:
+            break
+        for node in unused:
+            graph.node.remove(node)
+    for tensor in [t for t in graph.initializer if t.name not in read]:
+        graph.initializer.remove(tensor)
 
 
 class ProductRewriter:
@@ -144,10 +152,8 @@ class ProductRewriter:
         return ranges if same and quantize.input[1] == dequantize.input[1] else None
 
     def _row_quantized(self, name: str) -> tuple[str, str] | None:
-        """Return the value that was quantized with a scale for each row, divided, and the scales.
-
-        That is the form of :func:`_quantize_rows` followed by :func:`_dequantize_rows`.
-        """
+        """Return the value that was quantized with a scale for each row, and the scales."""
+        # The form of _quantize_rows followed by _dequantize_rows.
         scaled = self._producers.get(name)
         if scaled is None or scaled.op_type != "Mul":
             return None
@@ -197,17 +203,3 @@ class ProductRewriter:
             self._added.add(name)
             self._graph.initializer.append(numpy_helper.from_array(value, name))
         return name
-
-
-def _remove_unused_(graph: onnx.GraphProto) -> None:
-    """Remove operators and constants that nothing reads any more, in place."""
-    while True:
-        read = {name for node in graph.node for name in inputs_of(node)}
-        read |= {output.name for output in graph.output}
-        unused = [node for node in graph.node if not read & set(node.output)]
-        if not unused:
-            break
-        for node in unused:
-            graph.node.remove(node)
-    for tensor in [t for t in graph.initializer if t.name not in read]:
-        graph.initializer.remove(tensor)

@@ -1,4 +1,4 @@
-"""Layers left in float among integer ones: keep onnxruntime from quantizing their weights."""
+"""Keep onnxruntime from quantizing layers left in float, and from crashing on float16 ones."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from onnx import helper, numpy_helper
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import torch
+    from torch.export import ExportedProgram
+
 LAYERS = {"Conv", "ConvTranspose", "Gemm"}
 CLAMPS = {"Relu", "Clip"}
 
@@ -19,16 +22,12 @@ Readers = dict[str, list[onnx.NodeProto]]
 
 
 def separate_float_layers_(model: onnx.ModelProto) -> None:
-    """Put an operator between float layers and the quantization after them, in place.
-
-    onnxruntime 1.31 (its optimizer WeightBiasQuantization) rounds the float weight of a layer that
-    stands between DequantizeLinear and QuantizeLinear to 8 bits, with one scale for all channels,
-    while it loads the file: a layer that is in float because it is sensitive loses more than the
-    others. A Max with -inf between the two, which changes no number, prevents it.
-
-    In graphs quantized for GPUs there is no such place: only what layers of integers read is
-    quantized there, so that a float layer reads floats.
-    """
+    """Put a Max with -inf between float layers and the quantization after them, in place."""
+    # onnxruntime 1.31 (its optimizer WeightBiasQuantization) rounds the float weight of a layer
+    # that stands between DequantizeLinear and QuantizeLinear to 8 bits, with one scale for all
+    # channels, while it loads the file: a layer that is in float because it is sensitive loses more
+    # than the others. The Max, which changes no number, prevents it. Graphs quantized for GPUs have
+    # no such place: there a float layer reads floats.
     graph = model.graph
     producers = {name: node for node in graph.node for name in node.output}
     readers: Readers = defaultdict(list)
@@ -56,3 +55,37 @@ def _is_quantized(names: Sequence[str], readers: Readers) -> bool:
         for name in names
         for reader in readers.get(name, ())
     )
+
+
+def has_weights_of(program: ExportedProgram, dtype: torch.dtype) -> bool:
+    """Whether a program has weights of a type."""
+    return any(tensor.dtype is dtype for tensor in program.state_dict.values())
+
+
+def separate_transposes_(model: onnx.ModelProto) -> None:
+    """Keep onnxruntime from fusing transposed batches into float16 products, in place."""
+    # onnxruntime 1.31 ends the process (SIGSEGV) while it loads a float16 MatMul that reads a
+    # Transpose of leading axes. A Reshape to the same shape between the two prevents it.
+    graph = model.graph
+    producers = {name: node for node in graph.node for name in node.output}
+    for product in [node for node in graph.node if node.op_type == "MatMul"]:
+        for place, name in enumerate(product.input):
+            rank = _transposed_rank(producers, name)
+            if rank:
+                shape = np.array([0] * (rank - 1) + [-1], np.int64)  # 0: the axis as it is
+                reshaped = f"{product.output[0]}_{place}"
+                graph.initializer.append(numpy_helper.from_array(shape, f"{reshaped}_shape"))
+                reshape = helper.make_node("Reshape", [name, f"{reshaped}_shape"], [reshaped])
+                graph.node.insert(list(graph.node).index(product), reshape)
+                product.input[place] = reshaped
+
+
+def _transposed_rank(producers: dict[str, onnx.NodeProto], name: str) -> int:
+    """Return the rank of a Transpose's result whose last axis stays the last; 0 for others."""
+    producer = producers.get(name)
+    while producer is not None and producer.op_type == "Cast":
+        producer = producers.get(producer.input[0])
+    if producer is None or producer.op_type != "Transpose":
+        return 0
+    order = next((list(a.ints) for a in producer.attribute if a.name == "perm"), [0])
+    return len(order) if order[-1] == len(order) - 1 else 0

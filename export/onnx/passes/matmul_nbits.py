@@ -21,21 +21,21 @@ PACKED = "_packed"
 
 
 def use_matmul_nbits(program: ExportedProgram, signature: Signature) -> ExportedProgram:
-    """Return a program whose linear layers read packed weights by MatMulNBits.
-
-    Otherwise the exporter folds the dequantization of the weights, and writes them as floats.
-
-    Args:
-        program: what :class:`~compress.artifacts.graph_model.GraphModel` stores.
-        signature: its interface.
-    """
+    """Return a program whose linear layers read packed weights by MatMulNBits."""
+    # Otherwise the exporter folds the dequantization of the weights, and writes them as floats.
     if not any(name.endswith(PACKED) for name in program.state_dict):
         return program
     graph = program.module(check_guards=False)
-    weights = [
-        n for n in graph.graph.nodes if n.op == "get_attr" and str(n.target).endswith(PACKED)
-    ]
-    layers = {layer: weight for weight in weights for layer in _layers_reading(weight)}
+    layers = {}
+    for weight in graph.graph.find_nodes(op="get_attr"):
+        # Layers whose weight is made of this one's packed integers alone; embeddings stay floats.
+        values = [weight] if str(weight.target).endswith(PACKED) else []
+        for node in values:
+            for reader in node.users:
+                if reader.target is LINEAR and reader.args[1] is node:
+                    layers[reader] = weight
+                elif reader.target is not aten.embedding.default:
+                    values.append(reader)
     if not layers:
         return program
     for layer, weight in layers.items():
@@ -66,18 +66,6 @@ def matmul_nbits(
     return product
 
 
-def _layers_reading(packed: fx.Node) -> list[fx.Node]:
-    """Return the linear layers whose weight is made of packed integers alone."""
-    layers, values = [], [packed]
-    for node in values:
-        for reader in node.users:
-            if reader.target is LINEAR and reader.args[1] is node:
-                layers.append(reader)
-            elif reader.target is not aten.embedding.default:
-                values.append(reader)
-    return layers
-
-
 def _use_matmul_nbits_(graph: fx.GraphModule, layer: fx.Node, packed: fx.Node) -> None:
     stem = str(packed.target).removesuffix(PACKED)
     packed_weight, scale_NG, zero_NG = (
@@ -86,7 +74,12 @@ def _use_matmul_nbits_(graph: fx.GraphModule, layer: fx.Node, packed: fx.Node) -
     bits = 4 if any(r.target is aten.bitwise_and.Scalar for r in packed.users) else 8
     group_size = packed_weight.shape[1] * 8 // bits // scale_NG.shape[1]
     graph.register_buffer(f"{stem}_blocks", packed_weight.view(*scale_NG.shape, -1).clone())
-    graph.register_buffer(f"{stem}_zeros", _packed_zeros(zero_NG, bits))
+    # MatMulNBits takes zero points as floats, or packed like the weight.
+    zeros = zero_NG
+    if bits == 4 and not zero_NG.is_floating_point():
+        padded = torch.nn.functional.pad(zero_NG, (0, zero_NG.shape[1] % 2))
+        zeros = padded[:, ::2] | (padded[:, 1::2] << 4)
+    graph.register_buffer(f"{stem}_zeros", zeros.flatten())
     with graph.graph.inserting_before(layer):
         names = (f"{stem}_blocks", f"{stem}_scale", f"{stem}_zeros")
         operands: list[Any] = [graph.graph.get_attr(name) for name in names]
@@ -95,11 +88,3 @@ def _use_matmul_nbits_(graph: fx.GraphModule, layer: fx.Node, packed: fx.Node) -
         if len(layer.args) > 2:
             result = call(aten.add.Tensor, (result, layer.args[2]))
     layer.replace_all_uses_with(result)
-
-
-def _packed_zeros(zero_NG: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return zero points as MatMulNBits takes them: a float each, or packed like the weight."""
-    if zero_NG.is_floating_point() or bits == 8:
-        return zero_NG.flatten()
-    padded = torch.nn.functional.pad(zero_NG, (0, zero_NG.shape[1] % 2))
-    return (padded[:, ::2] | (padded[:, 1::2] << 4)).flatten()

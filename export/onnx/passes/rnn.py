@@ -24,8 +24,7 @@ def lower_quantized_rnns_(model: onnx.ModelProto) -> None:
     """Have onnxruntime run recurrent layers with integer weights fast, in place.
 
     An LSTM becomes DynamicQuantizeLSTM, which also quantizes the inputs and states of each step.
-    GRU and RNN have no integer kernel: their weights become floats while the file is loaded, and
-    not in each call, as a DequantizeLinear would have it.
+    GRU and RNN have no integer kernel: their weights become floats while the file is loaded.
     """
     graph = model.graph
     producers = {name: node for node in graph.node for name in node.output}
@@ -40,8 +39,17 @@ def lower_quantized_rnns_(model: onnx.ModelProto) -> None:
             weights = _evaluate(model, list(parts.values()), list(node.input[1:3]))
             _use_integer_lstm_(graph, node, weights)
         else:
+            # onnxruntime never folds a DequantizeLinear while it loads a file, so that it would
+            # run in each call; Cast and Mul of constants it folds.
+            constants = {t.name: t for t in graph.initializer}
             for part in dequantizing:
-                _dequantize_at_load_(graph, part)
+                result = part.output[0]
+                scale_G1 = numpy_helper.to_array(constants[part.input[1]])[:, None]
+                graph.initializer.append(numpy_helper.from_array(scale_G1, f"{result}_scale"))
+                floats = helper.make_node("Cast", [part.input[0]], [f"{result}_float"], to=1)
+                graph.node.insert(list(graph.node).index(part), floats)
+                names = [f"{result}_float", f"{result}_scale"]
+                part.CopyFrom(helper.make_node("Mul", names, [result]))
     uses_integers = any(n.op_type == INTEGER_LSTM for n in graph.node)
     if uses_integers and all(opset.domain != MICROSOFT for opset in model.opset_import):
         model.opset_import.append(helper.make_opsetid(MICROSOFT, 1))
@@ -99,17 +107,3 @@ def _use_integer_lstm_(
     node.CopyFrom(
         helper.make_node(INTEGER_LSTM, inputs, node.output, domain=MICROSOFT, **attributes)
     )
-
-
-def _dequantize_at_load_(graph: onnx.GraphProto, node: onnx.NodeProto) -> None:
-    """Replace a DequantizeLinear of rows by Cast and Mul, in place.
-
-    onnxruntime never folds the former while it loads a file; of constants it folds the latter.
-    """
-    constants = {t.name: t for t in graph.initializer}
-    scale_G1 = numpy_helper.to_array(constants[node.input[1]])[:, None]
-    result = node.output[0]
-    graph.initializer.append(numpy_helper.from_array(scale_G1, f"{result}_scale"))
-    floats = helper.make_node("Cast", [node.input[0]], [f"{result}_float"], to=1)
-    graph.node.insert(list(graph.node).index(node), floats)
-    node.CopyFrom(helper.make_node("Mul", [f"{result}_float", f"{result}_scale"], [result]))

@@ -21,7 +21,6 @@ from compress.checkpoint.loading import read_state_dict
 from compress.checkpoint.safetensors_io import DTYPES, write_safetensors
 from compress.checkpoint.state_dict import StoredTensor
 from compress.common.errors import ArtifactInvalid
-from tests.compress.forked import launch
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -44,7 +43,7 @@ print(1024 * (kilobytes("VmHWM") - before))
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory) -> Path:
+def saved(tmp_path_factory, launch) -> Path:
     """Return what two processes saved: `warm-up`, and `large` with tensors of 64 MiB."""
     folder = tmp_path_factory.mktemp("saved")
     launch(HERE / "save_large_here.py", 2, folder)

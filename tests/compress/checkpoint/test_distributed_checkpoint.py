@@ -17,7 +17,6 @@ from compress.checkpoint.loading import checkpoint_digest, read_state_dict
 from compress.checkpoint.state_dict import StoredTensor, load_state_
 from compress.common.errors import ArtifactInvalid
 from compress.common.signature import Signature, TensorSpec
-from tests.compress.forked import launch
 
 HERE = Path(__file__).parent
 SIGNATURE = Signature(inputs=(TensorSpec(name="x", shape=("batch", 4)),))
@@ -36,7 +35,7 @@ def _equal(left: dict, right: dict) -> bool:
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory) -> Path:
+def saved(tmp_path_factory, launch) -> Path:
     """Return what two real FSDP2 processes saved: `nested`, `flat` and the same, `whole.pt`."""
     folder = tmp_path_factory.mktemp("saved")
     launch(HERE / "save_sharded_here.py", 2, folder)

@@ -88,6 +88,18 @@ def test_a_workers_error_is_raised_with_its_own_message() -> None:
         read(Splits({"train": Failing()}))
 
 
+class OnCuda(Augmented):
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        # As torch words it in a process forked from one that uses CUDA.
+        raise RuntimeError("Cannot re-initialize CUDA in forked subprocess. To use CUDA with …")
+
+
+def test_a_worker_that_would_use_cuda_is_refused_with_what_to_do() -> None:
+    splits = Splits({"train": OnCuda()}, loading=Loading(workers=1))
+    with pytest.raises(StageFailed, match=r"^the dataset uses a CUDA device.*workers: 0$"):
+        read(splits)
+
+
 def test_settings_travel_and_only_those_that_change_batches_change_the_fingerprint() -> None:
     def splits(**loading) -> Splits:
         return Splits({"train": Sentences()}, loading=Loading(**loading))

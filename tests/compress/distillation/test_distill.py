@@ -43,7 +43,7 @@ def taught(tmp_path_factory, data):
     """A student that knows nothing yet, and a context with a teacher."""
     root = tmp_path_factory.mktemp("models")
     student = make(root / "student")
-    teacher = Train(epochs=4)(make(root / "fresh"), Context(root=root / "teacher", data=data))
+    teacher = Train(epochs=6)(make(root / "fresh"), Context(root=root / "teacher", data=data))
     where = Context(
         root=root / "result", data=data, artifacts={"source": student, "train": teacher}
     )
@@ -123,6 +123,7 @@ def test_a_gate_refuses(tmp_path, taught):
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
+@pytest.mark.usefixtures("forked_ranks")
 def test_every_rank_loads_the_teacher(tmp_path, taught):
     student, where = taught
     parallel = {"processes": 2}

@@ -86,6 +86,7 @@ def test_an_interrupted_run_goes_on_with_the_answers_there_are(school, traced, m
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
+@pytest.mark.usefixtures("forked_ranks")
 def test_two_processes_read_what_one_has_asked(school, traced):
     trace, context = traced
     student, settings = school.make(), {"teacher": "traced", "epochs": 2, "keep": "last"}

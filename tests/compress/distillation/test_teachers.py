@@ -130,6 +130,7 @@ def test_exported_models_teach(school, tmp_path, cache):
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
+@pytest.mark.usefixtures("forked_ranks")
 def test_an_exported_model_teaches_two_processes(school):
     onnx = ExportOnnx()(school.teacher, school.context())
     parallel = {"processes": 2}

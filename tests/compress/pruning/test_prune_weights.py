@@ -170,6 +170,7 @@ def test_a_resumed_training_has_the_same_zeros(
 
 
 @pytest.mark.multiprocess
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.slow
 def test_two_processes_keep_the_zeros_of_one(tmp_path: Path) -> None:
     signature = Signature(inputs=(TensorSpec(name="features", shape=("batch", 4)),))

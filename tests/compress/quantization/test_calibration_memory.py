@@ -13,7 +13,7 @@ from compress.quantization.ptq.calibrate import calibrate_
 from compress.quantization.pt2e.observers import OBSERVERS
 from compress.quantization.pt2e.torchao_api import prepare_pt2e
 from compress.quantization.pt2e.quantizer import OnnxRuntimeQuantizer
-from compress.quantization.pt2e.observer_ranges import fit_ranges_, monitor_ranges
+from compress.quantization.pt2e.observer_ranges import fit_ranges_, monitor_ranges, range_facts
 from compress.quantization.config.calibration_data import CalibrationData
 from compress.quantization.config.dtype_scheme import scheme_for
 
@@ -38,7 +38,7 @@ def calibrate(observer, samples):
         calibration = CalibrationData(Splits({"train": Images()}, 32), samples, seed=0)
         calibrate_(prepared, signature, calibration, lambda seen: None)
     fit_ranges_(prepared)
-    ranges.facts()
+    range_facts(ranges)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 few = max(calibrate(observer, 64) for observer in OBSERVERS)

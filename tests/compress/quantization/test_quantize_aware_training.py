@@ -172,6 +172,7 @@ def test_a_model_trained_on_cuda_converts_to_the_same_labels(
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
+@pytest.mark.usefixtures("forked_ranks")
 def test_two_processes_train_what_one_does(mlp: EagerModel, few: Splits, tmp_path: Path) -> None:
     # Ranges that stay: those that follow see the share of one process.
     settings = {"freeze_observers": 0.0, "keep": "last", "epochs": 1}
@@ -236,7 +237,7 @@ def test_four_bits_that_are_trained_for_beat_those_that_are_not(
     digits: Splits, tmp_path: Path
 ) -> None:
     context = Context(root=tmp_path / "float", data=digits)
-    model = Train(epochs=8)(build(tmp_path / "source", "mobilenet"), context)
+    model = Train(epochs=12)(build(tmp_path / "source", "mobilenet"), context)
     graph = stage(epochs=3, calibration_samples=256)(model, context.with_root(tmp_path / "qat"))
     history = graph.manifest.facts["history"]
     calibrated, kept = history[0]["metric"], history[graph.manifest.facts["kept_epoch"]]["metric"]

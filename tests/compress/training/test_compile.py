@@ -14,8 +14,7 @@ from compress.data.splits import DataReference
 from compress.training.config.training import Training
 from compress.training.fit import fit
 from compress.training.objectives.objective import TargetLoss
-from compress.training.optim.compile import compile_, require_compiler
-from tests.compress.forked import launch
+from compress.training.optim.compile import compile_, matmul_precision, require_compiler
 from tests.compress.training.builders import import_net
 
 HERE = Path(__file__).parent
@@ -45,16 +44,13 @@ def import_blocks(path):
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory, trained):
+def results(tmp_path_factory, trained, launch):
     """Train alone, and on two ranks with DDP and FSDP; return the states by name."""
     root = tmp_path_factory.mktemp("compile")
     import_blocks(root / "source")
     alone = {name: {**COMMON, **settings} for name, settings in ALONE.items()}
     together = {name: {**COMMON, **settings} for name, settings in TOGETHER.items()}
-    # Else each rank starts a process that compiles, and imports torch once more.
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
-        launch(HERE / "train_on_ranks.py", 2, root, json.dumps(alone), json.dumps(together))
+    launch(HERE / "train_on_ranks.py", 2, root, json.dumps(alone), json.dumps(together))
     return {name: trained(root / name) for name in (*alone, *together)}
 
 
@@ -85,7 +81,14 @@ class Block(nn.Module):
 
 @of_torch
 @pytest.mark.parametrize(
-    ("setting", "compiled"), [("none", []), ("whole", [""]), ("blocks", ["0", "1"])]
+    ("setting", "compiled"),
+    [
+        ("none", []),
+        ("whole", [""]),
+        ("blocks", ["0", "1"]),
+        ({"what": "whole", "mode": "max-autotune"}, [""]),
+        ({"fullgraph": True}, ["0", "1"]),
+    ],
 )
 def test_the_named_parts_are_compiled_and_names_stay(setting, compiled):
     module = nn.Sequential(Block(), Block())
@@ -95,6 +98,31 @@ def test_the_named_parts_are_compiled_and_names_stay(setting, compiled):
     assert found == compiled
     assert list(module.state_dict()) == names
     assert [name for name, _ in module.named_parameters()] == names
+
+
+def test_options_are_those_of_torch_compile(monkeypatch):
+    given = []
+    monkeypatch.setattr(nn.Module, "compile", lambda module, **options: given.append(options))
+    settings = {"what": "whole", "mode": "reduce-overhead", "fullgraph": True, "dynamic": False}
+    for setting in (settings, "whole"):
+        compile_(nn.Linear(2, 2), Training(epochs=1, compile=setting))
+    assert given == [{"mode": "reduce-overhead", "fullgraph": True, "dynamic": False}, {}]
+
+
+def test_precision_of_products_is_for_the_training_alone():
+    before = torch.get_float32_matmul_precision()
+    training = Training(epochs=1, matmul_precision="high")
+    with pytest.raises(KeyError), matmul_precision(training):
+        assert torch.get_float32_matmul_precision() == "high"
+        raise KeyError
+    assert torch.get_float32_matmul_precision() == before
+    assert training.model_dump()["matmul_precision"] == "high"
+
+
+def test_new_settings_at_their_defaults_change_no_cache_key():
+    settings = Training(epochs=1).model_dump(mode="json")
+    assert "matmul_precision" not in settings and settings["compile"] == "none"
+    assert not {"find_unused_parameters", "gradient_as_bucket_view"} & set(settings["parallel"])
 
 
 def test_a_model_without_blocks_is_refused():

@@ -11,6 +11,7 @@ from compress.core.context import Context
 from compress.data.loader_config import Loading
 from compress.data.splits import DataReference, Splits
 from compress.training.config.training import Training
+from compress.training.distributed.base import SingleProcess
 from compress.training.fit import fit
 from compress.training.objectives.objective import TargetLoss
 from compress.training.result import Fit
@@ -71,6 +72,18 @@ def test_a_failing_worker_is_one_clear_error(
         assert time.monotonic() < deadline
         time.sleep(0.05)
     assert capfd.readouterr().err == ""
+
+
+def test_data_workers_start_before_the_model_is_loaded(tmp_path, monkeypatch):
+    before, started, load = children(), [], SingleProcess.load
+
+    def observed(self, model, device):
+        started.append(len(children() - before))
+        return load(self, model, device)
+
+    monkeypatch.setattr(SingleProcess, "load", observed)
+    train(tmp_path, data("behaving", Loading(workers=2), behaviour=""), 1)
+    assert started == [2 * len(("train", "val"))]
 
 
 @pytest.mark.slow

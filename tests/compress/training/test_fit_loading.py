@@ -36,6 +36,7 @@ def workers() -> set[int]:
     return {child.pid for child in children if "resource_tracker" not in " ".join(child.cmdline())}
 
 
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize(
     "processes", [1, pytest.param(2, marks=[pytest.mark.multiprocess, pytest.mark.slow])]
 )

@@ -61,7 +61,8 @@ def group_is_gone(process):
     return False
 
 
-def test_two_processes_train_one_model_and_leave_the_parent_as_it_was(tmp_path, capfd):
+def test_two_processes_train_one_model_and_leave_the_parent_as_it_was(tmp_path, capfd, caplog):
+    caplog.set_level("INFO")
     notes = []
     handlers = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
     environment = dict(os.environ)
@@ -71,6 +72,7 @@ def test_two_processes_train_one_model_and_leave_the_parent_as_it_was(tmp_path, 
     assert [note[1] for note in notes] == list(range(9))
     assert notes[-1][3].startswith("epoch 8/8 loss ")
     assert result.history[-1].loss < 0.8 * result.history[0].loss
+    assert sum("by the 8 samples of each of 2 processes" in m for m in caplog.messages) == 1
     exact = context(tmp_path / "exact")
     sealed = source.derive(tmp_path / "sealed", result.module)
     assert exact.score(sealed) == result.kept.metric
@@ -80,6 +82,7 @@ def test_two_processes_train_one_model_and_leave_the_parent_as_it_was(tmp_path, 
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_sharded_model_comes_back_whole_with_any_metric(tmp_path):
     source = import_net(tmp_path / "source", spare_head=True)
     f1 = "torchmetrics.classification.MulticlassF1Score"
@@ -96,6 +99,7 @@ def test_a_sharded_model_comes_back_whole_with_any_metric(tmp_path):
     assert result.history[-1].loss < result.history[0].loss
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_the_first_error_keeps_its_message(tmp_path, capfd):
     source = import_net(tmp_path / "source")
     where = context(tmp_path / "a", "behaving", behaviour="raise in a rank")
@@ -107,6 +111,7 @@ def test_the_first_error_keeps_its_message(tmp_path, capfd):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_rank_that_is_killed_again_and_again_ends_the_training(tmp_path, caplog):
     source = import_net(tmp_path / "source")
     where = context(tmp_path / "a", "behaving", behaviour="die in a rank")
@@ -118,6 +123,7 @@ def test_a_rank_that_is_killed_again_and_again_ends_the_training(tmp_path, caplo
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_ranks")
 def test_after_a_rank_was_killed_the_weights_are_those_of_an_uninterrupted_training(
     tmp_path, caplog
 ):
@@ -139,6 +145,7 @@ def test_after_a_rank_was_killed_the_weights_are_those_of_an_uninterrupted_train
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_rank_that_exits_is_an_error(tmp_path):
     source = import_net(tmp_path / "source")
     where = context(tmp_path / "a", "behaving", behaviour="exit in a rank")
@@ -175,14 +182,16 @@ def test_a_script_without_a_main_guard_gets_a_clear_error(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def whole(tmp_path_factory, forking_ranks):
     """Return a training of five epochs that nothing disturbed."""
     root = tmp_path_factory.mktemp("whole")
     where = context(root / "whole", "behaving", behaviour="")
-    return run(import_net(root / "source"), where, epochs=5)
+    with forking_ranks():
+        return run(import_net(root / "source"), where, epochs=5)
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_full_disk_is_an_error_and_earlier_checkpoints_stay(tmp_path, whole):
     source = import_net(tmp_path / "source")
     where = context(tmp_path / "a", "behaving", behaviour="no more room from the third epoch")
@@ -195,6 +204,7 @@ def test_a_full_disk_is_an_error_and_earlier_checkpoints_stay(tmp_path, whole):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_ranks")
 def test_an_error_of_rank_0_alone_keeps_its_class(tmp_path):
     source = import_net(tmp_path / "source")
     with pytest.raises(PipelineInvalid, match=r"^train: cannot import 'no_such_metric'"):
@@ -212,15 +222,21 @@ def test_data_that_cannot_travel_are_refused(tmp_path):
         run(source, Context(root=tmp_path / "a", data=data), epochs=1)
 
 
-def test_a_rank_whose_runner_was_killed_before_it_started_does_nothing(tmp_path):
-    child = multiprocessing.get_context("fork").Process(target=start_rank, args=(str(tmp_path), 1))
+def test_a_rank_whose_runner_was_killed_before_it_started_does_nothing(tmp_path, capfd):
+    gone = 1
+    child = multiprocessing.get_context("fork").Process(
+        target=start_rank, args=(0, str(tmp_path), None, gone, None)
+    )
     child.start()
     child.join(60)
     assert child.exitcode == 1
     assert list(tmp_path.iterdir()) == [], "it went on, and wrote why it failed"
+    assert capfd.readouterr() == ("", ""), "it went on without the ranks"
 
 
+@pytest.mark.soak  # tests/cli interrupts a training by Ctrl-C, and compares its weights
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_ranks")
 def test_after_ctrl_c_nothing_runs_on_and_the_next_call_ends_bit_identical(tmp_path, whole):
     source = import_net(tmp_path / "source")
     process = program(tmp_path)

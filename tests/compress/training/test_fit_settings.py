@@ -1,10 +1,10 @@
 """Each hyper-parameter changes the training as it says, and none of them breaks resuming."""
 
-import logging
 from pathlib import Path
 
 import pytest
 import torch
+from torch.optim.lr_scheduler import OneCycleLR
 
 from compress.common.errors import StageFailed
 from compress.core.context import Context
@@ -12,6 +12,7 @@ from compress.core.metrics import Metric
 from compress.data.splits import Splits
 from compress.training.config.training import DEFAULT_LEARNING_RATE, Training
 from compress.training.fit import fit
+from compress.training.loop.train_state import TrainState
 from compress.training.objectives.objective import TargetLoss
 from tests.compress.training.builders import import_net, load_data
 
@@ -110,6 +111,39 @@ def test_training_stops_early_and_stays_stopped(tmp_path, source):
     assert run(source, context(tmp_path / "a"), **settings).history == result.history
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_rates_and_momenta_of_all_steps_are_torchs_across_an_interruption(
+    tmp_path, source, monkeypatch, optimizer
+):
+    found, take = {}, TrainState.train_step
+
+    def interrupted(state, batches, step, **options):
+        if step == 7 and len(found) == 7:
+            found[7] = None
+            raise KeyboardInterrupt
+        group, *_ = state.optimizer.param_groups
+        found[step] = group["lr"], group["betas"][0] if "betas" in group else group["momentum"]
+        return take(state, batches, step, **options)
+
+    monkeypatch.setattr(TrainState, "train_step", interrupted)
+    settings = {"optimizer": optimizer, "checkpoints": {"every_steps": 2}}
+    with pytest.raises(KeyboardInterrupt):
+        run(source, context(tmp_path / "a"), **settings)
+    result = run(source, context(tmp_path / "a"), **settings)
+    more = {"momentum": 0.9} if optimizer == "sgd" else {}
+    reference = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[optimizer](
+        [torch.zeros(1)], lr=0.01, **more
+    )
+    scheduler = OneCycleLR(reference, 0.01, total_steps=len(found))
+    for step in range(len(found)):
+        group = reference.param_groups[0]
+        momentum = group["betas"][0] if "betas" in group else group["momentum"]
+        assert found[step] == (group["lr"], momentum), step
+        reference.step()
+        scheduler.step()
+    assert result.history[-1].learning_rate == found[len(found) - 1][0]
+
+
 def test_a_plateau_lowers_the_rate(tmp_path, source):
     settings = {"schedule": "plateau", "schedule_epochs": 1, "learning_rate": 1e-9}
     result = run(source, context(tmp_path / "a"), **settings)
@@ -154,13 +188,6 @@ def test_impossible_settings_are_refused_in_one_line(tmp_path, source):
         run(source, where, keep="last", schedule="plateau")
     with pytest.raises(StageFailed, match="early_stopping needs a split 'val'"):
         run(source, where, keep="last", early_stopping=1)
-
-
-def test_data_parallel_runs_as_one_process_and_says_why(tmp_path, source, caplog):
-    with caplog.at_level(logging.WARNING):
-        result = run(source, context(tmp_path / "a"), parallel={"strategy": "dp", "processes": 4})
-    assert "strategy: ddp with processes: n is faster" in caplog.text
-    assert largest_difference(result, run(source, context(tmp_path / "b"))) == 0
 
 
 @pytest.mark.gpu

@@ -15,7 +15,11 @@ from compress.training.objectives.objective import TargetLoss
 from compress.training.objectives.teacher_objective import Teaching
 from tests.compress.training.builders import import_transformer
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
+pytestmark = [
+    pytest.mark.multiprocess,
+    pytest.mark.slow,
+    pytest.mark.usefixtures("forked_ranks"),
+]
 
 HERE = Path(__file__).parent
 

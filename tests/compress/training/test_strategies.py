@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from compress.training.distributed.fsdp import prefetch_
-from tests.compress.forked import launch
 from tests.compress.training.builders import import_net
+from tests.compress.training.nets import ignored
 
 pytestmark = pytest.mark.multiprocess
 
 HERE = Path(__file__).parent
 
-# 10 steps in fp32: gradients are added up in another order, and Adam's division by a small second
+# 6 steps in fp32: gradients are added up in another order, and Adam's division by a small second
 # moment enlarges the difference.
 TOLERANCE = {"sgd": 1e-5, "adamw": 1e-4}
 
@@ -33,8 +33,9 @@ STRATEGIES = {
     "offload": {**FULL, "cpu_offload": True},
     "prefetch": {**FULL, "prefetch": 2},
 }
-ON_FOUR = ("ddp", "zero1", "zero2", "full", "hybrid")
 ACCUMULATED = ("ddp", "ddp-static", "zero1", "zero2", "full")
+ON_FOUR = {"sgd": ("ddp", "zero1", "full", "hybrid"), "adamw": ("zero1", "full")}
+"""By the optimizer; the head's three rows leave one of four ranks without a shard of it."""
 OTHER = {"ddp": FULL, "full": {"strategy": "zero1"}, "zero1": {}, "zero2": {}}
 """What one strategy saved another takes up."""
 ALSO_ALONE = ("ddp", "zero1", "full")
@@ -45,8 +46,10 @@ COMPRESSED = {
 """What they leave out of a gradient is remembered, and goes on too."""
 RESUMED = {**{name: STRATEGIES[name] for name in OTHER}, **COMPRESSED}
 # One epoch of 3 steps; the trainings by AdamW have the second, and its order of the samples.
-SGD = {"clip_norm": 0.1, "epochs": 1}
+# Labels that are ignored: the ranks and micro-batches of a step have different numbers of others.
+SGD = {"clip_norm": 0.1, "epochs": 1, "data": "nets:ignored"}
 ADAMW = {
+    "data": "nets:ignored",
     "optimizer": "adamw",
     "learning_rate": 1e-3,
     "accumulate": 2,
@@ -62,11 +65,10 @@ TWO_BY_TWO = {"communication": "hierarchical", "group_processes": 2}
 
 def trainings(ranks):
     adamw = {**ADAMW, "accumulate": 4 if ranks == 2 else 2}
-    for name in STRATEGIES if ranks == 2 else ON_FOUR:
-        parallel = STRATEGIES[name]
-        yield f"sgd-{name}", {**SGD, "parallel": parallel}
-        if name in ACCUMULATED:
-            yield f"adamw-{name}", {**adamw, "parallel": parallel}
+    for name in STRATEGIES if ranks == 2 else ON_FOUR["sgd"]:
+        yield f"sgd-{name}", {**SGD, "parallel": STRATEGIES[name]}
+    for name in ACCUMULATED if ranks == 2 else ON_FOUR["adamw"]:
+        yield f"adamw-{name}", {**adamw, "parallel": STRATEGIES[name]}
     yield "odd-together", ODD
     if ranks == 4:
         yield "sgd-hierarchical", {**SGD, "parallel": TWO_BY_TWO}
@@ -82,15 +84,15 @@ def trainings_that_go_on(adamw):
     for name, parallel in COMPRESSED.items():
         yield f"adamw-{name}", {**adamw, "parallel": parallel}
     for name, parallel in RESUMED.items():
-        yield f"adamw-{name}-halves", {**adamw, "parallel": parallel, "halves": True}
-    for name, other in OTHER.items():
-        yield f"adamw-{name}-other", {**adamw, "parallel": STRATEGIES[name], "then": other}
+        yield f"halves/adamw-{name}", {**adamw, "parallel": parallel}
+    for name, parallel in OTHER.items():
+        yield f"other/adamw-{name}", {**adamw, "parallel": parallel}
     for name in ALSO_ALONE:
-        yield f"adamw-{name}-alone", {**adamw, "parallel": STRATEGIES[name], "then": "alone"}
+        yield f"alone/adamw-{name}", adamw
 
 
 @pytest.fixture(scope="module")
-def results_of(tmp_path_factory, trained):
+def results_of(tmp_path_factory, trained, launch):
     """Return a function of the ranks: trains with every strategy once, and alone likewise."""
 
     @cache
@@ -114,37 +116,39 @@ def largest_difference(one, other):
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
-def on_two_and_on_four(names):
-    return [(2, name) for name in names] + [(4, name) for name in names if name in ON_FOUR]
+def on_two_and_on_four(names, optimizer):
+    return [(2, name) for name in names] + [(4, name) for name in ON_FOUR[optimizer]]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "strategy"), on_two_and_on_four(STRATEGIES))
+@pytest.mark.parametrize(("ranks", "strategy"), on_two_and_on_four(STRATEGIES, "sgd"))
 def test_the_weights_are_those_of_one_process(results_of, ranks, strategy):
     results = results_of(ranks)
     alone, together = results["sgd"], results[f"sgd-{strategy}"]
     assert largest_difference(alone.weights, together.weights) < TOLERANCE["sgd"]
-    # 37 samples do not divide over the ranks: each is counted once.
+    # 37 samples do not divide over the ranks: each that has a label is counted once.
     assert [e.metric for e in together.history] == [e.metric for e in alone.history]
-    assert all((e.metric * 37) % 1 == pytest.approx(0, abs=1e-9) for e in together.history)
+    labelled = sum(int(label) >= 0 for _, label in ignored()["val"])
+    assert 0 < labelled < 37
+    assert all((e.metric * labelled) % 1 == pytest.approx(0, abs=1e-9) for e in together.history)
     losses = [e.loss for e in alone.history]
     assert [e.loss for e in together.history] == pytest.approx(losses, abs=1e-5)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "strategy"), on_two_and_on_four(ACCUMULATED))
+@pytest.mark.parametrize(("ranks", "strategy"), on_two_and_on_four(ACCUMULATED, "adamw"))
 def test_accumulation_average_and_checkpointed_activations_go_with_it(results_of, ranks, strategy):
     results = results_of(ranks)
     alone, together = results["adamw"], results[f"adamw-{strategy}"]
     assert largest_difference(alone.weights, together.weights) < TOLERANCE["adamw"]
     assert largest_difference(alone.kept_weights, together.kept_weights) < TOLERANCE["adamw"]
-    assert largest_difference(alone.weights, alone.kept_weights) > 10 * TOLERANCE["adamw"]
+    assert largest_difference(alone.weights, alone.kept_weights) > 5 * TOLERANCE["adamw"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", RESUMED)
 def test_a_resumed_training_ends_bit_identical(two, strategy):
-    whole, halves = two[f"adamw-{strategy}"], two[f"adamw-{strategy}-halves"]
+    whole, halves = two[f"adamw-{strategy}"], two[f"halves/adamw-{strategy}"]
     assert largest_difference(whole.weights, halves.weights) == 0
     assert largest_difference(whole.kept_weights, halves.kept_weights) == 0
     assert whole.history == halves.history
@@ -160,7 +164,7 @@ def test_fewer_bytes_are_sent(two, communication):
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", OTHER)
 def test_a_checkpoint_of_one_strategy_is_resumed_by_another(two, strategy):
-    whole, other = two[f"adamw-{strategy}"], two[f"adamw-{strategy}-other"]
+    whole, other = two[f"adamw-{strategy}"], two[f"other/adamw-{strategy}"]
     assert largest_difference(whole.weights, other.weights) < TOLERANCE["adamw"]
     assert largest_difference(whole.kept_weights, other.kept_weights) < TOLERANCE["adamw"]
 
@@ -168,7 +172,7 @@ def test_a_checkpoint_of_one_strategy_is_resumed_by_another(two, strategy):
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ALSO_ALONE)
 def test_a_checkpoint_of_several_processes_is_resumed_by_one(two, strategy):
-    whole, other = two[f"adamw-{strategy}"], two[f"adamw-{strategy}-alone"]
+    whole, other = two[f"adamw-{strategy}"], two[f"alone/adamw-{strategy}"]
     assert largest_difference(whole.weights, other.weights) < TOLERANCE["adamw"]
     assert largest_difference(whole.kept_weights, other.kept_weights) < TOLERANCE["adamw"]
 

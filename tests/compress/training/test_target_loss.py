@@ -43,6 +43,7 @@ def largest_difference(a, b):
 
 @pytest.mark.parametrize("metric", ["loss", pytest.param("r2", marks=pytest.mark.slow)])
 @pytest.mark.multiprocess
+@pytest.mark.usefixtures("forked_ranks")
 def test_processes_and_parts_take_the_same_steps(tmp_path, source, metric):
     whole = run(source, context(tmp_path / "whole", metric=metric), keep="last")
     parts = run(
@@ -54,12 +55,15 @@ def test_processes_and_parts_take_the_same_steps(tmp_path, source, metric):
     )
     assert largest_difference(whole, parts) < 1e-5
     assert [e.loss for e in parts.history] == pytest.approx([e.loss for e in whole.history])
-    assert [e.metric for e in parts.history] == pytest.approx([e.metric for e in whole.history])
+    # R² is a difference of numbers near 1, and so is its rounding: it may lie near 0.
+    metrics = [e.metric for e in whole.history]
+    assert [e.metric for e in parts.history] == pytest.approx(metrics, abs=1e-6)
     assert whole.history[-1].loss < whole.history[0].loss
 
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize(
     "settings",
     [

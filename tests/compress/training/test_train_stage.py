@@ -54,6 +54,7 @@ def test_a_gate_refuses_and_the_artifact_is_kept(tmp_path, source):
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize("seed", [0])
 def test_the_defaults_train_the_example(tmp_path, seed):
     signature = Signature(inputs=(TensorSpec(name="image", shape=("batch", 1, 8, 8)),))

@@ -91,6 +91,19 @@ def test_operators_are_kept_by_selective_checkpointing_alone():
         Training(epochs=1, activation_checkpointing="full", **chosen)
 
 
+@pytest.mark.parametrize(
+    ("settings", "found"),
+    [
+        ({"parallel": {"strategy": "zero3", "processes": 2}}, "found 2 processes, zero3"),
+        ({"parallel": {"pipeline": {}, "processes": 2}}, "found 2 processes, ddp, 2 stages"),
+        ({"compile": "blocks"}, "found compile: blocks"),
+    ],
+)
+def test_segments_are_for_weights_that_are_all_there(settings, found):
+    with pytest.raises(ValidationError, match=f"activation_checkpointing: segments .*{found}"):
+        Training(epochs=1, activation_checkpointing={"segments": 4}, **settings)
+
+
 def test_names_of_sharding_mean_what_they_say():
     modes = {
         strategy: Training(epochs=1, parallel={"strategy": strategy}).parallel.sharding_mode
@@ -125,6 +138,12 @@ def test_names_of_sharding_mean_what_they_say():
             "topk remembers gradients, those of a step that on_nan: skip leaves out",
         ),
         ({"optimizer_arguments": {"lr": 3}}, "lr is set by learning_rate"),
+        ({"min_learning_rate": 0.01}, "min_learning_rate is for schedule: cosine.*found onecycle"),
+        ({"schedule": "linear", "schedule_power": 2}, "schedule_power is for schedule: poly"),
+        (
+            {"schedule": "cosine", "learning_rate": 0.1, "min_learning_rate": 0.2},
+            "min_learning_rate 0.2 is not below the learning_rate 0.1",
+        ),
         (
             {"optimizer": "rprop", "parallel": {"strategy": "fsdp"}},
             "rprop needs whole weights, which fsdp",
@@ -147,6 +166,7 @@ def test_a_layout_names_what_changes_a_result():
         {"communication": "powersgd", "powersgd_rank": 2},
         {"tensor": 2},
         {"pipeline": {}},
+        {"sync_batchnorm": True},
     ]
     layouts = {Training(epochs=1, parallel={**w, "processes": 2}).parallel.layout for w in ways}
     assert len(layouts) == len(ways)

@@ -1,8 +1,10 @@
 """Several trainings by the ranks of one process group: ROOT, then settings by name
-as JSON: those of rank 0 alone, and those of all ranks."""
+as JSON: those of rank 0 alone, and those of all ranks. `halves/NAME` goes on where NAME was after
+the first of two epochs, and so do `other/NAME` and, of rank 0 alone, `alone/NAME`."""
 
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import torch
 
 from compress.core.metrics import Metric
 from compress.data.splits import DataReference
-from compress.training.checkpoint.metadata import Epoch
+from compress.training.checkpoint.metadata import FOLDER, Epoch, checkpoints
 from compress.training.config.training import Training
 from compress.training.distributed.base import SingleProcess, process_group
 from compress.training.distributed.factory import create_strategy
@@ -29,7 +31,7 @@ def job(root: Path, name: str, processes: int, settings: dict) -> Job:
     source, data = settings.pop("source", "source"), settings.pop("data", "nets:uneven")
     settings = {"epochs": 2, "batch_size": 16, "keep": "last", "learning_rate": 0.01, **settings}
     folder = root / name
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(exist_ok=True, parents=True)
     return Job(
         start=root / source,
         training=Training(**settings, parallel=parallel),
@@ -45,29 +47,27 @@ def job(root: Path, name: str, processes: int, settings: dict) -> Job:
     )
 
 
+def copy_first_epoch(root: Path, name: str) -> None:
+    """Let a training begin with the checkpoint of the first epoch of that after the slash."""
+    before, _ = checkpoints(root / Path(name).name)
+    shutil.copytree(before, root / name / FOLDER / before.name)
+
+
 def main(root: Path, alone: dict[str, dict], trainings: dict[str, dict]) -> None:
     first = os.environ["RANK"] == "0"
     if first:
         for name, settings in alone.items():
             train(job(root, name, 1, settings), SingleProcess(), silent)
-    left_to_one = []
+    left_to_one = {name: trainings.pop(name) for name in [*trainings] if "alone/" in name}
     with process_group("cpu"):
         ranks = torch.distributed.get_world_size()
         for name, settings in trainings.items():
-            then = settings.pop("then", None)
-            if settings.pop("halves", False):
-                then = settings.get("parallel", {})
-            # The schedule of a training that is cut after one epoch does not depend on its length.
-            short = job(
-                root, name, ranks, {**settings, "epochs": 1} if then is not None else settings
-            )
-            train(short, create_strategy(short.training.parallel), silent)
-            if then == "alone":
-                left_to_one.append((name, {**settings, "parallel": {}}))
-            elif then is not None:
-                whole = job(root, name, ranks, {**settings, "parallel": then})
-                train(whole, create_strategy(whole.training.parallel), silent)
-    for name, settings in left_to_one if first else []:
+            if first and "/" in name:
+                copy_first_epoch(root, name)
+            shared = job(root, name, ranks, settings)
+            train(shared, create_strategy(shared.training.parallel), silent)
+    for name, settings in left_to_one.items() if first else []:
+        copy_first_epoch(root, name)
         train(job(root, name, 1, settings), SingleProcess(), silent)
 
 

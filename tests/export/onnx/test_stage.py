@@ -16,7 +16,7 @@ from export.onnx.graph import count_macs
 from export.onnx.proto_io import write
 from export.onnx.stage import ExportOnnx
 from export.parity.compare import check_axis_sizes
-from export.parity.tolerance import QUANTIZED
+from export.parity.sample_parity import QUANTIZED
 from tests.export.builders import IMAGE_AND_CONTEXT, ROWS, TOKENS, network, samples
 
 

@@ -7,8 +7,14 @@ from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
 from compress.data.splits import Splits
 from export.parity.compare import check_axis_sizes
-from export.parity.sample_parity import SAMPLES, check_on_samples, val_inputs
-from export.parity.tolerance import FLOAT, QUANTIZED, Tolerance
+from export.parity.sample_parity import (
+    FLOAT,
+    QUANTIZED,
+    SAMPLES,
+    Tolerance,
+    check_on_samples,
+    val_inputs,
+)
 
 ROWS = Signature(inputs=(TensorSpec(name="x", shape=("batch", 4)),))
 BATCHES = [(torch.randn(32, 4, generator=torch.Generator().manual_seed(i)),) for i in range(4)]

@@ -24,8 +24,7 @@ from compress.quantization.stages.static import QuantizeStatic
 from export.onnx.stage import ExportOnnx
 from export.tensorrt.build import conversion_settings, refuse_quantized, write_onnx
 from export.tensorrt.host_check import difference
-from export.tensorrt.parity import check_engine
-from export.tensorrt.runtime import in_order, in_parts
+from export.tensorrt.runtime import check_engine, in_order, in_parts
 from export.tensorrt.shape_profiles import shapes_of, sizes_of
 from export.tensorrt.stage import ExportTensorRT, TensorRTEngine
 from pipelines import Pipeline

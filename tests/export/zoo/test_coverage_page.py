@@ -29,8 +29,14 @@ EXPORTED = (
     *(case.name for case in HARD),
     *("bert_classifier", "distilbert", "gpt2", "t5", "vit", "swin", "resnet", "wav2vec2"),
 )
+REPEATED = {
+    *((name, kind) for name in ("tagger_gru", "forecaster", "dilated") for kind in FORMATS),
+    ("ranker", "AOTInductor"),
+    ("cached", "AOTInductor"),
+}
+"""Cells that take no branch of ours that others do not take."""
 CELLS = [
-    (name, kind)
+    pytest.param(name, kind, marks=[pytest.mark.soak] * ((name, kind) in REPEATED))
     for name in EXPORTED
     for kind in FORMATS
     if kind != "AOTInductor" or name in COMPILED

@@ -13,9 +13,16 @@ from torch import nn
 from compress.common.errors import CompressError, PipelineInvalid
 from pipelines import Pipeline
 from pipelines.commands.check import check_pipeline
-from pipelines.commands.init import draft, initial_content, render_and_plan, write_draft
-from pipelines.commands.init_advice import Family, Goal, ModelTraits, Target, family_of
-from pipelines.commands.init_options import InitOptions, prompt_for_missing
+from pipelines.commands.init import (
+    Family,
+    ModelTraits,
+    draft,
+    family_of,
+    initial_content,
+    render_and_plan,
+    write_draft,
+)
+from pipelines.commands.init_options import Goal, InitOptions, Target, prompt_for_missing
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 NETS = """

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -21,7 +22,8 @@ from compress.training.launch import rank_group
 from compress.training.launch.rank_group import RankGroup, launched_environment, need_group
 from pipelines.api import Pipeline
 from pipelines.executors.launched import check_processes
-from tests.pipelines.conftest import measured_briefly
+from tests.forking import Command, Commands
+from tests.pipelines.conftest import BRIEFLY, measured_briefly
 
 ROOT = Path(__file__).parents[3]
 
@@ -127,22 +129,33 @@ def torchrun(
     return [start(user, command, behaviour) for _ in range(nodes)]
 
 
-def srun(
-    user: Path, *behaviours: str, files: tuple[str, str] = ("p.yaml",) * 2
-) -> list[subprocess.Popen[str]]:
-    """Start a task on each of two nodes, with the variables that Slurm sets."""
-    step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2", "SLURM_LOCALID": "0"}
-    step |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    return [
-        start(
-            user, [*RUN[:2], files[rank], *RUN[3:], "--until", "train"], behaviour,
-            SLURM_PROCID=str(rank), **step,
-        )
-        for rank, behaviour in enumerate(behaviours or ("", ""))
-    ]  # fmt: skip
+def step(rank: int, port: str) -> dict[str, str]:
+    """Return the variables that Slurm sets for a task on one of two nodes."""
+    numbers = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": "0"}
+    numbers |= {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2"}
+    return numbers | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
 
 
-def end_of(process: subprocess.Popen[str]) -> str:
+@pytest.fixture
+def srun(user: Path, commands: Commands) -> Callable[..., list[Command]]:
+    """Return what starts a task on each of two nodes."""
+
+    def start(*behaviours: str, files: tuple[str, str] = ("p.yaml",) * 2) -> list[Command]:
+        port = free_port()
+        return [
+            commands.start(
+                *("run", files[rank], "--out", "out", "--until", "train"),
+                cwd=user,
+                first=BRIEFLY,
+                environment=step(rank, port) | {"BEHAVIOUR": behaviour},
+            )
+            for rank, behaviour in enumerate(behaviours or ("", ""))
+        ]
+
+    return start
+
+
+def end_of(process: subprocess.Popen[str] | Command) -> str:
     """Return a process's exit code and output, once it and all that it started are gone."""
     _, output = process.communicate(timeout=250)
     for _ in range(600):
@@ -164,19 +177,19 @@ def processes_in(folder: Path) -> list[psutil.Process]:
     return found
 
 
-def until_an_epoch(process: subprocess.Popen[str]) -> None:
+def until_an_epoch(process: subprocess.Popen[str] | Command) -> None:
     for line in process.stderr:
         if "epoch 1/" in line:
             return
     raise AssertionError("it ended before an epoch")
 
 
-def same_weights(out: Path, expected: Path, *stages: str) -> bool:
+def same_weights(out: Path, expected: Path, *stages: str, atol: float = 0.0) -> bool:
     def weights(folder: Path, stage: str) -> dict:
         return load_file(folder / "artifacts" / stage / "weights.safetensors")
 
     return all(
-        (tensor == weights(out, stage)[name]).all()
+        (tensor - weights(out, stage)[name]).abs().max() <= atol
         for stage in stages
         for name, tensor in weights(expected, stage).items()
     )
@@ -184,11 +197,13 @@ def same_weights(out: Path, expected: Path, *stages: str) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
+@pytest.mark.xdist_group("commands")  # where `two_processes` is
 @pytest.mark.parametrize(
     ("nodes", "processes", "parallel", "stages"),
     [
         (2, 1, TWO_NODES, ["train", "prune_channels"]),
-        (1, 2, "{processes: 2}", ["train"]),
+        # In the soak: two nodes go the same way, and further.
+        pytest.param(1, 2, "{processes: 2}", ["train"], marks=pytest.mark.soak),
     ],
 )
 def test_torchrun_reaches_the_weights_of_two_processes_of_one_command(
@@ -220,17 +235,62 @@ def test_a_node_that_is_killed_ends_the_run_with_one_line_of_rank_0(user) -> Non
     first, killed = agents[1 - second], agents[second]
     output = end_of(first)
     assert output[0] == "1"
-    # Either agent may serve the store through which the ranks meet.
-    assert re.search(r"error: train: (rank 0 lost the|the) connection to ", output), output
     end_of(killed)
+    # Either agent may serve the store through which the ranks meet; one that finds it gone may send
+    # SIGTERM to rank 0 before that has noticed.
+    lost = r"error: train: ((rank 0 lost the|the) connection to |rank 1 has sent no heartbeat)"
+    said = f"{lost}|interrupted at train"
+    assert re.search(said, output), output
     assert processes_in(user) == []
+
+
+def until_logged(user: Path, expected: str, count: int = 1) -> None:
+    """Wait until the run has logged something some number of times."""
+    log, deadline = user / "out" / "log.jsonl", time.monotonic() + 200
+    while not log.exists() or log.read_text().count(expected) < count:
+        assert time.monotonic() < deadline, expected
+        time.sleep(0.1)
 
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_after_a_rank_of_another_node_was_killed_all_begin_again(user, two_processes) -> None:
+def test_a_training_goes_on_without_a_node_and_with_it_again(user, tmp_path_factory) -> None:
+    pipeline(user, "{nodes: 2, min_nodes: 1}", epochs=8)
+    port = free_port()
+    quickly = "--rdzv-conf keep_alive_interval=2,last_call_timeout=3,is_host={}"
+    meeting = f"--rdzv-backend c10d --rdzv-id elastic --rdzv-endpoint 127.0.0.1:{port}"
+
+    def agent(is_host: int) -> subprocess.Popen[str]:
+        options = f"--nnodes 1:2 --nproc-per-node 1 --max-restarts 9 {meeting} "
+        options += quickly.format(is_host)
+        command = ["torch.distributed.run", *options.split(), "-m", *RUN, "--until", "train"]
+        # torchrun's own stores would else hold keys of earlier rounds (pytorch issue 135712).
+        return start(user, command, "slow", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+
+    agents = [agent(1), agent(0)]
+    until_logged(user, "epoch 1/8")
+    agents[1].kill()  # its processes end with it
+    until_logged(user, "trains on 1 of 1 started machines")
+    until_logged(user, "epoch 2/8")
+    third = agent(0)
+    ends = [end_of(agents[0]), end_of(third)]
+    assert [end[0] for end in ends] == ["0", "0"], ends
+    end_of(agents[1])
+    assert processes_in(user) == []
+    assert "resumed with 2 processes, ddp from a checkpoint of 1 processes" in ends[0] + ends[1]
+    alone = tmp_path_factory.mktemp("alone")
+    (alone / "nets.py").write_text(NETS)
+    with measured_briefly():
+        file = alone / pipeline(alone, "{processes: 1}", epochs=8)
+        Pipeline.from_yaml(file).run(alone / "out", until="train")
+    assert same_weights(user / "out", alone / "out", "train", atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_after_a_rank_of_another_node_was_killed_all_begin_again(user, srun, two_processes) -> None:
     pipeline(user)
-    ends = [end_of(task) for task in srun(user, "", "die once")]
+    ends = [end_of(task) for task in srun("", "die once")]
     assert [end[0] for end in ends] == ["0", "0"], ends
     assert (user / "died").exists()
     assert "was ended by SIGKILL" in ends[0] and "all are started again" in ends[0]
@@ -239,9 +299,9 @@ def test_after_a_rank_of_another_node_was_killed_all_begin_again(user, two_proce
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_an_error_on_another_node_is_reported_by_rank_0_alone(user) -> None:
+def test_an_error_on_another_node_is_reported_by_rank_0_alone(user, srun) -> None:
     pipeline(user)
-    first, second = map(end_of, srun(user, "", "raise"))
+    first, second = map(end_of, srun("", "raise"))
     assert first[0] == second[0] == "1"
     assert "error: train: rank 1: ValueError: this disk cannot be read" in first
     assert second.strip() == "1"
@@ -249,10 +309,10 @@ def test_an_error_on_another_node_is_reported_by_rank_0_alone(user) -> None:
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("stopped", [0, 1])
-def test_a_process_that_is_stopped_ends_the_others(user, stopped) -> None:
+@pytest.mark.parametrize("stopped", [0, pytest.param(1, marks=pytest.mark.soak)])
+def test_a_process_that_is_stopped_ends_the_others(user, srun, stopped) -> None:
     pipeline(user, epochs=50)
-    tasks = srun(user, "slow", "slow")
+    tasks = srun("slow", "slow")
     until_an_epoch(tasks[0])
     tasks[stopped].send_signal(signal.SIGTERM if stopped else signal.SIGINT)
     first, second = map(end_of, tasks)
@@ -269,7 +329,9 @@ def test_a_process_that_is_stopped_ends_the_others(user, stopped) -> None:
 @pytest.mark.multiprocess
 def test_without_rank_0_the_others_end(user) -> None:
     pipeline(user, epochs=50)
-    tasks = srun(user, "slow", "slow")
+    # Not forks: of the lost connection torch says nothing only where it is imported by a rank.
+    port, command = free_port(), [*RUN, "--until", "train"]
+    tasks = [start(user, command, "slow", **step(rank, port)) for rank in range(2)]
     until_an_epoch(tasks[0])
     tasks[0].kill()
     assert "1 error: rank 0 has ended; its own output says why" in end_of(tasks[1])
@@ -278,9 +340,9 @@ def test_without_rank_0_the_others_end(user) -> None:
 
 
 @pytest.mark.multiprocess
-def test_another_pipeline_file_on_a_node_is_refused(user) -> None:
+def test_another_pipeline_file_on_a_node_is_refused(user, srun) -> None:
     (user / "old.yaml").write_text("version: 1")
-    tasks = srun(user, files=(pipeline(user), "old.yaml"))
+    tasks = srun(files=(pipeline(user), "old.yaml"))
     first, second = map(end_of, tasks)
     assert "error: rank 1 has another old.yaml; start the same command" in first
     assert first.startswith("2 ") and second.strip() == "2"

@@ -10,6 +10,7 @@ from itertools import pairwise
 import pytest
 from rich.console import Console
 
+from compress.profiling.operator_table import OperatorCost, OperatorTable
 from pipelines.reporting.html import render
 from pipelines.reporting.html_page import breakable
 from pipelines.reporting.provenance import proof_chain, source_hashes
@@ -100,6 +101,26 @@ def test_trainings_are_those_that_the_stages_wrote_down(finished_run) -> None:
     assert training.loss == (history[0]["loss"], history[-1]["loss"])
     assert len(training.plots) == 2
     assert f"{history[-1]['loss']:.4f}" in render(report)
+
+
+def test_operators_of_traced_trainings_are_listed(finished_run) -> None:
+    report = Report.read(finished_run.out)
+    assert "Most expensive operators" not in render(report)
+    cost = OperatorCost(name="aten::<mm>", calls=6, self_cpu_ms=1.5, cpu_ms=2.25)
+    recorded = {"shapes": "[[2, 3]]", "self_mebibytes": 0.5, "self_device_ms": 3.0}
+    tables = (
+        OperatorTable(task="train", steps=3, total_ms=6.0, operators=(cost,)),
+        OperatorTable(
+            task="tune", steps=1, total_ms=6.0, operators=(cost.model_copy(update=recorded),)
+        ),
+    )
+    traced = report.stages[0].model_copy(update={"operators": tables})
+    page = render(report.model_copy(update={"stages": (traced, *report.stages[1:])}))
+    plain, full = page.split("Most expensive operators")[1].split("</table>")[:2]
+    assert "train: 3 traced steps" in plain and "tune: 1 traced step<" in full
+    assert "&lt;mm&gt;" in plain and "<td>25.0 %</td><td>1.500</td><td>2.250</td></tr>" in plain
+    assert '<td class="wrap">[[2, 3]]</td><td>6</td><td>50.0 %</td><td>3.000</td>' in full
+    assert "<td>0.50</td>" in full and "Own MiB" not in plain
 
 
 def test_the_chain_is_held_against_the_sealed_manifests(project) -> None:

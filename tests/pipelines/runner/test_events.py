@@ -13,7 +13,7 @@ import yaml
 from compress.common.errors import GateRefused, PipelineInvalid, StageFailed, Unavailable
 from compress.training.loop.loggers import mlflow_name
 from pipelines import Pipeline
-from pipelines.config.tracker_config import Tracker
+from pipelines.config.pipeline import Tracker
 from pipelines.planning.planner import build_plan
 from pipelines.runner.trackers import flatten, tracked
 from pipelines.system import jsonl_log

@@ -19,6 +19,7 @@ from pipelines.reporting.terminal_table import closing_lines
 from pipelines.results.schema import Report
 from pipelines.runner.data_warnings import constant_score, unlike_val, validation_data_warnings
 from pipelines.system.jsonl_log import LOG
+from tests.compress.data.augmented import data
 from tests.pipelines.conftest import NETS, Project
 
 CALIBRATED = (
@@ -189,6 +190,12 @@ def test_samples_in_two_splits_are_counted() -> None:
     (line,) = doubts(splits(train=x[:100], val=x[100:200], test=x[150:]))
     assert line.startswith("val shares 50 of its 100 samples with test")
     assert doubts(splits(train=x[:100], val=x[100:200], test=x[200:])) == []
+
+
+def test_samples_that_no_seed_repeats_are_one_warning() -> None:
+    (line,) = doubts(Splits(data("system")))
+    assert line.startswith("the same sample of split 'train' differs each time it is read")
+    assert doubts(Splits(data("numpy"))) == []
 
 
 def test_a_small_val_is_doubted() -> None:

@@ -96,7 +96,7 @@ class LabelBook:
         """Return an activation's labels; each element of a weight has a label of its own."""
         if isinstance(value, torch.Tensor):
             return value
-        if value.is_constant:
+        if value.is_constant:  # expanded, which takes no memory
             return torch.tensor(WILD).expand(value.shape)
         return self.axis(value, *range(len(value.shape)))
 
@@ -104,6 +104,7 @@ class LabelBook:
         """State that two broadcastable tensors of labels are equal, element by element."""
         shape = np.broadcast_shapes(tuple(left.shape), tuple(right.shape))
         left, right = left.expand(shape), right.expand(shape)
+        # One entry of an axis along which neither varies stands for all.
         for axis in range(left.dim()):
             if not varies(left, axis) and not varies(right, axis):
                 left, right = left.narrow(axis, 0, 1), right.narrow(axis, 0, 1)
@@ -152,38 +153,36 @@ class LabelBook:
 
         Broadcast entries are equated with channels if those are of one class, and pinned otherwise.
         """
-        self._equate_overlapping_parts()
+        # Operators may have labelled an axis in several combinations with others.
+        parts_of: dict[str, list[tuple[int, ...]]] = {}
+        for name, axes in self.parts:
+            for others in parts_of.setdefault(name, []):
+                if not set(axes).isdisjoint(others):
+                    every = sorted({*axes, *others})
+                    self.equate(self._spread(name, axes, every), self._spread(name, others, every))
+            parts_of[name].append(axes)
         pending, self._broadcasts = self._broadcasts, []
         while pending:
             classes = torch.cat([self._classes(), torch.tensor([WILD])])  # WILD is the last index
-            resolved = [pair for pair in pending if _is_one_class_each(*pair, classes)]
-            for narrow, wide in resolved:
-                self.equate(narrow, wide)
-            pending = [pair for pair in pending if not any(pair is other for other in resolved)]
-            if not resolved:
+            unresolved = []
+            for narrow, wide in pending:
+                wide_classes = classes[wide]
+                if any(varies(wide_classes, i) for i, n in enumerate(narrow.shape) if n == 1):
+                    unresolved.append((narrow, wide))
+                else:
+                    self.equate(narrow, wide)
+            # Each round can make more entries one class, so those left are tried again.
+            if len(unresolved) == len(pending):
                 break
+            pending = unresolved
         for narrow, _ in pending:
             self.pin(narrow, BROADCAST)
         return self.solve()
 
-    def _equate_overlapping_parts(self) -> None:
-        """Equate the labels of an axis that operators labelled in several combinations of axes."""
-        parts_of: dict[str, list[tuple[int, ...]]] = {}
-        for name, axes in self.parts:
-            for others in parts_of.setdefault(name, []):
-                every = sorted({*axes, *others})
-                if len(every) < len(axes) + len(others):
-                    both = (
-                        self.parts[name, part].view(
-                            [
-                                self.parts[name, part].shape[part.index(a)] if a in part else 1
-                                for a in every
-                            ]
-                        )
-                        for part in (axes, others)
-                    )
-                    self.equate(*both)
-            parts_of[name].append(axes)
+    def _spread(self, name: str, axes: tuple[int, ...], every: list[int]) -> Labels:
+        """View the labels of some axes of a tensor with axes of size 1 in place of the others."""
+        labels = self.parts[name, axes]
+        return labels.view([labels.shape[axes.index(a)] if a in axes else 1 for a in every])
 
     def is_table(self, labels: Labels) -> bool:
         """Whether labels are of single elements of one weight, along axes that no layer outputs."""
@@ -222,15 +221,9 @@ def _slots(weight: Weight, axes: Iterable[int]) -> set[Slot]:
     return {(weight.name, axis) for axis in stored if axis is not None}
 
 
-def _is_one_class_each(narrow: Labels, wide: Labels, classes: torch.Tensor) -> bool:
-    """Whether all entries over which each entry of ``narrow`` is broadcast are of one class."""
-    wide_classes = classes[wide]
-    axes = (axis for axis, size in enumerate(narrow.shape) if size == 1)
-    return not any(varies(wide_classes, axis) for axis in axes)
-
-
 def varies(labels: Labels, axis: int) -> bool:
     """Whether labels differ along an axis."""
+    # An expanded axis has stride 0, so nothing has to be compared.
     if labels.size(axis) <= 1 or labels.stride(axis) == 0:
         return False
     return bool((labels != labels.narrow(axis, 0, 1)).any())

@@ -83,6 +83,7 @@ def embedding(call: Call, book: LabelBook) -> Result:
     weight = call["weight"]
     if not isinstance(weight, Weight):
         return pin_layer(call, book, COMPUTED)
+    # Axis 0 is indexed by words, so it has no channels.
     return book.produce(weight, 1).expand(call.shape)
 
 

@@ -145,7 +145,7 @@ def pad(call: Call, book: LabelBook) -> Result:
 
 def reduction(call: Call, book: LabelBook) -> Result:
     """Reduce axes: channels reduced together can only be removed together, or not at all."""
-    if call.get("other") is not None:
+    if call.get("other") is not None:  # torch.max of two tensors is elementwise
         return pointwise(call, book)
     labels = book.labels_of(call.tensors[0])
     axes = call.get("dim")

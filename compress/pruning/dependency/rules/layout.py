@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.utils import _pytree as pytree
@@ -53,7 +53,10 @@ def pick(call: Call, book: LabelBook) -> Result:
     """Select by indices: constant ones are applied, others couple all entries of their axis."""
     value = call["self"]
     labels = book.labels_of(value)
-    indices = call.get("indices") or _on_axis(call["index"], call["dim"] % labels.dim())
+    indices = call.get("indices") or [
+        *[None] * (call["dim"] % labels.dim()),
+        call["index"],
+    ]
     known = [getattr(index, "value", None) for index in indices]
     axes = [axis for axis, index in enumerate(indices) if index is not None]
     if not isinstance(value, Weight):
@@ -77,10 +80,6 @@ def pick(call: Call, book: LabelBook) -> Result:
 def _picked(labels: Labels, indices: list[torch.Tensor | None]) -> Labels:
     picked: Labels = torch.ops.aten.index(labels, indices)
     return picked
-
-
-def _on_axis(index: Any, axis: int) -> list[Any]:
-    return [*[None] * axis, index]
 
 
 def concatenate(call: Call, book: LabelBook) -> Result:

@@ -63,7 +63,8 @@ def einsum(call: Call, book: LabelBook) -> Result:
     """Contract operands pairwise from the left; pin everything if there is only one."""
     inputs, arrow, output = call["equation"].replace(" ", "").partition("->")
     parts, tensors = inputs.split(","), call["tensors"]
-    if len(parts) < 2 or not arrow or _repeats(parts):
+    letters = [part.replace(".", "") for part in parts]
+    if len(parts) < 2 or not arrow or any(len(set(p)) < len(p) for p in letters):
         return pin_all(call, book, f"an einsum {call['equation']!r}, which is not followed")
     free = "".join(letter for letter in LETTERS if letter not in inputs)
 
@@ -98,7 +99,12 @@ def attention(call: Call, book: LabelBook) -> Result:
     """Couple all channels of one head, with the keys and values of its group of heads."""
     query, key, value = (book.labels_of(call[name]) for name in ("query", "key", "value"))
     if query.dim() != 4:
-        return _one_head(call, book, query, key, value)
+        # Values may become narrower, queries and keys not.
+        for part in (query, key):
+            book.pin(part, "it is scaled by the number of its channels")
+        if call["attn_mask"] is not None:
+            book.pin(book.labels_of(call["attn_mask"]), "attention without an axis for heads")
+        return value[..., :1, :].expand(call.shape)
     if key.shape[1] != query.shape[1]:
         shared = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(shared, 1) for x in (key, value))
@@ -117,7 +123,11 @@ def attention(call: Call, book: LabelBook) -> Result:
 
 def contract(call: Call, book: LabelBook, left: Operand, right: Operand, output: str) -> Labels:
     """Propagate labels through a product of two operands that is summed over some letters."""
-    weights = [side for side in (left, right) if _is_weight(side.value)]
+    weights = [
+        side
+        for side in (left, right)
+        if isinstance(side.value, Weight) and not side.value.is_constant
+    ]
     if len(weights) == 2:
         pin_layer(call, book, COMPUTED)
         return torch.tensor(book.pinned_label(COMPUTED)).expand(_shape(left, right, output))
@@ -142,6 +152,7 @@ def _project(
 ) -> Result:
     if not isinstance(weight, Weight):
         return pin_layer(call, book, COMPUTED)
+    # From the end, because `c` and `o` are the weight's.
     batch = LETTERS[-len(features.shape) + 1 :] if len(features.shape) > 1 else ""
     left, right = Operand(book.labels_of(features), f"{batch}c"), Operand(weight, letters)
     labels = _with_weight(book, left, right, f"{batch}o")
@@ -151,6 +162,7 @@ def _project(
 
 
 def _batched(call: Call, book: LabelBook, left: Labels | Weight, right: Labels | Weight) -> Labels:
+    # `a`, `b` and `c` are the row, the summed axis and the column.
     batch = LETTERS[3 : 3 + len(call.shape)]
     row, column = "a" * (len(left.shape) > 1), "c" * (len(right.shape) > 1)
     batch = batch[: len(call.shape) - len(row) - len(column)]
@@ -191,51 +203,33 @@ def _with_weight(book: LabelBook, features: Operand, side: Operand, output: str)
 def _of_activations(book: LabelBook, left: Operand, right: Operand, output: str) -> Labels:
     """Multiply two activations; what is summed together can only be removed together."""
     summed = "".join(x for x in left.letters if x in right.letters and x not in output)
-    sides, is_alone = [], True
+    shape = _shape(left, right, output)
+    sides, unsummed = [], []
     for value, letters in (left, right):
         labels = book.labels_of(value)
         alone = [i for i, x in enumerate(letters) if x not in summed]
-        is_alone &= not any(varies(labels, i) for i in alone)
-        sides.append((labels, letters))
-    if is_alone:  # without heads: channels meet pairwise and are summed up, so none is output
-        ends = (
-            _aligned(_narrowed(x, _without(letters, summed)), letters, summed)
-            for x, letters in sides
-        )
-        book.equate(*ends)
-        return torch.tensor(WILD).expand(_shape(left, right, output))
-    narrow = []
-    for labels, letters in sides:
-        unsummed = _narrowed(labels, [i for i, x in enumerate(letters) if x not in output])
-        book.equate(labels, unsummed)
-        narrow.append(_aligned(unsummed, letters, output))
-    product = _product_of_heads(book, narrow[0], narrow[1], _shared(left, right, output))
-    return product.expand(_shape(left, right, output))
-
-
-def _product_of_heads(
-    book: LabelBook, left: Labels, right: Labels, shared: Sequence[int]
-) -> Labels:
-    """Equate the heads of two activations and return the labels of their product."""
-    along = [{i for i in range(x.dim()) if varies(x, i)} for x in (left, right)]
-    if not along[0] or not along[1]:  # one side has no channels
-        return left if along[0] else right
+        unsummed += [varies(labels, i) for i in alone]
+        sides.append((labels, letters, alone))
+    if not any(unsummed):
+        # Without heads: channels meet pairwise and are summed up, so none is output.
+        book.equate(*(_aligned(_narrowed(x, alone), own, summed) for x, own, alone in sides))
+        return torch.tensor(WILD).expand(shape)
+    heads = []
+    for labels, letters, _ in sides:
+        one_entry = _narrowed(labels, [i for i, x in enumerate(letters) if x not in output])
+        book.equate(labels, one_entry)
+        heads.append(_aligned(one_entry, letters, output))
+    along = [{i for i in range(x.dim()) if varies(x, i)} for x in heads]
+    if not all(along):  # one side has no channels
+        return heads[0 if along[0] else 1].expand(shape)
     if along[0].isdisjoint(along[1]):
-        for kept, other, axes in ((left, right, along[0]), (right, left, along[1])):
-            if axes & set(shared):
-                book.pin(other, "all heads share it")
-                return kept
-    book.equate(left, right)
-    return right
-
-
-def _one_head(call: Call, book: LabelBook, query: Labels, key: Labels, value: Labels) -> Result:
-    """Pin queries and keys, whose width scales the scores; values may become narrower."""
-    for part in (query, key):
-        book.pin(part, "it is scaled by the number of its channels")
-    if call["attn_mask"] is not None:
-        book.pin(book.labels_of(call["attn_mask"]), "attention without an axis for heads")
-    return value[..., :1, :].expand(call.shape)
+        shared = {i for i, x in enumerate(output) if x in left.letters and x in right.letters}
+        for side in (0, 1):
+            if along[side] & shared:
+                book.pin(heads[1 - side], "all heads share it")
+                return heads[side].expand(shape)
+    book.equate(*heads)
+    return heads[1].expand(shape)
 
 
 def _shape(left: Operand, right: Operand, output: str) -> list[int]:
@@ -244,22 +238,6 @@ def _shape(left: Operand, right: Operand, output: str) -> list[int]:
         for letter, size in zip(letters, value.shape, strict=True):
             sizes[letter] = max(size, sizes.get(letter, 1))
     return [sizes[letter] for letter in output]
-
-
-def _is_weight(value: Labels | Weight) -> bool:
-    return isinstance(value, Weight) and not value.is_constant
-
-
-def _repeats(parts: Iterable[str]) -> bool:
-    return any(len(set(p.replace(".", ""))) < len(p.replace(".", "")) for p in parts)
-
-
-def _without(letters: str, left_out: str) -> list[int]:
-    return [i for i, x in enumerate(letters) if x not in left_out]
-
-
-def _shared(left: Operand, right: Operand, output: str) -> list[int]:
-    return [i for i, x in enumerate(output) if x in left.letters and x in right.letters]
 
 
 def _narrowed(labels: Labels, axes: Iterable[int]) -> Labels:

@@ -20,12 +20,7 @@ RULES: dict[str, Rule] = {
 
 
 def register_rule(operator: str, rule: Rule) -> None:
-    """Set the rule of an operator.
-
-    Args:
-        operator: name with namespace, such as `mylib::scale`.
-        rule: returns the labels of the operator's results.
-    """
+    """Set the rule of an operator, whose name has a namespace, such as `mylib::scale`."""
     RULES[rule_key(operator)] = rule
 
 

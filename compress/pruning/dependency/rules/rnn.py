@@ -39,6 +39,7 @@ def recurrent(call: Call, book: LabelBook) -> Result:
             for other in same_width[1:]:
                 book.equate(other, same_width[0])
         labels = outputs[0].repeat(directions)
+    # Only an LSTM has a cell state besides the hidden one.
     ends = zip((outputs[0], hidden[0]), call.shapes[1:], strict=False)
     last = [labels_H.expand(shape) for labels_H, shape in ends]
     state = call.get("hx")

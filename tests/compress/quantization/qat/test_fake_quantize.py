@@ -12,13 +12,12 @@ from compress.quantization.pt2e.quantizer import OnnxRuntimeQuantizer
 from compress.quantization.pt2e.torchao_api import MinMaxObserver, PerChannelMinMaxObserver
 from compress.quantization.ptq.calibrate import prepare
 from compress.quantization.qat.conv_bn_qat import ConvBnParameters, ConvBnQat
-from compress.quantization.qat.fake_model import FakeQuantizedModel
+from compress.quantization.qat.fake_model import FakeQuantizedModel, FreezeSchedule
 from compress.quantization.qat.fake_quantize import (
     ActivationFakeQuantize,
     FreezeFlag,
     WeightFakeQuantize,
 )
-from compress.quantization.qat.freeze import FreezeSchedule
 from compress.quantization.qat.learned_step_size import LearnedStepSize
 
 

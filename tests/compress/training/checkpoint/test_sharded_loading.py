@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.importing import import_checkpoint
@@ -14,11 +17,10 @@ from compress.artifacts.recipe import Recipe
 from compress.common.errors import ArtifactInvalid
 from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
-from compress.training.checkpoint.sharded_loading import DeferredWeights
+from compress.training.checkpoint.sharded_loading import DeferredWeights, _read_shard
 from compress.training.config.training import Training
 from compress.training.fit import fit
 from compress.training.objectives.objective import TargetLoss
-from tests.compress.forked import launch
 from tests.compress.training.builders import import_net, load_data
 
 pytestmark = pytest.mark.multiprocess
@@ -34,7 +36,7 @@ def sealed(path, factory, features, **arguments):
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
+def found(tmp_path_factory, launch):
     """Load in every way on two ranks; return what each found, and the model."""
     folder = tmp_path_factory.mktemp("fill")
     source = sealed(folder / "source", "tied", 3, width=5)  # no rank has as much as another
@@ -100,3 +102,16 @@ def test_parts_are_read_onto_the_device(tmp_path, settings):
         states.append(fit(source, training, TargetLoss(), where, "train").module.state_dict())
     # 20 steps in fp32, in which another device rounds in other places.
     assert max(float((states[0][k] - states[1][k]).abs().max()) for k in states[0]) < 1e-3
+
+
+def test_an_offloaded_shard_stays_in_main_memory(tmp_path):
+    model = sealed(tmp_path / "source", "tied", 3)
+    name, weight = next(iter(model.load().state_dict().items()))
+    mesh = DeviceMesh("cuda", [0], _init_backend=False, _rank=0)
+    empty = torch.empty_like(weight, device="meta")
+    tensor_meta = TensorMeta(empty.shape, empty.stride(), empty.dtype)
+    spec = DTensorSpec(mesh, (Shard(0),), tensor_meta=tensor_meta)
+    sharded = DTensor(empty, spec, requires_grad=False)
+    shard = _read_shard(model.payload_path, name, sharded, "cpu")
+    assert torch.equal(shard._local_tensor, weight)
+    assert shard.device_mesh is mesh and shard.placements == (Shard(0),)

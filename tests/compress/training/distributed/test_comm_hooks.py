@@ -13,7 +13,6 @@ from compress.training.config.parallel import Parallel
 from compress.training.config.training import Training
 from compress.training.fit import fit
 from compress.training.objectives.objective import TargetLoss
-from tests.compress.forked import launch
 
 pytestmark = pytest.mark.multiprocess
 
@@ -25,7 +24,7 @@ ELEMENTS = 24 * 40 + 40 + 40 * 10 + 10
 
 
 @pytest.fixture(scope="module")
-def records(tmp_path_factory) -> list[dict]:
+def records(tmp_path_factory, launch) -> list[dict]:
     """Return what two real processes saw, by setting and step."""
     folder = tmp_path_factory.mktemp("average")
     launch(HERE / "comm_hook_ranks.py", 2, folder)
@@ -130,6 +129,7 @@ def test_settings_that_do_not_go_together_are_refused() -> None:
         Training(epochs=1, precision="fp16", parallel={"communication": "topk", "processes": 2})
 
 
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.slow
 def test_digits_are_still_learnt(tmp_path, digits: Splits) -> None:
     signature = Signature(inputs=(TensorSpec(name="image", shape=("batch", 1, 8, 8)),))

@@ -11,10 +11,10 @@ from compress.common.errors import Unavailable
 from compress.core.context import Context
 from compress.training.config.parallel import DEEPSPEED, Parallel
 from compress.training.config.training import Training
+from compress.training.distributed.deepspeed import configuration
 from compress.training.fit import fit
 from compress.training.objectives.objective import TargetLoss
 from compress.training.stage import Train
-from tests.compress.forked import launch
 from tests.compress.training.builders import import_net, load_data
 
 HERE = Path(__file__).parents[1]
@@ -25,8 +25,9 @@ here = pytest.mark.skipif(
 # 10 steps in fp32: gradients are added up in another order and clipped with an epsilon elsewhere,
 # and Adam's division by a small second moment enlarges the difference.
 TOLERANCE = {"sgd": 1e-6, "adamw": 1e-5}
-SGD = {"clip_norm": 0.1}
+SGD = {"clip_norm": 0.1, "data": "nets:ignored"}
 ADAMW = {
+    "data": "nets:ignored",
     "optimizer": "adamw",
     "learning_rate": 1e-3,
     "accumulate": 2,
@@ -48,14 +49,12 @@ def trainings():
         parallel = {"strategy": "deepspeed", **stage}
         yield f"sgd-{name}", {**SGD, "parallel": parallel}
         yield f"adamw-{name}", {**ADAMW, "accumulate": 4, "parallel": parallel}
-        yield f"adamw-{name}-halves", {
-            **ADAMW, "accumulate": 4, "parallel": parallel, "halves": True
-        }  # fmt: skip
+        yield f"halves/adamw-{name}", {**ADAMW, "accumulate": 4, "parallel": parallel}
     yield "bf16", {**SGD, "precision": "bf16", "parallel": {"strategy": "deepspeed"}}
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory, trained):
+def results(tmp_path_factory, trained, launch):
     """Train by engines of two ranks, and alone with the same settings."""
     root = tmp_path_factory.mktemp("engines")
     import_net(root / "source", "nets:blocks")
@@ -89,7 +88,7 @@ def test_the_weights_are_those_of_one_process(results, optimizer, stage):
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_resumed_training_ends_bit_identical(results, stage):
     whole = results[f"adamw-{stage}"]
-    halves = results[f"adamw-{stage}-halves"]
+    halves = results[f"halves/adamw-{stage}"]
     assert largest_difference(whole.kept_weights, halves.kept_weights) == 0
     assert whole.history == halves.history
 
@@ -120,6 +119,42 @@ def test_stages_are_for_the_engine_and_offload_for_those_that_shard():
         Parallel(strategy="fsdp", zero_stage=3)
     with pytest.raises(ValidationError, match="cpu_offload needs zero_stage 1 or more"):
         Parallel(strategy="deepspeed", zero_stage=0, cpu_offload=True)
+
+
+def test_further_settings_of_the_engine_are_passed_on():
+    more = {"zero_optimization": {"overlap_comm": True}, "wall_clock_breakdown": True}
+    settings = {"strategy": "deepspeed", "cpu_offload": True, "deepspeed_config": more}
+    training = Training(epochs=1, batch_size=32, parallel={**settings, "processes": 2})
+    found = configuration(training.parallel, training, 2)
+    offload = {"device": "cpu"}
+    assert found["zero_optimization"] == {
+        "stage": 2,
+        "offload_optimizer": offload,
+        "overlap_comm": True,
+    }
+    assert found["wall_clock_breakdown"] and found["train_micro_batch_size_per_gpu"] == 16
+    assert training.parallel.deepspeed_config == more
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"train_batch_size": 8}, "train_batch_size is decided by batch_size; leave it out"),
+        ({"scheduler": {"type": "WarmupLR"}}, "scheduler is decided by schedule and warmup"),
+        ({"fp16": {"enabled": True}}, "fp16 is decided by precision"),
+        (
+            {"zero_optimization": {"stage": 3}},
+            r"\.stage is decided by parallel\.zero_stage",
+        ),
+        ({"zero_optimization": {"offload_param": {}}}, "offload_param is .* parallel.cpu_offload"),
+        ({"zero_optimization": 3}, "zero_optimization is a mapping, found 3"),
+    ],
+)
+def test_settings_of_the_engine_that_others_decide_are_refused(config, words):
+    with pytest.raises(ValidationError, match=words):
+        Parallel(strategy="deepspeed", cpu_offload=True, deepspeed_config=config)
+    with pytest.raises(ValidationError, match="deepspeed_config is for strategy: deepspeed"):
+        Parallel(deepspeed_config={"wall_clock_breakdown": True})
 
 
 def test_without_deepspeed_training_is_refused_before_it_starts(tmp_path, monkeypatch):

@@ -16,7 +16,6 @@ from torch.distributed.checkpoint.state_dict import (
 from compress.artifacts.eager_model import EagerModel
 from compress.training.config.training import Training
 from compress.training.optim.optimizer import build_optimizer
-from tests.compress.forked import launch
 from tests.compress.training.builders import import_transformer
 
 pytestmark = pytest.mark.multiprocess
@@ -80,8 +79,8 @@ TWO = {
     "adamw tensor": {**ADAMW, "parallel": {"tensor": 2}},
     "adamw pipeline": {**ADAMW, "parallel": {"pipeline": {}}},
     "adamw interleaved": {**ADAMW, "parallel": {"pipeline": INTERLEAVED}},
-    "adamw tensor halves": {**ADAMW, "parallel": {"tensor": 2}, "halves": True},
-    "adamw pipeline halves": {**ADAMW, "parallel": {"pipeline": {}}, "halves": True},
+    "halves/adamw tensor": {**ADAMW, "parallel": {"tensor": 2}},
+    "halves/adamw pipeline": {**ADAMW, "parallel": {"pipeline": {}}},
     "tied pipeline": {**SGD, "source": "tied", "parallel": {"pipeline": {}}},
     "tied tensor": {**SGD, "source": "tied", "parallel": {"tensor": 2}},
     "normed tensor": {**SGD, "source": "normed", "parallel": {"tensor": 2}},
@@ -97,8 +96,8 @@ FOUR = {
     "sgd pipeline of 4": {**SGD, "parallel": {"pipeline": {"stages": 4}}},
     "adamw tensor fsdp": {**ADAMW, "parallel": {**FSDP, "tensor": 2}},
     "adamw pipeline fsdp": {**ADAMW, "parallel": {**FSDP, "pipeline": {}}},
-    "adamw interleaved fsdp": {**ADAMW, "parallel": {**FSDP, "pipeline": INTERLEAVED}},
-    "adamw tensor fsdp halves": {**ADAMW, "parallel": {**FSDP, "tensor": 2}, "halves": True},
+    "sgd interleaved fsdp": {**SGD, "parallel": {**FSDP, "pipeline": INTERLEAVED}},
+    "halves/adamw tensor fsdp": {**ADAMW, "parallel": {**FSDP, "tensor": 2}},
 }
 HELD = {
     2: {
@@ -131,7 +130,7 @@ def make_sources(root):
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory, trained):
+def results(tmp_path_factory, trained, launch):
     """Return a function that gives the state of a training, after all of its size have run."""
     root = tmp_path_factory.mktemp("mesh")
     make_sources(root)
@@ -157,7 +156,7 @@ def largest_difference(one, other):
 
 
 def exact(names):
-    return [n for n in names if not n.startswith("bf16") and not n.endswith("halves")]
+    return [n for n in names if not n.startswith(("bf16", "halves/"))]
 
 
 def is_as_alone(results, size, name):
@@ -177,7 +176,7 @@ def is_as_alone(results, size, name):
 def test_matrices_or_blocks_shared_by_two_processes(results, name):
     single, _ = is_as_alone(results, "quick", name)
     moved = [float(w.std()) for n, w in single.weights.items() if n.endswith("norm.bias")]
-    assert min(moved) > 100 * TOLERANCE  # it began as zeros: there was something to get wrong
+    assert min(moved) > 50 * TOLERANCE  # it began as zeros: there was something to get wrong
 
 
 @pytest.mark.slow
@@ -195,10 +194,10 @@ def test_meshes_of_two_dimensions(results, name):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "name"),
-    [(s, n) for s in ("two", "four") for n in SIZES[s][1] if n.endswith("halves")],
+    [(s, n) for s in ("two", "four") for n in SIZES[s][1] if n.startswith("halves/")],
 )
 def test_a_resumed_training_ends_bit_identical(results, size, name):
-    whole, halves = results(size, name.removesuffix(" halves")), results(size, name)
+    whole, halves = results(size, name.removeprefix("halves/")), results(size, name)
     assert largest_difference(whole.weights, halves.weights) == 0
     assert largest_difference(whole.kept_weights, halves.kept_weights) == 0
     assert whole.history == halves.history
@@ -213,7 +212,7 @@ def test_bf16_keeps_fp32_weights(results, name):
 
 
 @pytest.fixture(scope="module")
-def records(tmp_path_factory):
+def records(tmp_path_factory, launch):
     root = tmp_path_factory.mktemp("state")
     make_sources(root)
     launch(HERE / "train_on_mesh.py", 2, root, json.dumps({**HELD[2], **REFUSED}))

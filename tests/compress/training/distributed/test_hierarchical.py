@@ -5,14 +5,13 @@ import torch
 from pydantic import ValidationError
 
 from compress.training.config.parallel import Parallel
-from tests.compress.forked import launch
 
 HERE = Path(__file__).parents[1]
 ELEMENTS = 24 * 41 + 41 + 41 * 10 + 10
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory) -> list[dict]:
+def ranks(tmp_path_factory, launch) -> list[dict]:
     """Return what four real processes in two groups came to, and with DDP's own average."""
     folder = tmp_path_factory.mktemp("hierarchy")
     launch(HERE / "hierarchical_ranks.py", 4, folder)

@@ -1,9 +1,7 @@
-import pytest
-
 from compress.core.metrics import Metric
 from compress.training.checkpoint.metadata import Epoch
 from compress.training.config.training import Training
-from compress.training.loop.early_stopping import count_plateaus, epochs_without_gain, is_finished
+from compress.training.loop.early_stopping import epochs_without_gain, is_finished
 
 ACCURACY = Metric("accuracy")
 
@@ -18,12 +16,6 @@ def epochs(*values):
 def test_epochs_are_counted_since_the_best():
     assert epochs_without_gain(epochs(0.5, 0.6, 0.6, 0.5, 0.7), ACCURACY) == [0, 0, 1, 2, 0]
     assert epochs_without_gain(epochs(0.5, 0.4), Metric("loss")) == [0, 0]
-
-
-@pytest.mark.parametrize(("values", "expected"), [((0.5, 0.4, 0.4), 1), ((0.5, 0.4, 0.6), 0)])
-def test_a_plateau_is_a_number_of_epochs_without_gain(values, expected):
-    assert count_plateaus(epochs(*values), ACCURACY, patience=2) == expected
-    assert count_plateaus(epochs(0.5, 0.4, 0.4, 0.4, 0.4), ACCURACY, patience=2) == 2
 
 
 def test_a_training_is_over_after_its_epochs_or_its_patience():

@@ -11,7 +11,7 @@ from compress.core.context import Context
 from compress.training.config.profiling import Profile
 from compress.training.config.training import Training
 from compress.training.fit import fit
-from compress.training.loop.loggers import TensorBoardLogger, log_epochs
+from compress.training.loop.loggers import TensorBoardLogger, log_records
 from compress.training.loop.step_metrics import EpochMetrics
 from compress.training.objectives.objective import TargetLoss
 from pipelines import Pipeline
@@ -19,7 +19,7 @@ from pipelines.planning.planner import build_plan
 from tests.compress.training.builders import import_net, load_data
 
 HERE = Path(__file__).parents[1]
-ABOUT = {"title": "train", "identity": "0123456789", "trained_epochs": 0, "metric": "accuracy"}
+ABOUT = {"title": "train", "identity": "0123456789", "trained_epochs": 0, "trained_steps": 0}
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_values_of_epochs_that_are_trained_again_are_replaced(tmp_path):
 def test_an_epoch_logged_twice_is_written_once(tmp_path):
     pytest.importorskip("tensorboard", reason="needs tensorboard")
     profile = Profile(tracker="tensorboard", tracking_uri=str(tmp_path / "boards"))
-    with log_epochs(profile, tmp_path / "unused", **ABOUT) as write:
+    with log_records(profile, tmp_path / "unused", **ABOUT, metric="accuracy") as write:
         for number in (1, 2, 2, 1, 3):
             write(epoch(number))
     assert scalars(tmp_path / "boards")["loss"] == {1: 1.0, 2: 2.0, 3: 3.0}
@@ -135,7 +135,8 @@ def test_mlflow_shows_each_epoch_once_though_the_training_was_interrupted(tmp_pa
     pytest.importorskip("mlflow", reason="needs mlflow")
     from mlflow import MlflowClient
 
-    result = interrupt_and_resume(source, tmp_path / "out", profile={"tracker": "mlflow"})
+    profile = {"tracker": "mlflow", "log_every": 3}
+    result = interrupt_and_resume(source, tmp_path / "out", profile=profile)
     client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path / 'tracking' / 'mlflow.db'}")
     experiment = client.get_experiment_by_name("compress").experiment_id
     (found,) = client.search_runs([experiment])
@@ -145,4 +146,6 @@ def test_mlflow_shows_each_epoch_once_though_the_training_was_interrupted(tmp_pa
         (e.epoch, pytest.approx(e.loss)) for e in result.history
     ]
     assert "peak_mebibytes/rank0" in found.data.metrics
+    steps = client.get_metric_history(found.info.run_id, "step/gradient_norm")
+    assert sorted(point.step for point in steps) == [3, 6, 9, 12, 15, 18, 21, 24]
     assert capfd.readouterr().err == ""

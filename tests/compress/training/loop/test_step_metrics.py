@@ -11,8 +11,10 @@ from pydantic import ValidationError
 from compress.common.errors import StageFailed
 from compress.core.context import Context
 from compress.data.batch import Batch
+from compress.profiling.operator_table import LISTED_OPERATORS, read_operator_tables
 from compress.pruning.channels_stage import PruneChannels
 from compress.training.checkpoint.metadata import Epoch
+from compress.training.config.profiling import Trace
 from compress.training.distributed.base import SingleProcess
 from compress.training.loop.step_metrics import (
     EpochMetrics,
@@ -52,8 +54,9 @@ def test_profiling_settings_are_part_of_no_cache_key():
         == PruneChannels(ratio=0.5, finetune=settings).own_settings()
     )
     kept = Train(**settings, **MEASURING).hyper_parameters()
-    assert (kept.profile.traced_steps, kept.profile.tracker) == (2, "tensorboard")
-    assert Train(**settings, profile={"trace": True}).profile.traced_steps == 3
+    assert (kept.profile.trace_settings, kept.profile.tracker) == (Trace(active=2), "tensorboard")
+    assert Train(**settings, profile={"trace": True}).profile.trace_settings == Trace()
+    assert Train(**settings).profile.trace_settings is None
     with pytest.raises(ValidationError, match="tracking_uri is for tracker: tensorboard or mlflow"):
         Train(**settings, profile={"tracking_uri": "somewhere"})
 
@@ -66,15 +69,56 @@ def test_a_trace_holds_the_steps_asked_for_and_the_result_stays_the_same(tmp_pat
     )
     assert traced.digest == plain.digest
     files = [f for f in (tmp_path / "b" / "profiles").rglob("*") if f.is_file()]
-    assert files == [tmp_path / "b" / "profiles" / "train" / "trace-rank0.json"]
-    assert steps_in(files[0]) == 2
+    folder = tmp_path / "b" / "profiles" / "train"
+    assert sorted(files) == [folder / "operators.json", folder / "trace-rank0.json"]
+    assert steps_in(folder / "trace-rank0.json") == 2
     assert not (tmp_path / "a" / "profiles").exists()
     assert "samples/s" in notes[-1] and "samples/s" not in json.dumps(plain.manifest.facts)
     assert capfd.readouterr() == ("", "")
 
 
+def test_a_trace_has_memory_shapes_and_stack_of_the_scheduled_steps(tmp_path, source):
+    settings = {"wait": 0, "warmup": 2, "active": 3, "memory": True, "shapes": True, "stack": True}
+    plain = Train(epochs=1, batch_size=16)(source, context(tmp_path / "a" / "train"))
+    traced = Train(epochs=1, batch_size=16, profile={"trace": settings})(
+        source, context(tmp_path / "b" / "train")
+    )
+    assert traced.digest == plain.digest
+    profiles = tmp_path / "b" / "profiles"
+    trace = profiles / "train" / "trace-rank0.json"
+    events = json.loads(trace.read_text())["traceEvents"]
+    steps = {e["name"] for e in events if e["name"].startswith("ProfilerStep#")}
+    assert steps == {"ProfilerStep#2", "ProfilerStep#3", "ProfilerStep#4"}
+    products = [e["args"] for e in events if e["name"] == "aten::addmm"]
+    # Two layers in three steps; 16 samples of 4 numbers times the weights of 16 units.
+    assert len(products) == 6
+    assert products[0]["Input Dims"][:3] == [[16], [16, 4], [4, 16]]
+    assert any(e["name"] == "[memory]" for e in events)
+    assert any("nets.py" in e["name"] and "forward" in e["name"] for e in events)
+
+    (table,) = read_operator_tables(profiles, "train")
+    assert (table.task, table.steps, len(table.operators)) == ("train", 3, LISTED_OPERATORS)
+    assert not any("(" in cost.name or cost.name.startswith("<") for cost in table.operators)
+    assert sorted(table.shares, reverse=True) == table.shares
+    assert 0 < sum(table.shares) <= 1
+    listed = {cost.name: cost for cost in table.operators}
+    linear = listed["aten::addmm"]
+    assert linear.calls == 3 and linear.shapes.startswith("[[16], [16, 4], [4, 16]")
+    assert linear.self_mebibytes is not None and linear.self_device_ms is None
+    assert 0 < linear.self_cpu_ms <= linear.cpu_ms
+
+
+def test_a_table_of_operators_does_not_outlive_its_training(tmp_path, source):
+    traced = {"epochs": 1, "batch_size": 16, "profile": {"trace": 1}}
+    Train(**traced)(source, context(tmp_path / "train"))
+    assert len(read_operator_tables(tmp_path / "profiles", "train")) == 1
+    Train(epochs=1, batch_size=16)(source, context(tmp_path / "train"))
+    assert read_operator_tables(tmp_path / "profiles", "train") == ()
+
+
 @pytest.mark.slow
 @pytest.mark.multiprocess
+@pytest.mark.usefixtures("forked_ranks")
 def test_every_rank_is_traced_and_measured(tmp_path, source, caplog):
     stage = Train(epochs=2, batch_size=16, parallel={"processes": 2}, profile={"trace": 2})
     with caplog.at_level(logging.INFO, "compress.training.fit"):

@@ -8,10 +8,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from compress.common.errors import StageFailed
-from compress.training.config.training import Training
+from compress.training.config.training import ActivationSegments, Training
 from compress.training.optim.activation_checkpoint import (
     checkpoint_activations_,
     operators_with_prefix,
+    split_into_segments,
 )
 from compress.training.optim.optimizer import clip_norm_
 from compress.training.optim.transformer_blocks import (
@@ -71,7 +72,14 @@ def kept_bytes(module, x):
 
 
 @pytest.mark.parametrize(
-    ("setting", "least", "most"), [("full", 0, 0.4), (2, 0.5, 0.75), ("selective", 0.4, 0.7)]
+    ("setting", "least", "most"),
+    [
+        ("full", 0, 0.4),
+        (2, 0.5, 0.75),
+        ("selective", 0.4, 0.7),
+        ({"segments": 2}, 0.5, 0.6),
+        ({"segments": 4}, 0.2, 0.4),
+    ],
 )
 def test_gradients_and_names_stay_and_less_is_kept(setting, least, most):
     torch.manual_seed(0)
@@ -87,6 +95,92 @@ def test_gradients_and_names_stay_and_less_is_kept(setting, least, most):
     assert [name for name, _ in other.named_parameters()] == names
     for one, two in zip(plain.parameters(), other.parameters(), strict=True):
         assert torch.equal(one.grad, two.grad)  # dropout drew the same numbers again
+
+
+class NormalizedBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        return self.norm(self.linear(x)).relu() * scale
+
+
+@pytest.mark.parametrize("setting", ["full", "selective", {"segments": "auto"}])
+def test_recomputing_leaves_the_statistics_of_batch_norm_alone(setting):
+    plain, other = (nn.Sequential(*[NormalizedBlock() for _ in range(4)]) for _ in range(2))
+    other.load_state_dict(plain.state_dict())
+    checkpoint_activations_(other, Training(epochs=1, activation_checkpointing=setting))
+    for module in (plain, other):
+        module(torch.arange(32.0).view(4, 8)).sum().backward()
+    assert all(map(torch.equal, plain.state_dict().values(), other.state_dict().values()))
+
+
+class Chain(nn.Module):
+    """Calls its blocks one after the other, as `between` says."""
+
+    def __init__(self, between) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(NormalizedBlock() for _ in range(4))
+        self.between = between
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index, block in enumerate(self.blocks):
+            x = self.between(index, block, x)
+        return x
+
+
+def segmented(between, segments=2):
+    module = Chain(between)
+    setting = {"segments": segments}
+    checkpoint_activations_(module, Training(epochs=1, activation_checkpointing=setting))
+    return module
+
+
+@pytest.mark.parametrize(
+    ("between", "message"),
+    [
+        (lambda i, block, x: block(x + 1), "'blocks.1' does not read the output of 'blocks.0'"),
+        (lambda i, block, x: block(x.mul_(2) if i else x), "does not read the output .* as it is"),
+        (lambda i, block, x: block(x, 1.0 + i), "'blocks.1' has other arguments than 'blocks.0'"),
+        (lambda i, block, x: x if i == 0 else block(x), "'blocks.1' is called before 'blocks.0'"),
+        (lambda i, block, x: block(x=x), "'blocks.0' has no tensor as its first positional"),
+    ],
+)
+def test_segments_of_blocks_that_do_not_follow_each_other_are_refused(between, message):
+    module = segmented(between)
+    with pytest.raises(StageFailed, match=f"^activation_checkpointing: segments .* {message}"):
+        module(torch.ones(4, 8))
+    with torch.no_grad():
+        module(torch.ones(4, 8))  # nothing is saved there
+
+
+def test_outputs_within_a_segment_are_those_of_its_blocks():
+    torch.manual_seed(0)
+    plain, seen = Chain(lambda i, block, x: block(x, scale=0.5)), []
+    other = segmented(plain.between)
+    other.load_state_dict(plain.state_dict())
+    for module in (plain, other):
+        for block in module.blocks:
+            block.register_forward_hook(lambda block, args, output: seen.append(output))
+        sum(out.sum() for out in [module(torch.ones(4, 8)), *seen[-4:]]).backward()
+    assert all(map(torch.equal, seen[:4], seen[4:])) and len(seen) == 8
+    for one, two in zip(plain.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one.grad, two.grad)
+
+
+def test_each_list_of_blocks_is_divided_evenly_but_for_its_last_segment():
+    module = nn.Sequential(*[nn.Sequential(*[Block() for _ in range(n)]) for n in (10, 2)])
+    blocks = chosen_blocks(module, ("Block",), "activation_checkpointing")
+
+    def sizes(segments):
+        found = split_into_segments(module, blocks, ActivationSegments(segments=segments))
+        return [list(segment) for segment in found]
+
+    first = [f"0.{index}" for index in range(10)]
+    assert sizes("auto") == [first[:4], first[4:7]]
+    assert sizes(2) == [first[:5], ["1.0"]]
+    assert sizes(20) == [*[[name] for name in first[:9]], ["1.0"]]
 
 
 def calls(setting, **more):

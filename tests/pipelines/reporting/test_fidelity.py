@@ -10,7 +10,7 @@ from rich.console import Console
 from compress.quantization.numeric_debug.fidelity_report import LabelParity
 from pipelines import Pipeline
 from pipelines.reporting.html import render
-from pipelines.reporting.quantization_summary import fidelity_of
+from pipelines.reporting.stage_rows import fidelity_of
 from pipelines.reporting.terminal_table import closing_lines
 from pipelines.results.measurement_warnings import slower_than_float
 from pipelines.results.schema import Report
