@@ -31,7 +31,7 @@ class Stream(Dataset[Any]):
 
     def __init__(self, source: Any) -> None:
         self.source = source
-        # Shuffled streams of Hugging Face datasets (5.2) went on with other samples in the pass after
+        # Shuffled streams of Hugging Face datasets (5.2) gave other samples in the pass after
         # a restored one: their passes are read again up to the sample.
         self.is_stateful = hasattr(source, "state_dict") and hasattr(source, "load_state_dict")
         self.is_stateful &= not type(source).__module__.startswith("datasets.")
