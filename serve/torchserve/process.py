@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from compress.common.errors import StageFailed, Unavailable
+from compress.common.requirements import JAVA
 from serve.client.client import Client
 from serve.torchserve.mar_file import model_name_of
 from serve.worker.loaders import THREADS_VARIABLE
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-JAVA_MISSING = "needs Java 17 (e.g. apt-get install openjdk-17-jre-headless)"
 TORCHSERVE_MISSING = "needs TorchServe: pip install -e '.[serve]'"
 KILL_SECONDS = 1.0
 """How long killed processes may take to disappear."""
@@ -271,10 +271,10 @@ def configuration(mar: Path, ports: list[int]) -> str:
 
 
 def find_java() -> str:
-    """Return the path of Java; Unavailable where it is not on the PATH."""
-    java = shutil.which("java")
+    """Return the path of Java; Unavailable where there is none."""
+    java = JAVA.program_path()
     if java is None:
-        raise Unavailable(f"serving with TorchServe {JAVA_MISSING}")
+        raise Unavailable(f"serving with TorchServe needs {JAVA.install}")
     return java
 
 
