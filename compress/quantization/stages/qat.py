@@ -80,6 +80,8 @@ class QuantizeAwareTraining(IntegerStage, Training):
             "static_graph: true": parallel.static_graph,
             f"compile: {self.compiled_part}": self.compile != "none",
             "activation_checkpointing": self.activation_checkpointing != "none",
+            # Exported graphs call `view` for sizes with channels in the second place.
+            "channels_last: true": self.channels_last,
         }
         for name, is_set in unsupported.items():
             if is_set:

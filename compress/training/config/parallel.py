@@ -38,6 +38,13 @@ ONLY_FOR = {
 }
 """Strategies that a setting is for; it is refused with any other."""
 
+OPTIONS_OF_COMMUNICATION = {
+    "int8_rounding": "int8",
+    "powersgd_rank": "powersgd",
+    "topk_fraction": "topk",
+}
+"""The value of `communication` that a setting is for; it is refused with any other."""
+
 DEEPSPEED_OWNED = {
     "train_batch_size": "batch_size",
     "train_micro_batch_size_per_gpu": "batch_size",
@@ -145,19 +152,26 @@ class Parallel(Settings):
     """Columns of the matrices of `powersgd`."""
     topk_fraction: Annotated[float, Field(gt=0, le=1)] = 0.01
     """Share of each gradient's entries that `topk` sends."""
+    int8_rounding: Annotated[
+        Literal["nearest", "stochastic"], Field(exclude_if=lambda value: value == "nearest")
+    ] = "nearest"
+    """How `int8` rounds: to the `nearest` integer, or up or down at random, with probabilities that
+    make the mean exact (`stochastic`)."""
     sync_batchnorm: bool = False
     """Whether BatchNorm normalizes by the samples of all processes, as one process would; by
     default by those of its own process. Costs two exchanges for each layer and step."""
-    bucket_mebibytes: Positive = 25.0
-    """Size of the buckets of gradients that `ddp` all-reduces at once."""
+    bucket_mebibytes: Positive | None = None
+    """Size of the buckets of gradients that `ddp` all-reduces at once; by default 25, and 1 for the
+    first one, so that sending begins early in the backward pass."""
     static_graph: bool = False
     """Whether every step of `ddp` uses the same weights, so that unused ones need not be searched.
     With more than two processes a resumed training may then differ in the last bit."""
     find_unused_parameters: Annotated[Literal["auto"] | bool, Field(exclude=True)] = "auto"
     """Whether `ddp` looks in every step for weights that the loss does not reach. With `auto` it
     does if several calls of the model with a few samples leave one out."""
-    gradient_as_bucket_view: Annotated[bool, Field(exclude=True)] = False
-    """Whether the gradients of `ddp` lie in the buckets that are sent, which saves their copy."""
+    gradient_as_bucket_view: Annotated[bool, Field(exclude=True)] = True
+    """Whether the gradients of `ddp` lie in the buckets that are sent, which saves a copy of them
+    in memory and in time."""
 
     sharding: Literal["full_shard", "shard_grad_op", "no_shard", "hybrid_shard"] = "full_shard"
     """What `fsdp` shards: everything; all but the weights between forward and backward; nothing;
@@ -189,7 +203,7 @@ class Parallel(Settings):
     @model_validator(mode="after")
     def _settings_are_for_the_strategy(self) -> Self:
         self.refuse_settings_of_others("strategy", ONLY_FOR)
-        for name, communication in (("powersgd_rank", "powersgd"), ("topk_fraction", "topk")):
+        for name, communication in OPTIONS_OF_COMMUNICATION.items():
             if name in self.model_fields_set and self.communication != communication:
                 raise ValueError(
                     f"{name} is for communication: {communication}, found {self.communication}"
@@ -294,7 +308,7 @@ class Parallel(Settings):
                 "use full_shard, shard_grad_op or strategy: ddp"
             )
         for name in ("static_graph", "cpu_offload", "gradient_as_bucket_view"):
-            if getattr(self, name):
+            if name in self.model_fields_set and getattr(self, name):
                 raise ValueError(f"{name} does not go with tensor or pipeline; leave it out")
         if self.communication != "none":
             raise ValueError("communication does not go with tensor or pipeline; leave it out")
@@ -350,6 +364,8 @@ class Parallel(Settings):
         how += [self.sharding_mode] if self.sharding_mode else []
         if self.communication == "powersgd":
             how.append(f"powersgd of rank {self.powersgd_rank}")
+        elif self.int8_rounding == "stochastic":
+            how.append("int8 by stochastic rounding")
         elif self.communication != "none":
             how.append(self.communication)
         how += ["gradients in bf16"] if self.reduce_dtype == "bf16" else []

@@ -125,6 +125,10 @@ class Training(Settings):
     ] = "highest"
     """Precision of fp32 matrix products in this training: `high` is TF32 on CUDA devices, `medium`
     bf16."""
+    channels_last: Annotated[bool, Field(exclude_if=lambda value: not value)] = False
+    """Whether weights and inputs of four dimensions (images) are laid out in memory with channels
+    last, for which convolutions have faster kernels on CUDA (tensor cores) and on most CPUs.
+    Results differ by rounding. A model that calls `view` on such tensors needs `reshape`."""
     optimizer: Literal[
         "adadelta",
         "adafactor",
@@ -240,6 +244,19 @@ class Training(Settings):
             raise ValueError(
                 f"communication: {communication} remembers gradients, those of a step that "
                 "on_nan: skip leaves out among them; use fp16, bf16 or none"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _weights_keep_their_layout(self) -> Self:
+        parallel = self.parallel
+        # FSDP refuses weights that are not contiguous (torch 2.13), DeepSpeed copies them to flat
+        # buffers, and DTensor and pipeline stages send contiguous tensors.
+        rearranges = parallel.sharding_mode or parallel.strategy == "deepspeed" or parallel.is_mesh
+        if self.channels_last and rearranges:
+            raise ValueError(
+                "channels_last is for strategy: ddp, zero1 or dp without tensor and pipeline; "
+                f"found {parallel.layout}; leave it out"
             )
         return self
 

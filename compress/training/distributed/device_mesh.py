@@ -119,7 +119,7 @@ class DeviceMeshStrategy(FSDPStrategy):
                 weight.grad = torch.zeros_like(weight)
             if weight.grad is not None:
                 gradients.append(local(weight.grad))
-        for bucket in buckets(gradients, self.parallel.bucket_mebibytes):
+        for bucket in buckets(gradients, self.parallel.bucket_mebibytes or 25):
             flat = torch.cat([gradient.flatten() for gradient in bucket])
             dist.all_reduce(flat, group=self.group)
             flat.div_(self.ranks)

@@ -14,6 +14,7 @@ from compress.training.loop.ema import EMA
 from compress.training.objectives.objective import label_count
 from compress.training.objectives.weight_constraint import unconstrained
 from compress.training.optim.activation_checkpoint import checkpoint_activations_
+from compress.training.optim.memory_format import use_channels_last_
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -52,6 +53,8 @@ class TrainState:
         self.step_context = step_context
         """Entered around clipping and ``optimizer.step()`` (keeps pruned weights at zero, say)."""
         strategy.synchronize_batch_norm_(module)
+        if training.channels_last:
+            use_channels_last_(module)
         # Before sharding and DDP, whose hooks must not see the second forward pass.
         checkpoint_activations_(module, training)
         self.wrapped = strategy.wrap(module, training, example)
@@ -87,15 +90,18 @@ class TrainState:
             # Forward and backward passes of several stages interleave, in the schedule's order.
             (batch,) = micro_batches
             parts = strategy.pipeline.split(batch.to(self.device))
-            loss = strategy.pipeline.step(parts, self._shares(parts), self.loss, self.autocast)
+            loss = strategy.pipeline.step(parts, self._shares(parts)(), self.loss, self.autocast)
         else:
-            shares, losses = self._shares(micro_batches), []
+            # Summed over ranks while the first forward pass is computed.
+            wait_for_shares, losses = self._shares(micro_batches), []
             for index, cpu_batch in enumerate(micro_batches):
                 # Gradients are all-reduced during the last backward pass, not after each.
                 with strategy.gradient_sync(self.wrapped, index + 1 == len(micro_batches)):
                     batch = cpu_batch.to(self.device)
                     with self.autocast():
                         mean = self.loss(flatten_outputs(self.wrapped(*batch.inputs)), batch)
+                    if index == 0:
+                        shares = wait_for_shares()
                     weighted = mean * shares[index]
                     strategy.backward(self.wrapped, self.scaler.scale(weighted))
                 losses.append(weighted.detach())
@@ -123,8 +129,10 @@ class TrainState:
             self.ema.update_(step)
         return loss
 
-    def _shares(self, micro_batches: Sequence[Batch]) -> Sequence[float] | torch.Tensor:
-        """Return what the mean loss of each micro-batch is multiplied by.
+    def _shares(
+        self, micro_batches: Sequence[Batch]
+    ) -> Callable[[], Sequence[float] | torch.Tensor]:
+        """Return a function that waits for what the mean loss of each micro-batch is multiplied by.
 
         So that the average of the gradients over ranks is the gradient of the mean over all labels
         of the step: the micro-batch's share of these labels, times the number of ranks.
@@ -134,13 +142,18 @@ class TrainState:
         if len(known) < len(counts):
             # All ranks have equally many samples.
             samples = sum(map(len, micro_batches))
-            return [len(batch) / samples for batch in micro_batches]
+            return lambda: [len(batch) / samples for batch in micro_batches]
         # Tensors, because reading them would wait for the device.
         own = torch.stack(known).double()
         total = own.sum()
-        self.strategy.all_reduce_(total)
-        # If all labels of a step are ignored, its losses are 0 already.
-        return (own * self.strategy.ranks / total.where(total > 0, 1)).float()
+        wait = self.strategy.all_reduce_(total)
+
+        def shares() -> torch.Tensor:
+            wait()
+            # If all labels of a step are ignored, its losses are 0 already.
+            return (own * self.strategy.ranks / total.where(total > 0, 1)).float()
+
+        return shares
 
     def autocast(self) -> AbstractContextManager[object]:
         """Return the context in which forward passes run at the precision of the settings."""
