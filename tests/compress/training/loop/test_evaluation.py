@@ -1,26 +1,20 @@
 """The metric on `val` is computed batch by batch, and equals that of all samples at once."""
 
-from types import SimpleNamespace
+import json
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
 
 from compress.core.metrics import Metric
-from compress.training.config.training import Training
 from compress.training.distributed.base import SingleProcess
 from compress.training.loop.evaluation import evaluate
 from tests.compress.training.builders import load_data
+from tests.compress.training.loop.metrics_on_ranks import CASES, job
 from tests.compress.training.nets import plain
 
 F1 = Metric("torchmetrics.classification.MulticlassF1Score", (("num_classes", 3),))
-
-
-def job(metric: Metric, data):
-    training = Training(epochs=1)
-    return SimpleNamespace(
-        data=data, metric=metric, device="cpu", reference=None, training=training
-    )
 
 
 def whole(net, data):
@@ -47,3 +41,18 @@ def test_r2_adds_up():
         expected = metric.score(*whole(net, data))
     value = evaluate(job(metric, data), net, SingleProcess())
     assert value == pytest.approx(expected, rel=1e-13)
+
+
+@pytest.fixture(scope="module")
+def on_ranks(tmp_path_factory, launch):
+    file = tmp_path_factory.mktemp("metrics") / "values.json"
+    launch(Path(__file__).with_name("metrics_on_ranks.py"), 3, file)
+    return json.loads(file.read_text())
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", CASES)
+def test_three_ranks_measure_what_one_process_does(on_ranks, name: str):
+    together, alone = on_ranks["together"][name], on_ranks["alone"][name]
+    # Forwards of other batch sizes round differently.
+    assert together == (alone if "accuracy" in name else pytest.approx(alone, rel=1e-6))
