@@ -43,16 +43,7 @@ SCHEDULE_SETTINGS = {
     "min_learning_rate": ("cosine", "cosine_restarts", "linear", "plateau"),
 }
 """Schedules that a setting is for; it is refused with any other."""
-EXPENSIVE_OPERATORS = (
-    "mm",
-    "addmm",
-    "bmm",
-    "baddbmm",
-    "convolution",
-    "scaled_dot_product",
-    "flash_attention",
-    "efficient_attention",
-)
+ACTIVATION_BUDGET = 0.5
 
 
 class Checkpoints(Settings):
@@ -109,14 +100,14 @@ class Training(Settings):
     )
     """Blocks whose activations are recomputed in the backward pass: `full` is all of them, one at a
     time, a number n every n-th; `{segments: auto}` several consecutive blocks at a time, which
-    saves fewer inputs; with `selective` all save the results of expensive operators and recompute
-    the rest."""
+    saves fewer inputs; with `selective` all save, within `activation_budget`, the results that cost
+    most FLOPs (matrix products, convolutions, attention), and recompute the rest."""
     activation_blocks: tuple[str, ...] = ()
     """Class names of the blocks for activation checkpointing and `compile`; by default the model's
     repeated blocks."""
-    activation_operators: tuple[str, ...] = EXPENSIVE_OPERATORS
-    """Prefixes of the names, in torch.ops.aten, of the operators whose results `selective`
-    saves."""
+    activation_budget: Ratio = ACTIVATION_BUDGET
+    """Most bytes that `selective` keeps, as a share of those without checkpointing, which torch
+    measures in the first call of each block; 0.5 recomputes little."""
     compile: Literal["none", "blocks", "whole"] | Compilation = "none"
     """What torch.compile compiles, in some minutes at the start: the `blocks`, where equal ones are
     compiled once, or the `whole` model; or this and further options. Needs a C++ compiler."""
@@ -244,11 +235,11 @@ class Training(Settings):
         return self
 
     @model_validator(mode="after")
-    def _operators_are_for_selective(self) -> Self:
-        chosen = self.activation_operators != EXPENSIVE_OPERATORS
-        if chosen and self.activation_checkpointing != "selective":
+    def _budget_is_for_selective(self) -> Self:
+        is_chosen = self.activation_budget != ACTIVATION_BUDGET
+        if is_chosen and self.activation_checkpointing != "selective":
             raise ValueError(
-                "activation_operators is for activation_checkpointing: selective, found "
+                "activation_budget is for activation_checkpointing: selective, found "
                 f"{self.activation_checkpointing}"
             )
         return self

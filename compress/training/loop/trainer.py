@@ -30,7 +30,7 @@ from compress.training.loop.step_metrics import LossMeter, is_constant, recordin
 from compress.training.loop.train_state import SMALLEST_LOSS_SCALE, TrainState
 from compress.training.objectives.objective import attach_
 from compress.training.objectives.weight_constraint import step_context_for
-from compress.training.optim.compile import matmul_precision
+from compress.training.optim.compile import matmul_precision, memory_budget
 from compress.training.optim.lr_scheduler import Schedule
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ def train(job: Job, strategy: Strategy, on_record: Callable[[TrainingRecord], No
     with (
         cpu_threads(job.threads),
         matmul_precision(training),
+        memory_budget(training),
         job.data.keep_workers(),
         seeded(job.seed, job.device),
         recording_metrics(job, strategy) as metrics,
