@@ -67,7 +67,7 @@ def train(job: Job, strategy: Strategy, on_record: Callable[[TrainingRecord], No
         attach_(loss, module, job.example_batch)
         step_context = step_context_for(job.constraint, module, job.total_steps)
         state = TrainState(
-            module, loss, training, strategy, job.device, job.example_batch, step_context
+            module, loss, training, strategy, job.device, job.example_batch, step_context, job.seed
         )
         with CheckpointManager(job.folder, training.checkpoints, strategy) as manager:
             progress = manager.resume(state, job.trusted)
@@ -77,7 +77,9 @@ def train(job: Job, strategy: Strategy, on_record: Callable[[TrainingRecord], No
                     metric = evaluate(job, module, strategy)
                     start = Epoch(epoch=0, loss=None, metric=metric, learning_rate=None)
                     progress = TrainProgress(history=(start,), kept=start)
-            schedule = Schedule(state.optimizer, training, job.steps_per_epoch, job.metric)
+            schedule = Schedule(
+                state.optimizer, training, job.steps_per_epoch, job.metric, job.code_folder
+            )
             schedule.fast_forward(progress.history, progress.steps)
             while not is_finished(training, progress.history, job.metric):
                 progress = _train_epoch(state, job, progress, manager, metrics, schedule, on_record)
