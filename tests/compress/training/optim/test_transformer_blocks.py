@@ -227,11 +227,11 @@ class Widths(nn.Module):
 def test_saved_are_the_results_that_cost_most_for_their_bytes():
     module = nn.Sequential(Widths(), Widths())
     x = torch.randn(64, 16)
-    settings = {"activation_checkpointing": "selective", "activation_budget": 0.1}
+    settings = {"activation_checkpointing": "selective", "activation_budget": 0.026}
     checkpoint_activations_(module, Training(epochs=1, **settings))
     module(x)
-    # Room for 16 columns, thrice, besides the input: those of the products with 512 rows first.
-    assert module[0].forward.saved == module[1].forward.saved == {1, 2, 4}
+    # Besides the input there is room for two of three results of 16 columns.
+    assert module[0].forward.saved == module[1].forward.saved == {1, 4}
 
 
 def test_blocks_are_found_named_or_refused():
