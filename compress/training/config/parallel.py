@@ -205,6 +205,10 @@ class Parallel(Settings):
             )
         if self.nodes > 1 and self.strategy == "dp":
             raise ValueError("strategy: dp runs as one process; use ddp for several nodes")
+        engine = "strategy: deepspeed" if self.strategy == "deepspeed" else "pipeline"
+        if self.sync_batchnorm and (self.strategy == "deepspeed" or self.pipeline):
+            # DeepSpeed 0.19.8 waits forever (stage 2, two processes on gloo).
+            raise ValueError(f"sync_batchnorm does not go with {engine}; leave it out, or use ddp")
         if self.min_nodes and self.min_nodes > self.nodes:
             raise ValueError(
                 f"min_nodes is for fewer machines than nodes: {self.nodes}, found "
