@@ -207,7 +207,7 @@ class Parallel(Settings):
             raise ValueError("strategy: dp runs as one process; use ddp for several nodes")
         engine = "strategy: deepspeed" if self.strategy == "deepspeed" else "pipeline"
         if self.sync_batchnorm and (self.strategy == "deepspeed" or self.pipeline):
-            # DeepSpeed 0.19.8 waits forever (stage 2, two processes on gloo).
+            # A run with DeepSpeed 0.19.8 did not end, for unknown reasons; with pipeline none was.
             raise ValueError(f"sync_batchnorm does not go with {engine}; leave it out, or use ddp")
         if self.min_nodes and self.min_nodes > self.nodes:
             raise ValueError(
