@@ -219,6 +219,10 @@ class Parallel(Settings):
             )
         if self.nodes > 1 and self.strategy == "dp":
             raise ValueError("strategy: dp runs as one process; use ddp for several nodes")
+        engine = "strategy: deepspeed" if self.strategy == "deepspeed" else "pipeline"
+        if self.sync_batchnorm and (self.strategy == "deepspeed" or self.pipeline):
+            # A run with DeepSpeed 0.19.8 did not end, for unknown reasons; with pipeline none was.
+            raise ValueError(f"sync_batchnorm does not go with {engine}; leave it out, or use ddp")
         if self.min_nodes and self.min_nodes > self.nodes:
             raise ValueError(
                 f"min_nodes is for fewer machines than nodes: {self.nodes}, found "

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_map
 
 from compress.common.forward import flatten_outputs
+from compress.common.process import derive_seed, reseed
 from compress.training.checkpoint.state_dict import read_
 from compress.training.loop.ema import EMA
 from compress.training.objectives.objective import label_count
@@ -46,8 +50,12 @@ class TrainState:
         device: str,
         example: Callable[[], Batch],
         step_context: StepContext = unconstrained,
+        seed: int = 0,
     ) -> None:
         """Prepare a module for its first step; the strategy may shard it in place."""
+        self.seed = seed
+        if training.precision == "bf16-true":
+            round_weights_(module)
         self.module, self.loss, self.training = module, loss, training
         self.strategy, self.device = strategy, device
         self.step_context = step_context
@@ -123,6 +131,9 @@ class TrainState:
             if training.clip_norm or measure_norm:
                 self.scaler.unscale_(self.optimizer)  # the limit is for gradients as they are
                 self.gradient_norm = strategy.clip_grad_norm_(self.module, training.clip_norm)
+            if training.precision == "bf16-true":
+                # Weights are rounded by random numbers, which must be the same in all processes.
+                reseed(derive_seed(self.seed, step), self.device)
             self.scaler.step(self.optimizer)
         self.scaler.update()
         if self.ema:
@@ -181,7 +192,31 @@ class TrainState:
 
 
 def autocast(training: Training, device: str) -> AbstractContextManager[object]:
-    """Return torch's autocast at the precision of the settings; at fp32 a context of no effect."""
-    if training.precision == "fp32":
+    """Return torch's autocast at the precision of the settings, if they ask for one."""
+    if training.precision not in AUTOCAST:
         return nullcontext()
     return torch.autocast(torch.device(device).type, AUTOCAST[training.precision])
+
+
+def round_weights_(module: torch.nn.Module) -> None:
+    """Round weights and buffers to bf16, in place; inputs and outputs of the module stay fp32.
+
+    BatchNorm keeps fp32, as its averages change little from step to step; torch's kernels take
+    bf16 inputs beside.
+    """
+    for part in module.modules():
+        if not isinstance(part, _BatchNorm):
+            for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False)):
+                tensor.data = _cast(tensor.data, torch.bfloat16)
+    module.register_forward_pre_hook(
+        lambda _, inputs: tree_map(partial(_cast, dtype=torch.bfloat16), inputs)
+    )
+    module.register_forward_hook(
+        lambda _, inputs, outputs: tree_map(partial(_cast, dtype=torch.float32), outputs)
+    )
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """Return floating-point tensors in a type, and anything else as it is."""
+    is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return value.to(dtype) if is_float else value

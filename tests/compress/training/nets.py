@@ -253,3 +253,20 @@ def images() -> dict[str, Dataset]:
     x = torch.randn(48, 3, 6, 6, generator=generator)
     data = TensorDataset(x, x[:, :, 0, 0].argmax(1))
     return {"train": data, "val": data}
+
+
+def halving(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LambdaLR:
+    """Halve the learning rate four times in a training."""
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 ** (5 * step // steps))
+
+
+def by_metric(optimizer: torch.optim.Optimizer, steps: int) -> object:
+    return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+
+
+def no_scheduler(optimizer: torch.optim.Optimizer, steps: int) -> float:
+    return 0.1
+
+
+def failing(optimizer: torch.optim.Optimizer) -> None:
+    """Take one argument, where two are passed."""
