@@ -98,6 +98,10 @@ class PipelineParallel(Settings):
         """The parts into which the model is divided; two for each stage of `interleaved_1f1b`."""
         return self.stages * (2 if self.schedule == "interleaved_1f1b" else 1)
 
+    def stage_of(self, part: int) -> int:
+        """Return the stage that has a part."""
+        return part % self.stages
+
 
 class Parallel(Settings):
     """How training is distributed over processes."""

@@ -137,7 +137,7 @@ def test_weights_of_other_parts_take_no_memory():
     model = Chain()
     names = set(model.state_dict())
     found = split_into_parts(model, pipeline(), (torch.randn(3, 4),))
-    strip_(model, found, {1})
+    strip_(model, found, {1}, torch.device("cpu"))
     assert set(model.state_dict()) < names and "norm.running_mean" not in model.state_dict()
     assert model.stem.weight.shape == (8, 4)
     assert model.stem.weight.untyped_storage().nbytes() == 4
