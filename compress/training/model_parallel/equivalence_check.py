@@ -27,6 +27,8 @@ NEGLIGIBLE = 1e-6
 attention key's bias, say, is zero but for rounding."""
 WAVES = ((0.7, 0.0), (0.3, 1.0))
 """Frequency and phase of the two cosine patterns of a gradient sketch."""
+NO_GRADIENT = torch.zeros(len(WAVES), dtype=torch.float64)
+"""The sketch of a gradient that is zero, or None."""
 PERIOD = 8191
 """Entries after which a pattern repeats: a prime, so that no dimension of a model is a multiple."""
 
@@ -144,11 +146,13 @@ def probing_loss(outputs: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def take_gradient_sketches_(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return a sketch of each gradient, and free the gradients, in place."""
+    """Return a sketch of each trained weight's gradient, and free the gradients, in place."""
     sketches = {}
     for name, weight in module.named_parameters():
-        if weight.grad is not None:
-            sketches[name] = gradient_sketch(weight.grad)
+        if weight.requires_grad:
+            # None is compared, too: the whole model may have a gradient where this one has none.
+            gradient = weight.grad
+            sketches[name] = NO_GRADIENT if gradient is None else gradient_sketch(gradient)
             weight.grad = None
     return sketches
 
@@ -158,10 +162,10 @@ def gradient_sketch(gradient: torch.Tensor) -> torch.Tensor:
     full = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
     # Some entries at a time: in float64, and with their pattern, all would take four times as much.
     sums = []
-    for entries in full.detach().flatten().split(128 * PERIOD):
+    for entries in torch.split(full.detach().flatten(), 128 * PERIOD):
         exact = entries.double()
         sums.append(torch.stack([exact @ _pattern(len(exact), exact, *wave) for wave in WAVES]))
-    return torch.stack(sums).sum(0).cpu() if sums else torch.zeros(2, dtype=torch.float64)
+    return torch.stack(sums).sum(0).cpu() if sums else NO_GRADIENT
 
 
 def true_on_all_ranks(condition: bool) -> bool:
@@ -200,7 +204,7 @@ def compare(
     partial_sums: list[str] = []
     wrong_names: list[str] = []
     for name in sorted(set(chain.from_iterable(suspects))):
-        total = sketches.get(name, torch.zeros(len(WAVES), dtype=torch.float64)).clone()
+        total = sketches.get(name, NO_GRADIENT).clone()
         dist.all_reduce(total, group=tensor_group)
         # An unsplit weight that each process uses only for its own heads or neurons.
         adds_up = name not in sketches or (name not in split and reference.agrees(name, total))

@@ -1,7 +1,8 @@
 """Pipeline parallelism: micro-batches flow through the stages of a model, forward and backward.
 
 After Huang et al., "GPipe" (2019), and Narayanan et al., "PipeDream" (2019) and "Efficient
-Large-Scale Language Model Training on GPU Clusters" (2021). The schedules are torch's own.
+Large-Scale Language Model Training on GPU Clusters" (2021), and Qi et al., "Zero Bubble Pipeline
+Parallelism" (2023). The schedules are torch's own.
 
 A part runs the model's own ``forward`` from the module where it starts to the one where the next
 part starts. Nothing is traced: control flow, dropout and names of weights stay as they are.
@@ -21,6 +22,9 @@ from torch.distributed.pipelining import (
     Schedule1F1B,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
 )
 
 from compress.common.errors import StageFailed
@@ -30,7 +34,7 @@ from compress.training.model_parallel.equivalence_check import full_precision, p
 from compress.training.model_parallel.pipeline_split import find_tensor, strip_
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from compress.training.config.parallel import PipelineParallel
@@ -41,6 +45,9 @@ SCHEDULES: dict[str, Any] = {
     "gpipe": ScheduleGPipe,
     "1f1b": Schedule1F1B,
     "interleaved_1f1b": ScheduleInterleaved1F1B,
+    "looped_bfs": ScheduleLoopedBFS,
+    "interleaved_zero_bubble": ScheduleInterleavedZeroBubble,
+    "zbv_zero_bubble": ScheduleZBVZeroBubble,
 }
 
 ShapeDtype = tuple[torch.Size, torch.dtype]
@@ -303,9 +310,8 @@ class PipelineRunner:
                 loss = self.loss(flatten_outputs(outputs), self.batches[index])
             return loss * self.weights[index]
 
-        interleaved = self.settings.schedule == "interleaved_1f1b"
         self.schedule = SCHEDULES[self.settings.schedule](
-            stages if interleaved else stages[0],
+            stages if self.settings.parts > self.settings.stages else stages[0],
             self.settings.microbatches,
             loss_fn=micro_batch_loss,
             scale_grads=False,  # the losses are weighted already
@@ -319,6 +325,13 @@ class PartModule(nn.Module):
     def __init__(self, runner: PipelineRunner, part: int) -> None:
         super().__init__()
         self.runner, self.part = runner, part
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Yield the weights that the part uses, whose gradients zero-bubble schedules compute."""
+        users = self.runner.partition.weights
+        for name, weight in self.runner.module.named_parameters():
+            if self.part in users[name]:
+                yield weight
 
     def forward(self, *hidden: torch.Tensor, number: torch.Tensor) -> Any:
         """Compute the part's output for the micro-batch of a number."""

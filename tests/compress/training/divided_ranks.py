@@ -72,7 +72,9 @@ def divide(source: Path, parallel: dict) -> dict[str, object]:
 def main(root: Path, cases: dict[str, tuple[str, dict]]) -> None:
     torch.set_num_threads(1)
     with process_group("cpu"):
-        found = {name: divide(root / source, parallel) for name, (source, parallel) in cases.items()}
+        found = {
+            name: divide(root / source, parallel) for name, (source, parallel) in cases.items()
+        }
         (root / f"divided-{dist.get_rank()}.json").write_text(json.dumps(found))
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.compress.training.builders import import_net, import_transformer
+from tests.compress.training.builders import import_transformer
 
 pytestmark = pytest.mark.multiprocess
 
