@@ -21,6 +21,9 @@ TORCHRUN = (
 ZERO = {"zero2": "shard_grad_op", "zero3": "full_shard"}
 REPLICATED = ("ddp", "zero1")
 SHARDED = ("fsdp", *ZERO)
+ZERO_BUBBLE = ("interleaved_zero_bubble", "zbv_zero_bubble")
+IN_ROUNDS = ("interleaved_1f1b", "interleaved_zero_bubble")
+"""Schedules that take as many micro-batches at a time as there are stages."""
 ONLY_FOR = {
     "bucket_mebibytes": REPLICATED,
     "communication": REPLICATED,
@@ -70,10 +73,20 @@ class PipelineParallel(Settings):
 
     stages: Annotated[int, Field(ge=2)] = 2
     """Number of stages; each is one process for every share of the batch."""
-    schedule: Literal["gpipe", "1f1b", "interleaved_1f1b"] = "1f1b"
-    """Order of forward and backward passes: all forward ones first (`gpipe`), alternating, which
-    keeps fewer activations (`1f1b`), or alternating with two parts of the model in each process,
-    which waits less and sends more (`interleaved_1f1b`)."""
+    schedule: Literal[
+        "gpipe",
+        "1f1b",
+        "interleaved_1f1b",
+        "looped_bfs",
+        "interleaved_zero_bubble",
+        "zbv_zero_bubble",
+    ] = "1f1b"
+    """Order of forward and backward passes: all forward ones first (`gpipe`), or alternating, which
+    keeps fewer activations (`1f1b`). The others have two parts of the model in each process, wait
+    less and send more: `looped_bfs` is `gpipe` with them, and `interleaved_1f1b` is `1f1b`.
+    `interleaved_zero_bubble` and `zbv_zero_bubble` also compute the gradients of weights apart from
+    those of activations, in the time when a process would wait; with the latter the first process
+    has the first and the last part."""
     microbatches: Count = 4
     """Micro-batches into which each share of a batch is divided."""
     split: tuple[str, ...] = ()
@@ -93,17 +106,28 @@ class PipelineParallel(Settings):
                 f"pipeline.schedule 1f1b needs a micro-batch for each of {self.stages} stages, "
                 f"found microbatches: {self.microbatches}"
             )
-        if self.schedule == "interleaved_1f1b" and self.microbatches % rounds:
+        if self.schedule in IN_ROUNDS and self.microbatches % rounds:
             raise ValueError(
-                f"pipeline.schedule interleaved_1f1b takes micro-batches in rounds of "
+                f"pipeline.schedule {self.schedule} takes micro-batches in rounds of "
                 f"{self.stages}, found microbatches: {self.microbatches}; use a multiple"
             )
         return self
 
     @property
     def parts(self) -> int:
-        """The parts into which the model is divided; two for each stage of `interleaved_1f1b`."""
-        return self.stages * (2 if self.schedule == "interleaved_1f1b" else 1)
+        """The parts into which the model is divided: one or two for each stage."""
+        return self.stages * (1 if self.schedule in ("gpipe", "1f1b") else 2)
+
+    def stage_of(self, part: int) -> int:
+        """Return the stage that has a part."""
+        if self.schedule == "zbv_zero_bubble":  # in the shape of a V: there and back
+            return min(part, self.parts - 1 - part)
+        return part % self.stages
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the gradients of weights are computed apart from those of activations."""
+        return self.schedule in ZERO_BUBBLE
 
 
 class Parallel(Settings):
@@ -128,10 +152,9 @@ class Parallel(Settings):
     """How often the processes are started again from the last checkpoint when one was killed; any
     other error ends the training at once."""
     tensor: Count = 1
-    """Processes that share the matrices of each block (tensor parallelism). At the start each loads
-    the whole model once, to compare it with the divided one. What all of them compute, dropout
-    included, stays identical; inside divided attention and feed-forward layers all slices have
-    the same dropout mask."""
+    """Processes that share the matrices of each block (tensor parallelism); each reads its slices.
+    What all of them compute, dropout included, stays identical; inside divided attention and
+    feed-forward layers all slices have the same dropout mask."""
     tensor_plan: dict[str, Literal["column", "row"]] = {}
     """How linear layers are split, by patterns of their names (`*.mlp.up: column`): by outputs
     (`column`) or by inputs (`row`), so that a block starts with columns and ends with rows. By
@@ -310,6 +333,11 @@ class Parallel(Settings):
             raise ValueError(
                 f"sharding: {self.sharding_mode} does not go with tensor or pipeline; "
                 "use full_shard, shard_grad_op or strategy: ddp"
+            )
+        if self.pipeline and self.pipeline.splits_backward and self.sharding_mode:
+            raise ValueError(
+                f"pipeline.schedule {self.pipeline.schedule} computes gradients of weights that "
+                f"strategy: {self.strategy} has freed by then; use ddp or another schedule"
             )
         for name in ("static_graph", "cpu_offload", "gradient_as_bucket_view"):
             if name in self.model_fields_set and getattr(self, name):

@@ -296,6 +296,11 @@ class Training(Settings):
                 "accumulate does not go with pipeline, whose microbatches do the same; "
                 "leave it out and raise pipeline.microbatches"
             )
+        if pipeline.splits_backward and self.activation_checkpointing != "none":
+            raise ValueError(
+                f"activation_checkpointing does not go with pipeline.schedule {pipeline.schedule}, "
+                "which goes back through a block twice; leave it out or use another schedule"
+            )
         parts = self.parallel.replicas * pipeline.microbatches
         if self.batch_size % parts:
             raise ValueError(
