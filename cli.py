@@ -34,9 +34,15 @@ app = typer.Typer(
 )
 
 
-def command(function: Callable[..., None]) -> Callable[..., None]:
-    """Register a command; each one takes --json, --quiet and --debug."""
-    return app.command()(wrap_command(function, COMMON_OPTIONS))
+def command(*examples: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Register a command with examples for its help; each takes --json, --quiet and --debug."""
+
+    def register(function: Callable[..., None]) -> Callable[..., None]:
+        # Click keeps the lines of a paragraph that begins with \b.
+        epilog = "\n".join(("\b", "Examples:", *(f"  {each}" for each in examples)))
+        return app.command(epilog=epilog)(wrap_command(function, COMMON_OPTIONS))
+
+    return register
 
 
 COMMON_OPTIONS = {
@@ -94,15 +100,78 @@ def _options(version: Annotated[bool, typer.Option("--version", **VERSION_OPTION
     pass
 
 
-@command
+@command(
+    "compress init",
+    "compress init pipeline.yaml --model nets:resnet --checkpoint resnet.pt --data digits:splits",
+    "compress init pipeline.yaml --slurm --nodes 2 --gpus-per-node 4",
+)
+def init(
+    file: PipelineFile = Path("pipeline.yaml"),
+    model: Annotated[str | None, typer.Option(help="Your model, as module:callable.")] = None,
+    argument: Annotated[list[str], typer.Option(help="Of the model, as classes=10.")] = [],  # noqa: B006
+    checkpoint: Annotated[Path | None, typer.Option(help="Its weights.")] = None,
+    inputs: Annotated[list[str], typer.Option("--input", help="As x=batch,3,32,32:float32.")] = [],  # noqa: B006
+    data: Annotated[str | None, typer.Option(help="Your data, as module:callable.")] = None,
+    target: Annotated[
+        Literal["onnx", "torchscript", "aot"], typer.Option(help="Export format.")
+    ] = "onnx",
+    goal: Annotated[
+        Literal["smaller", "faster", "both"], typer.Option(help="What to improve.")
+    ] = "both",
+    force: Annotated[bool, typer.Option(help="Overwrite an existing file.")] = False,
+    slurm: Annotated[bool, typer.Option("--slurm", help="Write a batch script for Slurm.")] = False,
+    nodes: Annotated[int, typer.Option(min=1, help="Nodes of the job.")] = 1,
+    gpus_per_node: Annotated[int, typer.Option(min=0, help="A process for each.")] = 0,
+    cpus_per_node: Annotated[int | None, typer.Option(min=1, help="Cores; 8 for a GPU.")] = None,
+    hours: Annotated[int, typer.Option(min=1, help="Time limit; the job is queued again.")] = 24,
+    out: Out = None,
+    script: Annotated[Path, typer.Option(help="The file to write.")] = Path("compress.sbatch"),
+) -> None:
+    """Write a pipeline file for your model."""
+    if not slurm:
+        from pipelines.commands.init import write_draft
+        from pipelines.commands.init_options import InitOptions
+
+        options = InitOptions(model, argument, checkpoint, inputs, data, target, goal)
+        draft = write_draft(file, options, force, get_prompter())
+        print_result(draft.content(), draft.lines(), warnings=draft.warnings)
+        return
+    from pipelines.executors.slurm import Cluster, write_script
+
+    cluster = Cluster(
+        nodes=nodes, gpus_per_node=gpus_per_node, cpus_per_node=cpus_per_node, hours=hours
+    )
+    found = write_script(script, file, out or Path("runs") / file.stem, cluster)
+    to_do = [f"to do: {line}" for line in found]
+    submit = f"{script}: submit it with `sbatch {script}`"
+    print_result({"file": str(script), "to_do": to_do}, [submit], warnings=to_do)
+
+
+@command("compress check pipeline.yaml")
+def check(file: PipelineFile, quick: Quick = False) -> None:
+    """Validate a pipeline without running its stages."""
+    with fast_imports():
+        from pipelines.commands.check import check_pipeline
+
+    found = check_pipeline(file, models=not quick)
+    print_result(found.content, found.lines, warnings=found.warnings)
+
+
+@command(
+    "compress run pipeline.yaml",
+    "compress run pipeline.yaml --dry-run",
+    "compress run pipeline.yaml --from quantize_static",
+)
 def run(
     file: PipelineFile,
     out: Out = None,
     start: From = None,
     until: Until = None,
     force: Annotated[bool, typer.Option(help="Run every stage again.")] = False,
-    jobs: Annotated[int | None, typer.Option(min=1, help="Branches made at a time; 1.")] = None,
-    engine: Annotated[Literal["local", "ray"], typer.Option(help="What makes branches.")] = "local",
+    jobs: Annotated[int | None, typer.Option(min=1, help="Branches at a time; 1.")] = None,
+    engine: Annotated[
+        Literal["local", "ray"], typer.Option(help="What runs the branches.")
+    ] = "local",
     store: StoreUrl = None,
     dry_run: Annotated[bool, typer.Option(help="Show what would run, and run nothing.")] = False,
 ) -> None:
@@ -132,62 +201,44 @@ def run(
             )
 
 
-def join(directory: Annotated[Path | None, typer.Argument(metavar="DIR")] = None) -> None:
-    """Removed; torchrun starts a run on several machines."""
-    from compress.common.errors import PipelineInvalid
-    from compress.training.config.parallel import TORCHRUN
-
-    raise PipelineInvalid(
-        "compress join was removed; run the same command on every machine: "
-        f"{TORCHRUN.format(nodes='N', processes='G')}"
-    )
-
-
-app.command(hidden=True)(wrap_command(join, COMMON_OPTIONS))
-
-
-@command
-def check(file: PipelineFile, quick: Quick = False) -> None:
-    """Refuse what can be refused without running a stage."""
-    with fast_imports():
-        from pipelines.commands.check import check_pipeline
-
-    found = check_pipeline(file, models=not quick)
-    print_result(found.content, found.lines, warnings=found.warnings)
-
-
-@command
-def sensitivity(
-    file: PipelineFile,
-    out: Out = None,
-    ratio: Ratios = [0.25, 0.5, 0.75],  # noqa: B006 - typer copies it
-    samples: Annotated[int, typer.Option(min=1, help="Samples of val to judge on.")] = 512,
-    latency: Annotated[bool, typer.Option(help="Measure the latency of each cut.")] = True,
+@command("compress report runs/pipeline --open")
+def report(
+    directory: RunDirectory,
+    open_it: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
 ) -> None:
-    """Show what cutting each family of channels does."""
-    from pipelines.commands.sensitivity import lines_below, measure_and_write, table
+    """Show a run's report, and write its page again."""
+    from pipelines.commands.report import rerender_report
+
+    found = rerender_report(directory, notify)
+    print_report(found, out=directory)
+    if open_it:
+        typer.launch(str((directory / "report.html").resolve()))
+
+
+@command("compress why pipeline.yaml prune_channels")
+def why(file: PipelineFile, stage: StageName, out: Out = None, store: StoreUrl = None) -> None:
+    """Show why a stage runs, or comes from the cache."""
+    from pipelines.commands.cache_miss import why as explain
     from pipelines.config.pipeline import PipelineConfig
-    from pipelines.terminal.progress_bars import show_progress
 
     pipeline = PipelineConfig.from_yaml(file)
-    directory = out or pipeline.default_out
-    with show_progress(quiet=current_mode().silent) as (progress, _):
-        found = measure_and_write(pipeline, directory, ratio, samples, latency, progress)
-    print_result(found, lines_below(found, directory), lambda _: table(found))
+    reason = explain(pipeline, out or pipeline.default_out, stage, store)
+    print_result(reason, reason.lines())
 
 
-@command
-def schema() -> None:
-    """Print the JSON Schema of the pipeline file, for editors."""
-    from pipelines.config.pipeline import json_schema
+@command("compress diff runs/before runs/after")
+def diff(before: RunDirectory, after: RunDirectory) -> None:
+    """Show the differences between two runs."""
+    from pipelines.reporting.terminal_table import difference_lines, difference_table
+    from pipelines.results.comparison import compare
 
-    content = json_schema()
-    print_result(content, json.dumps(content, indent=1).splitlines())
+    found = compare(before, after)
+    print_result(found, difference_lines(found), lambda _: difference_table(found))
 
 
-@command
+@command("compress inspect runs/pipeline/artifacts/export_onnx")
 def inspect(artifact: ArtifactPath) -> None:
-    """Show what an artifact says about itself."""
+    """Show an artifact's metadata."""
     from compress.artifacts.artifact import Artifact
     from pipelines.commands.inspect import describe_artifact
     from pipelines.config import registry  # noqa: F401 - importing it makes every kind known
@@ -198,7 +249,10 @@ def inspect(artifact: ArtifactPath) -> None:
     )
 
 
-@command
+@command(
+    "compress verify model.mar",
+    "compress verify runs/pipeline/artifacts/export_onnx --report proof.html",
+)
 def verify(
     artifact: ArtifactOrMar,
     sha256: Sha256 = None,
@@ -209,7 +263,7 @@ def verify(
     report: ProofFile = None,
     replay: Replay = False,
 ) -> None:
-    """Prove an artifact is what was sealed; serve a .mar."""
+    """Check an artifact against its manifest and its run."""
     from pipelines.commands.verify import verify_command
     from pipelines.commands.verify_anchors import VerifierInputs
 
@@ -221,64 +275,9 @@ def verify(
     )
 
 
-@command
-def why(file: PipelineFile, stage: StageName, out: Out = None, store: StoreUrl = None) -> None:
-    """Show what decides a stage, and why it is cached or runs."""
-    from pipelines.commands.cache_miss import why as explain
-    from pipelines.config.pipeline import PipelineConfig
-
-    pipeline = PipelineConfig.from_yaml(file)
-    reason = explain(pipeline, out or pipeline.default_out, stage, store)
-    print_result(reason, reason.lines())
-
-
-@command
-def diff(before: RunDirectory, after: RunDirectory) -> None:
-    """Show two runs side by side, as far as they differ."""
-    from pipelines.reporting.terminal_table import difference_lines, difference_table
-    from pipelines.results.comparison import compare
-
-    found = compare(before, after)
-    print_result(found, difference_lines(found), lambda _: difference_table(found))
-
-
-@command
-def report(
-    directory: RunDirectory,
-    open_it: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
-) -> None:
-    """Show a run's report again, and write its page anew."""
-    from pipelines.commands.report import rerender_report
-
-    found = rerender_report(directory, notify)
-    print_report(found, out=directory)
-    if open_it:
-        typer.launch(str((directory / "report.html").resolve()))
-
-
-@command
-def gc(
-    place: Annotated[str, typer.Argument(metavar="DIR|URL", **RUN_ARGUMENT)],
-    older_than: Annotated[str, typer.Option(help="Unused for so long: 12h, 30d, 8w.")] = "30d",
-    dry_run: Annotated[bool, typer.Option(help="Show what would go, and remove nothing.")] = False,
-) -> None:
-    """Remove what is long unused, of a run or at a store's URL."""
-    from pipelines.store.gc import clean
-
-    found = clean(place, older_than, dry_run, notify)
-    print_result(found, found.lines())
-
-
-@command
-def doctor() -> None:
-    """Show what this machine has, and what each stage lacks."""
-    from pipelines.commands.doctor import examine
-
-    found = examine()
-    print_result(found, found.lines())
-
-
-@command
+@command(
+    "compress serve runs/pipeline/artifacts/export_onnx", "compress serve model.mar --port 8080"
+)
 def serve(
     artifact: ArtifactOrMar,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
@@ -294,7 +293,7 @@ def serve(
     seconds: Annotated[float, typer.Option(min=0.001, help="Time for a request.")] = 30,
     report: Annotated[Path | None, typer.Option(help="The run's report.json.")] = None,
 ) -> None:
-    """Answer over HTTP until a signal; a .mar by TorchServe."""
+    """Serve an artifact over HTTP; a .mar by TorchServe."""
     with fast_imports():
         from pipelines.config import registry  # noqa: F401 - importing it makes every kind known
         from serve.http.options import Limits, Options
@@ -307,43 +306,69 @@ def serve(
     )
 
 
-@command
-def init(
-    file: PipelineFile = Path("pipeline.yaml"),
-    model: Annotated[str | None, typer.Option(help="Your model, as module:callable.")] = None,
-    argument: Annotated[list[str], typer.Option(help="Of the model: classes=10.")] = [],  # noqa: B006
-    checkpoint: Annotated[Path | None, typer.Option(help="Its weights.")] = None,
-    inputs: Annotated[list[str], typer.Option("--input", help="As x=batch,3,32,32:float32.")] = [],  # noqa: B006
-    data: Annotated[str | None, typer.Option(help="Your data, as module:callable.")] = None,
-    target: Annotated[Literal["onnx", "torchscript", "aot"], typer.Option(help="Format.")] = "onnx",
-    goal: Annotated[Literal["smaller", "faster", "both"], typer.Option(help="Aim.")] = "both",
-    force: Annotated[bool, typer.Option(help="Write over a file.")] = False,
-    slurm: Annotated[bool, typer.Option("--slurm", help="Write a batch script for Slurm.")] = False,
-    nodes: Annotated[int, typer.Option(min=1, help="Nodes of the job.")] = 1,
-    gpus_per_node: Annotated[int, typer.Option(min=0, help="One process for each.")] = 0,
-    cpus_per_node: Annotated[int | None, typer.Option(min=1, help="Cores; 8 for a GPU.")] = None,
-    hours: Annotated[int, typer.Option(min=1, help="Time limit; the job is queued again.")] = 24,
+@command("compress sensitivity pipeline.yaml --ratio 0.25 --ratio 0.5")
+def sensitivity(
+    file: PipelineFile,
     out: Out = None,
-    script: Annotated[Path, typer.Option(help="The file to write.")] = Path("compress.sbatch"),
+    ratio: Ratios = [0.25, 0.5, 0.75],  # noqa: B006 - typer copies it
+    samples: Annotated[int, typer.Option(min=1, help="Samples of val to judge on.")] = 512,
+    latency: Annotated[bool, typer.Option(help="Measure the latency of each cut.")] = True,
 ) -> None:
-    """Write a pipeline for a model, or a batch script."""
-    if not slurm:
-        from pipelines.commands.init import write_draft
-        from pipelines.commands.init_options import InitOptions
+    """Measure what pruning each group of channels costs."""
+    from pipelines.commands.sensitivity import lines_below, measure_and_write, table
+    from pipelines.config.pipeline import PipelineConfig
+    from pipelines.terminal.progress_bars import show_progress
 
-        options = InitOptions(model, argument, checkpoint, inputs, data, target, goal)
-        draft = write_draft(file, options, force, get_prompter())
-        print_result(draft.content(), draft.lines(), warnings=draft.warnings)
-        return
-    from pipelines.executors.slurm import Cluster, write_script
+    pipeline = PipelineConfig.from_yaml(file)
+    directory = out or pipeline.default_out
+    with show_progress(quiet=current_mode().silent) as (progress, _):
+        found = measure_and_write(pipeline, directory, ratio, samples, latency, progress)
+    print_result(found, lines_below(found, directory), lambda _: table(found))
 
-    cluster = Cluster(
-        nodes=nodes, gpus_per_node=gpus_per_node, cpus_per_node=cpus_per_node, hours=hours
+
+@command("compress doctor")
+def doctor() -> None:
+    """Show versions, hardware, and missing requirements."""
+    from pipelines.commands.doctor import examine
+
+    found = examine()
+    print_result(found, found.lines())
+
+
+@command("compress gc runs/pipeline --older-than 8w --dry-run")
+def gc(
+    place: Annotated[str, typer.Argument(metavar="DIR|URL", **RUN_ARGUMENT)],
+    older_than: Annotated[str, typer.Option(help="Unused for so long: 12h, 30d, 8w.")] = "30d",
+    dry_run: Annotated[bool, typer.Option(help="Show what would go, and remove nothing.")] = False,
+) -> None:
+    """Delete cached results that were not used lately."""
+    from pipelines.store.gc import clean
+
+    found = clean(place, older_than, dry_run, notify)
+    print_result(found, found.lines())
+
+
+@command("compress schema > pipeline.schema.json")
+def schema() -> None:
+    """Print the JSON Schema of the pipeline file, for editors."""
+    from pipelines.config.pipeline import json_schema
+
+    content = json_schema()
+    print_result(content, json.dumps(content, indent=1).splitlines())
+
+
+def join(directory: Annotated[Path | None, typer.Argument(metavar="DIR")] = None) -> None:
+    """Removed; torchrun starts a run on several machines."""
+    from compress.common.errors import PipelineInvalid
+    from compress.training.config.parallel import TORCHRUN
+
+    raise PipelineInvalid(
+        "compress join was removed; run the same command on every machine: "
+        f"{TORCHRUN.format(nodes='N', processes='G')}"
     )
-    found = write_script(script, file, out or Path("runs") / file.stem, cluster)
-    to_do = [f"to do: {line}" for line in found]
-    submit = f"{script}: submit it with `sbatch {script}`"
-    print_result({"file": str(script), "to_do": to_do}, [submit], warnings=to_do)
+
+
+app.command(hidden=True)(wrap_command(join, COMMON_OPTIONS))
 
 
 if __name__ == "__main__":  # torchrun -m cli

@@ -10,6 +10,7 @@ from importlib import import_module
 from pathlib import Path
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is imported
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # when torch.profiler starts
 
 PARTS = ("loops", "speed", "memory", "communication", "agreement")
 

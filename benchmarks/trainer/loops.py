@@ -2,9 +2,12 @@
 
 All train the same net on the same samples with the same optimizer, read the loss of each step, and
 take turns epoch by epoch in one run, so that a busy machine slows down all alike. CPU time is that
-of all threads of rank 0; scaling is by the clock.
+of all threads of rank 0. Scaling is by the clock, for a net with many weights for its operations
+and one with few, beside a bare loop's, and beside two processes that exchange nothing: that is what
+the machine's cores allow.
 """
 
+import functools
 import itertools
 import os
 import shutil
@@ -15,6 +18,7 @@ import warnings
 from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,7 +39,7 @@ from compress.training.loop.train_state import TrainState
 from compress.training.loop.trainer import _train_epoch
 from compress.training.objectives.objective import TargetLoss
 from compress.training.optim.lr_scheduler import Schedule
-from trainer.nets import Transformer
+from trainer.nets import ConvNet, Transformer
 from trainer.ranks import on_ranks
 
 WIDTH, DEPTH, LENGTH, BATCH = 256, 2, 32, 32
@@ -62,12 +66,20 @@ def main() -> None:
             cell = ratio(times["ours"], times[name]) if name in times else "not installed"
             print(f"  {cell:>{width}s}", end="")
         print(f"  {'≤ ' + GOALS[label] if label in GOALS else ''}")
-    scaled = on_ranks(2, measure_scaling)[0]
-    milliseconds = statistics.median(scaled["one"]) / STEPS * 1e3
-    print(
-        f"1 → 2 processes, equal batch, by the clock: {ratio(scaled['one'], scaled['two'])}, "
-        f"{milliseconds:.0f} ms a step on one; goal ≥ 1.8 from 20 ms"
-    )
+    ours, bare_ones = (on_ranks(2, count_collectives, name)[0] for name in ("ours", "bare"))
+    print(f"collectives in an epoch of {STEPS} steps of ddp(2): ours {ours}, bare {bare_ones}")
+    print("1 → 2 processes, equal batch, by the clock; goal ≥ 1.8 from 20 ms a step on one:")
+    for name, task in TASKS.items():
+        times = on_ranks(2, measure_scaling, name)[0]
+        weights = sum(p.numel() for p in task.net().parameters())
+        print(f"{name}, {weights * 4 / 2**20:.1f} MiB of gradients")
+        for label, one, two in (
+            ("ours", "ours on one", "ours on two"),
+            ("bare DDP", "bare on one", "bare on two"),
+            ("no exchange", "bare on one", "half a batch"),
+        ):
+            milliseconds = statistics.median(times[one]) / STEPS * 1e3
+            print(f"  {label:12s} {ratio(times[one], times[two])}, {milliseconds:.0f} ms on one")
     for name in LIBRARIES:
         if name in single["single"]:
             print(f"{name} {version(name)}")
@@ -96,14 +108,34 @@ def measure(cases: dict[str, bool]) -> dict[str, dict[str, list[float]]]:
     return results
 
 
-def measure_scaling() -> dict[str, list[float]]:
-    """Return seconds by the clock of each epoch on one process, the other waiting, and on two."""
+def count_collectives(name: str) -> int:
+    """Count the collectives that rank 0 starts in an epoch, DDP's included."""
     with tempfile.TemporaryDirectory() as folder:
-        two = our_epochs(Path(folder) / "two", 2, saves=False)
-        one = our_epochs(Path(folder) / "one", 1, saves=False) if dist.get_rank() == 0 else idle()
-        results = take_turns({"one": one, "two": two}, time.perf_counter)
-        one.close()
-        two.close()
+        path = Path(folder)
+        epochs = our_epochs(path, 2, saves=False) if name == "ours" else bare(path, saves=False)
+        next(epochs)  # DDP rebuilds its buckets in the first one
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+            next(epochs)
+        epochs.close()
+    return sum(event.count for event in profiler.key_averages() if event.key.startswith("gloo:"))
+
+
+def measure_scaling(name: str) -> dict[str, list[float]]:
+    """Return seconds by the clock of each epoch on one process, the other waiting, and on two."""
+    task, first = TASKS[name], dist.get_rank() == 0
+    with tempfile.TemporaryDirectory() as folder:
+        at = Path(folder)
+        loops = {
+            "ours on one": our_epochs(at / "one", 1, False, task) if first else idle(),
+            "ours on two": our_epochs(at / "two", 2, False, task),
+            "bare on one": bare(at, False, task, 1) if first else itertools.repeat(None),
+            "bare on two": bare(at, False, task),
+            "half a batch": bare(at, False, task, 1, BATCH // 2),
+        }
+        results = take_turns(loops, time.perf_counter)
+        for epochs in loops.values():
+            if hasattr(epochs, "close"):
+                epochs.close()
     return results
 
 
@@ -126,7 +158,20 @@ def idle():
         yield
 
 
-def our_epochs(folder: Path, processes: int, saves: bool):
+class Task(NamedTuple):
+    """A net and the shape of its inputs."""
+
+    net: functools.partial
+    shape: tuple[int, ...]
+
+
+TASKS = {
+    "transformer": Task(functools.partial(Transformer, WIDTH, DEPTH), (LENGTH, WIDTH)),
+    "convolutions": Task(functools.partial(ConvNet, 64, 4), (3, 16, 16)),
+}
+
+
+def our_epochs(folder: Path, processes: int, saves: bool, task: Task = TASKS["transformer"]):
     """Train an epoch whenever the next is asked for, as `train` does, but for its checkpoint."""
     folder.mkdir(parents=True, exist_ok=True)
     training = Training(
@@ -143,7 +188,7 @@ def our_epochs(folder: Path, processes: int, saves: bool):
         start=folder,
         training=training,
         objective=TargetLoss(),
-        data=Splits({"train": samples()}, BATCH),
+        data=Splits({"train": samples(task)}, BATCH),
         metric=Metric(),
         reference=None,
         device="cpu",
@@ -154,7 +199,7 @@ def our_epochs(folder: Path, processes: int, saves: bool):
     )
     strategy = create_strategy(training.parallel) if processes > 1 else SingleProcess()
     loss = TargetLoss(label_smoothing=0.0).prepare("cpu")
-    state = TrainState(net(), loss, training, strategy, "cpu", job.example_batch)
+    state = TrainState(net(task), loss, training, strategy, "cpu", job.example_batch)
     schedule = Schedule(state.optimizer, training, job.steps_per_epoch, job.metric)
     with (
         job.data.keep_workers(),
@@ -175,17 +220,16 @@ def manager_of(folder: Path, training: Training, strategy) -> CheckpointManager:
     return CheckpointManager(folder, training.checkpoints, strategy)
 
 
-def samples() -> TensorDataset:
-    """Return an epoch's samples; with one more step, after which a loop that saves does so too."""
+def samples(task: Task, count: int = STEPS * BATCH) -> TensorDataset:
+    """Return an epoch's samples."""
     generator = torch.Generator().manual_seed(0)
-    count = STEPS * BATCH
-    inputs = torch.randn(count, LENGTH, WIDTH, generator=generator)
+    inputs = torch.randn(count, *task.shape, generator=generator)
     return TensorDataset(inputs, torch.randint(10, (count,), generator=generator))
 
 
-def net() -> Transformer:
+def net(task: Task = TASKS["transformer"]) -> torch.nn.Module:
     torch.manual_seed(0)
-    return Transformer(WIDTH, DEPTH)
+    return task.net()
 
 
 def sgd(module) -> torch.optim.Optimizer:
@@ -193,10 +237,11 @@ def sgd(module) -> torch.optim.Optimizer:
     return torch.optim.SGD(module.parameters(), 1e-3, momentum=0.9, nesterov=True, fused=True)
 
 
-def loader() -> DataLoader:
-    data, ranks = samples(), dist.get_world_size()
+def loader(task: Task = TASKS["transformer"], ranks: int | None = None, batch: int = BATCH):
+    ranks = ranks or dist.get_world_size()
+    data = samples(task, STEPS * batch)
     sampler = DistributedSampler(data) if ranks > 1 else None
-    return DataLoader(data, BATCH // ranks, shuffle=sampler is None, sampler=sampler)
+    return DataLoader(data, batch // ranks, shuffle=sampler is None, sampler=sampler)
 
 
 def plain_epochs(module, optimizer, batches, backward, save):
@@ -215,10 +260,17 @@ def plain_epochs(module, optimizer, batches, backward, save):
         yield
 
 
-def bare(folder: Path, saves: bool):
-    module = net()
+def bare(
+    folder: Path,
+    saves: bool,
+    task: Task = TASKS["transformer"],
+    ranks: int | None = None,
+    batch: int = BATCH,
+):
+    """Train by a loop of torch alone; with one rank by each process for itself."""
+    module = net(task)
     optimizer = sgd(module)
-    if dist.get_world_size() > 1:
+    if (ranks or dist.get_world_size()) > 1:
         module = DistributedDataParallel(module, static_graph=True)
 
     def save() -> None:
@@ -227,7 +279,8 @@ def bare(folder: Path, saves: bool):
             state = {"model": module.state_dict(), "optimizer": optimizer.state_dict()}
             torch.save(state, folder / "checkpoint.pt")
 
-    return plain_epochs(module, optimizer, loader(), torch.Tensor.backward, saves and save)
+    batches = loader(task, ranks, batch)
+    return plain_epochs(module, optimizer, batches, torch.Tensor.backward, saves and save)
 
 
 def fabric(folder: Path, saves: bool):
@@ -266,7 +319,9 @@ def accelerate(folder: Path, saves: bool):
             cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(static_graph=True)]
         )
         own = net()
-        batches = DataLoader(samples(), BATCH // dist.get_world_size(), shuffle=True)
+        batches = DataLoader(
+            samples(TASKS["transformer"]), BATCH // dist.get_world_size(), shuffle=True
+        )
         module, optimizer, batches = runner.prepare(own, sgd(own), batches)
     if runner.num_processes != dist.get_world_size():
         raise RuntimeError(f"accelerate runs {runner.num_processes} processes: not comparable")

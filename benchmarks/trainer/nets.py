@@ -1,5 +1,7 @@
 """Transformers of several sizes, and the state that trains them."""
 
+import itertools
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -43,6 +45,23 @@ class Transformer(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x.mean(1))
+
+
+class ConvNet(nn.Module):
+    """Convolutions of one width, whose few weights are used at each place of an image."""
+
+    def __init__(self, width: int, depth: int, classes: int = 10) -> None:
+        super().__init__()
+        widths = [3, *[width] * depth]
+        self.layers = nn.ModuleList(
+            nn.Conv2d(before, after, 3, padding=1) for before, after in itertools.pairwise(widths)
+        )
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = F.relu(layer(x))
+        return self.head(x.mean((2, 3)))
 
 
 def batch(samples: int, length: int, width: int) -> Batch:

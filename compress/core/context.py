@@ -108,8 +108,7 @@ class Context:
                 reference = None
                 if self.metric.name == "fidelity":
                     reference = stack.enter_context(self.predictor(self.artifact("source")))
-                metric = self.metric.with_inferred_loss(data)
-                value = evaluate(predict, data, split, metric, reference, self.progress, batch)
+                value = evaluate(predict, data, split, self.metric, reference, self.progress, batch)
             self.scores[key] = value, recorded
         value, recorded = self.scores[key]
         add_to_recordings(recorded)

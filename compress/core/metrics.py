@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path  # noqa: TC003 - a dataclass field
 from typing import TYPE_CHECKING, Any
 
-from compress.common.errors import PipelineInvalid, StageFailed, Unavailable
+from compress.common.errors import PipelineInvalid, StageFailed, Unavailable, first_line
 from compress.core.loss import INFERRED_LOSS, Loss
+from compress.core.progress import Progress, silent
 from compress.core.task_targets import (
     are_class_labels,
     describe_tensor,
@@ -18,13 +19,12 @@ from compress.core.task_targets import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Sequence
 
     import torch
     from pydantic import JsonValue
 
     from compress.common.forward import Predictor
-    from compress.core.progress import Progress
     from compress.data.batch import Batch
     from compress.data.splits import Splits
 
@@ -46,7 +46,8 @@ class Metric:
     ``accuracy`` is the fraction of right labels, ``loss`` the mean of the task's loss, ``fidelity``
     the fraction of labels equal to the reference model's. For numbers there are ``mse``, ``mae``
     and ``r2``, the coefficient of determination. ``torchmetrics.classification.BinaryF1Score`` and
-    the like, and ``module:callable`` (outputs, targets → float), are imported by their name.
+    the like are imported by their name, and so is ``module:callable``: a function of all outputs
+    and targets that returns a float, or a subclass of ``torchmetrics.Metric``.
     """
 
     name: str = "accuracy"
@@ -65,8 +66,8 @@ class Metric:
         direction = self.direction
         if self.name in BUILT_IN:
             direction = self.name not in FALLING
-        elif direction is None and self.is_torchmetric:
-            direction = self.torchmetric().higher_is_better
+        elif direction is None:
+            direction = getattr(self.implementation(), "higher_is_better", None)
         if direction is None:
             raise PipelineInvalid(
                 f"metric {self.name!r} does not tell its direction; write "
@@ -78,11 +79,6 @@ class Metric:
     def is_mean(self) -> bool:
         """Whether the metric is a mean over samples, so that sums over parts of a split add up."""
         return self.name in BUILT_IN and self.name != "r2"
-
-    @property
-    def is_torchmetric(self) -> bool:
-        """Whether a class of torchmetrics computes the metric."""
-        return self.name.startswith("torchmetrics.")
 
     def identity(self) -> list[JsonValue]:
         """Return the metric's part of a cache key, with a hash of the user's own code."""
@@ -104,34 +100,43 @@ class Metric:
         """Return how much worse ``after`` is, in hundredths of the metric; negative if better."""
         return 100 * (before - after if self.higher_is_better else after - before)
 
+    def targets_of(
+        self, batch: Batch, split: str, reference: Predictor | None = None
+    ) -> torch.Tensor:
+        """Return what a batch's outputs are compared with; `reference` is for `fidelity`.
+
+        Raises:
+            StageFailed: the batch has no targets, or there is no reference model.
+        """
+        if self.name == "fidelity":
+            if reference is None:
+                raise StageFailed("metric fidelity needs a reference model")
+            return predicted_decisions(reference(*batch.inputs)[0].cpu())
+        if batch.target is None:
+            raise StageFailed(f"metric {self.name} needs targets and split {split!r} has none")
+        return batch.target
+
+    def require_finite(self, value: float, split: str) -> float:
+        """Return a value of the metric; raise StageFailed if it is NaN or infinite."""
+        if not math.isfinite(value):
+            raise StageFailed(f"metric {self.name} on {split!r} is {value}")
+        return value
+
     def score(self, outputs: torch.Tensor, targets: torch.Tensor) -> float:
-        """Compute the metric from the model's first output on a whole split, and the targets.
+        """Compute the metric of one batch; raises as :meth:`MetricMeter.update`."""
+        meter = MetricMeter(self)
+        meter.update(outputs, targets)
+        return meter.compute()
+
+    def sum_and_count(
+        self, outputs: torch.Tensor, targets: torch.Tensor
+    ) -> tuple[float, float] | None:
+        """Return a mean as sum and count, None for other metrics.
 
         Raises:
             StageFailed: the outputs are NaN or infinite (except -inf, a masked class), or of
                 another shape than the metric needs.
         """
-        import torch
-
-        summed = self.sum_and_count(outputs, targets)
-        if summed is not None:
-            return summed[0] / summed[1] if summed[1] else math.nan
-        if self.name == "r2":
-            return _r2(outputs, targets)
-        if self.is_torchmetric:
-            metric = self.torchmetric()
-            metric.update(outputs, targets)
-            return float(metric.compute())
-        from compress.common.factories import resolve
-
-        function: Callable[..., Any] = resolve(self.name, self.folder)
-        with torch.inference_mode():
-            return float(function(outputs, targets, **dict(self.arguments)))
-
-    def sum_and_count(
-        self, outputs: torch.Tensor, targets: torch.Tensor
-    ) -> tuple[float, float] | None:
-        """Return a mean as sum and count, None for other metrics; raises as :meth:`score`."""
         if problem := _not_finite(outputs):
             raise StageFailed(f"metric {self.name}: {problem}")
         if self.name == "fidelity":
@@ -150,36 +155,137 @@ class Metric:
             if self.arguments or self.direction is not None:
                 raise PipelineInvalid(f"metric {self.name!r} takes no settings")
             return
-        if ":" in self.name:
-            from compress.common.factories import resolve
-
-            resolve(self.name, self.folder)
-        elif not self.is_torchmetric:
+        if ":" not in self.name and not self.name.startswith("torchmetrics."):
             raise PipelineInvalid(
                 f"metric {self.name!r} is unknown; expected {', '.join(BUILT_IN)}, "
                 "torchmetrics.… or module:callable"
             )
+        self.implementation()
         _ = self.higher_is_better
 
-    def torchmetric(self) -> Any:
-        """Make the object of torchmetrics that computes the metric."""
+    def implementation(self) -> Any:
+        """Make the object of torchmetrics, or import the user's function; None if built in."""
+        if self.name in BUILT_IN:
+            return None
+        if ":" in self.name:
+            from compress.common.factories import resolve
+
+            target: Any = resolve(self.name, self.folder)
+            if not isinstance(target, type):
+                return target
         try:
             import torchmetrics
         except ImportError:
             raise Unavailable(
                 f"metric {self.name!r} needs torchmetrics: pip install -e '.[metrics]'"
             ) from None
-        metric_class: Any = torchmetrics
-        for part in self.name.split(".")[1:]:
-            metric_class = getattr(metric_class, part, None)
-        if not isinstance(metric_class, type):
-            raise PipelineInvalid(f"metric {self.name!r}: torchmetrics has no such class")
+        if ":" not in self.name:
+            target = torchmetrics
+            for part in self.name.split(".")[1:]:
+                target = getattr(target, part, None)
+        if not isinstance(target, type) or not issubclass(target, torchmetrics.Metric):
+            raise PipelineInvalid(
+                f"metric {self.name!r}: no such class of torchmetrics; expected one, a subclass of "
+                "torchmetrics.Metric, or a function of outputs and targets"
+            )
         try:
-            # In distributed training rank 0 evaluates alone and must not wait for the other ranks.
-            return metric_class(**dict(self.arguments), sync_on_compute=False)
+            made = target(**dict(self.arguments))
         except Exception as error:
             raise PipelineInvalid(
                 f"metric {self.name!r} with arguments {dict(self.arguments)}: {error}"
+            ) from error
+        for module in _torchmetrics_in(made):
+            # Rank 0 may evaluate alone, and must not wait for other ranks in `compute`.
+            module.distributed_available_fn = lambda: False
+        return made
+
+
+class MetricMeter:
+    """Computes a metric batch by batch: by sums, or by ``update`` of torchmetrics.
+
+    Only for a function of the user's, which takes all outputs at once, outputs are kept.
+    """
+
+    def __init__(self, metric: Metric) -> None:
+        self.metric, self.custom = metric, metric.implementation()
+        self.is_torchmetric = hasattr(self.custom, "metric_state")
+        self.sums: torch.Tensor | None = None
+        """Of built-in metrics, in float64: sum and count, or for r2 what `_r2_sums` returns."""
+        self.batches: list[tuple[torch.Tensor, ...]] = []
+        """Outputs and targets, for a function of the user's."""
+
+    def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
+        """Add a batch, which may be empty: the model's first output, and targets.
+
+        Raises:
+            StageFailed: the outputs are NaN or infinite (except -inf, a masked class), or of
+                another shape than the metric needs.
+        """
+        import torch
+
+        if not len(targets):
+            return
+        summed = self.metric.sum_and_count(outputs, targets)
+        if self.is_torchmetric:
+            # In the mode of the outputs, or its state could not change in place.
+            with torch.inference_mode():
+                self.custom.update(outputs, targets)
+        elif self.custom is not None:
+            self.batches.append((outputs, targets))
+        elif summed is None:
+            self._add(_r2_sums(outputs, targets))
+        else:
+            self._add(torch.tensor(summed, dtype=torch.float64))
+
+    def _add(self, sums: torch.Tensor) -> None:
+        if self.sums is None:
+            self.sums = sums
+        else:
+            self.sums = _add_r2(self.sums, sums) if self.metric.name == "r2" else self.sums + sums
+
+    def state(self) -> Any:
+        """Return all that was added, to be sent to another process; None where that is nothing."""
+        if self.is_torchmetric and self.custom.update_called:
+            return [module.metric_state for module in _torchmetrics_in(self.custom)]
+        return self._all_outputs() if self.batches else self.sums
+
+    def add_shares_(self, states: Sequence[Any]) -> None:
+        """Add the others' states to share 0's; share `i` of `n` has the samples i, i + n and on."""
+        first, *others = [state for state in states if state is not None]
+        if not others:
+            return
+        if self.is_torchmetric:
+            _merge_states_(self.custom, [first, *others])
+        elif self.custom is None:
+            for sums in others:
+                self._add(sums)
+        else:
+            pairs = zip(first, *others, strict=True)
+            self.batches = [tuple(_interleaved(shares, len(states)) for shares in pairs)]
+
+    def compute(self) -> float:
+        """Return the metric of all that was added, which may be NaN or infinite."""
+        import torch
+
+        if self.custom is not None:
+            with torch.inference_mode():
+                if self.is_torchmetric:
+                    return float(self.custom.compute())
+                return float(self.custom(*self._all_outputs(), **dict(self.metric.arguments)))
+        if self.sums is None:
+            return math.nan
+        return _r2(self.sums) if self.metric.name == "r2" else float(self.sums[0] / self.sums[1])
+
+    def _all_outputs(self) -> tuple[torch.Tensor, ...]:
+        import torch
+
+        try:
+            return tuple(torch.cat(column) for column in zip(*self.batches, strict=True))
+        except RuntimeError as error:  # batches were padded to other lengths
+            raise StageFailed(
+                f"metric {self.metric.name!r} is a function of all outputs at once, and batches "
+                f"differ in shape ({first_line(error)}); a subclass of torchmetrics.Metric takes "
+                "batches"
             ) from error
 
 
@@ -259,50 +365,74 @@ def _count_equal(name: str, labels: torch.Tensor, targets: torch.Tensor) -> tupl
     return float((labels == targets).sum()), int((targets != IGNORED_LABEL).sum())
 
 
-def _r2(outputs: torch.Tensor, targets: torch.Tensor) -> float:
-    """Return R², one minus the residuals' share of the targets' variance, averaged over outputs."""
+def _r2_sums(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return samples, mean and spread of the targets, and squared error: `(4, outputs)`, float64.
+
+    The spread is the sum of squared distances to the mean.
+    """
+    import torch
+
     outputs, targets = (
         x.double().reshape(len(x), -1) for x in match_to_loss("mse", outputs, targets)
     )
-    residual = (outputs - targets).square().sum(0)
-    total = (targets - targets.mean(0)).square().sum(0)
-    if not bool((total > 0).all()):
-        raise StageFailed("metric r2: the targets of an output are all equal; use mse or mae")
-    return float((1 - residual / total).mean())
+    mean = targets.mean(0)
+    spread, error = (targets - mean).square().sum(0), (outputs - targets).square().sum(0)
+    return torch.stack([torch.full_like(mean, len(targets)), mean, spread, error])
 
 
-def predict_split(
-    predict: Predictor,
-    splits: Splits,
-    split: str,
-    progress: Progress | None = None,
-    batch_size: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the first output for every sample of a split, and the targets if there are any."""
-
-    def batches_with_progress() -> Iterator[Batch]:
-        done, total = 0, len(splits.split(split))  # type: ignore[arg-type]
-        for batch in splits.batches(split, batch_size):
-            yield batch
-            done += len(batch)
-            if progress is not None:
-                progress(f"evaluate on {split}", done, total)
-
-    return predict_batches(predict, batches_with_progress())
-
-
-def predict_batches(
-    predict: Predictor, batches: Iterable[Batch]
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the first output for every sample, and the targets if there are any."""
+def _add_r2(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return the sums over the samples of both; raise StageFailed where samples differ in size."""
     import torch
 
-    outputs, targets = [], []
-    for batch in batches:
-        outputs.append(predict(*batch.inputs)[0].cpu())
-        targets.append(batch.target)
-    labelled = [t for t in targets if t is not None]
-    return torch.cat(outputs), torch.cat(labelled) if labelled else None
+    if a.shape != b.shape:
+        raise StageFailed(
+            f"metric r2: samples of a batch have {a.shape[1]} outputs and of another {b.shape[1]}; "
+            "pad all samples to one length, or use mse or mae"
+        )
+    # Chan, Golub and LeVeque (1979): sums of squares alone lose digits where the mean is large.
+    (samples_a, mean_a, *sums_a), (samples_b, mean_b, *sums_b) = a, b
+    samples, apart = samples_a + samples_b, mean_b - mean_a
+    spread, error = (x + y for x, y in zip(sums_a, sums_b, strict=True))
+    spread += apart.square() * samples_a * samples_b / samples
+    return torch.stack([samples, mean_a + apart * samples_b / samples, spread, error])
+
+
+def _r2(sums: torch.Tensor) -> float:
+    """Return R², one minus the residuals' share of the targets' variance, averaged over outputs."""
+    _, _, spread, error = sums
+    if not bool((spread > 0).all()):
+        raise StageFailed("metric r2: the targets of an output are all equal; use mse or mae")
+    return float((1 - error / spread).mean())
+
+
+def _torchmetrics_in(metric: Any) -> list[Any]:
+    """Return an object of torchmetrics and those that it is computed from."""
+    return [module for module in metric.modules() if hasattr(module, "metric_state")]
+
+
+def _merge_states_(metric: Any, shares: Sequence[Sequence[dict[str, Any]]]) -> None:
+    """Overwrite the state of an object of torchmetrics by that of several shares of the samples."""
+    import torch
+
+    # As `Metric.sync` does. But that exchanges tensor by tensor, so that processes with lists of
+    # different lengths wait for ever, and counts the initial state of one without samples; and
+    # `Metric.merge_state` refuses some metrics.
+    for module, *states in zip(_torchmetrics_in(metric), *shares, strict=True):
+        for name, reduce in module._reductions.items():
+            values = [state[name] for state in states]
+            if isinstance(values[0], list):
+                setattr(module, name, [tensor for value in values for tensor in value])
+            else:
+                stacked = torch.stack(values)
+                setattr(module, name, stacked if reduce is None else reduce(stacked))
+
+
+def _interleaved(shares: Sequence[torch.Tensor], count: int) -> torch.Tensor:
+    """Merge the first of ``count`` shares in the order of the samples; the others are empty."""
+    merged = shares[0].new_empty((sum(map(len, shares)), *shares[0].shape[1:]))
+    for i, share in enumerate(shares):
+        merged[i::count] = share
+    return merged
 
 
 def evaluate(
@@ -311,18 +441,17 @@ def evaluate(
     split: str,
     metric: Metric,
     reference: Predictor | None = None,
-    progress: Progress | None = None,
+    progress: Progress = silent,
     batch_size: int | None = None,
 ) -> float:
     """Compute a model's metric on a split, or raise StageFailed; `reference` is for `fidelity`."""
-    outputs, targets = predict_split(predict, splits, split, progress, batch_size)
-    if metric.name == "fidelity":
-        if reference is None:
-            raise StageFailed("metric fidelity needs a reference model")
-        targets = predicted_decisions(predict_split(reference, splits, split, None, batch_size)[0])
-    if targets is None:
-        raise StageFailed(f"metric {metric.name} needs targets and split {split!r} has none")
-    value = metric.score(outputs, targets)
-    if not math.isfinite(value):
-        raise StageFailed(f"metric {metric.name} on {split!r} is {value}")
-    return value
+    # Once: of a few targets, as of a batch, the kind may be another.
+    metric = metric.with_inferred_loss(splits)
+    meter = MetricMeter(metric)
+    done, total = 0, len(splits.split(split))  # type: ignore[arg-type]  # Splits admits sized datasets only
+    for batch in splits.batches(split, batch_size):
+        targets = metric.targets_of(batch, split, reference)
+        meter.update(predict(*batch.inputs)[0].cpu(), targets)
+        done += len(batch)
+        progress(f"evaluate on {split}", done, total)
+    return metric.require_finite(meter.compute(), split)

@@ -135,7 +135,7 @@ def _fill(
     size = training.batch_size // (training.parallel.replicas * training.accumulate)
     data, done = context.need_data(task), 0
     precision: AbstractContextManager[Any] = nullcontext()
-    if training.precision != "fp32":
+    if training.precision in AUTOCAST:
         kind = torch.device(context.device).type
         precision = torch.autocast(kind, AUTOCAST[training.precision])
     # The last batch is filled up with copies of its last sample.

@@ -166,7 +166,7 @@ def measure_sensitivity(
         judged_by=meter.judged_by,
         metric=None if meter.base is None else context.metric.name,
         value=meter.base,
-        samples=len(meter.expected),
+        samples=sum(map(len, meter.expected)),
         families=tuple(sorted(families, key=_mean_error)),
         pinned={name: reason for name, reason in pinned.items() if name not in points},
     )

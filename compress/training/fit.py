@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from compress.checkpoint.safetensors_io import read_safetensors
 from compress.common.errors import CompressError, StageFailed, Unavailable
+from compress.common.factories import local_sources, resolve, sources_digest
 from compress.common.process import threads_to_use
 from compress.common.strict_json import canonical_json
 from compress.profiling.operator_table import OPERATORS_FILE
@@ -45,6 +46,9 @@ from compress.training.result import Fit, read_result
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
+
+    from pydantic import JsonValue
 
     from compress.artifacts.eager_model import EagerModel
     from compress.core.context import Context
@@ -247,6 +251,7 @@ def _create_job(
         "training": training.model_dump(mode="json", exclude={"parallel"}),
         "objective": repr(objective),
         "loss": context.loss.identity(),
+        **_schedule_identity(training, context.loss.folder),
         "start": start.digest,
         "data": data.fingerprint(),
         "metric": context.metric.identity(),
@@ -271,8 +276,17 @@ def _create_job(
         seed=context.seed,
         folder=folder.absolute(),
         accept_start=accept_start,
+        code_folder=context.loss.folder,
         constraint=constraint,
     )
+
+
+def _schedule_identity(training: Training, folder: Path | None) -> dict[str, JsonValue]:
+    """Import the user's scheduler in the main process, and return a hash of its code."""
+    if not training.has_custom_schedule:
+        return {}
+    resolve(training.schedule, folder)
+    return {"schedule": sources_digest(local_sources(training.schedule, folder))}
 
 
 def _find_checkpoint(job: Job, task: str) -> tuple[Job, TrainProgress]:

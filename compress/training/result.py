@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
+
+import torch
 
 from compress.checkpoint.loading import read_state_dict
 from compress.checkpoint.safetensors_io import read_safetensors
-from compress.checkpoint.state_dict import load_state_
+from compress.checkpoint.state_dict import StoredTensor, load_state_
 from compress.common.errors import StageFailed
 from compress.training.checkpoint.metadata import (
     FOLDER,
@@ -90,5 +92,21 @@ def read_result(start: EagerModel, job: Job) -> Fit:
         checkpoint = job.folder / FOLDER / progress.kept_in
         require_intact(checkpoint)
         trained = read_state_dict(checkpoint)
-        weights = {name: w for name, w in trained.items() if not name.startswith(AUXILIARY_PREFIX)}
+        dtypes = {name: weight.dtype for name, weight in weights.items()}
+        weights = {
+            # With `bf16-true` they are narrower than those of the input model.
+            name: widened(weight, dtypes.get(name, weight.dtype))
+            for name, weight in trained.items()
+            if not name.startswith(AUXILIARY_PREFIX)
+        }
     return Fit(start, weights, progress.history, progress.kept, progress.layouts)
+
+
+def widened(weight: torch.Tensor | StoredTensor, dtype: torch.dtype) -> torch.Tensor | StoredTensor:
+    """Return a weight in another type, still to be read if it is on disk."""
+    if weight.dtype == dtype:
+        return weight
+    if isinstance(weight, torch.Tensor):
+        return weight.to(dtype)
+    read = weight.read
+    return replace(weight, dtype=dtype, read=lambda: read().to(dtype))

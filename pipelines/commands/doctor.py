@@ -5,21 +5,23 @@ from __future__ import annotations
 import os
 import platform
 import re
-import shutil
 import subprocess
 from importlib.metadata import PackageNotFoundError, metadata, version
 from typing import TYPE_CHECKING, Any
 
 from compress.common.config import Settings
 from compress.common.process import usable_cores
+from compress.common.requirements import COMPILER, JAVA
 from pipelines.config.registry import stages
 from pipelines.system.machine_info import machine, versions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from compress.common.requirements import Requirement
+
 DISTRIBUTION = "compress-pipeline"
-PROGRAMS = {"java": "-version", "g++": "--version"}
+PROGRAMS = {JAVA: "-version", COMPILER: "--version"}
 PROGRAM_TIMEOUT_S = 10
 
 
@@ -32,7 +34,7 @@ class Findings(Settings):
     """By extra: which of its packages are missing."""
     hardware: dict[str, str | int | float | None]
     programs: dict[str, str | None]
-    """Version line by program name; None where it is not on the PATH."""
+    """Version line by program name; None where it was not found."""
     cuda: tuple[str, ...]
     """CUDA devices that PyTorch sees."""
     stages: dict[str, tuple[str, ...]]
@@ -81,7 +83,7 @@ def examine() -> Findings:
             "gibibytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30,
             "system": platform.platform(),
         },
-        programs={name: _version_of_program(name, option) for name, option in PROGRAMS.items()},
+        programs={p.what: _version_of_program(p, option) for p, option in PROGRAMS.items()},
         cuda=tuple(map(torch.cuda.get_device_name, range(torch.cuda.device_count()))),
         stages=missing,
     )
@@ -106,8 +108,8 @@ def _extras() -> Iterator[tuple[str, tuple[str, ...]]]:
         yield extra, tuple(lacking)
 
 
-def _version_of_program(name: str, option: str) -> str | None:
-    path = shutil.which(name)
+def _version_of_program(program: Requirement, option: str) -> str | None:
+    path = program.program_path()
     if path is None:
         return None
     try:

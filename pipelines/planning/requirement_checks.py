@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def missing_programs(planned: Iterable[PlannedStage]) -> tuple[str, ...]:
     """Return a line for each missing program; no error, as it may be installed before its stage."""
     return tuple(
-        f"{p.name} will stop: {requirement.what} is not on the PATH; {requirement.install} "
+        f"{p.name} will stop: {requirement.what} was not found; {requirement.install} "
         "(the stages before it run and are kept)"
         for p in planned
         for requirement in p.stage.all_requirements()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from rich.text import Text
 from compress.common.printable import printable
 from compress.core.gates import rule_in_words, value_in_words
 from pipelines.config.model_spec import SOURCE
+from pipelines.reporting.headline import headline
 from pipelines.reporting.stage_rows import fidelity_of, outcomes_in_order, sameness_of
 from pipelines.results.comparison import row_of
 from pipelines.results.schema import readable_bytes, readable_count
@@ -96,7 +98,7 @@ def gate_lines(report: Report) -> Iterator[Text]:
 
 
 def closing_lines(report: Report, out: Path) -> Iterator[Text]:
-    """Yield the lines below the table: fidelity, gates, test split, warnings, the report's path."""
+    """Yield the lines below the table, what to deploy last."""
     for stage in report.stages:
         if fidelity := fidelity_of(stage):
             yield Text(f"{stage.name}: {fidelity.line()}")
@@ -111,6 +113,10 @@ def closing_lines(report: Report, out: Path) -> Iterator[Text]:
     cached = sum(stage.cached for stage in report.stages)
     counted = f"{cached} of {len(report.stages)} stages cached; "
     yield Text(f"{'' if report.failed_stage else counted}report: {out / 'report.html'}")
+    if found := headline(report):
+        folder = out / found.artifact
+        yield Text(f"{found.gains}: deploy {folder / found.file}", style="bold green")
+        yield Text(f"serve it: compress serve {shlex.quote(str(folder))}")
 
 
 def difference_table(differences: Differences) -> Table:

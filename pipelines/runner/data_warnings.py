@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from compress.core.metrics import REGRESSION_METRICS
+from compress.core.metrics import REGRESSION_METRICS, MetricMeter
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -97,19 +97,33 @@ def constant_score(data: Splits, metric: Metric) -> float | None:
 
     For classes the output is their log-frequencies, for numbers the targets' mean or median.
     """
-    all_targets = [batch.target for batch in data.batches("val")]
-    if metric.name == "fidelity" or any(target is None for target in all_targets):
+    if metric.name == "fidelity":
+        return None
+    # All targets, unlike outputs, are kept: the median needs them.
+    batches = [batch.target for batch in data.batches("val")]
+    targets = [target for target in batches if target is not None]
+    if len(targets) < len(batches):
         return None
     try:
-        targets = torch.cat([target for target in all_targets if target is not None])
-        scores = [metric.score(a, targets) for a in _constant_outputs(targets, metric)]
+        metric = metric.with_inferred_loss(data)
+        scores = [
+            _score_of_constant(row, targets, metric)
+            for row in _constant_outputs(torch.cat(targets), metric)
+        ]
     except Exception:  # noqa: BLE001 - a metric may want outputs of another form
         return None
     return max(scores) if metric.higher_is_better else min(scores)
 
 
+def _score_of_constant(row: torch.Tensor, targets: list[torch.Tensor], metric: Metric) -> float:
+    meter = MetricMeter(metric)
+    for batch in targets:
+        meter.update(row.expand(len(batch), *row.shape[1:]), batch)
+    return meter.compute()
+
+
 def _constant_outputs(targets: torch.Tensor, metric: Metric) -> Iterator[torch.Tensor]:
-    """Yield constant outputs, of which one scores best under each kind of metric."""
+    """Yield a sample's constant outputs, `(1, …)`; one scores best under each kind of metric."""
     if metric.loss.name == "binary_cross_entropy":
         targets = targets.float()  # also given as integers and booleans
     if not targets.is_floating_point():
@@ -117,12 +131,12 @@ def _constant_outputs(targets: torch.Tensor, metric: Metric) -> Iterator[torch.T
         # A class without a sample would have the logarithm of 0.
         scores = (counts / counts.sum()).clamp(min=1e-6).log()
         shape = (1, len(scores), *(1 for _ in targets.shape[1:]))
-        yield scores.view(shape).expand(len(targets), -1, *targets.shape[1:])
+        yield scores.view(shape).expand(1, -1, *targets.shape[1:])
         return
     mean = targets.mean(0, keepdim=True)
     is_binary = bool(((targets == 0) | (targets == 1)).all())
     if is_binary and not (metric.loss.is_regression or metric.name in REGRESSION_METRICS):
-        yield mean.logit(1e-6).expand_as(targets)  # models with binary targets output logits
+        yield mean.logit(1e-6)  # models with binary targets output logits
         return
-    yield mean.expand_as(targets)
-    yield targets.quantile(0.5, dim=0, keepdim=True).expand_as(targets)  # the best for mae
+    yield mean
+    yield targets.quantile(0.5, dim=0, keepdim=True)  # the best for mae

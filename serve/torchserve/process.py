@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from compress.common.errors import StageFailed, Unavailable
+from compress.common.requirements import JAVA
 from serve.client.client import Client
 from serve.torchserve.mar_file import model_name_of
 from serve.worker.loaders import THREADS_VARIABLE
@@ -33,13 +34,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-JAVA_MISSING = "needs Java 17 (e.g. apt-get install openjdk-17-jre-headless)"
 TORCHSERVE_MISSING = "needs TorchServe: pip install -e '.[serve]'"
 KILL_SECONDS = 1.0
 """How long killed processes may take to disappear."""
 POLL_SECONDS = 0.1
+START_ATTEMPTS = 3
+PORT_TAKEN = "Address already in use"
+"""In the server's output when one of its ports was taken."""
 SHOWN_CHARACTERS = 300
-STARTUP_FAILURES = ("Retry worker:", "Load model failed", "Failed to load model", "BindException")
+STARTUP_FAILURES = ("Retry worker:", "Load model failed", "Failed to load model")
 """Lines of the server's log when a worker did not become ready."""
 WORKER_DIED = "Backend worker process died."
 UNINFORMATIVE_LINES = (WORKER_DIED, "RuntimeError: 500 - Unknown exception")
@@ -71,6 +74,10 @@ DIE_WITH_PARENT = (
     "os.getppid() == int(sys.argv[1]) or sys.exit(1); "
     "os.execv(sys.argv[2], sys.argv[2:])"
 )
+
+
+class PortTaken(StageFailed):
+    """Another process listens on a port that was chosen for TorchServe."""
 
 
 class TorchServe:
@@ -116,16 +123,14 @@ class TorchServe:
         """
         java, packages = find_java(), find_torchserve()
         started = time.monotonic()
-        with self._stack:
-            # Linux limits the path of a Unix socket, such as a worker's in here, to 107 bytes.
-            folder = tempfile.gettempdir()
-            folder = folder if len(os.fsencode(folder)) < 70 else "/tmp"
-            self.folder = Path(tempfile.mkdtemp(prefix="serve-", dir=folder))
-            self._stack.callback(shutil.rmtree, self.folder, ignore_errors=True)
-            self._start(java, packages)
-            self._wait_until_ready()
-            # Nothing has failed: what was started stays until `__exit__`.
-            self._stack = self._stack.pop_all()
+        for attempts_left in reversed(range(START_ATTEMPTS)):
+            try:
+                self._start_and_wait(java, packages)
+                break
+            except PortTaken:
+                # Another process took one of the ports after `free_ports` had found them free.
+                if not attempts_left:
+                    raise
         logger.info(
             "%s is served at %s after %.1f s", self.mar, self.url, time.monotonic() - started
         )
@@ -146,6 +151,18 @@ class TorchServe:
     def client(self, signature: Signature, max_rows: int) -> Client:
         """Return a client of the served model."""
         return Client(self.url, self.model_name, signature, token=self.token, max_rows=max_rows)
+
+    def _start_and_wait(self, java: str, packages: Path) -> None:
+        with self._stack:
+            # Linux limits the path of a Unix socket, such as a worker's in here, to 107 bytes.
+            folder = tempfile.gettempdir()
+            folder = folder if len(os.fsencode(folder)) < 70 else "/tmp"
+            self.folder = Path(tempfile.mkdtemp(prefix="serve-", dir=folder))
+            self._stack.callback(shutil.rmtree, self.folder, ignore_errors=True)
+            self._start(java, packages)
+            self._wait_until_ready()
+            # Nothing has failed: what was started stays until `__exit__`.
+            self._stack = self._stack.pop_all()
 
     def _start(self, java: str, packages: Path) -> None:
         folder, ports = self.folder, free_ports(5)
@@ -179,6 +196,10 @@ class TorchServe:
     def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + self.startup_seconds
         while not self._is_ready():
+            if PORT_TAKEN in (output := self._read("output.log")):
+                if self.port and f"127.0.0.1:{self.port}\n" in output:
+                    raise StageFailed(f"{self.mar}: port {self.port} is taken; set another --port")
+                raise PortTaken(f"{self.mar}: TorchServe found its ports taken")
             if has_ended(self._process.pid):
                 raise StageFailed(self._failure("TorchServe ended while starting"))
             log = self._read("server.log")
@@ -250,10 +271,10 @@ def configuration(mar: Path, ports: list[int]) -> str:
 
 
 def find_java() -> str:
-    """Return the path of Java; Unavailable where it is not on the PATH."""
-    java = shutil.which("java")
+    """Return the path of Java; Unavailable where there is none."""
+    java = JAVA.program_path()
     if java is None:
-        raise Unavailable(f"serving with TorchServe {JAVA_MISSING}")
+        raise Unavailable(f"serving with TorchServe needs {JAVA.install}")
     return java
 
 

@@ -13,7 +13,7 @@ from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.common.config import Count
 from compress.common.errors import StageFailed
-from compress.common.requirements import Requirement
+from compress.common.requirements import JAVA, Requirement
 from compress.core.gates import AnyGate, LabelAgreement, Parity
 from compress.core.stage import Stage
 from export.aotinductor.stage import AotModel
@@ -83,11 +83,7 @@ class PackageTorchServe(Stage[Servable, TorchServeArchive]):
 
     records_history: ClassVar[bool] = True
     requirements: ClassVar[tuple[Requirement, ...]] = (
-        Requirement(
-            what="java",
-            program=True,
-            install="Java 17, e.g. apt-get install openjdk-17-jre-headless",
-        ),
+        JAVA,
         Requirement(what="ts", install="pip install -e '.[serve]'"),
     )
 

@@ -279,13 +279,13 @@ def test_a_refused_gate_shows_the_table_and_keeps_the_artifact(ran: Path) -> Non
 
 
 def test_a_missing_java_stops_only_the_packaging(
-    ran: Path, called: Callable, monkeypatch: pytest.MonkeyPatch
+    ran: Path, called: Callable, hide_java: Callable[[], None]
 ) -> None:
     (ran / "small.yaml").write_text(FILE + "  - {stage: package_torchserve}\n")
-    monkeypatch.setenv("PATH", "/nonexistent")
+    hide_java()
     done = called("run", "small.yaml", cwd=ran)
     assert done.returncode == 4, done.stderr
-    assert "warning: package_torchserve will stop: java is not on the PATH" in done.stderr
+    assert "warning: package_torchserve will stop: java was not found" in done.stderr
     assert "error: package_torchserve: " in done.stderr
     artifacts = {p.name for p in (ran / "runs/small/artifacts").iterdir()}
     assert artifacts == {"source", "train", "export_onnx"}

@@ -1,6 +1,7 @@
 """What `why`, `diff`, `report` and `doctor` tell of runs and of the machine."""
 
 import shutil
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -127,11 +128,11 @@ def test_a_report_of_somebody_elses_is_one_line(
     assert "\n" not in str(error.value)
 
 
-def test_the_doctor_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_doctor_names_what_is_missing(hide_java: Callable[[], None]) -> None:
     here = doctor.examine()
     assert here.stages["train"] == ()
     assert here.versions["torch"]
-    monkeypatch.setattr(shutil, "which", lambda name: None)
+    hide_java()
     without = doctor.examine()
     assert without.programs == {"java": None, "g++": None}
     assert any("java" in need for need in without.stages["package_torchserve"])

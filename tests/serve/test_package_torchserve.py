@@ -198,9 +198,9 @@ def test_it_reads_back_in_a_fresh_process_without_torch(
 
 
 def test_without_java_nothing_is_written(
-    model: OnnxModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: OnnxModel, tmp_path: Path, hide_java: Callable[[], None]
 ) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
+    hide_java()
     with pytest.raises(Unavailable, match="needs Java 17"):
         PackageTorchServe()(model, Context(root=tmp_path / "mar"))
     assert not (tmp_path / "mar").exists()

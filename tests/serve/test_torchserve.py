@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -34,7 +35,7 @@ from serve.packaging.preprocessing import ImageInput
 from serve.packaging.provenance import digest_of
 from serve.torchserve.artifact import TorchServeArchive
 from serve.torchserve.mar_file import read_mar, write_mar
-from serve.torchserve.process import TorchServe, has_ended, kill_group, log_tail
+from serve.torchserve.process import TorchServe, free_ports, has_ended, kill_group, log_tail
 from serve.torchserve.stage import PackageTorchServe
 from serve.worker.wire import NPZ, from_npz, to_npz
 from tests.pipelines.conftest import measured_briefly
@@ -246,6 +247,36 @@ def test_a_server_that_ends_while_starting_shows_its_log(
     assert not server.folder.exists()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("taken", [1, 4], ids=["rest", "grpc"])
+def test_a_port_taken_by_another_process_is_replaced(
+    archive: TorchServeArchive, taken: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choices: list[list[int]] = []
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def choose(count: int) -> list[int]:
+            ports = free_ports(count)
+            if not choices:
+                ports[taken] = other.getsockname()[1]
+            choices.append(ports)
+            return ports
+
+        monkeypatch.setattr("serve.torchserve.process.free_ports", choose)
+        with TorchServe(archive.payload_path) as server:
+            assert server.url == f"http://127.0.0.1:{choices[1][0]}"
+    assert len(choices) == 2
+
+
+def test_a_port_that_the_user_chose_is_not_replaced(archive: TorchServeArchive) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        server = TorchServe(archive.payload_path, port=port)
+        with pytest.raises(StageFailed, match=f"port {port} is taken; set another --port"), server:
+            pass
+    assert not processes_in(server.folder) and not server.folder.exists()
+
+
 def test_the_tail_of_a_log_is_one_short_line() -> None:
     assert log_tail("") == "nothing"
     assert log_tail("a\n\nTraceback (most recent call last):\n  File\nE: b  c\n") == "a | E: b  c"
@@ -307,6 +338,16 @@ def test_a_damaged_model_is_never_ready_and_leaves_nothing(
         pass
     assert "\n" not in str(caught.value) and str(server.folder) not in str(caught.value)
     assert not processes_in(server.folder) and not server.folder.exists()
+
+
+@pytest.mark.slow
+def test_java_of_the_package_serves_where_none_is_on_the_path(
+    archive: TorchServeArchive, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with TorchServe(archive.payload_path) as server:
+        command = psutil.Process(server.pid).cmdline()
+    assert Path(command[0]).is_relative_to(Path(sys.prefix))
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -64,11 +65,9 @@ def never_started(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def without_java(
-    archive: TorchServeArchive, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def without_java(archive: TorchServeArchive, hide_java: Callable[[], None]) -> None:
     """Take Java away, once the archive is packed."""
-    monkeypatch.setenv("PATH", str(tmp_path))
+    hide_java()
 
 
 def resealed(folder: Path, mar: Path) -> Path:

@@ -10,16 +10,17 @@ import torch
 
 from compress.common.errors import StageFailed
 from compress.common.forward import accept_any_batch, torch_predictor
-from compress.common.tensor_difference import relative_error
-from compress.core.metrics import predict_batches, predicted_decisions
+from compress.common.tensor_difference import relative_error_of_batches
+from compress.core.metrics import MetricMeter, predicted_decisions
 from compress.data.batch import Batch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from torch import nn
 
     from compress.common.signature import Signature
+    from compress.common.tensor_difference import Pair
     from compress.core.context import Context
 
 JudgedBy: TypeAlias = Literal["metric", "outputs"]
@@ -65,17 +66,21 @@ class OutputErrorMeter:
             StageFailed: the metric is asked for and cannot be measured.
         """
         self.signature, self.context = signature, context
+        self.metric = context.metric.with_inferred_loss(context.data)
         self.batches = list(_batches(signature, context, samples))
-        self.expected, self.targets = self._run(module.to(context.device))
-        if context.metric.name == "fidelity" and judged_by != "outputs":
-            self.targets = predicted_decisions(self.expected)
-        if judged_by == "metric" and self.targets is None:
+        # Kept, because every changed module is compared with them.
+        self.expected = list(self._outputs(module.to(context.device)))
+        self.targets = [batch.target for batch in self.batches]
+        if self.metric.name == "fidelity" and judged_by != "outputs":
+            self.targets = [predicted_decisions(outputs) for outputs in self.expected]
+        has_targets = all(target is not None for target in self.targets)
+        if judged_by == "metric" and not has_targets:
             raise StageFailed(
-                f"judged_by: metric needs a split 'val' with targets for {context.metric.name}; "
+                f"judged_by: metric needs a split 'val' with targets for {self.metric.name}; "
                 "bring one, or use judged_by: outputs"
             )
-        by_metric = judged_by != "outputs" and self.targets is not None
-        self.base = self._score(self.expected) if by_metric else None
+        self.by_metric = judged_by != "outputs" and has_targets
+        self.base = self._measure(self.expected)[1]
 
     @property
     def judged_by(self) -> JudgedBy:
@@ -88,30 +93,38 @@ class OutputErrorMeter:
         Raises:
             StageFailed: the outputs have another shape, or are NaN or infinite where they were not.
         """
-        outputs = self._run(changed)[0]
-        if outputs.shape != self.expected.shape:
-            raise StageFailed(
-                f"the outputs' shape becomes {tuple(outputs.shape)}, from "
-                f"{tuple(self.expected.shape)}"
-            )
-        distance = relative_error(self.expected, outputs)
+        distance, value = self._measure(self._outputs(changed))
+        if value is None or self.base is None:
+            return OutputError(distance)
+        return OutputError(distance, self.metric.drop_points(self.base, value))
+
+    def _outputs(self, module: nn.Module) -> Iterator[torch.Tensor]:
+        with torch_predictor(module.eval(), self.context.device, self.context.threads) as predict:
+            predict = accept_any_batch(predict, self.signature)
+            for batch in self.batches:
+                yield predict(*batch.inputs)[0].cpu()
+
+    def _measure(self, batches: Iterable[torch.Tensor]) -> tuple[float, float | None]:
+        """Return the relative error of outputs, and the metric if errors are judged by it."""
+        meter = MetricMeter(self.metric)
+        distance = relative_error_of_batches(self._compared(batches, meter))
         if not math.isfinite(distance):
             raise StageFailed("the outputs are NaN or infinite where they were not")
-        if self.base is None:
-            return OutputError(distance)
-        drop = self.context.metric.drop_points(self.base, self._score(outputs))
-        return OutputError(distance, drop)
+        if not self.by_metric:
+            return distance, None
+        return distance, self.metric.require_finite(meter.compute(), "val")
 
-    def _run(self, module: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
-        with torch_predictor(module.eval(), self.context.device, self.context.threads) as predict:
-            return predict_batches(accept_any_batch(predict, self.signature), self.batches)
-
-    def _score(self, outputs: torch.Tensor) -> float:
-        assert self.targets is not None
-        value = self.context.metric.score(outputs, self.targets)
-        if not math.isfinite(value):
-            raise StageFailed(f"metric {self.context.metric.name} is {value}")
-        return value
+    def _compared(self, batches: Iterable[torch.Tensor], meter: MetricMeter) -> Iterator[Pair]:
+        """Yield the unchanged module's outputs beside others, and add these to a meter."""
+        for expected, outputs, target in zip(self.expected, batches, self.targets, strict=True):
+            if outputs.shape != expected.shape:
+                raise StageFailed(
+                    f"the outputs' shape becomes {tuple(outputs.shape)}, from "
+                    f"{tuple(expected.shape)}"
+                )
+            yield expected, outputs
+            if self.by_metric and target is not None:
+                meter.update(outputs, target)
 
 
 def _batches(signature: Signature, context: Context, samples: int) -> Iterator[Batch]:

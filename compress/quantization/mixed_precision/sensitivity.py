@@ -52,6 +52,8 @@ class SensitivityMeter:
         self.model, self.context, self.by_metric = model, context, sensitivity == "metric"
         self.data = context.need_data("quantize_mixed")
         self.metric = context.metric.name
+        # Inferred once, as graphs are measured many times.
+        self._metric = context.metric.with_inferred_loss(self.data)
         self.float_score = context.score(model)
         self._inputs = [b.inputs for b in self.data.batches("val", limit=RANKING_SAMPLES)]
         with context.predictor(model) as predict:
@@ -67,11 +69,11 @@ class SensitivityMeter:
                 source = self.context.artifact("source")
                 reference = stack.enter_context(self.context.predictor(source))
             try:
-                score = evaluate(predict, self.data, "val", self.context.metric, reference)
+                score = evaluate(predict, self.data, "val", self._metric, reference)
             except StageFailed:  # the float model has a score, so the graph's is not finite
                 return math.inf
         # Rounded: 0.98 - 0.97 must not exceed one point by a float's last bit.
-        return round(self.context.metric.drop_points(self.float_score, score), 9)
+        return round(self._metric.drop_points(self.float_score, score), 9)
 
     def accuracy_loss(self, graph: fx.GraphModule) -> AccuracyLoss:
         """Measure a graph's noise in the outputs, and its metric where layers are ranked by it."""

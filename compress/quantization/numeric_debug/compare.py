@@ -20,6 +20,7 @@ import torch
 from compress.common.errors import StageFailed
 from compress.common.forward import flatten_outputs
 from compress.core.context import COMPARED_BATCHES
+from compress.core.metrics import MetricMeter
 from compress.quantization.numeric_debug.fidelity_report import (
     Fidelity,
     LayerFidelity,
@@ -48,7 +49,7 @@ LARGEST_BATCH = 64
 SEEDED_ROWS = 8
 """Rows of a batch where there is no data."""
 MAX_BYTES = 2**26
-"""Memory for the outputs of all layers of one batch, and for the outputs kept for the metric."""
+"""Memory for the outputs of all layers of one batch."""
 
 
 def compare(
@@ -74,7 +75,8 @@ def compare(
     run_time_range = torch.ops.quantized_decomposed.choose_qparams.tensor
     one_by_one = any(node.target is run_time_range for node in graph.graph.nodes)
     sample = _Sample.from_context(signature, context, one_by_one=one_by_one)
-    result = _Comparison()
+    metric = context.metric.with_inferred_loss(context.data)
+    result = _Comparison(_FirstOutputs((MetricMeter(metric), MetricMeter(metric))))
     with torch.inference_mode():
         for inputs, target in sample.batches(reference):
             expected = reference(*inputs)
@@ -89,25 +91,27 @@ def compare(
 
 @dataclass
 class _FirstOutputs:
-    """Counts equal labels of two models, and keeps up to MAX_BYTES of outputs for the metric."""
+    """Counts equal labels of two models, and adds up the metric of both."""
 
+    meters: tuple[MetricMeter, MetricMeter]
+    """Of the float model and of the graph."""
+    is_measured: bool = True
+    """Whether the metric could be measured on every batch so far."""
     equal_labels: int = 0
     labels: int = 0
     targets_are_labels: bool = True
     """Whether every target was a label for each of the model's."""
-    outputs: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    targets: list[torch.Tensor] = field(default_factory=list)
-    bytes: int = 0
-    complete: bool = True
 
     def add(
         self, expected: torch.Tensor, actual: torch.Tensor, target: torch.Tensor | None
     ) -> None:
-        self.bytes += expected.nbytes + actual.nbytes
-        self.complete &= target is not None and self.bytes <= MAX_BYTES
-        if self.complete and target is not None:
-            self.outputs.append((expected, actual))
-            self.targets.append(target)
+        self.is_measured &= target is not None
+        if self.is_measured and target is not None:
+            try:
+                for meter, outputs in zip(self.meters, (expected, actual), strict=True):
+                    meter.update(outputs, target)
+            except Exception:  # noqa: BLE001 - a metric of the user's may raise any
+                self.is_measured = False
         if expected.dim() < 2 or expected.shape[1] < 2 or not expected.is_floating_point():
             self.targets_are_labels = False  # outputs are no scores of classes
             return
@@ -125,13 +129,10 @@ class _FirstOutputs:
 
     def metric_pair(self, metric: Metric) -> MetricPair | None:
         """Return the metric of both models; None where it cannot be measured."""
-        if not self.complete or not self.targets or metric.name == "fidelity":
+        if not self.is_measured or metric.name == "fidelity":
             return None
         try:
-            target = torch.cat(self.targets)
-            before, after = (
-                metric.score(torch.cat(side), target) for side in zip(*self.outputs, strict=True)
-            )
+            before, after = (meter.compute() for meter in self.meters)
         except Exception:  # noqa: BLE001 - a metric of the user's may raise any
             return None
         if not (math.isfinite(before) and math.isfinite(after)):
@@ -143,10 +144,10 @@ class _FirstOutputs:
 class _Comparison:
     """The sums over the batches compared so far."""
 
+    first: _FirstOutputs
     outputs: list[Deviation] = field(default_factory=list)
     layers: dict[str, Deviation] = field(default_factory=lambda: defaultdict(Deviation))
     own: dict[str, Deviation] = field(default_factory=lambda: defaultdict(Deviation))
-    first: _FirstOutputs = field(default_factory=_FirstOutputs)
     samples: int = 0
 
     def add(

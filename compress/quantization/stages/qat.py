@@ -74,12 +74,15 @@ class QuantizeAwareTraining(IntegerStage, Training):
     def _every_process_holds_the_graph(self) -> Self:
         parallel = self.parallel
         unsupported = {
-            f"strategy: {parallel.strategy}": parallel.strategy not in ("dp", "ddp", "zero1"),
+            # With `dp` ranges would follow the first device's share: other replicas are discarded.
+            f"strategy: {parallel.strategy}": parallel.strategy not in ("ddp", "zero1"),
             "tensor or pipeline": parallel.is_mesh,
             "communication: hierarchical": parallel.communication == "hierarchical",
             "static_graph: true": parallel.static_graph,
             f"compile: {self.compiled_part}": self.compile != "none",
             "activation_checkpointing": self.activation_checkpointing != "none",
+            # Exported graphs call `view` for sizes with channels in the second place.
+            "channels_last: true": self.channels_last,
         }
         for name, is_set in unsupported.items():
             if is_set:

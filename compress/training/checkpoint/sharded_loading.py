@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +16,7 @@ from compress.checkpoint.state_dict import mismatches
 from compress.common.errors import ArtifactInvalid
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from compress.artifacts.eager_model import EagerModel
@@ -31,9 +32,10 @@ class DeferredWeights:
 
     @classmethod
     def from_model(cls, model: EagerModel, device: str) -> tuple[nn.Module, DeferredWeights | None]:
-        """Build a model's module on the meta device, with what is still to be loaded.
+        """Build a model's module with weights on the meta device, and what is still to be loaded.
 
-        Where that is not possible, the module is loaded at once, and nothing is left.
+        Buffers, which are small, are loaded at once. Where the factory reads weights, the whole
+        module is, and nothing is left.
         """
         module = model.skeleton()
         if module is None:
@@ -42,27 +44,89 @@ class DeferredWeights:
         problems = mismatches(module.state_dict(keep_vars=True), stored)
         if problems:
             raise ArtifactInvalid(f"{model.payload_path}: {'; '.join(problems)}")
+        for name, buffer in list(module.named_buffers(remove_duplicate=False)):
+            full = stored[name].read() if name in stored else buffer
+            parent, _, own = name.rpartition(".")
+            setattr(module.get_submodule(parent), own, full.to(device, buffer.dtype))
         return module, cls(model.payload_path, device)
 
+    @contextmanager
+    def mapped(self, module: nn.Module) -> Iterator[None]:
+        """Give a module whole weights for a block: on the CPU, memory-mapped from the file.
+
+        The operating system can drop their pages at any time, as it can read them again.
+        """
+        from safetensors import safe_open
+
+        tensors = list(_tensors_with_owners(module))
+        names = dict(self._stored_names(module))
+        whole: dict[int, torch.Tensor] = {}
+        file: Any = safe_open(self.file, framework="pt")
+        for owner, key, tensor in tensors:
+            if id(tensor) not in whole:  # tied weights stay tied
+                full = tensor.detach()
+                if tensor.is_meta:
+                    full = file.get_tensor(_key_in(file, names[id(tensor)])).to(tensor.dtype)
+                whole[id(tensor)] = _like(tensor, full.cpu())
+            setattr(owner, key, whole[id(tensor)])
+        try:
+            yield
+        finally:
+            for owner, key, tensor in tensors:
+                setattr(owner, key, tensor)
+
     def fill_(self, module: nn.Module, offloaded: bool) -> None:
-        """Read this rank's slices of a sharded module's parameters, and all buffers, in place."""
+        """Read this rank's slices of sharded parameters, and all of the others, in place."""
         stored = read_safetensors(self.file)
-        tensors = chain(
-            module.named_parameters(remove_duplicate=False),
-            module.named_buffers(remove_duplicate=False),
-        )
-        names = {id(tensor): name for name, tensor in tensors if name in stored}
-        device = "cpu" if offloaded else self.device  # of parameters; buffers are never offloaded
+        tensors = list(_tensors_with_owners(module))
+        names = dict(self._stored_names(module))
+        device = "cpu" if offloaded else self.device
+        whole: dict[int, torch.Tensor] = {}
+        for owner, key, tensor in tensors:
+            if not tensor.is_meta or isinstance(tensor, DTensor):
+                continue
+            if id(tensor) not in whole:  # tied weights stay tied
+                full = stored[names[id(tensor)]].read().to(device, tensor.dtype)
+                whole[id(tensor)] = _like(tensor, full)
+            setattr(owner, key, whole[id(tensor)])
 
         def load(tensor: torch.Tensor) -> torch.Tensor:
             name = names.pop(id(tensor), None)
-            if isinstance(tensor, DTensor):
-                return tensor if name is None else _read_shard(self.file, name, tensor, device)
-            full = tensor if name is None else stored[name].read()
-            return full.to(self.device, tensor.dtype)
+            if name is None or not isinstance(tensor, DTensor):
+                return tensor
+            return _read_shard(self.file, name, tensor, device)
 
-        # Converts a parameter's content in place, so that tied weights stay tied.
+        # Converts a shard's content in place: FSDP refers to the parameters.
         module._apply(load)  # type: ignore[no-untyped-call]
+
+    def _stored_names(self, module: nn.Module) -> Iterator[tuple[int, str]]:
+        """Yield the id of each parameter with a name under which the file has it."""
+        stored = read_safetensors(self.file)
+        for name, weight in module.named_parameters(remove_duplicate=False):
+            if name in stored:
+                yield id(weight), name
+
+
+def _tensors_with_owners(module: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+    """Yield each parameter and buffer with the module that has it and its name there."""
+    for owner in module.modules():
+        for key, tensor in (*owner._parameters.items(), *owner._buffers.items()):
+            if tensor is not None:
+                yield owner, key, tensor
+
+
+def _like(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Return values as a parameter where a tensor is one."""
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(values, requires_grad=tensor.requires_grad)
+    return values
+
+
+def _key_in(file: Any, name: str) -> str:
+    """Return the name under which an open safetensors file stores a tensor."""
+    # Tied weights are stored once; the metadata maps the other names to that one.
+    key: str = name if name in file.keys() else file.metadata()[name]  # noqa: SIM118
+    return key
 
 
 def _read_shard(file: Path, name: str, tensor: DTensor, device: str) -> DTensor:
@@ -75,8 +139,6 @@ def _read_shard(file: Path, name: str, tensor: DTensor, device: str) -> DTensor:
     if local.numel():  # of fewer rows than ranks, some ranks have none
         slices = tuple(slice(a, a + size) for a, size in zip(start, shape, strict=True))
         stored: Any = safe_open(file, framework="pt")
-        # Tied weights are stored once; the metadata maps the other names to that one.
-        key = name if name in stored.keys() else stored.metadata()[name]  # noqa: SIM118
-        local.copy_(stored.get_slice(key)[slices])
+        local.copy_(stored.get_slice(_key_in(stored, name))[slices])
     # Not `DTensor.from_local`, which moves an offloaded shard to the device of the mesh.
     return DTensor(local, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]

@@ -43,16 +43,7 @@ SCHEDULE_SETTINGS = {
     "min_learning_rate": ("cosine", "cosine_restarts", "linear", "plateau"),
 }
 """Schedules that a setting is for; it is refused with any other."""
-EXPENSIVE_OPERATORS = (
-    "mm",
-    "addmm",
-    "bmm",
-    "baddbmm",
-    "convolution",
-    "scaled_dot_product",
-    "flash_attention",
-    "efficient_attention",
-)
+ACTIVATION_BUDGET = 0.5
 
 
 class Checkpoints(Settings):
@@ -105,22 +96,23 @@ class Training(Settings):
     accumulate: Count = 1
     """Micro-batches into which each process divides its share of a step, to accumulate their
     gradients: less memory, the same step."""
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    precision: Literal["fp32", "bf16", "fp16", "bf16-true"] = "fp32"
     """Arithmetic of forward and backward passes; weights stay fp32. `fp16`, with a scaled loss, is
-    for CUDA alone."""
+    for CUDA alone. With `bf16-true` weights, gradients and optimizer state are bf16, too, and
+    `adamw` rounds new weights stochastically; BatchNorm stays fp32."""
     activation_checkpointing: Literal["none", "full", "selective"] | Count | ActivationSegments = (
         "none"
     )
     """Blocks whose activations are recomputed in the backward pass: `full` is all of them, one at a
     time, a number n every n-th; `{segments: auto}` several consecutive blocks at a time, which
-    saves fewer inputs; with `selective` all save the results of expensive operators and recompute
-    the rest."""
+    saves fewer inputs; with `selective` all save, within `activation_budget`, the results that cost
+    most FLOPs (matrix products, convolutions, attention), and recompute the rest."""
     activation_blocks: tuple[str, ...] = ()
     """Class names of the blocks for activation checkpointing and `compile`; by default the model's
     repeated blocks."""
-    activation_operators: tuple[str, ...] = EXPENSIVE_OPERATORS
-    """Prefixes of the names, in torch.ops.aten, of the operators whose results `selective`
-    saves."""
+    activation_budget: Ratio = ACTIVATION_BUDGET
+    """Most bytes that `selective` keeps, as a share of those without checkpointing, which torch
+    measures in the first call of each block; 0.5 recomputes little."""
     compile: Literal["none", "blocks", "whole"] | Compilation = "none"
     """What torch.compile compiles, in some minutes at the start: the `blocks`, where equal ones are
     compiled once, or the `whole` model; or this and further options. Needs a C++ compiler."""
@@ -129,6 +121,10 @@ class Training(Settings):
     ] = "highest"
     """Precision of fp32 matrix products in this training: `high` is TF32 on CUDA devices, `medium`
     bf16."""
+    channels_last: Annotated[bool, Field(exclude_if=lambda value: not value)] = False
+    """Whether weights and inputs of four dimensions (images) are laid out in memory with channels
+    last, for which convolutions have faster kernels on CUDA (tensor cores) and on most CPUs.
+    Results differ by rounding. A model that calls `view` on such tensors needs `reshape`."""
     optimizer: Literal[
         "adadelta",
         "adafactor",
@@ -157,20 +153,24 @@ class Training(Settings):
     """Whether the momentum of `sgd` is Nesterov's."""
     weight_decay: Annotated[float, Field(ge=0)] | None = None
     """Decay of matrices and kernels; by default 0.0005 for `sgd`, 0.05 for `adamw`, else 0."""
-    schedule: Literal[
-        "onecycle",
-        "cosine",
-        "cosine_restarts",
-        "linear",
-        "polynomial",
-        "constant",
-        "step",
-        "plateau",
-    ] = "onecycle"
+    schedule: (
+        Literal[
+            "onecycle",
+            "cosine",
+            "cosine_restarts",
+            "linear",
+            "polynomial",
+            "constant",
+            "step",
+            "plateau",
+        ]
+        | Reference
+    ) = "onecycle"
     """Learning rate over time, by torch's schedulers: `onecycle` rises, then falls; `cosine`,
     `linear` and `polynomial` fall; `cosine_restarts` falls again and again, in `schedule_epochs`
     each; `constant` stays; `step` falls every `schedule_epochs`; `plateau` when the metric on `val`
-    stops improving."""
+    stops improving. `module:callable` is called with the optimizer and the number of all steps, and
+    returns an LRScheduler of torch, which is stepped after every step."""
     warmup: Annotated[float, Field(ge=0, lt=1)] | None = None
     """Share of all steps for the warm-up; by default 0.3 for `onecycle`, 0 for the others."""
     schedule_epochs: Count | None = None
@@ -248,11 +248,24 @@ class Training(Settings):
         return self
 
     @model_validator(mode="after")
-    def _operators_are_for_selective(self) -> Self:
-        chosen = self.activation_operators != EXPENSIVE_OPERATORS
-        if chosen and self.activation_checkpointing != "selective":
+    def _weights_keep_their_layout(self) -> Self:
+        parallel = self.parallel
+        # FSDP refuses weights that are not contiguous (torch 2.13), DeepSpeed copies them to flat
+        # buffers, and DTensor and pipeline stages send contiguous tensors.
+        rearranges = parallel.sharding_mode or parallel.strategy == "deepspeed" or parallel.is_mesh
+        if self.channels_last and rearranges:
             raise ValueError(
-                "activation_operators is for activation_checkpointing: selective, found "
+                "channels_last is for strategy: ddp, zero1 or dp without tensor and pipeline; "
+                f"found {parallel.layout}; leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _budget_is_for_selective(self) -> Self:
+        is_chosen = self.activation_budget != ACTIVATION_BUDGET
+        if is_chosen and self.activation_checkpointing != "selective":
+            raise ValueError(
+                "activation_budget is for activation_checkpointing: selective, found "
                 f"{self.activation_checkpointing}"
             )
         return self
@@ -287,6 +300,11 @@ class Training(Settings):
                 "accumulate does not go with pipeline, whose microbatches do the same; "
                 "leave it out and raise pipeline.microbatches"
             )
+        if pipeline.splits_backward and self.activation_checkpointing != "none":
+            raise ValueError(
+                f"activation_checkpointing does not go with pipeline.schedule {pipeline.schedule}, "
+                "which goes back through a block twice; leave it out or use another schedule"
+            )
         parts = self.parallel.replicas * pipeline.microbatches
         if self.batch_size % parts:
             raise ValueError(
@@ -311,6 +329,26 @@ class Training(Settings):
         return self
 
     @model_validator(mode="after")
+    def _rounds_stochastically(self) -> Self:
+        if self.precision != "bf16-true":
+            return self
+        parallel = self.parallel
+        unsupported = {
+            # torchao, whose optimizer rounds, has no other one that keeps its state in bf16.
+            f"optimizer: {self.optimizer}": self.optimizer != "adamw",
+            "ema_decay": self.ema_decay is not None,  # its small changes would be rounded away
+            f"strategy: {parallel.strategy}": parallel.strategy != "ddp",
+            "tensor or pipeline": parallel.is_mesh,
+            f"communication: {parallel.communication}": parallel.communication != "none",
+        }
+        if found := next((name for name, is_set in unsupported.items() if is_set), None):
+            raise ValueError(
+                f"precision: bf16-true is for optimizer: adamw and strategy: ddp, found {found}; "
+                "leave it out, or use precision: bf16"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _optimizer_is_whole(self) -> Self:
         for argument, name in (("lr", "learning_rate"), ("weight_decay", "weight_decay")):
             if argument in self.optimizer_arguments:
@@ -330,12 +368,19 @@ class Training(Settings):
     @model_validator(mode="after")
     def _schedule_has_its_settings(self) -> Self:
         self.refuse_settings_of_others("schedule", SCHEDULE_SETTINGS)
+        if self.has_custom_schedule and self.warmup is not None:
+            raise ValueError(f"warmup is decided by schedule: {self.schedule}; leave it out")
         if self.min_learning_rate >= self.peak_learning_rate:
             raise ValueError(
                 f"min_learning_rate {self.min_learning_rate:g} is not below the learning_rate "
                 f"{self.peak_learning_rate:g}; lower it"
             )
         return self
+
+    @property
+    def has_custom_schedule(self) -> bool:
+        """Whether the schedule is the user's own ``module:callable``."""
+        return ":" in self.schedule
 
     @property
     def compiled_part(self) -> Literal["none", "blocks", "whole"]:

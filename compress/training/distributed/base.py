@@ -134,14 +134,22 @@ class Strategy:
             if name in names:
                 optimizer.state.pop(weight, None)
 
-    def all_reduce_(self, tensor: torch.Tensor) -> None:
-        """Sum a tensor over the shares of the batch, in place; all ranks get the sums."""
+    def all_reduce_(self, tensor: torch.Tensor) -> Callable[[], object]:
+        """Start to sum a tensor over the shares of the batch, in place, on all ranks.
+
+        Returns a function that waits for the sums.
+        """
+        return lambda: None
 
     def sum_over_ranks(self, values: Sequence[float]) -> list[float]:
         """Sum each number over the shares of the batch; all ranks get the sums."""
         sums = torch.tensor(values, dtype=torch.float64)
-        self.all_reduce_(sums)
+        self.all_reduce_(sums)()
         return [float(value) for value in sums]
+
+    def all_gather_shares(self, value: Any) -> list[Any]:
+        """Gather one value for each share of the batch on all processes."""
+        return [value]
 
     def gather_shares(self, value: Any) -> list[Any] | None:
         """Gather one value for each share of the batch, at least on the main process."""

@@ -7,6 +7,7 @@ residual, which compression drops from a gradient, is added to the next gradient
 from __future__ import annotations
 
 import io
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.device_mesh import init_device_mesh
+from torch.futures import Future
 
 from compress.common.atomic_files import write_atomically
 from compress.training.distributed.gradient_compression import (
@@ -25,14 +27,19 @@ from compress.training.distributed.gradient_compression import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
     from pathlib import Path
+    from typing import TypeAlias
 
     from torch import nn
     from torch.distributed import GradBucket  # type: ignore[attr-defined]
-    from torch.futures import Future
     from torch.nn.parallel import DistributedDataParallel
 
     from compress.training.config.parallel import Parallel
+
+    Exchange: TypeAlias = Generator[Any, None, tuple[Any, Callable[[], torch.Tensor]]]
+    """Yields the work of each collective of a bucket but the last, and goes on when that is done.
+    Returns the last one's work, and what then computes the averaged bucket."""
 
 
 class HalfPrecisionAverage:
@@ -51,15 +58,74 @@ class HalfPrecisionAverage:
         # torch's own bf16 hook refuses every backend but NCCL.
         rounded = buffer.to(self.dtype).div_(self.comm.ranks)
         work: Any = dist.all_reduce(rounded, async_op=True)
-        done: Future[torch.Tensor] = work.get_future().then(lambda _: buffer.copy_(rounded))
+        done: Future[torch.Tensor] = work.get_future().then(
+            lambda reduced: buffer.copy_(reduced.value()[0])
+        )
         return done
 
 
-class ErrorFeedback:
+class PendingAverage:
+    """A bucket that is being averaged."""
+
+    def __init__(self, exchange: Exchange, device: torch.device) -> None:
+        self.exchange = exchange
+        self.work: Any = None
+        self.finish: Callable[[], torch.Tensor] | None = None
+        devices: list[int | str | torch.device] | None = None if device.type == "cpu" else [device]
+        self.last_done: Future[None] = Future(devices=devices)
+        self.average: Future[torch.Tensor] = self.last_done.then(self._finish)
+        """The averaged bucket, or the error of a collective."""
+
+    def advance(self) -> bool:
+        """Start the next collective once the previous one is done; False if it is the last."""
+        if self.work is not None:
+            self.work.wait()
+        try:
+            self.work = next(self.exchange)
+        except StopIteration as ended:
+            self.work, self.finish = ended.value
+            self.work.get_future().then(lambda _: self.last_done.set_result(None))
+            return False
+        return True
+
+    def _finish(self, _: Future[None]) -> torch.Tensor:
+        self.work.get_future().wait()  # raises where the collective has failed
+        assert self.finish is not None
+        return self.finish()
+
+
+class OverlappedAverage(ABC):
+    """Averages buckets by several collectives each, beside the backward pass.
+
+    gloo matches collectives by the order in which each process starts them, so that none may start
+    in a callback, when another one happens to end. The next one of each bucket starts when DDP
+    brings a further bucket, which all processes do in the same order.
+    """
+
+    def __init__(self) -> None:
+        self.comm = CommCounter()
+        self.pending: list[PendingAverage] = []
+
+    @abstractmethod
+    def exchange(self, bucket: GradBucket) -> Exchange:
+        """Start to average a bucket in place."""
+
+    def average(self, bucket: GradBucket) -> Future[torch.Tensor]:
+        """Return the future of the averaged bucket."""
+        new = PendingAverage(self.exchange(bucket), bucket.buffer().device)
+        # The new one first: it need not wait for any other collective.
+        pending = [new, *self.pending]
+        self.pending = [each for each in pending if each.advance()]
+        while bucket.is_last() and self.pending:
+            self.pending = [each for each in self.pending if each.advance()]
+        return new.average
+
+
+class ErrorFeedback(OverlappedAverage):
     """Compressed average that adds to each gradient the residual of the one before."""
 
     def __init__(self, compressor: GradientCompressor, module: nn.Module) -> None:
-        self.comm = CommCounter()
+        super().__init__()
         self.compressor = compressor
         self.names = {id(p): name for name, p in module.named_parameters()}
         self.device = next(module.parameters()).device
@@ -67,21 +133,23 @@ class ErrorFeedback:
         # resumed training is exact.
         self.residuals: dict[str, torch.Tensor] = {}
 
-    def average(self, bucket: GradBucket) -> Future[torch.Tensor]:
-        """Average in place, and return a completed future."""
+    def exchange(self, bucket: GradBucket) -> Exchange:
+        """Start to average a bucket in place."""
         names = [self.names[id(p)] for p in bucket.parameters()]
-        buffers = bucket.gradients()
+        buffer, gradients = bucket.buffer(), bucket.gradients()
         exact = [
-            buffer.float() + self.residuals.get(name, 0)
-            for name, buffer in zip(names, buffers, strict=True)
+            gradient.float() + self.residuals.get(name, 0)
+            for name, gradient in zip(names, gradients, strict=True)
         ]
-        sent, means = self.compressor.average(names, exact, self.comm)
-        self.residuals |= {n: e - s for n, e, s in zip(names, exact, sent, strict=True)}
-        for buffer, mean in zip(buffers, means, strict=True):
-            buffer.copy_(mean)
-        done: Future[torch.Tensor] = torch.futures.Future()
-        done.set_result(bucket.buffer())
-        return done
+        last = yield from self.compressor.exchange(names, exact, self.comm)
+        self.residuals |= {n: e - s for n, e, s in zip(names, exact, last.sent, strict=True)}
+
+        def finish() -> torch.Tensor:
+            for gradient, mean in zip(gradients, last.means(), strict=True):
+                gradient.copy_(mean)
+            return buffer
+
+        return last.work, finish
 
     def save(self, checkpoint: Path) -> None:
         """Write this process's residuals into a checkpoint."""
@@ -100,7 +168,7 @@ class ErrorFeedback:
         self.compressor.load_state_dict(state["lossy"])
 
 
-class HierarchicalAllReduce:
+class HierarchicalAllReduce(OverlappedAverage):
     """Gradients are averaged within groups of processes first, then between groups.
 
     After Jia et al., "Highly Scalable Deep Learning Training System with Mixed-Precision" (2018),
@@ -109,32 +177,32 @@ class HierarchicalAllReduce:
 
     def __init__(self, group_processes: int, device: str) -> None:
         """Form groups of consecutive ranks, which torchrun places on the same node."""
-        self.comm = CommCounter()
+        super().__init__()
         shape = (self.comm.ranks // group_processes, group_processes)
         mesh = init_device_mesh(device, shape, mesh_dim_names=("between", "within"))
         self.within, self.between = mesh.get_group("within"), mesh.get_group("between")
         self.groups, self.group_processes = shape
 
-    def average(self, bucket: GradBucket) -> Future[torch.Tensor]:
-        """Average in place, and return a completed future."""
+    def exchange(self, bucket: GradBucket) -> Exchange:
+        """Start to average a bucket in place."""
         buffer = bucket.buffer()
         padded_N = F.pad(buffer, (0, -buffer.numel() % self.group_processes))
         shard_S = padded_N.new_empty(padded_N.numel() // self.group_processes)
-        # Each of the g processes of a group gets the sum of one g-th within the group,
-        dist.reduce_scatter_tensor(shard_S, padded_N, group=self.within)
-        # completes it with the processes at the same position of other groups,
-        dist.all_reduce(shard_S, group=self.between)
-        # and sends it to its group.
-        dist.all_gather_into_tensor(padded_N, shard_S.div_(self.comm.ranks), group=self.within)
-        buffer.copy_(padded_N[: buffer.numel()])
         # Counted as rings, as for the other settings; a buffer is g shards.
         shard_bytes = shard_S.numel() * shard_S.element_size()
         between = 2 * (self.groups - 1) * shard_bytes // self.groups
         self.comm.sent_between_bytes += between
         self.comm.sent_bytes += 2 * (self.group_processes - 1) * shard_bytes + between
-        done: Future[torch.Tensor] = torch.futures.Future()
-        done.set_result(buffer)
-        return done
+        # Each of the g processes of a group gets the sum of one g-th within the group,
+        yield dist.reduce_scatter_tensor(shard_S, padded_N, group=self.within, async_op=True)
+        # completes it with the processes at the same position of other groups,
+        yield dist.all_reduce(shard_S, group=self.between, async_op=True)
+        # and sends it to its group.
+        shard_S.div_(self.comm.ranks)
+        gathering: Any = dist.all_gather_into_tensor(
+            padded_N, shard_S, group=self.within, async_op=True
+        )
+        return gathering, lambda: buffer.copy_(padded_N[: buffer.numel()])
 
 
 class GradientCommunication:
@@ -161,7 +229,7 @@ class GradientCommunication:
             case "topk":
                 self.hook = ErrorFeedback(TopK(parallel.topk_fraction), model.module)
             case "int8":
-                self.hook = ErrorFeedback(Int8(), model.module)
+                self.hook = ErrorFeedback(Int8(parallel.int8_rounding), model.module)
             case "hierarchical":
                 device = next(model.parameters()).device.type
                 self.hook = HierarchicalAllReduce(parallel.communication_group, device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -105,9 +105,16 @@ class DDPStrategy(Strategy):
                     "parallel.find_unused_parameters: true"
                 )
 
-    def all_reduce_(self, tensor: torch.Tensor) -> None:
-        """Sum a tensor over the shares of the batch, in place; all ranks get the sums."""
-        dist.all_reduce(tensor, group=self.group)
+    def all_reduce_(self, tensor: torch.Tensor) -> Callable[[], object]:
+        """Start to sum a tensor over the shares of the batch, in place, on all ranks."""
+        work: Any = dist.all_reduce(tensor, group=self.group, async_op=True)
+        return cast("Callable[[], object]", work.wait)
+
+    def all_gather_shares(self, value: Any) -> list[Any]:
+        """Gather every share's value on all processes."""
+        values: list[Any] = [None] * self.ranks
+        dist.all_gather_object(values, value, group=self.group)
+        return values
 
     def gather_shares(self, value: Any) -> list[Any] | None:
         """Gather every share's value on the processes of the first share; the others get None."""

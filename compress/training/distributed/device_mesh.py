@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from functools import partial
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -13,10 +15,15 @@ from torch.distributed.tensor import DTensor
 from compress.common.errors import StageFailed
 from compress.training.distributed.base import wait_for_hours_on_cpu
 from compress.training.distributed.fsdp import FSDPStrategy, blocks_to_wrap, shard_
-from compress.training.model_parallel.equivalence_check import ReferenceRun, first_and_count
+from compress.training.model_parallel.equivalence_check import (
+    ReferenceRun,
+    compare,
+    first_and_count,
+    forward_and_backward,
+)
 from compress.training.model_parallel.pipeline_schedule import PipelineRunner
 from compress.training.model_parallel.pipeline_split import split_into_parts
-from compress.training.model_parallel.tensor_parallel import apply_tensor_parallel_
+from compress.training.model_parallel.tensor_parallel import HOW, divided_, split_matrices_
 from compress.training.optim.compile import compile_
 
 if TYPE_CHECKING:
@@ -24,10 +31,11 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from compress.artifacts.eager_model import EagerModel
     from compress.data.batch import Batch
     from compress.training.config.parallel import Parallel
     from compress.training.config.training import Training
+    from compress.training.model_parallel.pipeline_split import Partition
+    from compress.training.model_parallel.tensor_parallel import Attributes
 
 
 class DeviceMeshStrategy(FSDPStrategy):
@@ -49,24 +57,19 @@ class DeviceMeshStrategy(FSDPStrategy):
         self.partial_gradients: list[str] = []
         """Weights whose gradients must be summed over the processes of `tensor`."""
 
-    def load(self, model: EagerModel, device: str) -> nn.Module:
-        """Load the module with its weights, to compare the divided module with the whole one."""
-        return model.load(device)
-
     def wrap(
         self, module: nn.Module, training: Training, example: Callable[[], Batch]
     ) -> nn.Module:
         """Divide the module in place, and compare outputs and gradients with the whole one's."""
-        reference = ReferenceRun.record(module, example().inputs)
-        settings = self.parallel.pipeline
-        partition = split_into_parts(module, settings, reference.inputs) if settings else None
+        own_device = next(module.parameters()).device
+        device = torch.device(self.deferred.device) if self.deferred else own_device
+        reference, partition = self._record_whole(module, example)
+        candidates: list[Attributes] = [[]]
         if self.parallel.tensor > 1:  # first, so that FSDP then shards each slice
-            self.partial_gradients = apply_tensor_parallel_(
-                module, self.parallel, self.mesh["tensor"], reference
-            )
-        if settings and partition:
+            candidates = split_matrices_(module, self.parallel, self.mesh["tensor"])
+        if (settings := self.parallel.pipeline) and partition:
             group = self.mesh["pipeline"].get_group()
-            self.pipeline = PipelineRunner(module, partition, settings, group)
+            self.pipeline = PipelineRunner(module, partition, settings, group, device)
             tied = self.pipeline.tied_stages
             # Gradients of slices or shards in several stages cannot be summed.
             if tied and (self.parallel.sharding_mode or self.parallel.tensor > 1):
@@ -74,7 +77,9 @@ class DeviceMeshStrategy(FSDPStrategy):
                     f"parallel.pipeline: several stages use the weight {first_and_count(tied)}, "
                     "which works with strategy: ddp, and without tensor"
                 )
-            self.pipeline.check_equivalence(reference)
+        if self.deferred:
+            self.deferred.fill_(module, offloaded=False)
+        self._check_division(module, reference.on(device), candidates)
         compile_(module, training)
         if self.parallel.sharding_mode:
             # A block without weights of this stage's has nothing to shard.
@@ -86,6 +91,58 @@ class DeviceMeshStrategy(FSDPStrategy):
         if self.pipeline:
             self.pipeline.register_hooks()  # prepended, so after FSDP has registered its own
         return module
+
+    def _record_whole(
+        self, module: nn.Module, example: Callable[[], Batch]
+    ) -> tuple[ReferenceRun, Partition | None]:
+        """Run the whole module in rank 0 alone; all get its outputs and its division into parts."""
+        found: Any = None
+        if self.is_main:
+            inputs, settings = example().inputs, self.parallel.pipeline
+            if self.deferred:
+                inputs = tuple(x.cpu() for x in inputs)
+            with self.deferred.mapped(module) if self.deferred else nullcontext():
+                reference = ReferenceRun.record(module, inputs)
+                try:
+                    partition = split_into_parts(module, settings, inputs) if settings else None
+                    found = reference, partition
+                except StageFailed as error:
+                    found = error
+        found = self.broadcast(found)
+        if isinstance(found, StageFailed):
+            raise found
+        return cast("tuple[ReferenceRun, Partition | None]", found)
+
+    def _check_division(
+        self, module: nn.Module, reference: ReferenceRun, candidates: list[Attributes]
+    ) -> None:
+        """Divide the first set of attributes by which the divided model equals the whole one."""
+        tensor, pipeline, wrong = self.parallel.tensor, self.pipeline, ""
+        compute_gradients_: Any = partial(forward_and_backward, module)
+        if pipeline:
+            compute_gradients_ = pipeline.compute_probing_gradients_
+        group = self.mesh["tensor"].get_group()
+        # Removed at the end: FSDP must register its own hooks first.
+        with pipeline.register_hooks() if pipeline else nullcontext():
+            for attributes in candidates:
+                with divided_(attributes, tensor) as division:
+                    found = compare(module, reference, group, compute_gradients_)
+                    self.partial_gradients, mismatch = found
+                    if not mismatch:
+                        division.pop_all()
+                        return
+                wrong = wrong or mismatch
+        if tensor > 1:
+            raise StageFailed(
+                f"parallel.tensor: split over {tensor} processes the model does not compute what "
+                f"the whole one does: {wrong}; {HOW}, and leave out layers whose outputs are not "
+                "heads or neurons"
+            )
+        raise StageFailed(
+            "parallel.pipeline: divided into stages the model does not compute what the whole one "
+            f"does: {wrong}; name modules in pipeline.split that take the one tensor on which all "
+            "later modules depend"
+        )
 
     def optimizer(self, module: nn.Module, training: Training) -> torch.optim.Optimizer:
         """Build the optimizer of this process's stage, which must have something to train."""
@@ -119,7 +176,7 @@ class DeviceMeshStrategy(FSDPStrategy):
                 weight.grad = torch.zeros_like(weight)
             if weight.grad is not None:
                 gradients.append(local(weight.grad))
-        for bucket in buckets(gradients, self.parallel.bucket_mebibytes):
+        for bucket in buckets(gradients, self.parallel.bucket_mebibytes or 25):
             flat = torch.cat([gradient.flatten() for gradient in bucket])
             dist.all_reduce(flat, group=self.group)
             flat.div_(self.ranks)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import zlib
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from compress.common.process import derive_seed
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Generator, Sequence
 
 Tensors = dict[str, torch.Tensor]
 
@@ -32,22 +33,69 @@ class CommCounter:
         # As in a ring, the minimum for any all-reduce; gloo and NCCL choose their own algorithms.
         self.sent_bytes += 2 * (self.ranks - 1) * elements * bytes_each // self.ranks
 
-    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Return the tensors of all processes, in the order of their ranks."""
-        self.sent_bytes += (self.ranks - 1) * tensor.numel() * tensor.element_size()
-        gathered = [torch.empty_like(tensor) for _ in range(self.ranks)]
-        dist.all_gather(gathered, tensor)
-        return gathered
+    def start_gather(
+        self, *vectors_N: torch.Tensor
+    ) -> tuple[Any, Callable[[], list[list[torch.Tensor]]]]:
+        """Start to gather some vectors, those of larger elements first, by one collective.
+
+        Returns its work, and a function for when that is done, which gives each process's vectors.
+        """
+        sizes = [vector_N.nbytes for vector_N in vectors_N]
+        packed = torch.cat([vector_N.view(torch.uint8) for vector_N in vectors_N])
+        self.sent_bytes += (self.ranks - 1) * packed.nbytes
+        gathered = [torch.empty_like(packed) for _ in range(self.ranks)]
+        work: Any = dist.all_gather(gathered, packed, async_op=True)
+
+        def unpack() -> list[list[torch.Tensor]]:
+            return [
+                [
+                    part.view(vector_N.dtype)
+                    for part, vector_N in zip(torch.split(theirs, sizes), vectors_N, strict=True)
+                ]
+                for theirs in gathered
+            ]
+
+        return work, unpack
+
+    def start_mean_(self, tensors: Sequence[torch.Tensor]) -> tuple[Any, Callable[[], None]]:
+        """Start to average tensors over all processes, by one all-reduce.
+
+        Returns its work, and a function for when that is done, which writes the means in place.
+        """
+        flat_N = torch.cat([t.flatten() for t in tensors])
+        self.count_all_reduce(flat_N.numel(), flat_N.element_size())
+        work: Any = dist.all_reduce(flat_N, async_op=True)
+
+        def write() -> None:
+            means = shaped_like(tensors, flat_N.div_(self.ranks))
+            for tensor, mean in zip(tensors, means, strict=True):
+                tensor.copy_(mean)
+
+        return work, write
+
+
+@dataclass(frozen=True)
+class LastCollective:
+    """The last collective of an average, after which nothing more is sent."""
+
+    work: Any
+    sent: list[torch.Tensor]
+    """What this process's gradients are after compression."""
+    means: Callable[[], list[torch.Tensor]]
+    """Computes the averages over all ranks, once the work is done, in any thread."""
 
 
 class GradientCompressor(ABC):
     """Averages gradients with a loss of precision."""
 
     @abstractmethod
-    def average(
+    def exchange(
         self, names: Sequence[str], gradients: Sequence[torch.Tensor], comm: CommCounter
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return what is sent of these parameters' gradients, and the average over all ranks."""
+    ) -> Generator[Any, None, LastCollective]:
+        """Start to average these parameters' gradients over all ranks.
+
+        Yields the work of each collective but the last, and goes on when that is done.
+        """
 
     def state_dict(self) -> Tensors:
         """Return the state that the next step depends on; by default there is none."""
@@ -67,10 +115,11 @@ class TopK(GradientCompressor):
     def __init__(self, fraction: float) -> None:
         self.fraction = fraction
 
-    def average(
+    def exchange(
         self, names: Sequence[str], gradients: Sequence[torch.Tensor], comm: CommCounter
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return the entries that are sent, else zeros, and their average over all processes."""
+    ) -> Generator[Any, None, LastCollective]:
+        """Gather the entries that are sent; all others count as zeros."""
+        yield from ()  # the first collective is the last
         flat_N = torch.cat([g.flatten() for g in gradients])
         indices, start = [], 0
         for gradient in gradients:
@@ -78,37 +127,54 @@ class TopK(GradientCompressor):
             indices.append(start + gradient.flatten().abs().topk(count).indices)
             start += gradient.numel()
         indices_K = torch.cat(indices)
-        sent_N, mean_N = torch.zeros_like(flat_N), torch.zeros_like(flat_N)
+        sent_N = torch.zeros_like(flat_N)
         sent_N[indices_K] = flat_N[indices_K]
-        all_indices = comm.gather(indices_K.to(torch.int32))
-        all_values = comm.gather(flat_N[indices_K])
-        for their_indices_K, their_values_K in zip(all_indices, all_values, strict=True):
-            mean_N.index_add_(0, their_indices_K, their_values_K / comm.ranks)
-        return shaped_like(gradients, sent_N), shaped_like(gradients, mean_N)
+        work, gathered = comm.start_gather(indices_K.to(torch.int32), flat_N[indices_K])
+
+        def means() -> list[torch.Tensor]:
+            mean_N = torch.zeros_like(flat_N)
+            for their_indices_K, their_values_K in gathered():
+                mean_N.index_add_(0, their_indices_K, their_values_K / comm.ranks)
+            return shaped_like(gradients, mean_N)
+
+        return LastCollective(work, shaped_like(gradients, sent_N), means)
 
 
 class Int8(GradientCompressor):
     """Each gradient as integers from -127 to 127 and one scale."""
 
-    def average(
+    def __init__(self, rounding: Literal["nearest", "stochastic"]) -> None:
+        self.rounding = rounding
+
+    def exchange(
         self, names: Sequence[str], gradients: Sequence[torch.Tensor], comm: CommCounter
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return the rounded gradients, and their average over all processes."""
+    ) -> Generator[Any, None, LastCollective]:
+        """Gather the rounded gradients."""
+        yield from ()  # the first collective is the last
         sizes = torch.tensor([g.numel() for g in gradients], device=gradients[0].device)
         scales_G = torch.stack([g.abs().max() / 127 for g in gradients])
         # A gradient of zeros has the scale 0.
         tiny = torch.finfo(scales_G.dtype).tiny
         flat_N = torch.cat([g.flatten() for g in gradients])
         steps_N = flat_N / scales_G.clamp_min(tiny).repeat_interleave(sizes)
+        if self.rounding == "stochastic":
+            # Up with the fraction as probability, so that the expected value is exact (Gupta et
+            # al., "Deep Learning with Limited Numerical Precision", 2015). The training loop seeds
+            # torch's generator for each step and process.
+            steps_N = (steps_N + torch.rand_like(steps_N)).floor()
         integers_N = steps_N.round().clamp(-127, 127).to(torch.int8)
-        mean_N = torch.zeros_like(flat_N)
         # Gathered, because a sum of int8 would overflow: that saves a factor of 4 of the bytes with
         # 2 processes, 2 with 4 and nothing with 8.
-        integers, scales = comm.gather(integers_N), comm.gather(scales_G)
-        for theirs_N, theirs_G in zip(integers, scales, strict=True):
-            mean_N += theirs_N * theirs_G.repeat_interleave(sizes) / comm.ranks
+        work, gathered = comm.start_gather(scales_G, integers_N)
+
+        def means() -> list[torch.Tensor]:
+            mean_N = torch.zeros_like(flat_N)
+            for theirs_G, theirs_N in gathered():
+                mean_N += theirs_N * theirs_G.repeat_interleave(sizes) / comm.ranks
+            return shaped_like(gradients, mean_N)
+
         sent_N = integers_N * scales_G.repeat_interleave(sizes)
-        return shaped_like(gradients, sent_N), shaped_like(gradients, mean_N)
+        return LastCollective(work, shaped_like(gradients, sent_N), means)
 
 
 class PowerSGD(GradientCompressor):
@@ -125,10 +191,10 @@ class PowerSGD(GradientCompressor):
         self.bases: Tensors = {}
         """The right factor of the previous step, by parameter."""
 
-    def average(
+    def exchange(
         self, names: Sequence[str], gradients: Sequence[torch.Tensor], comm: CommCounter
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return this process's low-rank gradients, and their average over all processes."""
+    ) -> Generator[Any, None, LastCollective]:
+        """Average the left factors, then, with an orthonormal left factor, the right ones."""
         # Output channels by all else; a vector is one row.
         matrices = {
             n: g.flatten(1) if g.ndim > 1 else g.reshape(1, -1)
@@ -146,17 +212,28 @@ class PowerSGD(GradientCompressor):
                 random_IR = torch.randn(matrix_OI.shape[1], self.rank, generator=generator)
                 self.bases[name] = random_IR.to(matrix_OI)
         left = {n: m_OI @ self.bases[n] for n, m_OI in compressed.items()}
-        all_reduce_mean_([*left.values(), *exact.values()], comm)
-        left = {n: torch.linalg.qr(p_OR).Q for n, p_OR in left.items()}
-        right = {n: compressed[n].T @ p_OR for n, p_OR in left.items()}
-        mean_right = {n: q_IR.clone() for n, q_IR in right.items()}
-        all_reduce_mean_(list(mean_right.values()), comm)
-        # A basis of zeros would stay zero for ever: after a gradient of zeros the old one remains.
-        self.bases |= {n: q_IR for n, q_IR in mean_right.items() if q_IR.any()}
-        sent = {n: left[n] @ right[n].T for n in compressed} | {n: matrices[n] for n in exact}
-        mean = {n: left[n] @ mean_right[n].T for n in compressed} | exact
+        mean_right: Tensors = {}
+        work, write_means = comm.start_mean_([*left.values(), *exact.values()])
+        sent = {n: matrices[n] for n in exact}
+        if compressed:
+            yield work
+            write_means()
+            left = {n: torch.linalg.qr(p_OR).Q for n, p_OR in left.items()}
+            right = {n: compressed[n].T @ p_OR for n, p_OR in left.items()}
+            sent |= {n: left[n] @ right[n].T for n in compressed}
+            mean_right = {n: q_IR.clone() for n, q_IR in right.items()}
+            work, write_means = comm.start_mean_(list(mean_right.values()))
         shapes = [(n, g.shape) for n, g in zip(names, gradients, strict=True)]
-        return [sent[n].view(s) for n, s in shapes], [mean[n].view(s) for n, s in shapes]
+
+        def means() -> list[torch.Tensor]:
+            write_means()
+            # A basis of zeros would stay zero for ever: after a gradient of zeros the old one
+            # remains.
+            self.bases |= {n: q_IR for n, q_IR in mean_right.items() if q_IR.any()}
+            mean = {n: left[n] @ mean_right[n].T for n in compressed} | exact
+            return [mean[n].view(s) for n, s in shapes]
+
+        return LastCollective(work, [sent[n].view(s) for n, s in shapes], means)
 
     def state_dict(self) -> Tensors:
         """Return the right factors."""
@@ -165,18 +242,6 @@ class PowerSGD(GradientCompressor):
     def load_state_dict(self, state: Tensors) -> None:
         """Load the right factors."""
         self.bases = dict(state)
-
-
-def all_reduce_mean_(tensors: Sequence[torch.Tensor], comm: CommCounter) -> None:
-    """Replace tensors by their means over all processes, in place, in one all-reduce."""
-    if not tensors:
-        return
-    flat_N = torch.cat([t.flatten() for t in tensors])
-    comm.count_all_reduce(flat_N.numel(), flat_N.element_size())
-    dist.all_reduce(flat_N)
-    flat_N.div_(comm.ranks)
-    for tensor, mean in zip(tensors, shaped_like(tensors, flat_N), strict=True):
-        tensor.copy_(mean)
 
 
 def shaped_like(tensors: Sequence[torch.Tensor], flat_N: torch.Tensor) -> list[torch.Tensor]:

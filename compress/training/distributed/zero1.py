@@ -63,10 +63,16 @@ class Zero1Strategy(DDPStrategy):
         """Read the whole state; ``load_state_dict`` keeps this process's share of it."""
         saved = read_distributed(checkpoint).get("optimizer", {})
         indices = {name: index for index, name in enumerate(_names(module, optimizer))}
+        weights = dict(module.named_parameters())
         state: dict[int, dict[str, torch.Tensor]] = {}
         for name, stored in saved.items():
             weight, _, what = name.removeprefix(STATE).rpartition(".")
-            state.setdefault(indices[weight], {})[what] = stored.read()
+            value = stored.read()
+            # In the weight's memory format: fused optimizers pair elements by their places.
+            if value.shape == weights[weight].shape:
+                layout = torch.empty_like(weights[weight], dtype=value.dtype, device=value.device)
+                value = layout.copy_(value)
+            state.setdefault(indices[weight], {})[what] = value
         # As in a state dict, where groups have numbers in the place of weights.
         numbers = count()
         groups = [

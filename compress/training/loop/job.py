@@ -38,6 +38,8 @@ class Job:
     """Directory of the checkpoints, one after every epoch."""
     accept_start: bool
     """Whether the untrained input model counts as epoch 0 and is kept if no epoch beats it."""
+    code_folder: Path | None = None
+    """Directory of the user's code, such as a scheduler's; None if there is no pipeline file."""
     constraint: Constraint | None = None
     """What the weights must satisfy after every step, such as a sparsity mask."""
     profiles: Path | None = None

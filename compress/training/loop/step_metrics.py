@@ -61,12 +61,11 @@ class LossMeter:
 
     def over_all(self, strategy: Strategy) -> LossSum:
         """Sum over all processes; every process calls this and gets the same."""
-        parts = strategy.gather_shares((self.total, self.count, self.values)) or []
+        parts = strategy.all_gather_shares((self.total, self.count, self.values))
         total = sum((part[0] for part in parts), Fraction(self.before[0]))
         count = self.before[1] + sum(part[1] for part in parts)
         values = sorted(set(self.before[2]).union(*(part[2] for part in parts)))
-        losses: LossSum = strategy.broadcast((str(total), count, tuple(values[:ENOUGH_VALUES])))
-        return losses
+        return str(total), count, tuple(values[:ENOUGH_VALUES])
 
 
 def is_constant(losses: LossSum) -> bool:

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_map
 
 from compress.common.forward import flatten_outputs
+from compress.common.process import derive_seed, reseed
 from compress.training.checkpoint.state_dict import read_
 from compress.training.loop.ema import EMA
 from compress.training.objectives.objective import label_count
 from compress.training.objectives.weight_constraint import unconstrained
 from compress.training.optim.activation_checkpoint import checkpoint_activations_
+from compress.training.optim.memory_format import use_channels_last_
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -45,13 +50,19 @@ class TrainState:
         device: str,
         example: Callable[[], Batch],
         step_context: StepContext = unconstrained,
+        seed: int = 0,
     ) -> None:
         """Prepare a module for its first step; the strategy may shard it in place."""
+        self.seed = seed
+        if training.precision == "bf16-true":
+            round_weights_(module)
         self.module, self.loss, self.training = module, loss, training
         self.strategy, self.device = strategy, device
         self.step_context = step_context
         """Entered around clipping and ``optimizer.step()`` (keeps pruned weights at zero, say)."""
         strategy.synchronize_batch_norm_(module)
+        if training.channels_last:
+            use_channels_last_(module)
         # Before sharding and DDP, whose hooks must not see the second forward pass.
         checkpoint_activations_(module, training)
         self.wrapped = strategy.wrap(module, training, example)
@@ -87,15 +98,18 @@ class TrainState:
             # Forward and backward passes of several stages interleave, in the schedule's order.
             (batch,) = micro_batches
             parts = strategy.pipeline.split(batch.to(self.device))
-            loss = strategy.pipeline.step(parts, self._shares(parts), self.loss, self.autocast)
+            loss = strategy.pipeline.step(parts, self._shares(parts)(), self.loss, self.autocast)
         else:
-            shares, losses = self._shares(micro_batches), []
+            # Summed over ranks while the first forward pass is computed.
+            wait_for_shares, losses = self._shares(micro_batches), []
             for index, cpu_batch in enumerate(micro_batches):
                 # Gradients are all-reduced during the last backward pass, not after each.
                 with strategy.gradient_sync(self.wrapped, index + 1 == len(micro_batches)):
                     batch = cpu_batch.to(self.device)
                     with self.autocast():
                         mean = self.loss(flatten_outputs(self.wrapped(*batch.inputs)), batch)
+                    if index == 0:
+                        shares = wait_for_shares()
                     weighted = mean * shares[index]
                     strategy.backward(self.wrapped, self.scaler.scale(weighted))
                 losses.append(weighted.detach())
@@ -117,14 +131,19 @@ class TrainState:
             if training.clip_norm or measure_norm:
                 self.scaler.unscale_(self.optimizer)  # the limit is for gradients as they are
                 self.gradient_norm = strategy.clip_grad_norm_(self.module, training.clip_norm)
+            if training.precision == "bf16-true":
+                # Weights are rounded by random numbers, which must be the same in all processes.
+                reseed(derive_seed(self.seed, step), self.device)
             self.scaler.step(self.optimizer)
         self.scaler.update()
         if self.ema:
             self.ema.update_(step)
         return loss
 
-    def _shares(self, micro_batches: Sequence[Batch]) -> Sequence[float] | torch.Tensor:
-        """Return what the mean loss of each micro-batch is multiplied by.
+    def _shares(
+        self, micro_batches: Sequence[Batch]
+    ) -> Callable[[], Sequence[float] | torch.Tensor]:
+        """Return a function that waits for what the mean loss of each micro-batch is multiplied by.
 
         So that the average of the gradients over ranks is the gradient of the mean over all labels
         of the step: the micro-batch's share of these labels, times the number of ranks.
@@ -134,13 +153,18 @@ class TrainState:
         if len(known) < len(counts):
             # All ranks have equally many samples.
             samples = sum(map(len, micro_batches))
-            return [len(batch) / samples for batch in micro_batches]
+            return lambda: [len(batch) / samples for batch in micro_batches]
         # Tensors, because reading them would wait for the device.
         own = torch.stack(known).double()
         total = own.sum()
-        self.strategy.all_reduce_(total)
-        # If all labels of a step are ignored, its losses are 0 already.
-        return (own * self.strategy.ranks / total.where(total > 0, 1)).float()
+        wait = self.strategy.all_reduce_(total)
+
+        def shares() -> torch.Tensor:
+            wait()
+            # If all labels of a step are ignored, its losses are 0 already.
+            return (own * self.strategy.ranks / total.where(total > 0, 1)).float()
+
+        return shares
 
     def autocast(self) -> AbstractContextManager[object]:
         """Return the context in which forward passes run at the precision of the settings."""
@@ -168,7 +192,31 @@ class TrainState:
 
 
 def autocast(training: Training, device: str) -> AbstractContextManager[object]:
-    """Return torch's autocast at the precision of the settings; at fp32 a context of no effect."""
-    if training.precision == "fp32":
+    """Return torch's autocast at the precision of the settings, if they ask for one."""
+    if training.precision not in AUTOCAST:
         return nullcontext()
     return torch.autocast(torch.device(device).type, AUTOCAST[training.precision])
+
+
+def round_weights_(module: torch.nn.Module) -> None:
+    """Round weights and buffers to bf16, in place; inputs and outputs of the module stay fp32.
+
+    BatchNorm keeps fp32, as its averages change little from step to step; torch's kernels take
+    bf16 inputs beside.
+    """
+    for part in module.modules():
+        if not isinstance(part, _BatchNorm):
+            for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False)):
+                tensor.data = _cast(tensor.data, torch.bfloat16)
+    module.register_forward_pre_hook(
+        lambda _, inputs: tree_map(partial(_cast, dtype=torch.bfloat16), inputs)
+    )
+    module.register_forward_hook(
+        lambda _, inputs, outputs: tree_map(partial(_cast, dtype=torch.float32), outputs)
+    )
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """Return floating-point tensors in a type, and anything else as it is."""
+    is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return value.to(dtype) if is_float else value

@@ -32,7 +32,7 @@ from compress.training.loop.step_metrics import LossMeter, is_constant, recordin
 from compress.training.loop.train_state import SMALLEST_LOSS_SCALE, TrainState
 from compress.training.objectives.objective import attach_
 from compress.training.objectives.weight_constraint import step_context_for
-from compress.training.optim.compile import matmul_precision
+from compress.training.optim.compile import matmul_precision, memory_budget
 from compress.training.optim.lr_scheduler import Schedule
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ def train(job: Job, strategy: Strategy, on_record: Callable[[TrainingRecord], No
     with (
         cpu_threads(job.threads),
         matmul_precision(training),
+        memory_budget(training),
         job.data.keep_workers(),
         seeded(job.seed, job.device),
         recording_metrics(job, strategy) as metrics,
@@ -73,7 +74,7 @@ def train(job: Job, strategy: Strategy, on_record: Callable[[TrainingRecord], No
         attach_(loss, module, job.example_batch)
         step_context = step_context_for(job.constraint, module, job.total_steps)
         state = TrainState(
-            module, loss, training, strategy, job.device, job.example_batch, step_context
+            module, loss, training, strategy, job.device, job.example_batch, step_context, job.seed
         )
         with CheckpointManager(job.folder, training.checkpoints, strategy) as manager:
             progress = manager.resume(state, job.trusted)
@@ -83,7 +84,9 @@ def train(job: Job, strategy: Strategy, on_record: Callable[[TrainingRecord], No
                     metric = evaluate(job, module, strategy)
                     start = Epoch(epoch=0, loss=None, metric=metric, learning_rate=None)
                     progress = TrainProgress(history=(start,), kept=start)
-            schedule = Schedule(state.optimizer, training, job.steps_per_epoch, job.metric)
+            schedule = Schedule(
+                state.optimizer, training, job.steps_per_epoch, job.metric, job.code_folder
+            )
             schedule.fast_forward(progress.history, progress.steps)
             while not is_finished(training, progress.history, job.metric):
                 progress = _train_epoch(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,7 @@ from compress.common.forward import flatten_outputs
 from compress.common.tensor_difference import largest_difference, largest_finite
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch import nn
 
@@ -26,6 +27,10 @@ NEGLIGIBLE = 1e-6
 attention key's bias, say, is zero but for rounding."""
 WAVES = ((0.7, 0.0), (0.3, 1.0))
 """Frequency and phase of the two cosine patterns of a gradient sketch."""
+NO_GRADIENT = torch.zeros(len(WAVES), dtype=torch.float64)
+"""The sketch of a gradient that is zero, or None."""
+PERIOD = 8191
+"""Entries after which a pattern repeats: a prime, so that no dimension of a model is a multiple."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +45,7 @@ class ReferenceRun:
 
     @classmethod
     def record(cls, module: nn.Module, inputs: Sequence[torch.Tensor]) -> ReferenceRun:
-        """Run the whole module forward and backward; it is set to eval mode.
+        """Run the whole module forward and backward; it is set to eval mode. The result pickles.
 
         Each gradient is freed as soon as it is known: all of them would take as much memory as the
         weights.
@@ -61,12 +66,18 @@ class ReferenceRun:
                     handle = weight.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                     stack.callback(handle.remove)
             outputs = forward_and_backward(module, inputs)
-        return cls(tuple(inputs), outputs, sketches, norms)
+        on_cpu = tuple(output.cpu() for output in outputs)
+        return cls(tuple(x.cpu() for x in inputs), on_cpu, sketches, norms)
+
+    def on(self, device: torch.device) -> ReferenceRun:
+        """Return the same with the inputs on a device."""
+        return replace(self, inputs=tuple(x.to(device) for x in self.inputs))
 
     def output_mismatch(self, outputs: Sequence[torch.Tensor]) -> str:
         """Describe how outputs differ from the whole model's; empty if they agree."""
         # The number is compared last: the first output that differs says more.
-        for number, (own, expected) in enumerate(zip(outputs, self.outputs, strict=False)):
+        pairs = zip((output.cpu() for output in outputs), self.outputs, strict=False)
+        for number, (own, expected) in enumerate(pairs):
             if own.shape != expected.shape:
                 return f"output {number} has shape {list(own.shape)}, not {list(expected.shape)}"
             difference, largest = largest_difference(expected, own), largest_finite(expected)
@@ -135,11 +146,13 @@ def probing_loss(outputs: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def take_gradient_sketches_(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return a sketch of each gradient, and free the gradients, in place."""
+    """Return a sketch of each trained weight's gradient, and free the gradients, in place."""
     sketches = {}
     for name, weight in module.named_parameters():
-        if weight.grad is not None:
-            sketches[name] = gradient_sketch(weight.grad)
+        if weight.requires_grad:
+            # None is compared, too: the whole model may have a gradient where this one has none.
+            gradient = weight.grad
+            sketches[name] = NO_GRADIENT if gradient is None else gradient_sketch(gradient)
             weight.grad = None
     return sketches
 
@@ -147,8 +160,12 @@ def take_gradient_sketches_(module: nn.Module) -> dict[str, torch.Tensor]:
 def gradient_sketch(gradient: torch.Tensor) -> torch.Tensor:
     """Return two weighted sums over a gradient, the full one where this process has a slice."""
     full = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-    flat = full.detach().flatten().double()
-    return torch.stack([(flat * _pattern(len(flat), flat, *wave)).sum() for wave in WAVES]).cpu()
+    # Some entries at a time: in float64, and with their pattern, all would take four times as much.
+    sums = []
+    for entries in torch.split(full.detach().flatten(), 128 * PERIOD):
+        exact = entries.double()
+        sums.append(torch.stack([exact @ _pattern(len(exact), exact, *wave) for wave in WAVES]))
+    return torch.stack(sums).sum(0).cpu()
 
 
 def true_on_all_ranks(condition: bool) -> bool:
@@ -156,6 +173,44 @@ def true_on_all_ranks(condition: bool) -> bool:
     minimum = torch.tensor([int(condition)])
     dist.all_reduce(minimum, op=dist.ReduceOp.MIN)
     return bool(minimum.item())
+
+
+def compare(
+    module: nn.Module,
+    reference: ReferenceRun,
+    tensor_group: dist.ProcessGroup,
+    compute_gradients_: Callable[[Sequence[torch.Tensor]], object],
+) -> tuple[list[str], str]:
+    """Compare a divided module with the whole one, in all processes.
+
+    ``compute_gradients_`` computes those of :func:`probing_loss` for some inputs, in place. Returns
+    the weights whose gradients must be summed over a group, and any other mismatch.
+    """
+    wrong = ""
+    try:
+        with torch.no_grad(), full_precision():
+            outputs = flatten_outputs(module.eval()(*reference.inputs))
+        wrong = reference.output_mismatch(outputs)
+    except (RuntimeError, ValueError, TypeError) as error:
+        wrong = str(error).strip().partition("\n")[0]
+    if not true_on_all_ranks(not wrong):
+        return [], wrong or "reported by another process"
+    compute_gradients_(reference.inputs)
+    split = {n for n, weight in module.named_parameters() if isinstance(weight, DTensor)}
+    sketches = take_gradient_sketches_(module)
+    # Processes of other pipeline stages have other weights.
+    suspects: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(suspects, reference.mismatched_gradients(sketches))
+    partial_sums: list[str] = []
+    wrong_names: list[str] = []
+    for name in sorted(set(chain.from_iterable(suspects))):
+        total = sketches.get(name, NO_GRADIENT).clone()
+        dist.all_reduce(total, group=tensor_group)
+        # An unsplit weight that each process uses only for its own heads or neurons.
+        adds_up = name not in sketches or (name not in split and reference.agrees(name, total))
+        (partial_sums if true_on_all_ranks(adds_up) else wrong_names).append(name)
+    wrong = f"the gradient of {first_and_count(wrong_names)} differs" if wrong_names else ""
+    return partial_sums, wrong
 
 
 def first_and_count(names: Iterable[str]) -> str:
@@ -166,6 +221,5 @@ def first_and_count(names: Iterable[str]) -> str:
 
 def _pattern(length: int, like: torch.Tensor, frequency: float, phase: float) -> torch.Tensor:
     dtype = like.dtype if like.dtype == torch.float64 else torch.float32
-    # A period of 8191, a prime: no dimension of a model is a multiple of it.
-    index = (torch.arange(length, device=like.device) % 8191).to(dtype)
+    index = (torch.arange(length, device=like.device) % PERIOD).to(dtype)
     return torch.cos(index * frequency + phase)

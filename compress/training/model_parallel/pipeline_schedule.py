@@ -1,7 +1,8 @@
 """Pipeline parallelism: micro-batches flow through the stages of a model, forward and backward.
 
 After Huang et al., "GPipe" (2019), and Narayanan et al., "PipeDream" (2019) and "Efficient
-Large-Scale Language Model Training on GPU Clusters" (2021). The schedules are torch's own.
+Large-Scale Language Model Training on GPU Clusters" (2021), and Qi et al., "Zero Bubble Pipeline
+Parallelism" (2023). The schedules are torch's own.
 
 A part runs the model's own ``forward`` from the module where it starts to the one where the next
 part starts. Nothing is traced: control flow, dropout and names of weights stay as they are.
@@ -9,7 +10,7 @@ part starts. Nothing is traced: control flow, dropout and names of weights stay 
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,26 +22,22 @@ from torch.distributed.pipelining import (
     Schedule1F1B,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
 )
 
 from compress.common.errors import StageFailed
 from compress.common.forward import flatten_outputs, preserve_modes
 from compress.data.batch import Batch
-from compress.training.model_parallel.equivalence_check import (
-    first_and_count,
-    full_precision,
-    probing_loss,
-    take_gradient_sketches_,
-    true_on_all_ranks,
-)
+from compress.training.model_parallel.equivalence_check import full_precision, probing_loss
 from compress.training.model_parallel.pipeline_split import find_tensor, strip_
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from compress.training.config.parallel import PipelineParallel
-    from compress.training.model_parallel.equivalence_check import ReferenceRun
     from compress.training.model_parallel.pipeline_split import Partition
     from compress.training.objectives.objective import LossFunction
 
@@ -48,6 +45,9 @@ SCHEDULES: dict[str, Any] = {
     "gpipe": ScheduleGPipe,
     "1f1b": Schedule1F1B,
     "interleaved_1f1b": ScheduleInterleaved1F1B,
+    "looped_bfs": ScheduleLoopedBFS,
+    "interleaved_zero_bubble": ScheduleInterleavedZeroBubble,
+    "zbv_zero_bubble": ScheduleZBVZeroBubble,
 }
 
 ShapeDtype = tuple[torch.Size, torch.dtype]
@@ -66,10 +66,14 @@ class PipelineRunner:
         partition: Partition,
         settings: PipelineParallel,
         group: dist.ProcessGroup,
+        device: torch.device,
     ) -> None:
-        """Remove the weights of all other parts from a module, and replace its ``forward``."""
+        """Remove the weights of all other parts from a module, and replace its ``forward``.
+
+        Its weights may still be on the meta device.
+        """
         stages_of = {
-            name: {part % settings.stages for part in partition.weights[name]}
+            name: {settings.stage_of(part) for part in partition.weights[name]}
             for name, weight in module.named_parameters()
             if weight.requires_grad
         }
@@ -77,8 +81,8 @@ class PipelineRunner:
         """The stages of each trained weight that several of them use."""
         self.module, self.partition, self.settings, self.group = module, partition, settings, group
         self.stage = dist.get_rank(group)
-        self.own = list(range(self.stage, settings.parts, settings.stages))
-        self.device = next(module.parameters()).device
+        self.own = [part for part in range(settings.parts) if settings.stage_of(part) == self.stage]
+        self.device = device
         self.precision: Callable[[], AbstractContextManager[object]] = nullcontext
         """Context of forward passes in training (autocast)."""
         self.output_specs: list[list[ShapeDtype]] = []
@@ -95,22 +99,23 @@ class PipelineRunner:
         self.running: int | None = None
         self.hidden: torch.Tensor | None = None
         """Input of the running part, from the part before."""
-        strip_(module, partition, self.own)
+        strip_(module, partition, self.own, device)
         self.model_forward = module.forward
         module.forward = self._forward
         for name, (part, rest) in partition.blocks.items():
             block = module.get_submodule(name)
             block.forward = partial(self._block_forward, block.forward, part, rest)
 
-    def register_hooks(self) -> list[Any]:
-        """Register forward hooks on the modules with which parts start; return their handles."""
-        return [
+    def register_hooks(self) -> ExitStack:
+        """Register forward hooks on the modules with which parts start; closing removes them."""
+        stack = ExitStack()
+        for number, name in enumerate(self.partition.split_points, 1):
             # Prepended: where a part ends, FSDP's hook must not gather a module that will not run.
-            self.module.get_submodule(name).register_forward_pre_hook(
+            handle = self.module.get_submodule(name).register_forward_pre_hook(
                 partial(self._at_split_point, number), with_kwargs=True, prepend=True
             )
-            for number, name in enumerate(self.partition.split_points, 1)
-        ]
+            stack.callback(handle.remove)
+        return stack
 
     def run_part(
         self, part: int, hidden: torch.Tensor | None, inputs: Sequence[torch.Tensor]
@@ -153,13 +158,21 @@ class PipelineRunner:
         self.output_specs = []
         tensors: list[torch.Tensor] = []
         for part in range(self.settings.parts):
+            specs: list[Any] = [None]
             if part in self.own:
-                out = run(part, tensors[0] if tensors else None, inputs)
-                tensors = [out] if isinstance(out, torch.Tensor) else list(out)
-            source = part % self.settings.stages
+                try:
+                    out = run(part, tensors[0] if tensors else None, inputs)
+                except (RuntimeError, ValueError, TypeError) as error:
+                    # The other processes wait for the outputs.
+                    specs = [error]
+                else:
+                    tensors = [out] if isinstance(out, torch.Tensor) else list(out)
+                    specs = [[(tensor.shape, tensor.dtype) for tensor in tensors]]
+            source = self.settings.stage_of(part)
             # Receivers must allocate: only the process that ran the part knows the shapes.
-            specs: list[Any] = [[(tensor.shape, tensor.dtype) for tensor in tensors]]
             dist.broadcast_object_list(specs, group=self.group, group_src=source)
+            if isinstance(specs[0], Exception):
+                raise specs[0]
             if self.stage != source:
                 tensors = [torch.empty(s, dtype=d, device=self.device) for s, d in specs[0]]
             tensors = [tensor.detach().contiguous() for tensor in tensors]
@@ -233,33 +246,19 @@ class PipelineRunner:
             raise error.__cause__ or error from None
         on_cpu = torch.stack(losses).tolist() if losses else []
         value = torch.tensor([sum(on_cpu)], dtype=torch.float64)
-        dist.broadcast(value, group=self.group, group_src=self.settings.stages - 1)
+        dist.broadcast(
+            value, group=self.group, group_src=self.settings.stage_of(self.settings.parts - 1)
+        )
         return value.item()
 
-    def check_equivalence(self, reference: ReferenceRun) -> None:
-        """Refuse a division whose outputs or gradients differ from the whole model's."""
-        handles = self.register_hooks()
-        with torch.no_grad(), full_precision():
-            outputs = flatten_outputs(self.module.eval()(*reference.inputs))
-        wrong = reference.output_mismatch(outputs)
-        if true_on_all_ranks(not wrong):
-            batches = self.split(Batch(reference.inputs, None))
-            weights = [1 / len(batches)] * len(batches)
-            with full_precision():
-                self.step(batches, weights, lambda out, _: probing_loss(out), nullcontext)
-            self.sum_tied_gradients_(dict(self.module.named_parameters()))
-            names = reference.mismatched_gradients(take_gradient_sketches_(self.module))
-            wrong = f"the gradient of {first_and_count(names)} differs" if names else ""
-            self.shapes = []  # training may use another precision, and so other dtypes
-        # FSDP must register its own hooks first.
-        for handle in handles:
-            handle.remove()
-        if not true_on_all_ranks(not wrong):
-            raise StageFailed(
-                "parallel.pipeline: divided into stages the model does not compute what the whole "
-                f"one does: {wrong or 'reported by another process'}; name modules in "
-                "pipeline.split that take the one tensor on which all later modules depend"
-            )
+    def compute_probing_gradients_(self, inputs: Sequence[torch.Tensor]) -> None:
+        """Compute the gradients of :func:`probing_loss` by the schedule, in place."""
+        batches = self.split(Batch(tuple(inputs), None))
+        weights = [1 / len(batches)] * len(batches)
+        with full_precision():
+            self.step(batches, weights, lambda out, _: probing_loss(out), nullcontext)
+        self.sum_tied_gradients_(dict(self.module.named_parameters()))
+        self.shapes = []  # training may use another precision, and so other dtypes
 
     def global_norm(self, norm: torch.Tensor) -> torch.Tensor:
         """Compute the norm over all stages from this one's; tied weights count once."""
@@ -311,9 +310,8 @@ class PipelineRunner:
                 loss = self.loss(flatten_outputs(outputs), self.batches[index])
             return loss * self.weights[index]
 
-        interleaved = self.settings.schedule == "interleaved_1f1b"
         self.schedule = SCHEDULES[self.settings.schedule](
-            stages if interleaved else stages[0],
+            stages if self.settings.parts > self.settings.stages else stages[0],
             self.settings.microbatches,
             loss_fn=micro_batch_loss,
             scale_grads=False,  # the losses are weighted already
@@ -327,6 +325,13 @@ class PartModule(nn.Module):
     def __init__(self, runner: PipelineRunner, part: int) -> None:
         super().__init__()
         self.runner, self.part = runner, part
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Yield the weights that the part uses, whose gradients zero-bubble schedules compute."""
+        users = self.runner.partition.weights
+        for name, weight in self.runner.module.named_parameters():
+            if self.part in users[name]:
+                yield weight
 
     def forward(self, *hidden: torch.Tensor, number: torch.Tensor) -> Any:
         """Compute the part's output for the micro-batch of a number."""

@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from compress.common.errors import StageFailed
 from compress.common.forward import flatten_outputs
@@ -71,8 +72,13 @@ def split_into_parts(
     return _TracedRun(module, split_points, blocks).partition(inputs)
 
 
-def strip_(module: nn.Module, partition: Partition, own: Iterable[int]) -> None:
-    """Remove the weights and buffers of all other parts, in place."""
+def strip_(
+    module: nn.Module, partition: Partition, own: Iterable[int], device: torch.device
+) -> None:
+    """Remove the weights and buffers of all other parts, in place.
+
+    Weights may be on the meta device; what takes their place is on the given one.
+    """
     parts = set(own)
     for prefix, part in module.named_modules():
         for name, weight in list(part._parameters.items()):
@@ -81,9 +87,11 @@ def strip_(module: nn.Module, partition: Partition, own: Iterable[int]) -> None:
                 del part._parameters[name]
                 # Modules before this process's first block still run, on zeros that take no memory;
                 # their results are not used.
-                zeros = torch.zeros_like(weight).detach()
-                if type(weight.data) is torch.Tensor:  # not for a DTensor, which has a placement
-                    zeros = weight.detach().new_zeros(()).expand(weight.shape)
+                value = weight.detach()
+                local = value.to_local() if isinstance(value, DTensor) else value
+                zeros = torch.zeros((), dtype=local.dtype, device=device).expand(local.shape)
+                if isinstance(value, DTensor):
+                    zeros = DTensor(zeros, value._spec, requires_grad=False)  # type: ignore[no-untyped-call]
                 setattr(part, name, zeros)
         for name, buffer in list(part._buffers.items()):
             path = f"{prefix}.{name}".lstrip(".")

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import difflib
 import re
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -25,12 +23,6 @@ from torch.distributed.tensor.parallel import (
 )
 
 from compress.common.errors import StageFailed
-from compress.training.model_parallel.equivalence_check import (
-    first_and_count,
-    forward_and_backward,
-    take_gradient_sketches_,
-    true_on_all_ranks,
-)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -38,7 +30,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from compress.training.config.parallel import Parallel
-    from compress.training.model_parallel.equivalence_check import ReferenceRun
 
 HOW = "write parallel.tensor_plan, e.g. {'*.mlp.up': column, '*.mlp.down': row}"
 
@@ -74,12 +65,14 @@ HEADS = re.compile(r"^(?!.*(dim|size|width|mask|group)).*head")
 """Names of attributes with a number of heads, and not a size of one head."""
 
 
-def apply_tensor_parallel_(
-    module: nn.Module, parallel: Parallel, mesh: DeviceMesh, reference: ReferenceRun
-) -> list[str]:
-    """Split a module's matrices over a mesh, in place, and check it against the whole module.
+Attributes: TypeAlias = "list[tuple[nn.Module, str]]"
+"""Attributes of modules that hold a number of heads, or a width."""
 
-    Returns the names of unsplit weights whose gradients must be summed over the mesh.
+
+def split_matrices_(module: nn.Module, parallel: Parallel, mesh: DeviceMesh) -> list[Attributes]:
+    """Split a module's matrices over a mesh, in place.
+
+    Returns sets of attributes, one of which must also be divided by the number of processes.
     """
     plan = tensor_parallel_plan(module, parallel)
     require_divisible(module, plan, parallel.tensor)
@@ -95,23 +88,18 @@ def apply_tensor_parallel_(
         weight.requires_grad_(trained[name])
     # In eval mode torch's fused transformer layers read the weights without calling the layers.
     torch.backends.mha.set_fastpath_enabled(False)
-    mismatches = []
-    for attributes in candidates:
-        with ExitStack() as stack:
-            for part, attribute in attributes:
-                count = getattr(part, attribute)
-                stack.callback(setattr, part, attribute, count)
-                setattr(part, attribute, count // parallel.tensor)
-            partial, mismatch = _compare(module, mesh, reference)
-            if not mismatch:
-                stack.pop_all()  # the counts stay divided
-                return partial
-            mismatches.append(mismatch)
-    raise StageFailed(
-        f"parallel.tensor: split over {parallel.tensor} processes the model does not compute what "
-        f"the whole one does: {mismatches[0]}; {HOW}, and leave out layers whose outputs are not "
-        "heads or neurons"
-    )
+    return candidates
+
+
+@contextmanager
+def divided_(attributes: Attributes, ranks: int) -> Iterator[ExitStack]:
+    """Divide attributes by the number of processes for a block; `pop_all` keeps them divided."""
+    with ExitStack() as stack:
+        for part, attribute in attributes:
+            count = getattr(part, attribute)
+            stack.callback(setattr, part, attribute, count)
+            setattr(part, attribute, count // ranks)
+        yield stack
 
 
 def tensor_parallel_plan(module: nn.Module, parallel: Parallel) -> dict[str, str]:
@@ -191,9 +179,7 @@ def require_divisible(module: nn.Module, plan: Mapping[str, str], ranks: int) ->
             )
 
 
-def _attributes_to_scale(
-    module: nn.Module, plan: Mapping[str, str]
-) -> list[list[tuple[nn.Module, str]]]:
+def _attributes_to_scale(module: nn.Module, plan: Mapping[str, str]) -> list[Attributes]:
     """Return sets of attributes that may have to be divided by the number of ranks, to be tried."""
     heads = _heads(module, plan)
     attentions = {part for part, _ in heads}
@@ -211,7 +197,7 @@ def _attributes_to_scale(
     return [c for i, c in enumerate(candidates) if c not in candidates[:i]]
 
 
-def _heads(module: nn.Module, plan: Mapping[str, str]) -> list[tuple[nn.Module, str]]:
+def _heads(module: nn.Module, plan: Mapping[str, str]) -> Attributes:
     parents = {n.rpartition(".")[0]: None for n, how in plan.items() if how == "column"}
     return [
         (module.get_submodule(parent), name)
@@ -219,30 +205,3 @@ def _heads(module: nn.Module, plan: Mapping[str, str]) -> list[tuple[nn.Module, 
         for name, value in vars(module.get_submodule(parent)).items()
         if type(value) is int and HEADS.search(name)
     ]
-
-
-def _compare(module: nn.Module, mesh: DeviceMesh, reference: ReferenceRun) -> tuple[list[str], str]:
-    """Return the weights whose gradients must be summed over the mesh, and any other mismatch."""
-    wrong = ""
-    try:
-        wrong = reference.output_mismatch(forward_and_backward(module, reference.inputs))
-    except (RuntimeError, ValueError, TypeError) as error:
-        wrong = str(error).strip().partition("\n")[0]
-    if not true_on_all_ranks(not wrong):
-        module.zero_grad()
-        return [], wrong or "reported by another process"
-    unsplit = {n for n, weight in module.named_parameters() if not isinstance(weight, DTensor)}
-    sketches = take_gradient_sketches_(module)
-    suspects = reference.mismatched_gradients(sketches)
-    group = mesh.get_group()
-    partial: list[str] = []
-    wrong_names: list[str] = []
-    for name in sketches:
-        if true_on_all_ranks(name not in suspects):
-            continue
-        total = sketches[name].clone()
-        dist.all_reduce(total, group=group)
-        # An unsplit weight that each process uses only for its own heads or neurons.
-        adds_up = true_on_all_ranks(name in unsplit and reference.agrees(name, total))
-        (partial if adds_up else wrong_names).append(name)
-    return partial, f"the gradient of {first_and_count(wrong_names)} differs" if wrong_names else ""

@@ -5,7 +5,6 @@ After Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016).
 
 from __future__ import annotations
 
-import difflib
 import math
 from contextlib import contextmanager
 from functools import partial
@@ -14,54 +13,40 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._pytree import tree_flatten
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-    noop_context_fn,
-)
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from compress.common.errors import StageFailed
 from compress.training.config.training import ActivationSegments
+from compress.training.optim.selective_checkpoint import SelectiveBlock
 from compress.training.optim.transformer_blocks import chosen_blocks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-    from contextlib import AbstractContextManager
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torch import nn
 
     from compress.training.config.training import Training
-
-    ContextPair = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-    Contexts = Callable[[], ContextPair]
+    from compress.training.optim.selective_checkpoint import ContextPair, Contexts
 
 
 def checkpoint_activations_(module: nn.Module, training: Training) -> None:
     """Wrap the forward of blocks in torch's checkpoint, in place; names of weights stay."""
     setting = training.activation_checkpointing
-    if setting == "none":
-        return
+    if setting == "none" or (setting == "selective" and training.compile != "none"):
+        return  # torch.compile chooses by itself, see `compile.memory_budget`
     blocks = chosen_blocks(module, training.activation_blocks, "activation_checkpointing")
     if isinstance(setting, ActivationSegments):
         for segment in split_into_segments(module, blocks, setting):
             Segment(segment)
         return
-    contexts: Contexts = noop_context_fn
-    if setting == "selective":
-        saved = operators_with_prefix(training.activation_operators)
-
-        def policy(context: object, operator: Any, *_: object, **named: object) -> CheckpointPolicy:
-            # Without the overload: `aten::mm.out` is `aten::mm`.
-            if operator.name().partition(".")[0] in saved:
-                return CheckpointPolicy.MUST_SAVE
-            return CheckpointPolicy.PREFER_RECOMPUTE
-
-        contexts = partial(create_selective_checkpoint_contexts, policy)
     for block in blocks[:: setting if isinstance(setting, int) else 1]:
-        context_fn = contexts
-        if training.compile == "none":  # torch.compile takes no contexts but the selective ones
-            context_fn = partial(with_buffers_preserved, list(block.buffers()), contexts)
+        with_buffers = partial(with_buffers_preserved, list(block.buffers()))
+        if setting == "selective":
+            SelectiveBlock(block, training.activation_budget, with_buffers)
+            continue
+        context_fn: Contexts = noop_context_fn
+        if training.compile == "none":  # torch.compile takes no such contexts
+            context_fn = partial(with_buffers, noop_context_fn)
         # Not checkpoint_wrapper, which prefixes the names of the weights.
         block.forward = partial(
             checkpoint, block.forward, use_reentrant=False, context_fn=context_fn
@@ -188,19 +173,3 @@ def split_into_segments(
         ends = [-(-index * count // parts) for index in range(parts)]
         segments += [{names[b]: b for b in chain[i:j]} for i, j in pairwise(ends)]
     return segments
-
-
-def operators_with_prefix(prefixes: tuple[str, ...]) -> frozenset[str]:
-    """Return torch's ATen operators whose names start with a prefix, ignoring underscores."""
-    names = {
-        name.partition(".")[0]
-        for name in torch._C._dispatch_get_all_op_names()
-        if name.startswith("aten::")
-    }
-    known = {name.removeprefix("aten::").lstrip("_"): name for name in sorted(names)}
-    for prefix in prefixes:
-        if not any(name.startswith(prefix) for name in known):
-            near = difflib.get_close_matches(prefix, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise StageFailed(f"activation_operators: torch has no {prefix!r}{hint}")
-    return frozenset(n for n in names if n.removeprefix("aten::").lstrip("_").startswith(prefixes))

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._functorch import config as functorch_config
 
 from compress.common.errors import Unavailable
 from compress.training.config.training import Compilation
@@ -49,6 +50,16 @@ def matmul_precision(training: Training) -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(previous)
+
+
+@contextmanager
+def memory_budget(training: Training) -> Iterator[None]:
+    """Let what torch.compile compiles inside a block keep fewer activations, as `selective`."""
+    if training.activation_checkpointing != "selective" or training.compile == "none":
+        yield
+        return
+    with functorch_config.patch(activation_memory_budget=training.activation_budget):
+        yield
 
 
 def require_compiler(training: Training, device: str) -> None:

@@ -6,11 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import lr_scheduler
+from torch.optim.lr_scheduler import LRScheduler
+
+from compress.common.errors import CompressError, StageFailed, exits_refused, first_line
+from compress.common.factories import resolve
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-    from torch.optim.lr_scheduler import LRScheduler
+    from pathlib import Path
 
     from compress.core.metrics import Metric
     from compress.training.checkpoint.metadata import Epoch
@@ -42,12 +45,15 @@ class Schedule:
         training: Training,
         steps_per_epoch: int,
         metric: Metric,
+        folder: Path | None = None,
     ) -> None:
-        """Start before the first step of a training."""
+        """Start before the first step of a training; the user's scheduler is in a folder."""
         self.optimizer, self.steps_per_epoch = optimizer, steps_per_epoch
         options = {name: v for name, v in optimizer.param_groups[0].items() if name != "params"}
+        # A number: torchao's optimizers hold a tensor, in float32.
+        options["lr"] = training.peak_learning_rate
         self.options = ScheduledOptions([torch.zeros(1)], options)
-        self.by_step = build_scheduler(self.options, training, steps_per_epoch)
+        self.by_step = build_scheduler(self.options, training, steps_per_epoch, folder)
         self.by_epoch: lr_scheduler.ReduceLROnPlateau | None = None
         if training.schedule == "plateau":
             self.by_epoch = lr_scheduler.ReduceLROnPlateau(
@@ -71,7 +77,10 @@ class Schedule:
         (scheduled,) = self.options.param_groups
         values = {name: scheduled[name] for name in SCHEDULED if name in scheduled}
         for group in self.optimizer.param_groups:
+            rate = group["lr"]
             group.update(values)
+            if isinstance(rate, torch.Tensor):
+                group["lr"] = rate.fill_(values["lr"])
 
     def step(self) -> None:
         """Go on to the next step."""
@@ -95,14 +104,19 @@ class Schedule:
 
 
 def build_scheduler(
-    optimizer: torch.optim.Optimizer, training: Training, steps_per_epoch: int
+    optimizer: torch.optim.Optimizer,
+    training: Training,
+    steps_per_epoch: int,
+    folder: Path | None = None,
 ) -> LRScheduler:
     """Build the scheduler to step after every optimizer step.
 
-    All but `onecycle`, which has a warm-up of its own, start with a linear warm-up from
-    peak / steps to the peak.
+    All but `onecycle` and the user's own, which have a warm-up of their own, start with a linear
+    warm-up from peak / steps to the peak.
     """
     steps, peak = training.epochs * steps_per_epoch, training.peak_learning_rate
+    if training.has_custom_schedule:
+        return _custom(optimizer, training.schedule, steps, folder)
     if training.schedule == "onecycle":
         return _one_cycle(optimizer, training, steps)
     warmup = min(round(training.warmup_share * steps), steps - 1)
@@ -131,6 +145,30 @@ def build_scheduler(
         case _:  # `constant`, and `plateau` between its reductions
             return ramp
     return lr_scheduler.SequentialLR(optimizer, [ramp, after], milestones=[warmup])
+
+
+def _custom(
+    optimizer: torch.optim.Optimizer, name: str, steps: int, folder: Path | None
+) -> LRScheduler:
+    """Build the scheduler of the user's ``module:callable``."""
+    try:
+        with exits_refused():
+            scheduler = resolve(name, folder)(optimizer, steps)
+    except CompressError:
+        raise
+    except Exception as error:
+        raise StageFailed(
+            f"schedule: {name} raised {type(error).__name__}: {first_line(error)}; it is called "
+            "with the optimizer and the number of all steps"
+        ) from error
+    by_metric = isinstance(scheduler, lr_scheduler.ReduceLROnPlateau)
+    if by_metric or not isinstance(scheduler, LRScheduler):
+        raise StageFailed(
+            f"schedule: {name} returned {type(scheduler).__name__}, expected a scheduler of "
+            "torch.optim.lr_scheduler that is stepped without a metric"
+            f"{'; use schedule: plateau' if by_metric else ''}"
+        )
+    return scheduler
 
 
 def _one_cycle(

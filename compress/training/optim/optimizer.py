@@ -28,7 +28,11 @@ def build_optimizer(module: torch.nn.Module, training: Training) -> torch.optim.
         optimizer: torch.optim.Optimizer = optimizer_class(training)(
             groups, **optimizer_arguments(training)
         )
-        return optimizer
+    if training.precision == "bf16-true" and training.compile == "none":
+        # torchao compiles each step, which needs a C++ compiler and takes minutes.
+        step = torch.compiler.set_stance("force_eager")(optimizer.step)
+        optimizer.step = step  # type: ignore[method-assign]
+    return optimizer
 
 
 def parameter_groups(module: torch.nn.Module, training: Training) -> list[dict[str, Any]]:
@@ -49,7 +53,11 @@ def parameter_groups(module: torch.nn.Module, training: Training) -> list[dict[s
 
 
 def optimizer_class(training: Training) -> Any:
-    """Return the class in torch.optim that the settings name."""
+    """Return the class that the settings name: torch.optim's, or torchao's that rounds."""
+    if training.precision == "bf16-true":
+        from torchao.optim import _AdamW
+
+        return _AdamW
     classes = {name.lower(): getattr(torch.optim, name) for name in torch.optim.__all__}
     return classes[training.optimizer]
 
@@ -57,6 +65,8 @@ def optimizer_class(training: Training) -> Any:
 def optimizer_arguments(training: Training) -> dict[str, Any]:
     """Return the optimizer's arguments besides its weights; `fused` is set where it works."""
     arguments: dict[str, Any] = {"lr": training.peak_learning_rate}
+    if training.precision == "bf16-true":
+        arguments["bf16_stochastic_round"] = True
     if training.optimizer == "sgd":
         arguments |= {"momentum": training.momentum_or_default, "nesterov": training.nesterov}
     has_fused = "fused" in inspect.signature(optimizer_class(training)).parameters

@@ -191,6 +191,7 @@ def test_two_processes_train_what_one_does(mlp: EagerModel, few: Splits, tmp_pat
     [
         ({"learn_steps": True, "freeze_observers": 0.3}, "leave one out"),
         ({"parallel": {"strategy": "fsdp", "processes": 2}}, "found strategy: fsdp"),
+        ({"parallel": {"strategy": "dp"}}, "found strategy: dp"),
         ({"compile": "whole"}, "found compile: whole"),
         ({"weight_bits": 3}, "4 or 8"),
     ],

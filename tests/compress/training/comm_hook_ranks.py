@@ -1,6 +1,7 @@
 """One of two processes that average gradients under every setting: FOLDER."""
 
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -11,16 +12,20 @@ from torch.nn.parallel import DistributedDataParallel
 
 from compress.training.config.parallel import Parallel
 from compress.training.distributed.comm_hooks import ErrorFeedback, GradientCommunication
+from compress.training.distributed.gradient_compression import CommCounter, Int8
 
 SETTINGS = {
     "none": {},
     "fp16": {},
     "bf16": {},
     "int8": {},
+    "int8-stochastic": {"communication": "int8", "int8_rounding": "stochastic"},
     "topk": {"topk_fraction": 0.1},
     "powersgd": {"powersgd_rank": 2},
 }
 STEPS = 3
+ROUNDINGS = 4000
+SECONDS_UNTIL_DEADLOCK = 30
 
 
 def net() -> nn.Module:
@@ -32,9 +37,10 @@ def gradients(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.grad.clone() for name, p in module.named_parameters()}
 
 
-def steps(communication: str, rank: int, folder: Path) -> list[dict]:
+def steps(name: str, rank: int, folder: Path) -> list[dict]:
     own, shared = net(), net()
-    parallel = Parallel(processes=2, communication=communication, **SETTINGS[communication])
+    parallel = Parallel(processes=2, **{"communication": name, **SETTINGS[name]})
+    torch.manual_seed(rank)
     # Buckets of a few kilobytes, so that a model has several.
     wrapped = DistributedDataParallel(shared, find_unused_parameters=True, bucket_cap_mb=0.003)
     averaging, generator, record = GradientCommunication(wrapped, parallel), torch.Generator(), []
@@ -48,26 +54,64 @@ def steps(communication: str, rank: int, folder: Path) -> list[dict]:
         seen = {"own": gradients(own), "average": gradients(shared)}
         seen["lost"] = dict(getattr(averaging.hook, "residuals", {}))
         seen["bytes"] = averaging.sent_bytes(1)
-        averaging.save(folder / communication)
+        averaging.save(folder / name)
         record.append(seen)
     if isinstance(averaging.hook, ErrorFeedback):
         fresh = GradientCommunication(DistributedDataParallel(net()), parallel)
-        fresh.load(folder / communication)
+        fresh.load(folder / name)
         same = [
             torch.equal(fresh.hook.residuals[n], t) for n, t in averaging.hook.residuals.items()
         ]
         record[-1]["loaded"] = all(same) and len(same) == len(fresh.hook.residuals) == 4
+    if averaging.hook is not None:
+        wrapped(torch.randn(8, 24)).sum().backward()  # with the buckets that DDP has rebuilt
+        record[-1]["done"] = done_when_returned(wrapped, averaging.hook, name)
     return record
+
+
+def done_when_returned(wrapped: nn.Module, hook, name: str) -> list[bool]:
+    """Return whether rank 0's hook returned averages that were done, before rank 1 sent any."""
+    done, average, store = [], hook.average, dist.distributed_c10d._get_default_store()
+
+    def observed(bucket):
+        future = average(bucket)
+        if not done:
+            done.append(future.done())
+            store.set(f"{name} has returned", "")
+        return future
+
+    loss = wrapped(torch.randn(8, 24)).sum()
+    if dist.get_rank() == 0:
+        hook.average = observed
+    else:
+        store.wait([f"{name} has returned"], timedelta(seconds=SECONDS_UNTIL_DEADLOCK))
+    loss.backward()
+    return done
+
+
+def mean_of_roundings() -> dict[str, torch.Tensor]:
+    """Return a gradient, and the mean of what is sent and averaged in many stochastic roundings."""
+    torch.manual_seed(dist.get_rank())
+    gradient = torch.linspace(-1, 1, 40) ** 3
+    exchange = Int8("stochastic").exchange((), [gradient] * ROUNDINGS, CommCounter())
+    try:
+        next(exchange)
+    except StopIteration as ended:
+        last = ended.value
+    last.work.wait()
+    sent, means = torch.stack(last.sent), torch.stack(last.means())
+    return {"gradient": gradient, "one": sent[0], "sent": sent.mean(0), "means": means.mean(0)}
 
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    for communication in SETTINGS:
-        (folder / communication).mkdir(exist_ok=True)
+    for name in SETTINGS:
+        (folder / name).mkdir(exist_ok=True)
     dist.barrier()
     rank = dist.get_rank()
     record = {name: steps(name, rank, folder) for name in SETTINGS}
+    record["roundings"] = mean_of_roundings()
     torch.save(record, folder / f"rank-{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()

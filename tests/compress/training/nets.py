@@ -230,3 +230,43 @@ class Normalized(nn.Module):
 
 def normalized() -> nn.Module:
     return Normalized()
+
+
+class Images(nn.Module):
+    """Convolutions, with a buffer that says whether the second one's input has channels last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3, padding=1)
+        self.second = nn.Conv2d(8, 6, 3)
+        self.head = nn.Linear(6, 3)
+        self.register_buffer("has_channels_last", torch.zeros(()))
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        x = self.first(image).relu()
+        self.has_channels_last.fill_(x.is_contiguous(memory_format=torch.channels_last))
+        return self.head(self.second(x).relu().mean((2, 3)))
+
+
+def images() -> dict[str, Dataset]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(48, 3, 6, 6, generator=generator)
+    data = TensorDataset(x, x[:, :, 0, 0].argmax(1))
+    return {"train": data, "val": data}
+
+
+def halving(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LambdaLR:
+    """Halve the learning rate four times in a training."""
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 ** (5 * step // steps))
+
+
+def by_metric(optimizer: torch.optim.Optimizer, steps: int) -> object:
+    return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+
+
+def no_scheduler(optimizer: torch.optim.Optimizer, steps: int) -> float:
+    return 0.1
+
+
+def failing(optimizer: torch.optim.Optimizer) -> None:
+    """Take one argument, where two are passed."""

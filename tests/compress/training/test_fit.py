@@ -5,6 +5,7 @@ import torch
 
 from compress.common.errors import ArtifactInvalid, PipelineInvalid, StageFailed
 from compress.core.context import Context
+from compress.core.loss import Loss
 from compress.core.metrics import Metric
 from compress.training.checkpoint.metadata import (
     Epoch,
@@ -91,6 +92,30 @@ def test_an_interrupted_training_ends_bit_identical(tmp_path, source):
     assert same(whole, resumed) and whole.history == resumed.history
     assert notes[0] == (3, 4, "resumed after epoch 3")
     assert [done for done, *_ in notes] == [3, 4]
+
+
+RATE = "from torch.optim.lr_scheduler import StepLR\n\n\ndef rate(optimizer, steps):\n    "
+
+
+def test_a_users_scheduler_goes_on_with_the_same_bits_but_not_after_an_edit(tmp_path, source):
+    def with_code(name, number):
+        folder = tmp_path / "code"
+        folder.mkdir(exist_ok=True)
+        (folder / "own_rate.py").write_text(f"{RATE}return StepLR(optimizer, steps // {number})\n")
+        return replace(context(tmp_path / name), loss=Loss(folder=folder))
+
+    settings = {"schedule": "own_rate:rate"}
+    whole = run(source, with_code("whole", 3), **settings)
+    assert len({epoch.learning_rate for epoch in whole.history}) == 3
+    where = with_code("parts", 3)
+    with pytest.raises(KeyboardInterrupt):
+        run(source, stop_after(where, 2), **settings)
+    assert same(whole, run(source, where, **settings))
+    again = with_code("again", 3)
+    with pytest.raises(KeyboardInterrupt):
+        run(source, stop_after(again, 3), **settings)
+    rates = [e.learning_rate for e in run(source, with_code("again", 2), **settings).history]
+    assert rates[2] == pytest.approx(0.01) and whole.history[1].learning_rate < 0.1
 
 
 @pytest.mark.parametrize(

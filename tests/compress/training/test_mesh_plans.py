@@ -137,7 +137,7 @@ def test_weights_of_other_parts_take_no_memory():
     model = Chain()
     names = set(model.state_dict())
     found = split_into_parts(model, pipeline(), (torch.randn(3, 4),))
-    strip_(model, found, {1})
+    strip_(model, found, {1}, torch.device("cpu"))
     assert set(model.state_dict()) < names and "norm.running_mean" not in model.state_dict()
     assert model.stem.weight.shape == (8, 4)
     assert model.stem.weight.untyped_storage().nbytes() == 4
@@ -181,6 +181,17 @@ def test_a_model_that_is_no_chain_of_blocks_is_refused():
             {"pipeline": {"schedule": "interleaved_1f1b", "microbatches": 5}, "processes": 2},
             "in rounds of 2",
         ),
+        (
+            {
+                "pipeline": {"schedule": "interleaved_zero_bubble", "microbatches": 5},
+                "processes": 2,
+            },
+            "interleaved_zero_bubble takes micro-batches in rounds of 2",
+        ),
+        (
+            {"pipeline": {"schedule": "zbv_zero_bubble"}, "processes": 2, "strategy": "zero3"},
+            "that strategy: zero3 has freed by then; use ddp",
+        ),
         ({"pipeline": {"split": ["a", "b"]}, "processes": 2}, "has 2 names and 2 parts have 1"),
     ],
 )
@@ -202,6 +213,27 @@ def test_training_that_does_not_go_with_a_pipeline(settings, expected):
     with pytest.raises(ValidationError) as raised:
         Training(epochs=1, parallel={"pipeline": {}, "processes": 2}, **settings)
     assert expected in message(raised)
+
+
+def test_zero_bubble_does_not_go_with_recomputed_activations():
+    parallel = {"pipeline": {"schedule": "zbv_zero_bubble"}, "processes": 2}
+    with pytest.raises(ValidationError, match="zbv_zero_bubble, which goes back"):
+        Training(epochs=1, parallel=parallel, activation_checkpointing="full")
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages"),
+    [
+        ("1f1b", [0, 1]),
+        ("interleaved_1f1b", [0, 1, 0, 1]),
+        ("looped_bfs", [0, 1, 0, 1]),
+        ("interleaved_zero_bubble", [0, 1, 0, 1]),
+        ("zbv_zero_bubble", [0, 1, 1, 0]),
+    ],
+)
+def test_a_schedule_says_which_stage_has_a_part(schedule, stages):
+    settings = pipeline(schedule=schedule)
+    assert [settings.stage_of(part) for part in range(settings.parts)] == stages
 
 
 def test_only_the_remaining_factor_shares_the_batch():

@@ -40,6 +40,7 @@ OTHER = {"ddp": FULL, "full": {"strategy": "zero1"}, "zero1": {}, "zero2": {}}
 """What one strategy saved another takes up."""
 ALSO_ALONE = ("ddp", "zero1", "full")
 COMPRESSED = {
+    "int8": {"communication": "int8", "int8_rounding": "stochastic"},
     "topk": {"communication": "topk", "topk_fraction": 0.2},
     "powersgd": {"communication": "powersgd", "powersgd_rank": 1},
 }

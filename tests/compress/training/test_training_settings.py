@@ -84,8 +84,8 @@ def test_sharding_that_cannot_be_is_refused(parallel, message):
         Training(epochs=1, parallel=parallel)
 
 
-def test_operators_are_kept_by_selective_checkpointing_alone():
-    chosen = {"activation_operators": ("mm",)}
+def test_a_budget_is_for_selective_checkpointing_alone():
+    chosen = {"activation_budget": 0.3}
     Training(epochs=1, activation_checkpointing="selective", **chosen)
     with pytest.raises(ValidationError, match=r"is for activation_checkpointing: selective, found"):
         Training(epochs=1, activation_checkpointing="full", **chosen)

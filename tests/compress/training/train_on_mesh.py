@@ -36,12 +36,12 @@ def train_for_some_steps(root: Path, source: str, parallel: dict) -> TrainState:
         parallel = {**parallel, "processes": dist.get_world_size()}
     adamw = {"optimizer": "adamw", "learning_rate": 1e-3}
     training = Training(epochs=1, batch_size=16, parallel=parallel, **adamw)
-    module = EagerModel.from_directory(root / source).load()
+    strategy = create_strategy(training.parallel) if parallel else SingleProcess()
     state = TrainState(
-        module,
+        strategy.load(EagerModel.from_directory(root / source), "cpu"),
         TargetLoss().prepare("cpu"),
         training,
-        create_strategy(training.parallel) if parallel else SingleProcess(),
+        strategy,
         "cpu",
         lambda: Batch((batch(4, seed=2)[0],), None),
     )

@@ -6,11 +6,13 @@ import math
 import re
 from html.parser import HTMLParser
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from compress.profiling.operator_table import OperatorCost, OperatorTable
+from pipelines.reporting.headline import Headline, headline
 from pipelines.reporting.html import render
 from pipelines.reporting.html_page import breakable
 from pipelines.reporting.provenance import proof_chain, source_hashes
@@ -21,7 +23,7 @@ from pipelines.reporting.stage_rows import (
     higher_is_better,
     pareto_fronts,
 )
-from pipelines.reporting.terminal_table import stage_table
+from pipelines.reporting.terminal_table import closing_lines, stage_table
 from pipelines.reporting.training_curves import trainings_of
 from pipelines.results.measurements import Measurements
 from pipelines.results.schema import Report
@@ -164,6 +166,35 @@ def test_every_table_and_plot_can_be_read_without_sight(finished_run, change) ->
     assert "script" not in outline.counts
     assert not [link for link in outline.links if re.match(r"(\w+:|//)", link)]
     assert len(page) < 300_000
+
+
+def test_a_passed_run_says_first_what_to_deploy(finished_run) -> None:
+    report = Report.read(finished_run.out)
+    assert report.baseline
+    before = report.baseline.model_copy(update={"bytes": 4_000_000})
+    last = report.stages[-1]
+    measured = last.measurements.model_copy(update={"bytes": 250_000, "speedup": 0.5})
+    slower = last.model_copy(update={"measurements": measured})
+    measured = measured.model_copy(update={"speedup": 9.13})
+    artifact = last.artifact.model_copy(update={"path": "artifacts/fast"})
+    faster = last.model_copy(
+        update={"name": "fast", "measurements": measured, "artifact": artifact}
+    )
+    stages = (*report.stages[:-1], slower, faster)
+    report = report.model_copy(update={"baseline": before, "stages": stages})
+    found = headline(report)
+    metric = before.metric.name, before.metric.value, measured.metric.value
+    gained = "4.00 MB → 250 kB, 9.1× faster, {} {:.4f} → {:.4f}".format(*metric)
+    assert found == Headline(gained, "artifacts/fast", last.artifact.file)
+    verdict = render(report).split("<h2>")[0]
+    assert verdict.index(gained) < verdict.index("Passed")
+    assert list(closing_lines(report, Path("out")))[-1].plain == (
+        "serve it: compress serve out/artifacts/fast"
+    )
+    alone = headline(report.model_copy(update={"stages": stages[:-1]}))
+    assert alone and "2.0× slower" in alone.gains
+    assert headline(broken(report)) is None
+    assert headline(report.model_copy(update={"stages": report.stages[:1]})) is None
 
 
 def test_failures_come_first_on_the_page_and_have_rows(finished_run) -> None:

@@ -115,3 +115,16 @@ def test_an_offloaded_shard_stays_in_main_memory(tmp_path):
     shard = _read_shard(model.payload_path, name, sharded, "cpu")
     assert torch.equal(shard._local_tensor, weight)
     assert shard.device_mesh is mesh and shard.placements == (Shard(0),)
+
+
+def test_tied_weights_stay_tied_in_a_module_that_is_not_sharded(tmp_path):
+    model = sealed(tmp_path / "source", "tied", 3)
+    module, deferred = DeferredWeights.from_model(model, "cpu")
+    whole = model.load().state_dict()
+    with deferred.mapped(module):
+        assert module.head.weight is module.embedding.weight
+        assert all(torch.equal(value, whole[name]) for name, value in module.state_dict().items())
+    assert module.head.weight is module.embedding.weight and module.head.weight.is_meta
+    deferred.fill_(module, offloaded=False)
+    assert module.head.weight is module.embedding.weight
+    assert all(torch.equal(value, whole[name]) for name, value in module.state_dict().items())

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.multiprocess
 HERE = Path(__file__).parents[1]
 ROOT = HERE.parents[2]
 DIGITS = ROOT / "examples" / "digits"
-WITH_FEEDBACK = ("int8", "topk", "powersgd")
+WITH_FEEDBACK = ("int8", "int8-stochastic", "topk", "powersgd")
 ELEMENTS = 24 * 40 + 40 + 40 * 10 + 10
 
 
@@ -61,6 +61,23 @@ def test_int8_is_off_by_half_a_step_at_most(records) -> None:
         step = sum(g.abs().max() for g in own) / 2 / 127
         found = records[0]["int8"][0]["average"][name]
         assert (found - sum(own) / 2).abs().max() <= 0.5001 * step
+
+
+def test_stochastic_rounding_has_the_gradient_as_its_mean(records) -> None:
+    for rank in records:
+        roundings = rank["roundings"]
+        gradient, step = roundings["gradient"], 1 / 127
+        assert (roundings["one"] - gradient).abs().max() > 0.5 * step
+        # Six standard deviations, of half a step at most, of the mean of 4000.
+        for mean in ("sent", "means"):
+            assert (roundings[mean] - gradient).abs().max() < 6 * 0.5 * step / 4000**0.5
+    assert torch.equal(records[0]["roundings"]["means"], records[1]["roundings"]["means"])
+    assert not torch.equal(records[0]["roundings"]["one"], records[1]["roundings"]["one"])
+
+
+@pytest.mark.parametrize("setting", ["fp16", "bf16", *WITH_FEEDBACK])
+def test_hooks_return_before_the_other_process_has_sent(records, setting) -> None:
+    assert records[0][setting][-1]["done"] == [False]
 
 
 def test_topk_sends_the_largest_entries(records) -> None:
@@ -106,6 +123,7 @@ def test_residuals_are_saved_and_loaded_by_each_process(records, setting) -> Non
         ("fp16", 2 * ELEMENTS),
         ("bf16", 2 * ELEMENTS),
         ("int8", ELEMENTS + 4 * 4),
+        ("int8-stochastic", ELEMENTS + 4 * 4),
         ("topk", 8 * (96 + 4 + 40 + 1)),
         ("powersgd", 4 * (2 * (40 + 24) + 2 * (10 + 40) + 40 + 10)),
     ],
@@ -125,6 +143,8 @@ def test_settings_that_do_not_go_together_are_refused() -> None:
         ValidationError, match="communication is for strategy: ddp, zero1, found fsdp"
     ):
         Parallel(strategy="fsdp", communication="int8")
+    with pytest.raises(ValidationError, match="int8_rounding is for communication: int8, found no"):
+        Parallel(int8_rounding="stochastic")
     with pytest.raises(ValidationError, match="topk remembers gradients"):
         Training(epochs=1, precision="fp16", parallel={"communication": "topk", "processes": 2})
 

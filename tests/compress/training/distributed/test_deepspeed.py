@@ -121,6 +121,15 @@ def test_stages_are_for_the_engine_and_offload_for_those_that_shard():
         Parallel(strategy="deepspeed", zero_stage=0, cpu_offload=True)
 
 
+@pytest.mark.parametrize(
+    ("more", "found"),
+    [({"strategy": "deepspeed"}, "strategy: deepspeed"), ({"pipeline": {}}, "pipeline")],
+)
+def test_synchronized_statistics_are_refused_where_they_were_not_run(more, found):
+    with pytest.raises(ValidationError, match=f"sync_batchnorm does not go with {found}; leave"):
+        Parallel(processes=2, sync_batchnorm=True, **more)
+
+
 def test_further_settings_of_the_engine_are_passed_on():
     more = {"zero_optimization": {"overlap_comm": True}, "wall_clock_breakdown": True}
     settings = {"strategy": "deepspeed", "cpu_offload": True, "deepspeed_config": more}

@@ -36,6 +36,7 @@ SOURCES = {
     "dropout": {"dropout": 0.3},
     "hand": {"views": "by hand"},
     "one head": {"heads": 1},
+    "deep": {"depth": 8},
 }
 # One epoch of 3 steps; the trainings by AdamW have the second, and its order of the samples.
 SGD = {
@@ -55,6 +56,9 @@ ADAMW = {
 FSDP = {"strategy": "fsdp", "wrap": ["Layer"]}
 GPIPE = {"schedule": "gpipe"}
 INTERLEAVED = {"schedule": "interleaved_1f1b"}
+LOOPED = {"schedule": "looped_bfs"}
+ZERO_BUBBLE = {"schedule": "interleaved_zero_bubble"}
+ZBV = {"schedule": "zbv_zero_bubble"}
 F1 = "torchmetrics.classification.MulticlassF1Score 11"
 
 ALONE = {
@@ -65,16 +69,20 @@ ALONE = {
     **{
         name: {**SGD, "source": name}
         for name in SOURCES
-        if name in ("tied", "normed", "number", "both")
+        if name in ("tied", "normed", "number", "both", "deep")
     },
 }
 QUICK = {
     "sgd tensor": {**SGD, "parallel": {"tensor": 2}},
     "sgd pipeline": {**SGD, "parallel": {"pipeline": {}}},
+    "sgd zbv": {**SGD, "parallel": {"pipeline": ZBV}},
 }
 TWO = {
     "sgd gpipe": {**SGD, "parallel": {"pipeline": GPIPE}},
     "sgd interleaved": {**SGD, "parallel": {"pipeline": INTERLEAVED}},
+    "sgd looped bfs": {**SGD, "parallel": {"pipeline": LOOPED}},
+    "sgd zero bubble": {**SGD, "parallel": {"pipeline": ZERO_BUBBLE}},
+    "tied zbv": {**SGD, "source": "tied", "parallel": {"pipeline": ZBV}},
     "sgd uneven split": {**SGD, "parallel": {"pipeline": {"split": ["layers.3"]}}},
     "adamw tensor": {**ADAMW, "parallel": {"tensor": 2}},
     "adamw pipeline": {**ADAMW, "parallel": {"pipeline": {}}},
@@ -93,7 +101,10 @@ FOUR = {
     "loss tensor ddp": {**SGD, "metric": "loss", "parallel": {"tensor": 2}},
     "f1 pipeline ddp": {**SGD, "metric": F1, "parallel": {"pipeline": {}}},
     "sgd tensor pipeline": {**SGD, "parallel": {"tensor": 2, "pipeline": {}}},
+    "both tensor pipeline": {**SGD, "source": "both", "parallel": {"tensor": 2, "pipeline": {}}},
+    "normed tensor zbv": {**SGD, "source": "normed", "parallel": {"tensor": 2, "pipeline": ZBV}},
     "sgd pipeline of 4": {**SGD, "parallel": {"pipeline": {"stages": 4}}},
+    "deep zbv of 4": {**SGD, "source": "deep", "parallel": {"pipeline": {"stages": 4, **ZBV}}},
     "adamw tensor fsdp": {**ADAMW, "parallel": {**FSDP, "tensor": 2}},
     "adamw pipeline fsdp": {**ADAMW, "parallel": {**FSDP, "pipeline": {}}},
     "sgd interleaved fsdp": {**SGD, "parallel": {**FSDP, "pipeline": INTERLEAVED}},
@@ -117,6 +128,7 @@ REFUSED = {
     "by hand": ("hand", {"tensor": 2}),
     "row alone": ("source", {"tensor": 2, "tensor_plan": {"*.fc1": "column"}}),
     "skipping": ("skipping", {"pipeline": {}}),
+    "no such split": ("source", {"pipeline": {"split": ["layers.9"]}}),
 }
 ALL = [(ranks, name) for ranks, cases in HELD.items() for name in cases]
 SIZES = {"quick": (2, QUICK), "two": (2, TWO), "four": (4, FOUR)}
@@ -271,6 +283,7 @@ def test_sequences_of_several_lengths_go_through_one_pipeline(records):
         ("row alone", r"parallel.tensor: split over 2 processes the model does not compute"),
         ("skipping", r"parallel.pipeline: divided into stages the model does not compute what the "
          r"whole one does: output 0 differs by .*; name modules in pipeline.split"),
+        ("no such split", r"parallel.pipeline: the model has no module 'layers\.9'"),
     ],
 )  # fmt: skip
 def test_a_division_that_computes_something_else_is_refused(records, name, message):

@@ -1,13 +1,16 @@
 """Learning rate and momentum of every step are those of torch's own schedulers."""
 
 import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import nn
 from torch.optim import lr_scheduler as torch_schedulers
 
+from compress.common.errors import StageFailed
 from compress.core.metrics import Metric
 from compress.training.checkpoint.metadata import Epoch
 from compress.training.config.training import DEFAULT_LEARNING_RATE, Training
@@ -19,13 +22,14 @@ PEAK = 0.5
 EPOCHS, EACH = 4, 10
 STEPS = EPOCHS * EACH
 ACCURACY = Metric("accuracy")
+FOLDER = Path(__file__).parents[1]
 METRICS = (0.5, 0.6, 0.6, 0.6)
 
 
 def create(metric=ACCURACY, steps_per_epoch=EACH, **settings):
     training = Training(**{"epochs": EPOCHS, "learning_rate": PEAK, **settings})
     net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))  # two parameter groups
-    return Schedule(build_optimizer(net, training), training, steps_per_epoch, metric)
+    return Schedule(build_optimizer(net, training), training, steps_per_epoch, metric, FOLDER)
 
 
 def epoch_of(number, metric=0.5):
@@ -227,9 +231,40 @@ def test_the_groups_of_a_deepspeed_engine_get_the_values():
     assert inner.param_groups[0]["betas"] == pytest.approx((0.95, 0.95))
 
 
+def test_a_scheduler_of_the_user_gets_all_steps_and_decides_each():
+    rates = [rate for rate, _ in ours(create(schedule="nets:halving", optimizer="adamw"))]
+    assert rates == [PEAK * 0.5 ** (step // 8) for step in range(STEPS)]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("by_metric", "returned ReduceLROnPlateau, expected .* use schedule: plateau"),
+        ("no_scheduler", r"returned float, expected a scheduler of torch\.optim"),
+        ("failing", "raised TypeError: .* it is called with the optimizer and the number"),
+    ],
+)
+def test_what_is_no_scheduler_is_refused(name, message):
+    with pytest.raises(StageFailed, match=f"^schedule: nets:{name} {message}"):
+        create(schedule=f"nets:{name}")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"warmup": 0.1}, "warmup is decided by schedule: nets:halving; leave it out"),
+        ({"min_learning_rate": 0.1}, "min_learning_rate is for schedule: cosine, .*nets:halving"),
+    ],
+)
+def test_settings_that_the_users_scheduler_decides_are_refused(settings, message):
+    with pytest.raises(ValidationError, match=message):
+        create(schedule="nets:halving", **settings)
+
+
 def test_a_resumed_training_goes_on_with_the_same_bits_from_any_step():
-    for name in {name.partition("-")[0]: None for name in (*BY_STEP, "plateau")}:
-        settings = {"schedule": name, "warmup": 0.2, "schedule_epochs": 1}
+    for name in {name.partition("-")[0]: None for name in (*BY_STEP, "plateau", "nets:halving")}:
+        settings = {"schedule": name, "schedule_epochs": 1}
+        settings |= {} if ":" in name else {"warmup": 0.2}
         start = epoch_of(0, 0.6)
         history = [start, *(epoch_of(n, metric) for n, metric in enumerate(METRICS, 1))]
         whole = create(**settings)

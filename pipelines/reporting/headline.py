@@ -1,0 +1,57 @@
+"""The first line of a passed run: what was gained, and which file to deploy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pipelines.reporting.stage_rows import build_rows, deployable_rows, pareto_fronts
+from pipelines.results.schema import readable_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pipelines.reporting.stage_rows import StageRow
+    from pipelines.results.schema import Report
+
+NOT_FOR_DEPLOYMENT = ("eager", "graph", "torchserve")
+"""Kinds of artifacts that only Python runs, and archives: their latency includes HTTP."""
+
+
+@dataclass(frozen=True)
+class Headline:
+    """What the recommended artifact gained against the baseline."""
+
+    gains: str
+    """Such as `4.36 MB → 290 kB, 9.1× faster, accuracy 0.9944 → 0.9917`."""
+    artifact: str
+    """Its folder, relative to that of the results."""
+    file: str
+    """Its file in that folder."""
+
+
+def headline(report: Report, deployable: Sequence[StageRow] | None = None) -> Headline | None:
+    """Return what to deploy of a passed run: its fastest exported artifact, else its smallest.
+
+    None where a stage did not pass, nothing was exported, or there is no baseline to compare with.
+    """
+    if deployable is None:
+        rows = build_rows(report)
+        deployable = deployable_rows(rows, pareto_fronts(report, rows), report.baseline_name)
+    exported = [
+        (row.measured, row.report.artifact)
+        for row in deployable
+        if row.measured and row.report and row.report.artifact.kind not in NOT_FOR_DEPLOYMENT
+    ]
+    if report.status != "passed" or report.baseline is None or not exported:
+        return None
+    before = report.baseline
+    after, artifact = min(exported, key=lambda e: (-(e[0].speedup or 0), e[0].bytes))
+    gains = [f"{readable_bytes(before.bytes)} → {readable_bytes(after.bytes)}"]
+    if after.speedup is not None:
+        slower = after.speedup < 1
+        factor = 1 / after.speedup if slower else after.speedup
+        gains.append(f"{factor:.1f}× {'slower' if slower else 'faster'}")
+    if before.metric and after.metric:
+        gains.append(f"{after.metric.name} {before.metric.value:.4f} → {after.metric.value:.4f}")
+    return Headline(", ".join(gains), artifact.path, artifact.file)
