@@ -15,8 +15,6 @@ from compress.common.errors import PipelineInvalid, first_line
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from compress.data.stream_cursor import StreamCursor
-
 LABELS = "labels"
 IGNORED_LABEL = -100
 """The target that torch's cross-entropy ignores."""
@@ -30,8 +28,6 @@ class Batch:
     target: torch.Tensor | None
     teacher_outputs: tuple[torch.Tensor, ...] = ()
     """Outputs of the teacher, if they are cached: [samples, …]."""
-    cursor: StreamCursor | None = None
-    """Where the stream stands after this batch; None for samples read by index."""
 
     def __len__(self) -> int:
         return len(self.inputs[0])
@@ -51,8 +47,9 @@ class Batch:
 
     def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
         target = None if self.target is None else change(self.target)
-        outputs = tuple(map(change, self.teacher_outputs))
-        return Batch(tuple(map(change, self.inputs)), target, outputs, self.cursor)
+        return Batch(
+            tuple(map(change, self.inputs)), target, tuple(map(change, self.teacher_outputs))
+        )
 
 
 @dataclass(frozen=True)

@@ -150,7 +150,7 @@ class _Seeded(Dataset[Any]):
     def _own_generators(self) -> list[Any]:
         # A stream seeds those of its dataset itself, also for samples that it passes over.
         if isinstance(self.dataset, StreamReader):
-            return own_generators(self.collate_fn.collate_fn)  # type: ignore[attr-defined]
+            return own_generators(self.collate_fn)
         return own_generators(self.dataset, self.collate_fn)
 
     def _read(self, seed: int, indices: Sequence[int]) -> Any:

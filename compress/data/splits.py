@@ -35,15 +35,13 @@ from compress.data.fingerprint import (
 )
 from compress.data.loader_config import Loading
 from compress.data.sample_cache import CachedDataset, cache_folder, indices_to_probe, probe
-from compress.data.stream import CollateWithCursor, Stream, StreamReader
+from compress.data.stream import Stream, StreamReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
-
-    from compress.data.stream_cursor import StreamCursor
 
 __all__ = ["Batch", "DataReference", "Splits", "collate"]
 
@@ -230,17 +228,15 @@ class Splits:
         train = self.datasets.get("train")
         return train if isinstance(train, Stream) else None
 
-    def open_stream(
-        self, start: StreamCursor | None, pass_length: int | None, seed: int
-    ) -> Reader | None:
-        """Return a reader of the stream from a cursor on, by number; None if there is none."""
+    def open_stream(self, seed: int) -> Reader | None:
+        """Return a reader of the stream by the number over all passes; None if there is none."""
         if self.stream is None:
             return None
-        samples = StreamReader(self.stream, seed, start, pass_length)
-        # More workers would each read the whole stream.
-        loading = self.loading.model_copy(update={"workers": min(1, self.loading.workers)})
-        collate_fn = CollateWithCursor(samples, self.collate_fn)
-        return Reader(samples, loading, collate_fn, keeps_workers=True)
+        samples = StreamReader(self.stream, seed, self.stream.samples)
+        # More workers would each read the whole stream, and new ones read it from its start.
+        one = {"workers": min(1, self.loading.workers), "persistent_workers": True}
+        loading = self.loading.model_copy(update=one)
+        return Reader(samples, loading, self.collate_fn, keeps_workers=True)
 
     @property
     def collate_fn(self) -> Callable[[list[Any]], Batch]:
@@ -328,7 +324,8 @@ class Splits:
         streams = {}
         if self.stream is not None:
             streams["train"] = self.stream.fingerprint
-            made["streams"] = streams
+            # Hugging Face's streams are shuffled in another order in a worker.
+            made["streams"] = [streams, bool(self.loading.workers)]
         lengths, hashes, counts, unrepeatable = {}, {}, {}, set()
         for name in sorted(self.datasets):
             dataset = self.split(name)

@@ -18,7 +18,6 @@ from compress.common.atomic_files import sha256_of, sync, write_atomically
 from compress.common.config import Settings
 from compress.common.errors import ArtifactInvalid, StageFailed
 from compress.common.strict_json import dump_sealed, load_sealed
-from compress.data.stream_cursor import StreamCursor
 
 if TYPE_CHECKING:
     import torch
@@ -75,8 +74,6 @@ class TrainProgress(Settings):
     """State of the loss scaler of `fp16`; empty at other precisions."""
     layouts: tuple[str, ...] = ()
     """Layout of the processes (`Parallel.layout`), and each other one after a resumption."""
-    cursor: StreamCursor | None = None
-    """Where the stream `train` stands; None for samples read by index."""
 
     @property
     def trained_epochs(self) -> int:

@@ -54,24 +54,17 @@ class Job:
 
     @property
     def train_samples(self) -> int:
-        """Number of samples in the split `train`, or of a stream those that are held."""
+        """Number of samples in `train`; of a stream without `__len__` those that are held."""
+        stream = self.data.stream
+        if stream is not None and stream.samples is not None:
+            return stream.samples
         return len(self.data.split("train"))  # type: ignore[arg-type]  # Splits admits sized datasets only
 
     @property
     def steps_per_epoch(self) -> int:
         """Optimizer steps in one epoch."""
-        samples, stream = self.train_samples, self.data.stream
-        if stream is not None and self.training.steps_per_epoch:
-            return self.training.steps_per_epoch
-        if stream is not None and stream.samples is not None:
-            samples = stream.samples
-        return steps_per_epoch(samples, self.training.batch_size)
-
-    @property
-    def pass_length(self) -> int | None:
-        """Samples of the stream `train` in an epoch of one pass; None if epochs are of steps."""
-        stream = self.data.stream
-        return None if stream is None or self.training.steps_per_epoch else stream.samples
+        of_pass = steps_per_epoch(self.train_samples, self.training.batch_size)
+        return self.training.steps_per_epoch or of_pass
 
     @property
     def total_steps(self) -> int:

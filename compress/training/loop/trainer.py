@@ -15,13 +15,11 @@ from compress.artifacts.eager_model import EagerModel
 from compress.common.errors import StageFailed
 from compress.common.process import derive_seed, reseed, seeded
 from compress.training.checkpoint.metadata import (
-    FOLDER,
     NO_LOSSES,
     Epoch,
     TrainProgress,
     checkpoint_name,
     checkpoints,
-    read_progress,
 )
 from compress.training.distributed.sampler import share_of_epoch
 from compress.training.loop.checkpoint_manager import CheckpointManager
@@ -40,7 +38,6 @@ if TYPE_CHECKING:
 
     from compress.data.batch import Batch
     from compress.data.dataloader import Reader
-    from compress.data.stream_cursor import StreamCursor
     from compress.training.checkpoint.metadata import LossSum
     from compress.training.distributed.base import Strategy
     from compress.training.loop.job import Job
@@ -65,7 +62,7 @@ def train(job: Job, strategy: Strategy, on_record: Callable[[TrainingRecord], No
         # The first read forks the data workers: before NCCL runs, beside which a fork may hang.
         for name in job.data.datasets.keys() & {"train", "val"}:
             list(job.data.read(name, (), 1))
-        stream = job.data.open_stream(_trusted_cursor(job), job.pass_length, job.seed)
+        stream = job.data.open_stream(job.seed)
         if stream is not None:
             list(stream.read((), 1, job.seed))
         module = strategy.load(EagerModel.from_directory(job.start), job.device)
@@ -113,7 +110,7 @@ def _train_epoch(
     training, strategy = job.training, state.strategy
     every = training.checkpoints.every_steps
     epoch, steps, rate = progress.trained_epochs + 1, job.steps_per_epoch, 0.0
-    losses, cursor = LossMeter(progress.losses), progress.cursor
+    losses = LossMeter(progress.losses)
     state.wrapped.train()
     remaining_steps = metrics.timed(_micro_batches(job, strategy, epoch, progress.steps, stream))
     for index, micro_batches in enumerate(remaining_steps, progress.steps):
@@ -126,7 +123,6 @@ def _train_epoch(
         loss = state.train_step(micro_batches, step, measure_norm=is_recorded)
         schedule.step()
         losses.add(loss)
-        cursor = micro_batches[-1].cursor
         # In fp16 a loss that overflows lowers the loss scale first.
         stops = training.on_nan == "stop" and training.precision != "fp16"
         if (stops and not math.isfinite(loss)) or state.loss_scale < SMALLEST_LOSS_SCALE:
@@ -139,21 +135,12 @@ def _train_epoch(
         manager.notify_if_written()
         # The checkpoint after the last step is that of the epoch, with its metric.
         if every and (index + 1) % every == 0 and index + 1 < steps:
-            changed = {"steps": index + 1, "losses": losses.over_all(strategy), "cursor": cursor}
+            changed = {"steps": index + 1, "losses": losses.over_all(strategy)}
             manager.save(step + 1, _updated(progress, state, **changed), state)
     summed = losses.over_all(strategy)
     if not summed[1]:
         raise StageFailed(f"the loss was not finite in any step of epoch {epoch}")
-    progress = progress.model_copy(update={"cursor": cursor})
     return _finish_epoch(job, progress, state, summed, rate, steps - progress.steps)
-
-
-def _trusted_cursor(job: Job) -> StreamCursor | None:
-    """Return where the stream stood at the checkpoint that training most likely resumes from."""
-    # Data workers are started before it is chosen; from another one the stream is read on, or anew.
-    if job.data.stream is None or job.trusted is None:
-        return None
-    return read_progress(job.folder / FOLDER / job.trusted).cursor
 
 
 def _micro_batches(
@@ -166,7 +153,7 @@ def _micro_batches(
     if stream is not None:
         # As below, each rank takes every ``ranks``-th sample, for the same steps on any number.
         samples = job.steps_per_epoch * training.batch_size
-        start = (epoch - 1) * (job.pass_length or samples)
+        start = (epoch - 1) * (samples if training.steps_per_epoch else job.train_samples)
         share: Sequence[int] = range(start + rank, start + samples, ranks)
         read = stream.read(share, micro_batch, job.seed, first)
     else:

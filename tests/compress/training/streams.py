@@ -1,4 +1,4 @@
-"""Iterable data sets that a user would bring; 96 samples, of which one may end the process."""
+"""Iterable datasets that a user would bring; 96 samples, of which one may end the process."""
 
 import os
 import signal
@@ -12,12 +12,12 @@ from tests.compress.training.nets import tensors
 SAMPLES = 96
 
 
-class Replayed(IterableDataset):
-    """Has no state, and augments by torch's generator."""
+class Shuffled(IterableDataset):
+    """Is shuffled anew in each pass, and augments by torch's generator."""
 
     def __init__(self, trace: str = "", dies_at: int = 0, length: int | None = SAMPLES) -> None:
         self.samples = tensors(SAMPLES, 0)
-        self.trace, self.dies_at, self.length, self.start, self.epoch = trace, dies_at, length, 0, 0
+        self.trace, self.dies_at, self.length, self.epoch = trace, dies_at, length, 0
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -28,48 +28,41 @@ class Replayed(IterableDataset):
         return self.length
 
     def __iter__(self):
-        start, self.start = self.start, 0
+        # What set_epoch says after this has no effect.
         order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(self.epoch))
-        for self.position, index in enumerate(order[start:].tolist(), start + 1):
-            number = self.epoch * SAMPLES + self.position
+        return self.read(order.tolist(), self.epoch * SAMPLES)
+
+    def read(self, order, first):
+        for number, index in enumerate(order, first + 1):
             if self.trace:
-                with Path(self.trace).open("a") as file:
-                    file.write(f"{number}\n")
-            if number == self.dies_at and not Path(f"{self.trace}.died").exists():
-                Path(f"{self.trace}.died").touch()
-                os.kill(os.getpid(), signal.SIGKILL)
+                note(self.trace, f"{number}", number == self.dies_at)
             x, y = (column[index] for column in self.samples)
             yield x + 0.1 * torch.randn(4), y
 
 
-class Stateful(Replayed):
-    """Goes on where its state says."""
-
-    position = 0
-
-    def state_dict(self):
-        return {"position": self.position, "epoch": self.epoch}
-
-    def load_state_dict(self, state):
-        self.start = self.position = state["position"]
+def note(trace: str, line: str, is_last: bool) -> None:
+    """Append a line to a file; the last one ends this process, unless one has ended so before."""
+    with Path(trace).open("a") as file:
+        file.write(f"{line}\n")
+    if is_last and not Path(f"{trace}.died").exists():
+        Path(f"{trace}.died").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
-def splits(kind: str = "stateful", **settings):
-    kinds = {"stateful": Stateful, "replayed": Replayed}
-    return {"train": kinds[kind](**settings), "val": TensorDataset(*tensors(64, 1))}
+def splits(**settings):
+    return {"train": Shuffled(**settings), "val": TensorDataset(*tensors(64, 1))}
 
 
 def parquet(path: str, trace: str = "", dies_at: int = 0, streaming: bool = True):
     import datasets
 
-    def note(row, number):
+    # Reading stops so long at the end of each pass: 10 s by default.
+    datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN = 0.1
+
+    def traced(row):
         if trace:
-            with Path(trace).open("a") as file:
-                file.write(f"{number}\n")
-            lines = len(Path(trace).read_text().splitlines())
-            if lines == dies_at and not Path(f"{trace}.died").exists():
-                Path(f"{trace}.died").touch()
-                os.kill(os.getpid(), signal.SIGKILL)
+            lines = Path(trace).read_text().count("\n") if Path(trace).exists() else 0
+            note(trace, "", lines + 1 == dies_at)
         return row
 
     def load(streamed):
@@ -84,5 +77,5 @@ def parquet(path: str, trace: str = "", dies_at: int = 0, streaming: bool = True
 
     train = load(streaming)
     if streaming:
-        train = train.shuffle(seed=0, buffer_size=32).map(note, with_indices=True)
+        train = train.shuffle(seed=0, buffer_size=32).map(traced)
     return {"train": train.with_format("torch"), "val": load(False).with_format("torch")}
