@@ -63,6 +63,7 @@ def test_workers_and_micro_batches_change_no_sample(tmp_path, whole, settings):
     assert largest_difference(whole, other) <= (1e-6 if settings else 0)
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.usefixtures("forked_ranks")
 def test_two_ranks_train_as_one_process_and_resume_after_a_kill(tmp_path, whole):
@@ -146,7 +147,7 @@ def test_steps_per_epoch_of_data_with_a_length_is_refused(tmp_path, whole):
         train(tmp_path, splits, steps_per_epoch=2)
 
 
-def test_the_first_samples_in_order_calibrate_and_a_fingerprint_of_its_own_counts(parquet_file):
+def test_the_first_samples_in_order_calibrate_and_a_fingerprint_of_its_own_counts():
     splits, other = data(), data()
     batch = next(splits.calibration(16, seed=3))
     x = torch.stack([sample[0] for sample in splits.datasets["train"].read_first()[:16]])
