@@ -11,7 +11,7 @@ from pathlib import Path
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is imported
 
-PARTS = ("loops", "speed", "memory", "communication", "agreement")
+PARTS = ("loops", "speed", "memory", "communication", "wire", "agreement")
 
 
 def main(names: list[str]) -> None:

@@ -19,7 +19,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 class CommCounter:
-    """Collectives that count the bytes which this process sends."""
+    """Counts the bytes that this process sends in collectives, and runs some of them."""
 
     def __init__(self) -> None:
         self.ranks = dist.get_world_size()
@@ -27,17 +27,34 @@ class CommCounter:
         self.sent_between_bytes = 0
         """Bytes of them that left the process's group of `hierarchical`."""
 
-    def count_all_reduce(self, elements: int, bytes_each: int) -> None:
-        """Count an all-reduce that other code runs."""
-        # As in a ring, the minimum for any all-reduce; gloo and NCCL choose their own algorithms.
-        self.sent_bytes += 2 * (self.ranks - 1) * elements * bytes_each // self.ranks
+    def count_all_reduce(self, elements: int, bytes_each: int, ranks: int | None = None) -> int:
+        """Count an all-reduce that other code runs, and return its bytes."""
+        # As in a ring, the minimum for any all-reduce; gloo's are rings, NCCL chooses for itself.
+        ranks = ranks or self.ranks
+        sent = 2 * (ranks - 1) * elements * bytes_each // ranks
+        self.sent_bytes += sent
+        return sent
+
+    def count_all_gather(self, shard: torch.Tensor, ranks: int) -> None:
+        """Count a ring that gathers such a shard of each process."""
+        self.sent_bytes += (ranks - 1) * shard.nbytes
+
+    def count_reduce_scatter(self, shard: torch.Tensor, ranks: int) -> None:
+        """Count a ring after which each process has the sum of such a shard."""
+        # Gloo, which main memory is for, all-reduces the whole and drops the rest (torch 2.13).
+        self.sent_bytes += (2 if shard.is_cpu else 1) * (ranks - 1) * shard.nbytes
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Return the tensors of all processes, in the order of their ranks."""
-        self.sent_bytes += (self.ranks - 1) * tensor.numel() * tensor.element_size()
+        self.count_all_gather(tensor, self.ranks)
         gathered = [torch.empty_like(tensor) for _ in range(self.ranks)]
         dist.all_gather(gathered, tensor)
         return gathered
+
+    def per_step(self, steps: int) -> int:
+        """Return the bytes sent per step since the last call."""
+        sent, self.sent_bytes = self.sent_bytes, 0
+        return sent // steps
 
 
 class GradientCompressor(ABC):
