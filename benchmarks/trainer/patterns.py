@@ -77,15 +77,15 @@ def main() -> None:
     groups = defaultdict(list)
     for pattern in patterns:
         parallel = training_of(pattern.settings).parallel
-        # DeepSpeed and the compiler leave traces in a process.
-        alone = (parallel.strategy == "deepspeed", "compile" in pattern.settings)
-        groups[parallel.ranks, *alone].append(pattern)
+        # DeepSpeed and the compiler leave traces in a process, and come last: they compile C++.
+        apart = (parallel.strategy == "deepspeed", "compile" in pattern.settings)
+        groups[*apart, parallel.ranks].append(pattern)
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         start = import_sources(root)
         references = {key_of_alone(p): (p.source, p.reference) for p in patterns}
         on_ranks(1, train_all, root, references)
-        for (ranks, *_), group in groups.items():
+        for (*_, ranks), group in sorted(groups.items()):
             on_ranks(ranks, train_all, root, {key(p.name): (p.source, p.settings) for p in group})
             for pattern in group:
                 compare(pattern, root)

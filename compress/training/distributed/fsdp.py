@@ -49,7 +49,7 @@ class FSDPStrategy(DDPStrategy):
 
     deferred: DeferredWeights | None = None
     comm: CommCounter | None = None
-    """Counts what FSDP sends; None on a mesh, where others send, too."""
+    """Counts what FSDP sends; None for one process, and on a mesh, where others send, too."""
 
     def load(self, model: EagerModel, device: str) -> nn.Module:
         """Build the module on the meta device if possible; each rank later reads only its shard."""
@@ -64,7 +64,7 @@ class FSDPStrategy(DDPStrategy):
         device = self.deferred.device if self.deferred else next(module.parameters()).device
         mesh = build_mesh(self.parallel, self.ranks, torch.device(device).type)
         shard_(module, blocks_to_wrap(module, self.parallel), training, mesh)
-        self.comm = count_bytes_(module, mesh)
+        self.comm = count_bytes_(module, mesh) if self.ranks > 1 else None
         if self.deferred:
             self.deferred.fill_(module, offloaded=self.parallel.cpu_offload)
         return module
