@@ -52,7 +52,7 @@ def make_splits(
     sizes = [loader.batch_size for loader in loaders if loader.batch_size]
     return Splits(
         {name: as_dataset(each, parameters) for name, each in by_name.items()},
-        **({"batch_size": max(sizes)} if sizes else {}),
+        batch_size=max(sizes, default=Splits.batch_size),
         loading=Loading(collate_fn=_collate_reference(loaders, len(by_name))),
     )
 

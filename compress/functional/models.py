@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,10 +34,11 @@ def as_artifact(
             neither data nor inputs to infer its signature from.
         ArtifactInvalid: the module cannot be copied, or answers otherwise when built again.
     """
-    if isinstance(model, GraphModel) and not issubclass(GraphModel, reads):
+    if isinstance(model, GraphModel) and not isinstance(model, reads):
         return as_artifact_of_graph(model.program(), model.signature)
     if isinstance(model, Artifact):
-        if not isinstance(model, reads):
+        readable: bool = isinstance(model, reads)
+        if not readable:
             raise PipelineInvalid(
                 f"found an artifact of kind {model.kind}, which this stage does not read; give it "
                 "the model from before it was exported"
@@ -68,13 +70,17 @@ def as_artifact_of_graph(program: torch.export.ExportedProgram, signature: Signa
     """Return an exported program as a model that stages trace again; it loads in this process."""
 
     def build() -> torch.nn.Module:
-        module = program.module(check_guards=False)
+        module: Any = program.module(check_guards=False)
         # A graph has one mode, the one that it was traced in, and torch raises for both calls.
-        module.train = module.eval = lambda mode=True: module  # type: ignore[method-assign]
-        return module
+        module.train = module.eval = partial(_same, module)
+        return module  # type: ignore[no-any-return]
 
     reference = register(build, "exported_program")
     return EagerModel.from_module(build(), signature=signature, factory=reference)
+
+
+def _same(module: torch.nn.Module, mode: bool = True) -> torch.nn.Module:
+    return module
 
 
 def _signature(data: Splits | None, parameters: list[str], inputs: Inputs | None) -> Signature:

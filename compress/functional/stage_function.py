@@ -67,7 +67,8 @@ def stage_function(
                 hint = f"; did you mean {close[0]!r}?" if close else ""
                 raise TypeError(f"{name}() has no argument {argument!r}{hint}")
         settings = {n: arguments.pop(n) for n in [*arguments] if n in fields}
-        return _run_stage(model, file, stage, settings, **arguments)
+        artifact: Writes = _run_stage(model, file, stage, settings, **arguments)
+        return artifact
 
     function.__name__ = function.__qualname__ = name
     function.__module__ = "compress"
