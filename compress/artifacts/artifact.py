@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import os
 import shutil
@@ -144,6 +145,9 @@ class Artifact:
             raise ArtifactInvalid(f"{path / MANIFEST}: {place}: {first['msg']}") from error
         except (ValueError, RecursionError) as error:
             raise ArtifactInvalid(f"{path / MANIFEST}: {first_line(error)}") from error
+        if manifest.kind not in Artifact._kinds:
+            # Importing the stages defines every kind; this package imports none of those above it.
+            importlib.import_module("pipelines.config.registry")
         kind = Artifact._kinds.get(manifest.kind)
         if kind is None or not issubclass(kind, cls):
             expected = getattr(cls, "kind", " or ".join(sorted(Artifact._kinds)))
