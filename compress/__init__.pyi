@@ -14,9 +14,11 @@ from .common.signature import TensorSpec as TensorSpec
 from .core.context import Context as Context
 from .core.gates import LabelAgreement as LabelAgreement
 from .core.gates import MaxDrop as MaxDrop
+from .core.gates import MaxFileSize as MaxFileSize
 from .core.gates import MaxLatency as MaxLatency
 from .core.gates import MaxMemory as MaxMemory
 from .core.gates import MaxParameters as MaxParameters
+from .core.gates import MaxRelativeDrop as MaxRelativeDrop
 from .core.gates import MaxSize as MaxSize
 from .core.gates import MinMetric as MinMetric
 from .core.gates import MinSpeedup as MinSpeedup

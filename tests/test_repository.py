@@ -39,8 +39,8 @@ SHIPPED = [
 
 PUBLIC = {
     compress: "Artifact ArtifactInvalid CompressError Context ConvertPrecision Distill EagerModel "
-    "Finetune GateRefused GraphModel LabelAgreement Loss MaxDrop MaxLatency MaxMemory "
-    "MaxParameters MaxSize Metric MinMetric MinSpeedup Parallel Parity "
+    "Finetune GateRefused GraphModel LabelAgreement Loss MaxDrop MaxFileSize MaxLatency MaxMemory "
+    "MaxParameters MaxRelativeDrop MaxSize Metric MinMetric MinSpeedup Parallel Parity "
     "PipelineInvalid Predictor "
     "PruneChannels PruneLayers PruneWeights QuantizeAwareTraining QuantizeDynamic QuantizeMixed "
     "QuantizeStatic QuantizeWeights Signature Splits Stage StageFailed Target "
