@@ -241,7 +241,6 @@ def inspect(artifact: ArtifactPath) -> None:
     """Show an artifact's metadata."""
     from compress.artifacts.artifact import Artifact
     from pipelines.commands.inspect import describe_artifact
-    from pipelines.config import registry  # noqa: F401 - importing it makes every kind known
 
     found = Artifact.from_directory(artifact)
     print_result(
@@ -295,7 +294,6 @@ def serve(
 ) -> None:
     """Serve an artifact over HTTP; a .mar by TorchServe."""
     with fast_imports():
-        from pipelines.config import registry  # noqa: F401 - importing it makes every kind known
         from serve.http.options import Limits, Options
         from serve.serve_command import serve_artifact
     sizes: Any = {"workers": workers, "processes": processes, "threads": threads, "sha256": sha256}

@@ -1,7 +1,8 @@
 """Benchmarks of the trainer on this machine: `python benchmarks/training.py [PART ...]`.
 
-Parts: loops, speed, memory, communication, agreement; all by default. Each prints a table. Speeds
-are ratios of times measured in turn within one run; each process has one thread.
+Parts: loops, speed, memory, communication, wire, patterns; all by default. Each prints a table, and
+patterns writes its figures into docs/training-patterns.md. Speeds are ratios of times measured in
+turn within one run; each process has one thread.
 """
 
 import os
@@ -12,7 +13,7 @@ from pathlib import Path
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is imported
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # when torch.profiler starts
 
-PARTS = ("loops", "speed", "memory", "communication", "agreement")
+PARTS = ("loops", "speed", "memory", "communication", "wire", "patterns")
 
 
 def main(names: list[str]) -> None:

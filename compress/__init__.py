@@ -4,8 +4,36 @@ The public names stand in ``__init__.pyi``, for type checkers and for lazy_loade
 each on first use: ``compress --help`` must not import torch.
 """
 
+import importlib
+from typing import Any
+
 import lazy_loader
 
 __version__ = "0.1.0.dev0"
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+_own_attribute, _own_names, _own = lazy_loader.attach_stub(__name__, __file__)
+
+# This package imports none of those above it. Users look for the functions of all stages in one
+# place nevertheless, so these names alone are looked up there, when somebody asks for them.
+_OF_OTHER_PACKAGES = {
+    "export_aot": "export.functional",
+    "export_onnx": "export.functional",
+    "export_program": "export.functional",
+    "export_tensorrt": "export.functional",
+    "export_torchscript": "export.functional",
+    "package_kserve": "serve.functional",
+    "package_torchserve": "serve.functional",
+    "package_triton": "serve.functional",
+    "optimize": "pipelines.optimize",
+}
+__all__ = [*_own, *_OF_OTHER_PACKAGES]  # noqa: PLE0604 - both hold names
+
+
+def __getattr__(name: str) -> Any:
+    if name in _OF_OTHER_PACKAGES:
+        return getattr(importlib.import_module(_OF_OTHER_PACKAGES[name]), name)
+    return _own_attribute(name)
+
+
+def __dir__() -> list[str]:
+    return [*_own_names(), *_OF_OTHER_PACKAGES]

@@ -14,9 +14,11 @@ from .common.signature import TensorSpec as TensorSpec
 from .core.context import Context as Context
 from .core.gates import LabelAgreement as LabelAgreement
 from .core.gates import MaxDrop as MaxDrop
+from .core.gates import MaxFileSize as MaxFileSize
 from .core.gates import MaxLatency as MaxLatency
 from .core.gates import MaxMemory as MaxMemory
 from .core.gates import MaxParameters as MaxParameters
+from .core.gates import MaxRelativeDrop as MaxRelativeDrop
 from .core.gates import MaxSize as MaxSize
 from .core.gates import MinMetric as MinMetric
 from .core.gates import MinSpeedup as MinSpeedup
@@ -27,6 +29,17 @@ from .core.stage import Stage as Stage
 from .core.verdict import Verdict as Verdict
 from .data.splits import Splits as Splits
 from .distillation.stage import Distill as Distill
+from .functional.stages import convert_precision as convert_precision
+from .functional.stages import distill as distill
+from .functional.stages import prune_channels as prune_channels
+from .functional.stages import prune_layers as prune_layers
+from .functional.stages import prune_weights as prune_weights
+from .functional.stages import quantize_aware_training as quantize_aware_training
+from .functional.stages import quantize_dynamic as quantize_dynamic
+from .functional.stages import quantize_mixed as quantize_mixed
+from .functional.stages import quantize_static as quantize_static
+from .functional.stages import quantize_weights as quantize_weights
+from .functional.stages import train as train
 from .pruning.allocation.targets import Target as Target
 from .pruning.blocks_stage import PruneLayers as PruneLayers
 from .pruning.channels_stage import PruneChannels as PruneChannels
@@ -43,3 +56,14 @@ from .training.config.training import Training as Training
 from .training.stage import Train as Train
 
 __version__: str
+
+# Of packages above this one, see __init__.py.
+def export_aot(model: object, *args: object, **settings: object) -> Artifact: ...
+def export_onnx(model: object, *args: object, **settings: object) -> Artifact: ...
+def export_program(model: object, *args: object, **settings: object) -> Artifact: ...
+def export_tensorrt(model: object, *args: object, **settings: object) -> Artifact: ...
+def export_torchscript(model: object, *args: object, **settings: object) -> Artifact: ...
+def package_kserve(model: object, **settings: object) -> Artifact: ...
+def package_torchserve(model: object, **settings: object) -> Artifact: ...
+def package_triton(model: object, **settings: object) -> Artifact: ...
+def optimize(model: object, **settings: object) -> object: ...

@@ -14,6 +14,7 @@ import pytest
 import torch
 import yaml
 from pydantic import TypeAdapter
+from torch.utils.data import DataLoader, TensorDataset
 
 import compress
 import export
@@ -38,12 +39,16 @@ SHIPPED = [
 
 PUBLIC = {
     compress: "Artifact ArtifactInvalid CompressError Context ConvertPrecision Distill EagerModel "
-    "Finetune GateRefused GraphModel LabelAgreement Loss MaxDrop MaxLatency MaxMemory "
-    "MaxParameters MaxSize Metric MinMetric MinSpeedup Parallel Parity "
+    "Finetune GateRefused GraphModel LabelAgreement Loss MaxDrop MaxFileSize MaxLatency MaxMemory "
+    "MaxParameters MaxRelativeDrop MaxSize Metric MinMetric MinSpeedup Parallel Parity "
     "PipelineInvalid Predictor "
     "PruneChannels PruneLayers PruneWeights QuantizeAwareTraining QuantizeDynamic QuantizeMixed "
     "QuantizeStatic QuantizeWeights Signature Splits Stage StageFailed Target "
-    "TensorSpec Train Training Unavailable Verdict consolidate",
+    "TensorSpec Train Training Unavailable Verdict consolidate "
+    "convert_precision distill prune_channels prune_layers prune_weights quantize_aware_training "
+    "quantize_dynamic quantize_mixed quantize_static quantize_weights train "
+    "export_aot export_onnx export_program export_tensorrt export_torchscript "
+    "package_kserve package_torchserve package_triton optimize",
     export: "AotModel ExportAot ExportOnnx ExportProgram ExportTensorRT ExportTorchScript "
     "OnnxModel TensorRTEngine TorchScriptModel",
     serve: "Client KServeService PackageKServe PackageTorchServe PackageTriton TorchServe "
@@ -200,7 +205,7 @@ def test_the_export_page_names_every_exporter_and_its_settings() -> None:
 
 
 def test_the_readmes_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (snippet,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    functions, snippet = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     spec = spec_from_file_location("models", ROOT / "examples" / "digits" / "models.py")
     models = module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "models", models)
@@ -209,6 +214,10 @@ def test_the_readmes_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     file = tmp_path / "snippet.py"
     file.write_text(snippet)
     given = {"model": models.resnet20().eval(), "x": torch.zeros(2, 1, 8, 8), "out": tmp_path}
+    linear = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.ReLU(), torch.nn.Linear(64, 3))
+    loader = DataLoader(TensorDataset(torch.randn(64, 8)), batch_size=32)
+    exec(functions, {"compress": compress, "model": linear, "loader": loader})
+    assert (tmp_path / "model.onnx").stat().st_size > 64 / 2 * 11
     made = runpy.run_path(str(file), given)
     assert made["slim"].parameters() < 0.45 * 1_084_010
     assert made["onnx"].payload_path.exists()

@@ -80,3 +80,48 @@ def train_state(module: nn.Module, **settings) -> TrainState:
     )
     state.wrapped.train()
     return state
+
+
+class Normalized(nn.Sequential):
+    """A net with BatchNorm, on the samples of :func:`sequences`."""
+
+    def __init__(self, length: int, width: int, classes: int = 10) -> None:
+        super().__init__(
+            nn.Conv1d(length, width, 3, padding=1),
+            nn.BatchNorm1d(width),
+            nn.ReLU(),
+            nn.AdaptiveAvgPool1d(1),
+            nn.Flatten(),
+            nn.Linear(width, classes),
+        )
+
+
+class Sequences(torch.utils.data.Dataset):
+    """Random sequences of which every eighth has no label; with noise drawn at each reading."""
+
+    def __init__(self, count: int, length: int, width: int, noise: float) -> None:
+        generator = torch.Generator().manual_seed(count)
+        self.inputs = torch.randn(count, length, width, generator=generator)
+        self.labels = torch.randint(10, (count,), generator=generator)
+        self.labels[::8] = -100
+        self.noise = noise
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        noise = self.noise * torch.randn(self.inputs[index].shape) if self.noise else 0.0
+        return self.inputs[index] + noise, self.labels[index]
+
+
+def sequences(train: int, length: int, width: int, noise: float = 0.0) -> dict[str, Sequences]:
+    return {
+        "train": Sequences(train, length, width, noise),
+        "val": Sequences(train // 2, length, width, 0.0),
+    }
+
+
+def stack(samples: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Make a batch, as a user's own `collate_fn`."""
+    inputs, labels = zip(*samples, strict=True)
+    return torch.stack(inputs), torch.stack(labels)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import os
 import shutil
@@ -28,9 +29,10 @@ from compress.common.strict_json import reject_duplicate_keys
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
-    from contextlib import AbstractContextManager
 
-    from compress.common.forward import Predictor
+    import torch
+
+    from compress.common.forward import OpenedModel
 
 MANIFEST = "manifest.json"
 MANIFEST_BYTES = 2**26
@@ -96,6 +98,7 @@ class Artifact:
         self.manifest = manifest
         self.digest = digest
         """SHA-256 of the manifest, which holds the hash of every file."""
+        self._module: torch.nn.Module | None = None
 
     def __init_subclass__(cls) -> None:
         if "kind" in vars(cls):
@@ -142,6 +145,9 @@ class Artifact:
             raise ArtifactInvalid(f"{path / MANIFEST}: {place}: {first['msg']}") from error
         except (ValueError, RecursionError) as error:
             raise ArtifactInvalid(f"{path / MANIFEST}: {first_line(error)}") from error
+        if manifest.kind not in Artifact._kinds:
+            # Importing the stages defines every kind; this package imports none of those above it.
+            importlib.import_module("pipelines.config.registry")
         kind = Artifact._kinds.get(manifest.kind)
         if kind is None or not issubclass(kind, cls):
             expected = getattr(cls, "kind", " or ".join(sorted(Artifact._kinds)))
@@ -265,9 +271,27 @@ class Artifact:
         """Why a call's memory cannot be measured in this process; empty where it can."""
         return self.memory_elsewhere
 
-    def open(self, device: str = "cpu", threads: int = 1) -> AbstractContextManager[Predictor]:
-        """Load the model as a predictor with so many CPU threads, for a ``with`` block."""
+    def open(self, device: str = "cpu", threads: int = 1) -> OpenedModel:
+        """Load the model as a predictor with so many CPU threads: for a ``with`` block, or a call.
+
+        ``with artifact.open() as predict: predict(x)``, or ``artifact.open()(x)``.
+        """
         raise NotImplementedError(f"{self.kind} artifacts cannot answer")
+
+    def load(self, device: str = "cpu") -> torch.nn.Module:
+        """Return a new module that computes as the artifact does, in whatever runtime."""
+        import torch
+
+        from compress.artifacts.predictor_module import PredictorModule
+
+        return PredictorModule(self.open(device, torch.get_num_threads()))
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The model as a module on the CPU, loaded once."""
+        if self._module is None:
+            self._module = self.load()
+        return self._module
 
     @contextmanager
     def keep_loaded(self, device: str = "cpu", threads: int = 1) -> Iterator[None]:

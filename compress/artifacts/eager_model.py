@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import atexit
-import shutil
-import tempfile
 from collections.abc import Mapping
-from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from compress.artifacts.artifact import Artifact, Step
+from compress.artifacts.in_process import is_in_process
 from compress.checkpoint.state_dict import load_state_
+from compress.common.atomic_files import temporary_folder
 from compress.common.errors import ArtifactInvalid, PipelineInvalid
 from compress.common.factories import local_sources
-from compress.common.forward import Predictor, torch_predictor
+from compress.common.forward import opened_model, torch_predictor
 from compress.common.signature import Signature
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
     import torch
 
     from compress.artifacts.recipe import AnyEdit, Recipe
     from compress.checkpoint.state_dict import Weights
+    from compress.common.forward import Predictor
 
 CODE = "code"
 
@@ -75,7 +74,10 @@ class EagerModel(Artifact):
         arguments: dict[str, Any] | None = None,
         root: Path | None = None,
     ) -> EagerModel:
-        """Write an artifact of a module in memory, and check that its factory rebuilds it.
+        """Write an artifact of a module in memory, and check that its recipe rebuilds it.
+
+        Without a factory, a module that its class alone does not rebuild, or whose class cannot be
+        imported, becomes an artifact that loads :attr:`only_here`.
 
         Args:
             module: a trained module; it is not changed.
@@ -91,7 +93,7 @@ class EagerModel(Artifact):
             PipelineInvalid: neither inputs nor signature given, or the factory cannot be imported.
             ArtifactInvalid: the factory builds another architecture, or one with other outputs.
         """
-        from compress.artifacts.recipe_inference import check_rebuild, recipe_from_module
+        from compress.artifacts.recipe_inference import rebuilding_recipe
 
         if signature is None:
             if example_inputs is None:
@@ -100,13 +102,20 @@ class EagerModel(Artifact):
         if isinstance(example_inputs, Mapping):
             example_inputs = [example_inputs[spec.name] for spec in signature.inputs]
         inputs = tuple(example_inputs or signature.example())
-        recipe = recipe_from_module(module, factory, arguments)
-        recipe, signature = check_rebuild(module, recipe, signature, inputs)
-        if root is None:
-            temporary = tempfile.mkdtemp(prefix="compress-")
-            atexit.register(shutil.rmtree, temporary, ignore_errors=True)
-            root = Path(temporary) / "source"
-        return cls.create(root, recipe, module.state_dict(), signature)
+        recipe, signature = rebuilding_recipe(module, factory, arguments, signature, inputs)
+        return cls.create(
+            root or temporary_folder() / "source", recipe, module.state_dict(), signature
+        )
+
+    @property
+    def only_here(self) -> bool:
+        """Whether the model can be loaded in the process that made it alone."""
+        return is_in_process(self.recipe.factory)
+
+    @property
+    def memory_unavailable_reason(self) -> str:
+        """Why a call's memory cannot be measured; empty where it can."""
+        return "its class is defined in this process alone" if self.only_here else ""
 
     @property
     def recipe(self) -> Recipe:
@@ -164,7 +173,7 @@ class EagerModel(Artifact):
             path, recipe, state, self.signature, folder=self.code, lineage=lineage, facts=facts
         )
 
-    @contextmanager
+    @opened_model
     def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:
         """Load the module as a predictor for a ``with`` block."""
         with torch_predictor(self.load(device), device, threads) as predict:

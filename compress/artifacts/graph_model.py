@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from compress.artifacts.artifact import Artifact, Step
 from compress.artifacts.eager_model import EagerModel
 from compress.common.errors import StageFailed
-from compress.common.forward import Predictor, flatten_outputs, run_in_eval, torch_predictor
+from compress.common.forward import (
+    Predictor,
+    flatten_outputs,
+    opened_model,
+    run_in_eval,
+    torch_predictor,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -67,9 +72,14 @@ class GraphModel(Artifact):
         self.verify_cached()
         return load_program(self.payload_path)
 
-    @contextmanager
+    @opened_model
     def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:
         """Load the graph as a predictor for a ``with`` block; PyTorch runs it."""
+        with torch_predictor(self.load(device), device, threads) as predict:
+            yield predict
+
+    def load(self, device: str = "cpu") -> torch.nn.Module:
+        """Return the graph as a new module; it computes as in eval mode."""
         import torch
         import torch.ao.quantization.fx._decomposed  # registers choose_qparams
 
@@ -83,8 +93,7 @@ class GraphModel(Artifact):
         for node in module.graph.find_nodes(op="call_function", target=choose):
             node.target = choose_range
         module.recompile()
-        with torch_predictor(module.to(device), device, threads) as predict:
-            yield predict
+        return module.to(device)  # type: ignore[no-any-return]
 
     def parameters(self) -> int:
         """Count the weights; scales and zero points are not weights."""

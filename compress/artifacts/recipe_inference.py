@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from compress.artifacts.in_process import is_in_process, register_module
 from compress.artifacts.recipe import CallByName, Recipe
 from compress.checkpoint.state_dict import load_state_
 from compress.common.errors import ArtifactInvalid, PipelineInvalid
@@ -18,11 +20,13 @@ if TYPE_CHECKING:
 
     from compress.common.signature import Signature
 
+log = logging.getLogger(__name__)
+
 
 def recipe_from_module(
     module: torch.nn.Module, factory: str | None, arguments: dict[str, Any] | None
 ) -> Recipe:
-    """Return a module's recipe; raise PipelineInvalid if no other process can import its class."""
+    """Return a module's recipe; one of this process alone if no other can import its class."""
     if factory is not None:
         return Recipe(factory=factory, arguments=arguments or {})
     kind = type(module)
@@ -32,11 +36,34 @@ def recipe_from_module(
 
         return recipe_from(module)
     if kind.__module__ == "__main__" or "<locals>" in kind.__qualname__:
-        raise PipelineInvalid(
-            f"{kind.__qualname__} is defined in a script or a function, where no other process "
-            "finds it; move it to a file of its own, or pass factory='module:callable'"
-        )
+        return Recipe(factory=register_module(module))
     return Recipe(factory=f"{kind.__module__}:{kind.__qualname__}", arguments=arguments or {})
+
+
+def rebuilding_recipe(
+    module: torch.nn.Module,
+    factory: str | None,
+    arguments: dict[str, Any] | None,
+    signature: Signature,
+    inputs: Sequence[torch.Tensor],
+) -> tuple[Recipe, Signature]:
+    """Return a recipe that is known to rebuild a module, and the completed signature.
+
+    Where neither a factory nor arguments are given and the class alone does not rebuild the module,
+    the recipe is one of this process.
+
+    Raises:
+        PipelineInvalid: names contradict the model, or the factory cannot be imported.
+        ArtifactInvalid: the factory builds another architecture, or one with other outputs.
+    """
+    recipe = recipe_from_module(module, factory, arguments)
+    try:
+        return check_rebuild(module, recipe, signature, inputs)
+    except (ArtifactInvalid, PipelineInvalid) as error:
+        if factory is not None or arguments is not None or is_in_process(recipe.factory):
+            raise
+        log.info("%s is kept in this process: %s", type(module).__qualname__, error)
+        return check_rebuild(module, Recipe(factory=register_module(module)), signature, inputs)
 
 
 def check_rebuild(

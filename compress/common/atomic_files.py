@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import errno
 import hashlib
 import os
 import shutil
 import stat
+import tempfile
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from compress.common.errors import ArtifactInvalid
@@ -15,7 +18,6 @@ from compress.common.errors import ArtifactInvalid
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from io import BufferedReader
-    from pathlib import Path
     from typing import BinaryIO
 
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
@@ -53,6 +55,13 @@ def open_atomically(path: Path) -> Iterator[BinaryIO]:
         sync(path.parent)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def temporary_folder() -> Path:
+    """Return a new folder that is removed when this process ends."""
+    folder = tempfile.mkdtemp(prefix="compress-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
 
 
 def partial_path(path: Path) -> Path:

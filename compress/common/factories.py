@@ -7,10 +7,12 @@
 from __future__ import annotations
 
 import ast
+import difflib
 import hashlib
 import importlib
 import importlib.util
 import os
+import re
 import sys
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -21,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
+from pydantic_core import core_schema
 
 from compress.common.dependency_recorder import (
     INSTALLED,
@@ -39,8 +42,41 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence, Set
     from types import CodeType
 
-Reference = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")]
+    from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
+    from pydantic_core import CoreSchema
+
+REFERENCE = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")
+Reference = Annotated[str, Field(pattern=REFERENCE.pattern)]
 """``module:callable``; looked up in the pipeline's folder first, then as installed."""
+
+
+@dataclass(frozen=True)
+class NameOrReference:
+    """Annotation of a setting that is a built-in name, or the user's ``module:callable``."""
+
+    kind: str
+    """What it names, for messages: `loss`."""
+    names: tuple[str, ...]
+
+    def check(self, name: str) -> str:
+        """Return the name; ValueError says which are known, and the nearest one."""
+        if name in self.names or REFERENCE.match(name):
+            return name
+        close = difflib.get_close_matches(name, self.names, n=1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        expected = f"{', '.join(self.names)} or module:callable"
+        raise ValueError(f"unknown {self.kind} {name!r}; {hint}expected {expected}")
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self.check, handler(source))
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        own = {"type": "string", "pattern": REFERENCE.pattern}
+        return {"anyOf": [{"enum": list(self.names)}, own]}
 
 
 def resolve(reference: str, folder: Path | None = None) -> Callable[..., Any]:

@@ -6,16 +6,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol
 
 from compress.common.errors import ArtifactInvalid, PipelineInvalid
 from compress.common.signature import OutputSpec, Signature
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
 
     import torch
+
+Arguments = ParamSpec("Arguments")
 
 OUTPUT = "output"
 """Name of an output that the model itself does not name."""
@@ -27,6 +31,63 @@ class Predictor(Protocol):
     def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the flattened outputs for inputs in the signature's order."""
         ...
+
+
+class OpenedModel:
+    """A model that was opened: a context manager of its predictor, or called directly.
+
+    Called directly it is loaded by the first call, and unloaded by :meth:`close`.
+    """
+
+    def __init__(self, manager: AbstractContextManager[Predictor]) -> None:
+        self._manager = manager
+        self._stack = ExitStack()
+        self._predict: Predictor | None = None
+        self._threads = 0
+
+    def __enter__(self) -> Predictor:
+        return self._stack.enter_context(self._manager)
+
+    def __exit__(self, *error: object) -> bool | None:
+        return self._stack.__exit__(*error)  # type: ignore[arg-type]
+
+    def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the flattened outputs for inputs in the signature's order."""
+        import torch
+
+        # Loading sets the process's number of threads, which is the caller's between two calls.
+        own_threads = torch.get_num_threads()
+        try:
+            if self._predict is None:
+                self._predict = self._stack.enter_context(self._manager)
+                self._threads = torch.get_num_threads()
+            torch.set_num_threads(self._threads)
+            return self._predict(*inputs)
+        finally:
+            torch.set_num_threads(own_threads)
+
+    def close(self) -> None:
+        """Unload the model."""
+        if self._predict is not None:
+            import torch
+
+            own_threads = torch.get_num_threads()
+            self._predict = None
+            self._stack.close()
+            torch.set_num_threads(own_threads)
+
+
+def opened_model(
+    open_model: Callable[Arguments, Iterator[Predictor]],
+) -> Callable[Arguments, OpenedModel]:
+    """Decorate a generator method that yields a predictor, as ``contextmanager`` does."""
+    manager = contextmanager(open_model)
+
+    @wraps(open_model)
+    def opened(*args: Arguments.args, **kwargs: Arguments.kwargs) -> OpenedModel:
+        return OpenedModel(manager(*args, **kwargs))
+
+    return opened
 
 
 @contextmanager

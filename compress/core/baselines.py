@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from compress.artifacts.artifact import Artifact
 from compress.common.errors import StageFailed, Unavailable
+from compress.common.forward import opened_model
 from compress.common.requirements import COMPILER, Requirement
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class BaselineArtifact(Artifact):
         super().__init__(model.path, model.manifest, f"{model.digest} in {name}")
         self.name, self.model = name, model
 
-    @contextmanager
+    @opened_model
     def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:
         """Open the model in the runtime; raise Unavailable if something for it is not installed."""
         for need in self.runtime.requirements:

@@ -139,6 +139,29 @@ class MaxDrop(Gate):
         return super().value_in_words(verdict, metric)
 
 
+class MaxRelativeDrop(Gate):
+    """The metric on `val` gets worse by at most `percent` of its value before."""
+
+    gate: Literal["max_relative_drop"] = "max_relative_drop"
+    percent: Annotated[float, Field(allow_inf_nan=False)]
+    """Largest loss allowed, in percent of the metric before: 2 lets a perplexity of 20 become 20.4,
+    and an accuracy of 0.90 become 0.882."""
+
+    limit_field: ClassVar[str] = "percent"
+    rule_template: ClassVar[str] = "drop <= {percent:g} % of the metric"
+    report_template: ClassVar[str] = "{metric} gets worse by at most {limit:g} %"
+    needs_data: ClassVar[bool] = True
+    judges_quality: ClassVar[bool] = True
+    depends_on_batch: ClassVar[bool] = True
+
+    def measure(self, before: Artifact, after: Artifact, context: Context) -> float:
+        """Return the loss in percent, negative when the result is better."""
+        score = context.score(before)
+        if score == 0:
+            raise StageFailed(f"{context.metric.name} was 0 before, which has no percentage")
+        return round(context.metric.drop_points(score, context.score(after)) / abs(score), 9)
+
+
 class MinMetric(Gate):
     """The metric on `val` reaches a value."""
 
@@ -201,6 +224,23 @@ class MaxSize(_RatioGate):
     def measure(self, before: Artifact, after: Artifact, context: Context) -> float:
         """Return the ratio of bytes."""
         return after.payload_bytes / before.payload_bytes
+
+
+class MaxFileSize(Gate):
+    """The deployed file has at most so many mebibytes."""
+
+    gate: Literal["max_file_size"] = "max_file_size"
+    mebibytes: Positive
+    """Largest size of the deployed file, in mebibytes (1,048,576 bytes)."""
+
+    limit_field: ClassVar[str] = "mebibytes"
+    rule_template: ClassVar[str] = "size <= {mebibytes:g} MiB"
+    report_template: ClassVar[str] = "the file has at most {limit:g} MiB"
+    compares: ClassVar[bool] = False
+
+    def measure(self, before: Artifact, after: Artifact, context: Context) -> float:
+        """Return the mebibytes of the deployed file."""
+        return after.payload_bytes / 2**20
 
 
 class MaxParameters(_RatioGate):
@@ -335,8 +375,10 @@ AnyGate = Annotated[
     Parity
     | LabelAgreement
     | MaxDrop
+    | MaxRelativeDrop
     | MinMetric
     | MaxSize
+    | MaxFileSize
     | MaxParameters
     | MinSpeedup
     | MaxLatency

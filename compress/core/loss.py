@@ -7,16 +7,13 @@ number that :meth:`Loss.label_counter` gives, the means of parts add up to that 
 
 from __future__ import annotations
 
-import difflib
-import re
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path  # noqa: TC003 - a dataclass field
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
-from pydantic import AfterValidator, WithJsonSchema
-
 from compress.common.errors import CompressError, PipelineInvalid, StageFailed, first_line
+from compress.common.factories import NameOrReference
 from compress.core.task_targets import (
     TargetKind,
     are_class_labels,
@@ -47,8 +44,6 @@ WEIGHTED = ("cross_entropy", "nll")
 SMOOTHED = ("cross_entropy",)
 """Losses that take label smoothing."""
 DEFAULT_SMOOTHING = 0.1
-REFERENCE = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")
-"""A user's function: ``module:callable``."""
 
 
 class LossFunction(Protocol):
@@ -72,22 +67,8 @@ class LossFunction(Protocol):
         ...
 
 
-def _check_name(name: str) -> str:
-    if name in BUILT_IN or REFERENCE.match(name):
-        return name
-    close = difflib.get_close_matches(name, BUILT_IN, n=1)
-    hint = f"did you mean {close[0]!r}? " if close else ""
-    expected = f"{', '.join(BUILT_IN)} or module:callable"
-    raise ValueError(f"unknown loss {name!r}; {hint}expected {expected}")
-
-
-LossName = Annotated[
-    str,
-    AfterValidator(_check_name),
-    WithJsonSchema(
-        {"anyOf": [{"enum": list(BUILT_IN)}, {"type": "string", "pattern": REFERENCE.pattern}]}
-    ),
-]
+LOSS_NAME = NameOrReference("loss", BUILT_IN)
+LossName = Annotated[str, LOSS_NAME]
 """Name of a loss, or ``module:callable`` (outputs, targets → scalar)."""
 
 
@@ -111,7 +92,7 @@ class Loss:
     def __post_init__(self) -> None:
         if self.name is not None:
             try:
-                _check_name(self.name)
+                LOSS_NAME.check(self.name)
             except ValueError as error:
                 raise PipelineInvalid(str(error)) from None
 

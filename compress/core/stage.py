@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from compress.core.context import Context
     from compress.core.loss import Loss
     from compress.core.verdict import Verdict
+    from compress.data.splits import Splits
 
 Reads = TypeVar("Reads", bound=Artifact)
 Writes = TypeVar("Writes", bound=Artifact)
@@ -89,6 +90,16 @@ class Stage(Settings, Generic[Reads, Writes]):
         """Upper bound of the samples that the stage draws from the calibration split."""
         samples: int | None = getattr(self, "calibration_samples", 0)
         return DEFAULT_CALIBRATION_SAMPLES if samples is None else samples
+
+    def available_samples(self, data: Splits) -> int:
+        """Return how many calibration samples to draw: those set, or of the default all there are.
+
+        Raises:
+            StageFailed: the data have no split for calibration.
+        """
+        available = len(data.split(data.calibration_split))  # type: ignore[arg-type]
+        is_set = "calibration_samples" in self.model_fields_set
+        return self.drawn_samples if is_set else min(self.drawn_samples, available)
 
     @property
     def machine_parts(self) -> dict[str, Any]:

@@ -7,6 +7,7 @@ plain data: see :mod:`compress.checkpoint.pt2_safety`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import io
 import json
@@ -125,6 +126,25 @@ class FlatOutputs(nn.Module):
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the wrapped module's outputs, flattened."""
         return flatten_outputs(self.module(*inputs))
+
+
+@contextlib.contextmanager
+def flat_outputs(module: nn.Module) -> Iterator[None]:
+    """Flatten a module's outputs until the end of a block; its parameters keep their names."""
+    own = vars(module).get("forward")
+    original = module.forward
+
+    @functools.wraps(original)
+    def forward(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return flatten_outputs(original(*inputs))
+
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
+        if own is not None:
+            module.forward = own
 
 
 def save_program(program: ExportedProgram, file: Path) -> None:

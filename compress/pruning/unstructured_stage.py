@@ -208,7 +208,7 @@ class PruneWeights(PruningStage):
         left = set_calibrated_zeros_(
             module,
             {name: layout for name, layout in prunable.layouts.items() if layout},
-            list(data.calibration(self.calibration_samples, context.seed)),
+            list(data.calibration(self.available_samples(data), context.seed)),
             method=self.method,
             amount=self.amount or 0.0,
             n_of_m=self.n_of_m,

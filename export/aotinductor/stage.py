@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from compress.artifacts.artifact import Artifact
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel, program_of
-from compress.common.forward import Predictor, torch_predictor
+from compress.common.forward import Predictor, opened_model, torch_predictor
 from compress.common.requirements import COMPILER, Requirement
 from compress.core.context import Context
 from compress.core.stage import Stage
@@ -48,7 +47,7 @@ class AotModel(Artifact):
         reason = "compiled code takes memory of the GPU that PyTorch does not count"
         return reason if built_for["device"] == "cuda" else ""
 
-    @contextmanager
+    @opened_model
     def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:
         """Load the code as a predictor; it runs on what it was compiled for, whatever the device.
 

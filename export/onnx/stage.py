@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from contextlib import contextmanager
 from itertools import chain
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -12,6 +11,7 @@ from pydantic import Field
 from compress.artifacts.artifact import Artifact
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
+from compress.common.forward import opened_model
 from compress.core.context import Context
 from compress.core.stage import Stage
 from export.common.targets import (
@@ -50,7 +50,7 @@ class OnnxModel(Artifact):
     kind: ClassVar[str] = "onnx"
     payload: ClassVar[str] = "model.onnx"
 
-    @contextmanager
+    @opened_model
     def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:
         """Open an onnxruntime session as a predictor; it runs on the CPU whatever the device."""
         from export.onnx.session import session_predictor

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
@@ -13,7 +12,7 @@ from compress.artifacts.artifact import Artifact
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.common.config import Count
-from compress.common.forward import Predictor, torch_predictor
+from compress.common.forward import Predictor, opened_model, torch_predictor
 from compress.common.requirements import Requirement
 from compress.core.stage import Stage
 from export.common.host_check import CUDA
@@ -54,7 +53,7 @@ class TensorRTEngine(Artifact):
         "TensorRT takes memory of the GPU by itself, and PyTorch does not count it"
     )
 
-    @contextmanager
+    @opened_model
     def open(self, device: str = "cuda", threads: int = 1) -> Iterator[Predictor]:
         """Load the engine as a predictor; it runs on a CUDA device, whatever the device.
 

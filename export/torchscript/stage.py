@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import model_validator
@@ -12,6 +11,7 @@ from pydantic import model_validator
 from compress.artifacts.artifact import Artifact
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
+from compress.common.forward import opened_model
 from compress.core.context import Context
 from compress.core.stage import Stage
 from export.common.targets import UINT8_ONLY
@@ -44,7 +44,7 @@ class TorchScriptModel(Artifact):
     payload: ClassVar[str] = "model.ts"
     opened_with: ClassVar[tuple[str, ...]] = ("export.torchscript.file_io",)
 
-    @contextmanager
+    @opened_model
     def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:
         """Load the module as a predictor."""
         from compress.common.forward import torch_predictor

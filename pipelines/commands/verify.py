@@ -14,7 +14,6 @@ from pipelines.commands.verify_anchors import (
     check_file_anchors,
     find_enclosing_run,
 )
-from pipelines.config import registry  # noqa: F401 - importing it makes every kind known
 from pipelines.config.pipeline import PipelineConfig
 from pipelines.reporting.verification_page import render_proof
 from serve.attestation import signed, statement_of, subjects_of

@@ -16,7 +16,6 @@ from compress.artifacts.artifact import MANIFEST, Artifact
 from compress.common.atomic_files import open_regular
 from compress.common.errors import ArtifactInvalid
 from compress.common.strict_json import refuse_changed_run
-from pipelines.config import registry  # noqa: F401 - importing it makes every kind known
 from serve.attestation import read_attestation
 from serve.torchserve.artifact import TorchServeArchive
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -12,6 +11,7 @@ from pydantic import Field, model_validator
 from compress.artifacts.artifact import Artifact
 from compress.common.config import Count
 from compress.common.errors import ArtifactInvalid
+from compress.common.forward import opened_model
 from compress.core.gates import AnyGate, LabelAgreement, Parity
 from compress.core.stage import Stage
 from serve.repository.triton import TritonRepository, open_predictor
@@ -47,7 +47,7 @@ class KServeService(Artifact):
         """Size in bytes of the manifest and of the repository."""
         return sum(file.bytes for file in self.manifest.files.values())
 
-    @contextmanager
+    @opened_model
     def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:
         """Yield a predictor of the packaged file; nothing is deployed."""
         name = self.fact("model_file")

@@ -11,6 +11,7 @@ from pydantic import Field
 
 from compress.artifacts.artifact import Artifact
 from compress.common.config import Count
+from compress.common.forward import opened_model
 from compress.core.gates import AnyGate, LabelAgreement, Parity
 from compress.core.stage import Stage
 from export.onnx.stage import OnnxModel
@@ -58,7 +59,7 @@ class TritonRepository(Artifact):
         """Size in bytes of the whole repository."""
         return sum(file.bytes for file in self.manifest.files.values())
 
-    @contextmanager
+    @opened_model
     def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:
         """Yield a predictor of the packaged file; Triton is not started."""
         self.verify_cached()

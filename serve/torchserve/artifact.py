@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from compress.artifacts.artifact import MANIFEST, Artifact, Manifest
 from compress.common.atomic_files import sha256_of
 from compress.common.errors import ArtifactInvalid
+from compress.common.forward import opened_model
 from serve.packaging.provenance import PROVENANCE, Provenance, digest_of, refuse_broken_chain
 from serve.torchserve.handler_bundle import handler_text
 from serve.torchserve.mar_file import (
@@ -78,7 +79,7 @@ class TorchServeArchive(Artifact):
         self._predictors: dict[int, Predictor] = {}
         self._kept_servers: ExitStack | None = None
 
-    @contextmanager
+    @opened_model
     def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:
         """Start TorchServe; yield a predictor that calls it.
 

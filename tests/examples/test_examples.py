@@ -72,6 +72,20 @@ def test_the_road_from_python(tmp_path: Path) -> None:
     Artifact.from_directory(tmp_path / "out" / "onnx").verify()
 
 
+@pytest.mark.slow
+def test_a_class_of_a_script(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / "notebook.py", tmp_path],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("accuracy 0.9") == 3
+    assert (tmp_path / "model.onnx").stat().st_size < 10_000
+
+
 @pytest.mark.soak  # test_teachers.py distills from another teacher in a pipeline
 @pytest.mark.slow
 def test_few_labels_and_a_larger_teacher(tmp_path: Path, run: Callable[..., str]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 import warnings
-from dataclasses import is_dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from compress.common.errors import StageFailed, first_line
+from compress.graph.torch_export import flat_outputs
 from compress.pruning.dependency.channel_groups import AxisGraph, build_axis_graph
 from compress.pruning.dependency.rules import elementwise
 from compress.pruning.dependency.rules.channel_labels import WILD, LabelBook, Labels, Weight
@@ -64,12 +65,9 @@ def export_graph(module: nn.Module, inputs: Sequence[torch.Tensor]) -> ExportedP
         # torch 2.13 warns that recurrent layers keep a list of their weights.
         warnings.filterwarnings("ignore", "The tensor attributes? self", UserWarning)
         try:
-            # torch.export accepts a dataclass as output only if it is registered.
-            output_type = type(module(*inputs))
-            if is_dataclass(output_type) and output_type not in pytree.SUPPORTED_NODES:
-                torch.export.register_dataclass(output_type)
             # Not strict: Python runs the module, so that more models can be traced than by Dynamo.
-            return torch.export.export(module, tuple(inputs), strict=False)
+            with flat_outputs(module):
+                return torch.export.export(module, tuple(inputs), strict=False)
         except Exception as error:
             raise StageFailed(
                 f"torch.export cannot trace {type(module).__name__}, so its channels cannot be "

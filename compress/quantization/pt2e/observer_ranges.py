@@ -163,9 +163,8 @@ def fit_ranges_(prepared: GraphModule) -> None:
         observer = observer_of(prepared, node) if node.op == "call_module" else None
         if observer is None or not hasattr(observer, "max_val"):  # a bias's scale is derived
             continue
-        largest = max(float(observer.min_val.abs().max()), float(observer.max_val.abs().max()))
-        scale, _ = observer.calculate_qparams()
-        if largest > 0 and float(scale.max()) <= SMALLEST_SCALE:
+        largest = vanishing_range(observer)
+        if largest is not None:
             steps = observer.quant_max - observer.quant_min
             raise StageFailed(
                 f"calibration: {describe_tensor(observed(node))} is {largest:.2g} at most, too "
@@ -179,6 +178,43 @@ def fit_ranges_(prepared: GraphModule) -> None:
         weight = observer_of(prepared, weight_node)
         least_O = smallest_weight_scale(value_of(prepared, observed(bias_node)), scale)
         weight.max_val = torch.maximum(weight.max_val, least_O * weight.quant_max)
+
+
+def vanishing_range(observer: MinMaxObserver) -> float | None:
+    """Return the largest absolute value of a range too small for its scale, or None if it fits."""
+    largest = max(float(observer.min_val.abs().max()), float(observer.max_val.abs().max()))
+    scale, _ = observer.calculate_qparams()
+    return largest if largest > 0 and float(scale.max()) <= SMALLEST_SCALE else None
+
+
+def detach_vanishing_(prepared: GraphModule) -> tuple[dict[str, float], list[Node]]:
+    """Take the observers off the operators that read a range too small for its scale.
+
+    Returns the largest absolute value of each such tensor by its module or description, and the
+    operators that compute in float now.
+    """
+    observers = [n for n in prepared.graph.nodes if n.op == "call_module"]
+    ranges: dict[str, float] = {}
+    readers: dict[Node, None] = {}
+    for node in observers:
+        observer = observer_of(prepared, node)
+        largest = vanishing_range(observer) if hasattr(observer, "max_val") else None
+        if largest is not None:
+            source = observed(node)
+            layer = _layer_before_clamp(source)
+            name = module_of(layer) if layer.target in WEIGHTED else ""
+            ranges[name or describe_tensor(source)] = largest
+            readers |= dict.fromkeys(node.users)
+    for reader in readers:
+        # All of them: a kernel takes integers only where its other inputs are integers too.
+        for operand in reader.all_input_nodes:
+            if operand in observers:
+                reader.replace_input_with(operand, observed(operand))
+    for node in reversed(observers):
+        if not node.users:
+            prepared.graph.erase_node(node)
+    prepared.recompile()
+    return ranges, [reader for reader in readers if reader.op == "call_function"]
 
 
 def quantized_biases(prepared: GraphModule) -> Iterator[tuple[Node, Node, Node]]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 from torch.fx import GraphModule, Node
 
-from compress.quantization.pt2e.module_names import is_excluded, is_wrapped
+from compress.quantization.pt2e.module_names import is_excluded, is_wrapped, module_of
 from compress.quantization.pt2e.observers import observer_class
 from compress.quantization.pt2e.qspec import bias_qspec, qspec
 from compress.quantization.pt2e.torchao_api import (
@@ -117,6 +117,15 @@ class OnnxRuntimeQuantizer(Quantizer):  # type: ignore[misc]  # torchao has no t
     def validate(self, model: GraphModule) -> None:
         """Accept every graph; what was not annotated stays float."""
 
+    def leave_float(self, operators: Sequence[Node]) -> None:
+        """Record that operators, annotated before, stay float."""
+        layers = {module_of(node) for node in operators if node.target in {*WEIGHTED, EMBEDDING}}
+        for node in operators:
+            if node.meta.pop(Q_ANNOTATION_KEY, None) and node.target not in MOVES:
+                self.quantized[_kind(node)] -= 1
+        self.quantized = +self.quantized
+        self.float_modules = sorted({*self.float_modules, *layers})
+
     def _annotate_weighted(self, node: Node) -> None:
         source, weight = node.args[:2]
         if not (is_float(source) and is_constant(weight)):
@@ -170,7 +179,7 @@ class OnnxRuntimeQuantizer(Quantizer):  # type: ignore[misc]  # torchao has no t
     def _annotate_inputs(self, node: Node, specs: dict[Node, QuantizationSpec]) -> None:
         """Annotate inputs and weights of an operator whose output stays float."""
         node.meta[Q_ANNOTATION_KEY] = QuantizationAnnotation(input_qspec_map=specs, _annotated=True)
-        self.quantized[str(node.target).split(".")[1]] += 1
+        self.quantized[_kind(node)] += 1
 
     def _annotate_chain(
         self, chain: Sequence[Node], sources: Sequence[object], output: object
@@ -181,7 +190,12 @@ class OnnxRuntimeQuantizer(Quantizer):  # type: ignore[misc]  # torchao has no t
         chain[0].meta[Q_ANNOTATION_KEY].input_qspec_map = dict.fromkeys(sources, self.activation)
         chain[-1].meta[Q_ANNOTATION_KEY].output_qspec = output
         if chain[0].target not in MOVES:
-            self.quantized[str(chain[0].target).split(".")[1].rstrip("_")] += 1
+            self.quantized[_kind(chain[0])] += 1
+
+
+def _kind(node: Node) -> str:
+    """Return an operator's name without its overload."""
+    return str(node.target).split(".")[1].rstrip("_")
 
 
 def _with_clamp(node: Node) -> list[Node]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,13 +13,15 @@ from compress.quantization.config.calibration_data import require_varying
 from compress.quantization.pt2e.bn_fusion import protect_shared_layers_
 from compress.quantization.pt2e.graph_capture import capture
 from compress.quantization.pt2e.graph_constants import remove_unread_tensors_
+from compress.quantization.pt2e.module_names import module_of
 from compress.quantization.pt2e.observer_ranges import (
+    detach_vanishing_,
     fit_ranges_,
     monitor_ranges,
     range_facts,
     require_finite,
 )
-from compress.quantization.pt2e.quantizer import EMBEDDING
+from compress.quantization.pt2e.quantizer import EMBEDDING, WEIGHTED
 from compress.quantization.pt2e.torchao_api import convert_pt2e, prepare_pt2e
 
 if TYPE_CHECKING:
@@ -32,6 +35,8 @@ if TYPE_CHECKING:
     from compress.quantization.pt2e.observer_ranges import RangeMonitor
     from compress.quantization.pt2e.quantizer import OnnxRuntimeQuantizer
     from compress.quantization.ptq.algorithm_sequence import Corrections
+
+logger = logging.getLogger(__name__)
 
 aten = torch.ops.aten
 DEQUANTIZE_ROWS = torch.ops.quantized_decomposed.dequantize_per_channel.default
@@ -53,15 +58,16 @@ def quantize(
 
     Raises:
         StageFailed: nothing can be quantized, the data does not fit the signature or does not vary,
-            or an activation is not finite or vanishes.
+            an activation is not finite, or all of them are too small for integers.
     """
     graph = capture(module, signature)
     corrections.smooth_(graph, batches, quantizer.scheme, quantizer.exclude)
     prepared = prepare(graph, quantizer)
     corrections.equalize_(prepared)  # needs folded BatchNorms, which `prepare` leaves
     monitors = calibrate_(prepared, signature, batches, report)
+    vanishing = leave_vanishing_float_(prepared, quantizer)
     fit_ranges_(prepared)
-    quantizer.ranges = range_facts(monitors)
+    quantizer.ranges = range_facts(monitors) | {"vanishing_ranges": vanishing}
     corrections.round_(prepared, batches)
     return export_program(convert(prepared), signature)
 
@@ -105,6 +111,35 @@ def calibrate_(
                 "expected values that vary; bring samples like those of use"
             )
     return monitors
+
+
+def leave_vanishing_float_(
+    prepared: GraphModule, quantizer: OnnxRuntimeQuantizer
+) -> dict[str, float]:
+    """Leave operators float whose inputs or weights are too small for integers, with a warning.
+
+    Returns the largest absolute value of each such tensor, by its module.
+
+    Raises:
+        StageFailed: no operator with weights is left to quantize.
+    """
+    ranges, operators = detach_vanishing_(prepared)
+    if not ranges:
+        return {}
+    names = {module_of(node) or node.name: None for node in operators}
+    reason = ", ".join(f"{name} is {largest:.2g} at most" for name, largest in ranges.items())
+    quantizer.leave_float(operators)
+    if not any(
+        node.target in (*WEIGHTED, EMBEDDING)
+        and any(operand.op == "call_module" for operand in node.all_input_nodes)
+        for node in prepared.graph.nodes
+    ):
+        raise StageFailed(
+            f"calibration: {reason}, too small for integers, and nothing else is left to "
+            "quantize; rescale the data or the weights"
+        )
+    logger.warning("calibration: %s stay float: %s, too small for integers", [*names], reason)
+    return ranges
 
 
 def convert(prepared: GraphModule) -> GraphModule:

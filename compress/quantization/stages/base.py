@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from compress.core.context import Context
 
 logger = logging.getLogger(__name__)
+FEW_SAMPLES = 16
+"""Fewer samples say little about the range of activations."""
 LONGEST_FACT = 300
 """Characters of a fact in the log; the manifest has all of it."""
 
@@ -59,8 +61,17 @@ class QuantizationStage(Stage[EagerModel, GraphModel]):
         return module
 
     def calibration_data(self, model: EagerModel, context: Context) -> CalibrationData:
-        """Draw `calibration_samples` samples of the data; StageFailed where there are too few."""
-        return CalibrationData.from_context(self.drawn_samples, model.signature, context)
+        """Draw `calibration_samples` samples of the data; where they are not set, all up to 512.
+
+        Raises:
+            StageFailed: there are fewer samples than are set, or than the model's batch has.
+        """
+        samples = self.available_samples(context.need_data("calibration"))
+        if "calibration_samples" not in self.model_fields_set:
+            samples -= samples % min(model.signature.smallest_batch, samples)
+        if 0 < samples < FEW_SAMPLES:
+            logger.warning("%s: calibrated on %d samples alone", self.title, samples)
+        return CalibrationData.from_context(samples, model.signature, context)
 
     def calibration_progress(self, context: Context) -> Callable[[int], None]:
         """Return a callback that shows how many samples calibration has seen."""

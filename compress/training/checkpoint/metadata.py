@@ -52,7 +52,8 @@ class Epoch(Settings):
     learning_rate: float | None
     """Learning rate of the epoch's last step; None for epoch 0."""
     sent_bytes: int | None = None
-    """Bytes of gradients that each process sends in a step; None for a single process."""
+    """Bytes of gradients, and with `zero1` and `fsdp` of weights, that each process sends in a
+    step; None for a single process, and with `tensor`, `pipeline` and `deepspeed`."""
     sent_between_bytes: int | None = None
     """Bytes of them that leave the process's group of `hierarchical`; None without groups."""
 

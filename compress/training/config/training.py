@@ -10,7 +10,7 @@ from pydantic import Field, JsonValue, field_validator, model_validator
 
 from compress.common.config import Count, Fraction, Positive, Ratio, Settings
 from compress.common.errors import PipelineInvalid
-from compress.common.factories import Reference
+from compress.common.factories import NameOrReference, Reference
 from compress.core.loss import Loss, refuse_class_settings
 from compress.training.config.parallel import Parallel
 from compress.training.config.profiling import Callbacks, Profile
@@ -38,6 +38,16 @@ UNSHARDED_ONLY = ("adafactor", "rprop")
 DEFAULT_WARMUP = {"onecycle": 0.3}
 PLATEAU_EPOCHS = 3
 DEFAULT_MOMENTUM = 0.9
+SCHEDULES = (
+    "onecycle",
+    "cosine",
+    "cosine_restarts",
+    "linear",
+    "polynomial",
+    "constant",
+    "step",
+    "plateau",
+)
 SCHEDULE_SETTINGS = {
     "schedule_power": ("polynomial",),
     "min_learning_rate": ("cosine", "cosine_restarts", "linear", "plateau"),
@@ -153,19 +163,7 @@ class Training(Settings):
     """Whether the momentum of `sgd` is Nesterov's."""
     weight_decay: Annotated[float, Field(ge=0)] | None = None
     """Decay of matrices and kernels; by default 0.0005 for `sgd`, 0.05 for `adamw`, else 0."""
-    schedule: (
-        Literal[
-            "onecycle",
-            "cosine",
-            "cosine_restarts",
-            "linear",
-            "polynomial",
-            "constant",
-            "step",
-            "plateau",
-        ]
-        | Reference
-    ) = "onecycle"
+    schedule: Annotated[str, NameOrReference("schedule", SCHEDULES)] = "onecycle"
     """Learning rate over time, by torch's schedulers: `onecycle` rises, then falls; `cosine`,
     `linear` and `polynomial` fall; `cosine_restarts` falls again and again, in `schedule_epochs`
     each; `constant` stays; `step` falls every `schedule_epochs`; `plateau` when the metric on `val`

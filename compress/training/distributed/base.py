@@ -173,7 +173,7 @@ class Strategy:
         """Wait until every rank has called this."""
 
     def sent_bytes(self, steps: int) -> int | None:
-        """Return the bytes of gradients sent per step since the last call; None if not counted."""
+        """Return the bytes that this process sent per step since the last call; None if unknown."""
         return self.gradients.sent_bytes(steps) if self.gradients else None
 
     def sent_between_bytes(self, steps: int) -> int | None:

@@ -188,11 +188,11 @@ class HierarchicalAllReduce(OverlappedAverage):
         buffer = bucket.buffer()
         padded_N = F.pad(buffer, (0, -buffer.numel() % self.group_processes))
         shard_S = padded_N.new_empty(padded_N.numel() // self.group_processes)
-        # Counted as rings, as for the other settings; a buffer is g shards.
-        shard_bytes = shard_S.numel() * shard_S.element_size()
-        between = 2 * (self.groups - 1) * shard_bytes // self.groups
-        self.comm.sent_between_bytes += between
-        self.comm.sent_bytes += 2 * (self.group_processes - 1) * shard_bytes + between
+        self.comm.count_reduce_scatter(shard_S, self.group_processes)
+        self.comm.sent_between_bytes += self.comm.count_all_reduce(
+            shard_S.numel(), shard_S.element_size(), self.groups
+        )
+        self.comm.count_all_gather(shard_S, self.group_processes)
         # Each of the g processes of a group gets the sum of one g-th within the group,
         yield dist.reduce_scatter_tensor(shard_S, padded_N, group=self.within, async_op=True)
         # completes it with the processes at the same position of other groups,
@@ -238,10 +238,7 @@ class GradientCommunication:
 
     def sent_bytes(self, steps: int) -> int:
         """Return the bytes that this process sent per step since the last call."""
-        if self.hook is None:
-            return self.uncompressed_bytes
-        sent, self.hook.comm.sent_bytes = self.hook.comm.sent_bytes, 0
-        return sent // steps
+        return self.hook.comm.per_step(steps) if self.hook else self.uncompressed_bytes
 
     def sent_between_bytes(self, steps: int) -> int | None:
         """Return how many of them left the process's group; None without groups."""

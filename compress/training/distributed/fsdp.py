@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
@@ -15,10 +16,15 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultAllGather,
+    DefaultReduceScatter,
+)
 from torch.nn.modules.batchnorm import _NormBase
 
 from compress.training.checkpoint.sharded_loading import DeferredWeights
 from compress.training.distributed.ddp import DDPStrategy
+from compress.training.distributed.gradient_compression import CommCounter
 from compress.training.optim.compile import compile_
 from compress.training.optim.transformer_blocks import large_blocks, named_blocks
 
@@ -42,6 +48,8 @@ class FSDPStrategy(DDPStrategy):
     """
 
     deferred: DeferredWeights | None = None
+    comm: CommCounter | None = None
+    """Counts what FSDP sends; None for one process, and on a mesh, where others send, too."""
 
     def load(self, model: EagerModel, device: str) -> nn.Module:
         """Build the module on the meta device if possible; each rank later reads only its shard."""
@@ -56,9 +64,14 @@ class FSDPStrategy(DDPStrategy):
         device = self.deferred.device if self.deferred else next(module.parameters()).device
         mesh = build_mesh(self.parallel, self.ranks, torch.device(device).type)
         shard_(module, blocks_to_wrap(module, self.parallel), training, mesh)
+        self.comm = count_bytes_(module, mesh) if self.ranks > 1 else None
         if self.deferred:
             self.deferred.fill_(module, offloaded=self.parallel.cpu_offload)
         return module
+
+    def sent_bytes(self, steps: int) -> int | None:
+        """Return the bytes of gradients and weights sent per training step since the last call."""
+        return self.comm.per_step(steps) if self.comm else None
 
     @contextmanager
     def gradient_sync(self, wrapped: nn.Module, is_last: bool) -> Iterator[None]:
@@ -108,6 +121,61 @@ def shard_(
         chosen = {id(block) for block in blocks}
         in_order = [part for part in module.modules() if id(part) in chosen]
         prefetch_(in_order, parallel.prefetch)
+
+
+class CountedAllGather(DefaultAllGather):
+    """Gathers the weights of a block, and counts what training steps send for it."""
+
+    def __init__(self, module: nn.Module, comm: CommCounter) -> None:
+        self.module, self.comm = module, comm
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Gather all shards."""
+        if self.module.training:  # evaluation gathers weights, too, but is no step
+            self.comm.count_all_gather(input_tensor, group.size())
+        return super().__call__(output_tensor, input_tensor, group, async_op)
+
+
+class CountedReduceScatter(DefaultReduceScatter):
+    """Sums the gradients of a block over processes, and counts what is sent for it."""
+
+    def __init__(self, comm: CommCounter) -> None:
+        self.comm = comm
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work:
+        """Sum, and keep this process's shard of the sums."""
+        self.comm.count_reduce_scatter(output_tensor, group.size())
+        return super().__call__(output_tensor, input_tensor, group, op, async_op)
+
+
+def count_bytes_(module: nn.Module, mesh: DeviceMesh) -> CommCounter:
+    """Let a sharded module count the bytes that this process sends in training steps."""
+    comm = CommCounter()
+    replicas = mesh.size(0) if mesh.ndim > 1 else 1
+
+    def count_sums(sums: torch.Tensor) -> None:
+        comm.count_all_reduce(sums.numel(), sums.element_size(), replicas)
+
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.set_custom_all_gather(CountedAllGather(module, comm))
+            part.set_custom_reduce_scatter(CountedReduceScatter(comm))
+            if replicas > 1:
+                part.set_all_reduce_hook(count_sums)  # called after FSDP's own
+    return comm
 
 
 def norms_with_weights(module: nn.Module) -> list[nn.Module]:

@@ -20,7 +20,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 class CommCounter:
-    """Collectives that count the bytes which this process sends."""
+    """Counts the bytes that this process sends in collectives, and runs some of them."""
 
     def __init__(self) -> None:
         self.ranks = dist.get_world_size()
@@ -28,10 +28,22 @@ class CommCounter:
         self.sent_between_bytes = 0
         """Bytes of them that left the process's group of `hierarchical`."""
 
-    def count_all_reduce(self, elements: int, bytes_each: int) -> None:
-        """Count an all-reduce that other code runs."""
-        # As in a ring, the minimum for any all-reduce; gloo and NCCL choose their own algorithms.
-        self.sent_bytes += 2 * (self.ranks - 1) * elements * bytes_each // self.ranks
+    def count_all_reduce(self, elements: int, bytes_each: int, ranks: int | None = None) -> int:
+        """Count an all-reduce that other code runs, and return its bytes."""
+        # As in a ring, the minimum for any all-reduce; gloo's are rings, NCCL chooses for itself.
+        ranks = ranks or self.ranks
+        sent = 2 * (ranks - 1) * elements * bytes_each // ranks
+        self.sent_bytes += sent
+        return sent
+
+    def count_all_gather(self, shard: torch.Tensor, ranks: int) -> None:
+        """Count a ring that gathers such a shard of each process."""
+        self.sent_bytes += (ranks - 1) * shard.nbytes
+
+    def count_reduce_scatter(self, shard: torch.Tensor, ranks: int) -> None:
+        """Count a ring after which each process has the sum of such a shard."""
+        # Gloo, which main memory is for, all-reduces the whole and drops the rest (torch 2.13).
+        self.sent_bytes += (2 if shard.is_cpu else 1) * (ranks - 1) * shard.nbytes
 
     def start_gather(
         self, *vectors_N: torch.Tensor
@@ -42,7 +54,7 @@ class CommCounter:
         """
         sizes = [vector_N.nbytes for vector_N in vectors_N]
         packed = torch.cat([vector_N.view(torch.uint8) for vector_N in vectors_N])
-        self.sent_bytes += (self.ranks - 1) * packed.nbytes
+        self.count_all_gather(packed, self.ranks)
         gathered = [torch.empty_like(packed) for _ in range(self.ranks)]
         work: Any = dist.all_gather(gathered, packed, async_op=True)
 
@@ -72,6 +84,11 @@ class CommCounter:
                 tensor.copy_(mean)
 
         return work, write
+
+    def per_step(self, steps: int) -> int:
+        """Return the bytes sent per step since the last call."""
+        sent, self.sent_bytes = self.sent_bytes, 0
+        return sent // steps
 
 
 @dataclass(frozen=True)

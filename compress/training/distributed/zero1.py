@@ -37,10 +37,16 @@ class Zero1Strategy(DDPStrategy):
     def optimizer(self, module: nn.Module, training: Training) -> torch.optim.Optimizer:
         """Build an optimizer that steps its share of the weights and broadcasts them."""
         groups = parameter_groups(module, training)
+        self.weight_bytes: int = sum(p.nbytes for group in groups for p in group["params"])
         with explain_rejected_arguments(training):
             return ZeroRedundancyOptimizer(
                 groups, optimizer_class=optimizer_class(training), **optimizer_arguments(training)
             )
+
+    def sent_bytes(self, steps: int) -> int | None:
+        """Return the bytes of gradients, and of the weights that each process broadcasts."""
+        # Each process sends the weights it has stepped; their mean, as shares differ by a weight.
+        return (super().sent_bytes(steps) or 0) + self.weight_bytes * (self.ranks - 1) // self.ranks
 
     def optimizer_tensors(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
         """Gather the state on rank 0, in the format of all strategies."""

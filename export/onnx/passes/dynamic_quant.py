@@ -164,7 +164,9 @@ class ProductRewriter:
         if quantize.op_type != "QuantizeLinear" or quantize.input[1:] != dequantize.input[1:]:
             return None
         divided = self._producers.get(quantize.input[0])
-        inverse = self._producers.get(divided.input[1]) if divided is not None else None
+        if divided is None or len(divided.input) < 2:
+            return None
+        inverse = self._producers.get(divided.input[1])
         if inverse is None or inverse.op_type != "Reciprocal":
             return None
         return (quantize.input[0], scaled.input[1]) if inverse.input[0] == scaled.input[1] else None

@@ -11,6 +11,8 @@ from compress.artifacts.artifact import Artifact
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.common.errors import ArtifactInvalid, PipelineInvalid
+from compress.core.context import Context
+from export.onnx.stage import ExportOnnx
 
 
 def _edit(file: Path, content: bytes) -> None:
@@ -23,6 +25,14 @@ def test_reads_back_as_the_kind_it_is(mlp: EagerModel) -> None:
     assert type(found) is EagerModel
     assert found.digest == mlp.digest
     found.verify()
+
+
+def test_opens_every_kind_in_a_fresh_process(
+    mlp: EagerModel, tmp_path: Path, fresh_process: Callable[[str], str]
+) -> None:
+    path = str(ExportOnnx().run(mlp, Context(root=tmp_path / "onnx")).path)
+    code = f"import compress; print(type(compress.Artifact.from_directory({path!r})).__name__)"
+    assert fresh_process(code) == "OnnxModel"
 
 
 def test_refuses_another_kind(mlp: EagerModel) -> None:

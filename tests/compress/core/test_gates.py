@@ -17,9 +17,11 @@ from compress.core.gate import Gate
 from compress.core.gates import (
     LabelAgreement,
     MaxDrop,
+    MaxFileSize,
     MaxLatency,
     MaxMemory,
     MaxParameters,
+    MaxRelativeDrop,
     MaxSize,
     MinMetric,
     MinSpeedup,
@@ -107,6 +109,29 @@ def test_one_output_is_decided_by_its_sign() -> None:
     outputs = torch.tensor([[0.5], [-0.1], [0.0]])
     assert predicted_decisions(outputs).flatten().tolist() == [True, False, False]
     assert Metric("fidelity").score(outputs, predicted_decisions(outputs)) == 1
+
+
+@pytest.mark.parametrize(
+    ("metric", "before", "after", "percent"),
+    [("accuracy", 0.9, 0.882, 2), ("loss", 20.0, 20.4, 2), ("r2", -0.5, -0.6, 20)],
+)
+def test_a_relative_drop_is_in_percent_of_the_metric_before(metric, before, after, percent) -> None:
+    scored = SimpleNamespace(metric=Metric(metric), score=lambda value: value)
+    assert MaxRelativeDrop(percent=1).measure(before, after, scored) == percent
+    assert MaxRelativeDrop(percent=1).measure(after, before, scored) < 0
+
+
+def test_a_metric_of_0_has_no_relative_drop() -> None:
+    scored = SimpleNamespace(metric=Metric("accuracy"), score=lambda value: value)
+    verdict = MaxRelativeDrop(percent=100).evaluate(0.0, 0.0, scored)
+    assert not verdict.passed and "was 0 before" in verdict.reason
+
+
+def test_a_file_size_is_in_mebibytes(trained, context) -> None:
+    size = trained.payload_bytes / 2**20
+    assert MaxFileSize(mebibytes=size).evaluate(trained, trained, context).passed
+    verdict = MaxFileSize(mebibytes=size * 0.99).evaluate(trained, trained, context)
+    assert not verdict.passed and verdict.against is None
 
 
 def test_drop_and_metric(trained, mlp, slim, context) -> None:

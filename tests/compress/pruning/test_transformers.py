@@ -31,6 +31,7 @@ CASES = {
         },
     ),
     "Named": (WORDS, {"backbone.encoder.layer.0.attention.self.query", "head.0"}),
+    "llama": (WORDS, {"model.layers.0.self_attn.q_proj", "model.layers.1.mlp.gate_proj"}),
     "Classifier": (IMAGE, {"vit.layers.0.mlp.fc1", "head.0"}),
 }
 

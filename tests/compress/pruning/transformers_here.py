@@ -4,7 +4,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from transformers import AutoModel, BertConfig, ViTConfig
+from transformers import (
+    AutoModel,
+    BertConfig,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    ViTConfig,
+)
 
 TEXT = {
     "vocab_size": 50,
@@ -19,6 +25,11 @@ TEXT = {
 def bert() -> nn.Module:
     """Return the model as it is; its output is a mapping with attributes."""
     return AutoModel.from_config(BertConfig(**TEXT))
+
+
+def llama() -> nn.Module:
+    """Return a classifier on a decoder, whose output holds a cache of keys and values too."""
+    return LlamaForSequenceClassification(LlamaConfig(**TEXT, num_labels=3, pad_token_id=0))
 
 
 class Encoder(nn.Module):

@@ -11,6 +11,17 @@ def mlp() -> nn.Module:
     )
 
 
+class Scaled(nn.Linear):
+    """A linear layer of numbers that are nearly zero."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * 1e-20)
+
+
+def vanishing() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), Scaled(8, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
 class MobileNet(nn.Module):
     """Depthwise and pointwise convolutions with relu6, max and average pooling."""
 

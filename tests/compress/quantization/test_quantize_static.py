@@ -17,6 +17,7 @@ from compress.core.gates import LabelAgreement, Parity
 from compress.data.splits import Splits
 from compress.quantization.config.dtype_scheme import BuiltInObserver
 from compress.quantization.stages.static import QuantizeStatic
+from export.onnx.stage import ExportOnnx
 from tests.compress.quantization.builders import IMAGE, NETWORKS, build_model
 from tests.compress.quantization.conftest import FreshProcessCheck
 
@@ -251,8 +252,24 @@ def test_a_bias_far_above_its_products_is_kept(tmp_path: Path) -> None:
 def test_a_range_that_vanishes_is_refused(tmp_path: Path) -> None:
     model = scaled(tmp_path / "source", 1, bias=0)
     context = Context(root=tmp_path / "none", data=scaled_rows(1e-25))
-    with pytest.raises(StageFailed, match=r"calibration: .* at most, too small for 8 bits"):
+    with pytest.raises(StageFailed, match=r"at most, too small for .* nothing else is left"):
         QuantizeStatic(calibration_samples=64)(model, context)
+
+
+def test_a_layer_whose_input_vanishes_stays_float(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = build_model(tmp_path / "source", "networks:vanishing", ROWS)
+    context = Context(root=tmp_path / "int8", data=splits((4,)))
+    graph = QuantizeStatic(calibration_samples=64)(model, context)
+    facts = graph.manifest.facts
+    assert facts["quantized_operators"] == {"linear": 2}
+    assert facts["float_modules"] == ["2"]
+    assert max(facts["vanishing_ranges"].values()) < 1e-18
+    assert "['2'] stay float" in caplog.text
+    assert Parity(atol=0).measure(model, graph, context) < 0.03
+    onnx = ExportOnnx()(graph, Context(root=tmp_path / "onnx", data=context.data))
+    assert Parity(atol=0).measure(graph, onnx, context) < 1e-5
 
 
 def test_only_operators_that_fuse_are_annotated(tmp_path: Path) -> None:

@@ -157,16 +157,19 @@ def test_a_module_in_memory_in_three_lines(tmp_path) -> None:
         assert torch.equal(predict(IDS, X)[0], module(X, ids=IDS)["scores"])
 
 
-def test_a_module_that_its_class_does_not_rebuild_is_refused() -> None:
+def test_a_module_that_its_arguments_do_not_rebuild_is_refused() -> None:
     from calls_here import Keywords
 
     with pytest.raises(ArtifactInvalid, match=r"linear\.bias: \(5,\) instead of \(3,\)"):
-        EagerModel.from_module(Keywords(5), example_inputs=(X,))
-    EagerModel.from_module(Keywords(5), example_inputs=(X,), arguments={"width": 5})
+        EagerModel.from_module(Keywords(5), example_inputs=(X,), arguments={})
+    right = EagerModel.from_module(Keywords(5), example_inputs=(X,), arguments={"width": 5})
+    assert not right.only_here
+    assert EagerModel.from_module(Keywords(5), example_inputs=(X,)).only_here
 
     class Inner(nn.Linear):
         pass
 
-    with pytest.raises(PipelineInvalid, match="Inner is defined in a script or a function"):
-        EagerModel.from_module(Inner(4, 3), example_inputs=(X,))
+    inner = EagerModel.from_module(Inner(4, 3), example_inputs=(X,))
+    assert inner.only_here
+    assert type(inner.load()) is Inner
     sys.modules.pop("calls_here")

@@ -1,0 +1,64 @@
+"""Objects of this process that have no importable name, given a reference as if they had one.
+
+A class in a notebook cell or a function cannot be imported, neither by another process nor later. A
+recipe then names ``compress.artifacts.in_process:<name>``, which resolves here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import uuid
+from typing import TYPE_CHECKING, Any
+
+from compress.common.errors import ArtifactInvalid, first_line
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+PREFIX = f"{__name__}:"
+_objects: dict[str, Callable[..., Any]] = {}
+
+
+def register(function: Callable[..., Any], name: str) -> str:
+    """Return a reference (``module:callable``) by which this process finds a function."""
+    # Random, so that a reference that another process has written never names another object.
+    key = f"{re.sub(r'[^A-Za-z0-9]', '_', name)}_{uuid.uuid4().hex[:12]}"
+    _objects[f"of_{key}" if key[0].isdigit() else key] = function
+    return f"{PREFIX}{next(reversed(_objects))}"
+
+
+def register_module(module: torch.nn.Module) -> str:
+    """Return a reference to a factory that returns copies of a module as it is now.
+
+    Raises:
+        ArtifactInvalid: the module cannot be copied.
+    """
+    kind = type(module)
+    try:
+        original = copy.deepcopy(module)
+    except Exception as error:
+        raise ArtifactInvalid(
+            f"{kind.__qualname__} cannot be copied ({type(error).__name__}: {first_line(error)}); "
+            "put its class into a file of its own, or pass factory='module:callable'"
+        ) from error
+    return register(lambda: copy.deepcopy(original), kind.__name__)
+
+
+def is_in_process(reference: str) -> bool:
+    """Whether a reference names an object of one process."""
+    return reference.startswith(PREFIX)
+
+
+def __getattr__(name: str) -> Callable[..., Any]:
+    if name.startswith("__"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _objects:
+        raise ArtifactInvalid(
+            f"{name.rpartition('_')[0]} was defined in a script, a notebook or a function of "
+            "another process, and can be loaded in that one alone; put it into a file of its own, "
+            "or write the model there with compress.export_program or compress.export_onnx"
+        )
+    return _objects[name]

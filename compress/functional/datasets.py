@@ -1,0 +1,136 @@
+"""Makes splits of the data that a notebook has: loaders, datasets, lists and arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Sized
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
+
+from compress.artifacts.in_process import register
+from compress.common.errors import PipelineInvalid
+from compress.data.batch import LABELS, describe
+from compress.data.loader_config import Loading
+from compress.data.splits import Splits
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+SPLITS = ("train", "val", "validation", "test", "calibration", "unlabelled")
+"""Keys by which a mapping is one of splits; `validation` is taken as `val`."""
+
+
+def make_splits(
+    data: Any = None, *, parameters: Sequence[str] = (), **splits: Any
+) -> Splits | None:
+    """Return splits of data in memory; None without data.
+
+    Args:
+        data: splits, a mapping of them, or one dataset, which becomes `train`.
+        parameters: parameters of the model's forward; columns of a Hugging Face dataset that are
+            neither among them nor labels are left out.
+        **splits: datasets by the name of their split; they go before those of `data`.
+
+    Raises:
+        PipelineInvalid: something is no data, or the loaders collate in different ways.
+    """
+    if isinstance(data, Splits):
+        if any(value is not None for value in splits.values()):
+            raise PipelineInvalid("found Splits and other data; put all into the Splits")
+        return data
+    by_name: dict[str, Any] = {}
+    if isinstance(data, Mapping) and data and set(data) <= set(SPLITS):
+        by_name = {"val" if name == "validation" else name: each for name, each in data.items()}
+    elif data is not None:
+        by_name = {"train": data}
+    by_name |= {name: each for name, each in splits.items() if each is not None}
+    if not by_name:
+        return None
+    loaders = [each for each in by_name.values() if isinstance(each, DataLoader)]
+    sizes = [loader.batch_size for loader in loaders if loader.batch_size]
+    return Splits(
+        {name: as_dataset(each, parameters) for name, each in by_name.items()},
+        batch_size=max(sizes, default=Splits.batch_size),
+        loading=Loading(collate_fn=_collate_reference(loaders, len(by_name))),
+    )
+
+
+def _collate_reference(loaders: Sequence[DataLoader[Any]], count: int) -> str | None:
+    """Return a reference to the loaders' own way to collate; None if it is torch's."""
+    own: list[Callable[..., Any]] = []
+    for loader in loaders:
+        if loader.collate_fn is not default_collate and loader.collate_fn not in own:
+            own.append(loader.collate_fn)
+    if not own:
+        return None
+    if (
+        len(own) > 1
+        or len(loaders) < count
+        or any(x.collate_fn is default_collate for x in loaders)
+    ):
+        raise PipelineInvalid("the splits are collated in different ways; give all one collate_fn")
+    return register(own[0], getattr(own[0], "__name__", type(own[0]).__name__))
+
+
+def as_dataset(data: Any, parameters: Sequence[str] = ()) -> Dataset[Any]:
+    """Return data of one split as a dataset of samples; raise PipelineInvalid if it is none."""
+    if isinstance(data, DataLoader):
+        return as_dataset(data.dataset, parameters)
+    if isinstance(data, torch.Tensor | np.ndarray):
+        return TensorDataset(_tensor(data))
+    if isinstance(data, tuple) and data and all(hasattr(each, "shape") for each in data):
+        tensors = [_tensor(each) for each in data]
+        if len({len(each) for each in tensors}) > 1:
+            lengths = ", ".join(str(len(each)) for each in tensors)
+            raise PipelineInvalid(f"the arrays have {lengths} rows, expected as many in each")
+        return TensorDataset(*tensors) if len(tensors) < 3 else _Arrays(tensors)
+    if isinstance(data, Mapping) and data and all(hasattr(each, "shape") for each in data.values()):
+        return _Columns(TensorDataset(*map(_tensor, data.values())), [*data], [*data])
+    columns = getattr(data, "column_names", None)
+    if isinstance(columns, list) and not isinstance(data, Mapping):
+        kept = [c for c in columns if not parameters or c in (*parameters, LABELS, "label")]
+        return _Columns(data, kept)
+    if isinstance(data, Sized) and hasattr(data, "__getitem__") and not isinstance(data, Mapping):
+        return data  # type: ignore[return-value]  # Splits refuses what has no samples by index
+    raise PipelineInvalid(
+        f"the data are {describe(data)}, expected a DataLoader, a Dataset, a list of samples, "
+        "tensors or arrays (inputs, targets), or a mapping of splits"
+    )
+
+
+def _tensor(array: Any) -> torch.Tensor:
+    tensor = torch.as_tensor(array)
+    # NumPy computes in float64 by default, and models in float32.
+    return tensor.float() if tensor.dtype == torch.float64 else tensor
+
+
+class _Arrays(Dataset[Any]):
+    """Samples ((x1, x2, …), y) of several inputs and a target."""
+
+    def __init__(self, columns: Sequence[torch.Tensor]) -> None:
+        self.columns = columns
+
+    def __len__(self) -> int:
+        return len(self.columns[0])
+
+    def __getitem__(self, index: int) -> Any:
+        *inputs, target = (column[index] for column in self.columns)
+        return tuple(inputs), target
+
+
+class _Columns(Dataset[Any]):
+    """Rows as mappings of tensors; `label` is named `labels`."""
+
+    def __init__(self, rows: Any, kept: list[str], names: list[str] | None = None) -> None:
+        self.rows, self.kept, self.names = rows, kept, names
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        row = self.rows[index]
+        if self.names is not None:
+            row = dict(zip(self.names, row, strict=True))
+        return {LABELS if c == "label" else c: torch.as_tensor(row[c]) for c in self.kept}

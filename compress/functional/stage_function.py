@@ -1,0 +1,184 @@
+"""Makes a function of a stage: a module and data in memory in, the stage's artifact out."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import shutil
+from dataclasses import replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pydantic import ValidationError
+
+from compress.artifacts.artifact import Artifact
+from compress.artifacts.in_process import register, register_module
+from compress.common.atomic_files import temporary_folder
+from compress.common.errors import PipelineInvalid
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from compress.core.stage import Stage
+
+Writes = TypeVar("Writes", bound=Artifact)
+log = logging.getLogger(__name__)
+
+NOT_ARGUMENTS = ("stage", "name", "input")
+"""Settings of a pipeline's step that a function does not have."""
+ARGUMENTS = """
+Args:
+    model: a torch.nn.Module, a torch.export program, or an artifact; it is not changed.
+    data: a DataLoader, a Dataset, a list of samples, tensors or arrays (inputs, targets), a
+        Hugging Face dataset, or a mapping of splits; one dataset is `train`.
+    train, val, calibration: the same by the name of a split.
+    example_inputs: inputs that show what the model takes, where no data do; axis 0 is the batch.
+    file: file that the exported model is copied to, where the stage exports.
+    out: folder of the artifact; by default a temporary one, removed when the process ends.
+    task_loss: name of a loss, or a callable (outputs, targets → scalar); by default it follows
+        from the targets.
+    metric: name of a metric; `accuracy` by default, or `loss` where the targets are numbers.
+    device: `cpu`, `cuda` or `cuda:0` …
+    threads: CPU threads of a forward call.
+    seed: seed of everything random."""
+
+
+def stage_function(
+    stage: type[Stage[Any, Writes]], *, takes_file: bool = False
+) -> Callable[..., Writes]:
+    """Return a function that runs a stage; its keyword arguments are the stage's settings.
+
+    With ``takes_file`` its second argument is the file that the artifact's payload is copied to.
+    """
+    name = str(stage.model_fields["stage"].default)
+    fields = {n: f for n, f in stage.model_fields.items() if n not in NOT_ARGUMENTS}
+    model, file, _, _, *common = inspect.signature(_run_stage).parameters.values()
+    # A setting that is named as a common argument, such as the device of `export_aot`, is the one.
+    common = [parameter for parameter in common if parameter.name not in fields]
+    known = {*fields, *(parameter.name for parameter in common)}
+
+    def function(model: Any, file: Path | str | None = None, /, **arguments: Any) -> Writes:
+        if file is not None and not takes_file:
+            raise TypeError(f"{name}() takes data by keyword: {name}(model, data=…)")
+        for argument in arguments:
+            if argument not in known:
+                close = get_close_matches(argument, known, n=1)
+                hint = f"; did you mean {close[0]!r}?" if close else ""
+                raise TypeError(f"{name}() has no argument {argument!r}{hint}")
+        settings = {n: arguments.pop(n) for n in [*arguments] if n in fields}
+        artifact: Writes = _run_stage(model, file, stage, settings, **arguments)
+        return artifact
+
+    function.__name__ = function.__qualname__ = name
+    function.__module__ = "compress"
+    function.__doc__ = f"{inspect.getdoc(stage)}\n{ARGUMENTS}\n" + "".join(
+        f"    {setting}: {' '.join((field.description or '').split())}\n"
+        for setting, field in fields.items()
+    )
+    settings = [
+        inspect.Parameter(
+            setting,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty
+            if field.is_required()
+            else field.get_default(call_default_factory=True),
+            annotation=field.annotation,
+        )
+        for setting, field in fields.items()
+    ]
+    positional = [model, file] if takes_file else [model]
+    function.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [*positional, *settings, *common], return_annotation=stage.writes()
+    )
+    return function
+
+
+def _run_stage(
+    model: Any,
+    file: Path | str | None = None,
+    /,
+    stage: Any = None,
+    settings: Any = None,
+    *,
+    data: Any = None,
+    train: Any = None,
+    val: Any = None,
+    calibration: Any = None,
+    example_inputs: Any = None,
+    out: Path | str | None = None,
+    task_loss: Any = None,
+    metric: str | None = None,
+    device: str = "cpu",
+    threads: int = 1,
+    seed: int = 0,
+) -> Any:
+    """Run a stage with settings on a model and data in memory."""
+    # The functions' signatures are wanted by help and completion before torch is.
+    import torch
+
+    from compress.core.context import Context
+    from compress.core.loss import Loss
+    from compress.core.metrics import Metric, default_metric
+    from compress.functional.datasets import make_splits
+    from compress.functional.models import as_artifact, forward_names
+
+    name = str(stage.model_fields["stage"].default)
+    splits = make_splits(
+        data, parameters=forward_names(model), train=train, val=val, calibration=calibration
+    )
+    others: dict[str, Artifact] = {}
+    if isinstance(settings.get("teacher"), torch.nn.Module | Artifact):
+        others["teacher"] = as_artifact(settings["teacher"], splits, example_inputs)
+        settings["teacher"] = "teacher"
+    if isinstance(settings.get("student"), torch.nn.Module):
+        settings["student"] = {"factory": register_module(settings["student"])}
+    try:
+        step = stage.model_validate(settings)
+    except ValidationError as error:
+        raise PipelineInvalid(f"{name}: {_explained(error)}") from None
+    source = as_artifact(model, splits, example_inputs, stage.reads())
+    if splits is not None:
+        names = tuple(spec.name for spec in source.signature.inputs)
+        splits = replace(splits, input_names=names)
+    loss = Loss(register(task_loss, "loss") if callable(task_loss) else task_loss)
+    loss = loss.infer_targets(splits)
+    context = Context(
+        root=temporary_folder() / name if out is None else Path(out),
+        data=splits,
+        loss=loss,
+        metric=Metric(metric) if metric else default_metric(loss),
+        device=device,
+        threads=threads,
+        seed=seed,
+        artifacts={"source": source, **others},
+    )
+    artifact = step(source, context)
+    if out is not None and getattr(artifact, "only_here", False):
+        log.warning(
+            "%s: %s can be loaded in this process alone, where its class is defined; put that into "
+            "a file of its own, or export the model",
+            name,
+            out,
+        )
+    if file is not None:
+        _copy_payload(artifact, Path(file))
+    return artifact
+
+
+def _copy_payload(artifact: Artifact, file: Path) -> None:
+    """Copy the file to deploy, and those that it refers to by name, such as large weights."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    for name in artifact.manifest.files:
+        target = file if name == artifact.payload_name else file.parent / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(artifact.path / name, target)
+
+
+def _explained(error: ValidationError) -> str:
+    lines = []
+    for details in error.errors():
+        place = ".".join(map(str, details["loc"]))
+        message = details["msg"].removeprefix("Value error, ")
+        lines.append(f"{place}: {message}" if place else message)
+    return "; ".join(lines)

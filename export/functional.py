@@ -1,0 +1,14 @@
+"""The functions of the stages that export: `compress.export_onnx` and its like."""
+
+from compress.functional.stage_function import stage_function
+from export.aotinductor.stage import ExportAot
+from export.exported_program import ExportProgram
+from export.onnx.stage import ExportOnnx
+from export.tensorrt.stage import ExportTensorRT
+from export.torchscript.stage import ExportTorchScript
+
+export_onnx = stage_function(ExportOnnx, takes_file=True)
+export_program = stage_function(ExportProgram, takes_file=True)
+export_torchscript = stage_function(ExportTorchScript, takes_file=True)
+export_aot = stage_function(ExportAot, takes_file=True)
+export_tensorrt = stage_function(ExportTensorRT, takes_file=True)

@@ -1,0 +1,108 @@
+"""`compress.optimize`: the pipeline that `compress init` proposes, for a module in memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import yaml
+
+from compress.artifacts.artifact import Artifact
+from compress.artifacts.eager_model import EagerModel
+from compress.artifacts.in_process import register, register_module
+from compress.common.atomic_files import temporary_folder
+from compress.common.errors import PipelineInvalid
+from compress.functional.datasets import make_splits
+from compress.functional.models import as_artifact, forward_names
+from pipelines.api import Pipeline
+from pipelines.commands.init import inspect_model, render_and_plan
+from pipelines.commands.init_options import InitOptions, dump_input
+
+if TYPE_CHECKING:
+    import torch
+
+    from pipelines.results.schema import Report
+
+
+@dataclass(frozen=True)
+class Optimized:
+    """The result of :func:`optimize`."""
+
+    report: Report
+    """What was measured of every stage."""
+    folder: Path
+    """Folder with `report.html`, `report.json` and all artifacts."""
+    artifact: Artifact
+    """The last stage's artifact: the file to deploy."""
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The artifact as a module to call."""
+        return self.artifact.module
+
+
+def optimize(
+    model: Any,
+    *,
+    train: Any = None,
+    val: Any = None,
+    test: Any = None,
+    data: Any = None,
+    max_drop: float = 1.0,
+    goal: Literal["smaller", "faster", "both"] = "both",
+    target: Literal["onnx", "torchscript", "aot"] = "onnx",
+    metric: str | None = None,
+    out: Path | str | None = None,
+    **options: Any,
+) -> Optimized:
+    """Make a trained model small and fast by the stages that suit it, and report what was measured.
+
+    Args:
+        model: a trained torch.nn.Module, or an artifact of one; it is not changed.
+        train: data to calibrate and fine-tune with, in any form that the stages' functions take.
+        val: data by which every gate decides.
+        test: data that is read once, for the report.
+        data: the same as a mapping of splits.
+        max_drop: most points (hundredths) of the metric that may be lost.
+        goal: what matters.
+        target: format of the last artifact.
+        metric: name of a metric; by default it follows from the targets.
+        out: folder of the results; by default a temporary one, removed when the process ends.
+        **options: fields of :class:`~pipelines.config.run_options.RunOptions`.
+
+    Raises:
+        GateRefused: more was lost than allowed, or the result is no better; the report is written.
+        CompressError: a stage failed.
+    """
+    splits = make_splits(data, parameters=forward_names(model), train=train, val=val, test=test)
+    if splits is None or "val" not in splits.datasets:
+        raise PipelineInvalid("optimize decides by data; pass val=, and train= to calibrate")
+    source = as_artifact(model, splits, reads=EagerModel)
+    folder = temporary_folder() / "optimize" if out is None else Path(out)
+    loaded = source.load()
+    content: dict[str, Any] = {
+        "version": 1,
+        "model": {
+            "factory": register_module(loaded),
+            "inputs": [dump_input(spec) for spec in source.signature.inputs],
+        },
+        "data": {
+            "factory": register(lambda: dict(splits.datasets), "data"),
+            "batch_size": splits.batch_size,
+            "loader": splits.loading.model_dump(mode="json", exclude_defaults=True),
+        },
+    }
+    init = InitOptions(goal=goal, target=target)
+    found = inspect_model(loaded, splits, trained=True)
+    text, _ = render_and_plan(folder / "pipeline.yaml", content, init, found, inferred=True)
+    content = yaml.safe_load(text)
+    for stage in content["stages"]:
+        for gate in stage.get("gates", ()):
+            if gate["gate"] == "max_drop":
+                gate["points"] = max_drop
+    if metric is not None:
+        content["metric"] = metric
+    report = Pipeline.model_validate({"name": "optimize", **content}).run(folder, **options)
+    artifact = Artifact.from_directory(folder / "artifacts" / report.stages[-1].name)
+    return Optimized(report, folder, artifact)

@@ -1,0 +1,10 @@
+"""The functions of the stages that package: `compress.package_torchserve` and its like."""
+
+from compress.functional.stage_function import stage_function
+from serve.repository.kserve import PackageKServe
+from serve.repository.triton import PackageTriton
+from serve.torchserve.stage import PackageTorchServe
+
+package_torchserve = stage_function(PackageTorchServe)
+package_triton = stage_function(PackageTriton)
+package_kserve = stage_function(PackageKServe)

@@ -1,0 +1,166 @@
+import inspect
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import compress
+from compress.common.errors import ArtifactInvalid, PipelineInvalid
+
+IN_MAIN = """
+import torch, compress
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, width), nn.Linear(width, 3)
+    def forward(self, x):
+        return self.b(self.a(x).relu())
+
+torch.manual_seed(0)
+x = torch.randn(64, 8)
+small = compress.prune_channels(Net(32), ratio=0.5, data=[*x])
+loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x), batch_size=16)
+graph = compress.quantize_static(small, calibration=loader, out="int8")
+print(type(small.module).__name__, small.module.a.out_features, small.only_here)
+print(graph.module(x)[:2].flatten().tolist())
+"""
+LOADED = """
+import torch, compress
+torch.manual_seed(0)
+print(compress.GraphModel.from_directory("int8").module(torch.randn(64, 8))[:2].flatten().tolist())
+"""
+
+
+def network(width: int = 32) -> nn.Module:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(8, width), nn.Linear(width, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.b(self.a(x).relu())
+
+    torch.manual_seed(0)
+    return Net()
+
+
+X = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+Y = torch.arange(64) % 3
+
+
+def test_a_class_of_main_is_pruned_and_quantized_and_the_graph_loads_elsewhere(
+    fresh_torch: Callable[[str], str],
+) -> None:
+    pruned, outputs = fresh_torch(IN_MAIN).splitlines()
+    assert pruned == "Net 16 True"
+    assert fresh_torch(LOADED) == outputs
+
+
+def test_a_class_of_a_function_loads_in_its_process_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, fresh_torch: Callable[[str], str]
+) -> None:
+    model = network()
+    with caplog.at_level(logging.WARNING):
+        small = compress.prune_channels(model, ratio=0.5, example_inputs=X[:2], out=tmp_path / "a")
+    assert "can be loaded in this process alone" in caplog.text
+    assert (small.module.a.out_features, model.a.out_features) == (16, 32)
+    assert small.signature.inputs[0].shape == ("batch", 8)
+    with small.open() as predict:
+        assert torch.equal(predict(X)[0], small.module(X))
+    threads = torch.get_num_threads()
+    opened = small.open(threads=threads + 1)
+    assert torch.equal(opened(X)[0], small.module(X))
+    assert torch.get_num_threads() == threads
+    opened.close()
+    code = (
+        "import compress\n"
+        "try:\n"
+        f"    compress.EagerModel.from_directory({str(tmp_path / 'a')!r}).load()\n"
+        "except compress.ArtifactInvalid as error:\n"
+        "    print(error)\n"
+    )
+    assert fresh_torch(code).startswith("Net was defined in a script, a notebook or a function")
+
+
+def test_training_and_distillation_take_classes_of_a_function() -> None:
+    loader = DataLoader(TensorDataset(X, Y), batch_size=16, shuffle=True)
+    settings = {"epochs": 1, "train": loader, "val": (X.numpy(), Y.numpy())}
+    trained = compress.train(network(), optimizer="sgd", learning_rate=0.1, **settings)
+    assert not torch.equal(trained.module.a.weight, network().a.weight)
+    student = compress.distill(trained, teacher=network(), student=network(4), **settings)
+    assert student.module.a.out_features == 4
+    assert [step.stage for step in student.manifest.lineage] == ["train", "distill"]
+
+
+def test_a_module_that_its_class_alone_does_not_rebuild_stays_in_the_process() -> None:
+    small = compress.quantize_static(nn.Sequential(nn.Linear(8, 3)), data=X)
+    assert small.module(X).shape == (64, 3)
+    with pytest.raises(ArtifactInvalid, match="cannot be copied"):
+        module = network()
+        module.scale = nn.Parameter(torch.ones(1)) * 2  # copy.deepcopy refuses results of operators
+        compress.quantize_static(module, data=X)
+
+
+def test_an_exported_program_is_quantized() -> None:
+    dynamic = ({0: torch.export.Dim("batch")},)
+    program = torch.export.export(network().eval(), (X[:2],), dynamic_shapes=dynamic)
+    small = compress.quantize_static(program, calibration=X, example_inputs=X[:2])
+    again = compress.quantize_static(program, data=X)
+    assert torch.equal(small.module(X), again.module(X))
+    assert torch.allclose(small.module(X), network()(X), atol=0.05)
+
+
+def test_all_samples_are_taken_where_the_default_is_more(caplog: pytest.LogCaptureFixture) -> None:
+    small = compress.quantize_static(network(), data=X[:10])
+    assert "calibrated on 10 samples alone" in caplog.text
+    assert small.module(X).shape == (64, 3)
+    with pytest.raises(compress.StageFailed, match="100 calibration samples asked for"):
+        compress.quantize_static(network(), data=X, calibration_samples=100)
+
+
+def test_an_onnx_file_is_written_where_it_is_wanted(tmp_path: Path) -> None:
+    onnx = compress.export_onnx(network(), tmp_path / "here" / "net.onnx", example_inputs=(X[:2],))
+    assert (tmp_path / "here" / "net.onnx").read_bytes() == onnx.payload_path.read_bytes()
+    assert torch.allclose(onnx.module(X), network()(X), atol=1e-5)
+    with pytest.raises(PipelineInvalid, match="kind onnx, which this stage does not read"):
+        compress.prune_channels(onnx, ratio=0.5)
+
+
+def test_a_signature_shows_the_settings_with_their_defaults() -> None:
+    parameters = inspect.signature(compress.quantize_static).parameters
+    fields = compress.QuantizeStatic.model_fields
+    assert {n: p.default for n, p in parameters.items() if n in fields} == {
+        n: f.default for n, f in fields.items() if n not in ("stage", "name", "input")
+    }
+    assert next(iter(parameters)) == "model"
+    assert {"data", "calibration", "out"} <= parameters.keys()
+    assert "How a range is estimated" in str(compress.quantize_static.__doc__)
+    assert [*inspect.signature(compress.export_onnx).parameters][:2] == ["model", "file"]
+
+
+def test_every_stage_has_a_function() -> None:
+    from pipelines.config.registry import OURS, stage_type
+
+    for stage in OURS:
+        function = getattr(compress, stage_type(stage))
+        assert inspect.signature(function).return_annotation is stage.writes()
+        assert function.__name__ in compress.__all__
+
+
+def test_wrong_arguments_are_named() -> None:
+    with pytest.raises(TypeError, match="no argument 'ration'; did you mean 'ratio'"):
+        compress.prune_channels(network(), ration=0.5)
+    with pytest.raises(TypeError, match=r"prune_channels\(model, data=…\)"):
+        compress.prune_channels(network(), X)
+    with pytest.raises(PipelineInvalid, match=r"^prune_channels: ratio: Input should be less"):
+        compress.prune_channels(network(), ratio=2, data=X)
+    with pytest.raises(PipelineInvalid, match="pass example_inputs"):
+        compress.prune_channels(network(), ratio=0.5)
+    with pytest.raises(PipelineInvalid, match="model is a str, expected a torch"):
+        compress.prune_channels("net", ratio=0.5, data=X)
