@@ -24,6 +24,7 @@ from compress.data.own_generators import (
     seed_generators,
     states_restored,
 )
+from compress.data.stream import StreamReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -118,7 +119,7 @@ class _Seeded(Dataset[Any]):
         self, dataset: Dataset[Any], collate_fn: Callable[[list[Any]], Any], records: bool
     ) -> None:
         self.dataset, self.collate_fn, self.records = dataset, collate_fn, records
-        self.generators = own_generators(dataset, collate_fn)
+        self.generators = self._own_generators()
         self.has_read = False
 
     def __getitems__(self, batch: tuple[int, Sequence[int]]) -> Any:
@@ -128,7 +129,7 @@ class _Seeded(Dataset[Any]):
                 collated = self._read(seed, indices)
                 if not self.has_read:
                     self.has_read, known = True, self.generators
-                    self.generators = own_generators(self.dataset, self.collate_fn)
+                    self.generators = self._own_generators()
                     # Some datasets make their generator when a process reads the first sample.
                     if list(map(id, known)) != list(map(id, self.generators)):
                         collated = self._read(seed, indices)
@@ -145,6 +146,12 @@ class _Seeded(Dataset[Any]):
                     "in main memory, or set data.loader.workers: 0"
                 )
             raise StageFailed(message) from error
+
+    def _own_generators(self) -> list[Any]:
+        # A stream seeds those of its dataset itself, also for samples that it passes over.
+        if isinstance(self.dataset, StreamReader):
+            return own_generators(self.collate_fn)
+        return own_generators(self.dataset, self.collate_fn)
 
     def _read(self, seed: int, indices: Sequence[int]) -> Any:
         """Read and collate samples; what is drawn meanwhile follows from seed and indices."""

@@ -7,7 +7,7 @@ import json
 import os
 import pickle
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -58,6 +58,8 @@ class Contents:
     """Splits whose samples come from the sample cache, as they were when they were first read."""
     unrepeatable: frozenset[str] = frozenset()
     """Splits of which the same sample differs each time; what their dataset holds is hashed."""
+    streams: Mapping[str, str | None] = field(default_factory=dict)
+    """Splits that are streams, with their own fingerprint; their first samples are hashed."""
 
     @cached_property
     def parts(self) -> dict[str, Any]:

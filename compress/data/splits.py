@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sized
+from collections.abc import Iterable, Mapping, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -35,6 +35,7 @@ from compress.data.fingerprint import (
 )
 from compress.data.loader_config import Loading
 from compress.data.sample_cache import CachedDataset, cache_folder, indices_to_probe, probe
+from compress.data.stream import Stream, StreamReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -78,7 +79,8 @@ class Splits:
     A sample is ``(x, y)``, ``((x1, x2), y)``, a mapping of tensors with ``labels``, or bare inputs.
     Training uses ``train``, and where a teacher answers also ``unlabelled``; calibration a seeded
     sample of ``calibration``, else ``train``; every decision and gate uses ``val``; ``test`` is
-    touched once, for the report.
+    touched once, for the report. ``train`` may be an iterable dataset, which is read in its own
+    order; by index it gives its first samples.
     """
 
     datasets: Mapping[str, Dataset[Any]]
@@ -117,7 +119,24 @@ class Splits:
                 f"{where} returned {describe(self.datasets)}, "
                 'expected {"train": Dataset, "val": Dataset, …}'
             )
+        if self._is_stream(self.datasets.get("train")):
+            stream = Stream(self.datasets["train"])
+            object.__setattr__(self, "datasets", {**self.datasets, "train": stream})
+            with self._sample_errors("train"), recording() as read:
+                stream.read_first()
+            self._opened.add(read)
+            if self.loading.bucket_by:
+                raise PipelineInvalid(
+                    f"{where}: split 'train' is a stream and data.loader.bucket_by needs the "
+                    "lengths of all samples; leave bucket_by out"
+                )
         for name, dataset in self.datasets.items():
+            if name != "train" and self._is_stream(dataset):
+                raise PipelineInvalid(
+                    f"{where}: split {name!r} is a stream and is read by index; only 'train' may "
+                    "be one: return a Dataset with a length, such as an Arrow one of Hugging Face "
+                    "datasets without streaming, which is not loaded into memory"
+                )
             # torch gives an iterable dataset a __getitem__ that raises.
             by_index = hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)
             if not isinstance(dataset, Sized) or not by_index:
@@ -130,13 +149,19 @@ class Splits:
 
     def __reduce__(self) -> tuple[Any, ...]:
         make: Callable[..., Splits] = Splits
-        given: Any = (dict(self.datasets), self.batch_size, self.loading, self.input_names)
+        datasets = {n: d.source if isinstance(d, Stream) else d for n, d in self.datasets.items()}
+        given: Any = (datasets, self.batch_size, self.loading, self.input_names)
         if self.source is not None:
             make, given = DataReference.load, (self.source,)
         return _unpickled, (make, given, self._caches, self.views, self._hashes)
 
     def with_view(self, view: View) -> Splits:
         """Return the splits with a view applied to ``train``."""
+        if self.stream is not None:
+            raise StageFailed(
+                "split 'train' is a stream, to which neither 'unlabelled' samples nor a cache of "
+                "the teacher's outputs can be joined; return a Dataset with samples by index"
+            )
         hashes = {key: value for key, value in self._hashes.items() if key[0] != "train"}
         views = (*self.views, view)
         return replace(self, views=views, _kept_readers=[], _lengths={}, _viewed=[], _hashes=hashes)
@@ -157,7 +182,8 @@ class Splits:
         if name not in self.datasets:
             raise StageFailed(f"the data has no split {name!r}; it has {', '.join(self.datasets)}")
         dataset = self.datasets[name]
-        if self.loading.cache is None or in_memory_tensors(dataset) is not None:
+        in_memory = isinstance(dataset, Stream) or in_memory_tensors(dataset) is not None
+        if self.loading.cache is None or in_memory:
             return dataset
         if name in self._cached:
             return self._cached[name]
@@ -195,6 +221,22 @@ class Splits:
             collate_fn = self.collate_fn
             readers[name] = Reader(self.split(name), self.loading, collate_fn, keeps_workers=keeps)
         yield from readers[name].read(order, batch_size, seed, first)
+
+    @property
+    def stream(self) -> Stream | None:
+        """``train``, if that is read in its own order."""
+        train = self.datasets.get("train")
+        return train if isinstance(train, Stream) else None
+
+    def open_stream(self, seed: int) -> Reader | None:
+        """Return a reader of the stream by the number over all passes; None if there is none."""
+        if self.stream is None:
+            return None
+        samples = StreamReader(self.stream, seed, self.stream.samples)
+        # More workers would each read the whole stream, and new ones read it from its start.
+        one = {"workers": min(1, self.loading.workers), "persistent_workers": True}
+        loading = self.loading.model_copy(update=one)
+        return Reader(samples, loading, self.collate_fn, keeps_workers=True)
 
     @property
     def collate_fn(self) -> Callable[[list[Any]], Batch]:
@@ -247,6 +289,8 @@ class Splits:
 
     def _calibration_order(self, samples: int, seed: int) -> list[int]:
         available = len(self.split(self.calibration_split))  # type: ignore[arg-type]
+        if isinstance(self.datasets[self.calibration_split], Stream):
+            return list(range(samples))
         order = torch.randperm(available, generator=torch.Generator().manual_seed(seed))
         return order[:samples].tolist()
 
@@ -277,6 +321,11 @@ class Splits:
             folder = self.source.folder if self.source else None
             code = sources_digest(local_sources(self.loading.collate_fn, folder))
             made["collate_fn"] = [self.loading.collate_fn, code]
+        streams = {}
+        if self.stream is not None:
+            streams["train"] = self.stream.fingerprint
+            # Hugging Face's streams are shuffled in another order in a worker.
+            made["streams"] = [streams, bool(self.loading.workers)]
         lengths, hashes, counts, unrepeatable = {}, {}, {}, set()
         for name in sorted(self.datasets):
             dataset = self.split(name)
@@ -285,14 +334,15 @@ class Splits:
             if held is not None:
                 hashes[name] = hashes_of_tensors(held)
             else:
-                indices = indices_to_hash(name, lengths[name])
+                is_stream = isinstance(dataset, Stream)
+                indices = range(len(dataset)) if is_stream else indices_to_hash(name, lengths[name])  # type: ignore[arg-type]
                 hashes[name] = self._hashes_of(name, indices)
                 counts[name] = len(indices)
                 if len(hashes[name]) < len(indices):
                     counts[name] = 0
                     unrepeatable.add(name)
         cached = frozenset(self._cached)
-        return Contents(made, lengths, hashes, counts, cached, frozenset(unrepeatable))
+        return Contents(made, lengths, hashes, counts, cached, frozenset(unrepeatable), streams)
 
     def _hashes_of(self, name: str, indices: Sequence[int]) -> NDArray[np.uint64]:
         """Return hashes of samples, read by the loader's workers: [samples, 2].
@@ -322,6 +372,13 @@ class Splits:
             is_repeatable = hashes[0] == hashes[1]
             self._hashes[key] = as_hashes(hashes[2:] if is_repeatable else [hash_of_state(dataset)])
         return self._hashes[key]
+
+    @staticmethod
+    def _is_stream(dataset: Any) -> bool:
+        if isinstance(dataset, Stream):
+            return False
+        by_index = hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)
+        return isinstance(dataset, Iterable) and not by_index
 
     @property
     def _where(self) -> str:

@@ -148,7 +148,23 @@ def _check(training: Training, data: Splits, device: str, task: str) -> None:
             f"{task}: split 'train' has {samples} samples for {processes} processes; "
             "lower parallel.processes or parallel.nodes, or bring more data"
         )
-    if training.parallel.pipeline and samples < training.batch_size:
+    stream = data.stream
+    if training.steps_per_epoch and stream is None:
+        raise StageFailed(
+            f"{task}: steps_per_epoch is for a stream and split 'train' has a length; leave it out"
+        )
+    if stream is not None and not training.steps_per_epoch:
+        if stream.samples is None:
+            raise StageFailed(
+                f"{task}: split 'train' is a stream without __len__; set steps_per_epoch"
+            )
+        samples = stream.samples
+        if samples < training.batch_size:
+            raise StageFailed(
+                f"{task}: split 'train' is a stream of {samples} samples, expected at least a "
+                f"batch of {training.batch_size}; lower batch_size or set steps_per_epoch"
+            )
+    if training.parallel.pipeline and samples < training.batch_size and stream is None:
         raise StageFailed(
             f"{task}: split 'train' has {samples} samples and a pipeline needs whole batches of "
             f"{training.batch_size}; lower batch_size"

@@ -7,6 +7,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from compress.data.sample_cache import PROBES
+from compress.data.stream import FIRST_SAMPLES
 from pipelines.config.model_spec import SOURCE
 from pipelines.planning.unjudged_losses import accuracy_drops
 from pipelines.results.measurement_warnings import measurement_warnings
@@ -130,6 +131,14 @@ def _sampling_warnings(state: RunState) -> Iterator[str]:
     ]
     if not cached:
         return
+    for name, fingerprint in contents.streams.items():
+        if fingerprint is None and contents.counts[name] == FIRST_SAMPLES:
+            yield (
+                f"data.{name}: a stream (the first {FIRST_SAMPLES} samples hashed); a change of "
+                "the others, or of their order, would not be seen in what is cached "
+                f"({', '.join(cached)}); give the dataset an attribute fingerprint, a text that "
+                "changes with its content"
+            )
     for name in sorted({*contents.sampled} - contents.unrepeatable):
         counts = f"{contents.counts[name]} of {contents.lengths[name]} samples"
         yield (

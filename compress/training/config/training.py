@@ -97,6 +97,10 @@ class Training(Settings):
 
     epochs: Count
     """Passes over the `train` split."""
+    steps_per_epoch: Annotated[Count | None, Field(exclude_if=lambda value: value is None)] = None
+    """Steps of an epoch, for a `train` split that is a stream: the next epoch reads on where this
+    one ended, and the stream begins anew when it ends. By default an epoch is one pass over it,
+    which takes a `__len__`."""
     batch_size: Count = 64
     """Samples per step, over all processes together. An incomplete last batch is left out."""
     accumulate: Count = 1

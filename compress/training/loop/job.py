@@ -54,13 +54,17 @@ class Job:
 
     @property
     def train_samples(self) -> int:
-        """Number of samples in the split `train`."""
+        """Number of samples in `train`; of a stream without `__len__` those that are held."""
+        stream = self.data.stream
+        if stream is not None and stream.samples is not None:
+            return stream.samples
         return len(self.data.split("train"))  # type: ignore[arg-type]  # Splits admits sized datasets only
 
     @property
     def steps_per_epoch(self) -> int:
         """Optimizer steps in one epoch."""
-        return steps_per_epoch(self.train_samples, self.training.batch_size)
+        of_pass = steps_per_epoch(self.train_samples, self.training.batch_size)
+        return self.training.steps_per_epoch or of_pass
 
     @property
     def total_steps(self) -> int:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from compress.data.batch import Batch
+    from compress.data.dataloader import Reader
     from compress.training.checkpoint.metadata import LossSum
     from compress.training.distributed.base import Strategy
     from compress.training.loop.job import Job
@@ -61,6 +62,9 @@ def train(job: Job, strategy: Strategy, on_record: Callable[[TrainingRecord], No
         # The first read forks the data workers: before NCCL runs, beside which a fork may hang.
         for name in job.data.datasets.keys() & {"train", "val"}:
             list(job.data.read(name, (), 1))
+        stream = job.data.open_stream(job.seed)
+        if stream is not None:
+            list(stream.read((), 1, job.seed))
         module = strategy.load(EagerModel.from_directory(job.start), job.device)
         loss = job.objective.prepare(job.device)
         # Its hooks and parameters must be there before the module is compiled and wrapped.
@@ -82,7 +86,9 @@ def train(job: Job, strategy: Strategy, on_record: Callable[[TrainingRecord], No
             )
             schedule.fast_forward(progress.history, progress.steps)
             while not is_finished(training, progress.history, job.metric):
-                progress = _train_epoch(state, job, progress, manager, metrics, schedule, on_record)
+                progress = _train_epoch(
+                    state, job, progress, stream, manager, metrics, schedule, on_record
+                )
                 schedule.finish_epoch(progress.history[-1])
                 step = progress.trained_epochs * job.steps_per_epoch
                 report = partial(on_record, metrics.of_epoch(progress.history[-1]))
@@ -94,6 +100,7 @@ def _train_epoch(
     state: TrainState,
     job: Job,
     progress: TrainProgress,
+    stream: Reader | None,
     manager: CheckpointManager,
     metrics: StepMetrics,
     schedule: Schedule,
@@ -105,7 +112,7 @@ def _train_epoch(
     epoch, steps, rate = progress.trained_epochs + 1, job.steps_per_epoch, 0.0
     losses = LossMeter(progress.losses)
     state.wrapped.train()
-    remaining_steps = metrics.timed(_micro_batches(job, strategy, epoch, progress.steps))
+    remaining_steps = metrics.timed(_micro_batches(job, strategy, epoch, progress.steps, stream))
     for index, micro_batches in enumerate(remaining_steps, progress.steps):
         step = (epoch - 1) * steps + index
         rate = schedule.learning_rate
@@ -137,16 +144,22 @@ def _train_epoch(
 
 
 def _micro_batches(
-    job: Job, strategy: Strategy, epoch: int, first_step: int
+    job: Job, strategy: Strategy, epoch: int, first_step: int, stream: Reader | None
 ) -> Iterator[list[Batch]]:
     """Yield this rank's micro-batches for each step of an epoch, from a step on."""
     training, rank, ranks = job.training, strategy.rank, strategy.ranks
-    samples, lengths = job.train_samples, job.data.lengths("train")
-    share = share_of_epoch(samples, training.batch_size, job.seed, epoch, rank, ranks, lengths)
     rank_batch = training.batch_size // ranks
-    seed = derive_seed(job.seed, epoch)
-    micro_batch = rank_batch // training.accumulate
-    read = job.data.read("train", share, micro_batch, seed, first=first_step * rank_batch)
+    micro_batch, first = rank_batch // training.accumulate, first_step * rank_batch
+    if stream is not None:
+        # As below, each rank takes every ``ranks``-th sample, for the same steps on any number.
+        samples = job.steps_per_epoch * training.batch_size
+        start = (epoch - 1) * (samples if training.steps_per_epoch else job.train_samples)
+        share: Sequence[int] = range(start + rank, start + samples, ranks)
+        read = stream.read(share, micro_batch, job.seed, first)
+    else:
+        samples, lengths = job.train_samples, job.data.lengths("train")
+        share = share_of_epoch(samples, training.batch_size, job.seed, epoch, rank, ranks, lengths)
+        read = job.data.read("train", share, micro_batch, derive_seed(job.seed, epoch), first)
     batches = on_device(read, job.device)
     while step := list(islice(batches, training.accumulate)):
         yield step

@@ -52,11 +52,6 @@ class Endless(IterableDataset):
         yield torch.ones(2), 0
 
 
-class Sized(Endless):
-    def __len__(self) -> int:
-        return 3
-
-
 @pytest.mark.parametrize(
     ("datasets", "found"),
     [
@@ -65,8 +60,8 @@ class Sized(Endless):
         ({}, "a dict"),
         ({"train": 3}, "split 'train' is a int"),
         ({"train": Listed([])}, "split 'train' is empty"),
-        ({"train": Endless()}, "split 'train' is a Endless, expected a Dataset with a length and"),
-        ({"train": Sized()}, "split 'train' is a Sized, expected a Dataset with a length and"),
+        ({"val": Endless()}, "split 'val' is a stream and is read by index; only 'train'"),
+        ({"train": iter([(1, 2), (3, 4)])}, "a second pass .* begins with another sample"),
     ],
 )
 def test_what_is_no_data_is_named(datasets, found: str) -> None:
