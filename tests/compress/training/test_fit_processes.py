@@ -140,8 +140,13 @@ def test_after_a_rank_was_killed_the_weights_are_those_of_an_uninterrupted_train
     assert killed.history[-1].epoch == 4
     whole = run(source, context(tmp_path / "b", "behaving", **behaviour), **settings)
     expected, got = whole.module.state_dict(), killed.module.state_dict()
-    assert whole.history == killed.history
+    # In the step after an evaluation FSDP gathers a block in vain (torch 2.13), after a start not.
+    assert _without_sent_bytes(whole.history) == _without_sent_bytes(killed.history)
     assert all(torch.equal(expected[name], got[name]) for name in expected)
+
+
+def _without_sent_bytes(history):
+    return [epoch.model_copy(update={"sent_bytes": None}) for epoch in history]
 
 
 @pytest.mark.slow
