@@ -7,7 +7,6 @@ plain data: see :mod:`compress.checkpoint.pt2_safety`.
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import io
 import json
@@ -134,10 +133,11 @@ def flat_outputs(module: nn.Module) -> Iterator[None]:
     own = vars(module).get("forward")
     original = module.forward
 
-    @functools.wraps(original)
     def forward(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return flatten_outputs(original(*inputs))
 
+    # torch.export reads the parameters' names and number here.
+    forward.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
     module.forward = forward
     try:
         yield
