@@ -209,7 +209,7 @@ def our_epochs(folder: Path, processes: int, saves: bool, task: Task = TASKS["tr
         progress = TrainProgress()
         while True:
             progress = _train_epoch(
-                state, job, progress, manager, metrics, schedule, lambda record: None
+                state, job, progress, None, manager, metrics, schedule, lambda record: None
             )
             if saves:
                 manager.wait()

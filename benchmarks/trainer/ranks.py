@@ -21,9 +21,12 @@ def on_ranks(ranks: int, function: Callable[..., Any], *arguments: Any) -> list[
     group = mp.spawn(
         _rank, args=(ranks, port, queue, function, arguments), nprocs=ranks, join=False
     )
-    results = dict(queue.get() for _ in range(ranks))
-    while not group.join():
-        pass
+    results = {}
+    # A rank that fails puts nothing, and `join` raises its error.
+    while not group.join(timeout=0.1) or not queue.empty():
+        while not queue.empty():
+            rank, result = queue.get()
+            results[rank] = result
     return [results[rank] for rank in range(ranks)]
 
 
