@@ -5,13 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pipelines.reporting.stage_rows import build_rows, deployable_rows, pareto_fronts
 from pipelines.results.schema import readable_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from pipelines.reporting.stage_rows import StageRow
     from pipelines.results.schema import Report
 
 NOT_FOR_DEPLOYMENT = ("eager", "graph", "torchserve")
@@ -30,18 +26,15 @@ class Headline:
     """Its file in that folder."""
 
 
-def headline(report: Report, deployable: Sequence[StageRow] | None = None) -> Headline | None:
+def headline(report: Report) -> Headline | None:
     """Return what to deploy of a passed run: its fastest exported artifact, else its smallest.
 
     None where a stage did not pass, nothing was exported, or there is no baseline to compare with.
     """
-    if deployable is None:
-        rows = build_rows(report)
-        deployable = deployable_rows(rows, pareto_fronts(report, rows), report.baseline_name)
     exported = [
-        (row.measured, row.report.artifact)
-        for row in deployable
-        if row.measured and row.report and row.report.artifact.kind not in NOT_FOR_DEPLOYMENT
+        (stage.measurements, stage.artifact)
+        for stage in report.stages
+        if stage.name != report.baseline_name and stage.artifact.kind not in NOT_FOR_DEPLOYMENT
     ]
     if report.status != "passed" or report.baseline is None or not exported:
         return None

@@ -57,7 +57,7 @@ def render(report: Report, out: Path | None = None) -> str:
         metric=metric,
         rows=rows,
         status_counts=count_by_status(rows),
-        headline=headline(report, ends),
+        headline=headline(report),
         failures=failure_reasons(rows),
         served=_names_of_kind(rows, "torchserve"),
         simulated=_names_of_kind([r for r in rows if r.stage != "export_program"], "graph"),
