@@ -3,6 +3,7 @@
 # make fuzz   set up .venv and try 5000 changed inputs of each kind; FUZZ_EXAMPLES=… for more
 # make docs   set up .venv and build the site of docs/ in build/site
 # make reference   write docs/reference/ anew, after a setting or a command changed
+# make lock   write requirements.lock: the installed versions, with hashes, of all but torch
 # make mutation   count the mutants of the mathematics that the tests kill (MUTANTS=compress.core.gate* for some)
 PYTHON ?= python3
 BIN := .venv/bin
@@ -14,7 +15,7 @@ TIMES := .venv/times
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 # make soak   run the tests that take long or want a quiet machine, one after the other
-.PHONY: demo test tests soak fuzz lint docs mutation reference clean
+.PHONY: demo test tests soak fuzz lint docs lock mutation reference clean
 
 demo: .venv/demo
 	$(BIN)/compress run pipelines/quickstart.yaml
@@ -55,6 +56,14 @@ docs: .venv/dev
 reference: .venv/dev
 	$(BIN)/python docs/generator/reference.py
 
+# torch is left out, as its builds have other hashes at other indexes. Where uv does not find the build that is
+# installed (a CPU build's index), name its index in UV_EXTRA_INDEX_URL, or a folder in UV_FIND_LINKS.
+lock: .venv/lock
+	$(BIN)/pip freeze -q --exclude-editable > .venv/versions.txt
+	$(BIN)/uv pip compile -q pyproject.toml --extra dev --constraint .venv/versions.txt --python $(BIN)/python \
+		--generate-hashes --no-annotate --no-emit-package torch --output-file requirements.lock \
+		--custom-compile-command 'make lock (all but torch, see CONTRIBUTING.md)'
+
 # Forked after torch is imported, so one thread each; results are kept in mutants/, and a second run
 # looks at what changed.
 mutation: .venv/mutation
@@ -70,7 +79,13 @@ mutation: .venv/mutation
 
 .venv/dev: .venv/bin/pip pyproject.toml
 	$(BIN)/pip install -q -e '.[dev]'
+	# Without torchvision, of which pip would bring the CUDA build.
+	$(BIN)/pip install -q --no-deps 'timm>=1.0.20,<2'
 	touch $@ .venv/demo
+
+.venv/lock: .venv/dev
+	$(BIN)/pip install -q -e '.[lock]'
+	touch $@ .venv/dev .venv/demo
 
 .venv/mutation: .venv/dev
 	$(BIN)/pip install -q -e '.[mutation]'

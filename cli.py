@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from typer.core import TyperGroup
 
 from compress import __version__
+from compress.common.errors import PipelineInvalid
 from pipelines.commands.completion import run_names, stage_names
 from pipelines.terminal.console import (
     current_mode,
@@ -26,11 +28,35 @@ from pipelines.terminal.console import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+
+class CommandGroup(TyperGroup):
+    """The commands; absent flags of `compress` itself are False rather than None."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the options that are parsed before the command's name.
+
+        typer validates None with pydantic, whose import takes longer than all else that
+        `compress run --help` does.
+        """
+        found = super().get_params(ctx)
+        for option in found:
+            if getattr(option, "is_flag", False) and option.default is None:
+                option.default = False
+        return found
+
+
+def _examples(*lines: str) -> str:
+    # Click keeps the lines of a paragraph that begins with \b.
+    return "\n".join(("\b", "Examples:", *(f"  {line}" for line in lines)))
+
+
 app = typer.Typer(
+    cls=CommandGroup,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     help="Take a trained PyTorch checkpoint to a small, fast, proven deployment artifact.",
+    epilog=_examples("compress init", "compress check pipeline.yaml", "compress run pipeline.yaml"),
 )
 
 
@@ -38,9 +64,7 @@ def command(*examples: str) -> Callable[[Callable[..., None]], Callable[..., Non
     """Register a command with examples for its help; each takes --json, --quiet and --debug."""
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
-        # Click keeps the lines of a paragraph that begins with \b.
-        epilog = "\n".join(("\b", "Examples:", *(f"  {each}" for each in examples)))
-        return app.command(epilog=epilog)(wrap_command(function, COMMON_OPTIONS))
+        return app.command(epilog=_examples(*examples))(wrap_command(function, COMMON_OPTIONS))
 
     return register
 
@@ -51,6 +75,7 @@ COMMON_OPTIONS = {
     "debug": Annotated[bool, typer.Option("--debug", help="Show tracebacks and debug logs.")],
 }
 PipelineFile = Annotated[Path, typer.Argument(metavar="PIPELINE.YAML", help="The pipeline file.")]
+MODEL_HELP = "A Hugging Face folder, timm:NAME, a .onnx, .pt2, .ts or .py file, module:callable."
 Out = Annotated[Path | None, typer.Option(help="Folder of results.", show_default="runs/<name>")]
 Ratios = Annotated[list[float], typer.Option(help="Fraction of channels to cut; again for more.")]
 RUN_ARGUMENT: dict[str, Any] = {
@@ -101,13 +126,18 @@ def _options(version: Annotated[bool, typer.Option("--version", **VERSION_OPTION
 
 
 @command(
-    "compress init",
-    "compress init pipeline.yaml --model nets:resnet --checkpoint resnet.pt --data digits:splits",
+    "compress init my-bert",
+    "compress init model.onnx",
+    "compress init timm:resnet18 --checkpoint resnet.pt --data digits:splits",
+    "compress init net.py pipeline.yaml --argument classes=10 --input x=batch,3,32,32",
     "compress init pipeline.yaml --slurm --nodes 2 --gpus-per-node 4",
 )
 def init(
-    file: PipelineFile = Path("pipeline.yaml"),
-    model: Annotated[str | None, typer.Option(help="Your model, as module:callable.")] = None,
+    what: Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP)] = None,
+    file: Annotated[
+        Path | None, typer.Argument(metavar="PIPELINE.YAML", help="To write; pipeline.yaml.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="The same as MODEL.")] = None,
     argument: Annotated[list[str], typer.Option(help="Of the model, as classes=10.")] = [],  # noqa: B006
     checkpoint: Annotated[Path | None, typer.Option(help="Its weights.")] = None,
     inputs: Annotated[list[str], typer.Option("--input", help="As x=batch,3,32,32:float32.")] = [],  # noqa: B006
@@ -118,6 +148,7 @@ def init(
     goal: Annotated[
         Literal["smaller", "faster", "both"], typer.Option(help="What to improve.")
     ] = "both",
+    task: Annotated[str | None, typer.Option(help="What it is for, as regression.")] = None,
     force: Annotated[bool, typer.Option(help="Overwrite an existing file.")] = False,
     slurm: Annotated[bool, typer.Option("--slurm", help="Write a batch script for Slurm.")] = False,
     nodes: Annotated[int, typer.Option(min=1, help="Nodes of the job.")] = 1,
@@ -128,11 +159,16 @@ def init(
     script: Annotated[Path, typer.Option(help="The file to write.")] = Path("compress.sbatch"),
 ) -> None:
     """Write a pipeline file for your model."""
+    if what is not None and file is None and what.endswith((".yaml", ".yml")):
+        file, what = Path(what), None
+    if what is not None and model is not None:
+        raise PipelineInvalid(f"the model is given twice: {what} and --model {model}")
+    file, model = file or Path("pipeline.yaml"), model or what
     if not slurm:
         from pipelines.commands.init import write_draft
         from pipelines.commands.init_options import InitOptions
 
-        options = InitOptions(model, argument, checkpoint, inputs, data, target, goal)
+        options = InitOptions(model, argument, checkpoint, inputs, data, target, goal, task)
         draft = write_draft(file, options, force, get_prompter())
         print_result(draft.content(), draft.lines(), warnings=draft.warnings)
         return
@@ -197,7 +233,7 @@ def run(
                 options,
                 progress=progress,
                 announce=announce,
-                finished=functools.partial(print_report, out=directory),
+                finished=functools.partial(print_report, out=directory, error_follows=True),
             )
 
 
@@ -304,6 +340,32 @@ def serve(
     )
 
 
+@command(
+    "compress package runs/pipeline/artifacts/export_onnx --image build/image",
+    "compress package runs/pipeline/artifacts/export_onnx --image build/oci --base python-slim",
+)
+def package(
+    artifact: ArtifactPath,
+    image: Annotated[Path, typer.Option(help="The folder to write.")],
+    base: Annotated[Path | None, typer.Option(help="OCI layout to add a layer to.")] = None,
+    sign_key: Annotated[Path | None, typer.Option(help="Signs the attestation, PEM.")] = None,
+) -> None:
+    """Write a container image that serves an ONNX artifact."""
+    with fast_imports():
+        from pipelines.commands.verify import verify_command
+        from serve.image.build_folder import write_build_folder
+        from serve.image.oci_layout import write_image_layout
+
+    def attest(file: Path) -> None:
+        verify_command(artifact, attest=file, sign_key=sign_key)
+
+    if base is None:
+        written = write_build_folder(artifact, image, attest)
+    else:
+        written = write_image_layout(artifact, image, base, attest)
+    print_result(asdict(written), written.lines())
+
+
 @command("compress sensitivity pipeline.yaml --ratio 0.25 --ratio 0.5")
 def sensitivity(
     file: PipelineFile,
@@ -327,7 +389,8 @@ def sensitivity(
 @command("compress doctor")
 def doctor() -> None:
     """Show versions, hardware, and missing requirements."""
-    from pipelines.commands.doctor import examine
+    with fast_imports():
+        from pipelines.commands.doctor import examine
 
     found = examine()
     print_result(found, found.lines())

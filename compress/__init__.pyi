@@ -20,6 +20,7 @@ from .core.gates import MaxMemory as MaxMemory
 from .core.gates import MaxParameters as MaxParameters
 from .core.gates import MaxRelativeDrop as MaxRelativeDrop
 from .core.gates import MaxSize as MaxSize
+from .core.gates import MinCosine as MinCosine
 from .core.gates import MinMetric as MinMetric
 from .core.gates import MinSpeedup as MinSpeedup
 from .core.gates import Parity as Parity

@@ -34,7 +34,10 @@ class ExportProgram(ComparesStoredFile, Stage[EagerModel, GraphModel]):
 
         program = export_program(model.load(), model.signature)
         with GraphModel.atomic_write(
-            context.root, model.signature, lineage=self.lineage(model)
+            context.root,
+            model.signature,
+            lineage=self.lineage(model),
+            carried=model.carried_files(),
         ) as partial:
             file = partial / GraphModel.payload
             save_program(program, file)

@@ -13,6 +13,8 @@ from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.in_process import register, register_module
 from compress.common.atomic_files import temporary_folder
 from compress.common.errors import PipelineInvalid
+from compress.core.progress import show_bars
+from compress.core.task import task_named
 from compress.functional.datasets import make_splits
 from compress.functional.models import as_artifact, forward_names
 from pipelines.api import Pipeline
@@ -22,7 +24,11 @@ from pipelines.commands.init_options import InitOptions, dump_input
 if TYPE_CHECKING:
     import torch
 
+    from compress.core.task import TaskName
     from pipelines.results.schema import Report
+
+LIMITS = {"max_drop": "points", "max_relative_drop": "percent"}
+"""Gates on the metric → the setting with their limit."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +58,10 @@ def optimize(
     max_drop: float = 1.0,
     goal: Literal["smaller", "faster", "both"] = "both",
     target: Literal["onnx", "torchscript", "aot"] = "onnx",
+    task: TaskName | None = None,
     metric: str | None = None,
     out: Path | str | None = None,
+    progress: bool | None = None,
     **options: Any,
 ) -> Optimized:
     """Make a trained model small and fast by the stages that suit it, and report what was measured.
@@ -64,11 +72,14 @@ def optimize(
         val: data by which every gate decides.
         test: data that is read once, for the report.
         data: the same as a mapping of splits.
-        max_drop: most points (hundredths) of the metric that may be lost.
+        max_drop: most points (hundredths) of the metric that may be lost; percent of it, where the
+            task's gate is max_relative_drop.
         goal: what matters.
         target: format of the last artifact.
+        task: what the model is for: its gates and, without `metric`, its metric decide.
         metric: name of a metric; by default it follows from the targets.
         out: folder of the results; by default a temporary one, removed when the process ends.
+        progress: whether progress bars are shown; by default on a terminal or in a notebook.
         **options: fields of :class:`~pipelines.config.run_options.RunOptions`.
 
     Raises:
@@ -94,15 +105,18 @@ def optimize(
         },
     }
     init = InitOptions(goal=goal, target=target)
-    found = inspect_model(loaded, splits, trained=True)
+    task_named(task)  # refuses an unknown one
+    found = inspect_model(loaded, splits, trained=True, task=task)
     text, _ = render_and_plan(folder / "pipeline.yaml", content, init, found, inferred=True)
     content = yaml.safe_load(text)
     for stage in content["stages"]:
         for gate in stage.get("gates", ()):
-            if gate["gate"] == "max_drop":
-                gate["points"] = max_drop
+            if gate["gate"] in LIMITS:
+                gate[LIMITS[gate["gate"]]] = max_drop
     if metric is not None:
         content["metric"] = metric
-    report = Pipeline.model_validate({"name": "optimize", **content}).run(folder, **options)
+    pipeline = Pipeline.model_validate({"name": "optimize", **content})
+    with show_bars(progress) as shown:
+        report = pipeline.run(folder, progress=shown, **options)
     artifact = Artifact.from_directory(folder / "artifacts" / report.stages[-1].name)
     return Optimized(report, folder, artifact)

@@ -13,6 +13,7 @@ from compress.artifacts.artifact import MANIFEST, Artifact
 from compress.common.errors import ArtifactInvalid, PipelineInvalid, StageFailed
 from serve.client import curl_example
 from serve.http import multiprocess, uvicorn_server
+from serve.packaging.request_forms import forms_of
 from serve.torchserve.artifact import (
     TorchServeArchive,
     check_bare_mar,
@@ -113,7 +114,10 @@ def _serve_built_in(
     with uvicorn_server.listening(options.host, options.port) as listener:
         url = uvicorn_server.url_of(listener)
         header = curl_example.bearer(token, is_new, token_file, uvicorn_server.TOKEN_VARIABLE)
-        curl = curl_example.open_inference_line(url, options.name, artifact.signature, header)
+        if forms_of(artifact).text:
+            curl = curl_example.text_line(url, options.name, header)
+        else:
+            curl = curl_example.open_inference_line(url, options.name, artifact.signature, header)
         warnings = () if options.host in LOOPBACK else (NO_TLS,)
         model = f"{url}/v2/models/{options.name}"
 

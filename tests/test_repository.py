@@ -40,7 +40,7 @@ SHIPPED = [
 PUBLIC = {
     compress: "Artifact ArtifactInvalid CompressError Context ConvertPrecision Distill EagerModel "
     "Finetune GateRefused GraphModel LabelAgreement Loss MaxDrop MaxFileSize MaxLatency MaxMemory "
-    "MaxParameters MaxRelativeDrop MaxSize Metric MinMetric MinSpeedup Parallel Parity "
+    "MaxParameters MaxRelativeDrop MaxSize Metric MinCosine MinMetric MinSpeedup Parallel Parity "
     "PipelineInvalid Predictor "
     "PruneChannels PruneLayers PruneWeights QuantizeAwareTraining QuantizeDynamic QuantizeMixed "
     "QuantizeStatic QuantizeWeights Signature Splits Stage StageFailed Target "
@@ -134,6 +134,10 @@ def test_every_setting_is_described(stage: type[Stage]) -> None:
         "pipelines/quickstart.yaml",
         "examples/custom/pipeline.yaml",
         "examples/digits/few_labels.yaml",
+        "examples/language_model/pipeline.yaml",
+        "examples/detection/pipeline.yaml",
+        "examples/regression/pipeline.yaml",
+        "examples/segmentation/pipeline.yaml",
         "examples/text/pipeline.yaml",
     ],
 )
@@ -174,6 +178,7 @@ def test_the_models_in_the_page_are_valid() -> None:
     found = [
         TypeAdapter(ModelSpec).validate_python(yaml.safe_load(snippet)["model"])
         for snippet in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+        if "model:" in snippet
     ]
     assert {type(spec) for spec in found} == set(MODEL_CLASSES.values())
 

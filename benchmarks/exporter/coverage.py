@@ -63,7 +63,7 @@ def main() -> None:
         shutil.rmtree(options.folder, ignore_errors=True)
     options.folder.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
-    _import_once()
+    import_once()
     cases = [ZOO[name] for name in ("separable", "gate", "pooled")]
     cases = cases if options.small else list(ZOO.values())
     slow = {"AOTInductor": options.aot}
@@ -77,7 +77,7 @@ def main() -> None:
         write_part(TITLE, _text(rows))
 
 
-def _import_once() -> None:
+def import_once() -> None:
     """Import what each export would, before processes are forked."""
     for name in (
         "onnxruntime",

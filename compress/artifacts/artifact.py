@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, JsonValue, ValidationError, field_validator
 
+from compress.artifacts.carried_files import CARRIED_NAMES, CONFIG, names_in
 from compress.artifacts.recipe import Recipe
 from compress.common.atomic_files import (
     open_regular,
@@ -28,7 +29,7 @@ from compress.common.signature import Signature
 from compress.common.strict_json import reject_duplicate_keys
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
     import torch
 
@@ -168,8 +169,11 @@ class Artifact:
         recipe: Recipe | None = None,
         lineage: tuple[Step, ...] = (),
         facts: dict[str, Any] | None = None,
+        carried: Mapping[str, bytes] | None = None,
     ) -> Iterator[Path]:
         """Yield a temporary directory, which becomes the artifact; ``facts`` may still be filled.
+
+        ``carried`` are files beside the model, as :meth:`carried_files` of the stage's input.
 
         Raises:
             PipelineInvalid: the path holds files that are no artifact.
@@ -183,6 +187,8 @@ class Artifact:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         try:
+            for name, content in (carried or {}).items():
+                (partial / name).write_bytes(content)
             yield partial
             files = {name: _digest(partial / name) for name in files_below(partial)}
             manifest = Manifest(
@@ -220,6 +226,38 @@ class Artifact:
     def payload_bytes(self) -> int:
         """Size in bytes of the file to deploy."""
         return self.manifest.files[self.payload_name].bytes
+
+    @property
+    def model_files(self) -> dict[str, FileDigest]:
+        """The files of the model, without those that it carries."""
+        files = self.manifest.files
+        return {name: files[name] for name in files if name not in CARRIED_NAMES}
+
+    def carried_files(self) -> dict[str, bytes]:
+        """Return the carried files (a Hugging Face tokenizer …), hashed now, for the next stage."""
+        names = [name for name in CARRIED_NAMES if name in self.manifest.files]
+        self.check_files(hashed=names)
+        return {name: (self.path / name).read_bytes() for name in names}
+
+    def carried_json(self, name: str) -> Any:
+        """Return the content of a carried file, or None where the artifact has no such file.
+
+        Raises:
+            ArtifactInvalid: the file was changed after sealing, or holds no JSON.
+        """
+        if name not in self.manifest.files:
+            return None
+        self.check_files(hashed=[name])
+        try:
+            return json.loads((self.path / name).read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise ArtifactInvalid(f"{self.path / name}: not JSON: {first_line(error)}") from None
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """Names of the first output's classes, in an ONNX file or a config; empty if unknown."""
+        recorded: Any = self.manifest.facts.get("class_names")
+        return tuple(recorded) if recorded else names_in(self.carried_json(CONFIG))
 
     def verify(self) -> None:
         """Hash every file again; raise ArtifactInvalid as :meth:`check_files`."""

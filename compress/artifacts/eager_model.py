@@ -44,17 +44,18 @@ class EagerModel(Artifact):
         folder: Path | None = None,
         lineage: tuple[Step, ...] = (),
         facts: dict[str, Any] | None = None,
+        carried: Mapping[str, bytes] | None = None,
     ) -> EagerModel:
         """Write an artifact from a recipe, whose factory's source lies in a folder, and weights.
 
         The state dict may be in memory or on disk; tied tensors are stored once. ``facts`` are
-        results of the producing stage, for the manifest.
+        results of the producing stage, for the manifest; ``carried``, files beside the model.
         """
         from compress.checkpoint.safetensors_io import write_safetensors
 
         sources = local_sources(recipe.factory, folder)
         with cls.atomic_write(
-            path, signature, recipe=recipe, lineage=lineage, facts=facts
+            path, signature, recipe=recipe, lineage=lineage, facts=facts, carried=carried
         ) as partial:
             write_safetensors(partial / cls.payload, state)
             for name, source in sources.items():
@@ -170,7 +171,14 @@ class EagerModel(Artifact):
         else:
             state = weights.state_dict()
         return self.create(
-            path, recipe, state, self.signature, folder=self.code, lineage=lineage, facts=facts
+            path,
+            recipe,
+            state,
+            self.signature,
+            folder=self.code,
+            lineage=lineage,
+            facts=facts,
+            carried=self.carried_files(),
         )
 
     @opened_model

@@ -16,7 +16,7 @@ from compress.common.forward import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     import torch
@@ -40,11 +40,17 @@ class GraphModel(Artifact):
         *,
         lineage: tuple[Step, ...] = (),
         facts: dict[str, Any] | None = None,
+        carried: Mapping[str, bytes] | None = None,
     ) -> GraphModel:
-        """Write an artifact of a program; ``facts`` are results of the stage, for the manifest."""
+        """Write an artifact of a program; ``facts`` are results of the stage, for the manifest.
+
+        ``carried`` are files beside the model, as :meth:`carried_files` of the stage's input.
+        """
         from compress.graph.torch_export import save_program
 
-        with cls.atomic_write(path, signature, lineage=lineage, facts=facts) as partial:
+        with cls.atomic_write(
+            path, signature, lineage=lineage, facts=facts, carried=carried
+        ) as partial:
             save_program(program, partial / cls.payload)
         return cls.from_directory(path)
 
@@ -63,7 +69,14 @@ class GraphModel(Artifact):
         program = export_program(model.load(), model.signature)
         refuse_other_answers(model.load(), program, model.signature)
         lineage, facts = model.manifest.lineage, model.manifest.facts
-        return cls.create(path, program, model.signature, lineage=lineage, facts=dict(facts))
+        return cls.create(
+            path,
+            program,
+            model.signature,
+            lineage=lineage,
+            facts=dict(facts),
+            carried=model.carried_files(),
+        )
 
     def program(self) -> torch.export.ExportedProgram:
         """Return the program; raise ArtifactInvalid for anything but tensors and a graph."""

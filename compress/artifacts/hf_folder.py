@@ -6,14 +6,16 @@ The artifact holds the architecture's name, its config and the weights, not the 
 from __future__ import annotations
 
 import json
+import logging
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from compress.artifacts.carried_files import CONFIG, IMAGES, TOKENIZER, TOKENIZER_SETTINGS
 from compress.common.atomic_files import open_regular
 from compress.common.errors import ArtifactInvalid, first_line
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from torch import nn
@@ -57,11 +59,17 @@ CLASSES = (
 OUTPUTS: dict[str | None, tuple[str, ...]] = {"object-detection": ("logits", "pred_boxes")}
 """Outputs of the tasks that need more than `logits`."""
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
-CONFIG = "config.json"
+VOCABULARIES = (TOKENIZER, "vocab.txt", "vocab.json", "merges.txt", "added_tokens.json")
+PROCESSOR_SUFFIXES = (".json", ".txt", ".model", ".jinja")
+"""Of the files that a tokenizer or a preprocessing may be read from."""
+LONGEST_TEXT = 10**6
+"""A larger `model_max_length` is what transformers writes where the length is not known."""
 ATTENTION = ("attn_implementation", "_attn_implementation")
 FACTORY = "compress.artifacts.hf_folder:build"
 WITHOUT_EFFECT = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "auto_map")
 """Entries of a config that do not change the outputs of a float32 model."""
+
+logger = logging.getLogger(__name__)
 
 
 def build(architecture: str, config: dict[str, Any]) -> nn.Module:
@@ -121,6 +129,93 @@ def read_folder(folder: Path, task: Task | None, *, untrained_head: bool) -> tup
     return recipe_from(module), module.eval()
 
 
+def files_to_carry(folder: Path, module: Any) -> dict[str, bytes]:
+    """Return what a model's artifacts carry of its folder: config, tokenizer, image preprocessing.
+
+    `tokenizer.json` is what transformers' AutoTokenizer makes of the folder, and holds its padding
+    and its longest text. A tokenizer or preprocessing that transformers cannot read is left out,
+    with a warning.
+    """
+    settings: Any = recipe_from(module).arguments["config"]
+    content = {**settings, "architectures": [type(module).__name__]}
+    files = {CONFIG: _json_bytes(content)}
+    readers: list[tuple[str, Callable[[Path, dict[str, Any]], dict[str, bytes]]]] = []
+    if any((folder / name).is_file() for name in VOCABULARIES):
+        readers.append(("tokenizer", _tokenizer_files))
+    if (folder / IMAGES).is_file():
+        readers.append(("image preprocessing", _image_files))
+    for kind, read in readers:
+        try:
+            with _silent():
+                files |= read(folder, content)
+        except Exception as error:  # noqa: BLE001 - of any library that the folder's class needs
+            logger.warning(
+                "%s: its %s is not carried: %s: %s",
+                folder,
+                kind,
+                type(error).__name__,
+                first_line(error),
+            )
+    return files
+
+
+def _tokenizer_files(folder: Path, config: dict[str, Any]) -> dict[str, bytes]:
+    """Return tokenizer.json with padding and truncation, and the folder's settings of it."""
+    import tokenizers
+    import transformers
+
+    loaded: Any = transformers.AutoTokenizer.from_pretrained(
+        folder, local_files_only=True, trust_remote_code=False
+    )
+    if not loaded.is_fast:
+        raise ArtifactInvalid(f"{type(loaded).__name__} has no tokenizer.json")
+    tokenizer = tokenizers.Tokenizer.from_str(loaded.backend_tokenizer.to_str())
+    longest = loaded.model_max_length
+    if longest > LONGEST_TEXT:
+        longest = config.get("max_position_embeddings")
+    tokenizer.no_truncation()
+    if longest:
+        tokenizer.enable_truncation(int(longest), direction=loaded.truncation_side)
+    tokenizer.no_padding()
+    if loaded.pad_token is not None:
+        tokenizer.enable_padding(
+            direction=loaded.padding_side,
+            pad_id=loaded.pad_token_id,
+            pad_type_id=loaded.pad_token_type_id,
+            pad_token=loaded.pad_token,
+        )
+    files = {TOKENIZER: tokenizer.to_str(pretty=True).encode()}
+    for name in TOKENIZER_SETTINGS:
+        if (folder / name).is_file():
+            with open_regular(folder / name) as stream:
+                files[name] = stream.read()
+    return files
+
+
+def _image_files(folder: Path, _config: dict[str, Any]) -> dict[str, bytes]:
+    """Return preprocessor_config.json with every setting, also where the folder leaves one out."""
+    import transformers
+
+    processors: Any = transformers.AutoImageProcessor
+    loaded = processors.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    return {IMAGES: _json_bytes(json.loads(loaded.to_json_string()))}
+
+
+def _json_bytes(content: dict[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
+
+
+def read_architecture(folder: Path, task: Task | None) -> Any:
+    """Return a folder's model on the meta device, without weights; raises as `read_folder`."""
+    import torch
+
+    refuse_foreign_folder(folder)
+    with _silent(), torch.device("meta"):
+        config, kind = _class_of(folder, task)
+        config.use_cache = False
+        return kind(config)
+
+
 def recipe_from(module: Any) -> Recipe:
     """Return the recipe of a transformers model, from its class and its config."""
     from compress.artifacts.recipe import Recipe
@@ -164,7 +259,7 @@ def refuse_foreign_folder(folder: Path) -> None:
 
 
 def folder_digest(folder: Path) -> str | None:
-    """Return a SHA-256 over a folder's config and weights; None if they are missing."""
+    """Return a SHA-256 over a folder's config, weights and processors; None without a model."""
     import hashlib
 
     from compress.checkpoint.loading import checkpoint_digest
@@ -172,7 +267,14 @@ def folder_digest(folder: Path) -> str | None:
     weights, config = checkpoint_digest(folder), folder / CONFIG
     if weights is None or not config.is_file():
         return None
-    return hashlib.sha256(config.read_bytes() + weights.encode()).hexdigest()
+    digest = hashlib.sha256(config.read_bytes() + weights.encode())
+    for file in sorted(folder.iterdir()):  # a tokenizer's may have any name
+        processes = file.suffix in PROCESSOR_SUFFIXES and file.name not in (CONFIG, *WEIGHTS)
+        if processes and file.is_file():
+            with open_regular(file) as stream:
+                content = hashlib.file_digest(stream, "sha256").hexdigest()
+            digest.update(f"{file.name}\0{content}\0".encode())
+    return digest.hexdigest()
 
 
 def _class_of(folder: Path, task: Task | None) -> tuple[Any, Any]:

@@ -12,9 +12,14 @@ from compress.checkpoint.loading import match_names, read_state_dict
 from compress.checkpoint.state_dict import load_state_
 from compress.common.errors import ArtifactInvalid, CompressError, first_line
 from compress.common.forward import run_in_eval
-from compress.common.tensor_difference import identical
+from compress.common.tensor_difference import relative_error
 
+ROUNDING = 1e-4
+"""Part of the norm by which outputs may differ when a model is loaded again: where weights lie in
+memory decides in which order products are added. On an EPYC with AVX2 a tiny BERT differed for 138
+of 200 misaligned copies of its weights, by at most 3e-6."""
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from compress.artifacts.recipe import Recipe
@@ -55,10 +60,11 @@ def import_module(
     signature: Signature,
     *,
     folder: Path | None = None,
+    carried: Mapping[str, bytes] | None = None,
 ) -> EagerModel:
     """Create an artifact from a module that its recipe built and that has its weights.
 
-    The module may be changed so that it takes its inputs by name.
+    The module may be changed so that it takes its inputs by name. ``carried`` are files beside it.
 
     Raises:
         PipelineInvalid: the names of inputs or outputs contradict the model.
@@ -82,10 +88,12 @@ def import_module(
         edit.apply_(module)
         recipe = recipe.model_copy(update={"edits": (*recipe.edits, edit)})
     outputs = run_in_eval(module, inputs)
-    model = EagerModel.create(path, recipe, module.state_dict(), signature, folder=folder)
+    model = EagerModel.create(
+        path, recipe, module.state_dict(), signature, folder=folder, carried=carried
+    )
     # Outputs may depend on more than the code and the state dict.
     reloaded = run_in_eval(model.load(), inputs)
-    if not all(identical(a, b) for a, b in zip(outputs, reloaded, strict=True)):
+    if not all(relative_error(a, b) <= ROUNDING for a, b in zip(outputs, reloaded, strict=True)):
         raise ArtifactInvalid(
             f"factory {model.recipe.factory!r}: loaded again with the same weights, the model "
             "answers differently; it draws random numbers, or keeps state outside its state_dict"

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from contextlib import ExitStack, contextmanager
 from functools import wraps
-from typing import TYPE_CHECKING, Any, ParamSpec, Protocol
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeAlias
 
 from compress.common.errors import ArtifactInvalid, PipelineInvalid
 from compress.common.signature import OutputSpec, Signature
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     import torch
+
+    Outputs: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
+    """A model's flattened outputs, or its only one."""
 
 Arguments = ParamSpec("Arguments")
 
@@ -181,6 +184,31 @@ def outputs_by_name(output: Any) -> dict[str, torch.Tensor]:
         output = {"logits": output.logits} if hasattr(output, "logits") else {}
     own = {str(key): v for key, v in output.items() if isinstance(v, torch.Tensor)}
     return own | {name: tensor for name, tensor in flat.items() if name not in own}
+
+
+def output_argument(
+    outputs: Outputs, names: Sequence[str]
+) -> torch.Tensor | dict[str, torch.Tensor]:
+    """Return what a user's loss or metric is called with: one output itself, several by name.
+
+    If there are not as many names as outputs, these are ``output_0``, ``output_1`` and so on.
+    """
+    import torch
+
+    if isinstance(outputs, torch.Tensor):
+        return outputs
+    if len(outputs) == 1:
+        return outputs[0]
+    if len(names) != len(outputs):
+        names = [f"{OUTPUT}_{i}" for i in range(len(outputs))]
+    return dict(zip(names, outputs, strict=True))
+
+
+def first_output(outputs: Outputs) -> torch.Tensor:
+    """Return the first of a model's flattened outputs."""
+    import torch
+
+    return outputs if isinstance(outputs, torch.Tensor) else outputs[0]
 
 
 def match_outputs(output: Any, signature: Signature) -> tuple[tuple[str, ...], Signature]:

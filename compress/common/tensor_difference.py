@@ -69,13 +69,6 @@ def largest_finite(tensor: torch.Tensor) -> float:
     return float(finite.max()) if finite.numel() else 0.0
 
 
-def identical(expected: torch.Tensor, got: torch.Tensor) -> bool:
-    """Whether two tensors have the same shape and elements; NaN equals NaN."""
-    return expected.shape == got.shape and bool(
-        ((expected == got) | ((expected != expected) & (got != got))).all()
-    )
-
-
 def columns(expected: torch.Tensor, got: torch.Tensor) -> Iterator[Pair]:
     """Yield two batches of outputs a few columns at a time, with all rows."""
     if expected.numel():

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from compress.artifacts.artifact import Artifact
     from compress.common.forward import Predictor
     from compress.common.signature import Signature
-    from compress.core.run_history import History
+    from compress.core.task import Task
+    from compress.core.verdict import History
     from compress.data.splits import Splits
     from compress.profiling.batch_dependence import BatchDependence
     from compress.profiling.benchmark import Comparison
@@ -71,6 +72,11 @@ class Context:
         object.__setattr__(self, "metric", replace(self.metric, loss=self.loss))
 
     @property
+    def task(self) -> Task | None:
+        """What the model is for, where it is known."""
+        return self.loss.task
+
+    @property
     def work(self) -> Path:
         """A scratch directory for checkpoints, which outlives an interruption."""
         self._work.mkdir(parents=True, exist_ok=True)
@@ -108,7 +114,8 @@ class Context:
                 reference = None
                 if self.metric.name == "fidelity":
                     reference = stack.enter_context(self.predictor(self.artifact("source")))
-                value = evaluate(predict, data, split, self.metric, reference, self.progress, batch)
+                metric = self.metric.for_model(artifact.signature)
+                value = evaluate(predict, data, split, metric, reference, self.progress, batch)
             self.scores[key] = value, recorded
         value, recorded = self.scores[key]
         add_to_recordings(recorded)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from compress.artifacts.artifact import Artifact
     from compress.core.context import Context
+    from compress.core.task import Task
 
 
 class Gate(Settings):
@@ -70,6 +71,10 @@ class Gate(Settings):
 
     def unsuitable_metric(self, metric: str) -> str:
         """Return, before anything runs, why the limit does not go with the pipeline's metric."""
+        return ""
+
+    def unsuitable_task(self, task: Task) -> str:
+        """Return, before anything runs, why the gate does not go with what the model is for."""
         return ""
 
     def measurement_key(self) -> dict[str, JsonValue]:

@@ -14,7 +14,8 @@ from compress.common.config import Count, Fraction, Positive
 from compress.common.errors import StageFailed, Unavailable
 from compress.common.requirements import load_entry_point
 from compress.core.gate import Gate
-from compress.core.metrics import FALLING, FRACTIONS
+from compress.core.metrics import FALLING, FRACTIONS, IN_POINTS
+from compress.core.task import NO_METRIC
 from compress.profiling.benchmark import unmeasurable
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     from compress.artifacts.artifact import Artifact
     from compress.core.context import Context
+    from compress.core.task import Task
     from compress.core.verdict import Verdict
 
 ENTRY_POINT_GROUP = "compress.gates"
@@ -72,7 +74,8 @@ class Parity(Gate):
 class LabelAgreement(Gate):
     """The largest output is the same one for at least this fraction of samples.
 
-    Of a model with one output: whether that is above 0.
+    Of a model with one output, or of several labels each: whether an output is above 0. The task
+    says on which axis the classes are; for tokens every position counts.
     """
 
     gate: Literal["label_agreement"] = "label_agreement"
@@ -92,15 +95,63 @@ class LabelAgreement(Gate):
 
         equal = total = 0
         for expected, got in _paired_outputs(before, after, context):
-            labels = predicted_decisions(expected[0])
-            equal += int((labels == predicted_decisions(got[0])).sum())
+            labels = predicted_decisions(expected[0], context.task)
+            equal += int((labels == predicted_decisions(got[0], context.task)).sum())
             total += labels.numel()
         if not total:
             raise StageFailed("the outputs have no samples, so that there are no labels to compare")
         return equal / total
 
+    def unsuitable_task(self, task: Task) -> str:
+        """Return why a model for the task has no labels to compare."""
+        if task.has_labels:
+            return ""
+        return (
+            f"compares labels, and a model for {task.name} gives {task.answer}; use parity or "
+            f"{task.gates[0]['gate']}"
+        )
 
-class MaxDrop(Gate):
+
+class MinCosine(Gate):
+    """The first output of every sample points in the same direction, by the cosine."""
+
+    gate: Literal["min_cosine"] = "min_cosine"
+    minimum: Annotated[float, Field(ge=-1, le=1)]
+    """Least cosine between the vectors of a sample; 1 means the same direction."""
+
+    limit_field: ClassVar[str] = "minimum"
+    rule_template: ClassVar[str] = "cosine of outputs >= {minimum:g}"
+    judges_quality: ClassVar[bool] = True
+    depends_on_batch: ClassVar[bool] = True
+    higher_passes: ClassVar[bool] = True
+
+    def measure(self, before: Artifact, after: Artifact, context: Context) -> float:
+        """Return the least cosine of all samples of `val` (seeded inputs without data)."""
+        import torch
+        from torch.nn.functional import cosine_similarity
+
+        cosines = [torch.ones(0, dtype=torch.float64)]
+        for pair in _paired_outputs(before, after, context):
+            a, b = (outputs[0].double() for outputs in pair)
+            if a.shape != b.shape:
+                raise StageFailed(f"outputs have shapes {tuple(a.shape)} and {tuple(b.shape)}")
+            cosines.append(cosine_similarity(a.flatten(1), b.flatten(1)))
+        return float(torch.cat(cosines).min())
+
+
+class _MetricGate(Gate):
+    """A gate on the pipeline's metric."""
+
+    needs_data: ClassVar[bool] = True
+    judges_quality: ClassVar[bool] = True
+    depends_on_batch: ClassVar[bool] = True
+
+    def unsuitable_metric(self, metric: str) -> str:
+        """Return that there is no metric."""
+        return "the pipeline has no metric; add `metric:`" if metric == NO_METRIC else ""
+
+
+class MaxDrop(_MetricGate):
     """The metric on `val` gets worse by at most `points` hundredths."""
 
     gate: Literal["max_drop"] = "max_drop"
@@ -108,10 +159,7 @@ class MaxDrop(Gate):
     """Largest loss allowed, in hundredths of the metric (percentage points for accuracy)."""
 
     limit_field: ClassVar[str] = "points"
-    rule_template: ClassVar[str] = "drop <= {points:g} points"
-    needs_data: ClassVar[bool] = True
-    judges_quality: ClassVar[bool] = True
-    depends_on_batch: ClassVar[bool] = True
+    rule_template: ClassVar[str] = "drop <= {points:g} hundredths of the metric"
 
     def measure(self, before: Artifact, after: Artifact, context: Context) -> float:
         """Return the loss in points, negative when the result is better."""
@@ -119,27 +167,28 @@ class MaxDrop(Gate):
         return round(context.metric.drop_points(context.score(before), context.score(after)), 9)
 
     def unsuitable_metric(self, metric: str) -> str:
-        """Return why so many points of an accuracy cannot be meant."""
+        """Return why so many points of an accuracy cannot be meant, or there is no metric."""
         problem = unlikely_points(self.points) if metric in FRACTIONS else ""
-        return problem and f"points: {problem}"
+        return f"points: {problem}" if problem else super().unsuitable_metric(metric)
 
     @classmethod
     def rule_in_words(cls, verdict: Verdict, metric: str) -> str:
-        """Return the rule; of a metric that falls with quality in its own unit, not in points."""
-        if metric in FALLING:
-            return f"{metric} rises by at most {verdict.limit / 100:g}"
+        """Return the rule: in points where 1 is best, and else in the metric's own unit."""
+        if metric not in IN_POINTS:
+            change = "rises" if metric in FALLING else "gets worse"
+            return f"{metric} {change} by at most {verdict.limit / 100:g}"
         points = "point" if verdict.limit == 1 else "points"
         return f"loses at most {verdict.limit:g} {points} of {metric}"
 
     @classmethod
     def value_in_words(cls, verdict: Verdict, metric: str) -> str:
         """Return the value in the unit of the rule, or why there is none."""
-        if verdict.value is not None and metric in FALLING:
+        if verdict.value is not None and metric not in IN_POINTS:
             verdict = verdict.model_copy(update={"value": verdict.value / 100})
         return super().value_in_words(verdict, metric)
 
 
-class MaxRelativeDrop(Gate):
+class MaxRelativeDrop(_MetricGate):
     """The metric on `val` gets worse by at most `percent` of its value before."""
 
     gate: Literal["max_relative_drop"] = "max_relative_drop"
@@ -150,9 +199,6 @@ class MaxRelativeDrop(Gate):
     limit_field: ClassVar[str] = "percent"
     rule_template: ClassVar[str] = "drop <= {percent:g} % of the metric"
     report_template: ClassVar[str] = "{metric} gets worse by at most {limit:g} %"
-    needs_data: ClassVar[bool] = True
-    judges_quality: ClassVar[bool] = True
-    depends_on_batch: ClassVar[bool] = True
 
     def measure(self, before: Artifact, after: Artifact, context: Context) -> float:
         """Return the loss in percent, negative when the result is better."""
@@ -162,7 +208,7 @@ class MaxRelativeDrop(Gate):
         return round(context.metric.drop_points(score, context.score(after)) / abs(score), 9)
 
 
-class MinMetric(Gate):
+class MinMetric(_MetricGate):
     """The metric on `val` reaches a value."""
 
     gate: Literal["min_metric"] = "min_metric"
@@ -172,9 +218,6 @@ class MinMetric(Gate):
     limit_field: ClassVar[str] = "at"
     rule_template: ClassVar[str] = "metric >= {at:g}"
     report_template: ClassVar[str] = "{metric} >= {limit:g}"
-    needs_data: ClassVar[bool] = True
-    judges_quality: ClassVar[bool] = True
-    depends_on_batch: ClassVar[bool] = True
     higher_passes: ClassVar[bool] = True
     compares: ClassVar[bool] = False
 
@@ -193,7 +236,7 @@ class MinMetric(Gate):
                 f"at: found {self.at:g}, and {metric} is a fraction of 1; "
                 f"for {self.at:g} % write {self.at / 100:g}"
             )
-        return ""
+        return super().unsuitable_metric(metric)
 
 
 class _RatioGate(Gate):
@@ -374,6 +417,7 @@ class AddedGates:
 AnyGate = Annotated[
     Parity
     | LabelAgreement
+    | MinCosine
     | MaxDrop
     | MaxRelativeDrop
     | MinMetric

@@ -14,12 +14,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 from compress.common.errors import CompressError, PipelineInvalid, StageFailed, first_line
 from compress.common.factories import NameOrReference
+from compress.common.forward import first_output, output_argument
+from compress.core.task import task_of_targets
 from compress.core.task_targets import (
     TargetKind,
     are_class_labels,
+    describe_outputs,
+    describe_targets,
     describe_tensor,
     has_target,
     match_to_loss,
+    need_tensor,
     same_shape,
     sampled_targets,
     suggest_targets,
@@ -27,14 +32,18 @@ from compress.core.task_targets import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import torch
     from pydantic import JsonValue
 
+    from compress.common.forward import Outputs
+    from compress.common.signature import Signature
+    from compress.core.task import Task
     from compress.data.splits import Splits
+    from compress.data.targets import Targets
 
-    LabelCounter = Callable[[torch.Tensor], torch.Tensor | None]
+    LabelCounter = Callable[[Targets], torch.Tensor | None]
 
 REGRESSION_LOSSES = ("mse", "l1", "smooth_l1")
 """Losses of models that predict numbers."""
@@ -51,14 +60,14 @@ class LossFunction(Protocol):
 
     def __call__(
         self,
-        outputs: torch.Tensor,
-        targets: torch.Tensor,
+        outputs: Outputs,
+        targets: Targets,
         *,
         class_weights: torch.Tensor | None = None,
         label_smoothing: float | None = None,
         over_all: bool = False,
     ) -> torch.Tensor:
-        """Compute the mean loss of the model's first output.
+        """Compute the mean loss: built-in ones of the first output, the user's own of all.
 
         The sum is divided by the number of labels that are not ignored; with class weights, one for
         each class, too, and not by the sum of the weights. Label smoothing is by default 0.1 for
@@ -77,10 +86,11 @@ class Loss:
     """A loss by name, resolved where it is needed.
 
     Names are those of torch: ``cross_entropy`` and ``binary_cross_entropy`` of logits, ``nll`` of
-    log-probabilities, ``mse``, ``l1``, ``smooth_l1``. ``module:callable`` takes the first output
-    and the targets of a batch, and returns the mean over its samples, or over as many items as the
-    callable's attribute ``count``, a function of the targets, returns. Without a name the loss
-    follows from the targets: see :meth:`name_for`.
+    log-probabilities, ``mse``, ``l1``, ``smooth_l1``; they read the first output.
+    ``module:callable`` takes outputs and targets of a batch, and returns the mean over its samples,
+    or over as many items as the callable's attribute ``count``, a function of the targets, returns.
+    Several outputs are a mapping by name, one is a tensor. Without a name the loss follows from the
+    targets: see :meth:`name_for`.
     """
 
     name: str | None = None
@@ -88,6 +98,10 @@ class Loss:
     """Kind of the data's targets; None until :meth:`infer_targets` has read some of them."""
     folder: Path | None = None
     """Where the module of ``module:callable`` lies."""
+    task: Task | None = None
+    """What the model is for: which losses fit, and which axis has the classes."""
+    outputs: tuple[str, ...] = ()
+    """Names of the model's outputs, for ``module:callable``; see :meth:`for_model`."""
 
     def __post_init__(self) -> None:
         if self.name is not None:
@@ -95,6 +109,12 @@ class Loss:
                 LOSS_NAME.check(self.name)
             except ValueError as error:
                 raise PipelineInvalid(str(error)) from None
+        fitting = self.task.losses if self.task else ()
+        if self.task and fitting and self.name in BUILT_IN and self.name not in fitting:
+            raise PipelineInvalid(
+                f"task: {self.task.name} takes {', '.join(fitting)} or module:callable, found "
+                f"{self.name}"
+            )
 
     @property
     def is_custom(self) -> bool:
@@ -106,6 +126,8 @@ class Loss:
         """Whether the model predicts numbers, for which accuracy is not defined."""
         if self.name in BUILT_IN:
             return self.name in REGRESSION_LOSSES
+        if self.task is not None:
+            return self.task.name == "regression"
         return self.targets == "numbers"
 
     def check(self) -> None:
@@ -120,28 +142,53 @@ class Loss:
             from compress.common.factories import local_sources, sources_digest
 
             code = sources_digest(local_sources(str(self.name), self.folder))
-        return {"name": self.name, "code": code}
+        task = {} if self.task is None else {"task": self.task.name}
+        return {"name": self.name, "code": code, **task}
 
     def infer_targets(self, data: Splits | None) -> Loss:
-        """Return the same loss with the kind of the data's targets, where no name was given."""
+        """Return the same loss with the kind of the data's targets, where no name was given.
+
+        Where no task is known, it gets the one that the targets show, if they show one.
+        """
+        import torch
+
         # Inferred once, so that every batch, process and split gets the same loss.
         if self.targets is not None or self.name in BUILT_IN or data is None:
             return self
         targets = sampled_targets(data)
-        return self if targets is None else replace(self, targets=target_kind(targets))
+        if targets is None:
+            return self
+        kind = target_kind(targets)
+        shape = targets.shape if isinstance(targets, torch.Tensor) else ()
+        task = self.task or task_of_targets(kind, shape)
+        return replace(self, targets=kind, task=task)
 
-    def name_for(self, outputs: torch.Tensor, targets: torch.Tensor) -> str:
+    def for_model(self, signature: Signature) -> Loss:
+        """Return the same loss with the names of a model's outputs."""
+        return replace(self, outputs=tuple(spec.name for spec in signature.outputs))
+
+    def name_for(self, outputs: torch.Tensor, targets: Targets) -> str:
         """Return the loss's name; without one, the loss that fits outputs and targets.
 
         Whole numbers are labels: `cross_entropy`, or `binary_cross_entropy` where the model gives
         one output for each. Floats that are all 0 or 1 are `binary_cross_entropy`, probabilities
-        `cross_entropy`, other floats `mse`.
+        `cross_entropy`, other floats `mse`; what does not fit the task is its first loss instead.
 
         Raises:
-            StageFailed: nothing fits.
+            StageFailed: nothing fits, or the task has no default.
         """
         if self.name is not None:
             return self.name
+        if self.task is not None and not self.task.losses:
+            raise StageFailed(
+                f"task: {self.task.name} has no default loss; write loss: module:callable"
+            )
+        if isinstance(targets, list | dict):
+            raise StageFailed(
+                f"no loss follows from targets that are {describe_targets(targets)}; write "
+                "loss: module:callable, a function of outputs and targets that returns a scalar"
+            )
+        outputs, targets = self.align(outputs, targets)
         kind = self.targets or target_kind(targets)
         if kind == "labels":
             name = "cross_entropy" if are_class_labels(outputs, targets) else "binary_cross_entropy"
@@ -149,6 +196,8 @@ class Loss:
             name = {"binary": "binary_cross_entropy", "probabilities": "cross_entropy"}.get(
                 kind, "mse"
             )
+        if self.task is not None and name not in self.task.losses:
+            return self.task.losses[0]
         if name == "cross_entropy" or same_shape(outputs, targets):
             return name
         raise StageFailed(
@@ -156,6 +205,12 @@ class Loss:
             f"{describe_tensor(targets)}; {suggest_targets(outputs, targets)}, or write "
             "loss: module:callable"
         )
+
+    def align(
+        self, outputs: torch.Tensor, targets: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return outputs and targets as built-in losses and metrics take them, by the task."""
+        return (outputs, targets) if self.task is None else self.task.align(outputs, targets)
 
     def function(self) -> LossFunction:
         """Return the function, which raises StageFailed where outputs and targets do not fit it."""
@@ -168,19 +223,22 @@ class Loss:
         that are floats, and for ``module:callable`` without an attribute ``count``.
         """
         if not self.is_custom:
-            return _count_labels
+            has_next = self.task is not None and self.task.next_token
+            return _count_next_labels if has_next else _count_labels
         return partial(_count_custom, str(self.name), self._import_custom())
 
-    def sum_and_count(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[float, float]:
+    def sum_and_count(self, outputs: Outputs, targets: Targets) -> tuple[float, float]:
         """Return the sum of the loss over all targets that are not ignored, and their number."""
+        first = first_output(outputs)
         if self.is_custom:
             own = self.label_counter()(targets)
-            count = len(targets) if own is None else float(own)
+            count = len(first) if own is None else float(own)
             return float(self.function()(outputs, targets)) * count if count else 0.0, count
-        name = self.name_for(outputs, targets)
-        outputs, targets = match_to_loss(name, outputs, targets)
-        values = _functional_loss(name, outputs, targets, "none")
-        return float(values.double().sum()), _count_targets(name, targets)
+        name = self.name_for(first, targets)
+        first, matched = self.align(first, need_tensor(f"loss {name}", targets))
+        first, matched = match_to_loss(name, first, matched)
+        values = _functional_loss(name, first, matched, "none")
+        return float(values.double().sum()), _count_targets(name, matched)
 
     def _import_custom(self) -> Any:
         from compress.common.factories import resolve
@@ -217,73 +275,96 @@ def refuse_without_curvature(loss: Loss) -> None:
 def _mean(
     loss: Loss,
     custom: Any,
-    outputs: torch.Tensor,
-    targets: torch.Tensor,
+    outputs: Outputs,
+    targets: Targets,
     *,
     class_weights: torch.Tensor | None = None,
     label_smoothing: float | None = None,
     over_all: bool = False,
 ) -> torch.Tensor:
-    name = loss.name_for(outputs, targets)
+    name = loss.name_for(first_output(outputs), targets)
     refuse_class_settings(name, class_weights is not None, label_smoothing)
-    samples, size, share = len(targets), targets.numel(), 1.0
+    if custom is not None:
+        return _mean_of_custom(loss, custom, outputs, targets, over_all=over_all)
+    first, targets = loss.align(first_output(outputs), need_tensor(f"loss {name}", targets))
+    samples = len(targets)
     # Built-in losses ignore labels of -100 by themselves; NaN would spread to the weights.
-    if over_all and (custom is not None or targets.is_floating_point()):
+    if over_all and targets.is_floating_point():
         labelled = has_target(targets)
         if not bool(labelled.any()):
-            return outputs.sum() * 0
-        outputs, targets = outputs[labelled], targets[labelled]
-        share = len(targets) / samples
-    if custom is not None:
-        count = _count_custom(name, custom, targets)
-        if count is not None and not count:
-            return outputs.sum() * 0  # the mean over nothing would be 0 / 0
-        if count is not None and over_all:
-            share = float(count) / size
-        return _call_custom(custom, name, outputs, targets) * share
-    outputs, matched = match_to_loss(name, outputs, targets)
+            return first.sum() * 0
+        first, targets = first[labelled], targets[labelled]
+    first, matched = match_to_loss(name, first, targets)
     settings: dict[str, Any] = {}
     if class_weights is not None:
-        if len(class_weights) != outputs.shape[1]:
+        if len(class_weights) != first.shape[1]:
             raise StageFailed(
-                f"class_weights has {len(class_weights)} numbers and the model {outputs.shape[1]} "
+                f"class_weights has {len(class_weights)} numbers and the model {first.shape[1]} "
                 "classes; give one for each"
             )
-        settings["weight"] = class_weights.to(outputs.dtype)
+        settings["weight"] = class_weights.to(first.dtype)
     if name in SMOOTHED:
         smoothing = DEFAULT_SMOOTHING if label_smoothing is None else label_smoothing
         settings["label_smoothing"] = smoothing
     known = _count_targets(name, matched)
     if not known:
-        return outputs.sum() * 0  # every target is ignored, and torch's mean would be 0 / 0
+        return first.sum() * 0  # every target is ignored, and torch's mean would be 0 / 0
     if over_all:
         is_soft = name in WEIGHTED and targets.is_floating_point()
         known = targets[0].numel() // (targets.shape[1] if is_soft else 1) * samples
     elif class_weights is None:
-        return _functional_loss(name, outputs, matched, "mean", **settings)
+        return _functional_loss(name, first, matched, "mean", **settings)
     # Not torch's weighted mean, which divides by the sum of the weights: a weight of 2 for all
     # classes doubles the loss.
-    return _functional_loss(name, outputs, matched, "sum", **settings) / known
+    return _functional_loss(name, first, matched, "sum", **settings) / known
+
+
+def _mean_of_custom(
+    loss: Loss, custom: Any, outputs: Outputs, targets: Targets, *, over_all: bool
+) -> torch.Tensor:
+    """Call the user's own loss, with ``over_all`` on the samples that have a target."""
+    import torch
+
+    from compress.data.targets import select
+
+    tensors = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+    # The mean over nothing would be 0 / 0. All outputs, so that it depends on all weights.
+    zero = sum((x.sum() for x in tensors if x.is_floating_point()), tensors[0].new_zeros(())) * 0
+    share = 1.0
+    size = targets.numel() if isinstance(targets, torch.Tensor) else None
+    if over_all:
+        labelled = has_target(targets)
+        if not bool(labelled.any()):
+            return zero
+        tensors, targets = [x[labelled] for x in tensors], select(targets, labelled)
+        share = float(labelled.double().mean())
+    count = _count_custom(str(loss.name), custom, targets)
+    if count is not None and not count:
+        return zero
+    if count is not None and over_all and size is not None:
+        share = float(count) / size
+    return _call_custom(custom, loss, tensors, targets) * share
 
 
 def _call_custom(
-    function: Any, name: str, outputs: torch.Tensor, targets: torch.Tensor
+    function: Any, loss: Loss, outputs: Sequence[torch.Tensor], targets: Targets
 ) -> torch.Tensor:
     import torch
 
+    argument = output_argument(outputs, loss.outputs)
     try:
-        value = function(outputs, targets)
+        value = function(argument, targets)
     except CompressError:
         raise
     except Exception as error:
         raise StageFailed(
-            f"loss {name!r} fails for outputs {describe_tensor(outputs)} and targets "
-            f"{describe_tensor(targets)}: {type(error).__name__}: {first_line(error)}"
+            f"loss {loss.name!r} fails for outputs {describe_outputs(argument)} and "
+            f"targets {describe_targets(targets)}: {type(error).__name__}: {first_line(error)}"
         ) from error
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
         is_tensor = isinstance(value, torch.Tensor)
         found = describe_tensor(value) if is_tensor else f"a {type(value).__name__}"
-        raise StageFailed(f"loss {name!r} returned {found}, expected a tensor with one number")
+        raise StageFailed(f"loss {loss.name!r} returned {found}, expected a tensor with one number")
     return value.reshape(())
 
 
@@ -316,14 +397,21 @@ def _count_targets(name: str, targets: torch.Tensor) -> int:
     return int((targets != IGNORED_LABEL).sum())
 
 
-def _count_labels(targets: torch.Tensor) -> torch.Tensor | None:
+def _count_labels(targets: Targets) -> torch.Tensor | None:
     """Count labels that are not ignored, on the targets' device; None for floats."""
     from compress.data.batch import IGNORED_LABEL
 
+    if isinstance(targets, list | dict):
+        return None  # refused by the loss itself, which has a name
     return None if targets.is_floating_point() else (targets != IGNORED_LABEL).sum()
 
 
-def _count_custom(name: str, function: Any, targets: torch.Tensor) -> torch.Tensor | None:
+def _count_next_labels(targets: Targets) -> torch.Tensor | None:
+    """Count labels that are not ignored, but for the first of each sequence: nothing precedes."""
+    return _count_labels(need_tensor("loss", targets)[:, 1:])
+
+
+def _count_custom(name: str, function: Any, targets: Targets) -> torch.Tensor | None:
     """Return the ``count`` of a user's function for some targets; None if it has none."""
     import torch
 
@@ -334,7 +422,7 @@ def _count_custom(name: str, function: Any, targets: torch.Tensor) -> torch.Tens
         value = torch.as_tensor(count(targets))
     except Exception as error:
         raise StageFailed(
-            f"count of loss {name!r} fails for targets {describe_tensor(targets)}: "
+            f"count of loss {name!r} fails for targets {describe_targets(targets)}: "
             f"{type(error).__name__}: {first_line(error)}"
         ) from error
     if value.numel() != 1:

@@ -7,36 +7,57 @@ from dataclasses import dataclass, replace
 from pathlib import Path  # noqa: TC003 - a dataclass field
 from typing import TYPE_CHECKING, Any
 
-from compress.common.errors import PipelineInvalid, StageFailed, Unavailable, first_line
+from compress.common.errors import (
+    CompressError,
+    PipelineInvalid,
+    StageFailed,
+    first_line,
+)
+from compress.common.forward import first_output, output_argument
 from compress.core.loss import INFERRED_LOSS, Loss
+from compress.core.metric_kinds.checked_values import count_equal, not_finite, one_number
+from compress.core.metric_kinds.r2 import add_r2, r2, r2_sums
 from compress.core.progress import Progress, silent
+from compress.core.task import NO_METRIC
 from compress.core.task_targets import (
     are_class_labels,
+    describe_outputs,
+    describe_targets,
     describe_tensor,
     match_to_loss,
+    need_tensor,
     same_shape,
     target_kind,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     import torch
     from pydantic import JsonValue
 
-    from compress.common.forward import Predictor
+    from compress.common.forward import Outputs, Predictor
+    from compress.common.signature import Signature
+    from compress.core.task import Task
     from compress.data.batch import Batch
     from compress.data.splits import Splits
+    from compress.data.targets import Targets
 
 REGRESSION_METRICS = ("mse", "mae", "r2")
 """Built-in metrics of models that predict numbers."""
-BUILT_IN = ("accuracy", "loss", "fidelity", *REGRESSION_METRICS)
-TARGET_METRICS = ("accuracy", "loss")
-"""Built-in metrics whose computation depends on the kind of the targets."""
-FRACTIONS = ("accuracy", "fidelity")
-"""Built-in metrics that are shares of all samples, from 0 to 1."""
-FALLING = ("loss", "mse", "mae")
+BUILT_IN = ("accuracy", "loss", "fidelity", "perplexity", *REGRESSION_METRICS)
+TORCHMETRICS = {"f1": "F1Score", "miou": "JaccardIndex", "spearman": "SpearmanCorrCoef"}
+"""Names of classes of torchmetrics whose arguments follow from outputs and targets."""
+DETECTION = "map"
+"""Metric of detectors."""
+TARGET_METRICS = ("accuracy", "loss", "f1", "miou")
+"""Metrics whose computation depends on the kind of the targets."""
+FRACTIONS = ("accuracy", "fidelity", "f1", "miou", DETECTION)
+"""Metrics from 0 to 1."""
+FALLING = ("loss", "perplexity", "mse", "mae")
 """Built-in metrics that are lower when better."""
+IN_POINTS = (*FRACTIONS, "r2")
+"""Built-in metrics whose hundredths are called points; 1 is best."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +65,14 @@ class Metric:
     """A metric by name, resolved where it is needed.
 
     ``accuracy`` is the fraction of right labels, ``loss`` the mean of the task's loss, ``fidelity``
-    the fraction of labels equal to the reference model's. For numbers there are ``mse``, ``mae``
-    and ``r2``, the coefficient of determination. ``torchmetrics.classification.BinaryF1Score`` and
-    the like are imported by their name, and so is ``module:callable``: a function of all outputs
-    and targets that returns a float, or a subclass of ``torchmetrics.Metric``.
+    the fraction of labels equal to the reference model's, ``perplexity`` the exponential of the
+    mean cross-entropy. For numbers there are ``mse``, ``mae``, ``r2``, the coefficient of
+    determination, and ``spearman``, the correlation of ranks; ``f1`` and ``miou`` are means over
+    the classes, and ``map`` is that of COCO for boxes. Classes such as
+    ``torchmetrics.classification.BinaryF1Score`` are imported by their name, and so is
+    ``module:callable``: a function of all outputs and targets that returns a float, or a subclass
+    of ``torchmetrics.Metric``. The user's own get several outputs of a model as a mapping by name,
+    and one as a tensor; others get the first.
     """
 
     name: str = "accuracy"
@@ -59,13 +84,17 @@ class Metric:
     """Folder with the module of ``module:callable``."""
     loss: Loss = INFERRED_LOSS
     """The task's loss; a :class:`~compress.core.context.Context` sets its own."""
+    outputs: tuple[str, ...] = ()
+    """Names of the model's outputs, for ``module:callable``; see :meth:`for_model`."""
 
     @property
     def higher_is_better(self) -> bool:
         """Whether larger is better; raises PipelineInvalid where nobody declares it."""
         direction = self.direction
-        if self.name in BUILT_IN:
+        if self.name in (*BUILT_IN, NO_METRIC):
             direction = self.name not in FALLING
+        elif self.name in (*TORCHMETRICS, DETECTION):
+            direction = True
         elif direction is None:
             direction = getattr(self.implementation(), "higher_is_better", None)
         if direction is None:
@@ -76,9 +105,15 @@ class Metric:
         return bool(direction)
 
     @property
-    def is_mean(self) -> bool:
-        """Whether the metric is a mean over samples, so that sums over parts of a split add up."""
-        return self.name in BUILT_IN and self.name != "r2"
+    def is_measured(self) -> bool:
+        """Whether there is a metric: tasks without targets have none by default."""
+        return self.name != NO_METRIC
+
+    @property
+    def reads_all_outputs(self) -> bool:
+        """Whether the metric reads all outputs of a model, and not the first alone."""
+        is_custom_loss = self.name == "loss" and self.loss.is_custom
+        return ":" in self.name or self.name == DETECTION or is_custom_loss
 
     def identity(self) -> list[JsonValue]:
         """Return the metric's part of a cache key, with a hash of the user's own code."""
@@ -87,7 +122,9 @@ class Metric:
             from compress.common.factories import local_sources, sources_digest
 
             code = sources_digest(local_sources(self.name, self.folder))
-        loss = self.loss.identity() if self.name in TARGET_METRICS else None
+        loss: JsonValue = self.loss.task.name if self.loss.task else None
+        if self.name in TARGET_METRICS:
+            loss = self.loss.identity()
         return [self.name, dict(self.arguments), self.direction, code, loss]
 
     def with_inferred_loss(self, data: Splits | None) -> Metric:
@@ -96,22 +133,35 @@ class Metric:
             return self
         return replace(self, loss=self.loss.infer_targets(data))
 
+    def for_model(self, signature: Signature) -> Metric:
+        """Return the same metric with the names of a model's outputs."""
+        loss = self.loss.for_model(signature)
+        return replace(self, loss=loss, outputs=loss.outputs)
+
+    def outputs_read(
+        self, outputs: Sequence[torch.Tensor], samples: slice = slice(None)
+    ) -> Outputs:
+        """Return what the metric reads of a model's outputs for some samples, in main memory."""
+        if self.reads_all_outputs:
+            return [x[samples].cpu() for x in outputs]
+        return outputs[0][samples].cpu()
+
     def drop_points(self, before: float, after: float) -> float:
         """Return how much worse ``after`` is, in hundredths of the metric; negative if better."""
         return 100 * (before - after if self.higher_is_better else after - before)
 
-    def targets_of(
-        self, batch: Batch, split: str, reference: Predictor | None = None
-    ) -> torch.Tensor:
+    def targets_of(self, batch: Batch, split: str, reference: Predictor | None = None) -> Targets:
         """Return what a batch's outputs are compared with; `reference` is for `fidelity`.
 
         Raises:
-            StageFailed: the batch has no targets, or there is no reference model.
+            StageFailed: the batch has no targets, or there is no reference model, or no metric.
         """
+        if not self.is_measured:
+            raise StageFailed("the pipeline has no metric; name one with `metric:`")
         if self.name == "fidelity":
             if reference is None:
                 raise StageFailed("metric fidelity needs a reference model")
-            return predicted_decisions(reference(*batch.inputs)[0].cpu())
+            return predicted_decisions(reference(*batch.inputs)[0].cpu(), self.loss.task)
         if batch.target is None:
             raise StageFailed(f"metric {self.name} needs targets and split {split!r} has none")
         return batch.target
@@ -122,99 +172,123 @@ class Metric:
             raise StageFailed(f"metric {self.name} on {split!r} is {value}")
         return value
 
-    def score(self, outputs: torch.Tensor, targets: torch.Tensor) -> float:
+    def score(self, outputs: Outputs, targets: Targets) -> float:
         """Compute the metric of one batch; raises as :meth:`MetricMeter.update`."""
         meter = MetricMeter(self)
         meter.update(outputs, targets)
         return meter.compute()
 
-    def sum_and_count(
-        self, outputs: torch.Tensor, targets: torch.Tensor
-    ) -> tuple[float, float] | None:
+    def sum_and_count(self, outputs: Outputs, targets: Targets) -> tuple[float, float] | None:
         """Return a mean as sum and count, None for other metrics.
 
         Raises:
             StageFailed: the outputs are NaN or infinite (except -inf, a masked class), or of
                 another shape than the metric needs.
         """
-        if problem := _not_finite(outputs):
+        first, task = first_output(outputs), self.loss.task
+        if problem := not_finite(first if task is None else task.classes_first(first)):
             raise StageFailed(f"metric {self.name}: {problem}")
-        if self.name == "fidelity":
-            return _count_equal(self.name, predicted_decisions(outputs), targets)
-        if self.name == "accuracy":
-            return _count_correct(outputs, targets, self.loss)
         if self.name == "loss":
             return self.loss.sum_and_count(outputs, targets)
+        if self.name not in BUILT_IN:
+            return None
+        targets = need_tensor(f"metric {self.name}", targets)
+        if self.name == "fidelity":
+            return count_equal(self.name, predicted_decisions(first, task), targets)
+        if self.name == "perplexity":
+            name = "nll" if self.loss.name == "nll" else "cross_entropy"
+            return replace(self.loss, name=name).sum_and_count(first, targets)
+        if self.name == "accuracy":
+            first, targets = self.loss.align(first, targets)
+            return count_equal(self.name, *_decisions(self.name, first, targets, self.loss))
         if self.name in ("mse", "mae"):
-            return Loss("mse" if self.name == "mse" else "l1").sum_and_count(outputs, targets)
+            return Loss("mse" if self.name == "mse" else "l1").sum_and_count(first, targets)
         return None
+
+    def torchmetrics_inputs(
+        self, outputs: torch.Tensor, targets: Targets
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+        """Return what a class in :data:`TORCHMETRICS` compares, and arguments that fit it."""
+        from compress.core.metric_kinds.torchmetrics_adapter import labelled_inputs, ranked_inputs
+
+        targets = need_tensor(f"metric {self.name}", targets)
+        if self.name == "spearman":
+            return ranked_inputs(outputs, targets)
+        outputs, targets = self.loss.align(outputs, targets)
+        decisions = _decisions(self.name, outputs, targets, self.loss)
+        return labelled_inputs(outputs, targets, decisions)
 
     def check(self) -> None:
         """Raise PipelineInvalid or Unavailable if the metric cannot be used, without evaluating."""
-        if self.name in BUILT_IN:
+        if self.name in (*BUILT_IN, NO_METRIC):
             if self.arguments or self.direction is not None:
                 raise PipelineInvalid(f"metric {self.name!r} takes no settings")
+            task = self.loss.task
+            if self.name in FRACTIONS and task is not None and not task.has_labels:
+                raise PipelineInvalid(
+                    f"metric {self.name!r} compares labels, and a model for {task.name} gives "
+                    f"{task.answer}; use metric: {task.metric}"
+                )
             return
-        if ":" not in self.name and not self.name.startswith("torchmetrics."):
+        if self.name in TORCHMETRICS:
+            from compress.core.metric_kinds.torchmetrics_adapter import import_torchmetrics
+
+            import_torchmetrics(self.name)
+            return
+        if (
+            ":" not in self.name
+            and not self.name.startswith("torchmetrics.")
+            and self.name != DETECTION
+        ):
             raise PipelineInvalid(
-                f"metric {self.name!r} is unknown; expected {', '.join(BUILT_IN)}, "
-                "torchmetrics.… or module:callable"
+                f"metric {self.name!r} is unknown; expected "
+                f"{', '.join((*BUILT_IN, *TORCHMETRICS, DETECTION))}, torchmetrics.… or "
+                "module:callable"
             )
         self.implementation()
         _ = self.higher_is_better
 
-    def implementation(self) -> Any:
-        """Make the object of torchmetrics, or import the user's function; None if built in."""
-        if self.name in BUILT_IN:
+    def implementation(self, inferred: Mapping[str, Any] | None = None) -> Any:
+        """Make the object of torchmetrics, or import the user's function; None if built in.
+
+        Args:
+            inferred: arguments of a class in :data:`TORCHMETRICS`; without them it is not made.
+        """
+        from compress.core.metric_kinds.torchmetrics_adapter import class_at, create
+
+        is_inferred = self.name in TORCHMETRICS and inferred is None
+        if self.name in (*BUILT_IN, NO_METRIC) or is_inferred:
             return None
+        if self.name == DETECTION:
+            from compress.core.metric_kinds.mean_average_precision import MeanAveragePrecision
+
+            try:
+                return MeanAveragePrecision(**dict(self.arguments))
+            except TypeError as error:
+                raise PipelineInvalid(f"metric 'map': {first_line(error)}") from error
         if ":" in self.name:
             from compress.common.factories import resolve
 
             target: Any = resolve(self.name, self.folder)
             if not isinstance(target, type):
                 return target
-        try:
-            import torchmetrics
-        except ImportError:
-            raise Unavailable(
-                f"metric {self.name!r} needs torchmetrics: pip install -e '.[metrics]'"
-            ) from None
-        if ":" not in self.name:
-            target = torchmetrics
-            for part in self.name.split(".")[1:]:
-                target = getattr(target, part, None)
-        if not isinstance(target, type) or not issubclass(target, torchmetrics.Metric):
-            raise PipelineInvalid(
-                f"metric {self.name!r}: no such class of torchmetrics; expected one, a subclass of "
-                "torchmetrics.Metric, or a function of outputs and targets"
-            )
-        try:
-            made = target(**dict(self.arguments))
-        except Exception as error:
-            raise PipelineInvalid(
-                f"metric {self.name!r} with arguments {dict(self.arguments)}: {error}"
-            ) from error
-        for module in _torchmetrics_in(made):
-            # Rank 0 may evaluate alone, and must not wait for other ranks in `compute`.
-            module.distributed_available_fn = lambda: False
-        return made
+        else:
+            path = TORCHMETRICS.get(self.name, self.name.partition(".")[2])
+            target = class_at(self.name, path)
+        return create(self.name, target, {**(inferred or {}), **dict(self.arguments)})
 
 
 class MetricMeter:
-    """Computes a metric batch by batch: by sums, or by ``update`` of torchmetrics.
-
-    Only for a function of the user's, which takes all outputs at once, outputs are kept.
-    """
+    """Computes a metric batch by batch; only a function of all outputs at once keeps these."""
 
     def __init__(self, metric: Metric) -> None:
         self.metric, self.custom = metric, metric.implementation()
-        self.is_torchmetric = hasattr(self.custom, "metric_state")
         self.sums: torch.Tensor | None = None
-        """Of built-in metrics, in float64: sum and count, or for r2 what `_r2_sums` returns."""
-        self.batches: list[tuple[torch.Tensor, ...]] = []
+        """Of built-in metrics, in float64: sum and count, or for r2 what `r2_sums` returns."""
+        self.batches: list[tuple[Any, Targets]] = []
         """Outputs and targets, for a function of the user's."""
 
-    def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
+    def update(self, outputs: Outputs, targets: Targets) -> None:
         """Add a batch, which may be empty: the model's first output, and targets.
 
         Raises:
@@ -223,30 +297,59 @@ class MetricMeter:
         """
         import torch
 
-        if not len(targets):
+        if not len(first_output(outputs)):
             return
-        summed = self.metric.sum_and_count(outputs, targets)
+        metric, first = self.metric, first_output(outputs)
+        summed = metric.sum_and_count(outputs, targets)
+        read = output_argument(outputs, metric.outputs) if metric.reads_all_outputs else first
+        if metric.name in TORCHMETRICS:
+            read, targets, inferred = metric.torchmetrics_inputs(first, targets)
+            self.custom = self.custom or metric.implementation(inferred)
         if self.is_torchmetric:
             # In the mode of the outputs, or its state could not change in place.
             with torch.inference_mode():
-                self.custom.update(outputs, targets)
+                self._call(self.custom.update, read, targets)
         elif self.custom is not None:
-            self.batches.append((outputs, targets))
+            self.batches.append((read, targets))
         elif summed is None:
-            self._add(_r2_sums(outputs, targets))
+            self._add(r2_sums(first, need_tensor("metric r2", targets)))
         else:
             self._add(torch.tensor(summed, dtype=torch.float64))
+
+    @property
+    def is_torchmetric(self) -> bool:
+        """Whether the metric is computed by an object of torchmetrics."""
+        return hasattr(self.custom, "metric_state")
+
+    def _call(self, function: Any, *arguments: Any, **settings: Any) -> Any:
+        """Call a part of the user's metric; StageFailed where that raises."""
+        try:
+            return function(*arguments, **settings)
+        except CompressError:
+            raise
+        except Exception as error:
+            forms = ""
+            if arguments:
+                outputs, targets = arguments
+                forms = f" for outputs {describe_outputs(outputs)} and targets "
+                forms += describe_targets(targets)
+            raise StageFailed(
+                f"metric {self.metric.name!r} fails{forms}: {type(error).__name__}: "
+                f"{first_line(error)}"
+            ) from error
 
     def _add(self, sums: torch.Tensor) -> None:
         if self.sums is None:
             self.sums = sums
         else:
-            self.sums = _add_r2(self.sums, sums) if self.metric.name == "r2" else self.sums + sums
+            self.sums = add_r2(self.sums, sums) if self.metric.name == "r2" else self.sums + sums
 
     def state(self) -> Any:
         """Return all that was added, to be sent to another process; None where that is nothing."""
         if self.is_torchmetric and self.custom.update_called:
-            return [module.metric_state for module in _torchmetrics_in(self.custom)]
+            from compress.core.metric_kinds.torchmetrics_adapter import metrics_in
+
+            return [module.metric_state for module in metrics_in(self.custom)]
         return self._all_outputs() if self.batches else self.sums
 
     def add_shares_(self, states: Sequence[Any]) -> None:
@@ -255,13 +358,17 @@ class MetricMeter:
         if not others:
             return
         if self.is_torchmetric:
-            _merge_states_(self.custom, [first, *others])
+            from compress.core.metric_kinds.torchmetrics_adapter import merge_states_
+
+            merge_states_(self.custom, [first, *others])
         elif self.custom is None:
             for sums in others:
                 self._add(sums)
         else:
-            pairs = zip(first, *others, strict=True)
-            self.batches = [tuple(_interleaved(shares, len(states)) for shares in pairs)]
+            from compress.data.targets import interleave
+
+            outputs, targets = zip(first, *others, strict=True)
+            self.batches = [(interleave(outputs, len(states)), interleave(targets, len(states)))]
 
     def compute(self) -> float:
         """Return the metric of all that was added, which may be NaN or infinite."""
@@ -270,17 +377,26 @@ class MetricMeter:
         if self.custom is not None:
             with torch.inference_mode():
                 if self.is_torchmetric:
-                    return float(self.custom.compute())
-                return float(self.custom(*self._all_outputs(), **dict(self.metric.arguments)))
+                    value = self._call(self.custom.compute)
+                    # One number for each output of a model.
+                    value = value.mean() if self.metric.name == "spearman" else value
+                else:
+                    settings = {} if self.metric.name == DETECTION else dict(self.metric.arguments)
+                    value = self._call(self.custom, *self._all_outputs(), **settings)
+            return one_number(self.metric.name, value)
         if self.sums is None:
             return math.nan
-        return _r2(self.sums) if self.metric.name == "r2" else float(self.sums[0] / self.sums[1])
+        if self.metric.name == "r2":
+            return r2(self.sums)
+        mean = self.sums[0] / self.sums[1]
+        return float(mean.exp() if self.metric.name == "perplexity" else mean)
 
-    def _all_outputs(self) -> tuple[torch.Tensor, ...]:
-        import torch
+    def _all_outputs(self) -> tuple[Any, Targets]:
+        from compress.data.targets import concatenate
 
         try:
-            return tuple(torch.cat(column) for column in zip(*self.batches, strict=True))
+            outputs, targets = zip(*self.batches, strict=True)
+            return concatenate(outputs), concatenate(targets)
         except RuntimeError as error:  # batches were padded to other lengths
             raise StageFailed(
                 f"metric {self.metric.name!r} is a function of all outputs at once, and batches "
@@ -290,8 +406,15 @@ class MetricMeter:
 
 
 def default_metric(loss: Loss) -> Metric:
-    """Return the metric of a pipeline that names none: accuracy, or for regression the loss."""
-    return Metric("loss" if loss.is_regression else "accuracy", loss=loss)
+    """Return the metric of a pipeline that names none: that of the task, else accuracy.
+
+    For numbers it is the loss, if one is named or nobody names a task, and for nested targets too.
+    """
+    if loss.is_regression and (loss.task is None or loss.name is not None):
+        return Metric("loss", loss=loss)
+    if loss.task is not None:
+        return Metric(loss.task.metric, loss=loss)
+    return Metric("loss" if loss.targets == "nested" else "accuracy", loss=loss)
 
 
 def predicted_labels(outputs: torch.Tensor) -> torch.Tensor:
@@ -301,138 +424,50 @@ def predicted_labels(outputs: torch.Tensor) -> torch.Tensor:
             f"outputs of shape {tuple(outputs.shape)} hold no classes to choose from; labels need "
             "at least two outputs a sample"
         )
-    if problem := _not_finite(outputs):
+    if problem := not_finite(outputs):
         raise StageFailed(problem)
     return outputs.argmax(1)
 
 
-def predicted_decisions(outputs: torch.Tensor) -> torch.Tensor:
-    """Return each sample's predicted class, or for one output whether it is above 0."""
-    if outputs.dim() > 1 and outputs.shape[1] > 1:
+def predicted_decisions(outputs: torch.Tensor, task: Task | None = None) -> torch.Tensor:
+    """Return the predicted classes, or whether each output is above 0.
+
+    The latter where a sample has one output, and where labels do not exclude each other. A task
+    says on which axis the classes are; by default on axis 1.
+    """
+    if task is not None:
+        outputs = task.classes_first(outputs)
+    exclusive = task is None or task.labels != "each output"
+    if exclusive and outputs.dim() > 1 and outputs.shape[1] > 1:
         return predicted_labels(outputs)
     if not bool(outputs.isfinite().all()):
         raise StageFailed("the model's outputs are not all finite")
     return outputs > 0
 
 
-def _count_correct(outputs: torch.Tensor, targets: torch.Tensor, loss: Loss) -> tuple[float, int]:
-    """Return how many predictions are correct, of classes or of binary logits, and of how many."""
+def _decisions(
+    name: str, outputs: torch.Tensor, targets: torch.Tensor, loss: Loss
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return predicted and true labels of classes, or booleans of binary logits."""
     from compress.data.batch import IGNORED_LABEL
 
     kind = loss.targets or target_kind(targets)
     if kind == "numbers":
         raise StageFailed(
-            "metric accuracy needs labels, and targets are numbers, "
+            f"metric {name} needs labels, and targets are numbers, "
             f"{describe_tensor(targets)}; use metric: loss, {', '.join(REGRESSION_METRICS)}"
         )
-    if kind == "probabilities" and targets.shape == outputs.shape:
-        return _count_equal("accuracy", predicted_labels(outputs), targets.argmax(1))
+    is_multilabel = loss.task is not None and loss.task.labels == "each output"
+    if kind == "probabilities" and targets.shape == outputs.shape and not is_multilabel:
+        return predicted_labels(outputs), targets.argmax(1)
     if not are_class_labels(outputs, targets) and same_shape(outputs, targets):
         # Each output may be the logit of a binary target: 0, 1, soft, or ignored.
         known = (targets == 0) | (targets == 1) | (targets == IGNORED_LABEL)
         may_be_binary = targets.is_floating_point() or bool(known.all())
         if may_be_binary and loss.name_for(outputs, targets) == "binary_cross_entropy":
             outputs, targets = match_to_loss("binary_cross_entropy", outputs, targets)
-            return _count_equal("accuracy", outputs > 0, targets > 0.5)
-    return _count_equal("accuracy", predicted_labels(outputs), targets)
-
-
-def _not_finite(outputs: torch.Tensor) -> str:
-    """Return why no metric can be computed from outputs; empty where one can."""
-    # A class whose score is -inf is masked: the largest output and the softmax are defined, as long
-    # as another class is left.
-    is_finite = outputs.isfinite()
-    if bool(is_finite.all()):
-        return ""
-    if bool(outputs.isnan().any()):
-        return "the model's outputs are not all finite: some are NaN"
-    if bool(outputs.isposinf().any()) or outputs.dim() < 2 or outputs.shape[1] < 2:
-        return "the model's outputs are not all finite: some are infinite"
-    if not bool(is_finite.any(1).all()):
-        return "all classes of a sample are masked (-inf), so that it has no label"
-    return ""
-
-
-def _count_equal(name: str, labels: torch.Tensor, targets: torch.Tensor) -> tuple[float, int]:
-    """Return how many labels equal their targets, and how many targets are not ignored."""
-    from compress.data.batch import IGNORED_LABEL
-
-    if labels.shape != targets.shape:
-        raise StageFailed(
-            f"metric {name}: labels have shape {tuple(labels.shape)} and targets "
-            f"{tuple(targets.shape)}"
-        )
-    return float((labels == targets).sum()), int((targets != IGNORED_LABEL).sum())
-
-
-def _r2_sums(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return samples, mean and spread of the targets, and squared error: `(4, outputs)`, float64.
-
-    The spread is the sum of squared distances to the mean.
-    """
-    import torch
-
-    outputs, targets = (
-        x.double().reshape(len(x), -1) for x in match_to_loss("mse", outputs, targets)
-    )
-    mean = targets.mean(0)
-    spread, error = (targets - mean).square().sum(0), (outputs - targets).square().sum(0)
-    return torch.stack([torch.full_like(mean, len(targets)), mean, spread, error])
-
-
-def _add_r2(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return the sums over the samples of both; raise StageFailed where samples differ in size."""
-    import torch
-
-    if a.shape != b.shape:
-        raise StageFailed(
-            f"metric r2: samples of a batch have {a.shape[1]} outputs and of another {b.shape[1]}; "
-            "pad all samples to one length, or use mse or mae"
-        )
-    # Chan, Golub and LeVeque (1979): sums of squares alone lose digits where the mean is large.
-    (samples_a, mean_a, *sums_a), (samples_b, mean_b, *sums_b) = a, b
-    samples, apart = samples_a + samples_b, mean_b - mean_a
-    spread, error = (x + y for x, y in zip(sums_a, sums_b, strict=True))
-    spread += apart.square() * samples_a * samples_b / samples
-    return torch.stack([samples, mean_a + apart * samples_b / samples, spread, error])
-
-
-def _r2(sums: torch.Tensor) -> float:
-    """Return R², one minus the residuals' share of the targets' variance, averaged over outputs."""
-    _, _, spread, error = sums
-    if not bool((spread > 0).all()):
-        raise StageFailed("metric r2: the targets of an output are all equal; use mse or mae")
-    return float((1 - error / spread).mean())
-
-
-def _torchmetrics_in(metric: Any) -> list[Any]:
-    """Return an object of torchmetrics and those that it is computed from."""
-    return [module for module in metric.modules() if hasattr(module, "metric_state")]
-
-
-def _merge_states_(metric: Any, shares: Sequence[Sequence[dict[str, Any]]]) -> None:
-    """Overwrite the state of an object of torchmetrics by that of several shares of the samples."""
-    import torch
-
-    # As `Metric.sync` does. But that exchanges tensor by tensor, so that processes with lists of
-    # different lengths wait for ever, and counts the initial state of one without samples; and
-    # `Metric.merge_state` refuses some metrics.
-    for module, *states in zip(_torchmetrics_in(metric), *shares, strict=True):
-        for name, reduce in module._reductions.items():
-            values = [state[name] for state in states]
-            if isinstance(values[0], list):
-                setattr(module, name, [tensor for value in values for tensor in value])
-            else:
-                stacked = torch.stack(values)
-                setattr(module, name, stacked if reduce is None else reduce(stacked))
-
-
-def _interleaved(shares: Sequence[torch.Tensor], count: int) -> torch.Tensor:
-    """Merge the first of ``count`` shares in the order of the samples; the others are empty."""
-    merged = shares[0].new_empty((sum(map(len, shares)), *shares[0].shape[1:]))
-    for i, share in enumerate(shares):
-        merged[i::count] = share
-    return merged
+            return outputs > 0, targets > 0.5
+    return predicted_labels(outputs), targets
 
 
 def evaluate(
@@ -451,7 +486,7 @@ def evaluate(
     done, total = 0, len(splits.split(split))  # type: ignore[arg-type]  # Splits admits sized datasets only
     for batch in splits.batches(split, batch_size):
         targets = metric.targets_of(batch, split, reference)
-        meter.update(predict(*batch.inputs)[0].cpu(), targets)
+        meter.update(metric.outputs_read(predict(*batch.inputs)), targets)
         done += len(batch)
         progress(f"evaluate on {split}", done, total)
     return metric.require_finite(meter.compute(), split)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from compress.core.context import Context
     from compress.core.loss import Loss
+    from compress.core.task import Task
     from compress.core.verdict import Verdict
     from compress.data.splits import Splits
 
@@ -60,7 +61,15 @@ class Stage(Settings, Generic[Reads, Writes]):
 
     def judge(self, model: Artifact, artifact: Artifact, context: Context) -> list[Verdict]:
         """Return every gate's verdict on the result."""
-        return list(evaluate_gates(self.gates, model, artifact, context))
+        stage = self if context.task is None else self.for_task(context.task)
+        return list(evaluate_gates(stage.gates, model, artifact, context))
+
+    def for_task(self, task: Task) -> Self:
+        """Return the stage without those of its default gates that do not suit the task."""
+        if "gates" in self.model_fields_set:
+            return self
+        gates = tuple(gate for gate in self.gates if not gate.unsuitable_task(task))
+        return self.model_copy(update={"gates": gates})
 
     @property
     def title(self) -> str:

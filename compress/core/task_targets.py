@@ -11,9 +11,12 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from compress.common.errors import StageFailed
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import torch
 
     from compress.data.splits import Splits
+    from compress.data.targets import Targets
 
 SAMPLES = 512
 """Samples whose targets decide what kind a dataset's are, at most."""
@@ -22,12 +25,15 @@ SUM_TOLERANCE = 1e-2
 POSITIVE_LOG = 1e-3
 """Rounding may lift the logarithm of a probability of 1 above 0."""
 
-TargetKind: TypeAlias = Literal["labels", "binary", "probabilities", "numbers"]
-"""Whole numbers; floats that are all 0 or 1; floats that sum to 1 over axis 1; other floats."""
+TargetKind: TypeAlias = Literal["labels", "binary", "probabilities", "numbers", "nested"]
+"""Whole numbers; floats that are all 0 or 1; floats that sum to 1 over axis 1; other floats; lists
+and mappings."""
 
 
-def target_kind(targets: torch.Tensor) -> TargetKind:
+def target_kind(targets: Targets) -> TargetKind:
     """Infer what targets are: from their dtype, and of floats from values other than NaN."""
+    if isinstance(targets, list | dict):
+        return "nested"
     if not targets.is_floating_point():
         return "labels"
     targets = targets[has_target(targets)]
@@ -41,8 +47,11 @@ def targets_split(data: Splits) -> str:
     return next((n for n in ("train", "val") if n in data.datasets), next(iter(data.datasets)))
 
 
-def sampled_targets(data: Splits) -> torch.Tensor | None:
-    """Return targets of some training samples, drawn at random; None where none has one."""
+def sampled_targets(data: Splits) -> Targets | None:
+    """Return targets of some training samples, drawn at random; None where none has one.
+
+    Of targets that are lists or mappings, it returns those of a batch.
+    """
     import torch
 
     name = targets_split(data)
@@ -50,7 +59,12 @@ def sampled_targets(data: Splits) -> torch.Tensor | None:
     # At random: evenly spaced samples may all be of one class where classes repeat in order.
     order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
     indices = sorted(order[:SAMPLES].tolist())
-    batches = [b.target for b in data.read(name, indices, data.batch_size) if b.target is not None]
+    batches = []
+    for batch in data.read(name, indices, data.batch_size):
+        if isinstance(batch.target, list | dict):
+            return batch.target
+        if batch.target is not None:
+            batches.append(batch.target)
     # Padded batches differ in length, and the kind of targets does not depend on their shapes.
     equal_shapes = [target for target in batches if target.shape[1:] == batches[0].shape[1:]]
     labelled = [target[has_target(target)] for target in equal_shapes]
@@ -61,6 +75,50 @@ def describe_tensor(tensor: torch.Tensor) -> str:
     """Return a tensor's dtype and shape, its first axis as ``n``: ``float32 [n, 10]``."""
     shape = ", ".join(["n", *map(str, tensor.shape[1:])] if tensor.dim() else [])
     return f"{str(tensor.dtype).removeprefix('torch.')} [{shape}]"
+
+
+def describe_outputs(outputs: torch.Tensor | Mapping[str, torch.Tensor]) -> str:
+    """Describe a model's outputs, several by name: ``boxes float32 [n, 5, 4]``."""
+    import torch
+
+    if isinstance(outputs, torch.Tensor):
+        return describe_tensor(outputs)
+    return ", ".join(f"{name} {describe_tensor(x)}" for name, x in outputs.items())
+
+
+def describe_targets(targets: Targets) -> str:
+    """Describe a batch's targets: ``a list of [{boxes: float32 [2, 4]}, …]``."""
+    import torch
+
+    if isinstance(targets, torch.Tensor):
+        return describe_tensor(targets)
+    if isinstance(targets, dict):
+        return f"{{{', '.join(f'{name}: {describe_targets(y)}' for name, y in targets.items())}}}"
+    first = next((y for y in targets if y is not None), None)
+    return f"a list of [{_describe_entry(first)}, …]"
+
+
+def _describe_entry(entry: Targets | None) -> str:
+    """Describe one sample's part of a list of targets, whose tensors have no axis of samples."""
+    if isinstance(entry, dict):
+        return f"{{{', '.join(f'{name}: {_describe_entry(y)}' for name, y in entry.items())}}}"
+    if isinstance(entry, list):
+        return f"[{', '.join(map(_describe_entry, entry))}]"
+    dtype = "None" if entry is None else str(entry.dtype).removeprefix("torch.")
+    return dtype if entry is None else f"{dtype} {list(entry.shape)}"
+
+
+def need_tensor(what: str, targets: Targets) -> torch.Tensor:
+    """Return targets that are one tensor; raise StageFailed for lists and mappings of them."""
+    import torch
+
+    if isinstance(targets, torch.Tensor):
+        return targets
+    kind = what.partition(" ")[0]
+    raise StageFailed(
+        f"{what} takes targets that are one tensor, found {describe_targets(targets)}; write "
+        f"{kind}: module:callable, a function of outputs and targets"
+    )
 
 
 def match_to_loss(
@@ -89,10 +147,16 @@ def match_to_loss(
     return outputs, targets.to(outputs.dtype).reshape(outputs.shape)
 
 
-def has_target(targets: torch.Tensor) -> torch.Tensor:
+def has_target(targets: Targets) -> torch.Tensor:
     """Return a boolean mask of the samples that have a target: a label, or numbers."""
+    import torch
+
     from compress.data.batch import IGNORED_LABEL
 
+    if isinstance(targets, dict):
+        return torch.stack([has_target(entry) for entry in targets.values()]).any(0)
+    if isinstance(targets, list):
+        return torch.tensor([entry is not None for entry in targets])
     is_missing = targets.isnan() if targets.is_floating_point() else targets == IGNORED_LABEL
     return ~is_missing.reshape(len(targets), -1).all(1)
 

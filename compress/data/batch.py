@@ -11,13 +11,18 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from compress.common.errors import PipelineInvalid, first_line
+from compress.data.targets import as_target, check_batch, describe, flatten, map_leaves
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from compress.data.targets import Targets
+
 LABELS = "labels"
 IGNORED_LABEL = -100
 """The target that torch's cross-entropy ignores."""
+NO_ARRAYS = (torch.bfloat16,)
+"""Types of tensors that numpy has not."""
 
 
 @dataclass(frozen=True)
@@ -25,12 +30,20 @@ class Batch:
     """Model inputs in the signature's order, and the targets (None: unlabelled)."""
 
     inputs: tuple[torch.Tensor, ...]
-    target: torch.Tensor | None
+    target: Targets | None
     teacher_outputs: tuple[torch.Tensor, ...] = ()
     """Outputs of the teacher, if they are cached: [samples, …]."""
 
     def __len__(self) -> int:
         return len(self.inputs[0])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A worker sends each tensor by a file descriptor, of which the tensors of many samples
+        # would need more than a process may open; arrays are sent as bytes.
+        target = self.target
+        if target is not None and not isinstance(target, torch.Tensor):
+            target = map_leaves(target, lambda x: x if x.dtype in NO_ARRAYS else x.cpu().numpy())
+        return _unpickled, (self.inputs, target, self.teacher_outputs)
 
     def to(self, device: str) -> Batch:
         """Return the batch on a device."""
@@ -41,15 +54,17 @@ class Batch:
         return self._map(torch.Tensor.pin_memory)
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Return all its tensors: inputs, target, teacher outputs."""
-        targets = [] if self.target is None else [self.target]
-        return (*self.inputs, *targets, *self.teacher_outputs)
+        """Return all its tensors: inputs, targets, teacher outputs."""
+        return (*self.inputs, *flatten(self.target)[0], *self.teacher_outputs)
 
     def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
-        target = None if self.target is None else change(self.target)
-        return Batch(
-            tuple(map(change, self.inputs)), target, tuple(map(change, self.teacher_outputs))
-        )
+        teacher_outputs = tuple(map(change, self.teacher_outputs))
+        target = map_leaves(self.target, change)
+        return Batch(tuple(map(change, self.inputs)), target, teacher_outputs)
+
+
+def _unpickled(inputs: Any, target: Any, teacher_outputs: Any) -> Batch:
+    return Batch(inputs, map_leaves(target, torch.as_tensor), teacher_outputs)
 
 
 @dataclass(frozen=True)
@@ -72,6 +87,7 @@ def collate(
 
     Inputs of mappings are padded with 0 by default and ``labels`` with -100; their order is that of
     the first sample by default. Samples without a target get -100 or NaN, unless all have none.
+    Targets that are mappings, lists or tuples become a list with one entry for each sample.
 
     Raises:
         PipelineInvalid: a sample has none of the accepted forms, or shapes differ.
@@ -92,8 +108,13 @@ def collate(
     known = [y for _, y in pairs if y is not None]
     if not known:
         return Batch(inputs, None)
-    missing = math.nan if known[0].is_floating_point() else IGNORED_LABEL
-    targets = [torch.full_like(known[0], missing) if y is None else y for _, y in pairs]
+    tensors = [y for y in known if isinstance(y, torch.Tensor)]
+    if len(tensors) < len(known):
+        return Batch(inputs, [y for _, y in pairs])
+    missing = math.nan if tensors[0].is_floating_point() else IGNORED_LABEL
+    targets = [
+        y if isinstance(y, torch.Tensor) else torch.full_like(tensors[0], missing) for _, y in pairs
+    ]
     return Batch(inputs, _stack(targets, LABELS if names else None, fill))
 
 
@@ -109,19 +130,20 @@ def collate_by(
         raise PipelineInvalid(
             f"data.loader.collate_fn {name!r}: {type(error).__name__}: {first_line(error)}"
         ) from error
-    columns = inputs if target is None else (*inputs, target)
-    for tensor in columns:
-        if not tensor.dim() or len(tensor) != len(samples):
+    parts: list[tuple[str, Targets]] = [("", x) for x in inputs]
+    parts += [] if target is None else [("target: ", target)]
+    for role, part in parts:
+        if problem := check_batch(part, len(samples)):
             raise PipelineInvalid(
-                f"data.loader.collate_fn {name!r} returned a tensor of shape "
-                f"{list(tensor.shape)} for {len(samples)} samples, expected [{len(samples)}, …]"
+                f"data.loader.collate_fn {name!r} returned {role}{problem} for {len(samples)} "
+                f"samples, expected [{len(samples)}, …], or a list with an entry for each"
             )
     return Batch(inputs, target)
 
 
 def adapt(
     sample: Any, input_names: Sequence[str] = ()
-) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
+) -> tuple[tuple[torch.Tensor, ...], Targets | None]:
     """Return a sample's inputs (a mapping's as named) and target, or raise PipelineInvalid."""
     target = None
     if isinstance(sample, SampleWithTeacher):
@@ -148,30 +170,16 @@ def adapt(
             'or a mapping of tensors with "labels"'
         )
     columns = inputs if isinstance(inputs, tuple | list) else (inputs,)
-    return (
-        tuple(_tensor(x, "input") for x in columns),
-        None if target is None else _tensor(target, "target"),
-    )
+    return tuple(map(_input, columns)), None if target is None else as_target(target)
 
 
-def _tensor(value: Any, role: str) -> torch.Tensor:
+def _input(value: Any) -> torch.Tensor:
     try:
         return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise PipelineInvalid(
-            f"a sample's {role} is {describe(value)}, expected one tensor, array or number; "
-            "several targets can be one tensor, such as torch.stack([y1, y2])"
-            if role == "target"
-            else f"a sample's {role} is {describe(value)}, expected a tensor, array or number"
+            f"a sample's input is {describe(value)}, expected a tensor, array or number"
         ) from error
-
-
-def describe(value: Any) -> str:
-    """Describe a value by its type, with the keys of a mapping."""
-    if isinstance(value, Mapping):
-        entries = ", ".join(repr(key) for key in value)
-        return f"a {type(value).__name__} with the entries {entries or 'none'}"
-    return "nothing (None)" if value is None else f"a {type(value).__name__}"
 
 
 def _stack(
@@ -185,5 +193,6 @@ def _stack(
     shown = " and ".join(str(list(shape)) for shape in sorted(shapes)[:2])
     raise PipelineInvalid(
         f"samples of one batch have shapes {shown}; only 1-D tensors of mapping samples are "
-        "padded, all others must be equal"
+        "padded, all others must be equal (targets of other lengths stand in a mapping: "
+        '(x, {"boxes": boxes}))'
     )

@@ -21,6 +21,7 @@ from torch.utils.data import get_worker_info
 from compress.common.dependency_recorder import Recording, digest_of, take_recorded
 from compress.data.batch import adapt
 from compress.data.own_generators import is_generator, is_user_code, reachable_objects, source_file
+from compress.data.targets import flatten
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
     from compress.data.batch import Batch
+    from compress.data.targets import Targets
 
 HASHED_FULLY = frozenset({"val", "test", "calibration"})
 """Splits of which every sample is hashed, because the reported figures depend on them."""
@@ -111,10 +113,11 @@ def hash_samples(
     hashes = b""
     for sample in samples:
         if as_batch:
-            hashes += _hash(as_batch([sample]).tensors())
+            batch = as_batch([sample])
+            hashes += _hash(batch.tensors(), _structure(batch.target))
             continue
         inputs, target = adapt(sample)
-        hashes += _hash(inputs if target is None else [*inputs, target])
+        hashes += _hash([*inputs, *flatten(target)[0]], _structure(target))
     return hashes, take_recorded() if get_worker_info() else Recording()
 
 
@@ -169,8 +172,13 @@ def digest_of_hashes(hashes: NDArray[np.uint64]) -> str:
     return hashlib.sha256(hashes.tobytes()).hexdigest()
 
 
-def _hash(tensors: Sequence[torch.Tensor]) -> bytes:
-    digest = hashlib.blake2b(digest_size=16)
+def _structure(target: Targets | None) -> str:
+    """Return what identifies the nest of a target beside its tensors; empty for one tensor."""
+    return repr(flatten(target)[1]) if isinstance(target, dict | list) else ""
+
+
+def _hash(tensors: Sequence[torch.Tensor], structure: str = "") -> bytes:
+    digest = hashlib.blake2b(structure.encode(), digest_size=16)
     for tensor in tensors:
         digest.update(f"{tuple(tensor.shape)}{tensor.dtype}".encode())
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.utils.data import Dataset
 
 from compress.common.errors import PipelineInvalid, StageFailed
 from compress.common.process import seeded
 from compress.data.batch import LABELS, adapt
 from compress.data.record_log import RecordLog
+from compress.data.targets import flatten, map_leaves
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
 
-    import torch
+    from compress.data.targets import Targets
 
+NEST = f"{LABELS}:nest"
+"""Name of the tensor that holds how the tensors of a target are nested."""
 PROBES = 8
 """Samples read from a dataset twice, to detect changed data and what is drawn at random."""
 
@@ -28,7 +33,7 @@ class Sample:
     """A sample as tensors, in a form that can be stored."""
 
     inputs: tuple[torch.Tensor, ...]
-    target: torch.Tensor | None
+    target: Targets | None
     names: tuple[str, ...] | None
     """Names of the inputs of a mapping."""
 
@@ -47,14 +52,22 @@ class Sample:
         return dict(zip(self.names, self.inputs, strict=True)) | labels
 
     def to_bytes(self) -> bytes:
-        """Return it as safetensors: inputs are named `position:name`, the target `labels`."""
+        """Return it as safetensors: inputs are named `position:name`, the target `labels`.
+
+        A nest of targets is named `labels:number`, and `labels:nest` holds it as JSON in bytes.
+        """
         from safetensors.torch import save
 
         names = self.names or [""] * len(self.inputs)
         tensors = {
             f"{i}:{name}": x for i, (name, x) in enumerate(zip(names, self.inputs, strict=True))
         }
-        tensors |= {} if self.target is None else {LABELS: self.target}
+        if isinstance(self.target, dict | list):
+            leaves, nest = flatten(self.target)
+            tensors |= {f"{LABELS}:{i}": leaf for i, leaf in enumerate(leaves)}
+            tensors[NEST] = torch.tensor(list(json.dumps(nest).encode()), dtype=torch.uint8)
+        elif self.target is not None:
+            tensors[LABELS] = self.target
         # Tensors of one sample may share memory, which safetensors refuses.
         return save({name: x.detach().cpu().contiguous().clone() for name, x in tensors.items()})
 
@@ -64,7 +77,10 @@ class Sample:
         from safetensors.torch import load
 
         tensors = load(content)
-        target = tensors.pop(LABELS, None)
+        target: Targets | None = tensors.pop(LABELS, None)
+        if NEST in tensors:
+            nest = json.loads(bytes(tensors.pop(NEST).tolist()))
+            target = map_leaves(nest, lambda i: tensors.pop(f"{LABELS}:{i}"))
         keys = sorted(tensors, key=lambda key: int(key.partition(":")[0]))
         names = tuple(key.partition(":")[2] for key in keys)
         return cls(tuple(tensors[key] for key in keys), target, names if any(names) else None)

@@ -21,7 +21,7 @@ from compress.common.errors import (
     first_line,
 )
 from compress.common.factories import local_sources, resolve, sources_digest
-from compress.data.batch import LABELS, Batch, adapt, collate, collate_by, describe
+from compress.data.batch import LABELS, Batch, adapt, collate, collate_by
 from compress.data.dataloader import Reader, WorkerEnded
 from compress.data.fingerprint import (
     Contents,
@@ -36,6 +36,7 @@ from compress.data.fingerprint import (
 from compress.data.loader_config import Loading
 from compress.data.sample_cache import CachedDataset, cache_folder, indices_to_probe, probe
 from compress.data.stream import Stream, StreamReader
+from compress.data.targets import describe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -77,6 +78,7 @@ class Splits:
     """Datasets by name: ``train``, ``val``, and as needed ``calibration`` and ``test``.
 
     A sample is ``(x, y)``, ``((x1, x2), y)``, a mapping of tensors with ``labels``, or bare inputs.
+    ``y`` and ``labels`` are a tensor, or a mapping, list or tuple of tensors.
     Training uses ``train``, and where a teacher answers also ``unlabelled``; calibration a seeded
     sample of ``calibration``, else ``train``; every decision and gate uses ``val``; ``test`` is
     touched once, for the report. ``train`` may be an iterable dataset, which is read in its own

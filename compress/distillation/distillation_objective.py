@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 from compress.common.errors import StageFailed
 from compress.common.forward import flatten_outputs
 from compress.common.process import derive_seed, seeded
+from compress.core.task_targets import need_tensor
 from compress.distillation.feature_hooks import FeatureRecorder, Pairs, channel_axis, projected
 from compress.distillation.feature_losses import FeatureTerm
 from compress.distillation.loss_terms import AnyTerm  # noqa: TC001 - a dataclass field
@@ -98,15 +99,17 @@ class DistillationLoss:
     def __call__(self, outputs: tuple[torch.Tensor, ...], batch: Batch) -> torch.Tensor:
         """Return the weighted sum of all terms."""
         teacher_features = self._teacher_features(batch)
+        count = sum(slot.is_captured for slots in self.slots for slot in slots)
+        own_outputs = outputs[: len(outputs) - count]
         # In float32: under autocast outputs have 16 bits, too few for exponentials and sums.
         pair = OutputPair(
             student=outputs[0].float(),
             teacher=teacher_features[""].float(),
             target=batch.target,
+            student_outputs=[x.float() if x.is_floating_point() else x for x in own_outputs],
             targets_loss=self.targets_loss,
         )
-        count = sum(slot.is_captured for slots in self.slots for slot in slots)
-        captured = iter(outputs[len(outputs) - count :])
+        captured = iter(outputs[len(own_outputs) :])
         total = pair.student.new_zeros(())
         for term, slots in zip(self.objective.terms, self.slots, strict=True):
             if term.needs_equal_outputs:
@@ -116,8 +119,22 @@ class DistillationLoss:
                 (a.float(), teacher_features[slot.teacher].float())
                 for a, slot in zip(own, slots, strict=True)
             ]
-            total = total + term.weight * term.compute(pair, features)
+            compared = self._classes_first(pair) if term.compares_classes else pair
+            total = total + term.weight * term.compute(compared, features)
         return total
+
+    def _classes_first(self, pair: OutputPair) -> OutputPair:
+        """Return outputs with the task's classes on axis 1, each beside its own label."""
+        task = self.objective.targets.loss.task
+        if task is None or not task.classes_last:
+            return pair
+        if not isinstance(pair.target, torch.Tensor):
+            student, teacher = task.classes_first(pair.student), task.classes_first(pair.teacher)
+            return replace(pair, student=student, teacher=teacher)
+        labels = need_tensor(f"task: {task.name}", pair.target)
+        teacher, _ = task.align(pair.teacher, labels)
+        student, target = task.align(pair.student, labels)
+        return replace(pair, student=student, teacher=teacher, target=target)
 
     def attach_(self, module: nn.Module, example: Batch) -> None:
         """Let the module return the compared features after its outputs in training, in place."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field
 
 from compress.common.config import Positive, Settings
+from compress.core.task_targets import need_tensor
 from compress.training.objectives.teacher_objective import (
     cosine_distance,
     need_classes,
@@ -16,8 +17,11 @@ from compress.training.objectives.teacher_objective import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
+    from compress.data.targets import Targets
     from compress.training.objectives.objective import TargetMean
 
     FeaturePair = tuple[torch.Tensor, torch.Tensor]
@@ -34,8 +38,10 @@ class OutputPair:
     """The student's first output."""
     teacher: torch.Tensor
     """The teacher's first output."""
-    target: torch.Tensor | None
+    target: Targets | None
     """Labels, -100 for none, or floats, NaN for none; None if no sample has a target."""
+    student_outputs: Sequence[torch.Tensor] = ()
+    """All outputs of the student, which the task's loss may read."""
     targets_loss: TargetMean | None = None
     """The mean over all samples of the task's loss."""
 
@@ -80,7 +86,7 @@ class Labels(Term):
         """Return the task's loss; 0 if no sample has a target."""
         if outputs.target is None or outputs.targets_loss is None:
             return outputs.student.new_zeros(())
-        return outputs.targets_loss(outputs.student, outputs.target)
+        return outputs.targets_loss(outputs.student_outputs or outputs.student, outputs.target)
 
 
 class Kl(Term):
@@ -119,11 +125,12 @@ class Dkd(Term):
 
         need_classes(self.loss, outputs.teacher)
         target = outputs.teacher.argmax(1)
-        if outputs.target is not None and outputs.target.shape == outputs.teacher.shape:
-            labelled = ~outputs.target.isnan().any(1)
-            target = outputs.target.nan_to_num(-1).argmax(1).where(labelled, target)
-        elif outputs.target is not None:
-            target = target.where(outputs.target < 0, outputs.target)
+        labels = None if outputs.target is None else need_tensor("loss dkd", outputs.target)
+        if labels is not None and labels.shape == outputs.teacher.shape:
+            labelled = ~labels.isnan().any(1)
+            target = labels.nan_to_num(-1).argmax(1).where(labelled, target)
+        elif labels is not None:
+            target = target.where(labels < 0, labels)
         return decoupled_divergence(
             outputs.student,
             outputs.teacher,

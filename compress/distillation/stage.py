@@ -176,7 +176,8 @@ class Distill(Stage[EagerModel, EagerModel], Teaching, Training):
                 distance = partial(distance_to, teacher, self.terms, context)
                 student, facts = self.student.cut(model, where, distance)
 
-            terms, targets = self.terms, TargetLoss.for_training(self, context)
+            terms = self.terms
+            targets = TargetLoss.for_training(self, context, student.signature)
             self.check_loss(targets.loss)
             pairs: tuple[Pairs, ...] = ((("", ""),),) * len(terms)
             if self._names_modules:

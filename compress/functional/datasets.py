@@ -11,9 +11,10 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from compress.artifacts.in_process import register
 from compress.common.errors import PipelineInvalid
-from compress.data.batch import LABELS, describe
+from compress.data.batch import LABELS
 from compress.data.loader_config import Loading
 from compress.data.splits import Splits
+from compress.data.targets import describe
 
 if TYPE_CHECKING:
     from collections.abc import Callable

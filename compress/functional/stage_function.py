@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from compress.core.stage import Stage
+    from compress.core.task import TaskName
 
 Writes = TypeVar("Writes", bound=Artifact)
 log = logging.getLogger(__name__)
@@ -36,12 +37,14 @@ Args:
     example_inputs: inputs that show what the model takes, where no data do; axis 0 is the batch.
     file: file that the exported model is copied to, where the stage exports.
     out: folder of the artifact; by default a temporary one, removed when the process ends.
+    task: what the model is for, such as `regression`; by default it follows from the targets.
     task_loss: name of a loss, or a callable (outputs, targets → scalar); by default it follows
         from the targets.
-    metric: name of a metric; `accuracy` by default, or `loss` where the targets are numbers.
+    metric: name of a metric; that of the task by default, or `accuracy`.
     device: `cpu`, `cuda` or `cuda:0` …
     threads: CPU threads of a forward call.
-    seed: seed of everything random."""
+    seed: seed of everything random.
+    progress: whether progress bars are shown; by default on a terminal or in a notebook."""
 
 
 def stage_function(
@@ -107,11 +110,13 @@ def _run_stage(
     calibration: Any = None,
     example_inputs: Any = None,
     out: Path | str | None = None,
+    task: TaskName | None = None,
     task_loss: Any = None,
     metric: str | None = None,
     device: str = "cpu",
     threads: int = 1,
     seed: int = 0,
+    progress: bool | None = None,
 ) -> Any:
     """Run a stage with settings on a model and data in memory."""
     # The functions' signatures are wanted by help and completion before torch is.
@@ -120,6 +125,8 @@ def _run_stage(
     from compress.core.context import Context
     from compress.core.loss import Loss
     from compress.core.metrics import Metric, default_metric
+    from compress.core.progress import show_bars
+    from compress.core.task import task_named
     from compress.functional.datasets import make_splits
     from compress.functional.models import as_artifact, forward_names
 
@@ -141,7 +148,8 @@ def _run_stage(
     if splits is not None:
         names = tuple(spec.name for spec in source.signature.inputs)
         splits = replace(splits, input_names=names)
-    loss = Loss(register(task_loss, "loss") if callable(task_loss) else task_loss)
+    loss_name = register(task_loss, "loss") if callable(task_loss) else task_loss
+    loss = Loss(loss_name, task=task_named(task))
     loss = loss.infer_targets(splits)
     context = Context(
         root=temporary_folder() / name if out is None else Path(out),
@@ -153,7 +161,8 @@ def _run_stage(
         seed=seed,
         artifacts={"source": source, **others},
     )
-    artifact = step(source, context)
+    with show_bars(progress) as shown:
+        artifact = step(source, replace(context, progress=shown))
     if out is not None and getattr(artifact, "only_here", False):
         log.warning(
             "%s: %s can be loaded in this process alone, where its class is defined; put that into "
@@ -169,7 +178,7 @@ def _run_stage(
 def _copy_payload(artifact: Artifact, file: Path) -> None:
     """Copy the file to deploy, and those that it refers to by name, such as large weights."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    for name in artifact.manifest.files:
+    for name in artifact.model_files:
         target = file if name == artifact.payload_name else file.parent / name
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(artifact.path / name, target)

@@ -20,6 +20,7 @@ from compress.pruning.allocation.budget_search import (
     plan_for_target,
 )
 from compress.pruning.allocation.ranking import rank
+from compress.pruning.dependency.graph import trace
 from compress.pruning.finetune import finetune
 from compress.pruning.recovery.recovery import recover_
 from compress.pruning.verification.module_rewrites import edits_needed, rewrite_
@@ -64,6 +65,7 @@ class ChannelPruningConfig:
     limits: Limits
     include: tuple[str, ...]
     exclude: tuple[str, ...]
+    across_norms: bool
     on_unverified: OnUnverified
     iterations: int
     refit: bool
@@ -85,7 +87,8 @@ class ChannelPruner:
         """
         self._config, self._source, self._context = config, model, context
         self._batches = calibration_batches(config, context)
-        self._loss = context.loss.infer_targets(context.data if config.uses_loss else None)
+        loss = context.loss.for_model(model.signature)
+        self._loss = loss.infer_targets(context.data if config.uses_loss else None)
         signature, seed = model.signature, context.seed
         self._inputs = signature.example(seed=seed)
         self._one_sample = signature.example(batch=1, seed=seed)
@@ -138,7 +141,8 @@ class ChannelPruner:
             reasons = [f"{name}: {reason}" for name, reason in plan.pinned.items()]
             more = f" and {len(reasons) - REASONS_SHOWN} more" * (len(reasons) > REASONS_SHOWN)
             shown = "; ".join(reasons[:REASONS_SHOWN]) or "it has no layer with channels"
-            raise StageFailed(f"{config.title}: no channel can be removed ({shown}{more})")
+            hint = self._across_norms_hint()
+            raise StageFailed(f"{config.title}: no channel can be removed ({shown}{more}){hint}")
         self._log_speedup()
         before, after = self._unpruned, self._module
         inputs = self._one_sample
@@ -150,6 +154,23 @@ class ChannelPruner:
             **self._facts,
         }
         return self._weights, [*self._rewrites, *self._slices], facts
+
+    def _across_norms_hint(self) -> str:
+        """Return the advice to set ``across_norms``, if normalisations alone hold some channels."""
+        config = self._config
+        if config.across_norms or config.include or config.exclude:
+            return ""
+        held, free = (
+            {group.name for group in trace(self._module, self._inputs, across_norms=across).groups}
+            for across in (True, False)
+        )
+        names = sorted(held - free)
+        if not names:
+            return ""
+        return (
+            f"; only normalisations hold those of {', '.join(names[:REASONS_SHOWN])}: "
+            "set across_norms: true to remove them"
+        )
 
     def _rewrite_(self) -> SlicePlan | None:
         """Replace modules that cannot be sliced by equivalent ones, where a full plan slices them.
@@ -182,6 +203,7 @@ class ChannelPruner:
             include=config.include,
             exclude=config.exclude,
             originals=self._original_sizes,
+            across_norms=config.across_norms,
             batches=self._batches,
             device=self._context.device,
             seed=self._context.seed,

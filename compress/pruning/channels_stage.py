@@ -24,7 +24,8 @@ class PruneChannels(PruningStage):
 
     Which channels are coupled follows from the exported graph; no layer has to be annotated. Every
     sliced model is compared with its masked twin: the unsliced model with the same channels set to
-    zero. Channels whose removal cannot be verified stay, and the artifact's facts say why.
+    zero; with `across_norms`, its normalisations leave these out. Channels whose removal cannot be
+    verified stay, and the artifact's facts say why.
     """
 
     stage: Literal["prune_channels"] = "prune_channels"
@@ -51,6 +52,11 @@ class PruneChannels(PruningStage):
     """Names of modules; if given, only channels that they produce are removed."""
     exclude: tuple[str, ...] = ()
     """Names of modules whose channels all stay; `*` matches any characters."""
+    across_norms: bool = False
+    """Whether channels are removed over which normalisations take statistics, such as the hidden
+    width of a transformer: LayerNorm, RMSNorm, GRN. Their statistics are then those of the channels
+    that stay, so that outputs change more than by the channels' values; `refit` and `finetune`
+    compensate."""
     on_unverified: Literal["pin", "error"] = "pin"
     """Whether channels whose removal cannot be verified stay, or fail the stage."""
     iterations: Count = 1
@@ -159,6 +165,7 @@ class PruneChannels(PruningStage):
             limits=Limits(self.scope, self.round_to, self.min_channels, self.max_ratio),
             include=self.include,
             exclude=self.exclude,
+            across_norms=self.across_norms,
             on_unverified=self.on_unverified,
             iterations=self.iterations,
             refit=self.refit,

@@ -42,7 +42,7 @@ class Finetune(Training):
         """Build the objective: loss on targets, distillation from the unpruned model, or both."""
         from compress.training.objectives.objective import TargetLoss
 
-        targets = TargetLoss.for_training(self, context)
+        targets = TargetLoss.for_training(self, context, teacher.signature)
         return targets if self.teaching is None else self.teaching.objective(teacher, targets)
 
 

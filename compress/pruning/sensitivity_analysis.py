@@ -85,6 +85,7 @@ def measure_sensitivity(
     importance: Criterion = "l2",
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
+    across_norms: bool = False,
     samples: int = 512,
     latency: bool = True,
 ) -> Sensitivity:
@@ -97,6 +98,7 @@ def measure_sensitivity(
         importance: which channels are removed first.
         include: patterns of modules; if given, only channels of these are removed.
         exclude: patterns of modules whose channels stay.
+        across_norms: whether channels over which normalisations take statistics are pruned, too.
         samples: samples of `val` that outputs are compared on; without data a few seeded ones.
         latency: whether each pruned model's latency is measured, alternating with the model's.
 
@@ -119,10 +121,11 @@ def measure_sensitivity(
         real=real,
         include=include,
         exclude=exclude,
+        across_norms=across_norms,
         batches=batches,
         device=context.device,
         seed=context.seed,
-        loss=context.loss.infer_targets(context.data),
+        loss=context.loss.for_model(model.signature).infer_targets(context.data),
     )
     # All groups are sliced and verified together; each verified slice is then measured alone.
     slices: dict[tuple[str, float], GroupSlice] = {}
@@ -166,7 +169,7 @@ def measure_sensitivity(
         judged_by=meter.judged_by,
         metric=None if meter.base is None else context.metric.name,
         value=meter.base,
-        samples=sum(map(len, meter.expected)),
+        samples=sum(len(outputs[0]) for outputs in meter.expected),
         families=tuple(sorted(families, key=_mean_error)),
         pinned={name: reason for name, reason in pinned.items() if name not in points},
     )

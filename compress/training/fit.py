@@ -268,7 +268,7 @@ def _create_job(
         training=training,
         objective=objective,
         data=data,
-        metric=context.metric.with_inferred_loss(data),
+        metric=context.metric.for_model(start.signature).with_inferred_loss(data),
         reference=reference.path.absolute() if reference else None,
         device=context.device,
         # The ranks of a machine share its cores.

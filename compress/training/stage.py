@@ -37,7 +37,7 @@ class Train(Stage[EagerModel, EagerModel], Training):
         from compress.training.fit import fit
         from compress.training.objectives.objective import TargetLoss
 
-        objective = TargetLoss.for_training(self, context)
+        objective = TargetLoss.for_training(self, context, model.signature)
         trained = fit(model, self, objective, context, self.title)
         return model.derive(
             context.root, trained.weights, lineage=self.lineage(model), facts=trained.facts()

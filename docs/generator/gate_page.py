@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 LIMITS = {
     "parity": 1e-4,
     "label_agreement": 0.99,
+    "min_cosine": 0.99,
     "max_drop": 1.0,
     "max_relative_drop": 2.0,
     "min_metric": 0.975,

@@ -118,7 +118,11 @@ class ExportAot(ComparesStoredFile, Stage[EagerModel | GraphModel, AotModel]):
         }
         device = _numbered(self.device, context.device)
         with AotModel.atomic_write(
-            context.root, model.signature, lineage=self.lineage(model), facts=facts
+            context.root,
+            model.signature,
+            lineage=self.lineage(model),
+            facts=facts,
+            carried=model.carried_files(),
         ) as partial:
             file = partial / AotModel.payload
             facts |= compile_package(program, model.signature, file, device)

@@ -22,6 +22,7 @@ from export.onnx.passes.float_layers import (
     has_weights_of,
     separate_float_layers_,
     separate_transposes_,
+    separate_zero_points_,
 )
 from export.onnx.passes.matmul_nbits import use_matmul_nbits
 from export.onnx.passes.rnn import lower_quantized_rnns_
@@ -94,6 +95,7 @@ def lower(
     lower_quantized_rnns_(model)
     fuse_integer_products_(model)
     separate_float_layers_(model)
+    separate_zero_points_(model)
     if half:
         separate_transposes_(model)
     written = model.opset_import[0].version

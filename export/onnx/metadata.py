@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 from compress import __version__
+from compress.artifacts.carried_files import IMAGES, TOKENIZER
 from compress.common.errors import StageFailed
 from compress.common.strict_json import canonical_json
 from export.onnx.graph import graphs_in
@@ -22,27 +24,64 @@ OUTPUT = "compress_output_{}"
 a name that an output is given, and the graph is then invalid."""
 
 
-def add_metadata_(model: onnx.ModelProto, source: Artifact, class_names: Sequence[str]) -> None:
-    """Write properties into a model, in place: each a JSON text, the same for the same source."""
+def add_metadata_(
+    model: onnx.ModelProto, source: Artifact, class_names: Sequence[str]
+) -> tuple[str, ...]:
+    """Write properties into a model, in place: each a JSON text, the same for the same source.
+
+    Without ``class_names`` those of the source's Hugging Face config are written, if they are as
+    many as the first output's classes. Returns the names written.
+    """
     properties: dict[str, Any] = {
         "provenance": {"source": source.digest, "toolkit": f"compress-pipeline {__version__}"},
         "signature": source.signature.model_dump(mode="json"),
     }
     if class_names:
         check_class_count(model, class_names)
+    elif class_count(model) == len(carried := source.class_names):
+        class_names = carried
+    if class_names:
         properties["class_names"] = list(class_names)
+        properties["id2label"] = {str(i): name for i, name in enumerate(class_names)}
+    preprocessing = {}
+    if image := source.carried_json(IMAGES):
+        preprocessing["image"] = image
+    if tokenizer := source.carried_json(TOKENIZER):
+        preprocessing["text"] = {
+            "tokenizer_sha256": source.manifest.files[TOKENIZER].sha256,
+            "truncation": tokenizer.get("truncation"),
+            "padding": tokenizer.get("padding"),
+        }
+    if preprocessing:
+        properties["preprocessing"] = preprocessing
     for key in sorted(properties):
         model.metadata_props.add(key=key, value=canonical_json(properties[key]))
+    return tuple(class_names)
+
+
+def class_names_in(model: onnx.ModelProto) -> list[str]:
+    """Return the names of classes in a model's properties; empty where it holds none as JSON."""
+    texts = [entry.value for entry in model.metadata_props if entry.key == "class_names"]
+    try:
+        names: Any = json.loads(texts[0]) if texts else []
+    except (ValueError, RecursionError):
+        return []
+    return names if isinstance(names, list) and all(isinstance(n, str) for n in names) else []
 
 
 def check_class_count(model: onnx.ModelProto, class_names: Sequence[str]) -> None:
     """Raise StageFailed where the first output has another number of classes, if it is known."""
-    axes = model.graph.output[0].type.tensor_type.shape.dim
-    classes: int = axes[-1].dim_value if axes else 0
+    classes = class_count(model)
     if classes and classes != len(class_names):
         raise StageFailed(
             f"class_names: {len(class_names)} names, and the first output has {classes} classes"
         )
+
+
+def class_count(model: onnx.ModelProto) -> int:
+    """Return the size of the first output's last axis; 0 where it is not fixed."""
+    axes = model.graph.output[0].type.tensor_type.shape.dim
+    return axes[-1].dim_value if axes else 0
 
 
 def rename_values_(model: onnx.ModelProto, names: Mapping[str, str]) -> None:

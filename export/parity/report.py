@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from compress.artifacts.graph_model import program_of
+from compress.artifacts.graph_model import GraphModel, program_of
 from compress.common.atomic_files import partial_path, remove_leftovers
 from compress.common.errors import CompressError, StageFailed, first_line
 from compress.common.forward import accept_any_batch
 from compress.common.tensor_difference import largest, largest_difference, relative_error
 from compress.core.metrics import evaluate, predicted_labels
+from export.common.host_check import has_16_bit_sums
 from export.parity import repro_script
 from export.parity.bisect import LayerSearch
 from export.parity.compare import ParityMismatch, parity_inputs
@@ -40,6 +41,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+CUT_OFF = (
+    "; this processor has no VNNI, so that sums of 8-bit products may be cut off to 16 bits: "
+    "weight_bits: 7 of quantize_static keeps them within"
+)
 FOLDER = "parity"
 REPORT = "parity.json"
 
@@ -85,7 +90,8 @@ def report_on_mismatch(parity: ParityContext) -> Iterator[None]:
         except Exception as fault:  # noqa: BLE001 - the first error is what matters
             logger.warning("%s: no parity report: %s", parity.title, first_line(fault))
             raise error from None
-        raise StageFailed(f"{error}; {summary}") from error
+        hint = CUT_OFF if isinstance(parity.source, GraphModel) and has_16_bit_sums() else ""
+        raise StageFailed(f"{error}; {summary}{hint}") from error
 
 
 def _write_report(parity: ParityContext, error: StageFailed) -> str:
@@ -198,8 +204,9 @@ def _relative_error(expected: Predictor, exported: Predictor, inputs: Tensors) -
 
 def _metric(parity: ParityContext, expected: Predictor) -> dict[str, Any] | None:
     """Return the task's metric on ``val`` of both, where there is data and a metric for it."""
-    data, metric = parity.context.data, parity.context.metric
-    if data is None or "val" not in data.datasets:
+    data = parity.context.data
+    metric = parity.context.metric.for_model(parity.source.signature)
+    if data is None or "val" not in data.datasets or not metric.is_measured:
         return None
     source, exported = (
         accept_any_batch(p, parity.source.signature) for p in (expected, parity.exported)

@@ -149,7 +149,11 @@ class ExportTensorRT(Stage[EagerModel | GraphModel | OnnxModel, TensorRTEngine])
             "macs": model.macs(),
         }
         with TensorRTEngine.atomic_write(
-            context.root, model.signature, lineage=self.lineage(model), facts=facts
+            context.root,
+            model.signature,
+            lineage=self.lineage(model),
+            facts=facts,
+            carried=model.carried_files(),
         ) as partial:
             file = partial / TensorRTEngine.payload
             if self.through == "onnx":

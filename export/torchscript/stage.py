@@ -121,7 +121,11 @@ class ExportTorchScript(ComparesStoredFile, Stage[Source, TorchScriptModel]):
         if self.optimize_for_inference:
             facts["optimize_for_inference"] = True
         with TorchScriptModel.atomic_write(
-            context.root, model.signature, lineage=self.lineage(model), facts=facts
+            context.root,
+            model.signature,
+            lineage=self.lineage(model),
+            facts=facts,
+            carried=model.carried_files(),
         ) as partial:
             file = partial / TorchScriptModel.payload
             save(scripted, file)

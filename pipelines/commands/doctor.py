@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import os
 import platform
 import re
@@ -10,8 +12,10 @@ from importlib.metadata import PackageNotFoundError, metadata, version
 from typing import TYPE_CHECKING, Any
 
 from compress.common.config import Settings
+from compress.common.errors import exits_refused, first_line
 from compress.common.process import usable_cores
 from compress.common.requirements import COMPILER, JAVA
+from pipelines.config.model_spec import TIMM
 from pipelines.config.registry import stages
 from pipelines.system.machine_info import machine, versions
 
@@ -21,6 +25,8 @@ if TYPE_CHECKING:
     from compress.common.requirements import Requirement
 
 DISTRIBUTION = "compress-pipeline"
+INSTALLS = {"timm": TIMM.install}
+"""How to install an extra, where the extra itself would install more than is good."""
 PROGRAMS = {JAVA: "-version", COMPILER: "--version"}
 PROGRAM_TIMEOUT_S = 10
 
@@ -37,6 +43,8 @@ class Findings(Settings):
     """Version line by program name; None where it was not found."""
     cuda: tuple[str, ...]
     """CUDA devices that PyTorch sees."""
+    broken: dict[str, str]
+    """Optional libraries that are installed and cannot be imported: the error, and what to do."""
     stages: dict[str, tuple[str, ...]]
     """Missing requirements by stage, with default settings, and how to install them."""
 
@@ -53,10 +61,12 @@ class Findings(Settings):
         yield f"CUDA devices: {', '.join(self.cuda) or 'none'}"
         for extra, lacking in self.extras.items():
             if lacking:
-                install = f"pip install -e '.[{extra}]'"
+                install = INSTALLS.get(extra, f"pip install -e '.[{extra}]'")
                 yield f"extra {extra}: without {', '.join(lacking)}; {install}"
             else:
                 yield f"extra {extra}: installed"
+        for name, problem in self.broken.items():
+            yield f"✗ {name}: {problem}"
         for name, lacking in self.stages.items():
             yield f"{'✗' if lacking else '✓'} {name}{': ' if lacking else ''}{'; '.join(lacking)}"
 
@@ -85,8 +95,27 @@ def examine() -> Findings:
         },
         programs={p.what: _version_of_program(p, option) for p, option in PROGRAMS.items()},
         cuda=tuple(map(torch.cuda.get_device_name, range(torch.cuda.device_count()))),
+        broken=_broken_torchvision(),
         stages=missing,
     )
+
+
+def _broken_torchvision() -> dict[str, str]:
+    """Import torchvision, where it is installed: a build for another torch stops transformers."""
+    if importlib.util.find_spec("torchvision") is None:
+        return {}
+    try:
+        with exits_refused():
+            importlib.import_module("torchvision")
+    except Exception as error:  # noqa: BLE001  # a mismatched build raises anything
+        return {
+            "torchvision": (
+                f"cannot be imported ({type(error).__name__}: {first_line(error)}), and then "
+                "neither can models of transformers and timm, which do without it: pip uninstall "
+                "torchvision, or install it from the index that torch came from"
+            )
+        }
+    return {}
 
 
 def _extras() -> Iterator[tuple[str, tuple[str, ...]]]:

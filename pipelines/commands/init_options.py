@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from compress.common.errors import PipelineInvalid
-from compress.common.factories import Reference
+from compress.common.factories import REFERENCE, Reference
 from compress.common.signature import TensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from pathlib import Path
 
     Ask = Callable[[str, str, Callable[[str], object]], str]
 
 Target = Literal["onnx", "torchscript", "aot"]
 Goal = Literal["smaller", "faster", "both"]
 NONE = "none"
+TIMM = "timm:"
+SCRIPTS = (".ts", ".torchscript", ".pt", ".pth")
+EXPORTED = (".onnx", ".pt2", *SCRIPTS)
+FORMS = (
+    "a Hugging Face folder, timm:resnet18, an .onnx, .pt2 or .ts file, a .py file, or "
+    "module:callable"
+)
 
 
 @dataclass(frozen=True)
@@ -28,7 +35,7 @@ class InitOptions:
     """Options of `compress init`."""
 
     model: str | None = None
-    """`module:callable`."""
+    """A folder, a file, `timm:NAME` or `module:callable`."""
     arguments: Sequence[str] = ()
     """Of the factory, each `name=value`."""
     checkpoint: Path | str | None = None
@@ -39,6 +46,8 @@ class InitOptions:
     """`module:callable`."""
     target: Target = "onnx"
     goal: Goal = "both"
+    task: str | None = None
+    """What the model is for, where neither it nor the data shows that."""
 
 
 def prompt_for_missing(options: InitOptions, ask: Ask) -> InitOptions:
@@ -47,8 +56,9 @@ def prompt_for_missing(options: InitOptions, ask: Ask) -> InitOptions:
     `ask` is called with the question, the default, and a check that raises on a wrong answer.
     """
     if options.model is None:
-        model = ask("Model, as module:callable", "", parse_reference)
-        checkpoint = options.checkpoint or ask("Checkpoint", NONE, str)
+        model = ask("Model, as a folder, file, timm:NAME or module:callable", "", check_model)
+        asks = options.checkpoint is None and not has_weights(model)
+        checkpoint = ask("Checkpoint", NONE, str) if asks else options.checkpoint
         data = options.data or ask(
             "Data, as module:callable", NONE, lambda d: d == NONE or parse_reference(d)
         )
@@ -62,12 +72,33 @@ def prompt_for_missing(options: InitOptions, ask: Ask) -> InitOptions:
             target=target,
             goal=goal,
         )
-    if options.data is None and not options.inputs:
+    if options.data is None and not options.inputs and not declares_inputs(str(options.model)):
         answer = ask(
             "Inputs, each as name=batch,3,224,224", "", lambda text: parse_inputs(text.split())
         )
         options = replace(options, inputs=answer.split())
     return options
+
+
+def check_model(text: str) -> str:
+    """Check that a text has one of the forms of a model, and return it."""
+    path = Path(text.partition(".py:")[0] + ".py" if ".py:" in text else text)
+    if text.startswith(TIMM) or path.exists() or REFERENCE.match(text):
+        return text
+    raise PipelineInvalid(
+        f"--model {text!r}: there is no such file or folder here, and it is not one of: {FORMS}"
+    )
+
+
+def has_weights(model: str) -> bool:
+    """Whether a model is a folder or a file that holds its weights."""
+    return Path(model).is_dir() or Path(model).suffix in EXPORTED
+
+
+def declares_inputs(model: str) -> bool:
+    """Whether a model itself shows its inputs: not a factory, and not TorchScript."""
+    known = model.startswith(TIMM) or has_weights(model)
+    return known and Path(model).suffix not in SCRIPTS
 
 
 def parse_reference(text: str, option: str = "") -> str:
@@ -76,8 +107,7 @@ def parse_reference(text: str, option: str = "") -> str:
         return TypeAdapter(Reference).validate_python(text)
     except ValidationError:
         raise PipelineInvalid(
-            f"{option}{text!r} is not of the form module:callable, such as my_model:classifier "
-            "(for Hugging Face, timm and exported files see docs/models.md)"
+            f"{option}{text!r} is not of the form module:callable, such as my_model:classifier"
         ) from None
 
 

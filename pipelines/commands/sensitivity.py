@@ -70,7 +70,7 @@ def measure_and_write(
     pipeline, data, _ = resolve_inputs(pipeline)
     plan, pipeline = infer_loss_and_metric(plan, pipeline, data)
     planned = next((p for p in plan.stages if p.stage.stage == "prune_channels"), None)
-    names = ("importance", "include", "exclude")
+    names = ("importance", "include", "exclude", "across_norms")
     settings: dict[str, Any] = {n: getattr(planned.stage, n) for n in names} if planned else {}
     with temporary_files(), _model(pipeline, planned, out) as model:
         context = Context(

@@ -23,6 +23,10 @@ SOURCE = "source"
 """Name under which stages and gates refer to the imported model."""
 
 
+TIMM = Requirement(what="timm", install="pip install --no-deps 'timm>=1.0.20,<2'")
+"""Without its dependencies, as pip would bring a torchvision of PyTorch's CUDA build."""
+
+
 class ModelInterface(Settings):
     """Inputs, outputs and axis bounds of a model, whatever it is imported from."""
 
@@ -91,10 +95,7 @@ class TimmModel(ModelInterface):
     """Weights, relative to this file, of any form that a factory's checkpoint has; random without
     it."""
 
-    requirements = (
-        Requirement(what="torchvision", install="pip install -e '.[timm]'"),
-        Requirement(what="timm", install="pip install -e '.[timm]'"),
-    )
+    requirements = (TIMM,)
 
     @field_validator("timm")
     @classmethod

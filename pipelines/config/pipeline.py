@@ -22,6 +22,7 @@ from compress.common.config import Count, Settings
 from compress.common.errors import PipelineInvalid
 from compress.common.factories import Reference
 from compress.core.loss import LossName
+from compress.core.task import TaskName
 from compress.data.loader_config import Loading
 from pipelines.config.matrix import allow_matrix_, expand_matrices, refuse_duplicate_branches
 from pipelines.config.model_spec import ModelSpec
@@ -56,9 +57,11 @@ class MetricSpec(Settings):
     """A metric with arguments."""
 
     name: str
-    """accuracy, loss, fidelity; for numbers mse, mae, r2; torchmetrics.… or module:callable."""
+    """accuracy, loss, fidelity, f1, miou, perplexity; for numbers mse, mae, r2, spearman; for boxes
+    map; torchmetrics.… or module:callable."""
     arguments: dict[str, JsonValue] = {}
-    """Keyword arguments of a torchmetrics class, or of the callable."""
+    """Keyword arguments of a torchmetrics class, of map, f1, miou and spearman, or of the
+    callable."""
     higher_is_better: bool | None = None
     """Whether a larger value is better, for a metric that does not declare it itself."""
 
@@ -126,6 +129,9 @@ class PipelineConfig(Settings):
     """The model to import."""
     data: DataSpec | None = None
     """The data; stages that train, calibrate or measure accuracy need it."""
+    task: TaskName | None = None
+    """What the model is for: the default loss and metric, and how two models' answers are
+    compared."""
     loss: LossName | None = None
     """What training minimizes, and the metric `loss` measures: `cross_entropy`,
     `binary_cross_entropy` (of logits), `nll` (of log-probabilities), `mse`, `l1`, `smooth_l1`, or

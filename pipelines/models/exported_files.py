@@ -77,6 +77,7 @@ def _import_onnx(file: Path, signature: Signature, path: Path) -> Artifact:
     import onnx
 
     from export.onnx.graph import count_operators, keep_outputs_
+    from export.onnx.metadata import class_names_in
     from export.onnx.session import counted_predictor
     from export.onnx.stage import OnnxModel
 
@@ -101,6 +102,8 @@ def _import_onnx(file: Path, signature: Signature, path: Path) -> Artifact:
         keep_outputs_(model, wanted)
     opset = max((o.version for o in model.opset_import if not o.domain), default=0)
     facts: dict[str, Any] = {"opset": opset, "operators": count_operators(model)}
+    if names := class_names_in(model):
+        facts["class_names"] = names
     with OnnxModel.atomic_write(path, signature, facts=facts) as partial:
         payload = partial / OnnxModel.payload
         # The same model has the same bytes, and by them the same digest.

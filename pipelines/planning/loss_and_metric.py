@@ -7,16 +7,26 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from compress.common.errors import CompressError, PipelineInvalid, first_line
-from compress.core.metrics import TARGET_METRICS, default_metric
+from compress.common.forward import output_argument
+from compress.core.gates import LabelAgreement
+from compress.core.metrics import TARGET_METRICS, MetricMeter, default_metric
 from compress.core.task_targets import (
     are_probabilities,
+    describe_outputs,
+    describe_targets,
     describe_tensor,
     has_target,
     match_to_loss,
     sampled_targets,
     targets_split,
 )
-from pipelines.planning.requirement_checks import check_loss, check_metric
+from compress.data.targets import select
+from pipelines.planning.requirement_checks import (
+    check_loss,
+    check_metric,
+    explained_task,
+    fit_to_task,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,72 +34,169 @@ if TYPE_CHECKING:
     import torch
 
     from compress.artifacts.artifact import Artifact
+    from compress.common.forward import Predictor
     from compress.core.context import Context
+    from compress.core.metrics import Metric
+    from compress.data.batch import Batch
     from compress.data.splits import Splits
     from pipelines.config.pipeline import PipelineConfig
     from pipelines.planning.plan import Plan
 
+TARGET_WORDS = {"binary": "0 and 1", "probabilities": "probabilities of classes"}
+"""Kind of targets → in words, where its name is none."""
 SAMPLES = 32
-"""Samples of `train` that the model runs on, to check its outputs against the targets."""
+"""Samples of a split that the model runs on, to check its outputs against the targets."""
+MOST_SAMPLES = 512
+"""Samples that a metric is tried with that fails on fewer."""
+MEASURED_SPLITS = ("val", "test")
+"""Splits that the metric is computed on."""
 
 
 def infer_loss_and_metric(
     plan: Plan, pipeline: PipelineConfig, data: Splits | None
 ) -> tuple[Plan, PipelineConfig]:
-    """Return plan and pipeline with the loss and the metric that follow from the data's targets."""
-    if not (_uses_loss(plan) or plan.metric.name in TARGET_METRICS):
+    """Return plan and pipeline with loss, metric and task that follow from the data's targets.
+
+    Raises:
+        PipelineInvalid: a gate or the metric does not suit the task.
+    """
+    compares_labels = any(
+        isinstance(gate, LabelAgreement) for p in plan.stages for gate in p.stage.gates
+    )
+    by_targets = plan.metric.name in (*TARGET_METRICS, "fidelity") or compares_labels
+    if not (_uses_loss(plan) or by_targets):
         return plan, pipeline
     with _located_errors(pipeline, "data"):
         loss = plan.loss.infer_targets(data)
     metric = default_metric(loss) if pipeline.metric is None else replace(plan.metric, loss=loss)
+    plan = replace(plan, loss=loss, metric=metric)
+    if loss.task is not None and not (plan.task_reason or pipeline.task):
+        kind = loss.targets or ""
+        plan = replace(plan, task_reason=f"as targets are {TARGET_WORDS.get(kind, kind)}")
+    with _located_errors(pipeline, "metric"), explained_task(loss.task, plan.task_reason):
+        metric.check()
     for stage in plan.stages:
         check_metric(pipeline, stage, metric.name)
-    return replace(plan, loss=loss, metric=metric), pipeline.with_metric(metric.name)
+    with explained_task(loss.task, plan.task_reason):
+        plan = replace(plan, stages=fit_to_task(pipeline, plan.stages, loss.task))
+    return plan, pipeline.with_metric(metric.name)
 
 
 def fitting_loss(plan: Plan, pipeline: PipelineConfig, source: Artifact, context: Context) -> str:
-    """Check the loss and the metric on a few samples, and describe what was inferred, in lines.
+    """Run model, loss and metric on a few samples of each split, and describe what was inferred.
+
+    The loss is computed on `train`, the metric on the splits that it is measured on.
 
     Raises:
-        PipelineInvalid: outputs and targets do not fit the loss, or settings of a training do not.
+        PipelineInvalid: the model does not take the samples, outputs and targets do not fit the
+            loss or the metric, or settings of a training do not.
     """
-    data, loss, metric = context.data, plan.loss, plan.metric
-    if data is None or not _uses_loss(plan):
+    data = context.data
+    if data is None:
         return ""
+    lines: list[str] = []
+    metric = plan.metric.for_model(source.signature)
+    with context.predictor(source) as predict:
+        if _uses_loss(plan):
+            lines = _fitting_loss(plan, pipeline, source, predict, data)
+        for split in data.datasets:
+            if split in MEASURED_SPLITS and metric.is_measured:
+                _check_metric(metric, pipeline, predict, data, split)
+            else:
+                for batch in _samples(pipeline, data, split, 1):
+                    _outputs_for(pipeline, predict, batch, split)
+    return "\n".join(lines)
+
+
+def _fitting_loss(
+    plan: Plan,
+    pipeline: PipelineConfig,
+    source: Artifact,
+    predict: Predictor,
+    data: Splits,
+) -> list[str]:
+    """Check the loss on a few samples, and describe in lines what was inferred."""
+    import torch
+
+    split = targets_split(data)
     with _located_errors(pipeline, "data"):
-        name = targets_split(data)
-        count = min(SAMPLES, len(data.stored(name)))  # type: ignore[arg-type]  # Splits admits sized datasets only
-        batch, targets = next(data.read(name, range(count), count)), sampled_targets(data)
+        count = min(SAMPLES, len(data.stored(split)))  # type: ignore[arg-type]  # Splits admits sized datasets only
+        batch, targets = next(data.read(split, range(count), count)), sampled_targets(data)
+    outputs = _outputs_for(pipeline, predict, batch, split)
     if batch.target is None or targets is None:
-        return ""
+        return []
     known = has_target(batch.target)
+    if not bool(known.any()):
+        return []
+    loss = plan.loss.for_model(source.signature)
+    outputs = [x[known] for x in (outputs if loss.is_custom else outputs[:1])]
+    batch_targets, first = select(batch.target, known), outputs[0]
+    with _located_errors(pipeline, "loss" if pipeline.loss else "data"):
+        loss_name = loss.name_for(first, batch_targets)
+        loss.sum_and_count(outputs, batch_targets)
+        if (
+            not loss.is_custom
+            and isinstance(targets, torch.Tensor)
+            and isinstance(batch_targets, torch.Tensor)
+            and targets.shape[1:] == batch_targets.shape[1:]
+        ):
+            # Faults of samples beyond this batch, such as a label out of range.
+            repeated = first[:1].expand(len(targets), *first.shape[1:])
+            match_to_loss(loss_name, *loss.align(repeated, targets))
+    check_loss(pipeline, plan.stages, replace(loss, name=loss_name))
+    forms = (
+        f"targets are {describe_targets(batch_targets)} and outputs "
+        f"{describe_outputs(output_argument(outputs, loss.outputs))}"
+    )
+    line = "" if pipeline.loss else f"loss: {loss_name}, as {forms}; metric: {plan.metric.name}"
+    return list(filter(None, [line, _softmax_warning(loss_name, first)]))
+
+
+def _check_metric(
+    metric: Metric, pipeline: PipelineConfig, predict: Predictor, data: Splits, split: str
+) -> None:
+    """Compute the metric on a few samples of a split; raise PipelineInvalid where that fails."""
+
+    def compute(samples: int) -> None:
+        meter = MetricMeter(metric)
+        for batch in _samples(pipeline, data, split, samples):
+            outputs = _outputs_for(pipeline, predict, batch, split)
+            with _located_errors(pipeline, "metric", f"on split {split!r}: "):
+                meter.update(metric.outputs_read(outputs), metric.targets_of(batch, split, predict))
+        with _located_errors(pipeline, "metric", f"on split {split!r}: "):
+            meter.compute()
+
     try:
-        with context.predictor(source) as predict:
-            outputs = predict(*batch.inputs)[0].cpu()[known]
+        compute(SAMPLES)
+    except PipelineInvalid:
+        # A few samples may have too few classes for a metric, or targets that are all equal.
+        compute(MOST_SAMPLES)
+
+
+def _samples(pipeline: PipelineConfig, data: Splits, split: str, count: int) -> Iterator[Batch]:
+    """Yield at most a number of samples of a split, drawn at random, in batches."""
+    import torch
+
+    with _located_errors(pipeline, "data"):
+        available = len(data.stored(split))  # type: ignore[arg-type]  # Splits admits sized datasets only
+        order = torch.randperm(available, generator=torch.Generator().manual_seed(0))
+        yield from data.read(split, sorted(order[:count].tolist()), data.batch_size)
+
+
+def _outputs_for(
+    pipeline: PipelineConfig, predict: Predictor, batch: Batch, split: str
+) -> list[torch.Tensor]:
+    """Return the model's outputs for a batch; raise PipelineInvalid if it does not take it."""
+    try:
+        return [x.cpu() for x in predict(*batch.inputs)]
     except CompressError:
         raise
     except Exception as error:
         shapes = ", ".join(describe_tensor(x) for x in batch.inputs)
         raise PipelineInvalid(
-            f"{pipeline.place('data')}: the model does not take the samples of split {name!r}, "
+            f"{pipeline.place('data')}: the model does not take the samples of split {split!r}, "
             f"{shapes}: {type(error).__name__}: {first_line(error)}"
         ) from error
-    batch_targets = batch.target[known]
-    if not len(batch_targets):
-        return ""
-    with _located_errors(pipeline, "loss" if pipeline.loss else "data"):
-        loss_name = loss.name_for(outputs, batch_targets)
-        loss.sum_and_count(outputs, batch_targets)
-        if not loss.is_custom and targets.shape[1:] == batch_targets.shape[1:]:
-            # Faults of samples beyond this batch, such as a label out of range.
-            match_to_loss(loss_name, outputs[:1].expand(len(targets), *outputs.shape[1:]), targets)
-    with _located_errors(pipeline, "metric"):
-        if metric.is_mean and metric.name != "fidelity":
-            metric.sum_and_count(outputs, batch_targets)
-    check_loss(pipeline, plan.stages, replace(loss, name=loss_name))
-    forms = f"targets are {describe_tensor(batch_targets)} and outputs {describe_tensor(outputs)}"
-    line = "" if pipeline.loss else f"loss: {loss_name}, as {forms}; metric: {metric.name}"
-    return "\n".join(filter(None, [line, _softmax_warning(loss_name, outputs)]))
 
 
 def _softmax_warning(loss: str, outputs: torch.Tensor) -> str:
@@ -109,12 +216,12 @@ def _softmax_warning(loss: str, outputs: torch.Tensor) -> str:
 
 
 @contextmanager
-def _located_errors(pipeline: PipelineConfig, key: str) -> Iterator[None]:
-    """Prefix errors with the place of a setting in the file."""
+def _located_errors(pipeline: PipelineConfig, key: str, where: str = "") -> Iterator[None]:
+    """Prefix errors with the place of a setting in the file, and with their place in the data."""
     try:
         yield
     except CompressError as error:
-        raise PipelineInvalid(f"{pipeline.place(key)}: {error}") from error
+        raise PipelineInvalid(f"{pipeline.place(key)}: {where}{error}") from error
 
 
 def _uses_loss(plan: Plan) -> bool:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from compress.core.loss import Loss
     from compress.core.metrics import Metric
     from compress.core.stage import Stage
+    from compress.core.task import Task
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,8 @@ class Plan:
     stages: tuple[PlannedStage, ...]
     loss: Loss
     metric: Metric
+    task_reason: str
+    """What the task was inferred from, such as `as loss is mse`; empty where the file names it."""
     warnings: tuple[str, ...]
     """What will stop a later stage, while those before it can run."""
     baseline: str
@@ -54,6 +57,18 @@ class Plan:
     """Names of the stages that run whatever the store holds."""
     cut: bool
     """Whether stages of the pipeline are left out."""
+
+    @property
+    def task(self) -> Task | None:
+        """What the model is for, where it is known."""
+        return self.loss.task
+
+    @property
+    def task_line(self) -> str:
+        """The task and what it was inferred from; empty where the file names it."""
+        return (
+            f"task: {self.task.name}, {self.task_reason}" if self.task and self.task_reason else ""
+        )
 
     @property
     def names(self) -> tuple[str, ...]:

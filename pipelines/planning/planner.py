@@ -17,10 +17,14 @@ from pipelines.config.validation_errors import did_you_mean
 from pipelines.planning.plan import Plan, PlannedStage
 from pipelines.planning.requirement_checks import (
     check_loss,
+    check_metric,
     check_needs,
     check_runtime,
+    explained_task,
+    fit_to_task,
     missing_programs,
 )
+from pipelines.planning.task_inference import task_of
 
 if TYPE_CHECKING:
     from compress.artifacts.artifact import Artifact
@@ -69,7 +73,11 @@ def build_plan(
             f"--until {until!r} needs nothing of --from {start!r}; nothing would run again"
         )
     check_needs(pipeline, selected)
-    loss, metric = _loss_and_metric(pipeline)
+    loss, metric, reason = _loss_and_metric(pipeline)
+    with explained_task(loss.task, reason):
+        selected = fit_to_task(pipeline, selected, loss.task)
+        for planned in selected if loss.task else ():
+            check_metric(pipeline, planned, metric.name)
     if loss.name is not None:
         check_loss(pipeline, selected, loss)
     for index, name in enumerate(pipeline.depends.files):
@@ -82,6 +90,7 @@ def build_plan(
         stages=selected,
         loss=loss,
         metric=metric,
+        task_reason=reason,
         warnings=missing_programs(selected),
         baseline=baseline,
         again=frozenset(again | {SOURCE, *(p.name for p in selected)} if force else again),
@@ -180,17 +189,19 @@ def _kinds(reads: Any) -> tuple[type[Artifact], ...]:
     return get_args(reads) or (reads,)
 
 
-def _loss_and_metric(pipeline: PipelineConfig) -> tuple[Loss, Metric]:
-    """Return the loss and the metric, as far as they follow from the file without the data."""
+def _loss_and_metric(pipeline: PipelineConfig) -> tuple[Loss, Metric, str]:
+    """Return loss and metric, as far as they follow without the data, and why this is the task."""
     key, spec = "loss", pipeline.metric
+    task, reason = task_of(pipeline)
     try:
-        loss = Loss(pipeline.loss, folder=pipeline.code_folder)
+        loss = Loss(pipeline.loss, folder=pipeline.code_folder, task=task)
         loss.check()
         if spec is None:
-            return loss, default_metric(loss)
+            return loss, default_metric(loss), reason
         key, arguments = "metric", tuple(sorted(spec.arguments.items()))
         metric = Metric(spec.name, arguments, spec.higher_is_better, pipeline.code_folder, loss)
-        metric.check()
+        with explained_task(task, reason):
+            metric.check()
     except CompressError as error:
         raise type(error)(f"{pipeline.place(key)}: {error}") from error
-    return loss, metric
+    return loss, metric, reason

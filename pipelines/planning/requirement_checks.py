@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import export  # noqa: F401 - adds the runtimes that it can open
@@ -13,10 +15,11 @@ from compress.quantization.stages.mixed_precision import QuantizeMixed
 from pipelines.config.validation_errors import did_you_mean
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Set
+    from collections.abc import Iterable, Iterator, Set
 
     from compress.common.requirements import Requirement
     from compress.core.loss import Loss
+    from compress.core.task import Task
     from pipelines.config.pipeline import PipelineConfig
     from pipelines.planning.plan import PlannedStage
 
@@ -126,6 +129,36 @@ def check_metric(pipeline: PipelineConfig, planned: PlannedStage, metric: str) -
         if problem := gate.unsuitable_metric(metric):
             where = pipeline.place("stages", planned.index, "gates", i)
             raise PipelineInvalid(f"{where} ({gate.gate}): {problem}")
+
+
+@contextmanager
+def explained_task(task: Task | None, reason: str) -> Iterator[None]:
+    """Append to errors what the task was inferred from; nothing where the reason is empty."""
+    try:
+        yield
+    except CompressError as error:
+        if task is None or not reason:
+            raise
+        raise type(error)(f"{error} (task: {task.name}, {reason})") from error
+
+
+def fit_to_task(
+    pipeline: PipelineConfig, planned: tuple[PlannedStage, ...], task: Task | None
+) -> tuple[PlannedStage, ...]:
+    """Return the stages without default gates that do not suit the task; refuse those of the file.
+
+    Raises:
+        PipelineInvalid: a gate of the file does not suit the task.
+    """
+    if task is None:
+        return planned
+    fitted = tuple(replace(p, stage=p.stage.for_task(task)) for p in planned)
+    for p in fitted:
+        for i, gate in enumerate(p.stage.gates):
+            if problem := gate.unsuitable_task(task):
+                where = pipeline.place("stages", p.index, "gates", i)
+                raise PipelineInvalid(f"{where} ({gate.gate}): {problem}")
+    return fitted
 
 
 def check_loss(pipeline: PipelineConfig, planned: Iterable[PlannedStage], loss: Loss) -> None:

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 SHOWN_ELSEWHERE = ("history",)
 """Facts that the page already shows in a plot and a table."""
+MODEL_KEYS = ("huggingface", "timm", "factory", "file")
+"""Settings of `model`, of which the first that is given says what was compressed."""
 MOST_CHARACTERS = 40_000
 """Characters of facts and settings on the page; for more, the page names the JSON file."""
 
@@ -49,12 +51,14 @@ def render(report: Report, out: Path | None = None) -> str:
     ends = deployable_rows(rows, fronts, report.baseline_name)
     sensitivities, not_shown = layer_sensitivities(rows)
     metric = ((lock.get("settings") or {}).get("metric") or {}).get("name", "metric")
+    model = (lock.get("settings") or {}).get("model") or {}
     settings = json.dumps(lock.get("settings"), indent=1, sort_keys=True)
     return render_page(
         "report.html.jinja",
         report=report,
         lock=lock,
         metric=metric,
+        model=next((model[key] for key in MODEL_KEYS if model.get(key)), ""),
         rows=rows,
         status_counts=count_by_status(rows),
         headline=headline(report),

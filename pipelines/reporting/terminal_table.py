@@ -58,10 +58,15 @@ def wide_console() -> Console:
     return console if console.is_terminal else PlainConsole(width=160)
 
 
-def show_report(report: Report, out: Path) -> None:
-    """Print a report's table; nothing where importing the model failed, as the error says why."""
+def show_report(report: Report, out: Path, error_follows: bool = False) -> None:
+    """Print a report's table; nothing where importing the model failed, as the error says why.
+
+    With `error_follows` the error that ended the run is left out: the command prints it last.
+    """
     if report.stages or not report.failed_stage or report.failed_stage.name != SOURCE:
-        print_table(partial(stage_table, report), closing_lines(report, out))
+        repeated = report.error if error_follows else ""
+        lines = (x for x in closing_lines(report, out) if x.plain != f"✗ {repeated}")
+        print_table(partial(stage_table, report), lines)
 
 
 def stage_table(report: Report, console: Console) -> Table:

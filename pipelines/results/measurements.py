@@ -113,7 +113,8 @@ class Measurements(Settings):
     ) -> Measurements:
         """Measure an artifact against the baseline."""
         metric = None
-        if context.data is not None and "val" in context.data.datasets:
+        has_val = context.data is not None and "val" in context.data.datasets
+        if has_val and context.metric.is_measured:
             value = context.score(artifact)
             metric = MetricReport(name=context.metric.name, split="val", value=value)
         compared = context.compare_latency(baseline, artifact, artifact.signature.smallest_batch)

@@ -33,6 +33,8 @@ class Report(Settings):
     pipeline: str
     status: Status
     error: str = ""
+    date: str = ""
+    """When the run ended, ISO 8601 in UTC; empty in reports of older versions."""
     baseline_name: str
     baseline: Measurements | None
     stages: tuple[StageReport, ...]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from compress.core.run_history import History, PastStage
+from compress.core.verdict import History, PastStage
 from pipelines.config.model_spec import SOURCE
 from pipelines.system.machine_info import version_of, versions
 

@@ -101,7 +101,7 @@ def constant_score(data: Splits, metric: Metric) -> float | None:
         return None
     # All targets, unlike outputs, are kept: the median needs them.
     batches = [batch.target for batch in data.batches("val")]
-    targets = [target for target in batches if target is not None]
+    targets = [target for target in batches if isinstance(target, torch.Tensor)]
     if len(targets) < len(batches):
         return None
     try:

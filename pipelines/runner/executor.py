@@ -64,7 +64,7 @@ class PipelineExecutor:
         self._emit_finished(lookup, cache.seconds, state.baseline)
         loss_key: dict[str, Any] = {
             "loss": state.plan.loss.identity(),
-            "metric": state.plan.metric.name,
+            "metric": state.plan.metric.identity(),
             "data": state.fingerprint,
             "stages": [planned.stage.own_settings() for planned in state.plan.stages],
         }
@@ -138,7 +138,8 @@ class PipelineExecutor:
         """Measure the metric on the test split, once, of the baseline and of what is deployed."""
         state, plan = self.state, self.state.plan
         # A run of only some of the stages leaves the test split alone.
-        if state.data is None or "test" not in state.data.datasets or plan.cut:
+        has_test = state.data is not None and "test" in state.data.datasets
+        if not has_test or plan.cut or not plan.metric.is_measured:
             return
         values: dict[str, float] = {}
         for name in dict.fromkeys((plan.baseline, *plan.leaves)):

@@ -34,9 +34,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from compress.artifacts.artifact import Artifact
+    from compress.common.signature import AxisBounds, TensorSpec
     from pipelines.config.pipeline import PipelineConfig
-
-TIMM = "timm:create_model"
 
 
 def resolve_inputs(pipeline: PipelineConfig) -> tuple[PipelineConfig, Splits | None, str]:
@@ -59,6 +58,9 @@ def resolve_inputs(pipeline: PipelineConfig) -> tuple[PipelineConfig, Splits | N
             file = pipeline.folder / spec.file
             if signature := signature_of(spec.kind, file):
                 inputs, origin = signature.inputs, file.name
+        if inputs is None and data is None and isinstance(spec, HuggingFaceModel | TimmModel):
+            (inputs, axes), origin = _declared_inputs(pipeline, spec), "the model's configuration"
+            spec = spec.model_copy(update={"axes": spec.axes or axes})
         if inputs is None:
             if data is None:
                 raise PipelineInvalid(
@@ -112,6 +114,23 @@ def _parameters(pipeline: PipelineConfig) -> Sequence[str]:
     return positional_parameters(_recipe(spec).build(pipeline.code_folder))
 
 
+def _declared_inputs(
+    pipeline: PipelineConfig, spec: HuggingFaceModel | TimmModel
+) -> tuple[tuple[TensorSpec, ...], dict[str, AxisBounds]]:
+    """Return the inputs that a library's model declares, and bounds of their axes."""
+    import torch
+
+    from compress.artifacts.libraries import declared_inputs
+
+    if isinstance(spec, HuggingFaceModel):
+        from compress.artifacts.hf_folder import read_architecture
+
+        folder = pipeline.folder / spec.huggingface
+        return declared_inputs.inputs_of_transformer(read_architecture(folder, spec.task), folder)
+    with torch.device("meta"):
+        return declared_inputs.inputs_of_timm(_recipe(spec).build())
+
+
 def load_data(pipeline: PipelineConfig) -> Splits | None:
     """Call the data factory, or return None where there is no data section."""
     if pipeline.data is None:
@@ -146,8 +165,9 @@ def check_model(pipeline: PipelineConfig) -> tuple[Signature, str]:
         context = Context(
             root=Path(folder), data=data, device=pipeline.device, threads=pipeline.threads
         )
-        task = fitting_loss(plan, pipeline, source, context)
-        return source.signature, "\n".join(filter(None, [inferred, task]))
+        loss = fitting_loss(plan, pipeline, source, context)
+        lines = [inferred, plan.task_line, loss]
+        return source.signature, "\n".join(filter(None, lines))
 
 
 def import_source(pipeline: PipelineConfig, path: Path) -> Artifact:
@@ -188,7 +208,9 @@ def import_source(pipeline: PipelineConfig, path: Path) -> Artifact:
 def _recipe(spec: FactoryModel | TimmModel) -> Recipe:
     if isinstance(spec, FactoryModel):
         return Recipe(factory=spec.factory, arguments=spec.arguments)
-    return Recipe(factory=TIMM, arguments={**spec.arguments, "model_name": spec.timm})
+    from compress.artifacts.libraries.timm_model import FACTORY
+
+    return Recipe(factory=FACTORY, arguments={**spec.arguments, "model_name": spec.timm})
 
 
 def _import_hugging_face(
@@ -196,7 +218,7 @@ def _import_hugging_face(
 ) -> Artifact:
     import torch
 
-    from compress.artifacts.hf_folder import OUTPUTS, read_folder
+    from compress.artifacts.hf_folder import OUTPUTS, files_to_carry, read_folder
     from compress.common.signature import OutputSpec
 
     trains = pipeline.stages[0].stage == "train"
@@ -207,7 +229,8 @@ def _import_hugging_face(
     if spec.outputs is None and spec.task in OUTPUTS:
         outputs = tuple(OutputSpec(name=name) for name in OUTPUTS[spec.task])
         signature = Signature(inputs=signature.inputs, outputs=outputs, axes=signature.axes)
-    return import_module(path, recipe, module, signature)
+    carried = files_to_carry(folder, module)
+    return import_module(path, recipe, module, signature, carried=carried)
 
 
 def source_parts(pipeline: PipelineConfig) -> dict[str, object]:
@@ -227,11 +250,13 @@ def source_parts(pipeline: PipelineConfig) -> dict[str, object]:
         from pipelines.models.exported_files import digest_of
 
         return {**parts, "checkpoint": digest_of(pipeline.folder / spec.file)}
-    sources = local_sources(_recipe(spec).factory, pipeline.code_folder)
+    factory = _recipe(spec).factory
+    sources = local_sources(factory, pipeline.code_folder)
+    library = "timm" if isinstance(spec, TimmModel) else factory.partition(":")[0]
     checkpoint = pipeline.folder / spec.checkpoint if spec.checkpoint else None
     return {
         **parts,
         "code": sources_digest(sources),
-        "library": None if sources else version_of(_recipe(spec).factory.partition(":")[0]),
+        "library": None if sources else version_of(library),
         "checkpoint": checkpoint_digest(checkpoint) if checkpoint else None,
     }

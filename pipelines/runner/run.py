@@ -106,6 +106,8 @@ def _execute(state: RunState, options: RunOptions, render: Callable[[Report, Pat
     """Execute all stages, and write the report however the run ends."""
     began = time.monotonic()
     state.emit(events.run_started_event(state.pipeline, state.out))
+    if state.plan.task_line:
+        state.emit(events.RunEvent("task_known", None, state.plan.task_line))
     for warning in state.plan.warnings:  # announced before the log was there
         log_event("message", warning, level="warning")
     for warning in state.data_warnings:

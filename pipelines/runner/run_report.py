@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from compress.data.sample_cache import PROBES
@@ -34,6 +35,7 @@ def build_report(state: RunState, status: Status, error: str = "") -> Report:
         pipeline=pipeline.name,
         status=status,
         error=error,
+        date=datetime.now(UTC).isoformat(" ", "minutes"),
         failed_stage=failures[0] if failures else None,
         failures=failures,
         skipped=tuple(outcome.skipped[name] for name in plan.ordered(outcome.skipped)),

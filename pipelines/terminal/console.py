@@ -268,11 +268,14 @@ def print_result(
         sys.stdout.flush()
 
 
-def print_report(report: Report, out: Path) -> None:
-    """Print a run's report as JSON or as a table; nothing with `--quiet`."""
+def print_report(report: Report, out: Path, error_follows: bool = False) -> None:
+    """Print a run's report as JSON or as a table; nothing with `--quiet`.
+
+    `error_follows` says that the command will print the error that ended the run.
+    """
     from pipelines.reporting.terminal_table import show_report
 
     if current_mode().as_json:
         print_json(report.model_dump(mode="json"))
     elif not current_mode().quiet:
-        show_report(report, out)
+        show_report(report, out, error_follows)

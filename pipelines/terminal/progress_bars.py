@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from compress.common.printable import printable
+from compress.core.progress import progress_bars
 from pipelines.system.jsonl_log import OWN_LOGGERS
 from pipelines.system.signals import raise_if_stopped
 
@@ -77,25 +78,15 @@ def _warnings(announce: Callable[[str], None]) -> Iterator[None]:
 
 @contextmanager
 def _bars(console: Console) -> Iterator[tuple[Progress, Callable[[str], None]]]:
-    from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-
-    name = TextColumn("{task.description}", markup=False)
-    last = TextColumn("{task.fields[note]}", markup=False)
-    columns = name, BarColumn(), last, TimeElapsedColumn()
-    tasks: dict[str, TaskID] = {}
-    with Progress(*columns, console=console, transient=True) as bars:
+    with progress_bars(console) as draw:
 
         def progress(task: str, done: int, total: int, note: str = "") -> None:
             raise_if_stopped()
-            if task not in tasks:
-                tasks[task] = bars.add_task(task, total=total, note=note)
-            bars.update(tasks[task], completed=done, total=total, note=note)
-            if done >= total:
-                bars.remove_task(tasks.pop(task))
+            draw(task, done, total, note)
 
         def announce(line: str) -> None:
             raise_if_stopped()
-            bars.console.print(printable(line))
+            console.print(printable(line))
 
         yield progress, announce
 

@@ -54,6 +54,12 @@ def open_inference_line(url: str, name: str, signature: Signature, authorization
     return f"{sent} | curl -sS {authorization} {length} --data-binary @- {target}"
 
 
+def text_line(url: str, name: str, authorization: str) -> str:
+    """Return a command that sends a text to the built-in server."""
+    post = f"curl -sS {authorization} -H 'Content-Type: text/plain' -d 'A short text.'"
+    return f"{post} {url}/v2/models/{name}/infer"
+
+
 def torchserve_line(url: str, name: str, signature: Signature, token: str) -> str:
     """Return a command with a request to TorchServe: zeros, and ones for integers."""
     authorization = bearer(token, True, None, "")

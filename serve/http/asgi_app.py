@@ -29,7 +29,7 @@ from serve.http.responses import (
 from serve.packaging.model_interface import example_inputs
 from serve.worker import wire
 from serve.worker.http_errors import TOO_LARGE, UNREADABLE, inference_error, output_fault
-from serve.worker.oip import DATATYPES, HEADER_LENGTH, requested_outputs
+from serve.worker.oip import DATATYPES, HEADER_LENGTH, LABELS, requested_outputs
 from serve.worker.tensors import check
 
 if TYPE_CHECKING:
@@ -71,6 +71,8 @@ class Application:
         """Inference requests, from reading the body to sending the response."""
         self._large_bodies = ByteSemaphore(LARGE_BODIES * limits.body_bytes)
         self._max_commas = EXTRA_COMMAS + most_numbers(self.specs, limits.rows)
+        if wire.TEXT in model.readers:
+            self._max_commas += EXTRA_COMMAS * limits.rows  # within texts
         # Python switches back to the event loop every few milliseconds while this thread computes.
         self._thread = ThreadPoolExecutor(1)
         self._authorization = f"Bearer {token}".encode()
@@ -160,9 +162,9 @@ class Application:
             async with asyncio.timeout(self.limits.seconds), reserved:
                 timeout = (408, f"the body was not received within {seconds}")
                 body = await self._read_body(receive)
-                arrays, wanted = await self._run_in_thread(
-                    len(body) > SMALL_BYTES, self._decode, headers, body
-                )
+                # A small image may be millions of pixels.
+                in_thread = len(body) > SMALL_BYTES or _content_type(headers) in self.model.readers
+                arrays, wanted = await self._run_in_thread(in_thread, self._decode, headers, body)
                 timeout = (504, f"the model did not answer within {seconds}")
                 outputs = await self._run_model(arrays)
         except TimeoutError:
@@ -196,7 +198,7 @@ class Application:
 
     def _decode(self, headers: Headers, body: bytes) -> tuple[list[Array], Named]:
         """Return the model's inputs, and which outputs an Open Inference Protocol request wants."""
-        content_type = headers.get("content-type", "").partition(";")[0].strip().lower()
+        content_type = _content_type(headers)
         if content_type in ("", FORM):
             content_type = wire.JSON  # as the protocol has it; NVIDIA's client sends no type
         json_bytes = headers.get(HEADER_LENGTH, "")
@@ -214,9 +216,15 @@ class Application:
             with suppress(ValueError):
                 content = from_json(body, allow_inf_nan=False)
         try:
-            arrays, asked = wire.decode(content, content_type, headers, self.specs, {})
+            arrays, asked = wire.decode(
+                content, content_type, headers, self.specs, self.model.readers
+            )
             check(arrays, self.specs, self.limits.rows)
-            return arrays, requested_outputs(asked, self.outputs) if asked else {}
+            if not asked:
+                return arrays, {}
+            # The protocol's answer holds what the metadata names, and labels if they are requested.
+            labels = LABELS if self.model.classes and asked.get("outputs") else ()
+            return arrays, requested_outputs(asked, [*self.outputs, *labels])
         except Exception as error:
             raise HttpError.from_exception(error) from error
 
@@ -227,7 +235,7 @@ class Application:
         named = dict(zip(self.outputs, outputs, strict=True))
         accept = headers.get("accept", "").lower()
         try:
-            body, written = wire.encode(named, accept, wanted, self.model.name, None)
+            body, written = wire.encode(named, accept, wanted, self.model.name, self.model.classes)
         except ValueError as error:
             raise HttpError.from_exception(error) from error
         if self.model.interface.rows_stay_first:
@@ -248,6 +256,10 @@ class Application:
                 message = f"the body has more than {self.limits.body_bytes} bytes"
                 raise HttpError(TOO_LARGE, message)
         return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _content_type(headers: Headers) -> str:
+    return headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
 def model_metadata(name: str, kind: str, interface: Interface) -> dict[str, Any]:

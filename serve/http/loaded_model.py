@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,6 +17,8 @@ from serve.packaging.model_interface import (
     infer_interface,
     refuse_bfloat16,
 )
+from serve.packaging.request_forms import TOP_LABELS, class_settings, forms_of
+from serve.worker.preprocess import create_readers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from compress.artifacts.artifact import Artifact
     from compress.common.signature import Signature
     from compress.profiling.batch_dependence import Call
+    from serve.worker.tensors import Named
+    from serve.worker.wire import Readers
 
 SERVED_KINDS = ("onnx", "aot", "graph", "torchscript")
 WARM_CALLS = 3
@@ -42,6 +46,10 @@ class ServedModel:
     call: Call
     not_joined: str
     """Why requests must not be batched; empty if they may."""
+    readers: Readers = field(default_factory=dict)
+    """Preprocessing of texts and images by content type, as the artifact carries it."""
+    classes: Named | None = None
+    """Settings of the first output's class names, if they have names."""
 
 
 @contextmanager
@@ -76,7 +84,25 @@ def open_model(
                 f"{type(error).__name__}: {error}"
             ) from error
         not_joined = why_not_joined_without_data(artifact, call, interface.rows_stay_first, report)
-        yield ServedModel(name, artifact.kind, artifact.signature, interface, call, not_joined)
+        readers, classes = _request_forms(artifact, call)
+        yield ServedModel(
+            name, artifact.kind, artifact.signature, interface, call, not_joined, readers, classes
+        )
+
+
+def _request_forms(artifact: Artifact, call: Call) -> tuple[Readers, Named | None]:
+    """Return the preprocessing of texts and images, and the settings of class names."""
+    forms, signature = forms_of(artifact), artifact.signature
+    settings = {
+        name: form.handler_settings(signature)
+        for name, form in (("image", forms.image), ("text", forms.text))
+        if form
+    }
+    readers = create_readers(settings, signature.input_descriptions(), artifact.path)
+    if not forms.class_names:
+        return readers, None
+    scores = call(*example_inputs(signature, rows=signature.smallest_batch))[0]
+    return readers, class_settings(artifact, forms.class_names, TOP_LABELS, scores)
 
 
 def warm_up(call: Call, signature: Signature) -> None:

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from compress.core.run_history import History, PastStage
-    from compress.core.verdict import Verdict
+    from compress.core.verdict import History, PastStage, Verdict
     from serve.packaging.provenance import Provenance
 
 MODEL_CARD = "MODEL_CARD.md"

@@ -32,6 +32,13 @@ class ImageInput(Settings):
     shorter_side: Count | None = None
     """The shorter side is scaled to this and the centre of `size` cut out; when left out, the image
     is squashed to `size`."""
+    squashed_to: tuple[Count, Count] | None = None
+    """Height and width that the image is squashed to before the centre of `size` is cut out."""
+    resample: Literal["nearest", "bilinear", "bicubic", "lanczos", "box", "hamming"] = "bilinear"
+    """Filter with which the image is scaled."""
+    crop_rounding: Literal["nearest", "down"] = "nearest"
+    """Where the centre begins if an odd number of pixels is cut off: torchvision rounds to the
+    nearest (even) pixel, transformers down."""
     layout: Literal["chw", "hwc"] = "chw"
     """Order of the input's axes behind the batch: channels, height, width."""
     mean: tuple[float, ...] = (0.0,)
@@ -60,8 +67,14 @@ class ImageInput(Settings):
             expected = axes[axis]
             if isinstance(side, str) or (isinstance(expected, int) and expected != side):
                 raise StageFailed(f"image: size is {list(size)}, expected the sizes of {axes}")
+        if self.shorter_side is not None and self.squashed_to is not None:
+            raise StageFailed("image: give one of shorter_side and squashed_to")
         if self.shorter_side is not None and self.shorter_side < max(map(int, size)):
             raise StageFailed(f"image: shorter_side {self.shorter_side} is less than {list(size)}")
+        if self.squashed_to and any(
+            a < int(b) for a, b in zip(self.squashed_to, size, strict=True)
+        ):
+            raise StageFailed(f"image: squashed_to {self.squashed_to} is less than {list(size)}")
         for name, values in (("mean", self.mean), ("std", self.std)):
             if len(values) not in (1, axes["c"]):
                 raise StageFailed(f"image: {name} has {len(values)} numbers, expected {axes['c']}")
@@ -116,7 +129,8 @@ class TextInput(Settings):
                 )
         axis = signature.inputs[0].shape[1]
         length = axis if isinstance(axis, int) else None
-        limits = (self.max_length, length, (tokenizer.truncation or {}).get("max_length"))
+        most = length or signature.bounds(str(axis)).max
+        limits = (self.max_length, most, (tokenizer.truncation or {}).get("max_length"))
         padding = tokenizer.padding or {}
         candidates = (self.pad_token, padding.get("pad_token"), *PAD_TOKENS)
         pad = next((t for t in candidates if t and tokenizer.token_to_id(t) is not None), None)

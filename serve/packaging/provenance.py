@@ -14,7 +14,7 @@ from compress.common.config import Settings
 from compress.common.errors import ArtifactInvalid
 from compress.common.signature import Signature
 from compress.common.strict_json import canonical_json
-from compress.core.run_history import History
+from compress.core.verdict import History
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

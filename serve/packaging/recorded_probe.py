@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from compress.common.errors import StageFailed
 from serve.packaging.joinable import why_not_joined
 from serve.packaging.model_interface import rows_stay_first
+from serve.packaging.request_forms import are_probabilities
 from serve.worker.wire import to_npz
 
 if TYPE_CHECKING:
@@ -47,10 +48,7 @@ class Probe:
 
     def are_probabilities(self, name: str) -> bool:
         """Return whether an output's rows are probabilities rather than logits."""
-        import numpy as np
-
-        rows = self.arrays[name].astype(np.float64)
-        return bool((rows >= 0).all() and np.allclose(rows.sum(axis=-1), 1, 0, 1e-3))
+        return are_probabilities(self.arrays[name])
 
 
 def record_probe(model: Artifact, context: Context, max_rows: int) -> Probe:

@@ -175,7 +175,7 @@ def refuse_nested_output(model: Artifact, title: str) -> None:
 
 def _copy(model: Artifact, payload: Path) -> None:
     """Copy the model file under Triton's name for it; external weights keep their names."""
-    for name in model.manifest.files:
+    for name in model.model_files:
         target = payload if name == model.payload else payload.parent / name
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(model.path / name, target)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,6 +23,7 @@ from export.torchscript.stage import TorchScriptModel
 from serve.packaging.model_card import MODEL_CARD, model_card
 from serve.packaging.preprocessing import TOKENIZER, ImageInput, TextInput
 from serve.packaging.provenance import PROVENANCE, Packaged, Provenance, digest_of, digests_of
+from serve.packaging.request_forms import class_settings, forms_of
 from serve.torchserve.artifact import PROBE, TorchServeArchive
 from serve.torchserve.handler_bundle import handler_text
 from serve.torchserve.mar_file import CONFIG, HANDLER, MAR_MANIFEST, mar_manifest, write_mar
@@ -32,8 +34,10 @@ if TYPE_CHECKING:
     from compress.artifacts.artifact import Artifact
     from compress.common.signature import Signature
     from compress.core.context import Context
-    from compress.core.run_history import History
+    from compress.core.verdict import History
     from serve.packaging.recorded_probe import Probe
+
+logger = logging.getLogger(__name__)
 
 STARTUP_SECONDS = 120
 """Time limit of a worker's start."""
@@ -69,13 +73,15 @@ class PackageTorchServe(Stage[Servable, TorchServeArchive]):
     """CPU threads of each worker's model; the environment variable HANDLER_THREADS overrides it."""
     class_names: tuple[str, ...] = ()
     """Names of the first output's classes: JSON answers then hold the likeliest labels of each row.
-    By default those that an ONNX file holds."""
+    By default those that an ONNX file holds, or `id2label` of a Hugging Face folder."""
     top_labels: Count = 5
     """How many labels of each row."""
     image: ImageInput | None = None
-    """How PNG and JPEG bodies become the input, where the model takes an image."""
+    """How PNG and JPEG bodies become the input, where the model takes an image; by default as a
+    Hugging Face folder's `preprocessor_config.json` says."""
     text: TextInput | None = None
-    """How texts become the inputs, where the model takes tokens."""
+    """How texts become the inputs, where the model takes tokens; by default as a Hugging Face
+    folder's tokenizer does."""
     probe_atol: Annotated[float, Field(ge=0)] = 1e-4
     """Largest difference from the recorded probe with which a worker still becomes ready."""
     gates: tuple[AnyGate, ...] = (LabelAgreement(minimum=1.0), Parity(atol=1e-4))
@@ -116,6 +122,23 @@ class PackageTorchServe(Stage[Servable, TorchServeArchive]):
         if self.text:
             self.text.handler_settings(signature)
 
+    def with_carried(self, model: Servable) -> Self:
+        """Return the stage with `image` and `text` of the artifact where they are left out here."""
+        forms = forms_of(model)
+        own = {"class_names": self.class_names, "image": self.image, "text": self.text}
+        carried = {key: value for key in own if (value := getattr(forms, key))}
+        used = [key for key in carried if not own[key]]
+        overridden = [key for key in carried if own[key]]
+        if carried:
+            logger.info(
+                "%s: from the artifact's Hugging Face files: %s; from this stage's settings: %s",
+                self.title,
+                ", ".join(used) or "nothing",
+                ", ".join(overridden) or "nothing",
+            )
+        update = {key: carried[key] for key in used if key != "class_names"}
+        return self.model_copy(update=update)
+
     def run(self, model: Servable, context: Context) -> TorchServeArchive:
         """Pack the model; the same model, settings and data give the same bytes."""
         from serve.packaging.recorded_probe import record_probe
@@ -140,7 +163,8 @@ class PackageTorchServe(Stage[Servable, TorchServeArchive]):
             probe = record_probe(served, context, self.max_rows)
             if probe.not_joined and self.batch_size > 1:
                 facts["warnings"] = [f"batch_size is 1, not {self.batch_size}: {probe.not_joined}"]
-            members = archive_members(model, served, self, probe, context.history)
+            stage = self.with_carried(model)
+            members = archive_members(model, served, stage, probe, context.history)
             facts["provenance"] = digest_of(members[PROVENANCE]).sha256
             write_mar(partial / TorchServeArchive.payload, members)
         return TorchServeArchive.from_directory(context.root)
@@ -182,7 +206,7 @@ def archive_members(
         CONFIG: config.encode(),
         PROBE: probe.npz,
         # A large ONNX model has its weights beside it.
-        **{name: served.path / name for name in served.manifest.files},
+        **{name: served.path / name for name in served.model_files},
     }
     if stage.text:
         members[TOKENIZER] = Path(stage.text.tokenizer).read_bytes()
@@ -221,7 +245,7 @@ def handler_config(served: Artifact, stage: PackageTorchServe, probe: Probe) -> 
         "probe_atol": stage.probe_atol,
         "inputs": inputs,
         "outputs": [output.name for output in signature.outputs],
-        "classes": class_settings(served, stage, probe),
+        "classes": _class_settings(served, stage, probe),
     }
     for fact in ("built_for", "optimize_for_inference"):
         if served.manifest.facts.get(fact):
@@ -243,27 +267,17 @@ def handler_config(served: Artifact, stage: PackageTorchServe, probe: Probe) -> 
     }
 
 
-def class_settings(
+def _class_settings(
     served: Artifact, stage: PackageTorchServe, probe: Probe
 ) -> dict[str, Any] | None:
-    """Return the handler's settings of class names, which must fit the first output, or None."""
-    import json
-
-    names = stage.class_names
-    if not names and served.kind == "onnx":
-        import onnx
-
-        proto = onnx.load_model(served.payload_path, load_external_data=False)
-        metadata = {entry.key: entry.value for entry in proto.metadata_props}
-        names = tuple(json.loads(metadata.get("class_names", "[]")))
-    if not names:
-        return None
+    """Return the handler's settings of class names, or None; names set here must fit."""
+    names = stage.class_names or served.class_names
     first = served.signature.outputs[0].name
-    shape = list(probe.arrays[first].shape)
-    if len(shape) != 2 or shape[1] != len(names):
+    found = class_settings(served, names, stage.top_labels, probe.arrays[first])
+    if stage.class_names and found is None:
+        shape = list(probe.arrays[first].shape)
         raise StageFailed(
             f"class_names: {len(names)} names, and {first} has shape {shape}, expected "
             f"[rows, {len(names)}]"
         )
-    top, softmax = min(stage.top_labels, len(names)), not probe.are_probabilities(first)
-    return {"names": list(names), "top": top, "softmax": softmax}
+    return found

@@ -56,20 +56,23 @@ def image_reader(settings: Named, spec: Named) -> Callable[[bytes], list[Array]]
 
 
 def fit(image: Any, settings: Named) -> Any:
-    """Resize a Pillow image: to the exact size, or its shorter side followed by a center crop."""
+    """Resize a Pillow image to an exact size, or its shorter side, and cut out the center."""
     from PIL import Image
 
     height, width = settings["size"]
     shorter = settings["shorter_side"]
-    if shorter is None:
-        return image.resize((width, height), Image.Resampling.BILINEAR)
-    # As torchvision's Resize(shorter) and CenterCrop((height, width)) do.
-    sides = [shorter * side // min(image.size) for side in image.size]
+    sides = [*reversed(settings.get("squashed_to") or (height, width))]
+    if shorter is not None:  # as torchvision's Resize(shorter) does
+        sides = [shorter * side // min(image.size) for side in image.size]
     if sides[0] * sides[1] > MAX_PIXELS:
         message = f"the image would be scaled to {sides}, at most {MAX_PIXELS} pixels"
         raise ValueError(TOO_LARGE, message)
-    scaled = image.resize(sides, Image.Resampling.BILINEAR)
-    left, top = round((sides[0] - width) / 2), round((sides[1] - height) / 2)
+    scaled = image.resize(sides, Image.Resampling[settings.get("resample", "bilinear").upper()])
+    cut = sides[0] - width, sides[1] - height
+    if settings.get("crop_rounding") == "down":
+        left, top = cut[0] // 2, cut[1] // 2
+    else:
+        left, top = round(cut[0] / 2), round(cut[1] / 2)
     return scaled.crop((left, top, left + width, top + height))
 
 
@@ -92,11 +95,13 @@ def text_reader(settings: Named, specs: Specs, folder: Path) -> Callable[[list[s
 
     tokenizer = Tokenizer.from_file(str(folder / settings["tokenizer"]))
     if settings["max_length"]:
-        tokenizer.enable_truncation(settings["max_length"])
-    direction = (tokenizer.padding or {}).get("direction", "right")
+        cut_side = (tokenizer.truncation or {}).get("direction", "right")
+        tokenizer.enable_truncation(settings["max_length"], direction=cut_side)
+    padding = tokenizer.padding or {}
     tokenizer.enable_padding(
-        direction=direction,
+        direction=padding.get("direction", "right"),
         pad_id=settings["pad_id"],
+        pad_type_id=padding.get("pad_type_id", 0),
         pad_token=settings["pad_token"],
         length=settings["length"],
     )

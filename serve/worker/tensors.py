@@ -89,11 +89,14 @@ def check(arrays: list[Array], specs: Specs, max_rows: int) -> None:
 
 
 def top_classes(scores: Array, classes: Named) -> list[list[dict[str, Any]]]:
-    """Return the most probable classes of each row of logits (rows, classes), in descending order.
+    """Return the most probable classes of each row of scores (rows, classes), in descending order.
 
-    They are probabilities if ``classes["softmax"]`` is false.
+    They are logits if ``classes["softmax"]``, or ``"sigmoid"`` where classes do not exclude each
+    other, is true; else probabilities.
     """
     rows = scores.astype(np.float64)
+    if classes.get("sigmoid"):
+        rows = (1 + np.tanh(rows / 2)) / 2  # without overflow
     if classes["softmax"]:
         powers = np.exp(rows - rows.max(axis=-1, keepdims=True))  # relative, lest exp overflow
         rows = powers / powers.sum(axis=-1, keepdims=True)

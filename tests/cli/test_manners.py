@@ -31,6 +31,8 @@ def called(name: str, *more: str) -> SystemExit:
     """Call a command with paths at which nothing is, and return how it ended."""
     positional = [p for p in COMMANDS[name].params if p.param_type_name == "argument"]
     arguments = ["absent" for _ in positional]
+    for needed in (p for p in COMMANDS[name].params if p.required and p not in positional):
+        arguments += [needed.opts[0], "absent-too"]
     with pytest.raises(SystemExit) as end:
         cli.app([name, *arguments, *more])
     return end.value

@@ -19,11 +19,13 @@ def test_the_pipelines_in_a_page_are_valid(page: str, tmp_path: Path) -> None:
     found = re.findall(
         r"^```yaml.*?\n(.*?)^```", (DOCS / page).read_text(), re.DOTALL | re.MULTILINE
     )
-    assert len(found) == 1
-    content = yaml.safe_load(found[0])
+    assert found
+    stages = [{"stage": "export_onnx"}]
     usual = {"version": 1, "model": {"factory": "a:b"}, "data": {"factory": "a:c"}}
-    (tmp_path / "pipeline.yaml").write_text(yaml.safe_dump({**usual, **content}))
-    assert build_plan(Pipeline.from_yaml(tmp_path / "pipeline.yaml")).stages
+    for text in found:
+        content = {**usual, "stages": stages, **yaml.safe_load(text)}
+        (tmp_path / "pipeline.yaml").write_text(yaml.safe_dump(content))
+        assert build_plan(Pipeline.from_yaml(tmp_path / "pipeline.yaml")).stages
 
 
 def test_the_refusal_on_the_page_is_the_one_that_is_printed() -> None:
@@ -38,3 +40,10 @@ def test_the_gates_page_names_every_gate() -> None:
     page = (DOCS / "gates.md").read_text()
     for gate in AnyGate.__origin__.__args__:
         assert f"| `{gate.model_fields['gate'].default}` |" in page
+
+
+@pytest.mark.parametrize("example", ["regression", "segmentation", "detection"])
+def test_the_page_of_an_example_shows_its_pipeline(example: str) -> None:
+    page = (DOCS / f"example-{example}.md").read_text()
+    assert (DOCS.parent / "examples" / example / "pipeline.yaml").read_text() in page
+    assert len(page.splitlines()) <= 80

@@ -1,5 +1,6 @@
 """The examples, run as a user would: the script in a process of its own, the others in this one."""
 
+import runpy
 import shutil
 import subprocess
 import sys
@@ -7,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from torch.nn import functional
 
 import cli
 from compress.artifacts.artifact import Artifact
@@ -44,6 +47,29 @@ def test_a_users_own_folder(tmp_path: Path, run: Callable[..., str]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("example", "metric", "best", "worst"),
+    [
+        ("regression", "mse", 0.0, 0.4),  # the mean of the targets has an mse of 0.54
+        ("segmentation", "miou", 1.0, 0.6),
+        ("detection", "map", 1.0, 0.3),
+    ],
+)
+def test_a_task_other_than_classification(
+    example: str, metric: str, best: float, worst: float, tmp_path: Path, run: Callable[..., str]
+) -> None:
+    if example == "detection":
+        pytest.importorskip("pycocotools")
+    shutil.copytree(EXAMPLES / example, tmp_path / example)
+    run(f"{example}/pipeline.yaml", "--out", "results")
+    report = Report.read(tmp_path / "results")
+    first, last = report.stages[0].measurements, report.stages[-1].measurements
+    assert {first.metric.name, last.metric.name} == {metric}
+    assert abs(last.metric.value - best) < abs(worst - best)
+    assert last.bytes < first.bytes / 2
+
+
+@pytest.mark.slow
 def test_texts_of_any_length_in_buckets_through_a_cache(
     tmp_path: Path, run: Callable[..., str]
 ) -> None:
@@ -56,6 +82,21 @@ def test_texts_of_any_length_in_buckets_through_a_cache(
     assert (results / "profiles" / "train" / "trace-rank0.json").is_file()
     kept = {file.parent.name.partition("-")[0] for file in (tmp_path / "mine").rglob("*.samples")}
     assert kept == {"train", "val"}
+
+
+@pytest.mark.slow
+def test_a_language_model(tmp_path: Path, run: Callable[..., str]) -> None:
+    run(EXAMPLES / "language_model" / "pipeline.yaml", "--out", "out")
+    train, _, onnx = (stage.measurements for stage in Report.read(tmp_path / "out").stages)
+    assert train.metric.value < 20, "256 for a model that has learned nothing"
+    assert onnx.bytes < train.bytes / 2
+    model = Artifact.from_directory(tmp_path / "out" / "artifacts" / "export_onnx")
+    manual = runpy.run_path(str(EXAMPLES / "language_model" / "manual.py"))
+    ids = manual["splits"]()["val"].samples
+    with model.open(threads=1) as predict:
+        scores = torch.cat([predict(sample[None])[0] for sample in ids])
+    surprise = functional.cross_entropy(scores[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    assert onnx.metric.value == pytest.approx(surprise.exp().item(), rel=1e-3)
 
 
 @pytest.mark.slow

@@ -2,12 +2,14 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.recipe import Recipe
 from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.data.splits import Splits
+from export.common.host_check import has_16_bit_sums
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -21,6 +23,11 @@ ROWS = Signature(inputs=(TensorSpec(name="x", shape=("batch", 4)),))
 TOKENS = Signature(
     inputs=(TensorSpec(name="tokens", shape=("batch", "length"), dtype="int64"),),
     outputs=(OutputSpec(name="states"),),
+)
+EXACT_BITS = 7 if has_16_bit_sums() else 8
+"""Bits of weights whose integer products no runtime cuts off on this processor."""
+needs_32_bit_sums = pytest.mark.skipif(
+    has_16_bit_sums(), reason="no VNNI: torch's int8 kernels cut sums off to 16 bits here"
 )
 IMAGE_AND_CONTEXT = Signature(
     inputs=(

@@ -19,7 +19,7 @@ from compress.data.splits import Splits
 from compress.quantization.stages.static import QuantizeStatic
 from export.onnx.stage import ExportOnnx, OnnxModel
 from export.torchscript.stage import ExportTorchScript
-from tests.export.builders import DIGITS, IMAGE
+from tests.export.builders import DIGITS, EXACT_BITS, IMAGE
 from tests.forging import forge
 
 
@@ -43,7 +43,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, digits: Splits) -> tuple[E
 @pytest.fixture(scope="module")
 def quantized(trained: tuple[EagerModel, Context]) -> GraphModel:
     model, context = trained
-    return QuantizeStatic(calibration_samples=256)(
+    return QuantizeStatic(calibration_samples=256, weight_bits=EXACT_BITS)(
         model, context.with_root(context.root.with_name("int8"))
     )
 

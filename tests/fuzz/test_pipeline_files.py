@@ -22,6 +22,7 @@ FILES = [
     "pipelines/quickstart.yaml",
     "examples/custom/pipeline.yaml",
     "examples/digits/few_labels.yaml",
+    "examples/language_model/pipeline.yaml",
     "examples/text/pipeline.yaml",
 ]
 MORE = """\

@@ -25,6 +25,7 @@ from pathlib import Path
 import psutil
 
 TIMINGS = {
+    "date",
     "seconds",
     "judged_seconds",
     "latency_ms",

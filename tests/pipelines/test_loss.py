@@ -110,7 +110,7 @@ def test_an_lstm_learns_numbers_and_the_exported_file_predicts_them(tmp_path) ->
     found = project(tmp_path, "LSTM", "series", stages=stages)
     report = found.run()
     assert announced(found) == [
-        "loss: mse, as targets are float32 [n, 1] and outputs float32 [n, 1]; metric: loss"
+        "loss: mse, as targets are float32 [n, 1] and outputs float32 [n, 1]; metric: mse"
     ]
     untrained, trained = (
         float((y - right).square().mean())
@@ -208,7 +208,12 @@ def test_another_loss_and_other_code_of_it_train_anew(tmp_path) -> None:
     ("data", "task", "stages", "reason"),
     [
         ("numbers", "loss: cross_entropy", TRAIN, r":4: loss: .* for numbers use mse, l1"),
-        ("numbers", "metric: accuracy", TRAIN, r":4: metric: .*targets are numbers"),
+        (
+            "numbers",
+            "metric: accuracy",
+            TRAIN,
+            r":4: metric: .*use metric: mse \(task: regression, as targets",
+        ),
         ("classes", "loss: mse", TRAIN, r":4: loss: mse takes targets that are numbers"),
         ("classes", "", TRAIN, r":3: data: .*from 0 to 1, found 2; for numbers use mse"),
         ("numbers", "loss: mes", TRAIN, r":4: loss: unknown loss 'mes'; did you mean 'mse'"),
@@ -229,7 +234,7 @@ def test_another_loss_and_other_code_of_it_train_anew(tmp_path) -> None:
             "numbers",
             "",
             TRAIN.replace("}", ", gates: [{gate: min_metric, at: 0.5}]}"),
-            r"gates\[0\] \(min_metric\): metric loss falls with quality",
+            r"gates\[0\] \(min_metric\): metric mse falls with quality",
         ),
         (
             "numbers",
@@ -237,7 +242,12 @@ def test_another_loss_and_other_code_of_it_train_anew(tmp_path) -> None:
             "{stage: distill, teacher: source, epochs: 1}",
             r"loss: kl compares probabilities of classes .* with loss: mse has none",
         ),
-        ("dictionaries", "", TRAIN, "target is a dict with the entries 'boxes', 'classes'"),
+        (
+            "dictionaries",
+            "",
+            TRAIN,
+            r":3: data: no loss follows from targets that are a list of \[\{boxes: float32 \[4\]",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_is_trained(
@@ -266,7 +276,7 @@ def test_a_label_out_of_range_is_refused_before_anything_is_trained(tmp_path) ->
 )
 def test_outputs_that_are_probabilities_already_are_warned_of(tmp_path, model, data, mend) -> None:
     found = project(tmp_path, model, data)
-    (_, warning, _) = (line for line in check_pipeline(found.file, models=True).lines[1:])
+    (_, _, warning, _) = (line for line in check_pipeline(found.file, models=True).lines[1:])
     assert warning.startswith("warning: ")
     assert warning.endswith(
         f"takes logits, and the model's outputs look like probabilities; {mend}"

@@ -34,6 +34,7 @@ from serve.torchserve.stage import PackageTorchServe
 from serve.worker.loaders import load_graph, missing_here
 from serve.worker.preprocess import create_readers
 from serve.worker.wire import decode
+from tests.export.builders import EXACT_BITS
 
 pytestmark = pytest.mark.torchserve
 
@@ -57,7 +58,7 @@ def int8(source: EagerModel, tmp_path_factory: pytest.TempPathFactory) -> GraphM
     samples = [(row, 0) for row in torch.from_numpy(X)] * 13
     data = Splits({"train": samples, "val": samples}, batch_size=4)
     context = Context(root=tmp_path_factory.mktemp("int8") / "int8", data=data)
-    return QuantizeStatic(calibration_samples=64).run(source, context)
+    return QuantizeStatic(calibration_samples=64, weight_bits=EXACT_BITS).run(source, context)
 
 
 def answers_as_packed(model: Artifact, root: Path, **settings: Any) -> Provenance:

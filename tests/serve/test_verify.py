@@ -14,7 +14,7 @@ from compress.artifacts.recipe import Recipe
 from compress.common.errors import ArtifactInvalid, StageFailed
 from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.context import Context
-from compress.core.run_history import History, PastStage
+from compress.core.verdict import History, PastStage
 from compress.data.splits import Splits
 from export.onnx.stage import ExportOnnx, OnnxModel
 from pipelines import Pipeline

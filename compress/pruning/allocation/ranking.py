@@ -98,6 +98,7 @@ def rank(
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     originals: Mapping[tuple[Slot, ...], int] | None = None,
+    across_norms: bool = False,
     batches: Sequence[Batch] = (),
     device: str = "cpu",
     seed: int = 0,
@@ -108,7 +109,8 @@ def rank(
     Slices will be verified on a batch of ``real`` samples, on seeded ``inputs``, and on ``others``
     of other sizes. ``include`` and ``exclude`` are patterns of modules: only channels of these, or
     none that they output, normalise or scale, are removed. ``originals`` gives a group's channels
-    before the first of several pruning steps, by its slots. See :func:`score_groups` for the rest.
+    before the first of several pruning steps, by its slots. With ``across_norms``, channels over
+    which normalisations take statistics are ranked, too. See :func:`score_groups` for the rest.
 
     Raises:
         PipelineInvalid: a pattern matches no module.
@@ -116,7 +118,7 @@ def rank(
     """
     included = modules_matching(module, include, "prune_channels.include")
     excluded = modules_matching(module, exclude)
-    graph = trace(module, inputs)
+    graph = trace(module, inputs, across_norms=across_norms)
     pinned, selected = dict(graph.pinned), []
     for group in graph.groups:
         excluded_by = [excluded[name] for name in group.owners if name in excluded]
@@ -144,7 +146,7 @@ def rank(
                 parts.add((type(modules[owner]).__name__, short, axis, count))
             structure = tuple(sorted(parts))
             ranked.append(RankedGroup(group, found, min(group.entries), original, structure))
-    equivalence = MaskedEquivalence(module, inputs, others, real)
+    equivalence = MaskedEquivalence(module, inputs, others, real, across_norms=across_norms)
     return Ranking(module, graph, tuple(ranked), pinned, importance in COMPARABLE, equivalence)
 
 

@@ -67,8 +67,10 @@ class AxisGraph:
     """Module → why some or all of its channels cannot be removed."""
     names: Mapping[str, tuple[str, ...]]
     """Tensor → all names it is registered under (tied weights have several), its own first."""
-    weightless: Mapping[str, torch.Tensor]
-    """Layer without weights whose attributes count its channels → the class of each channel."""
+    counted: Mapping[str, torch.Tensor]
+    """Layer whose attributes count the channels of its input → the class of each channel."""
+    statistics: Mapping[str, tuple[int, torch.Tensor]]
+    """Node that takes statistics over channels → the axis of its input, and each index's class."""
     class_count: int
     """Number of classes, pinned ones included."""
 
@@ -192,13 +194,16 @@ def build_axis_graph(
                 if channel not in free:
                     reason = reasons.get(channel, "its channels can only leave all together")
                     pinned.setdefault(_owner_name(slot), reason)
-    weightless = {name: labels_to_class[labels] for name, labels in book.weightless.items()}
     return AxisGraph(
         groups=groups,
         classes=classes,
         pinned={**book.opaque_layers, **pinned},
         names=names,
-        weightless=weightless,
+        counted={name: labels_to_class[labels] for name, labels in book.counted.items()},
+        statistics={
+            node: (axis, labels_to_class[labels])
+            for node, (axis, labels) in book.statistics.items()
+        },
         class_count=1 + max((int(column.max()) for column in classes.values()), default=-1),
     )
 

@@ -34,12 +34,23 @@ TENSORS = (torch.Tensor, Weight)
 """What stands for a tensor while the graph runs on labels."""
 
 
-def trace(module: nn.Module, inputs: Sequence[torch.Tensor]) -> AxisGraph:
+def trace(
+    module: nn.Module, inputs: Sequence[torch.Tensor], *, across_norms: bool = False
+) -> AxisGraph:
     """Trace the axis graph of a module in eval mode.
+
+    Channels over which normalisations take statistics are pinned without ``across_norms``.
 
     Raises:
         StageFailed: torch.export cannot trace the module.
     """
+    return label_axes(export_graph(module, inputs), module, across_norms=across_norms)
+
+
+def label_axes(
+    program: ExportedProgram, module: nn.Module, *, across_norms: bool = False
+) -> AxisGraph:
+    """Derive the axis graph of a module from its exported graph."""
     # Tied weights have one name in each of their modules. A module that is itself registered under
     # two names counts once, because slicing changes the module, not its registration.
     names: dict[int, tuple[str, ...]] = {}
@@ -48,7 +59,8 @@ def trace(module: nn.Module, inputs: Sequence[torch.Tensor]) -> AxisGraph:
             if tensor is not None:
                 own = names.get(id(tensor), ())
                 names[id(tensor)] = (*own, f"{prefix}.{short}".lstrip("."))
-    book = _propagate_labels(export_graph(module, inputs), module, names)
+    book = LabelBook(across_norms=across_norms)
+    _propagate_labels(program, module, names, book)
     labels_to_class, reasons = book.resolve()
     first_to_all = {own[0]: own for own in names.values()}
     return build_axis_graph(book, labels_to_class, reasons, first_to_all)
@@ -76,10 +88,12 @@ def export_graph(module: nn.Module, inputs: Sequence[torch.Tensor]) -> ExportedP
 
 
 def _propagate_labels(
-    program: ExportedProgram, module: nn.Module, names: dict[int, tuple[str, ...]]
-) -> LabelBook:
-    """Run the exported graph on labels, operator by operator, and return all that was stated."""
-    book = LabelBook()
+    program: ExportedProgram,
+    module: nn.Module,
+    names: dict[int, tuple[str, ...]],
+    book: LabelBook,
+) -> None:
+    """Run the exported graph on labels, operator by operator, which state what is equal."""
     values = _placeholder_values(program, module, names, book)
     # Nodes that the outputs depend on; attention weights, for one, are often computed and dropped.
     live: set[fx.Node] = set()
@@ -114,7 +128,6 @@ def _propagate_labels(
             users[used] -= 1
             if not users[used]:
                 del values[used]
-    return book
 
 
 def _placeholder_values(
@@ -180,4 +193,5 @@ def _call(node: fx.Node, values: dict[fx.Node, Any]) -> Call:
         shapes=[tuple(getattr(result, "shape", ())) for result in results] if has_tensors else [],
         gives_list=isinstance(value, list | tuple),
         module=str(stack[-1]).partition("@")[0] if stack else "",  # name@1 is its second call
+        node=node.name,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager, suppress
 from functools import reduce
-from itertools import combinations
+from itertools import chain, combinations
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -32,17 +32,23 @@ NORMS = (
 
 
 def certain_changes(module: nn.Module, group: ChannelGroup, graph: AxisGraph) -> tuple[Change, ...]:
-    """Return the changes that a slice requires in torch's own layers without weights."""
+    """Return the changes that a slice requires in normalisations, apart from their weights."""
     modules = dict(module.named_modules())
     found = []
-    for name, classes in graph.weightless.items():
+    for name, classes in graph.counted.items():
         layer = modules.get(name)
-        if isinstance(layer, NORMS) and _meets(classes, group):
+        if not _meets(classes, group) or _has_sized_weight(layer):
+            continue
+        if isinstance(layer, NORMS):
             count = "num_channels" if isinstance(layer, nn.GroupNorm) else "num_features"
             found.append(Change(f"{name}.{count}".lstrip("."), classes))
-            if isinstance(layer, nn.GroupNorm):
+            if isinstance(layer, nn.GroupNorm) and layer.num_groups > 1:
                 unit = layer.num_channels // layer.num_groups
                 found.append(Change(f"{name}.num_groups".lstrip("."), classes, unit))
+        # Not only torch's: layers that are written by hand have it under the same name.
+        elif tuple(getattr(layer, "normalized_shape", ())) == (len(classes),):
+            shape = f"{name}.normalized_shape".lstrip(".")
+            found.append(Change(shape, classes, (len(classes),)))
     return tuple(found)
 
 
@@ -63,8 +69,8 @@ def possible_changes(
     # number of positions, are not changed without need.
     yield ()
     sizes = _sizes(group, graph, removed)
-    weightless = (name for name, classes in graph.weightless.items() if _meets(classes, group))
-    modules = (*group.producer_modules, *weightless)
+    counted = (name for name, classes in graph.counted.items() if _meets(classes, group))
+    modules = (*group.producer_modules, *counted)
     near = dict.fromkeys(name for module_name in modules for name in _ancestors(module_name)[:2])
     every = dict.fromkeys(name for module_name in modules for name in _ancestors(module_name))
     tried: list[dict[str, Change]] = []
@@ -74,6 +80,13 @@ def possible_changes(
         if candidates and candidates not in tried:
             tried.append(candidates)
             yield from combined(list(candidates.values()))
+            # A transformer's hidden width is counted in every block, under the same names.
+            if graph.statistics and len(candidates) > MOST_COMBINED:
+                by_name: dict[str, list[Change]] = {}
+                for change in candidates.values():
+                    by_name.setdefault(change.attribute.rpartition(".")[2], []).append(change)
+                for some in combined(list(by_name.values())):
+                    yield tuple(chain.from_iterable(some))
 
 
 def all_changes(
@@ -102,7 +115,7 @@ def _sizes(
         sizes.setdefault(len(classes), (classes, 1))
         # A group of heads that share keys takes several blocks of a head's width.
         sizes.setdefault(len(classes) // block, (classes, block))
-    for classes in graph.weightless.values():
+    for classes in graph.counted.values():
         if _meets(classes, group):
             unit = int((classes == classes[0]).sum())
             sizes.setdefault(len(classes), (classes, 1))
@@ -139,6 +152,12 @@ def _candidates(
                 and sum(value) in sizes
             ):
                 yield Change(dotted, sizes[sum(value)][0], tuple(value))
+
+
+def _has_sized_weight(layer: nn.Module | None) -> bool:
+    """Whether a layer is torch's own and gets its sizes from its weight when that is sliced."""
+    sized = (*NORMS, nn.LayerNorm, nn.RMSNorm)
+    return isinstance(layer, sized) and getattr(layer, "weight", None) is not None
 
 
 def _meets(classes: torch.Tensor, group: ChannelGroup) -> bool:
@@ -184,7 +203,10 @@ class AttributeReads:
 
         if id(owner) not in self._recorded:
             with suppress(TypeError):  # the class is final, or its layout does not allow it
-                recording = type(original.__name__, (original,), {"__getattribute__": look_up})
+                # transformers looks up what a model can record by the name of its class.
+                names = {key: getattr(original, key) for key in ("__module__", "__qualname__")}
+                members = {**names, "__getattribute__": look_up}
+                recording = type(original.__name__, (original,), members)
                 # object's own: modules and frozen configurations have another.
                 object.__setattr__(owner, "__class__", recording)
                 self._recorded[id(owner)] = owner, original

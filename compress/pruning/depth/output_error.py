@@ -66,14 +66,16 @@ class OutputErrorMeter:
             StageFailed: the metric is asked for and cannot be measured.
         """
         self.signature, self.context = signature, context
-        self.metric = context.metric.with_inferred_loss(context.data)
+        metric = context.metric.for_model(signature)
+        self.metric = metric.with_inferred_loss(context.data)
         self.batches = list(_batches(signature, context, samples))
         # Kept, because every changed module is compared with them.
         self.expected = list(self._outputs(module.to(context.device)))
         self.targets = [batch.target for batch in self.batches]
         if self.metric.name == "fidelity" and judged_by != "outputs":
-            self.targets = [predicted_decisions(outputs) for outputs in self.expected]
-        has_targets = all(target is not None for target in self.targets)
+            task = context.task
+            self.targets = [predicted_decisions(outputs[0], task) for outputs in self.expected]
+        has_targets = all(target is not None for target in self.targets) and self.metric.is_measured
         if judged_by == "metric" and not has_targets:
             raise StageFailed(
                 f"judged_by: metric needs a split 'val' with targets for {self.metric.name}; "
@@ -98,13 +100,15 @@ class OutputErrorMeter:
             return OutputError(distance)
         return OutputError(distance, self.metric.drop_points(self.base, value))
 
-    def _outputs(self, module: nn.Module) -> Iterator[torch.Tensor]:
+    def _outputs(self, module: nn.Module) -> Iterator[list[torch.Tensor]]:
+        """Yield the outputs that the metric reads, and at least the first."""
         with torch_predictor(module.eval(), self.context.device, self.context.threads) as predict:
             predict = accept_any_batch(predict, self.signature)
             for batch in self.batches:
-                yield predict(*batch.inputs)[0].cpu()
+                read = self.metric.outputs_read(predict(*batch.inputs))
+                yield [read] if isinstance(read, torch.Tensor) else list(read)
 
-    def _measure(self, batches: Iterable[torch.Tensor]) -> tuple[float, float | None]:
+    def _measure(self, batches: Iterable[list[torch.Tensor]]) -> tuple[float, float | None]:
         """Return the relative error of outputs, and the metric if errors are judged by it."""
         meter = MetricMeter(self.metric)
         distance = relative_error_of_batches(self._compared(batches, meter))
@@ -114,15 +118,19 @@ class OutputErrorMeter:
             return distance, None
         return distance, self.metric.require_finite(meter.compute(), "val")
 
-    def _compared(self, batches: Iterable[torch.Tensor], meter: MetricMeter) -> Iterator[Pair]:
-        """Yield the unchanged module's outputs beside others, and add these to a meter."""
-        for expected, outputs, target in zip(self.expected, batches, self.targets, strict=True):
-            if outputs.shape != expected.shape:
+    def _compared(
+        self, batches: Iterable[list[torch.Tensor]], meter: MetricMeter
+    ) -> Iterator[Pair]:
+        """Yield the unchanged module's first output beside others', and add these to a meter."""
+        for (expected, *_), outputs, target in zip(
+            self.expected, batches, self.targets, strict=True
+        ):
+            if outputs[0].shape != expected.shape:
                 raise StageFailed(
-                    f"the outputs' shape becomes {tuple(outputs.shape)}, from "
+                    f"the outputs' shape becomes {tuple(outputs[0].shape)}, from "
                     f"{tuple(expected.shape)}"
                 )
-            yield expected, outputs
+            yield expected, outputs[0]
             if self.by_metric and target is not None:
                 meter.update(outputs, target)
 

@@ -18,6 +18,7 @@ from compress.common.forward import flatten_outputs
 from compress.core.loss import INFERRED_LOSS, refuse_without_curvature
 from compress.core.task_targets import has_target
 from compress.data.batch import Batch
+from compress.data.targets import select
 from compress.pruning.importance.layer_calls import samples_refused
 from compress.pruning.importance.weight_norms import sums_by_channel
 
@@ -132,7 +133,7 @@ def labelled_or_all(batches: Sequence[Batch]) -> list[Batch]:
             known = has_target(batch.target)
             if known.any():
                 inputs = tuple(x[known] for x in batch.inputs)
-                labelled.append(Batch(inputs, batch.target[known]))
+                labelled.append(Batch(inputs, select(batch.target, known)))
     return labelled or [Batch(batch.inputs, None) for batch in batches]
 
 
@@ -140,8 +141,9 @@ def parts(batches: Sequence[Batch], size: int = SAMPLES_PER_GRADIENT) -> Iterato
     """Yield batches of at most a number of samples."""
     for batch in batches:
         for i in range(0, len(batch), size):
-            target = None if batch.target is None else batch.target[i : i + size]
-            yield Batch(tuple(x[i : i + size] for x in batch.inputs), target)
+            part = slice(i, i + size)
+            target = None if batch.target is None else select(batch.target, part)
+            yield Batch(tuple(x[part] for x in batch.inputs), target)
 
 
 def _prepared(
@@ -164,7 +166,7 @@ def _loss(
         with torch.backends.cudnn.flags(enabled=False):
             outputs = flatten_outputs(module(*batch.inputs))
         if batch.target is not None:
-            return on_targets(outputs[0], batch.target, label_smoothing=0.0)
+            return on_targets(outputs, batch.target, label_smoothing=0.0)
     except CompressError:
         raise
     except Exception as error:

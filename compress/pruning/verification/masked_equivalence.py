@@ -3,7 +3,8 @@
 The masked twin is the unsliced module in which every weight that the slice removes is zero: also
 the columns that read a removed channel, so it has no effect whatever lies between. Tracing can miss
 what Python did outside the graph, such as a width written into a ``view`` or a mean over channels
-computed from a shape.
+computed from a shape. With ``across_norms`` the twin's statistics over channels leave out those
+that are removed (see ``kept_statistics``).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from compress.data.batch import Batch
 from compress.pruning.dependency.graph import export_graph
 from compress.pruning.dependency.module_attributes import AttributeReads, attribute_key
 from compress.pruning.importance.layer_calls import samples_refused
+from compress.pruning.verification.kept_statistics import KeptStatisticsTwin
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -59,6 +61,8 @@ class MaskedEquivalence:
         inputs: Sequence[torch.Tensor],
         others: Iterable[Sequence[torch.Tensor]] = (),
         real: Sequence[torch.Tensor] | None = None,
+        *,
+        across_norms: bool = False,
     ) -> None:
         """Run the unsliced module on all inputs once, to see which of them are usable.
 
@@ -72,6 +76,9 @@ class MaskedEquivalence:
         """Whether a smaller model that torch.export cannot trace is a mismatch, too."""
         self.must_train = False
         """Whether a smaller model that cannot run in training mode is a mismatch, too."""
+        self._across_norms = across_norms
+        self._twins: dict[tuple[object, ...], KeptStatisticsTwin] = {}
+        """Twins with statistics over kept channels, by the shapes of their inputs."""
         self._expected: tuple[Kept | None, list[Outputs]] | None = None
         try:
             self._prepare(module, inputs, torch.float64)
@@ -101,6 +108,8 @@ class MaskedEquivalence:
         # Entries that are read at some sizes only, like late positions, do not show at others.
         for inputs_of_size in map(self._cast, others):
             with suppress(Exception):  # a forward may refuse sizes in any way
+                if across_norms:
+                    self._twin(inputs_of_size)
                 if not _any_nan(_outputs(self._module, inputs_of_size)):
                     self._comparisons.append((0, inputs_of_size))
 
@@ -190,13 +199,23 @@ class MaskedEquivalence:
         known = self._expected[1]
         for i, (variant, inputs) in enumerate(self._comparisons):
             if i == len(known):
-                module = self._variant(variant)
-                masked = module if kept is None else zero_masked(module, kept)
-                known.append(_outputs(masked, inputs))
+                twin = self._variant(variant)
+                if kept is not None:
+                    twin = zero_masked(twin, kept)
+                    if self._across_norms:
+                        twin = self._twin(inputs).bind(twin, kept)
+                known.append(_outputs(twin, inputs))
             # Other signs may give a model values that it was not made for, like the square root of
             # a negative number. Infinities may be masked scores, which are compared.
             if variant == 0 or not _any_nan(known[i]):
                 yield variant, inputs, known[i]
+
+    def _twin(self, inputs: Sequence[torch.Tensor]) -> KeptStatisticsTwin:
+        """Return the graph of the module for the shapes of some inputs, exported once."""
+        shapes = tuple(x.shape for x in inputs)
+        if shapes not in self._twins:
+            self._twins[shapes] = KeptStatisticsTwin(self._module, inputs)
+        return self._twins[shapes]
 
     def _variant(self, variant: int) -> nn.Module:
         """Copy the module, with other signs of weights unless ``variant`` is 0; share the rest."""

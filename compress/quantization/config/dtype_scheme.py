@@ -22,7 +22,7 @@ from compress.quantization.config.backend_targets import (
     Target,
 )
 
-WeightBits = Literal[4, 8]
+WeightBits = Literal[4, 7, 8]
 ActivationBits = Literal[8, 16]
 WeightMethod = Literal["rtn", "hqq", "gptq", "awq"]
 Rounding = Literal["nearest", "adaround"]

@@ -21,7 +21,13 @@ from compress.quantization.pt2e.observers import observer_class
 from compress.quantization.pt2e.qspec import qspec
 from compress.quantization.pt2e.quantizer import CLAMPS, LINEAR, WEIGHTED, OnnxRuntimeQuantizer
 from compress.quantization.pt2e.torchao_api import Q_ANNOTATION_KEY
-from compress.quantization.ptq.calibrate import calibrate_, convert, prepare
+from compress.quantization.ptq.calibrate import (
+    calibrate_,
+    convert,
+    leave_float_,
+    leave_vanishing_float_,
+    prepare,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -118,6 +124,10 @@ class CandidateBuilder:
     """Activation → its smallest and largest value; 16 bits need no narrower range."""
     layers: list[str] = field(default_factory=list)
     """All layers that can be quantized, in graph order."""
+    vanishing: dict[str, float] = field(default_factory=dict)
+    """Tensor too small for integers → its largest absolute value."""
+    float_operators: frozenset[str] = frozenset()
+    """Names of the nodes that read such tensors, and stay float whatever their format."""
 
     def calibrate(
         self, observer: str, batches: Iterable[Batch], report: Callable[[int], None]
@@ -125,7 +135,6 @@ class CandidateBuilder:
         """Find the ranges of all activations with an observer; the first one is the default."""
         quantizer = self._quantizer(cast("Observer", observer), {})
         prepared = prepare(self._copy(), quantizer)
-        self.layers = quantizer.layers
         calibrate_(prepared, self.signature, batches, report)
         for name, calibrated, _ in _activation_observers(prepared):
             scale, zero = calibrated.calculate_qparams()
@@ -139,6 +148,11 @@ class CandidateBuilder:
             # Extremes with which a `minmax` observer has the same scale and zero point.
             self.ranges.setdefault(observer, {})[name] = ends
             self.extremes.setdefault(name, (calibrated.min_val.clone(), calibrated.max_val.clone()))
+        if not self.layers:
+            self.vanishing, readers = leave_vanishing_float_(prepared, quantizer)
+            self.float_operators = frozenset(node.name for node in readers)
+            floats = {layer_name(node) for node in readers if node.target in WEIGHTED}
+            self.layers = [name for name in quantizer.layers if name not in floats]
 
     def build(self, formats: Mapping[str, str]) -> Candidate:
         """Return the quantized graph in which some layers have another format than the default.
@@ -159,6 +173,8 @@ class CandidateBuilder:
                 if chosen in self.ranges:
                     ends = self.ranges[chosen][name]
                     observer.min_val, observer.max_val = (end.clone() for end in ends)
+        readers = [n for n in prepared.graph.nodes if n.name in self.float_operators]
+        leave_float_(prepared, quantizer, readers)
         fit_ranges_(prepared)
         return Candidate(convert(prepared), quantizer)
 

@@ -53,7 +53,8 @@ class SensitivityMeter:
         self.data = context.need_data("quantize_mixed")
         self.metric = context.metric.name
         # Inferred once, as graphs are measured many times.
-        self._metric = context.metric.with_inferred_loss(self.data)
+        metric = context.metric.for_model(model.signature)
+        self._metric = metric.with_inferred_loss(self.data)
         self.float_score = context.score(model)
         self._inputs = [b.inputs for b in self.data.batches("val", limit=RANKING_SAMPLES)]
         with context.predictor(model) as predict:

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from compress.common.signature import Signature
     from compress.core.context import Context
     from compress.core.metrics import Metric
+    from compress.data.targets import Targets
 
 SAMPLES = 256
 LARGEST_BATCH = 64
@@ -75,7 +76,7 @@ def compare(
     run_time_range = torch.ops.quantized_decomposed.choose_qparams.tensor
     one_by_one = any(node.target is run_time_range for node in graph.graph.nodes)
     sample = _Sample.from_context(signature, context, one_by_one=one_by_one)
-    metric = context.metric.with_inferred_loss(context.data)
+    metric = context.metric.for_model(signature).with_inferred_loss(context.data)
     result = _Comparison(_FirstOutputs((MetricMeter(metric), MetricMeter(metric))))
     with torch.inference_mode():
         for inputs, target in sample.batches(reference):
@@ -103,7 +104,10 @@ class _FirstOutputs:
     """Whether every target was a label for each of the model's."""
 
     def add(
-        self, expected: torch.Tensor, actual: torch.Tensor, target: torch.Tensor | None
+        self,
+        expected: Sequence[torch.Tensor],
+        actual: Sequence[torch.Tensor],
+        target: Targets | None,
     ) -> None:
         self.is_measured &= target is not None
         if self.is_measured and target is not None:
@@ -112,14 +116,20 @@ class _FirstOutputs:
                     meter.update(outputs, target)
             except Exception:  # noqa: BLE001 - a metric of the user's may raise any
                 self.is_measured = False
-        if expected.dim() < 2 or expected.shape[1] < 2 or not expected.is_floating_point():
+        scores, others = expected[0], actual[0]
+        if task := self.meters[0].metric.loss.task:
+            scores, others = task.classes_first(scores), task.classes_first(others)
+            self.targets_are_labels &= task.labels == "class"
+        if scores.dim() < 2 or scores.shape[1] < 2 or not scores.is_floating_point():
             self.targets_are_labels = False  # outputs are no scores of classes
             return
-        expected_labels, labels = expected.argmax(1), actual.argmax(1)
+        expected_labels, labels = scores.argmax(1), others.argmax(1)
         self.equal_labels += int((expected_labels == labels).sum())
         self.labels += labels.numel()
         self.targets_are_labels &= (
-            target is not None and not target.is_floating_point() and target.shape == labels.shape
+            isinstance(target, torch.Tensor)
+            and not target.is_floating_point()
+            and target.shape == labels.shape
         )
 
     def label_agreement(self, metric: Metric) -> float | None:
@@ -154,7 +164,7 @@ class _Comparison:
         self,
         expected: Sequence[torch.Tensor],
         actual: Sequence[torch.Tensor],
-        target: torch.Tensor | None,
+        target: Targets | None,
     ) -> None:
         if [a.shape for a in expected] != [b.shape for b in actual]:
             shapes = [[tuple(t.shape) for t in side] for side in (actual, expected)]
@@ -165,7 +175,7 @@ class _Comparison:
         self.outputs = self.outputs or [Deviation() for _ in expected]
         for deviation, a, b in zip(self.outputs, expected, actual, strict=True):
             deviation.add(a, b)
-        self.first.add(expected[0], actual[0], target)
+        self.first.add(expected, actual, target)
         self.samples += len(expected[0]) if expected[0].dim() else 1
 
     def require_finite(self, signature: Signature) -> None:
@@ -240,7 +250,7 @@ class _Sample:
 
     def batches(
         self, reference: LayerOutputRecorder
-    ) -> Iterator[tuple[tuple[torch.Tensor, ...], torch.Tensor | None]]:
+    ) -> Iterator[tuple[tuple[torch.Tensor, ...], Targets | None]]:
         """Yield batches in which the outputs of the reference's layers take bounded memory."""
         data = self.context.data
         if not self.indices or data is None:

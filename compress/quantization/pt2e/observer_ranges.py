@@ -19,7 +19,7 @@ from compress.quantization.pt2e.quantizer import CLAMPS, CONVOLUTIONS, WEIGHTED
 from compress.quantization.pt2e.torchao_api import MinMaxObserver
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from torch.fx import GraphModule
 
@@ -180,24 +180,23 @@ def fit_ranges_(prepared: GraphModule) -> None:
         weight.max_val = torch.maximum(weight.max_val, least_O * weight.quant_max)
 
 
-def vanishing_range(observer: MinMaxObserver) -> float | None:
+def vanishing_range(observer: Any) -> float | None:
     """Return the largest absolute value of a range too small for its scale, or None if it fits."""
     largest = max(float(observer.min_val.abs().max()), float(observer.max_val.abs().max()))
     scale, _ = observer.calculate_qparams()
     return largest if largest > 0 and float(scale.max()) <= SMALLEST_SCALE else None
 
 
-def detach_vanishing_(prepared: GraphModule) -> tuple[dict[str, float], list[Node]]:
-    """Take the observers off the operators that read a range too small for its scale.
+def find_vanishing(prepared: GraphModule) -> tuple[dict[str, float], list[Node]]:
+    """Find the ranges that are too small for their scales.
 
     Returns the largest absolute value of each such tensor by its module or description, and the
-    operators that compute in float now.
+    nodes that read it.
     """
-    observers = [n for n in prepared.graph.nodes if n.op == "call_module"]
     ranges: dict[str, float] = {}
     readers: dict[Node, None] = {}
-    for node in observers:
-        observer = observer_of(prepared, node)
+    for node in prepared.graph.nodes:
+        observer = observer_of(prepared, node) if node.op == "call_module" else None
         largest = vanishing_range(observer) if hasattr(observer, "max_val") else None
         if largest is not None:
             source = observed(node)
@@ -205,6 +204,12 @@ def detach_vanishing_(prepared: GraphModule) -> tuple[dict[str, float], list[Nod
             name = module_of(layer) if layer.target in WEIGHTED else ""
             ranges[name or describe_tensor(source)] = largest
             readers |= dict.fromkeys(node.users)
+    return ranges, [*readers]
+
+
+def detach_observers_(prepared: GraphModule, readers: Iterable[Node]) -> None:
+    """Take the observers off all that some nodes read, so that these compute in float."""
+    observers = [n for n in prepared.graph.nodes if n.op == "call_module"]
     for reader in readers:
         # All of them: a kernel takes integers only where its other inputs are integers too.
         for operand in reader.all_input_nodes:
@@ -214,7 +219,6 @@ def detach_vanishing_(prepared: GraphModule) -> tuple[dict[str, float], list[Nod
         if not node.users:
             prepared.graph.erase_node(node)
     prepared.recompile()
-    return ranges, [reader for reader in readers if reader.op == "call_function"]
 
 
 def quantized_biases(prepared: GraphModule) -> Iterator[tuple[Node, Node, Node]]:

@@ -15,7 +15,8 @@ from compress.quantization.pt2e.graph_capture import capture
 from compress.quantization.pt2e.graph_constants import remove_unread_tensors_
 from compress.quantization.pt2e.module_names import module_of
 from compress.quantization.pt2e.observer_ranges import (
-    detach_vanishing_,
+    detach_observers_,
+    find_vanishing,
     fit_ranges_,
     monitor_ranges,
     range_facts,
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from torch.export import ExportedProgram
-    from torch.fx import GraphModule
+    from torch.fx import GraphModule, Node
 
     from compress.common.signature import Signature
     from compress.data.batch import Batch
@@ -65,7 +66,7 @@ def quantize(
     prepared = prepare(graph, quantizer)
     corrections.equalize_(prepared)  # needs folded BatchNorms, which `prepare` leaves
     monitors = calibrate_(prepared, signature, batches, report)
-    vanishing = leave_vanishing_float_(prepared, quantizer)
+    vanishing, _ = leave_vanishing_float_(prepared, quantizer)
     fit_ranges_(prepared)
     quantizer.ranges = range_facts(monitors) | {"vanishing_ranges": vanishing}
     corrections.round_(prepared, batches)
@@ -115,20 +116,21 @@ def calibrate_(
 
 def leave_vanishing_float_(
     prepared: GraphModule, quantizer: OnnxRuntimeQuantizer
-) -> dict[str, float]:
+) -> tuple[dict[str, float], list[Node]]:
     """Leave operators float whose inputs or weights are too small for integers, with a warning.
 
-    Returns the largest absolute value of each such tensor, by its module.
+    Returns the largest absolute value of each such tensor, by its module, and the nodes whose
+    inputs are not observed any more.
 
     Raises:
         StageFailed: no operator with weights is left to quantize.
     """
-    ranges, operators = detach_vanishing_(prepared)
+    ranges, readers = find_vanishing(prepared)
     if not ranges:
-        return {}
+        return {}, []
+    operators = leave_float_(prepared, quantizer, readers)
     names = {module_of(node) or node.name: None for node in operators}
     reason = ", ".join(f"{name} is {largest:.2g} at most" for name, largest in ranges.items())
-    quantizer.leave_float(operators)
     if not any(
         node.target in (*WEIGHTED, EMBEDDING)
         and any(operand.op == "call_module" for operand in node.all_input_nodes)
@@ -139,7 +141,17 @@ def leave_vanishing_float_(
             "quantize; rescale the data or the weights"
         )
     logger.warning("calibration: %s stay float: %s, too small for integers", [*names], reason)
-    return ranges
+    return ranges, readers
+
+
+def leave_float_(
+    prepared: GraphModule, quantizer: OnnxRuntimeQuantizer, readers: Iterable[Node]
+) -> list[Node]:
+    """Compute nodes of a prepared graph in float, and return the operators among them."""
+    detach_observers_(prepared, readers)
+    operators = [node for node in readers if node.op == "call_function"]
+    quantizer.leave_float(operators)
+    return operators
 
 
 def convert(prepared: GraphModule) -> GraphModule:

@@ -15,12 +15,18 @@ from compress.quantization.config.dtype_scheme import Observer, scheme_for
 from compress.quantization.pt2e.graph_capture import capture, copy_graph
 from compress.quantization.pt2e.observer_ranges import fit_ranges_
 from compress.quantization.pt2e.quantizer import OnnxRuntimeQuantizer
-from compress.quantization.ptq.calibrate import calibrate_, convert, prepare
+from compress.quantization.ptq.calibrate import (
+    calibrate_,
+    convert,
+    leave_float_,
+    leave_vanishing_float_,
+    prepare,
+)
 from compress.quantization.qat.conv_bn_qat import ConvBnParameters, find_conv_bn
 from compress.quantization.qat.fake_model import FakeQuantizedModel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch.export import ExportedProgram
     from torch.fx import GraphModule
@@ -60,10 +66,18 @@ class PreparedModel:
     """Node of each layer whose BatchNorm was folded → the tensors of both."""
     quantizer: OnnxRuntimeQuantizer
     """Annotated the graph, and recorded what it quantized."""
+    float_operators: tuple[str, ...] = ()
+    """Names of the nodes that compute in float, as what they read is too small for integers."""
 
     @classmethod
-    def from_eager(cls, model: EagerModel, config: FakeQuantConfig) -> PreparedModel:
-        """Capture a model and insert observers; StageFailed where nothing can be quantized."""
+    def from_eager(
+        cls, model: EagerModel, config: FakeQuantConfig, float_operators: Sequence[str] = ()
+    ) -> PreparedModel:
+        """Capture a model and insert observers, but not before the operators that stay float.
+
+        Raises:
+            StageFailed: nothing can be quantized.
+        """
         graph = capture(model.load(), model.signature)
         conv_bn = find_conv_bn(graph)  # before `prepare` folds them
         quantizer = OnnxRuntimeQuantizer(
@@ -72,22 +86,33 @@ class PreparedModel:
             config.exclude,
             embeddings=config.embeddings,
         )
-        return cls(model, config, prepare(graph, quantizer), conv_bn, quantizer)
+        prepared = prepare(graph, quantizer)
+        readers = [node for node in prepared.graph.nodes if node.name in float_operators]
+        leave_float_(prepared, quantizer, readers)
+        return cls(model, config, prepared, conv_bn, quantizer, tuple(float_operators))
 
     def calibrated(
         self, batches: Iterable[Batch], report: Callable[[int], None]
-    ) -> FakeQuantizedModel:
-        """Return the fake-quantized model with the ranges that `quantize_static` finds."""
+    ) -> tuple[PreparedModel, FakeQuantizedModel]:
+        """Return the fake-quantized model with the ranges that `quantize_static` finds.
+
+        Operators that read what is too small for integers stay float in it, and in the prepared
+        model that is returned too.
+        """
         graph = copy_graph(self.graph)
         calibrate_(graph, self.model.signature, batches, report)
+        _, readers = leave_vanishing_float_(graph, self.quantizer)
+        names = [node.name for node in readers]
+        prepared = self.from_eager(self.model, self.config, names) if names else self
         fit_ranges_(graph)
-        return self._fake_quantized(graph, calibrated=True)
+        return prepared, prepared._fake_quantized(graph, calibrated=True)
 
     def save(self, module: FakeQuantizedModel, path: Path) -> EagerModel:
         """Save a fake-quantized model, so that every process of a training can rebuild it."""
         arguments = {
             "model": str(self.model.path.absolute()),
             "rounding": self.config.model_dump(mode="json"),
+            "float_operators": list(self.float_operators),
         }
         recipe = Recipe(factory=FACTORY, arguments=arguments)
         return EagerModel.create(path, recipe, module.state_dict(), self.model.signature)
@@ -108,8 +133,11 @@ class PreparedModel:
         )
 
 
-def fake_quantized(model: str, rounding: dict[str, Any]) -> FakeQuantizedModel:
+def fake_quantized(
+    model: str, rounding: dict[str, Any], float_operators: Sequence[str] = ()
+) -> FakeQuantizedModel:
     """Rebuild a fake-quantized model, its ranges not yet known, from what `save` recorded."""
     config = FakeQuantConfig.model_validate(rounding)
-    prepared = PreparedModel.from_eager(EagerModel.from_directory(Path(model)), config)
+    source = EagerModel.from_directory(Path(model))
+    prepared = PreparedModel.from_eager(source, config, float_operators)
     return prepared._fake_quantized(copy_graph(prepared.graph), calibrated=False)

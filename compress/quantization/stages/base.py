@@ -111,7 +111,12 @@ class QuantizationStage(Stage[EagerModel, GraphModel]):
             "fidelity": fidelity.model_dump(mode="json"),
         }
         return GraphModel.create(
-            context.root, program, model.signature, lineage=self.lineage(model), facts=facts
+            context.root,
+            program,
+            model.signature,
+            lineage=self.lineage(model),
+            facts=facts,
+            carried=model.carried_files(),
         )
 
 

@@ -121,5 +121,6 @@ class QuantizeMixed(IntegerStage):
             "target": self.target,
             "float_modules": chosen.quantizer.float_modules,
             "mixed": search.facts(formats),
+            "vanishing_ranges": candidates.vanishing,
         }
         return self.save_graph(model, program, chosen.quantizer.quantized, facts, context)

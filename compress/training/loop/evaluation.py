@@ -12,6 +12,7 @@ from compress.artifacts.artifact import Artifact
 from compress.common.errors import StageFailed
 from compress.common.forward import flatten_outputs
 from compress.core.metrics import MetricMeter
+from compress.data.targets import select
 from compress.training.loop.train_state import autocast
 
 if TYPE_CHECKING:
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 
 
 def evaluate(job: Job, module: torch.nn.Module, strategy: Strategy) -> float | None:
-    """Compute a module's metric on all samples of `val`; None without that split."""
-    if "val" not in job.data.datasets:
+    """Compute a module's metric on all samples of `val`; None without that split or a metric."""
+    if "val" not in job.data.datasets or not job.metric.is_measured:
         return None
     # Buffers such as BatchNorm's follow each process's own batches; all evaluate with rank 0's.
     strategy.broadcast_buffers_(module)
@@ -49,10 +50,11 @@ def evaluate(job: Job, module: torch.nn.Module, strategy: Strategy) -> float | N
     remaining = len(share)
     with _reference(job) as reference:
         for batch in job.data.read("val", padded, job.data.batch_size):
-            outputs = predict(*batch.inputs)[0].cpu()
+            outputs = predict(*batch.inputs)
             targets = job.metric.targets_of(batch, "val", reference)
-            meter.update(outputs[:remaining], targets[:remaining])
-            remaining = max(0, remaining - len(outputs))
+            own = slice(remaining)
+            meter.update(job.metric.outputs_read(outputs, own), select(targets, own))
+            remaining = max(0, remaining - len(batch))
     strategy.release_buffers_(module)
     shares, value = strategy.gather_shares(meter.state()), 0.0
     if shares is not None:

@@ -14,6 +14,7 @@ import torch
 from compress.artifacts.eager_model import EagerModel
 from compress.common.errors import StageFailed
 from compress.common.process import derive_seed, reseed, seeded
+from compress.data.targets import flatten
 from compress.training.checkpoint.metadata import (
     NO_LOSSES,
     Epoch,
@@ -207,7 +208,7 @@ def _explain_loss(
 ) -> str:
     """Return the message for a loss that is not finite, with the likely cause."""
     where = f"the loss is {loss} in epoch {epoch}, step {step}"
-    targets = [batch.target for batch in batches if batch.target is not None]
+    targets = [target for batch in batches for target in flatten(batch.target)[0]]
     if not all(bool(target.isfinite().all()) for target in targets):
         return (
             f"{where}: targets are NaN or infinite, or a sample has none; give each one, or "

@@ -30,6 +30,7 @@ from torch.distributed.pipelining import (
 from compress.common.errors import StageFailed
 from compress.common.forward import flatten_outputs, preserve_modes
 from compress.data.batch import Batch
+from compress.data.targets import select
 from compress.training.model_parallel.equivalence_check import full_precision, probing_loss
 from compress.training.model_parallel.pipeline_split import find_tensor, strip_
 
@@ -351,7 +352,11 @@ def split_batch(batch: Batch, parts: int) -> list[Batch]:
             f"parallel.pipeline: {len(batch)} samples do not divide into {parts} micro-batches"
         )
     inputs = zip(*(x.chunk(parts) for x in batch.inputs), strict=True)
-    targets = (None,) * parts if batch.target is None else batch.target.chunk(parts)
+    size = len(batch) // parts
+    starts = range(0, len(batch), size)
+    targets = [
+        None if batch.target is None else select(batch.target, slice(i, i + size)) for i in starts
+    ]
     columns = [x.chunk(parts) for x in batch.teacher_outputs]
     taught = [tuple(column[part] for column in columns) for part in range(parts)]
     return [Batch(*fields) for fields in zip(inputs, targets, taught, strict=True)]

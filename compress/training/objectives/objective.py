@@ -14,12 +14,15 @@ if TYPE_CHECKING:
 
     import torch
 
+    from compress.common.forward import Outputs
+    from compress.common.signature import Signature
     from compress.core.context import Context
     from compress.core.loss import LabelCounter
     from compress.data.batch import Batch
+    from compress.data.targets import Targets
     from compress.training.config.training import Training
 
-    TargetMean = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    TargetMean = Callable[[Outputs, Targets], torch.Tensor]
 
 LossFunction: TypeAlias = "Callable[[tuple[torch.Tensor, ...], Batch], torch.Tensor]"
 """The model's flattened outputs and the batch → the mean loss, a scalar."""
@@ -78,7 +81,7 @@ def attach_(loss: object, module: torch.nn.Module, example: Callable[[], Batch])
 
 @dataclass(frozen=True)
 class TargetLoss:
-    """The pipeline's loss of the first output against the targets."""
+    """The pipeline's loss of the outputs against the targets."""
 
     label_smoothing: float | None = 0.0
     """None means the loss's own default."""
@@ -86,9 +89,9 @@ class TargetLoss:
     loss: Loss = INFERRED_LOSS
 
     @classmethod
-    def for_training(cls, training: Training, context: Context) -> TargetLoss:
-        """Create the loss from a training's settings and the pipeline's `loss`."""
-        loss = context.loss.infer_targets(context.data)
+    def for_training(cls, training: Training, context: Context, signature: Signature) -> TargetLoss:
+        """Create the loss of a model from a training's settings and the pipeline's `loss`."""
+        loss = context.loss.for_model(signature).infer_targets(context.data)
         return cls(training.label_smoothing, training.class_weights, loss)
 
     def prepare(self, device: str) -> LossFunction:
@@ -119,13 +122,13 @@ class TargetLossFunction:
     counter: LabelCounter
 
     def __call__(self, outputs: tuple[torch.Tensor, ...], batch: Batch) -> torch.Tensor:
-        """Compute the mean loss of the first output."""
+        """Compute the mean loss."""
         if batch.target is None:
             raise StageFailed(
                 "a loss needs targets and split 'train' has none; return (x, y) samples from "
                 "the data factory, or distill from a teacher"
             )
-        return self.mean(outputs[0], batch.target)
+        return self.mean(outputs, batch.target)
 
     def label_count(self, batch: Batch) -> torch.Tensor | None:
         """Count the labels that are not ignored."""

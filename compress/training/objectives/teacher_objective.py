@@ -74,13 +74,16 @@ class FromTeacher:
         teacher = EagerModel.from_directory(self.teacher).load(device).requires_grad_(False)
         # The mean over all samples, so that those without a label add nothing.
         labels_term, teaching = self.targets.mean(device, over_all=True), self.teaching
+        task = self.targets.loss.task
 
         def loss(outputs: tuple[torch.Tensor, ...], batch: Batch) -> torch.Tensor:
             with torch.no_grad():
                 expected = flatten_outputs(teacher(*batch.inputs))[0]
             need_equal_shapes(outputs[0], expected)
             if teaching.loss == "kl":
-                distance = soft_cross_entropy(outputs[0], expected, teaching.temperature)
+                student = outputs[0] if task is None else task.classes_first(outputs[0])
+                expected = expected if task is None else task.classes_first(expected)
+                distance = soft_cross_entropy(student, expected, teaching.temperature)
             elif teaching.loss == "mse":
                 distance = squared_error(outputs[0], expected)
             else:
@@ -88,7 +91,7 @@ class FromTeacher:
             total = teaching.soft_weight * distance
             if batch.target is None or not teaching.labels_weight:
                 return total
-            return total + teaching.labels_weight * labels_term(outputs[0], batch.target)
+            return total + teaching.labels_weight * labels_term(outputs, batch.target)
 
         return loss
 
@@ -105,6 +108,8 @@ def need_equal_shapes(student: torch.Tensor, teacher: torch.Tensor) -> None:
 def need_task_of_classes(term: str, loss: Loss) -> None:
     """Refuse a comparison of class probabilities for regression and for independent labels."""
     name = loss.name or {"numbers": "mse", "binary": "binary_cross_entropy"}.get(loss.targets or "")
+    if name is None and loss.task is not None and loss.task.labels != "class":
+        name = next(iter(loss.task.losses), None)
     if loss.is_regression or name == "binary_cross_entropy":
         raise StageFailed(
             f"loss: {term} compares probabilities of classes that exclude each other, and the "

@@ -1,4 +1,4 @@
-"""Keep onnxruntime from quantizing layers left in float, and from crashing on float16 ones."""
+"""Forms of layers that onnxruntime's optimizer neither rounds anew nor fails on."""
 
 from __future__ import annotations
 
@@ -45,6 +45,26 @@ def separate_float_layers_(model: onnx.ModelProto) -> None:
             layer.output[0] = result
             node = helper.make_node("Max", [result, lowest], [name])
             graph.node.insert(list(graph.node).index(layer) + 1, node)
+
+
+def separate_zero_points_(model: onnx.ModelProto) -> None:
+    """Give each int8 weight a zero point of its own, in place; the exporter shares equal ones."""
+    # With `session.x64quantprecision` onnxruntime 1.32 makes weights unsigned, and fails to load a
+    # file in which two of them share a zero point ("Attempt to replace the existing tensor").
+    graph = model.graph
+    tensors = {tensor.name: tensor for tensor in graph.initializer}
+    seen: set[str] = set()
+    for node in graph.node:
+        if node.op_type != "DequantizeLinear" or node.input[0] not in tensors:
+            continue
+        zero_point = tensors.get(node.input[2]) if len(node.input) > 2 else None
+        if zero_point is None or zero_point.data_type != onnx.TensorProto.INT8:
+            continue
+        if zero_point.name in seen:
+            copy = graph.initializer.add()
+            copy.CopyFrom(zero_point)
+            copy.name = node.input[2] = f"{node.output[0]}_zero_point"
+        seen.add(zero_point.name)
 
 
 def _is_quantized(names: Sequence[str], readers: Readers) -> bool:

@@ -2,7 +2,9 @@ import pytest
 import torch
 
 from compress.common.errors import PipelineInvalid, StageFailed
-from compress.core.metrics import Metric, evaluate
+from compress.core.loss import Loss
+from compress.core.metrics import Metric, default_metric, evaluate
+from compress.core.task import TASKS
 from compress.data.splits import Splits
 
 
@@ -155,3 +157,12 @@ def test_infinite_regression_outputs_are_refused(blobs: Splits) -> None:
     metric = Metric("torchmetrics.MeanSquaredError")
     with pytest.raises(StageFailed, match="some are infinite"):
         metric.score(torch.tensor([1.0, -torch.inf]), torch.zeros(2))
+
+
+@pytest.mark.parametrize(
+    ("task", "metric"), [("detection", "map"), ("regression", "loss"), (None, "loss")]
+)
+def test_the_metric_beside_a_loss_of_your_own(task: str | None, metric: str) -> None:
+    kind = "numbers" if task == "regression" else "nested"
+    loss = Loss("own:loss", targets=kind, task=TASKS[task] if task else None)
+    assert default_metric(loss).name == metric

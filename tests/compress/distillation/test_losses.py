@@ -236,7 +236,7 @@ def test_the_labels_of_a_map_are_the_tasks_loss_over_all_pixels():
     student, teacher, target = maps()
     term, said = (
         Labels(loss="labels"),
-        OutputPair(student, teacher, target, TargetLoss().mean("cpu")),
+        OutputPair(student, teacher, target, targets_loss=TargetLoss().mean("cpu")),
     )
     expected = torch.nn.functional.cross_entropy(rows(student), target.flatten())
     assert torch.allclose(term.compute(said, []), expected)

@@ -94,3 +94,17 @@ def test_what_is_no_data_is_refused() -> None:
             make_splits(data)
     assert make_splits() is None
     assert isinstance(make_splits((np.zeros((2, 4)),)).split("train")[0][0], torch.Tensor)
+
+
+def test_a_hugging_face_dataset_is_read_as_its_columns() -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = {"x": X.tolist(), "text": ["words"] * 6, "label": Y.tolist()}
+    for data in (
+        datasets.Dataset.from_dict(rows),
+        datasets.Dataset.from_dict(rows).with_format("torch"),
+    ):
+        (batch,) = make_splits(datasets.DatasetDict(train=data), parameters=["x"]).batches(
+            "train", 6
+        )
+        assert torch.equal(batch.inputs[0], X)
+        assert torch.equal(batch.target, Y)

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import compress
 from compress.common.errors import ArtifactInvalid, PipelineInvalid
+from export.common.host_check import has_16_bit_sums
 
 IN_MAIN = """
 import torch, compress
@@ -164,3 +165,31 @@ def test_wrong_arguments_are_named() -> None:
         compress.prune_channels(network(), ratio=0.5)
     with pytest.raises(PipelineInvalid, match="model is a str, expected a torch"):
         compress.prune_channels("net", ratio=0.5, data=X)
+
+
+def test_progress_bars_are_drawn_on_a_terminal_alone(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def printed(**arguments: bool) -> str:
+        compress.train(network(), epochs=1, train=(X, Y), val=(X, Y), **arguments)
+        return capfd.readouterr().err
+
+    assert printed() == ""
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")  # rich takes any stream for a terminal
+    assert printed(progress=False) == ""
+    assert "train" in printed()
+
+
+def test_int8_products_are_exact_on_processors_without_vnni(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    # Sums of pairs beyond 16 bits: 2 x 255 x 127. Processors with VNNI add in 32 bits anyway.
+    # Both weights have the same zero points, which the exporter writes once.
+    layers = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    for layer in layers:
+        nn.init.constant_(layer.weight, 1.0)
+    rows = torch.rand(64, 64, generator=torch.Generator().manual_seed(0)).sqrt()
+    small = compress.quantize_static(layers, data=rows)
+    onnx = compress.export_onnx(small, example_inputs=(rows[:2],))
+    assert torch.allclose(onnx.module(rows), small.module(rows), rtol=1e-5)
+    assert ("session.x64quantprecision" in caplog.text) == has_16_bit_sums()

@@ -7,6 +7,9 @@ from torch import nn
 from transformers import (
     AutoModel,
     BertConfig,
+    BertForSequenceClassification,
+    ConvNextV2Config,
+    ConvNextV2ForImageClassification,
     LlamaConfig,
     LlamaForSequenceClassification,
     ViTConfig,
@@ -25,6 +28,18 @@ TEXT = {
 def bert() -> nn.Module:
     """Return the model as it is; its output is a mapping with attributes."""
     return AutoModel.from_config(BertConfig(**TEXT))
+
+
+def bert_classifier(width: int = 32, heads: int = 4, inner: int = 64) -> nn.Module:
+    """Return a classifier whose hidden width no output shows."""
+    sizes = {"hidden_size": width, "num_attention_heads": heads, "intermediate_size": inner}
+    return BertForSequenceClassification(BertConfig(**{**TEXT, **sizes}, num_labels=3))
+
+
+def convnextv2() -> nn.Module:
+    """Return a classifier with a LayerNorm and a global response normalisation in each block."""
+    sizes = {"hidden_sizes": [16, 32], "depths": [1, 1], "num_stages": 2, "patch_size": 2}
+    return ConvNextV2ForImageClassification(ConvNextV2Config(**sizes, num_labels=5))
 
 
 def llama() -> nn.Module:

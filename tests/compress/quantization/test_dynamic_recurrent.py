@@ -13,6 +13,7 @@ from export.onnx.stage import ExportOnnx
 from export.torchscript.stage import ExportTorchScript
 from tests.compress.quantization.builders import answer, build_model, relative_error
 from tests.compress.quantization.conftest import FreshProcessCheck
+from tests.export.builders import needs_32_bit_sums
 
 LENGTH = 12
 TOKENS = Signature(inputs=(TensorSpec(name="tokens", shape=("batch", LENGTH), dtype="int64"),))
@@ -34,6 +35,7 @@ def quantized(root: Path, kind: str, arguments: dict[str, int]) -> tuple[EagerMo
     return model, QuantizeDynamic()(model, Context(root=root / "int8"))
 
 
+@needs_32_bit_sums
 @pytest.mark.parametrize(("kind", "arguments"), KINDS)
 def test_recurrent_weights_are_integers_in_every_format(
     tmp_path: Path, kind: str, arguments: dict[str, int]

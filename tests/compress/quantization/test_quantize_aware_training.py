@@ -193,7 +193,7 @@ def test_two_processes_train_what_one_does(mlp: EagerModel, few: Splits, tmp_pat
         ({"parallel": {"strategy": "fsdp", "processes": 2}}, "found strategy: fsdp"),
         ({"parallel": {"strategy": "dp"}}, "found strategy: dp"),
         ({"compile": "whole"}, "found compile: whole"),
-        ({"weight_bits": 3}, "4 or 8"),
+        ({"weight_bits": 3}, "4, 7 or 8"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(
@@ -246,3 +246,15 @@ def test_four_bits_that_are_trained_for_beat_those_that_are_not(
     assert kept >= calibrated + 0.01
     onnx = ExportOnnx()(graph, context.with_root(tmp_path / "onnx"))
     assert LabelAgreement().measure(graph, onnx, context) >= 0.995
+
+
+def test_a_layer_whose_input_vanishes_stays_float(tmp_path: Path) -> None:
+    signature = Signature(
+        inputs=(TensorSpec(name="x", shape=("batch", 4)),), outputs=(OutputSpec(name="logits"),)
+    )
+    model = build(tmp_path / "source", "vanishing", signature)
+    rows = TensorDataset(torch.randn(64, 4), torch.arange(64) % 3)
+    context = Context(root=tmp_path / "int8", data=Splits({"train": rows, "val": rows}))
+    facts = stage(epochs=1, weight_bits=8)(model, context).manifest.facts
+    assert facts["quantized_operators"] == {"linear": 2}
+    assert facts["float_modules"] == ["2"]

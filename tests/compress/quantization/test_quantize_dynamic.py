@@ -14,6 +14,7 @@ from export.onnx.stage import ExportOnnx, OnnxModel
 from serve.worker.loaders import load_graph
 from tests.compress.quantization.builders import IMAGE, TOKENS, answer, build_model
 from tests.compress.quantization.conftest import FreshProcessCheck
+from tests.export.builders import needs_32_bit_sums
 
 
 def dynamic(model: EagerModel, root: Path, **settings: object) -> GraphModel:
@@ -174,6 +175,7 @@ def test_recurrent_layers_stay_float_with_row_ranges(tmp_path: Path) -> None:
     assert not Context(root=tmp_path).batch_dependence(exported).depends
 
 
+@needs_32_bit_sums
 @pytest.mark.slow
 def test_aotinductor_multiplies_rows_of_integers(tmp_path: Path) -> None:
     model = build_model(tmp_path / "source", "networks:mlp", IMAGE)

@@ -22,11 +22,15 @@ from compress.quantization.mixed_precision.bit_search import BitSearch
 from compress.quantization.stages.mixed_precision import QuantizeMixed
 from compress.quantization.stages.static import QuantizeStatic
 from export.onnx.stage import ExportOnnx
+from tests.compress.quantization.builders import build_model
 from tests.compress.quantization.conftest import FreshProcessCheck
 
 HERE = Path(__file__).parent
 ROWS = Signature(
     inputs=(TensorSpec(name="x", shape=("batch", 16)),), outputs=(OutputSpec(name="logits"),)
+)
+VANISHING = Signature(
+    inputs=(TensorSpec(name="x", shape=("batch", 4)),), outputs=(OutputSpec(name="logits"),)
 )
 
 
@@ -299,3 +303,15 @@ def test_an_addition_in_float_does_not_keep_the_next_one_in_float(tmp_path: Path
     context = Context(tmp_path / "int8", Splits({"train": TensorDataset(x, x[:, 0, 0, 0])}))
     graph = QuantizeStatic(calibration_samples=32, exclude=("first",))(model, context)
     assert graph.manifest.facts["quantized_operators"] == {"add": 1, "conv2d": 2}
+
+
+def test_layers_whose_ranges_vanish_stay_float(tmp_path: Path) -> None:
+    model = build_model(tmp_path / "source", "networks:vanishing", VANISHING)
+    rows = TensorDataset(torch.randn(64, 4), torch.arange(64) % 3)
+    context = Context(root=tmp_path / "mixed", data=Splits({"train": rows, "val": rows}))
+    stage = QuantizeMixed(max_drop_points=100, calibration_samples=64)
+    facts = stage(model, context).manifest.facts
+    assert facts["quantized_operators"] == {"linear": 2}
+    assert facts["float_modules"] == ["2"]
+    assert [layer["module"] for layer in facts["mixed"]["layers"]] == ["0", "4"]
+    assert max(facts["vanishing_ranges"].values()) < 1e-18

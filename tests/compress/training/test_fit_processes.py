@@ -35,7 +35,9 @@ def context(root, factory="blobs", metric="accuracy", progress=None, **arguments
 
 def run(source, where, **settings):
     training = Training(**{"batch_size": 16, "parallel": TWO, **settings})
-    return fit(source, training, TargetLoss.for_training(training, where), where, "train")
+    return fit(
+        source, training, TargetLoss.for_training(training, where, source.signature), where, "train"
+    )
 
 
 def program(root, behaviour="slow", epochs=5, **more):

@@ -32,7 +32,7 @@ def context(root, loss=None, metric="loss"):
 
 def run(source, where, **settings):
     training = Training(**{"epochs": 3, "batch_size": 16, "learning_rate": 0.02, **settings})
-    objective = TargetLoss.for_training(training, where)
+    objective = TargetLoss.for_training(training, where, source.signature)
     return fit(source, training, objective, where, "train")
 
 

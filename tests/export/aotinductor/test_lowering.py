@@ -17,14 +17,14 @@ from compress.quantization.stages.dynamic import QuantizeDynamic
 from compress.quantization.stages.static import QuantizeStatic
 from export.aotinductor.lowering import CHOOSE, LINEAR, decomposed, merge_products_, widen_ranges_
 from export.aotinductor.stage import ExportAot
-from tests.export.builders import network, samples
+from tests.export.builders import EXACT_BITS, network, samples
 
 TOKENS = Signature(
     inputs=(TensorSpec(name="tokens", shape=("batch", "length"), dtype="int64"),),
     outputs=(OutputSpec(name="classes"), OutputSpec(name="states")),
 )
 STAGES: dict[str, Stage] = {
-    "static": QuantizeStatic(target="inductor-cpu", calibration_samples=32),
+    "static": QuantizeStatic(target="inductor-cpu", calibration_samples=32, weight_bits=EXACT_BITS),
     "dynamic": QuantizeDynamic(target="inductor-cpu"),
 }
 

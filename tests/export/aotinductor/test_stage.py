@@ -21,7 +21,7 @@ from export.aotinductor.stage import AotModel, ExportAot
 from export.parity.bisect import LayerSearch
 from pipelines import Pipeline
 from pipelines.planning.planner import build_plan
-from tests.export.builders import IMAGE, images, network, network_of, samples
+from tests.export.builders import EXACT_BITS, IMAGE, images, network, network_of, samples
 
 pytestmark = pytest.mark.timeout(900)  # compilers are slow on machines with other work
 FUNCTIONS = """
@@ -39,6 +39,7 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA d
 def int8(folder: Path, factory: str, target: str, **bits: int) -> tuple[GraphModel, Context]:
     model = network(folder / "source", factory)
     context = Context(root=folder / "int8", data=samples(images()))
+    bits.setdefault("weight_bits", EXACT_BITS)
     stage = QuantizeStatic.model_validate({"target": target, "calibration_samples": 64, **bits})
     return stage(model, context), context.with_root(folder / "aot")
 

@@ -56,6 +56,14 @@ class Masked(nn.Module):
     def forward(self, x):
         return x.masked_fill(torch.arange(4) == 1, -torch.inf)
 
+class Normalized(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.InstanceNorm1d(1, eps=1e-30)
+
+    def forward(self, x):
+        return self.norm((x + 0.1).unsqueeze(1)).squeeze(1)
+
 class Growing(nn.Module):
     def forward(self, x):
         return torch.cat([x, (x / 10).exp()], 1)
@@ -208,6 +216,22 @@ def test_where_float32_overflows_an_export_need_not(tmp_path: Path) -> None:
     assert refused_on(model, got) == ""
     assert refused_on(model, lambda x: got(x, 3e38)) == "", "float64 is finite there"
     assert refused_on(model, lambda x: got(x, 1e4)) == "real inputs brought to 1000"
+
+
+def test_where_float32_itself_says_nothing_a_difference_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = eager(tmp_path, "Normalized")
+
+    def got(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x = x + 0.1
+        normalized = torch.nn.functional.layer_norm(x, (4,), eps=1e-30)
+        # As far off as torch's own answer to a constant, about 1e5 for 0.1, and not as it.
+        return (normalized.where(x.amax(1, keepdim=True) > x.amin(1, keepdim=True), 1e7),)
+
+    assert refused_on(model, got) == ""
+    assert "on zeros the exported model's answers differ" in caplog.text
+    assert refused_on(model, lambda x: (1.1 * got(x)[0],)) == "real inputs times 10"
 
 
 def test_less_than_the_rounding_of_a_usual_answer_is_nothing_but_for_tiny_inputs(

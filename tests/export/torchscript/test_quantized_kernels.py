@@ -16,7 +16,7 @@ from compress.quantization.stages.weight_only import QuantizeWeights
 from export.torchscript.file_io import load
 from export.torchscript.quantized_kernels import Grid
 from export.torchscript.stage import ExportTorchScript, TorchScriptModel
-from tests.export.builders import IMAGE, TOKENS, network, samples
+from tests.export.builders import EXACT_BITS, IMAGE, TOKENS, needs_32_bit_sums, network, samples
 
 
 def quantized(root: Path, factory: str, signature: Signature, stage: Stage) -> GraphModel:
@@ -36,7 +36,12 @@ def answer(model: Artifact, *inputs: torch.Tensor) -> torch.Tensor:
 @pytest.fixture(scope="module")
 def mobilenet(tmp_path_factory: pytest.TempPathFactory) -> tuple[GraphModel, TorchScriptModel]:
     root = tmp_path_factory.mktemp("mobilenet")
-    model = quantized(root, "networks:mobilenet", IMAGE, QuantizeStatic(calibration_samples=32))
+    model = quantized(
+        root,
+        "networks:mobilenet",
+        IMAGE,
+        QuantizeStatic(calibration_samples=32, weight_bits=EXACT_BITS),
+    )
     return model, scripted(model, root / "ts")
 
 
@@ -85,7 +90,7 @@ print(torch.equal(module(saved["image"]), saved["expected"]))
 
 
 def test_what_is_no_kernel_stays_float_between_integers(tmp_path: Path) -> None:
-    stage = QuantizeStatic(calibration_samples=32)
+    stage = QuantizeStatic(calibration_samples=32, weight_bits=EXACT_BITS)
     graph = quantized(tmp_path, "networks:branches", IMAGE, stage)
     torchscript = scripted(graph, tmp_path / "ts")
     (image,) = IMAGE.example(5)
@@ -95,9 +100,13 @@ def test_what_is_no_kernel_stays_float_between_integers(tmp_path: Path) -> None:
     assert (answer(torchscript, image) - expected).abs().max() < 3 * step
 
 
-@pytest.mark.parametrize("static", [True, False])
+@pytest.mark.parametrize("static", [True, pytest.param(False, marks=needs_32_bit_sums)])
 def test_products_of_sequences_give_floats(tmp_path: Path, static: bool) -> None:
-    stage = QuantizeStatic(calibration_samples=32) if static else QuantizeDynamic()
+    stage = (
+        QuantizeStatic(calibration_samples=32, weight_bits=EXACT_BITS)
+        if static
+        else QuantizeDynamic()
+    )
     graph = quantized(tmp_path, "networks:sequence", TOKENS, stage)
     torchscript = scripted(graph, tmp_path / "ts")
     (kernel,) = torchscript.manifest.facts["integer_kernels"].items()
@@ -127,7 +136,12 @@ def test_other_integers_are_refused() -> None:
 
 
 def test_what_follows_a_convolution_may_be_flattened(tmp_path: Path) -> None:
-    graph = quantized(tmp_path, "networks:flattened", IMAGE, QuantizeStatic(calibration_samples=32))
+    graph = quantized(
+        tmp_path,
+        "networks:flattened",
+        IMAGE,
+        QuantizeStatic(calibration_samples=32, weight_bits=EXACT_BITS),
+    )
     torchscript = scripted(graph, tmp_path / "ts")
     kernels = torchscript.manifest.facts["integer_kernels"]
     assert kernels["conv2d"] == 1

@@ -1,7 +1,9 @@
 """`compress init`: it writes a valid file for each kind of model, and rejects wrong options."""
 
 import itertools
+import warnings
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import get_args
 
@@ -11,6 +13,7 @@ import yaml
 from torch import nn
 
 from compress.common.errors import CompressError, PipelineInvalid
+from compress.core.task import TASKS
 from pipelines import Pipeline
 from pipelines.commands.check import check_pipeline
 from pipelines.commands.init import (
@@ -18,6 +21,7 @@ from pipelines.commands.init import (
     ModelTraits,
     draft,
     family_of,
+    infer_task,
     initial_content,
     render_and_plan,
     write_draft,
@@ -37,6 +41,10 @@ class Recurrent(nn.Module):
 
     def forward(self, steps):
         return self.head(self.lstm(steps)[0][:, -1])
+
+class Sized(nn.Linear):
+    def __init__(self, width, classes):
+        super().__init__(width, classes)
 
 def recurrent():
     return Recurrent()
@@ -68,6 +76,7 @@ DATA = {
 @pytest.fixture
 def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "nets.py").write_text(NETS)
+    (tmp_path / "nets.onnx").touch()
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -84,8 +93,11 @@ def test_every_file_that_can_be_written_is_valid(
             "nets:mlp", ["hidden=4"], "x.pt", ["x=batch,4"], "nets:blobs", target, goal
         )
         options = options if DATA[samples] else replace(options, data=None, checkpoint=None)
-        targets = (None, "labels", "numbers")[i % 3]
-        found = ModelTraits(family, (100, 10**7)[i % 2], trained, DATA[samples], targets)
+        task = [None, *TASKS][i % (1 + len(TASKS))]
+        labelled = bool(DATA[samples]) and i % 5 > 0
+        found = ModelTraits(
+            family, (100, 10**7)[i % 2], trained, DATA[samples], task, labelled, scale=30.0
+        )
         # This reads the text again, and refuses what `compress check` does.
         text, plan = render_and_plan(
             file, initial_content(file, options), options, found, inferred=False
@@ -95,7 +107,7 @@ def test_every_file_that_can_be_written_is_valid(
         assert kernels <= {"inductor-cpu" if target == "aot" else "onnxruntime-cpu"}
         assert text.count("\n  - {") == len(plan.stages)
         assert all(len(line) < 250 and line == line.rstrip() for line in text.splitlines())
-    assert len(seen) > {"convolutional": 5, "linear": 1, "other": 1}[family]
+    assert len(seen) > {"convolutional": 4, "linear": 1, "other": 1, "exported": 0}[family]
 
 
 @pytest.mark.parametrize(
@@ -161,7 +173,8 @@ def test_what_is_written_names_the_inputs_the_arguments_and_the_checkpoint(user:
 
 def test_what_a_layer_counts_for(user: Path) -> None:
     assert draft(
-        user / "p.yaml", InitOptions("nets:recurrent", inputs=["steps=batch,length,4"])
+        user / "p.yaml",
+        InitOptions("nets:recurrent", inputs=["steps=batch,length,4"]),
     ).stages == (
         "quantize_dynamic",
         "export_onnx",
@@ -171,23 +184,145 @@ def test_what_a_layer_counts_for(user: Path) -> None:
     assert family_of(nn.ReLU()) == "other"
 
 
-def test_samples_without_classes_are_judged_by_the_first_models_labels(user: Path) -> None:
+def test_samples_without_labels_are_judged_by_the_first_models(user: Path) -> None:
     (user / "unlabelled.py").write_text(
         "import nets\ndef data():\n    return nets.blobs(60, False)"
     )
-    found = draft(user / "p.yaml", InitOptions("nets:mlp", data="unlabelled:data"))
+    options = InitOptions("nets:mlp", data="unlabelled:data", task="classification")
+    found = draft(user / "p.yaml", options)
     assert yaml.safe_load(found.text)["metric"] == "fidelity"
     assert "train" not in found.stages
+
+
+SCRIPT = """
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, classes=3):
+        super().__init__()
+        self.body = nn.Linear(4, classes)
+
+    def forward(self, x):
+        return self.body(x)
+
+def helper():
+    return 3
+"""
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with one small network in every format that `init` takes."""
+    folder, x = tmp_path_factory.mktemp("exported"), torch.zeros(2, 4)
+    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)).eval()
+    shapes = ({0: torch.export.Dim("batch")},)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch.export and torch.jit themselves
+        program = torch.export.export(net, (x,), dynamic_shapes=shapes)
+        torch.export.save(program, folder / "net.pt2")
+        torch.onnx.export(program, dynamo=True, verbose=False).save(folder / "net.onnx")
+        torch.jit.trace(net, x).save(folder / "net.ts")
+    (folder / "net.py").write_text(SCRIPT)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("options", "model", "stages"),
+    [
+        (InitOptions("net.onnx"), {"file": "net.onnx"}, ("package_",)),
+        (InitOptions("net.pt2"), {"file": "net.pt2"}, ("export_onnx",)),
+        (InitOptions("net.ts", inputs=["x=batch,4"]), {"file": "net.ts"}, ("package_",)),
+        (
+            InitOptions("net.py", ["classes=5"], inputs=["x=batch,4"]),
+            {"factory": "net:Net", "arguments": {"classes": 5}},
+            ("quantize_weights", "export_onnx"),
+        ),
+    ],
+    ids=["onnx", "pt2", "ts", "script"],
+)
+def test_a_file_gets_the_stages_that_take_it(
+    exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options, model, stages
+) -> None:
+    monkeypatch.chdir(exported)
+    file = tmp_path / "p.yaml"
+    found = write_draft(file, options)
+    content = yaml.safe_load(file.read_text())
+    assert all(got.startswith(name) for got, name in zip(found.stages, stages, strict=True))
+    for key, value in model.items():
+        where = (tmp_path / str(content["model"][key])).resolve()
+        assert where == exported / value if key == "file" else content["model"][key] == value
+    if "factory" in model:
+        assert (tmp_path / content["code"]).resolve() == exported
+    assert "label_agreement" not in file.read_text(), "nobody said that the outputs are scores"
+    assert check_pipeline(file, models=True).content["valid"]
+
+
+@pytest.mark.slow  # importing transformers is what takes long
+@pytest.mark.parametrize(
+    ("name", "labels", "task", "inputs", "gate"),
+    [
+        ("Bert", 3, "classification", ["input_ids", "attention_mask"], "label_agreement"),
+        ("Bert", 1, "regression", ["input_ids", "attention_mask"], "parity"),
+        ("ViT", 3, "classification", ["pixel_values"], "label_agreement"),
+    ],
+)
+def test_a_hugging_face_folder_needs_nothing_else(
+    user: Path, name: str, labels: int, task: str, inputs: list[str], gate: str
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    own = {"image_size": 32} if name == "ViT" else {"vocab_size": 40}
+    config = getattr(transformers, f"{name}Config")(
+        **sizes, **own, intermediate_size=24, num_labels=labels
+    )
+    kind = "Image" if name == "ViT" else "Sequence"
+    getattr(transformers, f"{name}For{kind}Classification")(config).save_pretrained("folder")
+    found = write_draft(user / "p.yaml", InitOptions("folder"))
+    content = yaml.safe_load(found.text)
+    quantized = "quantize_weights" if task == "regression" else "quantize_dynamic"
+    assert found.stages == (quantized, "export_onnx")
+    assert content["task"] == task
+    assert [each["name"] for each in content["model"]["inputs"]] == inputs
+    assert content["model"].get("axes", {}) == (
+        {} if own.get("image_size") else {"length": {"max": 512}}
+    )
+    assert content["stages"][-1]["gates"][0]["gate"] == gate
+    written = [line for line in found.text.splitlines() if not line.strip().startswith("#")]
+    assert len(written) <= 15
+
+
+@pytest.mark.skipif(find_spec("timm") is None, reason="timm is not installed")
+def test_an_architecture_of_timm_declares_its_images(user: Path) -> None:
+    found = write_draft(user / "p.yaml", InitOptions("timm:test_vit"))
+    model = yaml.safe_load(found.text)["model"]
+    assert model["timm"] == "test_vit"
+    assert model["inputs"] == [{"name": "x", "shape": ["batch", 3, 160, 160]}]
+
+
+@pytest.mark.parametrize(
+    ("shape", "targets", "task"),
+    [
+        ((2, 5), torch.tensor([1, 4]), "classification"),
+        ((2, 3, 4, 4), torch.ones(2, 4, 4, dtype=torch.long), "segmentation"),
+        ((2, 4, 3), torch.ones(2, 4, dtype=torch.long), "token-classification"),
+        ((2, 3), torch.tensor([[0.0, 1, 1], [1, 0, 1]]), "multilabel"),
+        ((2, 1), torch.tensor([0.0, 1.0]), "classification"),
+        ((2, 2), torch.tensor([[0.5, 7], [1, 2]]), "regression"),
+        ((2, 2), torch.zeros(2, 9), None),
+    ],
+)
+def test_the_task_follows_from_outputs_and_targets(shape, targets, task) -> None:
+    assert infer_task(torch.zeros(shape), targets) == task
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (InitOptions(), "needs a model: --model module:callable"),
+        (InitOptions(), "needs a model: a Hugging Face folder, timm:"),
         (InitOptions("nets:mlp"), "needs what the model takes: --input"),
         (
             InitOptions("nets.py", inputs=["x=batch,4"]),
-            "--model 'nets.py' is not of the form module:",
+            "--model: nets.py has 2 classes of torch.nn.Module; name one, as nets.py:NAME: Recur",
         ),
         (InitOptions("absent:mlp", inputs=["x=batch,4"]), "--model: cannot import 'absent'"),
         (
@@ -206,6 +341,17 @@ def test_samples_without_classes_are_judged_by_the_first_models_labels(user: Pat
             InitOptions("nets:mlp", ["hidden"], inputs=["x=batch,4"]),
             "--argument 'hidden': expected name=",
         ),
+        (InitOptions("net.py"), "--model 'net.py': there is no such file or folder here"),
+        (InitOptions("."), "--model: . is a folder without config.json"),
+        (
+            InitOptions("nets.py:Sized", ["width=4"], inputs=["x=batch,4"]),
+            "--model: nets:Sized takes classes, without a default; give --argument classes=",
+        ),
+        (
+            InitOptions("nets.onnx", checkpoint="a.pt"),
+            r"--checkpoint goes with a factory or timm:NAME; of nets\.onnx it has its weights",
+        ),
+        (InitOptions("nets:mlp", data="nets:blobs", task="guess"), "--task 'guess' is not one of"),
         (InitOptions("nets:mlp", inputs=["x=batch,5"]), "--(input|model): .*does not take x"),
         (
             InitOptions("nets:mlp", inputs=["x=batch,0"]),
@@ -279,6 +425,6 @@ def test_a_model_of_numbers_gets_a_loss_and_a_metric_that_it_can_have(user: Path
     )
     found = draft(user / "p.yaml", InitOptions("nets:mlp", data="regression:data"))
     content = yaml.safe_load(found.text)
-    assert (content["loss"], content["metric"]) == ("mse", "r2")
+    assert (content["task"], content["metric"]) == ("regression", "r2")
     assert found.stages[0] == "train"
     assert "label_agreement" not in found.text

@@ -181,7 +181,8 @@ def test_the_command_writes_it(user):
 
     done = init()
     assert done.returncode == 2
-    assert "needs a model: --model module:callable (or --slurm for a batch script)" in done.stderr
+    assert "needs a model: a Hugging Face folder" in done.stderr
+    assert "(or --slurm for a batch script)" in done.stderr
     done = init("small.yaml", "--slurm", "--nodes", "2", "--gpus-per-node", "8")
     assert done.returncode == 0, done.stderr
     assert "to do: small.yaml, stage train: put parallel: {nodes: 2, processes: 8" in done.stderr

@@ -143,9 +143,12 @@ def test_another_machine_measures_again(project, monkeypatch) -> None:
 
 
 def test_whatever_the_users_metric_raises_fails_the_run_and_the_report_says_so(project) -> None:
-    (project.folder / "mine.py").write_text("def score(outputs, targets):\n    return 1 / 0\n")
+    # Not before it has been tried on samples of `val` and `test`.
+    code = "calls = []\ndef score(outputs, targets):\n    calls.append(1)\n"
+    code += "    return 1 / (len(calls) < 3)\n"
+    (project.folder / "mine.py").write_text(code)
     project.edit("version: 1", "version: 1\nmetric: {name: 'mine:score', higher_is_better: true}")
-    with pytest.raises(StageFailed, match=r"train: ZeroDivisionError"):
+    with pytest.raises(StageFailed, match=r"train: .*metric 'mine:score' .*ZeroDivisionError"):
         project.run()
     assert Report.read(project.out).status == "failed"
 

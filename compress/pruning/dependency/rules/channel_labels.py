@@ -64,8 +64,12 @@ class LabelBook:
     """The axes along which layers read channels."""
     opaque_layers: dict[str, str] = field(default_factory=dict)
     """Layer whose channels cannot be followed, so that they stay → why."""
-    weightless: dict[str, Labels] = field(default_factory=dict)
-    """Layer without weights whose attributes count its channels → their labels."""
+    counted: dict[str, Labels] = field(default_factory=dict)
+    """Layer whose attributes count the channels of its input → their labels."""
+    across_norms: bool = False
+    """Whether channels may be removed over which statistics are taken, as by LayerNorm."""
+    statistics: dict[str, tuple[int, Labels]] = field(default_factory=dict)
+    """Node that takes statistics over channels → the axis of its input, and their labels."""
     is_dead_code: bool = False
     """Whether the current operator's result is unused: it can couple channels, not pin them."""
     _count: int = 0
@@ -191,6 +195,24 @@ class LabelBook:
             if int(part.flatten()[0]) <= first:
                 produced = any((name, axis) in self.produced for axis in axes)
                 return len(axes) > 1 and not produced and last <= int(part.flatten()[-1])
+        return False
+
+    def are_of_one_layer(self, labels: Labels, axis: int) -> bool:
+        """Whether at some index of an axis several labels are of one layer, like those of heads."""
+        rows = channels_first(labels, axis)
+        layers = [
+            (int(part.min()), int(part.max()))
+            for (name, axes), part in self.parts.items()
+            if any((name, own) in self.produced for own in axes)
+        ]
+        starts = torch.tensor([first for first, _ in layers])
+        holders = torch.searchsorted(starts, rows.contiguous(), right=True) - 1
+        for i in torch.unique(holders).tolist():
+            first, last = layers[i]
+            is_own = (rows >= first) & (rows <= last)
+            lowest, highest = rows.where(is_own, last).amin(1), rows.where(is_own, first).amax(1)
+            if (lowest < highest).any():
+                return True
         return False
 
     def is_pinned(self, labels: Labels) -> bool:

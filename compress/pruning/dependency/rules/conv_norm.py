@@ -11,6 +11,7 @@ from compress.pruning.dependency.rules.channel_labels import (
     Weight,
     channels_first,
 )
+from compress.pruning.dependency.rules.channel_statistics import norm_over_channels
 from compress.pruning.dependency.rules.op_call import COMPUTED, Call, Result, Rule, pin_layer
 
 
@@ -71,13 +72,6 @@ def group_norm(call: Call, book: LabelBook) -> Result:
     return labels
 
 
-def norm_over_channels(call: Call, book: LabelBook) -> Result:
-    """Pin: statistics over channels change when one of them is removed."""
-    labels = book.labels_of(call["input"])
-    book.pin(labels, f"{call.operator} takes statistics over its channels")
-    return labels
-
-
 def embedding(call: Call, book: LabelBook) -> Result:
     """Output the weight's second axis."""
     weight = call["weight"]
@@ -103,7 +97,7 @@ def _tie_channels(call: Call, book: LabelBook, names: tuple[str, ...]) -> None:
         if call[name] is not None:
             book.tie(call[name], channels_CX.T)
     if call["weight"] is None:
-        book.weightless[call.module] = channels_CX[:, 0]
+        book.counted[call.module] = channels_CX[:, 0]
 
 
 def _along(labels: Labels, axis: int, shape: tuple[int, ...]) -> Labels:

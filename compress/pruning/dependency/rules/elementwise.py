@@ -15,6 +15,7 @@ from compress.pruning.dependency.rules.channel_labels import (
     channels_first,
     varies,
 )
+from compress.pruning.dependency.rules.channel_statistics import STATISTICS, record_statistics
 from compress.pruning.dependency.rules.op_call import Call, Result, Rule, pin_all
 
 if TYPE_CHECKING:
@@ -151,7 +152,10 @@ def reduction(call: Call, book: LabelBook) -> Result:
     axes = call.get("dim")
     if axes is None or axes == []:
         axes = range(labels.dim())
-    coupled = couple_along(labels, [axes] if isinstance(axes, int) else axes, book)
+    axes = [axes] if isinstance(axes, int) else axes
+    if call.operator in STATISTICS and record_statistics(call, book, labels, axes):
+        return call.results(WILD)
+    coupled = couple_along(labels, axes, book)
     if coupled is None:
         return pin_all(call, book, f"{call.operator} goes over its channels")
     labels = coupled

@@ -36,6 +36,8 @@ class Call:
     """Whether it returns several tensors, or a list of them."""
     module: str
     """The module that calls it; empty for the outermost one."""
+    node: str
+    """Name of its node in the graph."""
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments[name]

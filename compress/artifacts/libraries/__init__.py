@@ -1,0 +1,1 @@
+"""Models that other libraries build: their factories, as recipes name them."""

@@ -1,0 +1,1 @@
+"""How metrics are computed that are no mean over samples."""

@@ -1,0 +1,53 @@
+"""Checks of outputs and values that several metrics share."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from compress.common.errors import StageFailed
+
+if TYPE_CHECKING:
+    import torch
+
+
+def not_finite(outputs: torch.Tensor) -> str:
+    """Return why no metric can be computed from outputs; empty where one can."""
+    # A class whose score is -inf is masked: the largest output and the softmax are defined, as long
+    # as another class is left.
+    is_finite = outputs.isfinite()
+    if bool(is_finite.all()):
+        return ""
+    if bool(outputs.isnan().any()):
+        return "the model's outputs are not all finite: some are NaN"
+    if bool(outputs.isposinf().any()) or outputs.dim() < 2 or outputs.shape[1] < 2:
+        return "the model's outputs are not all finite: some are infinite"
+    if not bool(is_finite.any(1).all()):
+        return "all classes of a sample are masked (-inf), so that it has no label"
+    return ""
+
+
+def count_equal(name: str, labels: torch.Tensor, targets: torch.Tensor) -> tuple[float, int]:
+    """Return how many labels equal their targets, and how many targets are not ignored."""
+    from compress.data.batch import IGNORED_LABEL
+
+    if labels.shape != targets.shape:
+        raise StageFailed(
+            f"metric {name}: labels have shape {tuple(labels.shape)} and targets "
+            f"{tuple(targets.shape)}"
+        )
+    return float((labels == targets).sum()), int((targets != IGNORED_LABEL).sum())
+
+
+def one_number(name: str, value: Any) -> float:
+    """Return a metric's value as a number; raise StageFailed where it is not one."""
+    import torch
+
+    is_one = not isinstance(value, torch.Tensor) or value.numel() == 1
+    try:
+        if is_one:
+            return float(value)
+    except (TypeError, ValueError):
+        pass
+    is_tensor = isinstance(value, torch.Tensor)
+    found = f"a tensor of shape {list(value.shape)}" if is_tensor else f"a {type(value).__name__}"
+    raise StageFailed(f"metric {name!r} returned {found}, expected one number")

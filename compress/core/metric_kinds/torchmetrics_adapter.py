@@ -1,0 +1,119 @@
+"""Objects of torchmetrics: made with arguments that fit a model, and merged over processes."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from compress.common.errors import PipelineInvalid, Unavailable
+from compress.core.task_targets import match_to_loss
+from compress.data.batch import IGNORED_LABEL
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import torch
+
+
+def import_torchmetrics(name: str) -> Any:
+    """Import the library for a metric; raise Unavailable if it is not installed."""
+    try:
+        import torchmetrics
+    except ImportError:
+        raise Unavailable(
+            f"metric {name!r} needs torchmetrics: pip install -e '.[metrics]'"
+        ) from None
+    return torchmetrics
+
+
+def class_at(name: str, path: str) -> Any:
+    """Return what the library has at a dotted path; None where there is nothing."""
+    found = import_torchmetrics(name)
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def create(name: str, target: Any, arguments: Mapping[str, Any]) -> Any:
+    """Make an object of a class of torchmetrics; raise PipelineInvalid where that fails."""
+    if not isinstance(target, type) or not issubclass(target, import_torchmetrics(name).Metric):
+        raise PipelineInvalid(
+            f"metric {name!r}: no such class of torchmetrics; expected one, a subclass of "
+            "torchmetrics.Metric, or a function of outputs and targets"
+        )
+    try:
+        with warnings.catch_warnings():
+            # Of metrics that keep all outputs in memory.
+            warnings.filterwarnings("ignore", ".*save all targets and predictions", UserWarning)
+            made = target(**arguments)
+    except Exception as error:
+        raise PipelineInvalid(
+            f"metric {name!r} with arguments {dict(arguments)}: {error}"
+        ) from error
+    for module in metrics_in(made):
+        # Rank 0 may evaluate alone, and must not wait for other ranks in `compute`.
+        module.distributed_available_fn = lambda: False
+    return made
+
+
+def ranked_inputs(
+    outputs: torch.Tensor, targets: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    """Return predictions and targets for a correlation of numbers, and its arguments."""
+    outputs, targets = match_to_loss("mse", outputs, targets)
+    outputs, targets = (x.reshape(len(x), -1) for x in (outputs, targets))
+    count = outputs.shape[1]
+    if count == 1:
+        outputs, targets = outputs[:, 0], targets[:, 0]
+    return outputs, targets, {"num_outputs": count}
+
+
+def labelled_inputs(
+    outputs: torch.Tensor, targets: torch.Tensor, decisions: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    """Return predictions and targets for a metric of labels, and its arguments.
+
+    Args:
+        outputs: scores of classes on axis 1, or binary logits.
+        targets: as they come from the data.
+        decisions: predicted and true labels, booleans if outputs are binary logits.
+    """
+    import torch
+
+    labels, known = decisions
+    several = {"average": "macro", "ignore_index": IGNORED_LABEL}
+    if labels.dtype != torch.bool:
+        classes = {"task": "multiclass", "num_classes": outputs.shape[1]}
+        return labels.flatten(), known.flatten().long(), classes | several
+    if outputs.dim() > 1 and outputs.shape[1] > 1:
+        # As given: the decisions leave out single ignored labels, and with them the shape.
+        known = targets.reshape(outputs.shape)
+        known = known > 0.5 if known.is_floating_point() else known
+        return (
+            (outputs > 0).long(),
+            known.long(),
+            {"task": "multilabel", "num_labels": outputs.shape[1]} | several,
+        )
+    return labels.flatten().long(), known.flatten().long(), {"task": "binary"}
+
+
+def metrics_in(metric: Any) -> list[Any]:
+    """Return an object of torchmetrics and those that it is computed from."""
+    return [module for module in metric.modules() if hasattr(module, "metric_state")]
+
+
+def merge_states_(metric: Any, shares: Sequence[Sequence[dict[str, Any]]]) -> None:
+    """Overwrite the state of an object of torchmetrics by that of several shares of the samples."""
+    import torch
+
+    # As `Metric.sync` does. But that exchanges tensor by tensor, so that processes with lists of
+    # different lengths wait for ever, and counts the initial state of one without samples; and
+    # `Metric.merge_state` refuses some metrics.
+    for module, *states in zip(metrics_in(metric), *shares, strict=True):
+        for name, reduce in module._reductions.items():
+            values = [state[name] for state in states]
+            if isinstance(values[0], list):
+                setattr(module, name, [tensor for value in values for tensor in value])
+            else:
+                stacked = torch.stack(values)
+                setattr(module, name, stacked if reduce is None else reduce(stacked))

@@ -1,0 +1,193 @@
+"""Write the folder from which `docker build` makes an image that serves an ONNX artifact."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from compress.artifacts.artifact import MANIFEST, Artifact
+from compress.common.atomic_files import partial_path
+from compress.common.errors import ArtifactInvalid, PipelineInvalid
+from serve.http.loaded_model import open_model
+from serve.image.locked_requirements import locked_requirements
+from serve.packaging.joinable import REPORT, read_recorded_dependence
+from serve.packaging.model_interface import PROBE_SIZES, example_inputs
+from serve.worker.wire import to_npz
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    Attest = Callable[[Path], object]
+
+HOME = "/opt/compress"
+"""Folder of the model and the server in an image."""
+USER = "10001:10001"
+"""Without a name in /etc/passwd; Kubernetes' `runAsNonRoot` accepts numbers alone."""
+PORT = 8080
+VARIABLES = {
+    "PYTHONPATH": f"{HOME}/app:{HOME}/lib",
+    "PYTHONUNBUFFERED": "1",
+    "PYTHONDONTWRITEBYTECODE": "1",  # the root file system may be read-only
+}
+HEALTH = (
+    "import urllib.request as r; "
+    f"r.urlopen('http://127.0.0.1:{PORT}/v2/health/ready', timeout=4).close()"
+)
+DOCKERFILE = """\
+ARG PYTHON_IMAGE=python:{python}-slim
+FROM ${{PYTHON_IMAGE}}
+COPY requirements.txt {home}/
+RUN pip install --no-cache-dir --no-deps --require-hashes -r {home}/requirements.txt
+COPY app {home}/app
+RUN python3 -m compileall -q {home}/app
+COPY model {home}/model
+COPY {files} {home}/
+ENV {variables}
+LABEL compress.artifact.digest="{digest}"
+USER {user}
+EXPOSE {port}
+HEALTHCHECK --interval=15s --timeout=5s --start-period=60s CMD {health}
+ENTRYPOINT {entrypoint}
+"""
+DOCKERIGNORE = "*\n!app\n!model\n!*.json\n!*.npz\n!requirements.txt\n"
+PACKAGES = ("compress", "export", "serve", "pipelines")
+ROOT = Path(__file__).parents[2]
+"""Folder of the packages and of cli.py: a checkout's, or site-packages."""
+
+
+@dataclass(frozen=True)
+class ImageFiles:
+    """A written folder, for the terminal."""
+
+    path: str
+    digest: str
+    """Of the artifact."""
+    bytes: int
+    """Size of all files."""
+    image_digest: str = ""
+    """Digest of an OCI image's manifest; empty for a folder with a Dockerfile."""
+
+    def lines(self) -> tuple[str, ...]:
+        """Return the lines for the terminal."""
+        size = f"{self.bytes / 2**20:.1f} MiB"
+        if self.image_digest:
+            return (f"{self.path}: OCI image layout, {size}, image {self.image_digest}",)
+        return (
+            f"{self.path}: Dockerfile and what it copies, {size}",
+            f"docker build -t model {self.path}",
+            f"docker run --rm --read-only -p 127.0.0.1:{PORT}:{PORT} model",
+        )
+
+
+def write_build_folder(path: Path, out: Path, attest: Attest) -> ImageFiles:
+    """Write a Dockerfile, pinned requirements, the artifact, its probe and its attestation.
+
+    Args:
+        path: directory of an `onnx` artifact.
+        out: the folder to write, which must not exist or be empty.
+        attest: writes an attestation of the artifact to a file.
+
+    Raises:
+        ArtifactInvalid: the artifact is of another kind, or not what was sealed.
+        PipelineInvalid: `out` holds files.
+        StageFailed: the model does not answer its own signature, or pip finds no hashes.
+    """
+    with new_folder(out) as partial:
+        artifact = write_image_files(path, partial, attest)
+        files = sorted(f.name for f in partial.iterdir() if f.suffix in (".json", ".npz"))
+        content = DOCKERFILE.format(
+            python=f"{sys.version_info[0]}.{sys.version_info[1]}",
+            home=HOME,
+            files=" ".join(files),
+            variables=" ".join(f"{name}={value}" for name, value in VARIABLES.items()),
+            digest=artifact.digest,
+            user=USER,
+            port=PORT,
+            health=json.dumps(["python3", "-c", HEALTH]),
+            entrypoint=json.dumps(entrypoint(partial, artifact)),
+        )
+        (partial / "Dockerfile").write_text(content, encoding="utf-8")
+        (partial / ".dockerignore").write_text(DOCKERIGNORE, encoding="utf-8")
+        size = make_readable(partial)
+    return ImageFiles(str(out), artifact.digest, size)
+
+
+def write_image_files(path: Path, folder: Path, attest: Attest) -> Artifact:
+    """Write what both forms of an image hold; return the artifact."""
+    artifact = Artifact.from_directory(path)
+    if artifact.kind != "onnx":
+        raise ArtifactInvalid(
+            f"{path}: is {artifact.kind!r}, expected 'onnx': images hold ONNX Runtime and no "
+            "torch; export the model with export_onnx"
+        )
+    inputs = example_inputs(artifact.signature, PROBE_SIZES[0])
+    with open_model(artifact, "model", threads=1) as model:  # it checks every digest
+        outputs = model.call(*inputs)
+    names = [spec.name for spec in artifact.signature.inputs]
+    names += [output.name for output in artifact.signature.outputs]
+    probe = dict(zip(names, (*inputs, *outputs), strict=True))
+    (folder / "probe.npz").write_bytes(to_npz(probe))
+    attest(folder / "attestation.json")
+    if dependence := read_recorded_dependence(artifact, None):
+        # Of the run's report, only what lets the server join requests: the rest is not served.
+        measured = {"batch_dependence": dependence.model_dump(mode="json")}
+        stage = {"artifact": {"digest": artifact.digest}, "measurements": measured}
+        text = json.dumps({"stages": [stage]}, indent=1, sort_keys=True)
+        (folder / REPORT).write_text(text + "\n", encoding="utf-8")
+    for name in (MANIFEST, *artifact.manifest.files):
+        target = folder / "model" / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(artifact.path / name, target)
+    skip = shutil.ignore_patterns("__pycache__")
+    for package in PACKAGES:
+        shutil.copytree(ROOT / package, folder / "app" / package, ignore=skip)
+    shutil.copyfile(ROOT / "cli.py", folder / "app" / "cli.py")
+    requirements = locked_requirements(folder)
+    (folder / "requirements.txt").write_text(requirements, encoding="utf-8")
+    return artifact
+
+
+def entrypoint(folder: Path, artifact: Artifact) -> list[str]:
+    """Return the command of an image, which refuses another model than this artifact."""
+    command: list[Any] = ["python3", "-m", "cli", "serve", f"{HOME}/model", "--host", "0.0.0.0"]
+    command += ["--sha256", artifact.digest]
+    return [*command, "--report", f"{HOME}/{REPORT}"] if (folder / REPORT).is_file() else command
+
+
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """Yield a temporary folder, which gets the name `out` at the end of the block.
+
+    Raises:
+        PipelineInvalid: `out` holds files, or lies in an artifact.
+    """
+    out = out.resolve()
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise PipelineInvalid(f"--image {out}: exists; remove it, or choose another folder")
+    if any((folder / MANIFEST).is_file() for folder in out.parents):
+        raise PipelineInvalid(
+            f"--image {out}: lies in an artifact, which holds its own files alone"
+        )
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = partial_path(out)
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    try:
+        yield partial
+        partial.replace(out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def make_readable(folder: Path) -> int:
+    """Let every user read a folder, as an image's user must; return its size in bytes."""
+    size = 0
+    for path in (folder, *folder.rglob("*")):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+        size += 0 if path.is_dir() else path.stat().st_size
+    return size
