@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -36,6 +37,7 @@ from compress.artifacts.eager_model import EagerModel  # noqa: E402
 from compress.artifacts.importing import import_checkpoint  # noqa: E402
 from compress.artifacts.recipe import Recipe  # noqa: E402
 from compress.common.errors import CompressError  # noqa: E402
+from compress.common.signature import AxisBounds, Signature  # noqa: E402
 from compress.core.context import Context  # noqa: E402
 from compress.data.splits import Splits  # noqa: E402
 from compress.pruning.channels_stage import PruneChannels  # noqa: E402
@@ -50,6 +52,9 @@ PROCESSES = int(os.environ.get("PROCESSES", "2"))
 """Ways taken at once."""
 REASON = 400
 """Characters shown of a refusal."""
+ACROSS_NORMS = "across_norms: true"
+LEAST_SIZE = re.compile(r"model\.axes: \{(\w+): \{min: (\d+)\}\}")
+"""Remedies that refusals name."""
 IMPORTED = (
     *("compress.pruning.channel_pruner", "compress.quantization.ptq.calibrate"),
     *("compress.quantization.numeric_debug.compare", "export.onnx.translate"),
@@ -64,6 +69,9 @@ stands here. This page is written by `python benchmarks/architectures.py`; {vers
 - **quantize_static**: int8 after calibration on 64 samples; the operators in int8.
 - **export_onnx**: of the float model; the largest error relative to the largest output, on inputs
   that the stage did not compare.
+
+A stage that refuses and names a setting as the remedy is tried with that setting, which then stands
+in the table.
 
 Each stage made its own checks: the pruned model is compared with its masked original, and the ONNX
 file with its source at several sizes of the batch and of the text, on samples, and on constant,
@@ -86,9 +94,9 @@ LISTS = {
 }
 
 
-def prune(source: EagerModel, context: Context) -> tuple[str, Artifact]:
+def prune(source: EagerModel, context: Context, **settings: bool) -> tuple[str, Artifact]:
     """Return the share of multiply-accumulates that pruning removes, and the artifact."""
-    pruned = PruneChannels(ratio=0.5)(source, context)
+    pruned = PruneChannels(ratio=0.5, **settings)(source, context)
     return f"-{1 - pruned.macs() / source.macs():.0%}", pruned
 
 
@@ -111,8 +119,27 @@ WAYS = {"prune_channels": prune, "quantize_static": quantize, "export_onnx": exp
 
 
 def attempt(name: str, way: str, folder: Path) -> dict:
-    """Take an architecture one way; the answer is what the page shows, or the stage's refusal."""
+    """Take an architecture one way; the answer is what the page shows, or the stage's refusal.
+
+    Where a refusal names a setting as the remedy, the way is taken once more with that.
+    """
     signature = zoo.signature(name)
+    row = _attempt(name, way, folder / "first", signature, {})
+    if found := LEAST_SIZE.search(row["refusal"]):
+        axis, least = found.groups()
+        signature = signature.model_copy(update={"axes": {axis: AxisBounds(min=int(least))}})
+        again = _attempt(name, way, folder / "again", signature, {})
+    elif ACROSS_NORMS in row["refusal"]:
+        found = [ACROSS_NORMS]
+        again = _attempt(name, way, folder / "again", signature, {"across_norms": True})
+    else:
+        return row
+    if not again["refusal"]:
+        again["result"] += f" with `{found[0]}`"
+    return again
+
+
+def _attempt(name: str, way: str, folder: Path, signature: Signature, settings: dict) -> dict:
     recipe = Recipe(factory=f"{zoo.__name__}:build", arguments={"name": name})
     data = Splits(zoo.splits(name), input_names=tuple(spec.name for spec in signature.inputs))
     torch.manual_seed(0)
@@ -120,7 +147,8 @@ def attempt(name: str, way: str, folder: Path) -> dict:
         source = import_checkpoint(
             folder / "source", recipe, signature, checkpoint=None, folder=None
         )
-        result, artifact = WAYS[way](source, Context(root=folder / way, data=data))
+        context = Context(root=folder / way, data=data)
+        result, artifact = WAYS[way](source, context, **settings)
     except CompressError as error:
         return {"refusal": " ".join(str(error).split())}
     digests = {str(artifact.path): digest(outputs_of(artifact))}

@@ -166,6 +166,8 @@ def build(name: str) -> torch.nn.Module:
     config, settings = OTHERS.get(name) or (ZOO[name][0], ZOO[name][2])
     torch.manual_seed(0)
     built = getattr(transformers, config)(**{**settings, "num_labels": 3})
+    if getattr(built, "pad_token_id", 0) is None:
+        built.pad_token_id = 0  # classifiers on decoders refuse batches without it
     module: torch.nn.Module = getattr(transformers, CLASSES[name])(built)
     return module
 

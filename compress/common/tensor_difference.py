@@ -19,15 +19,16 @@ AT_ONCE = 2**20
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-def relative_error(expected: torch.Tensor, got: torch.Tensor) -> float:
+def relative_error(expected: torch.Tensor, got: torch.Tensor, least_norm: float = 0.0) -> float:
     """Return ‖got - expected‖ / ‖expected‖; equal infinities count as equal.
 
-    Infinite if shapes differ, or an element is finite in one tensor alone.
+    The norm counts as `least_norm` where it is smaller. Infinite if shapes differ, or an element is
+    finite in one tensor alone.
     """
-    return relative_error_of_batches([(expected, got)])
+    return relative_error_of_batches([(expected, got)], least_norm)
 
 
-def relative_error_of_batches(batches: Iterable[Pair]) -> float:
+def relative_error_of_batches(batches: Iterable[Pair], least_norm: float = 0.0) -> float:
     """Return the relative error over all pairs of tensors together."""
     error = norm = 0.0
     for expected, got in batches:
@@ -39,7 +40,8 @@ def relative_error_of_batches(batches: Iterable[Pair]) -> float:
                 return math.inf
             error += float((b - a).square_().sum())
             norm += float(a.square().sum())
-    return float(error**0.5 / max(norm**0.5, 1e-9))  # finite also where all is expected to be 0
+    # 1e-9: finite also where all is expected to be 0
+    return float(error**0.5 / max(norm**0.5, least_norm, 1e-9))
 
 
 def largest_difference(expected: torch.Tensor, got: torch.Tensor) -> float:

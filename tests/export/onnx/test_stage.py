@@ -98,6 +98,20 @@ def test_a_lowering_that_fixes_an_axis_is_caught() -> None:
         check_axis_sizes(right, fixed_values, ROWS)
 
 
+def test_one_answer_near_zero_is_compared_with_the_usual_ones() -> None:
+    zero = ROWS.example(sizes={"batch": 1})[0].sum()  # of this batch the regressor answers 0
+
+    def regressor(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (x.sum(1, keepdim=True) - zero,)
+
+    def off_by(size: float) -> Callable[[torch.Tensor], tuple[torch.Tensor, ...]]:
+        return lambda x: (regressor(x)[0] + size,)
+
+    check_axis_sizes(regressor, off_by(1e-6), ROWS)
+    with pytest.raises(StageFailed, match=r"axis 'batch' at size 1: .* answers differ"):
+        check_axis_sizes(regressor, off_by(1e-2), ROWS)
+
+
 def test_only_what_is_right_elsewhere_is_called_baked_in() -> None:
     def right(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return (x * 2,)
