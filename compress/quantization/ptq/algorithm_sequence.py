@@ -61,17 +61,18 @@ class Corrections:
 
         In graph order, so that each layer compensates the quantization error of those before it.
         """
-        inputs, changed = LayerInputs(prepared, batches), []
-        for layer in layers_of(prepared):
-            observed: Any = layer.args[:2]
-            if any(operand.op != "call_module" for operand in observed):
-                continue  # its input or weight stays float
-            weight = weight_of(prepared, layer)
-            # AdaRound first: it leaves little shift for the bias to correct.
-            if self.rounding == "adaround" and layer.target not in UNSUPPORTED:
-                pairs = inputs.pairs(layer)
-                changed.append(adaround_(prepared, layer, pairs, self.rounding_steps))
-            if self.bias_correction:
-                correct_bias_(prepared, layer, weight, inputs.pairs(layer))
+        changed: list[float] = []
+        with LayerInputs(prepared, batches) as inputs:
+            for layer in layers_of(prepared):
+                observed: Any = layer.args[:2]
+                if any(operand.op != "call_module" for operand in observed):
+                    continue  # its input or weight stays float
+                weight = weight_of(prepared, layer)
+                # AdaRound first: it leaves little shift for the bias to correct.
+                if self.rounding == "adaround" and layer.target not in UNSUPPORTED:
+                    pairs = inputs.pairs(layer)
+                    changed.append(adaround_(prepared, layer, pairs, self.rounding_steps))
+                if self.bias_correction:
+                    correct_bias_(prepared, layer, weight, inputs.pairs(layer))
         if changed:
             self.facts["rounded_away"] = round(sum(changed) / len(changed), 4)
