@@ -130,12 +130,17 @@ class MinCosine(Gate):
         import torch
         from torch.nn.functional import cosine_similarity
 
-        cosines = [torch.ones(0, dtype=torch.float64)]
+        cosines = []
         for pair in _paired_outputs(before, after, context):
             a, b = (outputs[0].double() for outputs in pair)
             if a.shape != b.shape:
                 raise StageFailed(f"outputs have shapes {tuple(a.shape)} and {tuple(b.shape)}")
-            cosines.append(cosine_similarity(a.flatten(1), b.flatten(1)))
+            if a.numel():
+                cosines.append(cosine_similarity(a.reshape(len(a), -1), b.reshape(len(b), -1)))
+        if not cosines:
+            raise StageFailed(
+                "the outputs have no elements, so that there are no vectors to compare"
+            )
         return float(torch.cat(cosines).min())
 
 
