@@ -145,7 +145,7 @@ class QuantizeAwareTraining(IntegerStage, Training):
         program = prepared.convert(module)
         with torch_predictor(program.module(), "cpu", context.threads) as predict:
             inputs = context.comparison_inputs(model.signature)
-            parity = compare_with_trained(module, predict, inputs, last_step(module))
+            parity = compare_with_trained(module, predict, inputs, last_step(module), context.task)
         facts: dict[str, Any] = {
             "target": self.target,
             "float_modules": prepared.quantizer.float_modules,
