@@ -409,7 +409,7 @@ def test_a_cosine_needs_vectors(answering, context, expression) -> None:
     nothing = answering("nothing", expression)
     verdict = MinCosine(minimum=-1).evaluate(nothing, nothing, context)
     assert not verdict.passed
-    assert verdict.reason == "the outputs have no elements, so that there are no vectors to compare"
+    assert verdict.reason == "the outputs have no elements, so that there is nothing to compare"
 
 
 def test_labels_agree_beside_a_masked_class(answering, context) -> None:
