@@ -13,6 +13,7 @@ from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.in_process import register, register_module
 from compress.common.atomic_files import temporary_folder
 from compress.common.errors import PipelineInvalid
+from compress.core.gates import MaxDrop, MaxRelativeDrop, gate_class
 from compress.core.progress import show_bars
 from compress.core.task import task_named
 from compress.functional.datasets import make_splits
@@ -26,9 +27,6 @@ if TYPE_CHECKING:
 
     from compress.core.task import TaskName
     from pipelines.results.schema import Report
-
-LIMITS = {"max_drop": "points", "max_relative_drop": "percent"}
-"""Gates on the metric → the setting with their limit."""
 
 
 @dataclass(frozen=True)
@@ -111,8 +109,9 @@ def optimize(
     content = yaml.safe_load(text)
     for stage in content["stages"]:
         for gate in stage.get("gates", ()):
-            if gate["gate"] in LIMITS:
-                gate[LIMITS[gate["gate"]]] = max_drop
+            kind = gate_class(gate["gate"])
+            if issubclass(kind, MaxDrop | MaxRelativeDrop):
+                gate[kind.limit_field] = max_drop
     if metric is not None:
         content["metric"] = metric
     pipeline = Pipeline.model_validate({"name": "optimize", **content})

@@ -9,7 +9,13 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 class Settings(BaseModel):
     """An immutable group of settings; every field's docstring becomes its text in the schema."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        # A command validates few of the classes that it imports, and building one takes long.
+        defer_build=True,
+    )
 
     def refuse_settings_of_others(
         self, choice: str, takers_of: Mapping[str, tuple[str, ...]]

@@ -14,7 +14,7 @@ from compress.common.config import Count, Fraction, Positive
 from compress.common.errors import StageFailed, Unavailable
 from compress.common.requirements import load_entry_point
 from compress.core.gate import Gate
-from compress.core.metrics import FALLING, FRACTIONS, IN_POINTS
+from compress.core.metrics import FALLING, FRACTIONS, IN_POINTS, predicted_decisions
 from compress.core.task import NO_METRIC
 from compress.profiling.benchmark import unmeasurable
 
@@ -33,6 +33,7 @@ ENTRY_POINT_GROUP = "compress.gates"
 """Where installed packages announce gates of their own."""
 LARGEST_RATIO = 5
 """Of sizes: who writes 25 means 25 %, not that the result may become 25 times as large."""
+NO_ELEMENTS = "the outputs have no elements, so that there is nothing to compare"
 FEWEST_POINTS, MOST_POINTS = 0.01, 50
 """Of an accuracy: who writes 0.005 means half a point, and nobody means more than half of it."""
 
@@ -64,7 +65,7 @@ class Parity(Gate):
                 elements += a.numel()
                 differences.append(largest_difference(a, b))
         if not elements:
-            raise StageFailed("the outputs have no elements, so that there is nothing to compare")
+            raise StageFailed(NO_ELEMENTS)
         worst = largest(differences)
         if math.isnan(worst):
             raise StageFailed("an output is NaN")
@@ -91,8 +92,6 @@ class LabelAgreement(Gate):
 
     def measure(self, before: Artifact, after: Artifact, context: Context) -> float:
         """Return the fraction of equal labels."""
-        from compress.core.metrics import predicted_decisions
-
         equal = total = 0
         for expected, got in _paired_outputs(before, after, context):
             labels = predicted_decisions(expected[0], context.task)
@@ -130,12 +129,14 @@ class MinCosine(Gate):
         import torch
         from torch.nn.functional import cosine_similarity
 
-        cosines = [torch.ones(0, dtype=torch.float64)]
+        cosines = []
         for pair in _paired_outputs(before, after, context):
             a, b = (outputs[0].double() for outputs in pair)
             if a.shape != b.shape:
                 raise StageFailed(f"outputs have shapes {tuple(a.shape)} and {tuple(b.shape)}")
-            cosines.append(cosine_similarity(a.flatten(1), b.flatten(1)))
+            cosines += [cosine_similarity(a.flatten(1), b.flatten(1))] if a.numel() else []
+        if not cosines:
+            raise StageFailed(NO_ELEMENTS)
         return float(torch.cat(cosines).min())
 
 

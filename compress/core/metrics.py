@@ -54,6 +54,8 @@ TARGET_METRICS = ("accuracy", "loss", "f1", "miou")
 """Metrics whose computation depends on the kind of the targets."""
 FRACTIONS = ("accuracy", "fidelity", "f1", "miou", DETECTION)
 """Metrics from 0 to 1."""
+LABEL_METRICS = ("accuracy", "fidelity", "f1", "miou", "perplexity")
+"""Metrics of class labels, and all but perplexity also of several labels for each sample."""
 FALLING = ("loss", "perplexity", "mse", "mae")
 """Built-in metrics that are lower when better."""
 IN_POINTS = (*FRACTIONS, "r2")
@@ -220,15 +222,17 @@ class Metric:
 
     def check(self) -> None:
         """Raise PipelineInvalid or Unavailable if the metric cannot be used, without evaluating."""
+        task = self.loss.task
+        if task is not None and self.name in LABEL_METRICS:
+            exclusive = task.labels == "class"
+            if not (exclusive if self.name == "perplexity" else task.has_labels):
+                raise PipelineInvalid(
+                    f"metric {self.name!r} is for class labels, and a model for {task.name} gives "
+                    f"{task.answer}; use metric: {task.metric}"
+                )
         if self.name in (*BUILT_IN, NO_METRIC):
             if self.arguments or self.direction is not None:
                 raise PipelineInvalid(f"metric {self.name!r} takes no settings")
-            task = self.loss.task
-            if self.name in FRACTIONS and task is not None and not task.has_labels:
-                raise PipelineInvalid(
-                    f"metric {self.name!r} compares labels, and a model for {task.name} gives "
-                    f"{task.answer}; use metric: {task.metric}"
-                )
             return
         if self.name in TORCHMETRICS:
             from compress.core.metric_kinds.torchmetrics_adapter import import_torchmetrics

@@ -104,12 +104,21 @@ def _record_specializations() -> Iterator[dict[int, traceback.FrameSummary]]:
         yield locations
 
 
+def has_integer_operators(graph: torch.fx.Graph) -> bool:
+    """Whether a graph quantizes or dequantizes tensors."""
+    return any(str(node.target).startswith("quantized_decomposed.") for node in graph.nodes)
+
+
 def with_flat_outputs(module: nn.Module, inputs: Sequence[torch.Tensor]) -> nn.Module:
     """Return the module, wrapped if it returns anything but a tensor or a tuple of tensors."""
     output = module(*inputs)
     tensors: Sequence[object] = output if isinstance(output, tuple) else (output,)
     is_flat = all(isinstance(t, torch.Tensor) for t in tensors)
-    return module if is_flat else FlatOutputs(module).eval()
+    if is_flat:
+        return module
+    flat = FlatOutputs(module)
+    flat.training = False  # not by `eval`, which modules of programs refuse
+    return flat
 
 
 class FlatOutputs(nn.Module):

@@ -29,7 +29,6 @@ MEBIBYTE = 2**20
 TIMINGS = "timing.cache"
 BFLOAT16_OPSET = 22
 """The first ONNX operator set whose Conv and poolings take bfloat16."""
-QUANTIZED = "quantized_decomposed."
 RUN_TIME_INTEGERS = {"DynamicQuantizeLinear", "MatMulInteger", "ConvInteger"}
 
 
@@ -120,8 +119,10 @@ def write_onnx(program: ExportedProgram, signature: Signature, file: Path) -> No
 
 def refuse_quantized(program: ExportedProgram) -> None:
     """Raise StageFailed for an integer graph."""
+    from compress.graph.torch_export import has_integer_operators
+
     # torch-tensorrt (2.13) converts those of its own quantizer alone.
-    if any(str(node.target).startswith(QUANTIZED) for node in program.graph.nodes):
+    if has_integer_operators(program.graph):
         raise StageFailed(
             "torch-tensorrt has no converters for integer graphs; leave `through` out, and "
             "TensorRT reads the graph as ONNX"

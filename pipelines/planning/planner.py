@@ -9,6 +9,7 @@ from compress.artifacts.graph_model import GraphModel
 from compress.common.errors import CompressError, PipelineInvalid
 from compress.core.loss import Loss
 from compress.core.metrics import Metric, default_metric
+from compress.quantization.stages.base import QuantizationStage
 from export.onnx.stage import OnnxModel
 from export.torchscript.stage import TorchScriptModel
 from pipelines.config.model_spec import SOURCE
@@ -151,12 +152,23 @@ def _check_types(pipeline: PipelineConfig, planned: tuple[PlannedStage, ...]) ->
     }
     written = {SOURCE: imported[pipeline.model.kind]}
     formats = {SOURCE: frozenset[str]()} | {p.name: p.stage.activation_formats for p in planned}
+    quantized: set[str] = set()
     for p in planned:
         where = f"{pipeline.place('stages', p.index)} ({p.name})"
         found, readable = written[p.input], _kinds(p.stage.reads())
+        quantizes = isinstance(p.stage, QuantizationStage)
+        fitting = [
+            name
+            for name, kind in written.items()
+            if issubclass(kind, readable) and not (quantizes and name in quantized)
+        ]
+        if quantizes and p.input in quantized:
+            raise PipelineInvalid(
+                f"{where}: {p.input!r} is quantized already, expected a float model; name one with "
+                f"`input:` ({', '.join(fitting)})"
+            )
         if not issubclass(found, readable):
             kinds = " or ".join(kind.kind for kind in readable)
-            fitting = [name for name, kind in written.items() if issubclass(kind, readable)]
             if fitting:
                 mend = f"name one with `input:` ({', '.join(fitting)})"
             elif written[SOURCE] is EagerModel:
@@ -182,6 +194,8 @@ def _check_types(pipeline: PipelineConfig, planned: tuple[PlannedStage, ...]) ->
         if problem := p.stage.unsupported_input_reason(formats[p.input]):
             raise PipelineInvalid(f"{where}: input {p.input!r}: {problem}")
         written[p.name] = p.stage.writes()
+        if quantizes:
+            quantized.add(p.name)
 
 
 def _kinds(reads: Any) -> tuple[type[Artifact], ...]:

@@ -10,8 +10,6 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from compress.artifacts.carried_files import CONFIG, IMAGES, TOKENIZER
 from compress.common.errors import StageFailed
 from serve.packaging.preprocessing import ImageInput, TextInput
@@ -154,5 +152,5 @@ def class_settings(
 
 def are_probabilities(scores: npt.NDArray[Any]) -> bool:
     """Return whether the rows of an output are probabilities rather than logits."""
-    rows = scores.astype(np.float64)
-    return bool((rows >= 0).all() and np.allclose(rows.sum(axis=-1), 1, 0, 1e-3))
+    rows = scores.astype("float64")
+    return bool((rows >= 0).all() and (abs(rows.sum(axis=-1) - 1) <= 1e-3).all())

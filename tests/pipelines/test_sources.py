@@ -205,6 +205,16 @@ def test_a_program_with_keywords_is_called_by_position(tmp_path) -> None:
         torch.testing.assert_close(predict(shift, scale, x)[0], expected[1])
 
 
+def test_a_program_is_quantized_once(tmp_path) -> None:
+    weights = "{stage: quantize_weights}"
+    plan = build_plan(pipeline(tmp_path, "file: net.pt2", f"{weights}, {{stage: export_onnx}}"))
+    assert plan.route == "quantize_weights → export_onnx"
+    twice = f"{weights}, {{stage: quantize_dynamic}}"
+    found = r"\(quantize_dynamic\): 'quantize_weights' is quantized already, .* `input:` \(source\)"
+    with pytest.raises(PipelineInvalid, match=found):
+        build_plan(pipeline(tmp_path, "file: net.pt2", twice))
+
+
 def test_a_files_inputs_come_from_the_file_or_the_data(files, tmp_path) -> None:
     inferred = resolve_inputs(pipeline(tmp_path, f"file: {files / 'net.onnx'}"))[2]
     assert inferred == "model.inputs, from net.onnx: x [rows, 4] float32"

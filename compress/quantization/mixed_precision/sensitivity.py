@@ -15,7 +15,7 @@ from compress.quantization.numeric_debug.sqnr import Deviation
 if TYPE_CHECKING:
     from torch import fx
 
-    from compress.artifacts.eager_model import EagerModel
+    from compress.artifacts.artifact import Artifact
     from compress.core.context import Context
 
 RANKING_SAMPLES = 64
@@ -47,7 +47,7 @@ class AccuracyLoss:
 class SensitivityMeter:
     """Compares graphs with a float model on `val`."""
 
-    def __init__(self, model: EagerModel, context: Context, sensitivity: str) -> None:
+    def __init__(self, model: Artifact, context: Context, sensitivity: str) -> None:
         """Measure the float model; StageFailed where there is no data, or no metric of it."""
         self.model, self.context, self.by_metric = model, context, sensitivity == "metric"
         self.data = context.need_data("quantize_mixed")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from compress.graph.library_cache import cached_composite_ops
 from compress.graph.torch_export import export_program
+from compress.quantization.pt2e.module_names import name_layers_
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -24,6 +25,7 @@ def capture(module: torch.nn.Module, signature: Signature) -> GraphModule:
     """Export a module in eval mode as a graph without in-place writes; it is not changed."""
     program = functionalize(export_program(module, signature))
     graph: GraphModule = program.module(check_guards=False)
+    name_layers_(graph)
     return graph
 
 

@@ -44,6 +44,24 @@ def is_excluded(node: Node, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(m, p) for m in module_names(node) for p in patterns)
 
 
+def name_layers_(graph: GraphModule) -> None:
+    """Assign operators to the modules that hold their parameters, where a graph names no modules.
+
+    Sealed programs name none; their parameters keep the names that they had in the model.
+    """
+    tensors = graph.graph.find_nodes(op="get_attr")
+    if any(module_of(reader) for tensor in tensors for reader in tensor.users):
+        return
+    for tensor in tensors:
+        path = str(tensor.target).split(".")[:-1]
+        prefixes = [".".join(path[: i + 1]) for i in range(len(path))]
+        for reader in tensor.users:
+            stack = reader.meta.get("nn_module_stack") or {}
+            # One entry for each call, as a module may be called several times.
+            calls = {f"{prefix}@{reader.name}": (prefix, "torch.nn.Module") for prefix in prefixes}
+            reader.meta["nn_module_stack"] = stack | calls
+
+
 def name_inputs_(graph: GraphModule, signature: Signature) -> None:
     """Store the signature's input names in the metadata of a graph's placeholders."""
     for node, spec in zip(graph.graph.find_nodes(op="placeholder"), signature.inputs, strict=True):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from compress.artifacts.artifact import Artifact
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.recipe import Recipe
 from compress.common.config import Settings
@@ -59,7 +60,7 @@ class FakeQuantConfig(Settings):
 class PreparedModel:
     """A model's graph with observers; equal models give equal graphs, node names included."""
 
-    model: EagerModel
+    model: Artifact
     config: FakeQuantConfig
     graph: GraphModule
     conv_bn: dict[str, ConvBnParameters]
@@ -70,8 +71,8 @@ class PreparedModel:
     """Names of the nodes that compute in float, as what they read is too small for integers."""
 
     @classmethod
-    def from_eager(
-        cls, model: EagerModel, config: FakeQuantConfig, float_operators: Sequence[str] = ()
+    def from_artifact(
+        cls, model: Artifact, config: FakeQuantConfig, float_operators: Sequence[str] = ()
     ) -> PreparedModel:
         """Capture a model and insert observers, but not before the operators that stay float.
 
@@ -103,7 +104,7 @@ class PreparedModel:
         calibrate_(graph, self.model.signature, batches, report)
         _, readers = leave_vanishing_float_(graph, self.quantizer)
         names = [node.name for node in readers]
-        prepared = self.from_eager(self.model, self.config, names) if names else self
+        prepared = self.from_artifact(self.model, self.config, names) if names else self
         fit_ranges_(graph)
         return prepared, prepared._fake_quantized(graph, calibrated=True)
 
@@ -138,6 +139,6 @@ def fake_quantized(
 ) -> FakeQuantizedModel:
     """Rebuild a fake-quantized model, its ranges not yet known, from what `save` recorded."""
     config = FakeQuantConfig.model_validate(rounding)
-    source = EagerModel.from_directory(Path(model))
-    prepared = PreparedModel.from_eager(source, config, float_operators)
+    source = Artifact.from_directory(Path(model))
+    prepared = PreparedModel.from_artifact(source, config, float_operators)
     return prepared._fake_quantized(copy_graph(prepared.graph), calibrated=False)

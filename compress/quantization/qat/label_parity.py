@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from compress.common.forward import Predictor
+    from compress.core.task import Task
     from compress.quantization.qat.fake_model import FakeQuantizedModel
 
 aten = torch.ops.aten
@@ -59,15 +60,21 @@ def compare_with_trained(
     integer: Predictor,
     inputs: Iterable[tuple[torch.Tensor, ...]],
     step: float | None,
+    task: Task | None = None,
 ) -> LabelParity | None:
     """Compare a trained model, in eval mode, with its integer graph, on batches of inputs.
 
-    None where outputs are no class scores. `step` is the last quantization step.
+    None where outputs are no class scores. `step` is the last quantization step. The task says on
+    which axis the classes are; without one on axis 1.
     """
+    if task is not None and task.labels != "class":
+        return None
     total: LabelParity | None = None
     with torch.no_grad():
         for batch in inputs:
             expected, actual = flatten_outputs(trained(*batch))[0], integer(*batch)[0]
+            if task is not None:
+                expected, actual = task.classes_first(expected), task.classes_first(actual)
             if expected.dim() < 2 or expected.shape[1] < 2:
                 return None
             parity = compare_labels(expected, actual, step)

@@ -12,7 +12,7 @@ from pydantic import model_validator
 
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
-from compress.common.errors import PipelineInvalid
+from compress.common.errors import PipelineInvalid, StageFailed
 from compress.core.stage import Stage
 from compress.quantization.config.backend_targets import Target
 from compress.quantization.config.calibration_data import CalibrationData
@@ -29,11 +29,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 FEW_SAMPLES = 16
 """Fewer samples say little about the range of activations."""
+FIDELITY = "fidelity"
+"""Fact of every artifact that a quantization stage writes."""
 LONGEST_FACT = 300
 """Characters of a fact in the log; the manifest has all of it."""
 
 
-class QuantizationStage(Stage[EagerModel, GraphModel]):
+class QuantizationStage(Stage[EagerModel | GraphModel, GraphModel]):
     """A stage that turns a float model into a graph of fewer bits."""
 
     exclude: tuple[str, ...] = ()
@@ -49,9 +51,24 @@ class QuantizationStage(Stage[EagerModel, GraphModel]):
         """Always: the result is compared with the float model on `val`."""
         return True
 
-    def load_float(self, model: EagerModel) -> torch.nn.Module:
-        """Load the float module; PipelineInvalid where a pattern of `exclude` names no part."""
+    def load_float(self, model: EagerModel | GraphModel) -> torch.nn.Module:
+        """Load the float module; PipelineInvalid where a pattern of `exclude` names no part.
+
+        Raises:
+            StageFailed: the model is quantized already.
+        """
+        from torch.fx import GraphModule
+
+        from compress.graph.torch_export import has_integer_operators
+
         module = model.load()
+        is_integer = isinstance(module, GraphModule) and has_integer_operators(module.graph)
+        # Few bits and half precision are no integer operators: these stages record them.
+        if is_integer or FIDELITY in model.manifest.facts:
+            raise StageFailed(
+                f"{self.title}: the graph is quantized already, expected a float model; quantize "
+                "the model that it was made from"
+            )
         names = [name for name, _ in module.named_modules() if name]
         for pattern in self.exclude:
             if not any(fnmatchcase(name, pattern) for name in names):
@@ -60,7 +77,7 @@ class QuantizationStage(Stage[EagerModel, GraphModel]):
                 raise PipelineInvalid(f"exclude: no module is named {pattern!r}{hint}")
         return module
 
-    def calibration_data(self, model: EagerModel, context: Context) -> CalibrationData:
+    def calibration_data(self, model: EagerModel | GraphModel, context: Context) -> CalibrationData:
         """Draw `calibration_samples` samples of the data; where they are not set, all up to 512.
 
         Raises:
@@ -79,7 +96,7 @@ class QuantizationStage(Stage[EagerModel, GraphModel]):
 
     def save_graph(
         self,
-        model: EagerModel,
+        model: EagerModel | GraphModel,
         program: ExportedProgram,
         quantized: Mapping[str, int],
         facts: dict[str, Any],
@@ -108,7 +125,7 @@ class QuantizationStage(Stage[EagerModel, GraphModel]):
         facts = {
             "quantized_operators": counts,
             **facts,
-            "fidelity": fidelity.model_dump(mode="json"),
+            FIDELITY: fidelity.model_dump(mode="json"),
         }
         return GraphModel.create(
             context.root,

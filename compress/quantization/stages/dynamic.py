@@ -56,7 +56,7 @@ class QuantizeDynamic(IntegerStage):
             )
         return self
 
-    def run(self, model: EagerModel, context: Context) -> GraphModel:
+    def run(self, model: EagerModel | GraphModel, context: Context) -> GraphModel:
         """Quantize the weights, and save the graph."""
         from compress.quantization.ptq.algorithm_sequence import Corrections
         from compress.quantization.ptq.dynamic_activation import DynamicQuantizer, quantize_dynamic

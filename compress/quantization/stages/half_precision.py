@@ -42,7 +42,7 @@ class ConvertPrecision(QuantizationStage):
         """The half-precision type."""
         return frozenset({self.dtype})
 
-    def run(self, model: EagerModel, context: Context) -> GraphModel:
+    def run(self, model: EagerModel | GraphModel, context: Context) -> GraphModel:
         """Measure the range of every tensor, choose the operators, cast, and save the graph."""
         import torch
 

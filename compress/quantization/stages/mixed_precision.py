@@ -87,7 +87,7 @@ class QuantizeMixed(IntegerStage):
         """The target's integers, and 16 bits where a layer may fall back to them."""
         return super().activation_formats | ({"uint16"} & {*self.fallback})
 
-    def run(self, model: EagerModel, context: Context) -> GraphModel:
+    def run(self, model: EagerModel | GraphModel, context: Context) -> GraphModel:
         """Calibrate, search, and save the graph that keeps the metric."""
         from compress.graph.torch_export import export_program
         from compress.quantization.mixed_precision.bit_candidates import CandidateBuilder

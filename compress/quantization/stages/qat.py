@@ -111,7 +111,7 @@ class QuantizeAwareTraining(IntegerStage, Training):
         rate = self.learning_rate or DEFAULT_LEARNING_RATE[self.optimizer] / FINER
         return super().hyper_parameters().model_copy(update={"learning_rate": rate})
 
-    def run(self, model: EagerModel, context: Context) -> GraphModel:
+    def run(self, model: EagerModel | GraphModel, context: Context) -> GraphModel:
         """Calibrate, train with fake quantization, convert, and save the integer graph.
 
         Raises:
@@ -133,7 +133,7 @@ class QuantizeAwareTraining(IntegerStage, Training):
         config = FakeQuantConfig(
             **{name: getattr(self, name) for name in FakeQuantConfig.model_fields}
         )
-        prepared = PreparedModel.from_eager(model, config)
+        prepared = PreparedModel.from_artifact(model, config)
         prepared, module = prepared.calibrated(
             self.calibration_data(model, context), self.calibration_progress(context)
         )
@@ -145,7 +145,7 @@ class QuantizeAwareTraining(IntegerStage, Training):
         program = prepared.convert(module)
         with torch_predictor(program.module(), "cpu", context.threads) as predict:
             inputs = context.comparison_inputs(model.signature)
-            parity = compare_with_trained(module, predict, inputs, last_step(module))
+            parity = compare_with_trained(module, predict, inputs, last_step(module), context.task)
         facts: dict[str, Any] = {
             "target": self.target,
             "float_modules": prepared.quantizer.float_modules,
@@ -158,7 +158,11 @@ class QuantizeAwareTraining(IntegerStage, Training):
         return self.save_graph(model, program, prepared.quantizer.quantized, facts, context)
 
     def _train(
-        self, start: EagerModel, model: EagerModel, freezing: FreezeSchedule, context: Context
+        self,
+        start: EagerModel,
+        model: EagerModel | GraphModel,
+        freezing: FreezeSchedule,
+        context: Context,
     ) -> Fit:
         """Train a calibrated model on labels, or on the float model's outputs."""
         from compress.data.splits import with_unlabelled

@@ -77,7 +77,7 @@ class QuantizeStatic(IntegerStage):
         """The target's integers, of `activation_bits`."""
         return activation_dtypes(self.target, self.activation_bits)
 
-    def run(self, model: EagerModel, context: Context) -> GraphModel:
+    def run(self, model: EagerModel | GraphModel, context: Context) -> GraphModel:
         """Calibrate, convert, and save the integer graph."""
         from compress.quantization.pt2e.quantizer import OnnxRuntimeQuantizer
         from compress.quantization.ptq.algorithm_sequence import Corrections

@@ -49,7 +49,7 @@ class QuantizeWeights(QuantizationStage):
         """Whether the method looks at data."""
         return self.method in ("gptq", "awq")
 
-    def run(self, model: EagerModel, context: Context) -> GraphModel:
+    def run(self, model: EagerModel | GraphModel, context: Context) -> GraphModel:
         """Quantize the weights, and save the graph."""
         from compress.quantization.ptq.weight_only_graph import WeightQuantizer, quantize_weights
 

@@ -14,7 +14,7 @@ from compress.common.errors import StageFailed
 if TYPE_CHECKING:
     import torch
 
-    from compress.artifacts.eager_model import EagerModel
+    from compress.artifacts.artifact import Artifact
     from compress.core.loss import Loss
     from compress.data.batch import Batch
     from compress.training.objectives.objective import LossFunction, TargetLoss
@@ -47,7 +47,7 @@ class Teaching(Settings):
         if self.loss == "kl":
             need_task_of_classes(self.loss, loss)
 
-    def objective(self, teacher: EagerModel, targets: TargetLoss) -> FromTeacher:
+    def objective(self, teacher: Artifact, targets: TargetLoss) -> FromTeacher:
         """Create the objective of a training with a teacher."""
         self.check_loss(targets.loss)
         return FromTeacher(teacher.path.absolute(), teacher.digest, self, targets)
@@ -68,10 +68,10 @@ class FromTeacher:
         """Load the teacher and return the loss function."""
         import torch
 
-        from compress.artifacts.eager_model import EagerModel
+        from compress.artifacts.artifact import Artifact
         from compress.common.forward import flatten_outputs
 
-        teacher = EagerModel.from_directory(self.teacher).load(device).requires_grad_(False)
+        teacher = Artifact.from_directory(self.teacher).load(device).requires_grad_(False)
         # The mean over all samples, so that those without a label add nothing.
         labels_term, teaching = self.targets.mean(device, over_all=True), self.teaching
         task = self.targets.loss.task

@@ -23,6 +23,7 @@ from compress.core.gates import (
     MaxParameters,
     MaxRelativeDrop,
     MaxSize,
+    MinCosine,
     MinMetric,
     MinSpeedup,
     Parity,
@@ -399,6 +400,14 @@ def test_parity_needs_at_least_one_output_with_elements(answering, context) -> N
     assert Parity(atol=0).evaluate(some, some, context).value == 0
     nothing = answering("nothing", "x[:, :0]")
     verdict = Parity(atol=1).evaluate(nothing, nothing, context)
+    assert not verdict.passed
+    assert verdict.reason == "the outputs have no elements, so that there is nothing to compare"
+
+
+@pytest.mark.parametrize("expression", ["x[:0]", "x[:, :0]"], ids=["no samples", "no vectors"])
+def test_a_cosine_needs_vectors(answering, context, expression) -> None:
+    nothing = answering("nothing", expression)
+    verdict = MinCosine(minimum=-1).evaluate(nothing, nothing, context)
     assert not verdict.passed
     assert verdict.reason == "the outputs have no elements, so that there is nothing to compare"
 

@@ -15,8 +15,9 @@ from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.context import Context
 from compress.core.gates import LabelAgreement
 from compress.core.metrics import Metric
+from compress.core.task import task_named
 from compress.data.splits import Splits
-from compress.quantization.qat.label_parity import compare_labels
+from compress.quantization.qat.label_parity import compare_labels, compare_with_trained
 from compress.quantization.stages.qat import QuantizeAwareTraining
 from compress.quantization.stages.static import QuantizeStatic
 from compress.training.stage import Train
@@ -231,6 +232,18 @@ def test_a_graph_that_is_another_model_is_refused() -> None:
     assert (other.differing, other.near_ties) == (400, 0)
     with pytest.raises(StageFailed, match="400 of 400 labels otherwise"):
         other.require_same_model()
+
+
+@pytest.mark.parametrize(
+    ("task", "labels"),
+    [(None, 2 * 4), ("token-classification", 2 * 5), ("classification", 2 * 4), ("regression", 0)],
+)
+def test_labels_are_those_of_the_tasks_class_axis(task: str | None, labels: int) -> None:
+    scores = torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(0))
+    parity = compare_with_trained(
+        torch.nn.Identity(), lambda x: (x,), [(scores,)], step=None, task=task_named(task)
+    )
+    assert (0 if parity is None else parity.labels) == labels
 
 
 @pytest.mark.slow
