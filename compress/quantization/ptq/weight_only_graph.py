@@ -37,6 +37,10 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 EMBEDDING_BITS = 8
 """Embedding tables are looked up by row, one byte for each number."""
+LARGEST = 127
+"""Largest integer of an activation; the range of each group is symmetric."""
+SMALLEST_RANGE = 2.0**-100
+"""Groups of smaller activations become zeros; the reciprocal of a still smaller range overflows."""
 
 
 @dataclass
@@ -48,6 +52,8 @@ class WeightQuantizer:
     group_size: int
     embeddings: bool
     exclude: tuple[str, ...] = ()
+    round_activations: bool = False
+    """Whether linear layers read activations rounded to 8 bits, by groups of `group_size`."""
     quantized: dict[str, int] = field(default_factory=dict)
     """Number of quantized operators by kind."""
     left_float: dict[str, str] = field(default_factory=dict)
@@ -58,6 +64,8 @@ class WeightQuantizer:
     """First module of layers that share an input → AWQ's exponent for it."""
     _dequantized: dict[Any, fx.Node] = field(default_factory=dict)
     """Weight → the node that dequantizes it, which all layers that share it read."""
+    _rounded: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    """Activation → the same rounded, which all layers that share it read."""
 
     def quantize_(self, graph: fx.GraphModule, second_moments: dict[str, torch.Tensor]) -> None:
         """Replace a captured graph's float weights by integers and their dequantization.
@@ -101,6 +109,12 @@ class WeightQuantizer:
                 dequantized = _dequantize(graph, str(weight.target), quantized)
             self._dequantized[weight.target] = dequantized
         node.replace_input_with(weight, self._dequantized[weight.target])
+        features = node.args[0]
+        if self.round_activations and isinstance(features, fx.Node):
+            if features not in self._rounded:
+                with graph.graph.inserting_before(node):
+                    self._rounded[features] = _round_activations(graph, features, self.group_size)
+            node.replace_input_with(features, self._rounded[features])
         self.quantized["linear"] = self.quantized.get("linear", 0) + 1
 
     def _quantize_embedding_(self, graph: fx.GraphModule, node: fx.Node) -> None:
@@ -186,6 +200,23 @@ def _dequantize(graph: fx.GraphModule, name: str, weight: QuantizedWeight) -> fx
     scales = call(aten.unsqueeze.default, (scale, -1))
     dequantized = call(aten.mul.Tensor, (call(aten.sub.Tensor, (floats, zeros)), scales))
     return call(aten.view.default, (dequantized, [outputs, -1]))
+
+
+def _round_activations(graph: fx.GraphModule, features: fx.Node, group_size: int) -> fx.Node:
+    """Insert the rounding of an activation to 8 bits, one scale for each group of a row.
+
+    As onnxruntime's MatMulNBits does with `accuracy_level` 4: the largest magnitude becomes 127,
+    and halves are rounded to even.
+    """
+    call = graph.graph.call_function
+    groups = call(aten.unflatten.int, (features, -1, [-1, group_size]))
+    largest = call(aten.amax.default, (call(aten.abs.default, (groups,)), [-1], True))
+    largest = call(aten.clamp_min.default, (largest, SMALLEST_RANGE))
+    inverse = call(aten.mul.Tensor, (call(aten.reciprocal.default, (largest,)), LARGEST))
+    integers = call(aten.round.default, (call(aten.mul.Tensor, (groups, inverse)),))
+    scale = call(aten.mul.Tensor, (largest, 1 / LARGEST))
+    floats = call(aten.mul.Tensor, (integers, scale))
+    return call(aten.flatten.using_ints, (floats, -2))
 
 
 def _register(

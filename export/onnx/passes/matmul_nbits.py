@@ -19,6 +19,19 @@ LINEAR = aten.linear.default
 PACKED = "_packed"
 """End of the names that `quantize_weights` gives packed integers."""
 
+ROUNDING_LEVEL = 4
+"""`accuracy_level` at which onnxruntime rounds activations to 8 bits, by the weight's groups.
+
+Where a processor has no kernel for that, it multiplies floats. Sums are exact without VNNI too
+(onnxruntime 1.32): four products of 15 and 127 fit in 16 bits, and of 8-bit weights the kernel for
+AVX2 multiplies even and odd bytes apart.
+"""
+ROUNDING = (
+    *(aten.flatten.using_ints, aten.mul.Tensor, aten.round.default),
+    *(aten.mul.Tensor, aten.unflatten.int),
+)
+"""Operators of the rounding that `quantize_weights` inserts, from the result back to its source."""
+
 
 def use_matmul_nbits(program: ExportedProgram, signature: Signature) -> ExportedProgram:
     """Return a program whose linear layers read packed weights by MatMulNBits."""
@@ -52,13 +65,19 @@ def matmul_nbits(
     zero: torch.Tensor,
     bits: int,
     group_size: int,
+    accuracy_level: int,
 ) -> torch.Tensor:
     """Call onnxruntime's product of features with a packed weight, for tracing alone."""
     outputs, groups = scale_NG.shape
+    attributes: dict[str, Any] = {
+        **{"K": groups * group_size, "N": outputs, "bits": bits, "block_size": group_size},
+        # Few other execution providers know the attribute, so it is left out where it says nothing.
+        **({"accuracy_level": accuracy_level} if accuracy_level else {}),
+    }
     product: torch.Tensor = torch.onnx.ops.symbolic(
         "com.microsoft::MatMulNBits",
         (features, bytes_NGS, scale_NG.flatten(), zero),
-        attrs={"K": groups * group_size, "N": outputs, "bits": bits, "block_size": group_size},
+        attrs=attributes,
         dtype=features.dtype,
         shape=(*features.shape[:-1], outputs),
         version=1,
@@ -84,7 +103,20 @@ def _use_matmul_nbits_(graph: fx.GraphModule, layer: fx.Node, packed: fx.Node) -
         names = (f"{stem}_blocks", f"{stem}_scale", f"{stem}_zeros")
         operands: list[Any] = [graph.graph.get_attr(name) for name in names]
         call = graph.graph.call_function
-        result = call(matmul_nbits, (layer.args[0], *operands, bits, group_size))
+        features: Any = layer.args[0]
+        source = _source_of_rounded(features)
+        level = ROUNDING_LEVEL if source is not None else 0
+        result = call(matmul_nbits, (source or features, *operands, bits, group_size, level))
         if len(layer.args) > 2:
             result = call(aten.add.Tensor, (result, layer.args[2]))
     layer.replace_all_uses_with(result)
+
+
+def _source_of_rounded(node: fx.Node) -> fx.Node | None:
+    """Return the activation that a node rounds to 8 bits by groups; None for any other node."""
+    value: Any = node
+    for target in ROUNDING:
+        if value.target is not target:
+            return None
+        value = value.args[0]
+    return value  # type: ignore[no-any-return]
