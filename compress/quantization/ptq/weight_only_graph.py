@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from compress.quantization.config.dtype_scheme import WeightMethod
 
 aten = torch.ops.aten
-EMBEDDING_BITS = 8
-"""Embedding tables are looked up by row, one byte for each number."""
+TABLE_GROUPS = (64, 32, 16)
+"""Numbers of a 4-bit table's row that share a scale: the largest of these that divides the row."""
 LARGEST = 127
 """Largest integer of an activation; the range of each group is symmetric."""
 SMALLEST_RANGE = 2.0**-100
@@ -52,6 +52,7 @@ class WeightQuantizer:
     group_size: int
     embeddings: bool
     exclude: tuple[str, ...] = ()
+    embedding_bits: int = 8
     round_activations: bool = False
     """Whether linear layers read activations rounded to 8 bits, by groups of `group_size`."""
     quantized: dict[str, int] = field(default_factory=dict)
@@ -123,15 +124,33 @@ class WeightQuantizer:
         if not is_constant(table) or not is_float(table):
             return
         table_VD = value_of(graph, table)
-        quantized = round_to_nearest(table_VD, EMBEDDING_BITS, table_VD.shape[1])
+        width = table_VD.shape[1]
+        group_size = width
+        if self.embedding_bits == 4:
+            group_size = next((size for size in TABLE_GROUPS if width % size == 0), 0)
+            if not group_size:
+                raise StageFailed(
+                    f"{module_of(node) or table.target}: a table in 4 bits has rows of a multiple "
+                    f"of {TABLE_GROUPS[-1]} numbers, found {width}; set embedding_bits: 8, or "
+                    "exclude it"
+                )
+        quantized = round_to_nearest(table_VD, self.embedding_bits, group_size)
+        packed = pack(quantized.integers_OI, self.embedding_bits)
         with graph.graph.inserting_before(node):
             call = graph.graph.call_function
-            parts = _register(graph, f"{table.target}_rows", quantized.integers_OI, quantized)
+            parts = _register(graph, f"{table.target}_rows", packed, quantized)
             integers, scale, zero = (call(EMBEDDING, (part, node.args[1])) for part in parts)
+            if self.embedding_bits == 4:
+                pairs = call(aten.stack.default, (_halves(graph, integers), -1))
+                in_row = call(aten.flatten.using_ints, (pairs, -2))
+                integers = call(aten.unflatten.int, (in_row, -1, [-1, group_size]))
+                scale, zero = (call(aten.unsqueeze.default, (part, -1)) for part in (scale, zero))
             floats = call(aten.to.dtype, (integers, torch.float32))
             centred = call(aten.sub.Tensor, (floats, call(aten.to.dtype, (zero, torch.float32))))
-            product = call(aten.mul.Tensor, (centred, scale))
-            node.replace_all_uses_with(product, propagate_meta=True)
+            result = call(aten.mul.Tensor, (centred, scale))
+            if self.embedding_bits == 4:
+                result = call(aten.flatten.using_ints, (result, -2))
+            node.replace_all_uses_with(result, propagate_meta=True)
         graph.graph.erase_node(node)
         self.quantized["embedding"] = self.quantized.get("embedding", 0) + 1
 
@@ -191,15 +210,20 @@ def _dequantize(graph: fx.GraphModule, name: str, weight: QuantizedWeight) -> fx
     outputs, groups = weight.scale_OG.shape
     integers, scale, zero = _register(graph, name, pack(weight.integers_OI, weight.bits), weight)
     if weight.bits == 4:
-        low = call(aten.bitwise_and.Scalar, (integers, 15))
-        high = call(aten.bitwise_right_shift.Tensor_Scalar, (integers, 4))
-        integers = call(aten.stack.default, ([low, high], -1))
+        integers = call(aten.stack.default, (_halves(graph, integers), -1))
     in_groups = call(aten.view.default, (integers, [outputs, groups, -1]))
     floats = call(aten.to.dtype, (in_groups, torch.float32))
     zeros = call(aten.unsqueeze.default, (call(aten.to.dtype, (zero, torch.float32)), -1))
     scales = call(aten.unsqueeze.default, (scale, -1))
     dequantized = call(aten.mul.Tensor, (call(aten.sub.Tensor, (floats, zeros)), scales))
     return call(aten.view.default, (dequantized, [outputs, -1]))
+
+
+def _halves(graph: fx.GraphModule, integers: fx.Node) -> list[fx.Node]:
+    """Insert the unpacking of bytes into their lower and upper four bits."""
+    low = graph.graph.call_function(aten.bitwise_and.Scalar, (integers, 15))
+    high = graph.graph.call_function(aten.bitwise_right_shift.Tensor_Scalar, (integers, 4))
+    return [low, high]
 
 
 def _round_activations(graph: fx.GraphModule, features: fx.Node, group_size: int) -> fx.Node:

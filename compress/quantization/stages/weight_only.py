@@ -37,7 +37,11 @@ class QuantizeWeights(QuantizationStage):
     `accuracy_level` 4); 32 multiplies floats, as `hqq` always does, whose zero points that kernel
     does not take. Set 32 for `export_aot` and `export_torchscript`, which have no such kernel."""
     embeddings: bool = True
-    """Whether tables of embeddings are held in 8 bits, each row with a scale of its own."""
+    """Whether tables of embeddings are held in few bits too."""
+    embedding_bits: Literal[4, 8] = 8
+    """Bits of a table's numbers. With 8 each row has a scale; with 4 each 64 numbers of a row have
+    one (32 or 16 where 64 do not divide it), and ONNX files look them up by
+    `GatherBlockQuantized`."""
     calibration_samples: Count = 128
     """Samples that `gptq` and `awq` look at."""
 
@@ -70,6 +74,7 @@ class QuantizeWeights(QuantizationStage):
             self.group_size,
             self.embeddings,
             self.exclude,
+            self.embedding_bits,
             round_activations=self.activation_bits == 8 and self.method != "hqq",
         )
         sample = self.calibration_data(model, context) if self.needs_data else ()

@@ -87,6 +87,41 @@ def test_files_shrink_with_the_bits(tmp_path: Path) -> None:
     }
 
 
+def table_of_width(folder: Path, width: int) -> EagerModel:
+    """Return a table with rows of a width, and a linear layer that reads them."""
+    layers = f"nn.Embedding(50, {width}), nn.Linear({width}, 16)"
+    source = f"from torch import nn\n\n\ndef table():\n    return nn.Sequential({layers})\n"
+    (folder / "tables.py").write_text(source)
+    return build_model(folder / "source", "tables:table", TOKENS, folder)
+
+
+def test_both_runtimes_look_up_four_bits(tmp_path: Path) -> None:
+    model = table_of_width(tmp_path, 48)  # three groups, whose zero points fill one byte and a half
+    small = quantized(model, tmp_path / "small", embedding_bits=4, exclude=["1"])
+    exported = ExportOnnx()(small, Context(root=tmp_path / "onnx"))
+    module = model.load()
+    with torch.no_grad():
+        table = module[0].weight
+        table.copy_(round_to_nearest(table, 4, 16).dequantize())
+    (tokens,) = TOKENS.example(4)
+    with torch.inference_mode():
+        expected = module(tokens)
+    assert relative_error(expected, answer(small, tokens)) < 1e-6
+    assert relative_error(expected, answer(exported, tokens)) < 1e-6
+    operators = exported.manifest.facts["operators"]
+    assert (operators["GatherBlockQuantized"], operators.get("Gather")) == (1, None)
+    assert small.parameters() == exported.parameters() == model.parameters()
+    assert small.macs() == exported.macs() == model.macs()
+
+
+def test_tables_of_odd_width_are_refused_in_four_bits(tmp_path: Path) -> None:
+    model = table_of_width(tmp_path, 24)
+    with pytest.raises(
+        StageFailed, match="multiple of 16 numbers, found 24; set embedding_bits: 8"
+    ):
+        quantized(model, tmp_path / "none", embedding_bits=4)
+
+
 def test_gptq_needs_data(tmp_path: Path) -> None:
     model = build_model(tmp_path / "source", "networks:mlp", IMAGE)
     generator = torch.Generator().manual_seed(0)
