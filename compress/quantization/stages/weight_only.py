@@ -74,7 +74,7 @@ class QuantizeWeights(QuantizationStage):
             self.group_size,
             self.embeddings,
             self.exclude,
-            self.embedding_bits,
+            embedding_bits=self.embedding_bits,
             round_activations=self.activation_bits == 8 and self.method != "hqq",
         )
         sample = self.calibration_data(model, context) if self.needs_data else ()

@@ -22,9 +22,9 @@ PACKED = "_packed"
 ROUNDING_LEVEL = 4
 """`accuracy_level` at which onnxruntime rounds activations to 8 bits, by the weight's groups.
 
-Where a processor has no kernel for that, it multiplies floats. Sums are exact without VNNI too
-(onnxruntime 1.32): four products of 15 and 127 fit in 16 bits, and of 8-bit weights the kernel for
-AVX2 multiplies even and odd bytes apart.
+Where a processor has no kernel for that, it multiplies floats. After onnxruntime's source, sums are
+exact without VNNI too: four products of 15 and 127 fit in 16 bits, and of 8-bit weights the kernel
+for AVX2 multiplies even and odd bytes apart.
 """
 ROUNDING = (
     *(aten.flatten.using_ints, aten.mul.Tensor, aten.round.default),
