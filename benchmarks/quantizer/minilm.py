@@ -64,6 +64,12 @@ def _stages(*, small: bool) -> dict:
             for bits, methods in ((8, ("rtn",)), (4, ("rtn", "hqq", "awq", "gptq")))
             for method in methods
         },
+        "weights int4 gptq, int4 embeddings": QuantizeWeights(
+            method="gptq", embedding_bits=4, **sample
+        ),
+        "weights int4 gptq, float products": QuantizeWeights(
+            method="gptq", activation_bits=32, **sample
+        ),
     }
 
 

@@ -102,5 +102,11 @@ def _weights_per_element(tensor: Any, reader: Any) -> int:
     if "bitwise_and" in operator:
         return 2  # two of four bits in a byte
     is_table = "embedding" in operator and value.shape[-1] > 1
+    if is_table:
+        readers = [str(node.target) for node in reader.users]
+        if any("bitwise_and" in name for name in readers):
+            return 2
+        # Zero points of groups are looked up too, and get an axis for the elements of a group.
+        is_table = not any("unsqueeze" in name for name in readers)
     is_packed = "view" in operator and value.dtype is torch.uint8
     return int("dequantize" in operator or is_table or is_packed)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 RECURRENT = {"LSTM", "GRU", "RNN"}
 INTEGER_LSTM = "DynamicQuantizeLSTM"
 PACKED_MATMUL = "MatMulNBits"
+PACKED_GATHER = "GatherBlockQuantized"
 UNIT_STEPS = {"dilations": 1, "strides": 1, "pads": 0}
 """Values that convolutions and poolings have where the attribute is left out."""
 COUNTED = {"Conv", "ConvTranspose", "Gemm", "MatMul", "MatMulInteger", *RECURRENT}
@@ -111,8 +112,9 @@ def count_weights(model: onnx.ModelProto) -> int:
     dequantized = {n.input[0] for n in quantizing if n.op_type == "DequantizeLinear"}
     products = [node for node in graph.node if node.op_type == PACKED_MATMUL]
     packed = {tuple(node.input[1:]): prod(_sizes(node)) for node in products}
+    tables = {node.input[0] for node in graph.node if node.op_type == PACKED_GATHER}
     plain: int = sum(
-        prod(tensor.dims)
+        prod(tensor.dims) * (2 if tensor.name in tables else 1)  # two of four bits in a byte
         for tensor in graph.initializer
         if tensor.dims and tensor.name not in parameters
         if tensor.data_type in WEIGHT_TYPES or tensor.name in dequantized
@@ -137,6 +139,8 @@ def _scales_and_zero_points(graph: onnx.GraphProto) -> Iterator[str]:
             yield from node.input[2:]
         elif node.op_type == PACKED_MATMUL:
             yield from node.input[1:]
+        elif node.op_type == PACKED_GATHER:
+            yield from node.input[2:]
         elif node.op_type == INTEGER_LSTM:
             yield from node.input[8:]
         elif node.op_type == "Mul" and node.input[0] in cast_to_float | at_run_time | by_row:
@@ -188,6 +192,14 @@ def _replace_packed_operators_(graph: onnx.GraphProto) -> None:
                 )
             node.op_type, node.domain = "LSTM", ""
             del node.input[8:]
+        if node.op_type == PACKED_GATHER:
+            rows, half = sizes[node.input[0]]
+            table = onnx.helper.make_tensor_value_info(
+                f"{node.output[0]}_table", onnx.TensorProto.FLOAT, (rows, 2 * half)
+            )
+            graph.input.append(table)
+            gather = onnx.helper.make_node("Gather", [table.name, node.input[1]], node.output)
+            node.CopyFrom(gather)
         if node.op_type == PACKED_MATMUL:
             weight = onnx.helper.make_tensor_value_info(
                 f"{node.output[0]}_weight", onnx.TensorProto.FLOAT, _sizes(node)

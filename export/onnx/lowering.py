@@ -24,7 +24,7 @@ from export.onnx.passes.float_layers import (
     separate_transposes_,
     separate_zero_points_,
 )
-from export.onnx.passes.matmul_nbits import use_matmul_nbits
+from export.onnx.passes.matmul_nbits import use_packed_weights
 from export.onnx.passes.rnn import lower_quantized_rnns_
 from export.onnx.passes.stable_forms import TRANSLATIONS as STABLE
 from export.onnx.proto_io import to_proto
@@ -74,7 +74,7 @@ def lower(
             # With gradients, attention with a learned mask is decomposed otherwise than traced.
             torch.no_grad(),
         ):
-            program = use_matmul_nbits(program, signature)
+            program = use_packed_weights(program, signature)
             make_attention_contiguous_(program)
             exported = torch.onnx.export(
                 program,

@@ -35,8 +35,12 @@ if TYPE_CHECKING:
     from compress.quantization.config.dtype_scheme import WeightMethod
 
 aten = torch.ops.aten
-EMBEDDING_BITS = 8
-"""Embedding tables are looked up by row, one byte for each number."""
+TABLE_GROUPS = (64, 32, 16)
+"""Numbers of a 4-bit table's row that share a scale: the largest of these that divides the row."""
+LARGEST = 127
+"""Largest integer of an activation; the range of each group is symmetric."""
+SMALLEST_RANGE = 2.0**-100
+"""Groups of smaller activations become zeros; the reciprocal of a still smaller range overflows."""
 
 
 @dataclass
@@ -48,6 +52,9 @@ class WeightQuantizer:
     group_size: int
     embeddings: bool
     exclude: tuple[str, ...] = ()
+    embedding_bits: int = 8
+    round_activations: bool = False
+    """Whether linear layers read activations rounded to 8 bits, by groups of `group_size`."""
     quantized: dict[str, int] = field(default_factory=dict)
     """Number of quantized operators by kind."""
     left_float: dict[str, str] = field(default_factory=dict)
@@ -58,6 +65,8 @@ class WeightQuantizer:
     """First module of layers that share an input → AWQ's exponent for it."""
     _dequantized: dict[Any, fx.Node] = field(default_factory=dict)
     """Weight → the node that dequantizes it, which all layers that share it read."""
+    _rounded: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    """Activation → the same rounded, which all layers that share it read."""
 
     def quantize_(self, graph: fx.GraphModule, second_moments: dict[str, torch.Tensor]) -> None:
         """Replace a captured graph's float weights by integers and their dequantization.
@@ -101,6 +110,12 @@ class WeightQuantizer:
                 dequantized = _dequantize(graph, str(weight.target), quantized)
             self._dequantized[weight.target] = dequantized
         node.replace_input_with(weight, self._dequantized[weight.target])
+        features = node.args[0]
+        if self.round_activations and isinstance(features, fx.Node):
+            if features not in self._rounded:
+                with graph.graph.inserting_before(node):
+                    self._rounded[features] = _round_activations(graph, features, self.group_size)
+            node.replace_input_with(features, self._rounded[features])
         self.quantized["linear"] = self.quantized.get("linear", 0) + 1
 
     def _quantize_embedding_(self, graph: fx.GraphModule, node: fx.Node) -> None:
@@ -109,15 +124,33 @@ class WeightQuantizer:
         if not is_constant(table) or not is_float(table):
             return
         table_VD = value_of(graph, table)
-        quantized = round_to_nearest(table_VD, EMBEDDING_BITS, table_VD.shape[1])
+        width = table_VD.shape[1]
+        group_size = width
+        if self.embedding_bits == 4:
+            group_size = next((size for size in TABLE_GROUPS if width % size == 0), 0)
+            if not group_size:
+                raise StageFailed(
+                    f"{module_of(node) or table.target}: a table in 4 bits has rows of a multiple "
+                    f"of {TABLE_GROUPS[-1]} numbers, found {width}; set embedding_bits: 8, or "
+                    "exclude it"
+                )
+        quantized = round_to_nearest(table_VD, self.embedding_bits, group_size)
+        packed = pack(quantized.integers_OI, self.embedding_bits)
         with graph.graph.inserting_before(node):
             call = graph.graph.call_function
-            parts = _register(graph, f"{table.target}_rows", quantized.integers_OI, quantized)
+            parts = _register(graph, f"{table.target}_rows", packed, quantized)
             integers, scale, zero = (call(EMBEDDING, (part, node.args[1])) for part in parts)
+            if self.embedding_bits == 4:
+                pairs = call(aten.stack.default, (_halves(graph, integers), -1))
+                in_row = call(aten.flatten.using_ints, (pairs, -2))
+                integers = call(aten.unflatten.int, (in_row, -1, [-1, group_size]))
+                scale, zero = (call(aten.unsqueeze.default, (part, -1)) for part in (scale, zero))
             floats = call(aten.to.dtype, (integers, torch.float32))
             centred = call(aten.sub.Tensor, (floats, call(aten.to.dtype, (zero, torch.float32))))
-            product = call(aten.mul.Tensor, (centred, scale))
-            node.replace_all_uses_with(product, propagate_meta=True)
+            result = call(aten.mul.Tensor, (centred, scale))
+            if self.embedding_bits == 4:
+                result = call(aten.flatten.using_ints, (result, -2))
+            node.replace_all_uses_with(result, propagate_meta=True)
         graph.graph.erase_node(node)
         self.quantized["embedding"] = self.quantized.get("embedding", 0) + 1
 
@@ -177,15 +210,37 @@ def _dequantize(graph: fx.GraphModule, name: str, weight: QuantizedWeight) -> fx
     outputs, groups = weight.scale_OG.shape
     integers, scale, zero = _register(graph, name, pack(weight.integers_OI, weight.bits), weight)
     if weight.bits == 4:
-        low = call(aten.bitwise_and.Scalar, (integers, 15))
-        high = call(aten.bitwise_right_shift.Tensor_Scalar, (integers, 4))
-        integers = call(aten.stack.default, ([low, high], -1))
+        integers = call(aten.stack.default, (_halves(graph, integers), -1))
     in_groups = call(aten.view.default, (integers, [outputs, groups, -1]))
     floats = call(aten.to.dtype, (in_groups, torch.float32))
     zeros = call(aten.unsqueeze.default, (call(aten.to.dtype, (zero, torch.float32)), -1))
     scales = call(aten.unsqueeze.default, (scale, -1))
     dequantized = call(aten.mul.Tensor, (call(aten.sub.Tensor, (floats, zeros)), scales))
     return call(aten.view.default, (dequantized, [outputs, -1]))
+
+
+def _halves(graph: fx.GraphModule, integers: fx.Node) -> list[fx.Node]:
+    """Insert the unpacking of bytes into their lower and upper four bits."""
+    low = graph.graph.call_function(aten.bitwise_and.Scalar, (integers, 15))
+    high = graph.graph.call_function(aten.bitwise_right_shift.Tensor_Scalar, (integers, 4))
+    return [low, high]
+
+
+def _round_activations(graph: fx.GraphModule, features: fx.Node, group_size: int) -> fx.Node:
+    """Insert the rounding of an activation to 8 bits, one scale for each group of a row.
+
+    As onnxruntime's MatMulNBits does with `accuracy_level` 4: the largest magnitude becomes 127,
+    and halves are rounded to even.
+    """
+    call = graph.graph.call_function
+    groups = call(aten.unflatten.int, (features, -1, [-1, group_size]))
+    largest = call(aten.amax.default, (call(aten.abs.default, (groups,)), [-1], True))
+    largest = call(aten.clamp_min.default, (largest, SMALLEST_RANGE))
+    inverse = call(aten.mul.Tensor, (call(aten.reciprocal.default, (largest,)), LARGEST))
+    integers = call(aten.round.default, (call(aten.mul.Tensor, (groups, inverse)),))
+    scale = call(aten.mul.Tensor, (largest, 1 / LARGEST))
+    floats = call(aten.mul.Tensor, (integers, scale))
+    return call(aten.flatten.using_ints, (floats, -2))
 
 
 def _register(

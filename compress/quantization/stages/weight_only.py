@@ -17,10 +17,9 @@ if TYPE_CHECKING:
 
 
 class QuantizeWeights(QuantizationStage):
-    """Hold the weights of linear layers in a few bits; what is computed stays float.
+    """Hold the weights of linear layers in a few bits, for a small file and little memory.
 
-    For models whose size is the matter: it makes the file and the memory smaller, not the answer
-    faster, except where reading weights takes the time.
+    Latency falls where reading weights takes the time, such as with one row in a call.
     """
 
     stage: Literal["quantize_weights"] = "quantize_weights"
@@ -32,16 +31,31 @@ class QuantizeWeights(QuantizationStage):
     """`rtn` rounds to the nearest step, `hqq` also fits the zero points of 4-bit weights, `gptq`
     lets later weights make up for earlier ones' errors on a sample of the data, `awq` scales up
     before rounding what is multiplied with large inputs."""
+    activation_bits: Literal[8, 32] = 8
+    """Bits of what linear layers multiply with these weights. 8 rounds each `group_size` numbers of
+    a row with a scale of their own, as onnxruntime's fast kernel does (`MatMulNBits` with
+    `accuracy_level` 4); 32 multiplies floats, as `hqq` always does, whose zero points that kernel
+    does not take. Set 32 for `export_aot` and `export_torchscript`, which have no such kernel."""
     embeddings: bool = True
-    """Whether tables of embeddings are held in 8 bits, each row with a scale of its own."""
+    """Whether tables of embeddings are held in few bits too."""
+    embedding_bits: Literal[4, 8] = 8
+    """Bits of a table's numbers. With 8 each row has a scale; with 4 each 64 numbers of a row have
+    one (32 or 16 where 64 do not divide it), and ONNX files look them up by
+    `GatherBlockQuantized`."""
     calibration_samples: Count = 128
     """Samples that `gptq` and `awq` look at."""
 
     @model_validator(mode="after")
-    def _hqq_is_for_four_bits(self) -> QuantizeWeights:
+    def _hqq_has_kernels(self) -> QuantizeWeights:
         if self.method == "hqq" and self.bits != 4:
             # onnxruntime 1.31 has no 8-bit product with zero points between two integers.
             raise ValueError(f"method hqq is for bits: 4, found bits: {self.bits}; use rtn or gptq")
+        # 8 is the default: it is refused only where it was written.
+        is_written = "activation_bits" in self.model_fields_set
+        if self.method == "hqq" and self.activation_bits == 8 and is_written:
+            raise ValueError(
+                "method hqq multiplies floats, found activation_bits: 8; leave it out or use gptq"
+            )
         return self
 
     @property
@@ -55,7 +69,13 @@ class QuantizeWeights(QuantizationStage):
 
         module = self.load_float(model)
         quantizer = WeightQuantizer(
-            self.method, self.bits, self.group_size, self.embeddings, self.exclude
+            self.method,
+            self.bits,
+            self.group_size,
+            self.embeddings,
+            self.exclude,
+            embedding_bits=self.embedding_bits,
+            round_activations=self.activation_bits == 8 and self.method != "hqq",
         )
         sample = self.calibration_data(model, context) if self.needs_data else ()
         program = quantize_weights(module, model.signature, quantizer, sample)

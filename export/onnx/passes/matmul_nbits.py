@@ -1,4 +1,4 @@
-"""Weights of a few bits in ONNX: products with packed integers become MatMulNBits."""
+"""Weights of a few bits in ONNX: products become MatMulNBits, lookups GatherBlockQuantized."""
 
 from __future__ import annotations
 
@@ -19,27 +19,45 @@ LINEAR = aten.linear.default
 PACKED = "_packed"
 """End of the names that `quantize_weights` gives packed integers."""
 
+ROUNDING_LEVEL = 4
+"""`accuracy_level` at which onnxruntime rounds activations to 8 bits, by the weight's groups.
 
-def use_matmul_nbits(program: ExportedProgram, signature: Signature) -> ExportedProgram:
-    """Return a program whose linear layers read packed weights by MatMulNBits."""
+Where a processor has no kernel for that, it multiplies floats. After onnxruntime's source, sums are
+exact without VNNI too: four products of 15 and 127 fit in 16 bits, and of 8-bit weights the kernel
+for AVX2 multiplies even and odd bytes apart.
+"""
+ROUNDING = (
+    *(aten.flatten.using_ints, aten.mul.Tensor, aten.round.default),
+    *(aten.mul.Tensor, aten.unflatten.int),
+)
+"""Operators of the rounding that `quantize_weights` inserts, from the result back to its source."""
+
+
+def use_packed_weights(program: ExportedProgram, signature: Signature) -> ExportedProgram:
+    """Return a program whose linear layers and 4-bit tables are read by onnxruntime's operators."""
     # Otherwise the exporter folds the dequantization of the weights, and writes them as floats.
     if not any(name.endswith(PACKED) for name in program.state_dict):
         return program
     graph = program.module(check_guards=False)
-    layers = {}
+    layers, lookups = {}, {}
     for weight in graph.graph.find_nodes(op="get_attr"):
-        # Layers whose weight is made of this one's packed integers alone; embeddings stay floats.
+        # Layers whose weight is made of this one's packed integers alone.
         values = [weight] if str(weight.target).endswith(PACKED) else []
         for node in values:
             for reader in node.users:
                 if reader.target is LINEAR and reader.args[1] is node:
                     layers[reader] = weight
-                elif reader.target is not aten.embedding.default:
+                elif reader.target is aten.embedding.default:
+                    lookups[reader] = weight
+                else:
                     values.append(reader)
-    if not layers:
+    lookups = {node: table for node, table in lookups.items() if _reads_halves(node)}
+    if not layers and not lookups:
         return program
     for layer, weight in layers.items():
         _use_matmul_nbits_(graph, layer, weight)
+    for lookup, table in lookups.items():
+        _use_gather_(graph, lookup, table)
     graph.graph.eliminate_dead_code()
     graph.recompile()
     return export_program(graph, signature)
@@ -52,13 +70,19 @@ def matmul_nbits(
     zero: torch.Tensor,
     bits: int,
     group_size: int,
+    accuracy_level: int,
 ) -> torch.Tensor:
     """Call onnxruntime's product of features with a packed weight, for tracing alone."""
     outputs, groups = scale_NG.shape
+    attributes: dict[str, Any] = {
+        **{"K": groups * group_size, "N": outputs, "bits": bits, "block_size": group_size},
+        # Few other execution providers know the attribute, so it is left out where it says nothing.
+        **({"accuracy_level": accuracy_level} if accuracy_level else {}),
+    }
     product: torch.Tensor = torch.onnx.ops.symbolic(
         "com.microsoft::MatMulNBits",
         (features, bytes_NGS, scale_NG.flatten(), zero),
-        attrs={"K": groups * group_size, "N": outputs, "bits": bits, "block_size": group_size},
+        attrs=attributes,
         dtype=features.dtype,
         shape=(*features.shape[:-1], outputs),
         version=1,
@@ -66,25 +90,87 @@ def matmul_nbits(
     return product
 
 
+def gather_block_quantized(
+    bytes_VD: torch.Tensor,
+    ids: torch.Tensor,
+    scale_VG: torch.Tensor,
+    zero: torch.Tensor,
+    group_size: int,
+) -> torch.Tensor:
+    """Call onnxruntime's lookup in a table of 4 bits, for tracing alone."""
+    rows: torch.Tensor = torch.onnx.ops.symbolic(
+        "com.microsoft::GatherBlockQuantized",
+        (bytes_VD, ids, scale_VG, zero),
+        attrs={"bits": 4, "block_size": group_size, "gather_axis": 0, "quantize_axis": 1},
+        dtype=scale_VG.dtype,
+        shape=(*ids.shape, scale_VG.shape[1] * group_size),
+        version=1,
+    )
+    return rows
+
+
 def _use_matmul_nbits_(graph: fx.GraphModule, layer: fx.Node, packed: fx.Node) -> None:
     stem = str(packed.target).removesuffix(PACKED)
-    packed_weight, scale_NG, zero_NG = (
-        getattr(graph, f"{stem}_{part}") for part in ("packed", "scale", "zero_point")
-    )
-    bits = 4 if any(r.target is aten.bitwise_and.Scalar for r in packed.users) else 8
+    packed_weight, scale_NG, zero_NG = _parts(graph, stem)
+    bits = 4 if _reads_halves(packed) else 8
     group_size = packed_weight.shape[1] * 8 // bits // scale_NG.shape[1]
     graph.register_buffer(f"{stem}_blocks", packed_weight.view(*scale_NG.shape, -1).clone())
     # MatMulNBits takes zero points as floats, or packed like the weight.
-    zeros = zero_NG
-    if bits == 4 and not zero_NG.is_floating_point():
-        padded = torch.nn.functional.pad(zero_NG, (0, zero_NG.shape[1] % 2))
-        zeros = padded[:, ::2] | (padded[:, 1::2] << 4)
+    is_packed = bits == 4 and not zero_NG.is_floating_point()
+    zeros = _pack_pairs(zero_NG) if is_packed else zero_NG
     graph.register_buffer(f"{stem}_zeros", zeros.flatten())
     with graph.graph.inserting_before(layer):
         names = (f"{stem}_blocks", f"{stem}_scale", f"{stem}_zeros")
         operands: list[Any] = [graph.graph.get_attr(name) for name in names]
         call = graph.graph.call_function
-        result = call(matmul_nbits, (layer.args[0], *operands, bits, group_size))
+        features: Any = layer.args[0]
+        source = _source_of_rounded(features)
+        level = ROUNDING_LEVEL if source is not None else 0
+        result = call(matmul_nbits, (source or features, *operands, bits, group_size, level))
         if len(layer.args) > 2:
             result = call(aten.add.Tensor, (result, layer.args[2]))
     layer.replace_all_uses_with(result)
+
+
+def _source_of_rounded(node: fx.Node) -> fx.Node | None:
+    """Return the activation that a node rounds to 8 bits by groups; None for any other node."""
+    value: Any = node
+    for target in ROUNDING:
+        if value.target is not target:
+            return None
+        value = value.args[0]
+    return value  # type: ignore[no-any-return]
+
+
+def _use_gather_(graph: fx.GraphModule, lookup: fx.Node, packed: fx.Node) -> None:
+    stem = str(packed.target).removesuffix(PACKED)
+    packed_table, scale_VG, zero_VG = _parts(graph, stem)
+    group_size = packed_table.shape[1] * 2 // scale_VG.shape[1]
+    graph.register_buffer(f"{stem}_zeros", _pack_pairs(zero_VG))
+    rows = lookup
+    while rows.target is not aten.mul.Tensor:  # what is scaled is flattened from groups into rows
+        rows = next(reader for reader in rows.users if reader.users)
+    (rows,) = rows.users
+    with graph.graph.inserting_before(rows):
+        names = (f"{stem}_packed", f"{stem}_scale", f"{stem}_zeros")
+        table, scale, zeros = (graph.graph.get_attr(name) for name in names)
+        call = (table, lookup.args[1], scale, zeros, group_size)
+        result = graph.graph.call_function(gather_block_quantized, call)
+    rows.replace_all_uses_with(result)
+
+
+def _parts(graph: fx.GraphModule, stem: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the integers, scales and zero points of a weight."""
+    packed, scale, zero = (getattr(graph, f"{stem}_{p}") for p in ("packed", "scale", "zero_point"))
+    return packed, scale, zero
+
+
+def _reads_halves(node: fx.Node) -> bool:
+    """Whether bytes are unpacked into two numbers of 4 bits."""
+    return any(reader.target is aten.bitwise_and.Scalar for reader in node.users)
+
+
+def _pack_pairs(zero_NG: torch.Tensor) -> torch.Tensor:
+    """Return 4-bit zero points in bytes, each row padded to whole bytes."""
+    padded = torch.nn.functional.pad(zero_NG, (0, zero_NG.shape[1] % 2))
+    return padded[:, ::2] | (padded[:, 1::2] << 4)

@@ -8,6 +8,7 @@ from torch.utils.data import TensorDataset
 from compress.artifacts.eager_model import EagerModel
 from compress.common.errors import PipelineInvalid, StageFailed
 from compress.common.signature import OutputSpec, Signature
+from compress.common.tensor_difference import relative_error
 from compress.core.context import Context
 from compress.data.splits import Splits
 from compress.quantization.algorithms.weight_rounding import hqq, round_to_nearest
@@ -23,26 +24,48 @@ def quantized(model: EagerModel, root: Path, data: Splits | None = None, **setti
     return QuantizeWeights.model_validate(settings)(model, Context(root=root, data=data))
 
 
-@pytest.mark.parametrize(("method", "bits"), [("rtn", 4), ("rtn", 8), ("hqq", 4)])
+def round_by_groups(layer: torch.nn.Module, inputs: tuple[torch.Tensor]) -> torch.Tensor:
+    """Round each 16 numbers of a row to 8 bits, their largest magnitude to 127; a forward hook."""
+    groups = inputs[0].unflatten(-1, (-1, 16))
+    step = groups.abs().amax(-1, keepdim=True) / 127
+    return ((groups / step).round() * step).flatten(-2)
+
+
+@pytest.mark.parametrize(
+    ("method", "bits", "activation_bits"),
+    [("rtn", 4, 8), ("rtn", 8, 8), ("rtn", 4, 32), ("hqq", 4, None)],
+)
 def test_both_runtimes_compute_with_the_rounded_weights(
-    tmp_path: Path, method: str, bits: int
+    tmp_path: Path, method: str, bits: int, activation_bits: int | None
 ) -> None:
     model = build_model(tmp_path / "source", "networks:sequence", TOKENS)
     settings = {"method": method, "bits": bits, "group_size": 16, "embeddings": False}
+    if activation_bits:
+        settings["activation_bits"] = activation_bits
     small = quantized(model, tmp_path / "small", **settings)
     exported = ExportOnnx()(small, Context(root=tmp_path / "onnx"))
     module = model.load()
     with torch.no_grad():
         for layer in (module.up, module.down):
             layer.weight.copy_(ROUNDINGS[method](layer.weight, bits, 16).dequantize())
+            if activation_bits == 8:
+                layer.register_forward_pre_hook(round_by_groups)
     (tokens,) = TOKENS.example(4)
     with torch.inference_mode():
         expected = module(tokens)
-    assert torch.allclose(answer(small, tokens), expected, rtol=0, atol=1e-5)
-    assert torch.allclose(answer(exported, tokens), expected, rtol=0, atol=1e-5)
+    # A number that lies between two integers may be rounded to either; without any rounding of
+    # activations the answers are 1e-3 of their norm apart.
+    assert relative_error(expected, answer(small, tokens)) < 1e-4
+    assert relative_error(expected, answer(exported, tokens)) < 1e-4
     assert exported.manifest.facts["operators"]["MatMulNBits"] == 2
+    assert "Round" not in exported.manifest.facts["operators"]
     assert small.parameters() == exported.parameters() == model.parameters()
     assert small.macs() == exported.macs() == model.macs()
+
+
+def test_hqq_multiplies_floats() -> None:
+    with pytest.raises(ValidationError, match="hqq multiplies floats, found activation_bits: 8"):
+        QuantizeWeights(method="hqq", activation_bits=8)
 
 
 def test_hqq_is_refused_where_no_runtime_takes_it() -> None:
@@ -62,6 +85,41 @@ def test_files_shrink_with_the_bits(tmp_path: Path) -> None:
         "down_weight_scale",
         "embedding_weight_rows_scale",
     }
+
+
+def table_of_width(folder: Path, width: int) -> EagerModel:
+    """Return a table with rows of a width, and a linear layer that reads them."""
+    layers = f"nn.Embedding(50, {width}), nn.Linear({width}, 16)"
+    source = f"from torch import nn\n\n\ndef table():\n    return nn.Sequential({layers})\n"
+    (folder / "tables.py").write_text(source)
+    return build_model(folder / "source", "tables:table", TOKENS, folder)
+
+
+def test_both_runtimes_look_up_four_bits(tmp_path: Path) -> None:
+    model = table_of_width(tmp_path, 48)  # three groups, whose zero points fill one byte and a half
+    small = quantized(model, tmp_path / "small", embedding_bits=4, exclude=["1"])
+    exported = ExportOnnx()(small, Context(root=tmp_path / "onnx"))
+    module = model.load()
+    with torch.no_grad():
+        table = module[0].weight
+        table.copy_(round_to_nearest(table, 4, 16).dequantize())
+    (tokens,) = TOKENS.example(4)
+    with torch.inference_mode():
+        expected = module(tokens)
+    assert relative_error(expected, answer(small, tokens)) < 1e-6
+    assert relative_error(expected, answer(exported, tokens)) < 1e-6
+    operators = exported.manifest.facts["operators"]
+    assert (operators["GatherBlockQuantized"], operators.get("Gather")) == (1, None)
+    assert small.parameters() == exported.parameters() == model.parameters()
+    assert small.macs() == exported.macs() == model.macs()
+
+
+def test_tables_of_odd_width_are_refused_in_four_bits(tmp_path: Path) -> None:
+    model = table_of_width(tmp_path, 24)
+    with pytest.raises(
+        StageFailed, match="multiple of 16 numbers, found 24; set embedding_bits: 8"
+    ):
+        quantized(model, tmp_path / "none", embedding_bits=4)
 
 
 def test_gptq_needs_data(tmp_path: Path) -> None:
@@ -120,4 +178,5 @@ def test_awq_gives_equal_outputs_in_both_runtimes(tmp_path: Path) -> None:
     expected, got = answer(model, rows), answer(small, rows)
     assert (got - expected).norm() < 0.1 * expected.norm()
     exported = ExportOnnx()(small, Context(root=tmp_path / "onnx"))
-    torch.testing.assert_close(answer(exported, rows), got, rtol=0, atol=1e-3)
+    # Activations between two integers may be rounded to either.
+    assert relative_error(got, answer(exported, rows)) < 1e-3

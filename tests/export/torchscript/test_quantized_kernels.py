@@ -119,7 +119,8 @@ def test_products_of_sequences_give_floats(tmp_path: Path, static: bool) -> None
 
 
 def test_few_bits_stay_packed(tmp_path: Path) -> None:
-    graph = quantized(tmp_path, "networks:sequence", TOKENS, QuantizeWeights(group_size=16))
+    stage = QuantizeWeights(group_size=16, embedding_bits=4)
+    graph = quantized(tmp_path, "networks:sequence", TOKENS, stage)
     torchscript = scripted(graph, tmp_path / "ts")
     tokens = torch.arange(33).view(3, 11)
     assert torch.equal(answer(torchscript, tokens), answer(graph, tokens))
