@@ -3,6 +3,7 @@
 # make fuzz   set up .venv and try 5000 changed inputs of each kind; FUZZ_EXAMPLES=… for more
 # make docs   set up .venv and build the site of docs/ in build/site
 # make reference   write docs/reference/ anew, after a setting or a command changed
+# make test-lowest   run the quick tests with the lowest versions that pyproject.toml allows (but of torch)
 # make lock   write requirements.lock: the installed versions, with hashes, of all but torch
 # make mutation   count the mutants of the mathematics that the tests kill (MUTANTS=compress.core.gate* for some)
 PYTHON ?= python3
@@ -15,7 +16,7 @@ TIMES := .venv/times
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 # make soak   run the tests that take long or want a quiet machine, one after the other
-.PHONY: demo test tests soak fuzz lint docs lock mutation reference clean
+.PHONY: demo test tests test-lowest soak fuzz lint docs lock mutation reference clean
 
 demo: .venv/demo
 	$(BIN)/compress run pipelines/quickstart.yaml
@@ -34,6 +35,15 @@ timed-%:
 # Quick and slow tests in one run: the workers import and collect once.
 tests: .venv/dev
 	$(BIN)/pytest -q $(WORKERS) -m 'not soak'
+
+# But of torch and torchao, whose releases belong together: the lowest torch has no CPU build at the
+# default index. Compiled, as pip does, or the tests would take warnings of others' syntax for errors.
+test-lowest: .venv/lock
+	$(BIN)/pip freeze -q | grep -E '^torch(ao)?==' > .venv/torch.txt
+	$(BIN)/uv venv -q --clear --seed --python $(BIN)/python .venv/lowest
+	$(BIN)/uv pip install -q --python .venv/lowest/bin/python --resolution lowest-direct --compile-bytecode \
+		--constraint .venv/torch.txt -e '.[dev]'
+	.venv/lowest/bin/pytest -q $(WORKERS)
 
 soak: .venv/dev
 	$(BIN)/pytest -q -m soak
