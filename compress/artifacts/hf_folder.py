@@ -188,7 +188,10 @@ def _tokenizer_files(folder: Path, config: dict[str, Any]) -> dict[str, bytes]:
     for name in TOKENIZER_SETTINGS:
         if (folder / name).is_file():
             with open_regular(folder / name) as stream:
-                files[name] = stream.read()
+                # transformers 5 renamed the class; transformers 4, which optimum needs, lacks it.
+                files[name] = stream.read().replace(
+                    b'"TokenizersBackend"', b'"PreTrainedTokenizerFast"'
+                )
     return files
 
 

@@ -149,6 +149,17 @@ def test_the_folder_of_an_artifact_opens_in_transformers(folder, exported) -> No
     assert config.architectures == ["BertForSequenceClassification"]
 
 
+def test_the_folder_of_an_onnx_artifact_is_what_optimum_opens(exported) -> None:
+    # optimum itself needs transformers 4; it takes these names of the file, inputs and outputs.
+    assert exported.payload_path.name == "model.onnx"
+    proto = onnx.load(exported.payload_path)
+    names = {node.name for node in proto.graph.input}
+    assert names == {"input_ids", "attention_mask", "token_type_ids"}
+    assert [node.name for node in proto.graph.output] == ["logits"]
+    settings = json.loads((exported.path / "tokenizer_config.json").read_text())
+    assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
+
+
 def test_the_built_in_server_answers_a_text_with_labels(folder, served) -> None:
     _, logits = expected(folder, ["not good!"])
     status, _, body = served.ask(b"not good!", {"Content-Type": "text/plain; charset=utf-8"})

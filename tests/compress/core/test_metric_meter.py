@@ -18,6 +18,7 @@ from compress.data.splits import Splits
 OWN = """
 import torch
 from torchmetrics import Metric
+from torchmetrics.text import WordErrorRate
 
 class Share(Metric):
     higher_is_better = True
@@ -37,6 +38,15 @@ class Share(Metric):
 
 def share(outputs, targets):
     return (outputs.argmax(1) == targets).double().mean()
+
+WORDS = ["", "a", "b", "c"]
+
+def decode(ids):
+    return [" ".join(WORDS[i] for i in row if i > 0) for row in ids.tolist()]
+
+class WordErrors(WordErrorRate):
+    def update(self, outputs, targets):
+        super().update(decode(outputs.argmax(-1)), decode(targets))
 
 class Other:
     pass
@@ -90,6 +100,19 @@ def test_the_number_of_outputs_in_memory_does_not_grow(metric: Metric) -> None:
 def test_only_a_function_needs_all_outputs(own: Callable[..., Metric]) -> None:
     assert most_outputs(own("Share"), 30) <= 3
     assert most_outputs(own("share"), 30) == 30
+
+
+def test_texts_are_measured_by_a_subclass_that_decodes(own: Callable[..., Metric]) -> None:
+    # Right, one word of two wrong, one of three missing; padding and -100 are no words.
+    references = [[1, 2], [1, 2], [1, 2, 3]]
+    answers = [[1, 2], [1, 3], [1, 2, 0]]
+    samples = [(torch.tensor(a), torch.tensor(r)) for a, r in zip(answers, references, strict=True)]
+
+    def predict(ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (torch.nn.functional.one_hot(ids, 4).float(),)
+
+    splits = Splits({"val": samples}, batch_size=2)
+    assert evaluate(predict, splits, "val", own("WordErrors"), predict) == pytest.approx(2 / 7)
 
 
 @pytest.mark.parametrize("gate", [Parity(atol=0), LabelAgreement()], ids=lambda gate: gate.gate)
