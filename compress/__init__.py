@@ -5,6 +5,7 @@ each on first use: ``compress --help`` must not import torch.
 """
 
 import importlib
+import logging
 from typing import Any
 
 import lazy_loader
@@ -27,6 +28,17 @@ _OF_OTHER_PACKAGES = {
     "optimize": "pipelines.optimize",
 }
 __all__ = [*_own, *_OF_OTHER_PACKAGES]  # noqa: PLE0604 - both hold names
+
+
+def _is_no_import_noise(record: logging.LogRecord) -> bool:
+    text = record.getMessage()
+    return "Failed to load" not in text and "is an Enum subclass" not in text
+
+
+# What torchao 0.18 logs where it is imported: absent CUDA libraries, its own deprecations. Here, as
+# transformers imports it, too, from the user's code.
+for _name in ("torchao", "torch.utils._pytree"):
+    logging.getLogger(_name).addFilter(_is_no_import_noise)
 
 
 def __getattr__(name: str) -> Any:

@@ -1,32 +1,9 @@
-"""The names of torchao's PT2E quantization that this package uses, imported without log noise."""
-
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+"""The names of torchao's PT2E quantization that this package uses."""
 
 from compress.common.process import gc_disabled
 
-
-@contextmanager
-def _quiet_import() -> Iterator[None]:
-    """Hide what torchao 0.18 logs on import: absent CUDA libraries, its own deprecations."""
-
-    def is_relevant(record: logging.LogRecord) -> bool:
-        text = record.getMessage()
-        return "Failed to load" not in text and "is an Enum subclass" not in text
-
-    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
-    for logger in loggers:
-        logger.addFilter(is_relevant)
-    try:
-        yield
-    finally:
-        for logger in loggers:
-            logger.removeFilter(is_relevant)
-
-
 # Without garbage collection: the import creates many objects that all stay.
-with _quiet_import(), gc_disabled():
+with gc_disabled():
     from torchao.quantization.pt2e import (
         DerivedObserverOrFakeQuantize,
         HistogramObserver,
