@@ -343,14 +343,18 @@ def serve(
 @command(
     "compress package runs/pipeline/artifacts/export_onnx --image build/image",
     "compress package runs/pipeline/artifacts/export_onnx --image build/oci --base python-slim",
+    "compress package runs/pipeline/artifacts/prune_channels --transformers build/small",
 )
 def package(
     artifact: ArtifactPath,
-    image: Annotated[Path, typer.Option(help="The folder to write.")],
+    image: Annotated[Path | None, typer.Option(help="The folder of an image to write.")] = None,
+    transformers: Annotated[
+        Path | None, typer.Option(help="The folder for from_pretrained to write.")
+    ] = None,
     base: Annotated[Path | None, typer.Option(help="OCI layout to add a layer to.")] = None,
     sign_key: Annotated[Path | None, typer.Option(help="Signs the attestation, PEM.")] = None,
 ) -> None:
-    """Write a container image that serves an ONNX artifact."""
+    """Write a container image of an ONNX artifact, or a folder that transformers opens."""
     with fast_imports():
         from pipelines.commands.verify import verify_command
         from serve.image.build_folder import write_build_folder
@@ -359,6 +363,17 @@ def package(
     def attest(file: Path) -> None:
         verify_command(artifact, attest=file, sign_key=sign_key)
 
+    if (image is None) == (transformers is None):
+        raise PipelineInvalid("name one folder to write: --image DIR or --transformers DIR")
+    if transformers is not None:
+        if base or sign_key:
+            raise PipelineInvalid("--base and --sign-key are for --image")
+        from compress.artifacts.libraries.transformers_folder import write_transformers_folder
+
+        packaged = write_transformers_folder(artifact, transformers)
+        print_result(asdict(packaged), packaged.lines())
+        return
+    assert image is not None
     if base is None:
         written = write_build_folder(artifact, image, attest)
     else:

@@ -400,3 +400,26 @@ def seal(folder: Path) -> None:
             entry.chmod(0o444)  # hard links share these bytes: an edit in place must not be easy
         sync(entry)
     sync(folder)
+
+
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """Yield a temporary folder, which gets the name `out` at the end of the block.
+
+    Raises:
+        PipelineInvalid: `out` holds files, or lies in an artifact.
+    """
+    out = out.resolve()
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise PipelineInvalid(f"{out}: exists; remove it, or choose another folder")
+    if any((folder / MANIFEST).is_file() for folder in out.parents):
+        raise PipelineInvalid(f"{out}: lies in an artifact, which holds its own files alone")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = partial_path(out)
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    try:
+        yield partial
+        partial.replace(out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

@@ -97,7 +97,7 @@ def read_folder(folder: Path, task: Task | None, *, untrained_head: bool) -> tup
             has no model for the task, or weights are missing.
     """
     refuse_foreign_folder(folder)
-    with _silent():
+    with transformers_silenced():
         try:
             config, kind = _class_of(folder, task)
             config.use_cache = False  # past_key_values would be further outputs
@@ -146,7 +146,7 @@ def files_to_carry(folder: Path, module: Any) -> dict[str, bytes]:
         readers.append(("image preprocessing", _image_files))
     for kind, read in readers:
         try:
-            with _silent():
+            with transformers_silenced():
                 files |= read(folder, content)
         except Exception as error:  # noqa: BLE001 - of any library that the folder's class needs
             logger.warning(
@@ -213,7 +213,7 @@ def read_architecture(folder: Path, task: Task | None) -> Any:
     import torch
 
     refuse_foreign_folder(folder)
-    with _silent(), torch.device("meta"):
+    with transformers_silenced(), torch.device("meta"):
         config, kind = _class_of(folder, task)
         config.use_cache = False
         return kind(config)
@@ -320,7 +320,7 @@ def _model_class(name: str) -> Any:
 
 
 @contextmanager
-def _silent() -> Iterator[None]:
+def transformers_silenced() -> Iterator[None]:
     """Suppress transformers' progress bars and warnings; problems that matter are raised."""
     import logging as levels
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from compress.artifacts.artifact import MANIFEST, Artifact
-from compress.common.atomic_files import partial_path
-from compress.common.errors import ArtifactInvalid, PipelineInvalid
+from compress.artifacts.artifact import MANIFEST, Artifact, new_folder
+from compress.common.errors import ArtifactInvalid
 from serve.http.loaded_model import open_model
 from serve.image.locked_requirements import locked_requirements
 from serve.packaging.joinable import REPORT, read_recorded_dependence
@@ -20,7 +18,7 @@ from serve.packaging.model_interface import PROBE_SIZES, example_inputs
 from serve.worker.wire import to_npz
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     Attest = Callable[[Path], object]
 
@@ -157,31 +155,6 @@ def entrypoint(folder: Path, artifact: Artifact) -> list[str]:
     command: list[Any] = ["python3", "-m", "cli", "serve", f"{HOME}/model", "--host", "0.0.0.0"]
     command += ["--sha256", artifact.digest]
     return [*command, "--report", f"{HOME}/{REPORT}"] if (folder / REPORT).is_file() else command
-
-
-@contextmanager
-def new_folder(out: Path) -> Iterator[Path]:
-    """Yield a temporary folder, which gets the name `out` at the end of the block.
-
-    Raises:
-        PipelineInvalid: `out` holds files, or lies in an artifact.
-    """
-    out = out.resolve()
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise PipelineInvalid(f"--image {out}: exists; remove it, or choose another folder")
-    if any((folder / MANIFEST).is_file() for folder in out.parents):
-        raise PipelineInvalid(
-            f"--image {out}: lies in an artifact, which holds its own files alone"
-        )
-    out.parent.mkdir(parents=True, exist_ok=True)
-    partial = partial_path(out)
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    try:
-        yield partial
-        partial.replace(out)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def make_readable(folder: Path) -> int:

@@ -14,6 +14,7 @@ import sys
 import tarfile
 from typing import TYPE_CHECKING, Any
 
+from compress.artifacts.artifact import new_folder
 from compress.common.atomic_files import open_regular, sha256_of, stays_inside
 from compress.common.errors import ArtifactInvalid
 from serve.image.build_folder import (
@@ -24,7 +25,6 @@ from serve.image.build_folder import (
     ImageFiles,
     entrypoint,
     make_readable,
-    new_folder,
     write_image_files,
 )
 from serve.image.locked_requirements import run_pip

@@ -1,0 +1,161 @@
+"""Writes an eager model of transformers as a folder that transformers opens, pruned ones too."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from itertools import combinations, islice
+from typing import TYPE_CHECKING, Any
+
+from compress.artifacts.artifact import Artifact, new_folder
+from compress.artifacts.carried_files import CONFIG
+from compress.artifacts.eager_model import EagerModel
+from compress.artifacts.hf_folder import FACTORY, build, transformers_silenced
+from compress.common.errors import ArtifactInvalid, StageFailed
+from compress.common.forward import torch_predictor
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from pathlib import Path
+
+    Shapes = dict[str, tuple[int, ...]]
+
+WIDTH = re.compile(r"size|dim|head|inner|embd|channel|layer|block|d_model|d_ff|d_kv|groups")
+"""In the name of an entry of a config that may be a width or a number of layers."""
+NO_WIDTH = re.compile(r"vocab|position|token|image|patch|kernel|window|sequence")
+MOST_ENTRIES = 4
+"""How many entries are changed: width, inner width, heads, and heads of keys and values."""
+TRIES = 1000
+"""How many changes of a config are tried, each by building the model without its weights."""
+
+
+@dataclass(frozen=True)
+class TransformersFolder:
+    """A written folder, for the terminal."""
+
+    path: str
+    model: str
+    """The model's class."""
+    changed: dict[str, int]
+    """The entries of the config that pruning changed."""
+
+    def lines(self) -> tuple[str, ...]:
+        """Return the lines for the terminal."""
+        changes = ", ".join(f"{name}: {value}" for name, value in self.changed.items())
+        return (
+            f"{self.path}: {self.model}, {changes or 'the config as it was'}; gives the artifact's "
+            "outputs bit for bit",
+            f'transformers.{self.model}.from_pretrained("{self.path}")',
+        )
+
+
+def write_transformers_folder(path: Path, out: Path) -> TransformersFolder:
+    """Write config, weights, tokenizer and image preprocessing as transformers reads them.
+
+    What pruning made narrower or shorter is changed in the config. The folder is opened by
+    transformers, and has to give the artifact's outputs bit for bit.
+
+    Args:
+        path: directory of an `eager` artifact of a model of transformers.
+        out: the folder to write, which must not exist or be empty.
+
+    Raises:
+        ArtifactInvalid: the artifact is of another kind, or not what was sealed.
+        PipelineInvalid: `out` holds files.
+        StageFailed: no config of transformers has the model's widths, or outputs differ.
+    """
+    artifact = Artifact.from_directory(path)
+    if not isinstance(artifact, EagerModel) or artifact.recipe.factory != FACTORY:
+        raise ArtifactInvalid(
+            f"{artifact.path}: is no PyTorch model of transformers, expected the artifact of a "
+            "stage that trains or prunes a model from a Hugging Face folder"
+        )
+    with new_folder(out) as partial, transformers_silenced():
+        changed, whole = _described(artifact)
+        for name, content in artifact.carried_files().items():
+            if name != CONFIG:
+                (partial / name).write_bytes(content)
+        whole.save_pretrained(partial)
+        opened = type(whole).from_pretrained(partial, dtype="float32", local_files_only=True)
+        opened.config.use_cache = False  # past_key_values would be further outputs
+        if not _has_equal_outputs(opened, artifact):
+            raise StageFailed(f"{out}: transformers gives other outputs than {artifact.path}")
+    return TransformersFolder(str(out), type(whole).__name__, changed)
+
+
+def _described(artifact: EagerModel) -> tuple[dict[str, int], Any]:
+    """Return the entries of a config that describe a model, and transformers' model of them."""
+    arguments: Any = artifact.recipe.arguments
+    architecture, config = arguments["architecture"], arguments["config"]
+    state = artifact.load().state_dict()
+    before, after = _shapes_of_config(architecture, config) or {}, _shapes(state)
+    for changed in islice(_possible_changes(config, before, after), TRIES):
+        if _shapes_of_config(architecture, config | changed) == after:
+            whole: Any = build(architecture, config | changed)
+            whole.load_state_dict(state)
+            # Fewer heads and narrower heads have the same shapes.
+            if _has_equal_outputs(whole, artifact):
+                return changed, whole
+    other = next((name for name in before if after.get(name) != before[name]), "")
+    was, found = (list(each.get(other, ())) for each in (before, after))
+    raise StageFailed(
+        f"{artifact.path}: no config of {architecture} has these widths ({other} was {was}, and is "
+        f"{found}): it has one number for all layers, and often none for the heads; prune with "
+        "`scope: uniform` and `include` inner widths alone, such as '*.intermediate.dense'"
+    )
+
+
+def _possible_changes(
+    config: dict[str, Any], before: Shapes, after: Shapes
+) -> Iterator[dict[str, int]]:
+    """Yield changes of a config's widths and numbers of layers, the fewest first; none first."""
+    pairs = {
+        (was, now)
+        for name in before.keys() & after.keys()
+        for was, now in zip(before[name], after[name], strict=True)
+        if was != now
+    }
+    if depths := {(_depth(before), _depth(after))} - {(_depth(after),) * 2}:
+        pairs |= depths
+    entries = [
+        (key, value * now // was)
+        for key, value in config.items()
+        if isinstance(value, int) and WIDTH.search(key) and not NO_WIDTH.search(key)
+        for was, now in sorted(pairs)
+        if value > 1 and value * now % was == 0
+    ]
+    for count in range(MOST_ENTRIES + 1):
+        for chosen in combinations(dict.fromkeys(entries), count):
+            if len({key for key, _ in chosen}) == count:
+                yield dict(chosen)
+
+
+def _depth(names: Iterable[str]) -> int:
+    """Return the number of layers by the numbers in the names of their weights."""
+    numbers = (re.search(r"\.(\d+)\.", name) for name in names)
+    return 1 + max((int(number[1]) for number in numbers if number), default=0)
+
+
+def _shapes_of_config(architecture: str, config: dict[str, Any]) -> Shapes | None:
+    """Return the shapes of a config's weights; None where it is none."""
+    import torch
+
+    try:
+        with torch.device("meta"):
+            return _shapes(build(architecture, config).state_dict())
+    except Exception:  # noqa: BLE001 - each architecture raises its own, such as of heads
+        return None
+
+
+def _shapes(state: dict[str, Any]) -> Shapes:
+    return {name: tuple(tensor.shape) for name, tensor in state.items()}
+
+
+def _has_equal_outputs(module: Any, artifact: EagerModel) -> bool:
+    """Whether a module gives an artifact's outputs, bit for bit, on seeded inputs."""
+    import torch
+
+    inputs = artifact.signature.example()
+    with artifact.open() as expected, torch_predictor(module.eval(), "cpu", 1) as predict:
+        pairs = zip(expected(*inputs), predict(*inputs), strict=True)
+        return all(torch.equal(a, b) for a, b in pairs)
