@@ -347,14 +347,16 @@ def serve(
 )
 def package(
     artifact: ArtifactPath,
-    image: Annotated[Path | None, typer.Option(help="The folder of an image to write.")] = None,
+    image: Annotated[
+        Path | None, typer.Option(help="Folder to write: an image of an ONNX artifact.")
+    ] = None,
     transformers: Annotated[
-        Path | None, typer.Option(help="The folder for from_pretrained to write.")
+        Path | None, typer.Option(help="Folder to write for from_pretrained.")
     ] = None,
     base: Annotated[Path | None, typer.Option(help="OCI layout to add a layer to.")] = None,
     sign_key: Annotated[Path | None, typer.Option(help="Signs the attestation, PEM.")] = None,
 ) -> None:
-    """Write a container image of an ONNX artifact, or a folder that transformers opens."""
+    """Write a container image, or a folder that transformers opens."""
     with fast_imports():
         from pipelines.commands.verify import verify_command
         from serve.image.build_folder import write_build_folder
