@@ -361,18 +361,22 @@ class Splits:
             reader = Reader(
                 dataset, self.loading, collate_fn, keeps_workers=False, records=is_sampled
             )
-            few, size = indices_to_probe(dataset), self.batch_size
+            # A cache was probed when it was made; two workers would read the same samples at once.
+            is_cached = isinstance(dataset, CachedDataset)
+            probes = [] if is_cached else [indices_to_probe(dataset)] * 2
+            size = self.batch_size
             chunks = [indices[i : i + size] for i in range(0, len(indices), size)]
-            hashes = []
+            hashes, is_repeatable = [], True
             with self._sample_errors(name), recording() as recorded:
-                for batch, worker_reads in reader.read_batches([few, few, *chunks], seed=0):
+                for batch, worker_reads in reader.read_batches([*probes, *chunks], seed=0):
                     add_to_recordings(worker_reads)
                     hashes.append(batch)
-                    if len(hashes) == 2 and hashes[0] != hashes[1]:
+                    if probes and len(hashes) == 2 and hashes[0] != hashes[1]:
+                        is_repeatable = False
                         break
             self._opened.add(recorded)
-            is_repeatable = hashes[0] == hashes[1]
-            self._hashes[key] = as_hashes(hashes[2:] if is_repeatable else [hash_of_state(dataset)])
+            own = hashes[len(probes) :] if is_repeatable else [hash_of_state(dataset)]
+            self._hashes[key] = as_hashes(own)
         return self._hashes[key]
 
     @staticmethod
