@@ -20,7 +20,7 @@ from compress.common.errors import CompressError, StageFailed, first_line
 from compress.common.forward import accept_any_batch
 from compress.common.tensor_difference import largest, largest_difference, relative_error
 from compress.core.metrics import evaluate, predicted_labels
-from export.common.host_check import has_16_bit_sums
+from export.common.int8_sums import has_16_bit_sums
 from export.parity import repro_script
 from export.parity.bisect import LayerSearch
 from export.parity.compare import ParityMismatch, parity_inputs
