@@ -25,6 +25,7 @@ from compress.common.atomic_files import (
 )
 from compress.common.config import Settings
 from compress.common.errors import ArtifactInvalid, PipelineInvalid, first_line
+from compress.common.forward import KeptModels
 from compress.common.signature import Signature
 from compress.common.strict_json import reject_duplicate_keys
 
@@ -100,6 +101,8 @@ class Artifact:
         self.digest = digest
         """SHA-256 of the manifest, which holds the hash of every file."""
         self._module: torch.nn.Module | None = None
+        self.kept_models: KeptModels | None = None
+        """Models that :meth:`keep_loaded` keeps."""
 
     def __init_subclass__(cls) -> None:
         if "kind" in vars(cls):
@@ -332,9 +335,19 @@ class Artifact:
         return self._module
 
     @contextmanager
-    def keep_loaded(self, device: str = "cpu", threads: int = 1) -> Iterator[None]:
-        """Keep servers alive between several :meth:`open`, for a ``with`` block."""
-        yield
+    def keep_loaded(self) -> Iterator[None]:
+        """Load the model at the first :meth:`open` of a ``with`` block, and keep it to its end.
+
+        It is shared by all that are opened with the same arguments.
+        """
+        if self.kept_models is not None:
+            yield
+            return
+        try:
+            with KeptModels() as self.kept_models:
+                yield
+        finally:
+            self.kept_models = None
 
     def parameters(self) -> int | None:
         """Return the number of weights that the producing stage counted, or None."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from compress.artifacts.artifact import Artifact, Step
@@ -110,17 +111,21 @@ class GraphModel(Artifact):
 
     def parameters(self) -> int:
         """Count the weights; scales and zero points are not weights."""
-        from compress.graph.flops import count_graph_weights
-
-        return count_graph_weights(self.program())
+        return self._counts[0]
 
     def macs(self) -> int:
         """Count multiply-accumulates for one sample."""
-        from compress.graph.flops import count_macs
+        return self._counts[1]
 
-        module = self.program().module()
+    @cached_property
+    def _counts(self) -> tuple[int, int]:
+        """Weights and multiply-accumulates, of a program that is read once."""
+        from compress.graph.flops import count_graph_weights, count_macs
+
+        program = self.program()
+        module = program.module()
         reshape_views_(module)
-        return count_macs(module, self.signature.example(batch=1))
+        return count_graph_weights(program), count_macs(module, self.signature.example(batch=1))
 
 
 def program_of(model: Artifact) -> torch.export.ExportedProgram:

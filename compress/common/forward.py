@@ -8,8 +8,9 @@ import re
 from collections.abc import Mapping
 from contextlib import ExitStack, contextmanager
 from functools import wraps
-from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar
 
+from compress.common.dependency_recorder import Recording, add_to_recordings, recording
 from compress.common.errors import ArtifactInvalid, PipelineInvalid
 from compress.common.signature import OutputSpec, Signature
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     """A model's flattened outputs, or its only one."""
 
 Arguments = ParamSpec("Arguments")
+Self = TypeVar("Self", bound="KeepsModels")
 
 OUTPUT = "output"
 """Name of an output that the model itself does not name."""
@@ -34,6 +36,12 @@ class Predictor(Protocol):
     def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the flattened outputs for inputs in the signature's order."""
         ...
+
+
+class KeepsModels(Protocol):
+    """What :func:`opened_model` needs of the class whose method it decorates."""
+
+    kept_models: KeptModels | None
 
 
 class OpenedModel:
@@ -80,15 +88,44 @@ class OpenedModel:
             torch.set_num_threads(own_threads)
 
 
+class KeptModels(ExitStack):
+    """Predictors that stay loaded until a block ends, by the arguments that opened them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._opened: dict[tuple[Any, ...], tuple[Predictor, Recording]] = {}
+
+    @contextmanager
+    def predictor(
+        self, opened: AbstractContextManager[Predictor], arguments: tuple[Any, ...]
+    ) -> Iterator[Predictor]:
+        """Give the predictor of these arguments; the first time it is opened.
+
+        Whoever gets it records the files that were read to open it.
+        """
+        if arguments not in self._opened:
+            with recording() as recorded:
+                self._opened[arguments] = self.enter_context(opened), recorded
+        predict, recorded = self._opened[arguments]
+        add_to_recordings(recorded)
+        yield predict
+
+
 def opened_model(
-    open_model: Callable[Arguments, Iterator[Predictor]],
-) -> Callable[Arguments, OpenedModel]:
-    """Decorate a generator method that yields a predictor, as ``contextmanager`` does."""
+    open_model: Callable[Concatenate[Self, Arguments], Iterator[Predictor]],
+) -> Callable[Concatenate[Self, Arguments], OpenedModel]:
+    """Decorate an artifact's generator method that yields a predictor, as ``contextmanager`` does.
+
+    Within :meth:`~compress.artifacts.artifact.Artifact.keep_loaded` it is opened once.
+    """
     manager = contextmanager(open_model)
 
     @wraps(open_model)
-    def opened(*args: Arguments.args, **kwargs: Arguments.kwargs) -> OpenedModel:
-        return OpenedModel(manager(*args, **kwargs))
+    def opened(artifact: Self, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> OpenedModel:
+        model, kept = manager(artifact, *args, **kwargs), artifact.kept_models
+        if kept is None:
+            return OpenedModel(model)
+        return OpenedModel(kept.predictor(model, (*args, *sorted(kwargs.items()))))
 
     return opened
 

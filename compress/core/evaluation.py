@@ -40,7 +40,7 @@ def evaluate_gates(
     A gate that could not be measured has failed, with the reason. ``evaluate`` gets a gate, the
     artifact compared with and the result; a run looks up what it has measured before.
     """
-    with artifact.keep_loaded(context.device, context.threads):
+    with artifact.keep_loaded():
         return tuple(
             evaluate(gate, baseline_for(gate, model, context), artifact, context) for gate in gates
         )

@@ -92,7 +92,7 @@ def evaluate_stage(state: RunState, planned: PlannedStage, lookup: CacheLookup) 
     # Before its gates: what they refuse is kept for a look, too.
     publish(artifact, state.out / "artifacts" / name)
     # Gates and measurements open the model once.
-    with artifact.keep_loaded(context.device, context.threads):
+    with artifact.keep_loaded():
         batch_dependence(state, name, cache)
         evaluate = functools.partial(_evaluate_gate, state, planned, cache)
         verdicts = evaluate_gates(planned.stage.gates, model, artifact, context, evaluate)
@@ -151,7 +151,7 @@ def measure_artifact(state: RunState, name: str, cache: MeasurementCache) -> Mea
     conditions = state.measurement_conditions()
     # The number goes up where other things are measured: stored values are then measured again.
     key = {"measurements": 2, "against": baseline.digest, **conditions}
-    with name_stage_in_errors(name, state.out):
+    with name_stage_in_errors(name, state.out), artifact.keep_loaded():
         measurements = cache.get_or_measure(
             key | judged_batch_size_part(state, name),
             measure=lambda: Measurements.from_artifact(artifact, baseline, context),

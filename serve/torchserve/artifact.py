@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, ClassVar
 
 from compress.artifacts.artifact import MANIFEST, Artifact, Manifest
@@ -77,7 +77,6 @@ class TorchServeArchive(Artifact):
         """Use :meth:`from_directory` instead."""
         super().__init__(path, manifest, digest)
         self._predictors: dict[int, Predictor] = {}
-        self._kept_servers: ExitStack | None = None
 
     @opened_model
     def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:
@@ -91,23 +90,9 @@ class TorchServeArchive(Artifact):
         """
         if threads in self._predictors:
             yield self._predictors[threads]
-        elif self._kept_servers is not None:
-            yield self._kept_servers.enter_context(self._served(threads))
         else:
             with self._served(threads) as predict:
                 yield predict
-
-    @contextmanager
-    def keep_loaded(self, device: str = "cpu", threads: int = 1) -> Iterator[None]:
-        """Keep a server that :meth:`open` starts until the end of the block."""
-        if self._kept_servers is not None:
-            yield
-            return
-        try:
-            with ExitStack() as self._kept_servers:
-                yield
-        finally:
-            self._kept_servers = None
 
     @contextmanager
     def _served(self, threads: int) -> Iterator[Predictor]:

@@ -60,7 +60,7 @@ def test_a_slow_period_changes_neither_the_ratio_nor_its_interval(
     clock = Clock()
     monkeypatch.setattr(benchmark, "time", clock)
     disturbed = clock.model(*[0.5] * 40, *[5.0] * 4)
-    compared = compare_latency(clock.model(1.0), disturbed, ROWS)
+    compared = compare_latency(clock.model(1.0), disturbed, ROWS, 3.0)
     assert compared.speedup == pytest.approx(2)
     assert compared.interval == pytest.approx((2, 2))
     assert compared.before.outliers == 0
@@ -104,6 +104,19 @@ def test_percentiles_of_few_calls_stay_within_the_measured_range(
     assert after.ventiles == pytest.approx(np.quantile(times, np.arange(1, 20) / 20) / 1.024, 1e-3)
     assert (after.p50, after.p95) == pytest.approx((after.ventiles[9], after.ventiles[18]), 1e-3)
     assert after.p95_interval.high == highest
+
+
+@pytest.mark.parametrize(("times", "share"), [((1.0,), 0.5), ((1.0, 1.2, 0.9), 1.0)])
+def test_steady_models_are_measured_for_half_the_time(
+    times: tuple[float, ...], share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(benchmark, "time", clock)
+    monkeypatch.setattr(benchmark, "MINIMUM_ROUNDS", 1)
+    spells = [each for each in times for _ in range(40)]
+    compare_latency(clock.model(1.0), clock.model(*spells), ROWS)
+    warming = 2 * benchmark.MEASURED_SECONDS / 4
+    assert clock.now - warming == pytest.approx(2 * share * benchmark.MEASURED_SECONDS, rel=0.1)
 
 
 def test_an_uncertain_figure_is_measured_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
