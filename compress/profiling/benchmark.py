@@ -86,6 +86,31 @@ class Comparison:
         return None if self.interval.unreliable_reason else 1 / self.speedup
 
 
+@dataclass(frozen=True)
+class InterleavedLatencies:
+    """Latencies of several models measured in turn in one process."""
+
+    latencies: tuple[Latency, ...]
+    medians: tuple[tuple[float, ...], ...]
+    """Median of each block of consecutive rounds, by model, in milliseconds."""
+
+    def comparison(self, before: int, after: int) -> Comparison:
+        """Compare two of the models."""
+        medians = zip(self.medians[before], self.medians[after], strict=True)
+        ratios = tuple(a / b for a, b in medians)
+        return Comparison(self.latencies[before], self.latencies[after], ratios)
+
+    def fastest(self) -> tuple[int, ...]:
+        """Return the model of the least median, and those level with it.
+
+        A model is level if the 95 % interval of its time over the fastest one's includes 1.
+        """
+        models = range(len(self.latencies))
+        first = min(models, key=lambda i: self.latencies[i].p50)
+        level = [i for i in models if i != first and self.comparison(i, first).interval.low <= 1]
+        return (first, *level)
+
+
 def unmeasurable(figure: str, doubt: str) -> str:
     """Format the message that a figure cannot be measured now, why, and what helps."""
     return (
@@ -126,25 +151,25 @@ def compare_latency(
     Each is measured for so many seconds, after a quarter of that to warm up; where an interval is
     too wide, once more for longer.
     """
-    rounds = _Rounds([before, after], batches)
-    rounds.warm_up(seconds / 4)
-    rounds.measure(seconds)
-    comparison = rounds.compare()
-    estimates = (comparison.interval, comparison.before, comparison.after)
-    if any(estimate.unreliable_reason for estimate in estimates):
-        rounds.measure(SECOND_TRY * seconds)
-        comparison = rounds.compare()
-    return comparison
+    return compare_latencies([before, after], batches, seconds).comparison(0, 1)
 
 
-def latencies(
+def compare_latencies(
     predictors: Sequence[Predictor], batches: Batches, seconds: float = MEASURED_SECONDS
-) -> list[Latency]:
-    """Measure any number of models as :func:`compare_latency` does, once."""
+) -> InterleavedLatencies:
+    """Measure any number of models as :func:`compare_latency` does."""
     rounds = _Rounds(predictors, batches)
     rounds.warm_up(seconds / 4)
     rounds.measure(seconds)
-    return [rounds.latency(index) for index in range(len(predictors))]
+    measured = rounds.results()
+    ratios = [measured.comparison(0, i).interval for i in range(1, len(predictors))]
+    doubts = [e.unreliable_reason for e in ratios] + [
+        e.unreliable_reason for e in measured.latencies
+    ]
+    if any(doubts):
+        rounds.measure(SECOND_TRY * seconds)
+        measured = rounds.results()
+    return measured
 
 
 @dataclass
@@ -213,7 +238,8 @@ class _Rounds:
         bounds = [*(unit * (units * i // blocks) for i in range(blocks)), len(times)]
         return [1e3 * statistics.median(times[start:end]) for start, end in pairwise(bounds)]
 
-    def compare(self) -> Comparison:
-        """Return the latencies of two models and the ratios of their blocks' medians."""
-        medians = zip(self.medians(0), self.medians(1), strict=True)
-        return Comparison(self.latency(0), self.latency(1), tuple(a / b for a, b in medians))
+    def results(self) -> InterleavedLatencies:
+        """Return the latency of each model and the medians of its blocks."""
+        models = range(len(self.predictors))
+        medians = tuple(tuple(self.medians(i)) for i in models)
+        return InterleavedLatencies(tuple(map(self.latency, models)), medians)
