@@ -19,6 +19,7 @@ _own_attribute, _own_names, _own = lazy_loader.attach_stub(__name__, __file__)
 _OF_OTHER_PACKAGES = {
     "export_aot": "export.functional",
     "export_onnx": "export.functional",
+    "export_openvino": "export.functional",
     "export_program": "export.functional",
     "export_tensorrt": "export.functional",
     "export_torchscript": "export.functional",

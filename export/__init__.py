@@ -7,9 +7,10 @@ import lazy_loader
 
 from compress.core.baselines import BASELINES, BaselineRuntime
 from export.onnx.float_baseline import onnxruntime_baseline
+from export.openvino.stage import OPENVINO, openvino_baseline
 
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
-BASELINES["onnxruntime"] = BaselineRuntime(
-    onnxruntime_baseline, frozenset({"eager", "graph", "onnx"})
-)
+READS_ONNX = frozenset({"eager", "graph", "onnx"})
+BASELINES["onnxruntime"] = BaselineRuntime(onnxruntime_baseline, READS_ONNX)
+BASELINES["openvino"] = BaselineRuntime(openvino_baseline, READS_ONNX, (OPENVINO,))

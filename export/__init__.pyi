@@ -3,6 +3,8 @@ from .aotinductor.stage import ExportAot as ExportAot
 from .exported_program import ExportProgram as ExportProgram
 from .onnx.stage import ExportOnnx as ExportOnnx
 from .onnx.stage import OnnxModel as OnnxModel
+from .openvino.stage import ExportOpenVINO as ExportOpenVINO
+from .openvino.stage import OpenVINOModel as OpenVINOModel
 from .tensorrt.stage import ExportTensorRT as ExportTensorRT
 from .tensorrt.stage import TensorRTEngine as TensorRTEngine
 from .torchscript.stage import ExportTorchScript as ExportTorchScript

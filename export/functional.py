@@ -4,6 +4,7 @@ from compress.functional.stage_function import stage_function
 from export.aotinductor.stage import ExportAot
 from export.exported_program import ExportProgram
 from export.onnx.stage import ExportOnnx
+from export.openvino.stage import ExportOpenVINO
 from export.tensorrt.stage import ExportTensorRT
 from export.torchscript.stage import ExportTorchScript
 
@@ -11,4 +12,5 @@ export_onnx = stage_function(ExportOnnx, takes_file=True)
 export_program = stage_function(ExportProgram, takes_file=True)
 export_torchscript = stage_function(ExportTorchScript, takes_file=True)
 export_aot = stage_function(ExportAot, takes_file=True)
+export_openvino = stage_function(ExportOpenVINO, takes_file=True)
 export_tensorrt = stage_function(ExportTensorRT, takes_file=True)

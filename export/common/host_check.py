@@ -33,18 +33,6 @@ def require_all(requirements: Sequence[Requirement], title: str) -> None:
             raise Unavailable(f"{title}: {requirement.what} is not here; {requirement.install}")
 
 
-def has_16_bit_sums() -> bool:
-    """Whether int8 kernels may add products in 16 bits: on x86 processors without VNNI or AMX.
-
-    Sums of two products of 8-bit numbers are cut off there; onnxruntime, oneDNN and FBGEMM do so.
-    """
-    import torch
-
-    features = torch.cpu.get_capabilities()
-    adds_in_32_bits = any(features.get(name) for name in ("avx_vnni", "avx512_vnni", "amx_int8"))
-    return features.get("architecture") == "x86_64" and not adds_in_32_bits
-
-
 def built_for(device: str) -> dict[str, Any]:
     """Return what code compiled here for a device needs: a processor, a system, a PyTorch."""
     import torch

@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from compress.artifacts.graph_model import GraphModel, program_of
+from compress.artifacts.graph_model import program_of
 from compress.common.atomic_files import partial_path, remove_leftovers
 from compress.common.errors import CompressError, StageFailed, first_line
 from compress.common.forward import accept_any_batch
 from compress.common.tensor_difference import largest, largest_difference, relative_error
 from compress.core.metrics import evaluate, predicted_labels
-from export.common.host_check import has_16_bit_sums
+from export.common.int8_sums import has_16_bit_sums
 from export.parity import repro_script
 from export.parity.bisect import LayerSearch
 from export.parity.compare import ParityMismatch, parity_inputs
-from export.parity.sample_parity import tolerance_for, val_inputs
+from export.parity.sample_parity import QUANTIZED, tolerance_for, val_inputs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -90,7 +90,8 @@ def report_on_mismatch(parity: ParityContext) -> Iterator[None]:
         except Exception as fault:  # noqa: BLE001 - the first error is what matters
             logger.warning("%s: no parity report: %s", parity.title, first_line(fault))
             raise error from None
-        hint = CUT_OFF if isinstance(parity.source, GraphModel) and has_16_bit_sums() else ""
+        has_integers = tolerance_for(parity.source) is QUANTIZED
+        hint = CUT_OFF if has_integers and has_16_bit_sums() else ""
         raise StageFailed(f"{error}; {summary}{hint}") from error
 
 

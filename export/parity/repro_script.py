@@ -96,6 +96,19 @@ ONNX = ScriptRuntime(
     ),
     library="onnxruntime",
 )
+OPENVINO = ScriptRuntime(
+    name="OpenVINO",
+    file="model.onnx",
+    imports="import openvino\n",
+    run_lines=(
+        'settings = {"INFERENCE_PRECISION_HINT": "f32"}',
+        'model = openvino.Core().compile_model(HERE / "model.onnx", "CPU", settings)',
+        "names = [port.get_any_name() for port in model.inputs]",
+        "feed = {n: x.numpy() for n, x in zip(names, inputs)}",
+        "return [torch.from_numpy(y) for y in model(feed).values()]",
+    ),
+    library="openvino",
+)
 TORCHSCRIPT = ScriptRuntime(
     name="TorchScript",
     file="model.ts",

@@ -69,8 +69,9 @@ QUANTIZED = Tolerance(relative=0.1, adversarial=0.3, spread=0.3, label_changes=0
 
 
 def tolerance_for(source: Artifact) -> Tolerance:
-    """Return the tolerance for exports of a model: graphs may compute in integers."""
-    return QUANTIZED if isinstance(source, GraphModel) else FLOAT
+    """Return the tolerance for exports of a model: graphs and ONNX files may hold integers."""
+    in_integers = isinstance(source, GraphModel) or source.manifest.facts.get("integer_kernels")
+    return QUANTIZED if in_integers else FLOAT
 
 
 @dataclass

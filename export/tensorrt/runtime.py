@@ -9,7 +9,7 @@ import torch
 from compress.common.errors import ArtifactInvalid, StageFailed
 from compress.common.forward import accept_any_batch
 from export.parity.compare import check_axis_sizes, on_cpu
-from export.parity.sample_parity import QUANTIZED, check_on_samples, tolerance_for, val_inputs
+from export.parity.sample_parity import check_on_samples, tolerance_for, val_inputs
 from export.tensorrt.shape_profiles import with_fixed_sizes
 
 if TYPE_CHECKING:
@@ -120,9 +120,7 @@ def check_engine(
         StageFailed: their outputs differ; the message says at which sizes.
     """
     signature, engine = source.signature, on_cpu(engine)
-    # An ONNX source may be quantized as well.
-    quantized = bool(source.manifest.facts.get("integer_kernels"))
-    tolerance = QUANTIZED if quantized else tolerance_for(source)
+    tolerance = tolerance_for(source)
     with source.open(threads=context.threads) as expected:
         for profile in dict.fromkeys(zip(*sizes.values(), strict=True) if sizes else [()]):
             at = dict(zip(sizes, profile, strict=True))

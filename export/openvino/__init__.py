@@ -1,0 +1,1 @@
+"""OpenVINO IR: `model.xml` with its weights in `model.bin`."""

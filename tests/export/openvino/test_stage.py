@@ -1,0 +1,121 @@
+from pathlib import Path
+
+import pytest
+import torch
+
+import compress
+from compress import QuantizeStatic
+from compress.artifacts.artifact import Artifact
+from compress.common.errors import ArtifactInvalid, StageFailed, Unavailable
+from compress.core.context import Context
+from compress.core.gates import LabelAgreement, MinSpeedup
+from export import ExportOnnx, ExportOpenVINO, OpenVINOModel
+from export.openvino.stage import OPENVINO
+from tests.export.builders import (
+    EXACT_BITS,
+    IMAGE_AND_CONTEXT,
+    TOKENS,
+    images,
+    network,
+    samples,
+)
+
+
+def largest_difference(model: Artifact, exported: Artifact, *inputs: torch.Tensor) -> float:
+    pairs = zip(model.open()(*inputs), exported.open()(*inputs), strict=True)
+    return max(float((a - b).abs().max()) for a, b in pairs)
+
+
+def test_every_input_and_output_keeps_its_name_and_place(tmp_path: Path) -> None:
+    model = network(tmp_path / "source", "networks:two_inputs", IMAGE_AND_CONTEXT)
+    exported = ExportOpenVINO()(model, Context(root=tmp_path / "openvino"))
+    inputs = torch.randn(5, 1, 12, 9), torch.randn(5, 4)
+    assert largest_difference(model, exported, *inputs) < 1e-5
+    assert exported.signature == model.signature
+    assert (exported.parameters(), exported.macs()) == (model.parameters(), model.macs())
+    files = {"model.xml", "model.bin"}
+    assert exported.model_files.keys() == files
+    assert exported.payload_bytes == sum((exported.path / f).stat().st_size for f in files)
+
+
+def test_a_quantized_graph_and_its_onnx_file_run_in_integers(tmp_path: Path) -> None:
+    model = network(tmp_path / "source", "networks:mobilenet")
+    context = Context(root=tmp_path / "int8", data=samples(images(64)))
+    graph = QuantizeStatic(calibration_samples=64, weight_bits=EXACT_BITS)(model, context)
+    onnx = ExportOnnx()(graph, context.with_root(tmp_path / "onnx"))
+    for source in (graph, onnx):
+        gates = (LabelAgreement(minimum=0.95),)
+        root = tmp_path / f"openvino of {source.kind}"
+        exported = ExportOpenVINO(gates=gates)(source, context.with_root(root))
+        facts = exported.manifest.facts
+        assert sum(facts["integer_kernels"].values()) == 4
+        assert facts["float_kernels"] == {}
+
+
+def test_openvino_is_a_baseline_of_speedup_gates(tmp_path: Path) -> None:
+    model = network(tmp_path / "source", "networks:mlp")
+    context = Context(root=tmp_path / "onnx", artifacts={"source": model})
+    stage = ExportOnnx(gates=(MinSpeedup(ratio=0.001, against="openvino"),))
+    (verdict,) = stage.judge(model, stage.run(model, context), context)
+    assert verdict.passed
+    assert verdict.against == "openvino"
+
+
+def test_inputs_of_other_sizes_are_refused(tmp_path: Path) -> None:
+    model = network(tmp_path / "source", "networks:mobilenet")
+    exported = ExportOpenVINO()(model, Context(root=tmp_path / "openvino"))
+    with exported.open() as predict:
+        with pytest.raises(ValueError, match=r"^input image has shape \[2, 1, 9, 8\], expected "):
+            predict(torch.randn(2, 1, 9, 8))
+        first = predict(torch.randn(2, 1, 8, 8))[0]
+        kept = first.clone()
+        predict(torch.randn(2, 1, 8, 8))
+        assert torch.equal(first, kept)  # an answer is not overwritten by the next one
+
+
+def test_altered_weights_are_not_loaded(tmp_path: Path) -> None:
+    model = network(tmp_path / "source", "networks:mlp")
+    exported = ExportOpenVINO()(model, Context(root=tmp_path / "openvino"))
+    weights = exported.path / "model.bin"
+    content = bytearray(weights.read_bytes())
+    content[8] ^= 1
+    weights.chmod(0o644)
+    weights.write_bytes(content)
+    with pytest.raises(ArtifactInvalid, match=r"model\.bin is not the file that was sealed"):
+        exported.open().__enter__()
+
+
+def test_wrong_answers_are_refused_with_a_script(tmp_path: Path, monkeypatch) -> None:
+    from export.openvino import runtime
+
+    right = runtime.predictor
+
+    def wrong(model):
+        predict = right(model)
+        return lambda *inputs: tuple(1.5 * y for y in predict(*inputs))
+
+    monkeypatch.setattr(runtime, "predictor", wrong)
+    model = network(tmp_path / "source", "networks:sequence", TOKENS)
+    with pytest.raises(
+        StageFailed, match=r"differ from the source's by 0\.5 .* see .*parity\.json"
+    ):
+        ExportOpenVINO()(model, Context(root=tmp_path / "openvino"))
+    folder = tmp_path / "parity" / "export_openvino"
+    assert "import openvino" in (folder / "reproduce.py").read_text()
+    assert not (tmp_path / "openvino").exists()
+
+
+def test_a_function_of_a_module(tmp_path: Path) -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    rows = torch.randn(3, 4)
+    exported = compress.export_openvino(module, tmp_path / "model.xml", example_inputs=(rows,))
+    assert isinstance(exported, OpenVINOModel)
+    torch.testing.assert_close(exported.module(rows), module(rows), rtol=1e-4, atol=1e-5)
+
+
+def test_without_openvino_one_line_says_how_to_install_it(tmp_path: Path, monkeypatch) -> None:
+    model = network(tmp_path / "source", "networks:mlp")
+    exported = ExportOpenVINO()(model, Context(root=tmp_path / "openvino"))
+    monkeypatch.setattr(type(OPENVINO), "missing", lambda _: True)
+    with pytest.raises(Unavailable, match=r"openvino is not here; pip install .*\[openvino\]"):
+        exported.open().__enter__()
