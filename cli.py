@@ -341,6 +341,39 @@ def serve(
 
 
 @command(
+    "compress bench runs/pipeline/artifacts/onnx runs/pipeline/artifacts/torchscript",
+    "compress bench runs/pipeline/artifacts/train --runtimes onnx,aot --html bench.html",
+)
+def bench(
+    artifacts: Annotated[
+        list[Path], typer.Argument(metavar="ARTIFACT...", help="Directories of artifacts.")
+    ],
+    runtimes: Annotated[str, typer.Option(help="Export one artifact to these too: onnx,aot.")] = "",
+    batch: Annotated[str, typer.Option(help="Rows of a call.")] = "1,8,32",
+    threads: Annotated[str, typer.Option(help="CPU threads of a call.")] = "1",
+    seconds: Annotated[float, typer.Option(min=0.01, help="Measured for each figure.")] = 0.6,
+    html: Annotated[Path | None, typer.Option(help="Write a page with plots.")] = None,
+) -> None:
+    """Measure artifacts in turn, and name the fastest."""
+    with fast_imports():
+        from compress.common.atomic_files import write_atomically
+        from pipelines.bench import bench as measure
+        from pipelines.bench import parse_numbers
+        from pipelines.reporting.bench_page import bench_page, bench_table
+
+    found = measure(
+        *artifacts,
+        runtimes=[name.strip() for name in runtimes.split(",") if name.strip()],
+        batch=parse_numbers("--batch", batch),
+        threads=parse_numbers("--threads", threads),
+        seconds=seconds,
+    )
+    if html is not None:
+        write_atomically(html, bench_page(found))
+    print_result(found, found.lines(), lambda _: bench_table(found))
+
+
+@command(
     "compress package runs/pipeline/artifacts/export_onnx --image build/image",
     "compress package runs/pipeline/artifacts/export_onnx --image build/oci --base python-slim",
     "compress package runs/pipeline/artifacts/prune_channels --transformers build/small",

@@ -27,6 +27,7 @@ _OF_OTHER_PACKAGES = {
     "package_torchserve": "serve.functional",
     "package_triton": "serve.functional",
     "optimize": "pipelines.optimize",
+    "bench": "pipelines.bench",
 }
 __all__ = [*_own, *_OF_OTHER_PACKAGES]  # noqa: PLE0604 - both hold names
 

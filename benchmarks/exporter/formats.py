@@ -32,7 +32,7 @@ from compress.artifacts.artifact import Artifact
 from compress.artifacts.eager_model import EagerModel
 from compress.common.errors import CompressError
 from compress.common.forward import torch_predictor
-from compress.profiling.benchmark import latencies
+from compress.profiling.benchmark import compare_latencies
 from compress.profiling.rss import memory_kib, reset_peak
 from export import ExportAot, ExportOnnx, ExportTorchScript
 from exporter.models import MODELS, build_model, import_dependencies
@@ -173,7 +173,7 @@ def _ratios(model: EagerModel, root: Path, kinds: list[str], *, small: bool) -> 
         by_batch = []
         for batch in BATCHES:
             inputs = model.signature.example(batch=batch)
-            measured = latencies(predictors, [inputs], 0.2 if small else 3.0)
+            measured = compare_latencies(predictors, [inputs], 0.2 if small else 3.0).latencies
             medians = [math.nan if found.unreliable_reason else found.p50 for found in measured]
             by_batch.append([median / medians[0] for median in medians])
     return dict(zip(kinds, zip(*by_batch, strict=True), strict=True))

@@ -85,14 +85,45 @@ class Comparison:
     @property
     def is_precise(self) -> bool:
         """Whether the intervals of the speedup and of both medians are narrow."""
-        medians = (self.before.p50_interval, self.after.p50_interval)
-        narrow = all(i.high <= PRECISE * i.low for i in (self.interval, *medians))
-        return narrow and not (self.before.unreliable_reason or self.after.unreliable_reason)
+        intervals = (self.interval, self.before.p50_interval, self.after.p50_interval)
+        is_narrow = all(i.high <= PRECISE * i.low for i in intervals)
+        return is_narrow and not self.unreliable_reason
+
+    @property
+    def unreliable_reason(self) -> str:
+        """Why some of the figures are too uncertain; empty where none is."""
+        estimates = (self.interval, self.before, self.after)
+        return next(filter(None, (e.unreliable_reason for e in estimates)), "")
 
     @property
     def share(self) -> float | None:
         """Time of ``after`` as a share of that of ``before``; None where it is not measurable."""
         return None if self.interval.unreliable_reason else 1 / self.speedup
+
+
+@dataclass(frozen=True)
+class InterleavedLatencies:
+    """Latencies of several models measured in turn in one process."""
+
+    latencies: tuple[Latency, ...]
+    medians: tuple[tuple[float, ...], ...]
+    """Median of each block of consecutive rounds, by model, in milliseconds."""
+
+    def comparison(self, before: int, after: int) -> Comparison:
+        """Compare two of the models."""
+        medians = zip(self.medians[before], self.medians[after], strict=True)
+        ratios = tuple(a / b for a, b in medians)
+        return Comparison(self.latencies[before], self.latencies[after], ratios)
+
+    def fastest(self) -> tuple[int, ...]:
+        """Return the model of the least median, and those level with it.
+
+        A model is level if the 95 % interval of its time over the fastest one's includes 1.
+        """
+        models = range(len(self.latencies))
+        first = min(models, key=lambda i: self.latencies[i].p50)
+        level = [i for i in models if i != first and self.comparison(i, first).interval.low <= 1]
+        return (first, *level)
 
 
 def unmeasurable(figure: str, doubt: str) -> str:
@@ -135,28 +166,25 @@ def compare_latency(
     Each is measured for so many seconds, after a quarter of that to warm up; for half of them where
     the intervals are narrow then, and once more for longer where one is too wide.
     """
-    rounds = _Rounds([before, after], batches)
+    return compare_latencies([before, after], batches, seconds).comparison(0, 1)
+
+
+def compare_latencies(
+    predictors: Sequence[Predictor], batches: Batches, seconds: float = MEASURED_SECONDS
+) -> InterleavedLatencies:
+    """Measure any number of models as :func:`compare_latency` does."""
+    rounds = _Rounds(predictors, batches)
     rounds.warm_up(seconds / 4)
     for _ in range(2):
         rounds.measure(seconds / 2)
-        comparison = rounds.compare()
-        if comparison.is_precise:
-            return comparison
-    estimates = (comparison.interval, comparison.before, comparison.after)
-    if any(estimate.unreliable_reason for estimate in estimates):
+        measured = rounds.results()
+        comparisons = [measured.comparison(0, i) for i in range(len(predictors))]
+        if all(comparison.is_precise for comparison in comparisons):
+            return measured
+    if any(comparison.unreliable_reason for comparison in comparisons):
         rounds.measure(SECOND_TRY * seconds)
-        comparison = rounds.compare()
-    return comparison
-
-
-def latencies(
-    predictors: Sequence[Predictor], batches: Batches, seconds: float = MEASURED_SECONDS
-) -> list[Latency]:
-    """Measure any number of models as :func:`compare_latency` does, once."""
-    rounds = _Rounds(predictors, batches)
-    rounds.warm_up(seconds / 4)
-    rounds.measure(seconds)
-    return [rounds.latency(index) for index in range(len(predictors))]
+        measured = rounds.results()
+    return measured
 
 
 @dataclass
@@ -225,7 +253,8 @@ class _Rounds:
         bounds = [*(unit * (units * i // blocks) for i in range(blocks)), len(times)]
         return [1e3 * statistics.median(times[start:end]) for start, end in pairwise(bounds)]
 
-    def compare(self) -> Comparison:
-        """Return the latencies of two models and the ratios of their blocks' medians."""
-        medians = zip(self.medians(0), self.medians(1), strict=True)
-        return Comparison(self.latency(0), self.latency(1), tuple(a / b for a, b in medians))
+    def results(self) -> InterleavedLatencies:
+        """Return the latency of each model and the medians of its blocks."""
+        models = range(len(self.predictors))
+        medians = tuple(tuple(self.medians(i)) for i in models)
+        return InterleavedLatencies(tuple(map(self.latency, models)), medians)

@@ -14,7 +14,7 @@ from compress.common.errors import ArtifactInvalid
 from compress.common.forward import opened_model
 from compress.core.gates import AnyGate, LabelAgreement, Parity
 from compress.core.stage import Stage
-from serve.repository.triton import TritonRepository, open_predictor
+from serve.repository.triton import TritonRepository, built_for_facts, open_predictor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 REPOSITORY = "model_repository"
-FORMATS = {".onnx": "onnx", ".pt": "pytorch"}
+FORMATS = {".onnx": "onnx", ".pt": "pytorch", ".pt2": "pytorch"}
 """KServe's model formats of its Triton runtime, by the model file's suffix."""
 NOT_RUN = (
     "neither KServe nor Triton was run: the gates judged the packaged file with the runtime of "
@@ -54,7 +54,7 @@ class KServeService(Artifact):
         if name not in self.manifest.files:
             raise ArtifactInvalid(f"{self.path}: {name} is no file of this artifact")
         self.verify_cached()
-        with open_predictor(self.path / name, device, threads) as predict:
+        with open_predictor(self, self.path / name, device, threads) as predict:
             yield predict
 
 
@@ -105,6 +105,7 @@ class PackageKServe(Stage[TritonRepository, KServeService]):
             "parameters": model.parameters(),
             "macs": model.macs(),
             "warnings": [NOT_RUN],
+            **built_for_facts(model),
         }
         with KServeService.atomic_write(
             context.root, model.signature, lineage=self.lineage(model), facts=facts

@@ -11,9 +11,11 @@ from pydantic import Field
 
 from compress.artifacts.artifact import Artifact
 from compress.common.config import Count
+from compress.common.errors import StageFailed
 from compress.common.forward import opened_model
 from compress.core.gates import AnyGate, LabelAgreement, Parity
 from compress.core.stage import Stage
+from export.aotinductor.stage import AotModel
 from export.onnx.stage import OnnxModel
 from export.torchscript.stage import TorchScriptModel
 
@@ -31,6 +33,12 @@ CONFIG = "config.pbtxt"
 NOT_RUN = (
     "Triton itself was not run: the gates judged the packaged file with the runtime of this "
     "process; config.pbtxt is written for Triton's published schema"
+)
+
+
+NO_AOT_BATCHING = (
+    "Triton's PyTorch backend does not batch AOTInductor packages; a client may send many rows in "
+    "one request"
 )
 
 
@@ -63,11 +71,14 @@ class TritonRepository(Artifact):
     def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:
         """Yield a predictor of the packaged file; Triton is not started."""
         self.verify_cached()
-        with open_predictor(self.payload_path, device, threads) as predict:
+        with open_predictor(self, self.payload_path, device, threads) as predict:
             yield predict
 
 
-class PackageTriton(Stage[OnnxModel | TorchScriptModel, TritonRepository]):
+Servable = OnnxModel | TorchScriptModel | AotModel
+
+
+class PackageTriton(Stage[Servable, TritonRepository]):
     """Lay a model out as a repository of Triton's, with a configuration from its signature."""
 
     stage: Literal["package_triton"] = "package_triton"
@@ -95,18 +106,28 @@ class PackageTriton(Stage[OnnxModel | TorchScriptModel, TritonRepository]):
         """Whether requests may be batched is measured on rows of `val`."""
         return True
 
-    def run(self, model: OnnxModel | TorchScriptModel, context: Context) -> TritonRepository:
+    def run(self, model: Servable, context: Context) -> TritonRepository:
         """Copy the model and write its configuration, reproducibly."""
         from compress.profiling.batch_dependence import numpy_call
         from serve.packaging.joinable import why_not_joined
         from serve.packaging.model_interface import infer_interface
-        from serve.repository.triton_config import FILES, DynamicBatching, model_config
+        from serve.repository.triton_config import (
+            FILES,
+            DynamicBatching,
+            model_config,
+            without_batching,
+        )
 
+        refuse_code_for_gpu(model, self.title)
         model.verify()
         with model.open("cpu", context.threads) as predict:
             interface = infer_interface(numpy_call(predict, model.signature), model.signature)
         refuse_nested_output(model, self.title)
-        not_joined = why_not_joined(interface.rows_stay_first, context.batch_dependence(model))
+        if isinstance(model, AotModel):
+            interface = without_batching(interface)
+            not_joined = NO_AOT_BATCHING
+        else:
+            not_joined = why_not_joined(interface.rows_stay_first, context.batch_dependence(model))
         joining_warning = [f"requests are not joined: {not_joined}"] if not_joined else []
         payload = f"{self.model_name}/{VERSION}/{FILES[model.kind]}"
         facts: dict[str, Any] = {
@@ -116,6 +137,7 @@ class PackageTriton(Stage[OnnxModel | TorchScriptModel, TritonRepository]):
             "parameters": model.parameters(),
             "macs": model.macs(),
             "warnings": [NOT_RUN, *(joining_warning if self.dynamic_batching else ())],
+            **built_for_facts(model),
         }
         with TritonRepository.atomic_write(
             context.root, model.signature, lineage=self.lineage(model), facts=facts
@@ -140,25 +162,48 @@ class PackageTriton(Stage[OnnxModel | TorchScriptModel, TritonRepository]):
 
 
 @contextmanager
-def open_predictor(file: Path, device: str, threads: int) -> Iterator[Predictor]:
-    """Yield a predictor of a repository's model file, run in this process."""
+def open_predictor(
+    packaged: Artifact, file: Path, device: str, threads: int
+) -> Iterator[Predictor]:
+    """Yield a predictor of a repository's model file, run in this process.
+
+    Raises:
+        Unavailable: it is native code, compiled for another machine.
+    """
     if file.suffix == ".onnx":
         from export.onnx.session import session_predictor
 
         yield session_predictor(file, threads)
         return
     from compress.common.forward import torch_predictor
-    from export.torchscript.file_io import load
 
-    with torch_predictor(load(file, device), device, threads) as predict:
+    module: Any
+    if file.suffix == ".pt2":
+        from export.aotinductor.package import load as load_package
+        from export.common.host_check import refuse_other_host
+
+        built_for: Any = packaged.fact("built_for")
+        refuse_other_host(built_for, file)
+        device = "cpu"
+        module = load_package(file, packaged.signature, device)
+    else:
+        from export.torchscript.file_io import load
+
+        module = load(file, device)
+    with torch_predictor(module, device, threads) as predict:
         yield predict
+
+
+def built_for_facts(model: Artifact) -> dict[str, Any]:
+    """Return the machine that native code was compiled for, as a fact; nothing for other models."""
+    facts = model.manifest.facts
+    return {"built_for": facts["built_for"]} if "built_for" in facts else {}
 
 
 def refuse_nested_output(model: Artifact, title: str) -> None:
     """Raise StageFailed where a TorchScript model returns no tensor or flat list of tensors."""
     import torch
 
-    from compress.common.errors import StageFailed
     from export.torchscript.file_io import load
 
     if not isinstance(model, TorchScriptModel):
@@ -170,6 +215,16 @@ def refuse_nested_output(model: Artifact, title: str) -> None:
         raise StageFailed(
             f"{title}: the TorchScript model answers with a {type(answer).__name__} that is no "
             "flat list of tensors, which Triton's PyTorch backend does not read; use export_onnx"
+        )
+
+
+def refuse_code_for_gpu(model: Artifact, title: str) -> None:
+    """Raise StageFailed for native code that was compiled for a GPU."""
+    built_for: Any = built_for_facts(model).get("built_for", {"device": "cpu"})
+    if built_for["device"] != "cpu":
+        raise StageFailed(
+            f"{title}: the package was compiled for {built_for['device']}, and the repository's "
+            "instances are on the CPU; compile it with `device: cpu`"
         )
 
 

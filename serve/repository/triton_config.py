@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from compress.common.errors import StageFailed
@@ -13,12 +13,17 @@ if TYPE_CHECKING:
 
     from serve.packaging.model_interface import Interface, Tensor
 
-PLATFORMS = {"onnx": "onnxruntime_onnx", "torchscript": "pytorch_libtorch"}
-FILES = {"onnx": "model.onnx", "torchscript": "model.pt"}
-"""Default file names of the two backends."""
+PLATFORMS = {
+    "onnx": "onnxruntime_onnx",
+    "torchscript": "pytorch_libtorch",
+    "aot": "torch_aoti",  # Triton 26.03 and later
+}
+BACKENDS = {"onnx": "onnxruntime", "torchscript": "pytorch", "aot": "pytorch"}
+FILES = {"onnx": "model.onnx", "torchscript": "model.pt", "aot": "model.pt2"}
+"""Default file names of the platforms."""
 THREAD_PARAMETERS = {
     "onnx": ("intra_op_thread_count", "inter_op_thread_count"),
-    "torchscript": ("INTRA_OP_THREAD_COUNT", "INTER_OP_THREAD_COUNT"),
+    **dict.fromkeys(("torchscript", "aot"), ("INTRA_OP_THREAD_COUNT", "INTER_OP_THREAD_COUNT")),
 }
 DATA_TYPES = {
     "bool": "TYPE_BOOL",
@@ -65,10 +70,11 @@ def model_config(
     intra, inter = THREAD_PARAMETERS[kind]
     config: dict[str, Any] = {
         "name": name,
+        "backend": BACKENDS[kind],
         "platform": PLATFORMS[kind],
         "max_batch_size": max_batch_size if batched else 0,
-        "input": _tensors(interface.inputs, kind, batched),
-        "output": _tensors(interface.outputs, kind, batched),
+        "input": _tensors(interface.inputs, kind, "INPUT", batched),
+        "output": _tensors(interface.outputs, kind, "OUTPUT", batched),
         "instance_group": [{"kind": EnumName("KIND_CPU"), "count": instances}],
         "parameters": [
             {"key": key, "value": {"string_value": str(count)}}
@@ -83,15 +89,28 @@ def model_config(
     return "\n".join(_lines(config)) + "\n"
 
 
-def name_of(kind: str, name: str, index: int) -> str:
-    """Return a tensor's name: TorchScript has no names, and its backend expects ``name__index``."""
+def without_batching(interface: Interface) -> Interface:
+    """Return the interface with all dimensions written, which Triton passes on as they are."""
+    return replace(interface, rows_stay_first=False)
+
+
+def name_of(kind: str, name: str, role: str, index: int) -> str:
+    """Return a tensor's name in Triton; ``role`` is ``INPUT`` or ``OUTPUT``.
+
+    TorchScript has no names, and its backend expects ``name__index``; an AOTInductor package's
+    tensors are ``INPUT__index`` and ``OUTPUT__index``.
+    """
+    if kind == "aot":
+        return f"{role}__{index}"
     return f"{name}__{index}" if kind == "torchscript" else name
 
 
-def _tensors(tensors: tuple[Tensor, ...], kind: str, batched: bool) -> list[dict[str, Any]]:
+def _tensors(
+    tensors: tuple[Tensor, ...], kind: str, role: str, batched: bool
+) -> list[dict[str, Any]]:
     entries = []
     for i, tensor in enumerate(tensors):
-        dtype, name = tensor.dtype, name_of(kind, tensor.name, i)
+        dtype, name = tensor.dtype, name_of(kind, tensor.name, role, i)
         if dtype not in DATA_TYPES:
             raise StageFailed(f"{tensor.name} is {dtype}, which Triton's requests do not carry")
         dims = [*(tensor.shape[1:] if batched else tensor.shape)]

@@ -19,11 +19,13 @@ from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.context import Context
 from compress.data.splits import Splits
 from compress.profiling.batch_dependence import numpy_call
+from export.aotinductor.stage import AotModel, ExportAot
 from export.onnx.stage import ExportOnnx, OnnxModel
 from export.torchscript.stage import ExportTorchScript
 from serve.packaging.model_interface import Interface, Tensor, infer_interface
+from serve.repository.kserve import PackageKServe
 from serve.repository.triton import NOT_RUN, PackageTriton, TritonRepository
-from serve.repository.triton_config import DynamicBatching, model_config
+from serve.repository.triton_config import DynamicBatching, model_config, without_batching
 from serve.verify import verify
 
 NETS = """
@@ -224,6 +226,55 @@ def test_rows_on_another_axis_are_not_batched(
     ]
     assert repository.payload_path.name == "model.pt"
     assert config.parameters["INTRA_OP_THREAD_COUNT"].string_value == "1"
+
+
+def test_an_aotinductor_package_has_positional_names_and_no_batching(published: ModuleType) -> None:
+    tensors = (Tensor("x", "float32", (-1, 3)),)
+    interface = without_batching(Interface(tensors, tensors, True))
+    text = model_config(
+        "m",
+        "aot",
+        interface,
+        max_batch_size=128,
+        batching=DynamicBatching(0, 128),
+        instances=1,
+        threads=2,
+    )
+    config = text_format.Parse(text, published.ModelConfig())
+    assert (config.backend, config.platform, config.max_batch_size) == ("pytorch", "torch_aoti", 0)
+    assert not config.HasField("dynamic_batching")
+    assert [(t.name, list(t.dims)) for t in [*config.input, *config.output]] == [
+        ("INPUT__0", [-1, 3]),
+        ("OUTPUT__0", [-1, 3]),
+    ]
+    assert config.parameters["INTRA_OP_THREAD_COUNT"].string_value == "2"
+
+
+@pytest.mark.slow
+def test_a_packaged_aotinductor_package_answers_on_the_machine_it_was_compiled_for(
+    folder: Path, published: ModuleType, tmp_path: Path
+) -> None:
+    model = made(folder, "Pooled", POOLED, ExportAot())
+    repository = PackageTriton()(model, Context(root=tmp_path / "triton"))
+    service = PackageKServe(storage_uri="s3://a/b")(repository, Context(root=tmp_path / "kserve"))
+    assert repository.payload_path.name == "model.pt2"
+    assert "does not batch" in repository.manifest.facts["warnings"][1]  # type: ignore[index]
+    names = [tensor.name for tensor in read(repository, published).output]
+    assert names == ["OUTPUT__0", "OUTPUT__1"]
+    inputs = POOLED.example(batch=5)
+    with model.open() as expected, repository.open() as got, service.open() as deployed:
+        for a, b, c in zip(expected(*inputs), got(*inputs), deployed(*inputs), strict=True):
+            assert torch.equal(a, b) and torch.equal(a, c)
+
+
+def test_code_for_a_gpu_is_refused(tmp_path: Path) -> None:
+    facts = {"built_for": {"device": "cuda"}}
+    with AotModel.atomic_write(tmp_path / "aot", STACKED, facts=facts) as partial:
+        (partial / "model.pt2").write_bytes(b"code")
+    with pytest.raises(StageFailed, match="compiled for cuda"):
+        PackageTriton().run(
+            AotModel.from_directory(tmp_path / "aot"), Context(root=tmp_path / "triton")
+        )
 
 
 def test_a_dictionary_is_refused(folder: Path, tmp_path: Path) -> None:

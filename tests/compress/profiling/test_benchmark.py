@@ -68,6 +68,21 @@ def test_a_slow_period_changes_neither_the_ratio_nor_its_interval(
     assert compared.after.p95 == pytest.approx(5000 / 1024)
 
 
+def test_the_fastest_model_is_named_with_those_that_are_level(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(benchmark, "time", clock)
+    now_and_then_faster = clock.model(*[0.9] * 20, *[1.3] * 23)
+    models = [clock.model(2.0), now_and_then_faster, clock.model(1.0), clock.model(1.0)]
+    measured = benchmark.compare_latencies(models, ROWS)
+    assert [found.p50 for found in measured.latencies] == pytest.approx(
+        [n * 1000 / 1024 for n in (2.0, 1.3, 1.0, 1.0)]
+    )
+    assert measured.fastest() == (2, 1, 3)
+    assert measured.comparison(0, 2).speedup == pytest.approx(2)
+
+
 def test_an_unsteady_ratio_has_a_wide_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr(benchmark, "time", clock)

@@ -1,0 +1,1 @@
+"""Measure a model in several runtimes, to find the fastest one."""

@@ -1,0 +1,52 @@
+"""Runtimes by name, and the stage with default settings that exports to each."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from compress.common.errors import StageFailed, Unavailable
+from export.aotinductor.stage import ExportAot
+from export.onnx.stage import ExportOnnx
+from export.torchscript.stage import ExportTorchScript
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from compress.artifacts.artifact import Artifact
+    from compress.core.context import Context
+    from compress.core.stage import Stage
+
+Runtime = Literal["onnx", "torchscript", "aot"]
+RUNTIMES: dict[Runtime, Callable[[], Stage[Any, Any]]] = {
+    "onnx": ExportOnnx,
+    "torchscript": ExportTorchScript,
+    "aot": ExportAot,
+}
+
+
+def export_to(
+    runtimes: tuple[Runtime, ...], model: Artifact, context: Context
+) -> tuple[dict[str, Artifact], dict[str, str]]:
+    """Export a model to runtimes, each into a folder of the context's; each file is checked.
+
+    Returns:
+        The artifacts by runtime, and the reasons for those that could not be written, such as a
+        missing compiler or an operator that the runtime lacks.
+    """
+    exported: dict[str, Artifact] = {}
+    failures: dict[str, str] = {}
+    for runtime in runtimes:
+        stage = RUNTIMES[runtime]()
+        reads = stage.reads()
+        if not isinstance(model, reads):
+            kinds = " or ".join(kind.kind for kind in get_args(reads) or (reads,))
+            failures[runtime] = f"{stage.stage} reads {kinds}, and the model is {model.kind}"
+            continue
+        try:
+            for need in stage.all_requirements():
+                if need.missing():
+                    raise Unavailable(f"{stage.stage} needs {need.what}; {need.install}")
+            exported[runtime] = stage.run(model, context.with_root(context.root / runtime))
+        except (StageFailed, Unavailable) as error:
+            failures[runtime] = str(error)
+    return exported, failures
