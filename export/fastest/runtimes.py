@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from compress.common.errors import StageFailed, Unavailable
 from export.aotinductor.stage import ExportAot
 from export.onnx.stage import ExportOnnx
+from export.openvino.stage import ExportOpenVINO
 from export.torchscript.stage import ExportTorchScript
 
 if TYPE_CHECKING:
@@ -16,11 +17,12 @@ if TYPE_CHECKING:
     from compress.core.context import Context
     from compress.core.stage import Stage
 
-Runtime = Literal["onnx", "torchscript", "aot"]
+Runtime = Literal["onnx", "torchscript", "aot", "openvino"]
 RUNTIMES: dict[Runtime, Callable[[], Stage[Any, Any]]] = {
     "onnx": ExportOnnx,
     "torchscript": ExportTorchScript,
     "aot": ExportAot,
+    "openvino": ExportOpenVINO,
 }
 
 
