@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 from compress.common.errors import StageFailed, Unavailable
+from compress.core.stage import members_of
 from export.aotinductor.stage import ExportAot
 from export.onnx.stage import ExportOnnx
 from export.openvino.stage import ExportOpenVINO
@@ -39,9 +40,9 @@ def export_to(
     failures: dict[str, str] = {}
     for runtime in runtimes:
         stage = RUNTIMES[runtime]()
-        reads = stage.reads()
+        reads = members_of(stage.reads())
         if not isinstance(model, reads):
-            kinds = " or ".join(kind.kind for kind in get_args(reads) or (reads,))
+            kinds = " or ".join(kind.kind for kind in reads)
             failures[runtime] = f"{stage.stage} reads {kinds}, and the model is {model.kind}"
             continue
         try:

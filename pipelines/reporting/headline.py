@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pipelines.results.schema import readable_bytes
 
@@ -47,4 +47,7 @@ def headline(report: Report) -> Headline | None:
         gains.append(f"{factor:.1f}× {'slower' if slower else 'faster'}")
     if before.metric and after.metric:
         gains.append(f"{after.metric.name} {before.metric.value:.4f} → {after.metric.value:.4f}")
+    fastest: Any = artifact.facts.get("fastest")  # of export_fastest
+    if fastest:
+        gains.append(fastest["verdict"])
     return Headline(", ".join(gains), artifact.path, artifact.file)
