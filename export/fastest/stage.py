@@ -117,7 +117,7 @@ def _verdict(kept: str, cell: BenchCell) -> str:
     slower = [name for name in others if name not in cell.fastest]
     parts = [f"level with {_joined(level)}"] if level else []
     parts += [f"faster than {_joined(slower)}"] if slower else []
-    return f"in {kept}, {' and '.join(parts)}"
+    return f"in {kept} ({', '.join(parts)})"
 
 
 def _joined(names: Sequence[str]) -> str:

@@ -10,8 +10,8 @@ from pipelines.results.schema import readable_bytes
 if TYPE_CHECKING:
     from pipelines.results.schema import Report
 
-NOT_FOR_DEPLOYMENT = ("eager", "graph", "torchserve")
-"""Kinds of artifacts that only Python runs, and archives: their latency includes HTTP."""
+NOT_FOR_DEPLOYMENT = ("eager", "graph", "torchserve", "triton", "kserve")
+"""Kinds of artifacts that only Python runs, and packages of an artifact that is exported before."""
 
 
 @dataclass(frozen=True)

@@ -37,8 +37,8 @@ def given_fastest(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
 @pytest.mark.parametrize(
     ("fastest", "kept", "verdict"),
     [
-        (("torchscript",), "torchscript", "in torchscript, faster than onnx and openvino"),
-        (("openvino", "onnx"), "onnx", "in onnx, level with openvino and faster than torchscript"),
+        (("torchscript",), "torchscript", "in torchscript (faster than onnx and openvino)"),
+        (("openvino", "onnx"), "onnx", "in onnx (level with openvino, faster than torchscript)"),
     ],
 )
 def test_the_fastest_file_is_kept_and_answers(
