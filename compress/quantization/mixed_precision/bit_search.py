@@ -174,11 +174,6 @@ class BitSearch:
 
     def facts(self, formats: Formats) -> dict[str, Any]:
         """Return the result, for the manifest."""
-
-        def reported(drop: float) -> float | None:
-            # JSON has no infinity: the drop of outputs that are not finite.
-            return None if drop == math.inf else round(drop, 6)
-
         layers = [
             {
                 "module": name,
@@ -197,3 +192,8 @@ class BitSearch:
             "stopped_by_time": self.stopped,
             "layers": layers,
         }
+
+
+def reported(drop: float) -> float | None:
+    """Return a drop for the manifest; None for an infinite one, of outputs that are not finite."""
+    return None if drop == math.inf else round(drop, 6)

@@ -22,14 +22,21 @@ if TYPE_CHECKING:
     from compress.core.context import Context
 
 Fallback = BuiltInObserver | Literal["uint16", "float"]
+Correction = Literal["equalize", "smooth", "adaround"]
+CORRECTIONS: dict[Correction, dict[str, Any]] = {
+    "equalize": {"equalize": True},
+    "smooth": {"smooth": "auto"},
+    "adaround": {"rounding": "adaround"},
+}
 
 
 class QuantizeMixed(IntegerStage):
     """Compute in 8-bit integers what the metric allows, and the most sensitive layers in float.
 
-    All layers are quantized first. Where that loses more than `max_drop_points`, each layer is
-    rounded alone to measure its error; then observers with a smaller error are taken, which cost no
-    speed, and then layers are put back to float: those first that mend most for what they cost.
+    All layers are quantized first. Where that loses more than `max_drop_points`, the corrections of
+    `quantize_static` are tried, which leave every layer in integers. Where none is enough, each
+    layer is rounded alone to measure its error; then observers with a smaller error are taken, and
+    then layers are put back to float: those first that mend most for what they cost.
     With `uint16` among the fallbacks, layers for which 16-bit activations are enough keep their
     int8 weights.
     """
@@ -42,6 +49,9 @@ class QuantizeMixed(IntegerStage):
     """Samples on which the ranges of activations are observed; fewer than 16 tell too little."""
     observer: Observer = "minmax"
     """How a range is estimated, where the metric is kept so."""
+    corrections: tuple[Correction, ...] = ("equalize", "smooth", "adaround")
+    """Corrections tried in this order, each by itself, before any layer gets another format: see
+    the settings of `quantize_static` (`smooth: auto`, `rounding: adaround`)."""
     fallback: Annotated[tuple[Fallback, ...], Field(min_length=1)] = ("histogram", "float")
     """What a layer may be given instead: another observer of what it reads, `uint16` for 16 bits of
     it beside int8 weights, or `float`. onnxruntime computes such a layer in floats: a quarter of a
@@ -91,9 +101,12 @@ class QuantizeMixed(IntegerStage):
         """Calibrate, search, and save the graph that keeps the metric."""
         from compress.graph.torch_export import export_program
         from compress.quantization.mixed_precision.bit_candidates import CandidateBuilder
-        from compress.quantization.mixed_precision.bit_search import BitSearch
+        from compress.quantization.mixed_precision.bit_search import BitSearch, reported
         from compress.quantization.mixed_precision.sensitivity import SensitivityMeter
         from compress.quantization.pt2e.graph_capture import capture
+        from compress.quantization.pt2e.quantizer import OnnxRuntimeQuantizer
+        from compress.quantization.ptq.algorithm_sequence import Corrections
+        from compress.quantization.ptq.calibrate import quantize
 
         deadline = time.monotonic() + 60 * self.minutes
         meter = SensitivityMeter(model, context, self.sensitivity)
@@ -114,13 +127,41 @@ class QuantizeMixed(IntegerStage):
         search = BitSearch(
             candidates, calibrate, meter, self.max_drop_points, self.fallback, costs, deadline
         )
+        tried: dict[str, float | None] = {}
+        if search.drop({}) > self.max_drop_points:
+            for name in self.corrections:
+                if time.monotonic() > deadline:
+                    break
+                quantizer = OnnxRuntimeQuantizer(
+                    scheme, self.observer, self.exclude, embeddings=self.embeddings
+                )
+                correction = Corrections(**CORRECTIONS[name])
+                program = quantize(
+                    self.load_float(model),
+                    *(model.signature, quantizer, calibration, report, correction),
+                )
+                drop = meter.metric_drop(program.module(check_guards=False))
+                tried[name] = reported(drop)
+                if drop <= self.max_drop_points:
+                    found = search.facts({}) | {"drop_points": drop, "corrections": tried}
+                    facts = {
+                        "target": self.target,
+                        "float_modules": quantizer.float_modules,
+                        **quantizer.ranges,
+                        **correction.facts,
+                        "mixed": found,
+                    }
+                    rescaled = correction.rescaled
+                    return self.save_graph(
+                        *(model, program, quantizer.quantized, facts, context, rescaled)
+                    )
         formats = search.run()
         chosen = candidates.build(formats)
         program = export_program(chosen.graph, model.signature)
         facts = {
             "target": self.target,
             "float_modules": chosen.quantizer.float_modules,
-            "mixed": search.facts(formats),
+            "mixed": search.facts(formats) | {"corrections": tried},
             "vanishing_ranges": candidates.vanishing,
         }
         return self.save_graph(model, program, chosen.quantizer.quantized, facts, context)

@@ -22,7 +22,7 @@ from compress.quantization.mixed_precision.bit_search import BitSearch
 from compress.quantization.stages.mixed_precision import QuantizeMixed
 from compress.quantization.stages.static import QuantizeStatic
 from export.onnx.stage import ExportOnnx
-from tests.compress.quantization.builders import build_model
+from tests.compress.quantization.builders import IMAGE, build_model
 from tests.compress.quantization.conftest import FreshProcessCheck
 
 HERE = Path(__file__).parent
@@ -68,6 +68,40 @@ def project(root: Path, *readers: str, **number: float) -> tuple[EagerModel, Con
         labels = predict(x)[0].argmax(1)
     data = TensorDataset(x, labels)
     return model, Context(root / "mixed", Splits({"train": data, "val": data}, 64))
+
+
+def two_convolutions() -> nn.Module:
+    """Return a network of two convolutions for 8×8 images."""
+    parts = [nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Flatten()]
+    return nn.Sequential(*parts, nn.Linear(128, 4))
+
+
+def test_a_correction_is_tried_before_any_layer_stays_float(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    module = two_convolutions()
+    with torch.no_grad():  # the same function, with two channels that fill the others' range
+        module[0].weight[:2] *= 1000
+        module[0].bias[:2] *= 1000
+        module[2].weight[:, :2] /= 1000
+    recipe = Recipe(factory="test_quantize_mixed:two_convolutions")
+    model = EagerModel.create(tmp_path / "source", recipe, module.state_dict(), IMAGE, folder=HERE)
+    images = torch.randn(256, 1, 8, 8)
+    with model.open() as predict:
+        data = TensorDataset(images, predict(images)[0].argmax(1))
+    context = Context(tmp_path / "mixed", Splits({"train": data, "val": data}, 64))
+    settings = {"max_drop_points": 3, "calibration_samples": 64}
+    small = QuantizeMixed(**settings)(model, context)
+    facts = small.manifest.facts
+    assert facts["float_modules"] == []
+    assert facts["equalized_pairs"] == 1
+    found = facts["mixed"]
+    assert found["corrections"].keys() == {"equalize"}
+    drop = 100 * (context.score(model) - context.score(small))
+    assert found["drop_points"] == found["corrections"]["equalize"] == pytest.approx(drop, abs=1e-4)
+    assert found["drop_all_quantized_points"] > 3 >= drop
+    without = QuantizeMixed(**settings, corrections=())(model, context.with_root(tmp_path / "none"))
+    assert without.manifest.facts["float_modules"]
+    assert without.manifest.facts["mixed"]["corrections"] == {}
 
 
 @pytest.fixture(scope="module")
