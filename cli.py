@@ -381,7 +381,7 @@ def bench(
 def package(
     artifact: ArtifactPath,
     image: Annotated[
-        Path | None, typer.Option(help="Folder to write: an image of an ONNX artifact.")
+        Path | None, typer.Option(help="Folder to write: an image; onnx, openvino.")
     ] = None,
     transformers: Annotated[
         Path | None, typer.Option(help="Folder to write for from_pretrained.")

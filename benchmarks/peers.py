@@ -29,8 +29,10 @@ HEAD = """# Beside the peers
 its documented recipe; all get the same float ONNX file and the same samples. Every file is run by
 the same ONNX Runtime on one thread, call by call in turn with the float file. Time and size are
 shares of the float file's, with a 95 % interval of the time. CPU seconds are those of the whole
-command, imports included: ours is `compress run` with its gates, parity checks and report; the
-peers' judge nothing. Where a peer has the better figure, it stands here all the same.
+command, imports included: ours is `compress run` from the checkpoint on, with ONNX export, gate,
+parity checks, measurements and report; a peer's begins with the float ONNX file and judges nothing
+(the first row is our float export alone). Where a peer has the better figure, it stands here all
+the same.
 
 """
 

@@ -1,8 +1,8 @@
 """Accuracy, size and speed of quantized models: `python benchmarks/quantization.py PART`.
 
-Parts: `digits` (static int8 compared with ONNX Runtime's, NNCF's and Neural Compressor's tools),
-`shapes` (latency of ResNet-18 and -50 shapes), `minilm` (a sentence encoder in 8 and 4 bits),
-`hard` (PTQ against QAT at 8 and 4 bits) and `memory` (of calibration).
+Parts: `shapes` (latency of ResNet-18 and -50 shapes), `minilm` (a sentence encoder in 8 and 4
+bits), `hard` (PTQ against QAT at 8 and 4 bits) and `memory` (of calibration). Other tools are
+compared by `benchmarks/peers.py`.
 `PART --help` lists the options; `--small` is a quick look. One thread.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is imported
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read by trainings
 
-PARTS = ("digits", "shapes", "minilm", "hard", "memory")
+PARTS = ("shapes", "minilm", "hard", "memory")
 
 
 def main() -> None:

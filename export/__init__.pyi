@@ -1,6 +1,7 @@
 from .aotinductor.stage import AotModel as AotModel
 from .aotinductor.stage import ExportAot as ExportAot
 from .exported_program import ExportProgram as ExportProgram
+from .fastest.stage import ExportFastest as ExportFastest
 from .onnx.stage import ExportOnnx as ExportOnnx
 from .onnx.stage import OnnxModel as OnnxModel
 from .openvino.stage import ExportOpenVINO as ExportOpenVINO

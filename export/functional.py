@@ -3,11 +3,13 @@
 from compress.functional.stage_function import stage_function
 from export.aotinductor.stage import ExportAot
 from export.exported_program import ExportProgram
+from export.fastest.stage import ExportFastest
 from export.onnx.stage import ExportOnnx
 from export.openvino.stage import ExportOpenVINO
 from export.tensorrt.stage import ExportTensorRT
 from export.torchscript.stage import ExportTorchScript
 
+export_fastest = stage_function(ExportFastest)
 export_onnx = stage_function(ExportOnnx, takes_file=True)
 export_program = stage_function(ExportProgram, takes_file=True)
 export_torchscript = stage_function(ExportTorchScript, takes_file=True)

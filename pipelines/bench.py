@@ -39,7 +39,7 @@ def bench(
         models: artifacts or their folders, or a module in memory; the first one is what the
             others' speedup is against.
         runtimes: formats that the model, then a single one, is also exported to with default
-            settings, checked, and measured in: `onnx`, `torchscript`, `aot`.
+            settings, checked, and measured in: `onnx`, `torchscript`, `aot`, `openvino`.
         batch: rows of a call.
         threads: CPU threads of a call.
         val: samples to measure with; by default seeded inputs that fit the signature.

@@ -47,10 +47,10 @@ PUBLIC = {
     "TensorSpec Train Training Unavailable Verdict consolidate "
     "convert_precision distill prune_channels prune_layers prune_weights quantize_aware_training "
     "quantize_dynamic quantize_mixed quantize_static quantize_weights train "
-    "export_aot export_onnx export_openvino export_program export_tensorrt export_torchscript "
-    "package_kserve package_torchserve package_triton optimize bench",
-    export: "AotModel ExportAot ExportOnnx ExportOpenVINO ExportProgram ExportTensorRT "
-    "ExportTorchScript OnnxModel OpenVINOModel TensorRTEngine TorchScriptModel",
+    "export_aot export_fastest export_onnx export_openvino export_program export_tensorrt "
+    "export_torchscript package_kserve package_torchserve package_triton optimize bench",
+    export: "AotModel ExportAot ExportFastest ExportOnnx ExportOpenVINO ExportProgram "
+    "ExportTensorRT ExportTorchScript OnnxModel OpenVINOModel TensorRTEngine TorchScriptModel",
     serve: "Client KServeService PackageKServe PackageTorchServe PackageTriton TorchServe "
     "TorchServeArchive TritonRepository",
 }

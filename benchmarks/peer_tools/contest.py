@@ -49,9 +49,8 @@ class Contest:
             given: the command line.
         """
         float_file = folder / "float" / "artifacts" / "onnx" / "model.onnx"
-        if not float_file.exists():
-            self.run_pipeline("", folder / "float")
-        rows = [self._row("float", float_file, float_file, None)]
+        seconds = None if float_file.exists() else self.run_pipeline("", folder / "float")
+        rows = [self._row("float", float_file, float_file, seconds)]
         for number, (name, stage) in enumerate(ours.items()):
             out = folder / f"{recipe}-{number}"
             seconds = self.run_pipeline(stage, out)
@@ -88,7 +87,7 @@ class Contest:
 
     def _row(self, name: str, file: Path, float_file: Path, seconds: float | str | None) -> str:
         if isinstance(seconds, str):
-            return f"| {name} | failed: {seconds.replace('|', '/')} | | | | |"
+            return f"| {name} | failed: {_short(seconds)} | | | | |"
         try:
             predict, baseline = (session_predictor(each, 1) for each in (file, float_file))
             *inputs, targets = self.test_tensors()
@@ -98,7 +97,7 @@ class Contest:
                 for size in (self.small_batch, self.large_batch)
             ]
         except (CompressError, RuntimeError) as error:
-            return f"| {name} | does not run: {str(error).splitlines()[0][:80]} | | | | |"
+            return f"| {name} | does not run: {_short(str(error))} | | | | |"
         share = _bytes(file) / _bytes(float_file)
         cpu = "" if seconds is None else f"{seconds:.1f}"
         return f"| {name} | {score} | {share:.3f} | {times[0]} | {times[1]} | {cpu} |"
@@ -122,6 +121,12 @@ def _time(baseline, predict, batches) -> str:
     if found.share is None:
         return "not measurable"
     return f"{found.share:.2f} ({1 / found.interval.high:.2f} to {1 / found.interval.low:.2f})"
+
+
+def _short(message: str) -> str:
+    """Return the beginning of a message for a table's cell, without folders of this machine."""
+    words = message.splitlines()[0].replace("|", "/").split()
+    return " ".join(Path(word).name if word.startswith("/") else word for word in words)[:120]
 
 
 def _bytes(file: Path) -> int:

@@ -54,7 +54,7 @@ def dynamic(job: Job) -> None:
 def weights(job: Job) -> None:
     """4 bits in groups of 32 by GPTQ."""
     settings = matmul_nbits_quantizer.GPTQWeightOnlyQuantConfig(
-        calibration_data_reader=Reader(job.batches()), block_size=32, is_symmetric=True
+        calibration_data_reader=Reader(job.batches()), block_size=32
     )
     quantizer = matmul_nbits_quantizer.MatMulNBitsQuantizer(
         onnx.load(_named(job)),
@@ -65,7 +65,7 @@ def weights(job: Job) -> None:
         algo_config=settings,
     )
     quantizer.process()
-    quantizer.model.save_model_to_file(str(job.output))
+    onnx.save(quantizer.model, job.output)
 
 
 if __name__ == "__main__":

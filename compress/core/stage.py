@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar, get_args
 
 from compress.artifacts.artifact import Artifact, Step
 from compress.common.config import Settings, StageName
@@ -23,6 +23,12 @@ if TYPE_CHECKING:
 
 Reads = TypeVar("Reads", bound=Artifact)
 Writes = TypeVar("Writes", bound=Artifact)
+
+
+def members_of(artifact_type: Any) -> tuple[type[Artifact], ...]:
+    """Return the members of an artifact type or union of types."""
+    return get_args(artifact_type) or (artifact_type,)
+
 
 DEFAULT_CALIBRATION_SAMPLES = 512
 """Samples drawn where ``calibration_samples`` is not set, if the split has as many."""
@@ -158,9 +164,9 @@ class Stage(Settings, Generic[Reads, Writes]):
         return cls._type_arguments()[0]
 
     @classmethod
-    def writes(cls) -> type[Artifact]:
-        """Return the artifact type that the stage writes."""
-        return cls._type_arguments()[1]  # type: ignore[no-any-return]
+    def writes(cls) -> Any:
+        """Return the artifact type, or union of types, that the stage writes."""
+        return cls._type_arguments()[1]
 
     @classmethod
     def _type_arguments(cls) -> tuple[Any, Any]:

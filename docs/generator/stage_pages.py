@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from groups import (
@@ -18,7 +18,7 @@ from groups import (
 from setting_text import definitions, paragraphs, prose
 
 from compress.artifacts.artifact import Artifact
-from compress.core.stage import Stage
+from compress.core.stage import Stage, members_of
 from compress.training.config.training import Training
 from pipelines.config.registry import stage_type
 
@@ -136,8 +136,8 @@ def _is_own(setting: str, schema: dict[str, Any]) -> bool:
 
 
 def _kinds(stage: AnyStage) -> str:
-    read = get_args(stage.reads()) or (stage.reads(),)
-    return f"{', '.join(kind.kind for kind in read)} → {stage.writes().kind}"
+    read, written = (members_of(kinds) for kinds in (stage.reads(), stage.writes()))
+    return " → ".join(", ".join(kind.kind for kind in kinds) for kinds in (read, written))
 
 
 def _needs(stage: Stage[Any, Any]) -> Iterator[str]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 from compress.common.errors import StageFailed, Unavailable
+from compress.core.stage import members_of
 from export.aotinductor.stage import ExportAot
 from export.onnx.stage import ExportOnnx
+from export.openvino.stage import ExportOpenVINO
 from export.torchscript.stage import ExportTorchScript
 
 if TYPE_CHECKING:
@@ -16,11 +18,12 @@ if TYPE_CHECKING:
     from compress.core.context import Context
     from compress.core.stage import Stage
 
-Runtime = Literal["onnx", "torchscript", "aot"]
+Runtime = Literal["onnx", "torchscript", "aot", "openvino"]
 RUNTIMES: dict[Runtime, Callable[[], Stage[Any, Any]]] = {
     "onnx": ExportOnnx,
     "torchscript": ExportTorchScript,
     "aot": ExportAot,
+    "openvino": ExportOpenVINO,
 }
 
 
@@ -37,9 +40,9 @@ def export_to(
     failures: dict[str, str] = {}
     for runtime in runtimes:
         stage = RUNTIMES[runtime]()
-        reads = stage.reads()
+        reads = members_of(stage.reads())
         if not isinstance(model, reads):
-            kinds = " or ".join(kind.kind for kind in get_args(reads) or (reads,))
+            kinds = " or ".join(kind.kind for kind in reads)
             failures[runtime] = f"{stage.stage} reads {kinds}, and the model is {model.kind}"
             continue
         try:

@@ -21,6 +21,7 @@ from compress.quantization.stages.weight_only import QuantizeWeights
 from compress.training.stage import Train
 from export.aotinductor.stage import ExportAot
 from export.exported_program import ExportProgram
+from export.fastest.stage import ExportFastest
 from export.onnx.stage import ExportOnnx
 from export.openvino.stage import ExportOpenVINO
 from export.tensorrt.stage import ExportTensorRT
@@ -52,6 +53,7 @@ OURS: tuple[type[Stage[Any, Any]], ...] = (
     ExportProgram,
     ExportOpenVINO,
     ExportTensorRT,
+    ExportFastest,
     PackageTorchServe,
     PackageTriton,
     PackageKServe,

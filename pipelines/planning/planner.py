@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING
 
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.common.errors import CompressError, PipelineInvalid
 from compress.core.loss import Loss
 from compress.core.metrics import Metric, default_metric
+from compress.core.stage import members_of
 from compress.quantization.stages.base import QuantizationStage
 from export.onnx.stage import OnnxModel
 from export.torchscript.stage import TorchScriptModel
@@ -150,57 +151,59 @@ def _check_types(pipeline: PipelineConfig, planned: tuple[PlannedStage, ...]) ->
     imported: dict[str, type[Artifact]] = {
         kind.kind: kind for kind in (EagerModel, GraphModel, OnnxModel, TorchScriptModel)
     }
-    written = {SOURCE: imported[pipeline.model.kind]}
+    written: dict[str, tuple[type[Artifact], ...]] = {SOURCE: (imported[pipeline.model.kind],)}
     formats = {SOURCE: frozenset[str]()} | {p.name: p.stage.activation_formats for p in planned}
     quantized: set[str] = set()
     for p in planned:
         where = f"{pipeline.place('stages', p.index)} ({p.name})"
-        found, readable = written[p.input], _kinds(p.stage.reads())
+        found, readable = written[p.input], members_of(p.stage.reads())
         quantizes = isinstance(p.stage, QuantizationStage)
         fitting = [
             name
-            for name, kind in written.items()
-            if issubclass(kind, readable) and not (quantizes and name in quantized)
+            for name, kinds in written.items()
+            if _are(kinds, readable) and not (quantizes and name in quantized)
         ]
         if quantizes and p.input in quantized:
             raise PipelineInvalid(
                 f"{where}: {p.input!r} is quantized already, expected a float model; name one with "
                 f"`input:` ({', '.join(fitting)})"
             )
-        if not issubclass(found, readable):
-            kinds = " or ".join(kind.kind for kind in readable)
+        if not _are(found, readable):
             if fitting:
                 mend = f"name one with `input:` ({', '.join(fitting)})"
-            elif written[SOURCE] is EagerModel:
+            elif written[SOURCE] == (EagerModel,):
                 mend = "add one before it"
             else:
                 readers = [
                     name
                     for name, stage in known_stages().items()
-                    if issubclass(found, _kinds(stage.reads()))
+                    if _are(found, members_of(stage.reads()))
                 ]
                 mend = f"begin with another form of the model, or with {', '.join(readers)}"
             raise PipelineInvalid(
-                f"{where}: reads {kinds}, and {p.input!r} writes {found.kind}; {mend}"
+                f"{where}: reads {_named(readable)}, and {p.input!r} writes {_named(found)}; {mend}"
             )
         for teacher in p.stage.extra_inputs:
-            if not issubclass(written[teacher], p.stage.extra_input_types):
-                kinds = " or ".join(kind.kind for kind in p.stage.extra_input_types)
+            if not _are(written[teacher], p.stage.extra_input_types):
                 raise PipelineInvalid(
-                    f"{where}: {teacher!r} writes {written[teacher].kind}, and with these settings "
-                    f"a teacher must be {kinds}"
+                    f"{where}: {teacher!r} writes {_named(written[teacher])}, and with these "
+                    f"settings a teacher must be {_named(p.stage.extra_input_types)}"
                 )
         # A stage would refuse these only once its input has been made.
         if problem := p.stage.unsupported_input_reason(formats[p.input]):
             raise PipelineInvalid(f"{where}: input {p.input!r}: {problem}")
-        written[p.name] = p.stage.writes()
+        written[p.name] = members_of(p.stage.writes())
         if quantizes:
             quantized.add(p.name)
 
 
-def _kinds(reads: Any) -> tuple[type[Artifact], ...]:
-    """Return the members of an artifact type or union."""
-    return get_args(reads) or (reads,)
+def _are(written: tuple[type[Artifact], ...], readable: tuple[type[Artifact], ...]) -> bool:
+    """Whether each type that a stage may write is one that another reads."""
+    return all(issubclass(kind, readable) for kind in written)
+
+
+def _named(kinds: tuple[type[Artifact], ...]) -> str:
+    return " or ".join(kind.kind for kind in kinds)
 
 
 def _loss_and_metric(pipeline: PipelineConfig) -> tuple[Loss, Metric, str]:

@@ -11,6 +11,7 @@ from compress.common.errors import CompressError, PipelineInvalid, Unavailable
 from compress.core.baselines import BASELINES
 from compress.core.gates import unlikely_points
 from compress.core.metrics import FRACTIONS
+from compress.core.stage import members_of
 from compress.quantization.stages.mixed_precision import QuantizeMixed
 from pipelines.config.validation_errors import did_you_mean
 
@@ -52,7 +53,8 @@ def check_needs(pipeline: PipelineConfig, planned: Iterable[PlannedStage]) -> No
             raise PipelineInvalid(f"{where}: needs data, and the file has no `data:` section")
         for i, gate in enumerate(p.stage.gates):
             gate_place = pipeline.place("stages", p.index, "gates", i)
-            problem = gate.unsuitable_artifact(p.stage.writes())
+            problems = map(gate.unsuitable_artifact, members_of(p.stage.writes()))
+            problem = next(filter(None, problems), "")
             if gate.needs_data and pipeline.data is None:
                 problem = "needs data, and the file has no `data:` section"
             if problem:

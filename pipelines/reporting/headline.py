@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pipelines.results.schema import readable_bytes
 
 if TYPE_CHECKING:
     from pipelines.results.schema import Report
 
-NOT_FOR_DEPLOYMENT = ("eager", "graph", "torchserve")
-"""Kinds of artifacts that only Python runs, and archives: their latency includes HTTP."""
+NOT_FOR_DEPLOYMENT = ("eager", "graph", "torchserve", "triton", "kserve")
+"""Kinds of artifacts that only Python runs, and packages of an artifact that is exported before."""
 
 
 @dataclass(frozen=True)
@@ -47,4 +47,7 @@ def headline(report: Report) -> Headline | None:
         gains.append(f"{factor:.1f}× {'slower' if slower else 'faster'}")
     if before.metric and after.metric:
         gains.append(f"{after.metric.name} {before.metric.value:.4f} → {after.metric.value:.4f}")
+    fastest: Any = artifact.facts.get("fastest")  # of export_fastest
+    if fastest:
+        gains.append(fastest["verdict"])
     return Headline(", ".join(gains), artifact.path, artifact.file)

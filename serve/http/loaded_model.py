@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from serve.worker.tensors import Named
     from serve.worker.wire import Readers
 
-SERVED_KINDS = ("onnx", "aot", "graph", "torchscript")
+SERVED_KINDS = ("onnx", "aot", "graph", "torchscript", "openvino")
+RUNTIMES = {"onnx": "onnxruntime", "openvino": "openvino"}
+"""Packages that run a kind of artifact without torch."""
 WARM_CALLS = 3
 """TorchScript profiles its first calls and compiles after them."""
 
@@ -116,12 +118,12 @@ def warm_up(call: Call, signature: Signature) -> None:
 
 @contextmanager
 def _call_of(artifact: Artifact, threads: int) -> Iterator[Call]:
-    """Open a model as a function of numpy arrays; for ONNX without importing torch."""
-    if artifact.kind != "onnx":
+    """Open a model as a function of numpy arrays; without torch where its runtime needs none."""
+    if artifact.kind not in RUNTIMES:
         with artifact.open("cpu", threads) as predict:
             yield numpy_call(predict, artifact.signature)
         return
-    from serve.worker.loaders import load_onnx
+    from serve.worker.loaders import LOADERS
 
     signature = artifact.signature
     settings = {
@@ -130,7 +132,8 @@ def _call_of(artifact: Artifact, threads: int) -> Iterator[Call]:
     }
     file = artifact.payload_path
     try:
-        run = load_onnx(file, settings, threads)
+        run = LOADERS[artifact.kind](file, settings, threads)
     except Exception as error:
-        raise ArtifactInvalid(f"{file}: onnxruntime cannot load it: {first_line(error)}") from error
+        runtime = RUNTIMES[artifact.kind]
+        raise ArtifactInvalid(f"{file}: {runtime} cannot load it: {first_line(error)}") from error
     yield lambda *arrays: run(arrays)

@@ -1,4 +1,4 @@
-"""Write the folder from which `docker build` makes an image that serves an ONNX artifact."""
+"""Write the folder from which `docker build` makes an image that serves an artifact."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from compress.artifacts.artifact import MANIFEST, Artifact, new_folder
 from compress.common.errors import ArtifactInvalid
-from serve.http.loaded_model import open_model
+from serve.http.loaded_model import RUNTIMES, open_model
 from serve.image.locked_requirements import locked_requirements
 from serve.packaging.joinable import REPORT, read_recorded_dependence
 from serve.packaging.model_interface import PROBE_SIZES, example_inputs
@@ -86,7 +86,7 @@ def write_build_folder(path: Path, out: Path, attest: Attest) -> ImageFiles:
     """Write a Dockerfile, pinned requirements, the artifact, its probe and its attestation.
 
     Args:
-        path: directory of an `onnx` artifact.
+        path: directory of an `onnx` or `openvino` artifact.
         out: the folder to write, which must not exist or be empty.
         attest: writes an attestation of the artifact to a file.
 
@@ -118,10 +118,10 @@ def write_build_folder(path: Path, out: Path, attest: Attest) -> ImageFiles:
 def write_image_files(path: Path, folder: Path, attest: Attest) -> Artifact:
     """Write what both forms of an image hold; return the artifact."""
     artifact = Artifact.from_directory(path)
-    if artifact.kind != "onnx":
+    if artifact.kind not in RUNTIMES:
         raise ArtifactInvalid(
-            f"{path}: is {artifact.kind!r}, expected 'onnx': images hold ONNX Runtime and no "
-            "torch; export the model with export_onnx"
+            f"{path}: is {artifact.kind!r}, expected {' or '.join(map(repr, RUNTIMES))}: images "
+            "hold no torch; export the model with export_onnx or export_openvino"
         )
     inputs = example_inputs(artifact.signature, PROBE_SIZES[0])
     with open_model(artifact, "model", threads=1) as model:  # it checks every digest
@@ -145,7 +145,7 @@ def write_image_files(path: Path, folder: Path, attest: Attest) -> Artifact:
     for package in PACKAGES:
         shutil.copytree(ROOT / package, folder / "app" / package, ignore=skip)
     shutil.copyfile(ROOT / "cli.py", folder / "app" / "cli.py")
-    requirements = locked_requirements(folder)
+    requirements = locked_requirements(folder, RUNTIMES[artifact.kind])
     (folder / "requirements.txt").write_text(requirements, encoding="utf-8")
     return artifact
 

@@ -1,4 +1,4 @@
-"""Pin what serving an ONNX model needs to the installed versions and the hashes of their wheels."""
+"""Pin what serving without torch needs to the installed versions and hashes of their wheels."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
 SERVING = (
-    *("httptools", "lazy_loader", "numpy", "onnxruntime", "prometheus-client", "pydantic"),
+    *("httptools", "lazy_loader", "numpy", "prometheus-client", "pydantic"),
     *("pyyaml", "rich", "typer", "uvicorn", "uvloop"),
 )
-"""What `compress serve` and `compress verify` import for an `onnx` artifact; no torch."""
+"""What `compress serve` and `compress verify` import besides the model's runtime; no torch."""
 
 
-def locked_requirements(folder: Path) -> str:
+def locked_requirements(folder: Path, runtime: str) -> str:
     """Return a requirements file of the installed versions, with a hash each, as pip resolves them.
 
     pip asks the package index that it is configured for, and installs nothing. The wheels are
@@ -31,6 +31,7 @@ def locked_requirements(folder: Path) -> str:
 
     Args:
         folder: for the file with the versions that pip may choose.
+        runtime: package that runs the model.
 
     Raises:
         Unavailable: pip or a package that serving needs is not installed.
@@ -39,7 +40,8 @@ def locked_requirements(folder: Path) -> str:
     refuse_missing()
     constraints = folder / "constraints.txt"
     # Not of the packages that are asked for: pip would only say that something conflicts.
-    wanted = {name.replace("_", "-") for name in SERVING}
+    serving = (*SERVING, runtime)
+    wanted = {name.replace("_", "-") for name in serving}
     installed = {d.name: d.version for d in distributions() if d.name}
     # Not by a search for the module, of which setuptools warns where distutils was imported.
     if "pip" not in installed:
@@ -49,7 +51,7 @@ def locked_requirements(folder: Path) -> str:
         "".join(f"{name}=={version}\n" for name, version in sorted(installed.items())),
         encoding="utf-8",
     )
-    pinned = [f"{name}=={distribution_version(name)}" for name in SERVING]
+    pinned = [f"{name}=={distribution_version(name)}" for name in serving]
     options = ["--dry-run", "--ignore-installed", "--only-binary", ":all:", "--report", "-"]
     report = run_pip("install", *options, "--constraint", str(constraints), *pinned)
     constraints.unlink()

@@ -51,7 +51,7 @@ def write_image_layout(path: Path, out: Path, base: Path, attest: Attest) -> Ima
     The same artifact, base, versions and zlib give the same digest.
 
     Args:
-        path: directory of an `onnx` artifact.
+        path: directory of an `onnx` or `openvino` artifact.
         out: the layout to write, which must not exist or be empty.
         base: a layout of one image with this Python, as `skopeo copy docker://… oci:DIR` writes it.
         attest: writes an attestation of the artifact to a file.

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 REPOSITORY = "model_repository"
-FORMATS = {".onnx": "onnx", ".pt": "pytorch", ".pt2": "pytorch"}
-"""KServe's model formats of its Triton runtime, by the model file's suffix."""
+FORMATS = {".onnx": "onnx", ".pt": "pytorch", ".pt2": "pytorch", ".xml": "triton"}
+"""KServe's model formats of its Triton runtime, which has none for OpenVINO, by file suffix."""
 NOT_RUN = (
     "neither KServe nor Triton was run: the gates judged the packaged file with the runtime of "
     "this process"

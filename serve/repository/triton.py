@@ -17,6 +17,7 @@ from compress.core.gates import AnyGate, LabelAgreement, Parity
 from compress.core.stage import Stage
 from export.aotinductor.stage import AotModel
 from export.onnx.stage import OnnxModel
+from export.openvino.stage import OpenVINOModel
 from export.torchscript.stage import TorchScriptModel
 
 if TYPE_CHECKING:
@@ -36,6 +37,14 @@ NOT_RUN = (
 )
 
 
+AUTO_COMPLETES = (
+    "start Triton with --disable-auto-complete-config: otherwise it adds dynamic batching, and "
+    "joins requests all the same"
+)
+MAY_BE_BFLOAT16 = (
+    "Triton's OpenVINO backend computes in bfloat16 on processors that have it, and has no setting "
+    "for float32, by which the gates judged"
+)
 NO_AOT_BATCHING = (
     "Triton's PyTorch backend does not batch AOTInductor packages; a client may send many rows in "
     "one request"
@@ -75,7 +84,7 @@ class TritonRepository(Artifact):
             yield predict
 
 
-Servable = OnnxModel | TorchScriptModel | AotModel
+Servable = OnnxModel | TorchScriptModel | AotModel | OpenVINOModel
 
 
 class PackageTriton(Stage[Servable, TritonRepository]):
@@ -128,7 +137,14 @@ class PackageTriton(Stage[Servable, TritonRepository]):
             not_joined = NO_AOT_BATCHING
         else:
             not_joined = why_not_joined(interface.rows_stay_first, context.batch_dependence(model))
-        joining_warning = [f"requests are not joined: {not_joined}"] if not_joined else []
+        warnings = [NOT_RUN]
+        if isinstance(model, OpenVINOModel):
+            warnings.append(MAY_BE_BFLOAT16)
+        if not_joined and self.dynamic_batching:
+            warnings.append(f"requests are not joined: {not_joined}")
+        joins = self.dynamic_batching and not not_joined
+        if interface.rows_stay_first and not joins:
+            warnings.append(AUTO_COMPLETES)
         payload = f"{self.model_name}/{VERSION}/{FILES[model.kind]}"
         facts: dict[str, Any] = {
             "model_name": self.model_name,
@@ -136,7 +152,7 @@ class PackageTriton(Stage[Servable, TritonRepository]):
             "batched": interface.rows_stay_first,
             "parameters": model.parameters(),
             "macs": model.macs(),
-            "warnings": [NOT_RUN, *(joining_warning if self.dynamic_batching else ())],
+            "warnings": warnings,
             **built_for_facts(model),
         }
         with TritonRepository.atomic_write(
@@ -144,7 +160,6 @@ class PackageTriton(Stage[Servable, TritonRepository]):
         ) as partial:
             (partial / self.model_name / VERSION).mkdir(parents=True)
             _copy(model, partial / payload)
-            joins = self.dynamic_batching and not not_joined
             text = model_config(
                 self.model_name,
                 model.kind,
@@ -174,6 +189,11 @@ def open_predictor(
         from export.onnx.session import session_predictor
 
         yield session_predictor(file, threads)
+        return
+    if file.suffix == ".xml":
+        from export.openvino.runtime import compiled, predictor
+
+        yield predictor(compiled(file, threads))
         return
     from compress.common.forward import torch_predictor
 

@@ -18,12 +18,24 @@ PLATFORMS = {
     "torchscript": "pytorch_libtorch",
     "aot": "torch_aoti",  # Triton 26.03 and later
 }
-BACKENDS = {"onnx": "onnxruntime", "torchscript": "pytorch", "aot": "pytorch"}
-FILES = {"onnx": "model.onnx", "torchscript": "model.pt", "aot": "model.pt2"}
-"""Default file names of the platforms."""
+"""Formats of the backends that have several; OpenVINO's has none."""
+BACKENDS = {
+    "onnx": "onnxruntime",
+    "torchscript": "pytorch",
+    "aot": "pytorch",
+    "openvino": "openvino",
+}
+FILES = {
+    "onnx": "model.onnx",
+    "torchscript": "model.pt",
+    "aot": "model.pt2",
+    "openvino": "model.xml",
+}
+"""Default file names of the formats."""
 THREAD_PARAMETERS = {
     "onnx": ("intra_op_thread_count", "inter_op_thread_count"),
     **dict.fromkeys(("torchscript", "aot"), ("INTRA_OP_THREAD_COUNT", "INTER_OP_THREAD_COUNT")),
+    "openvino": ("INFERENCE_NUM_THREADS", "NUM_STREAMS"),
 }
 DATA_TYPES = {
     "bool": "TYPE_BOOL",
@@ -67,18 +79,18 @@ def model_config(
         StageFailed: Triton does not support a tensor's data type.
     """
     batched = interface.rows_stay_first
-    intra, inter = THREAD_PARAMETERS[kind]
+    per_call, other = THREAD_PARAMETERS[kind]
     config: dict[str, Any] = {
         "name": name,
         "backend": BACKENDS[kind],
-        "platform": PLATFORMS[kind],
+        **({"platform": PLATFORMS[kind]} if kind in PLATFORMS else {}),
         "max_batch_size": max_batch_size if batched else 0,
         "input": _tensors(interface.inputs, kind, "INPUT", batched),
         "output": _tensors(interface.outputs, kind, "OUTPUT", batched),
         "instance_group": [{"kind": EnumName("KIND_CPU"), "count": instances}],
         "parameters": [
             {"key": key, "value": {"string_value": str(count)}}
-            for key, count in ((intra, threads), (inter, 1))
+            for key, count in ((per_call, threads), (other, 1))
         ],
     }
     if batched and batching:

@@ -19,6 +19,7 @@ from compress.core.gates import AnyGate, LabelAgreement, Parity
 from compress.core.stage import Stage
 from export.aotinductor.stage import AotModel
 from export.onnx.stage import OnnxModel
+from export.openvino.stage import OpenVINOModel
 from export.torchscript.stage import TorchScriptModel
 from serve.packaging.model_card import MODEL_CARD, model_card
 from serve.packaging.preprocessing import TOKENIZER, ImageInput, TextInput
@@ -42,7 +43,7 @@ logger = logging.getLogger(__name__)
 STARTUP_SECONDS = 120
 """Time limit of a worker's start."""
 
-Servable = OnnxModel | TorchScriptModel | AotModel | GraphModel | EagerModel
+Servable = OnnxModel | OpenVINOModel | TorchScriptModel | AotModel | GraphModel | EagerModel
 
 
 class PackageTorchServe(Stage[Servable, TorchServeArchive]):

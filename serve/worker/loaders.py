@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import platform
 import warnings
 from importlib import import_module
@@ -115,6 +116,38 @@ def missing_here(built_for: Named) -> str:
     return f"a processor with {', '.join(absent)}, which this one has not" if absent else ""
 
 
+def load_openvino(payload: Path, settings: Named, threads: int) -> Run:
+    """Load an OpenVINO model, for calls from several threads at a time."""
+    import threading
+
+    import openvino
+
+    # A call takes a stream: with one alone, concurrent calls would wait for each other.
+    streams = max(1, len(os.sched_getaffinity(0)) // threads)
+    options = {
+        "INFERENCE_PRECISION_HINT": "f32",  # by default bfloat16, where the processor has it
+        "INFERENCE_NUM_THREADS": threads * streams,
+        "NUM_STREAMS": streams,
+    }
+    model = openvino.Core().compile_model(payload, "CPU", options)
+    shapes = [port.partial_shape for port in model.inputs]
+    names = [spec["name"] for spec in settings["inputs"]]
+    requests = threading.local()  # a request of OpenVINO's takes one call at a time
+
+    def run(arrays: Sequence[Array]) -> list[Array]:
+        for name, shape, array in zip(names, shapes, arrays, strict=True):
+            # OpenVINO 2026.4 gives outputs without rows for other sizes, instead of an error.
+            if not shape.compatible(openvino.PartialShape(list(array.shape))):
+                found, expected = list(array.shape), shape.to_string()
+                raise ValueError(f"input {name} has shape {found}, expected {expected}")
+        if not hasattr(requests, "own"):
+            requests.own = model.create_infer_request()
+        answers = requests.own.infer(dict(enumerate(arrays)), share_outputs=False)
+        return list(answers.values())
+
+    return run
+
+
 def as_array_function(module: Callable[..., Any], threads: int) -> Run:
     """Wrap a function of tensors as a function of arrays."""
     import torch
@@ -128,7 +161,13 @@ def as_array_function(module: Callable[..., Any], threads: int) -> Run:
     return run
 
 
-LOADERS = {"onnx": load_onnx, "torchscript": load_torchscript, "graph": load_graph, "aot": load_aot}
+LOADERS = {
+    "onnx": load_onnx,
+    "torchscript": load_torchscript,
+    "graph": load_graph,
+    "aot": load_aot,
+    "openvino": load_openvino,
+}
 
 
 def replay(run: Run, inputs: list[Array], expected: list[Array], atol: float) -> None:

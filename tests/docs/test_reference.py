@@ -80,8 +80,8 @@ def test_a_stages_example_is_valid_and_its_kinds_are_named(
     (snippet,) = re.findall(r"```yaml\n(.*?)```", section, re.DOTALL)
     (example,) = yaml.safe_load(snippet)
     assert type(stages()[example["stage"]].model_validate(example)) is stage
-    reads = get_args(stage.reads()) or (stage.reads(),)
-    kinds = f"{', '.join(kind.kind for kind in reads)} → {stage.writes().kind}"
+    read, written = (get_args(kinds) or (kinds,) for kinds in (stage.reads(), stage.writes()))
+    kinds = " → ".join(", ".join(kind.kind for kind in kinds) for kinds in (read, written))
     assert f"[{kinds}]" in section
     assert (
         f'`]({_page(pages, stage_type(stage))}.md#{stage_type(stage)}) <span class="kind">{kinds}'

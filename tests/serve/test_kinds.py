@@ -1,6 +1,7 @@
 """Every exported kind is packed, and answers through the archive's own handler, without Java."""
 
 import platform
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,9 @@ from compress.data.splits import Splits
 from compress.quantization.stages.static import QuantizeStatic
 from export.aotinductor.stage import AotModel, ExportAot
 from export.onnx.stage import ExportOnnx, OnnxModel
+from export.openvino.stage import ExportOpenVINO
 from export.torchscript.stage import ExportTorchScript
+from serve.http.loaded_model import open_model
 from serve.packaging.preprocessing import TextInput
 from serve.packaging.provenance import Provenance, digests_of
 from serve.packaging.recorded_probe import Probe
@@ -102,6 +105,21 @@ def test_onnx_weights_beside_the_file_travel(source: EagerModel, tmp_path: Path)
         )
     model = OnnxModel.from_directory(tmp_path / "large")
     assert "model.onnx.data" in answers_as_packed(model, tmp_path / "mar").members
+
+
+def test_an_openvino_model_and_its_weights_are_served(source: EagerModel, tmp_path: Path) -> None:
+    model = ExportOpenVINO().run(source, Context(root=tmp_path / "openvino"))
+    assert {"model.xml", "model.bin"} <= answers_as_packed(model, tmp_path / "mar").members.keys()
+
+
+def test_openvino_answers_threads_side_by_side(source: EagerModel, tmp_path: Path) -> None:
+    model = ExportOpenVINO().run(source, Context(root=tmp_path / "openvino"))
+    with open_model(model, "m", threads=1) as served, ThreadPoolExecutor(4) as pool:
+        expected = served.call(X)[0]
+        for (found,) in pool.map(served.call, [X] * 64):
+            np.testing.assert_array_equal(found, expected)
+        with pytest.raises(ValueError, match=r"input x has shape \[5, 3\], expected \[\?,4\]"):
+            served.call(X[:, :3])
 
 
 @pytest.mark.slow

@@ -13,11 +13,17 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from cli import app
+from compress.artifacts.artifact import Artifact
+from compress.artifacts.eager_model import EagerModel
 from compress.common.errors import ArtifactInvalid, PipelineInvalid, StageFailed
-from export.onnx.stage import OnnxModel
+from compress.common.signature import OutputSpec, Signature
+from compress.core.context import Context
+from export.openvino.stage import ExportOpenVINO
+from serve.http.loaded_model import RUNTIMES
 from serve.image.build_folder import write_build_folder
 from serve.image.locked_requirements import SERVING
 from serve.image.oci_layout import ARCHITECTURES, write_image_layout
@@ -34,7 +40,7 @@ PYTHON = f"python{sys.version_info[0]}.{sys.version_info[1]}"
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A package index of empty wheels, under the names and versions that are installed here."""
     folder = tmp_path_factory.mktemp("wheels")
-    for name in SERVING:
+    for name in (*SERVING, *RUNTIMES.values()):
         distribution = f"{name.replace('-', '_')}-{version(name)}"
         meta = f"{distribution}.dist-info"
         with zipfile.ZipFile(folder / f"{distribution}-py3-none-any.whl", "w") as wheel:
@@ -59,6 +65,15 @@ def onnx(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return sealed(tmp_path_factory.mktemp("onnx") / "model").path
 
 
+@pytest.fixture(scope="module")
+def openvino(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    layer = torch.nn.Linear(4, 2)
+    context = Context(root=tmp_path_factory.mktemp("openvino") / "model")
+    signature = Signature(inputs=SIGNATURE.inputs, outputs=(OutputSpec(name="double"),))
+    source = EagerModel.from_module(layer, signature=signature)
+    return ExportOpenVINO().run(source, context).path
+
+
 def unattested(file: Path) -> None:
     file.write_text("{}")
 
@@ -68,13 +83,14 @@ def instruction(folder: Path, name: str) -> str:
     return next(line.removeprefix(f"{name} ") for line in lines if line.startswith(f"{name} "))
 
 
-def test_the_written_server_answers_its_probe_without_torch(
-    onnx: Path, wheels: Path, tmp_path: Path
+@pytest.mark.parametrize("kind", RUNTIMES)
+def test_the_written_server_answers_its_probe_without_torch_or_another_runtime(
+    kind: str, request: pytest.FixtureRequest, wheels: Path, tmp_path: Path
 ) -> None:
-    out = tmp_path / "image"
-    done = CliRunner().invoke(app, ["package", str(onnx), "--image", str(out)])
+    out, model = tmp_path / "image", request.getfixturevalue(kind)
+    done = CliRunner().invoke(app, ["package", str(model), "--image", str(out)])
     assert done.exit_code == 0, done.output
-    digest = OnnxModel.from_directory(onnx).digest
+    digest = Artifact.from_directory(model).digest
 
     lines = (out / "Dockerfile").read_text().splitlines()
     copied = [name for line in lines if line.startswith("COPY ") for name in line.split()[1:-1]]
@@ -82,16 +98,19 @@ def test_the_written_server_answers_its_probe_without_torch(
     pinned = (out / "requirements.txt").read_text().splitlines()[1:]
     pins = dict(line.split(" --hash=sha256:") for line in pinned)
     hashes = {hashlib.sha256(w.read_bytes()).hexdigest() for w in wheels.iterdir()}
-    assert {*pins.values()} == hashes
-    assert f"onnxruntime=={version('onnxruntime')}" in pins
+    assert {*pins.values()} < hashes
+    absent = {"torch", *RUNTIMES.values()} - {RUNTIMES[kind]}
+    assert {pin.partition("==")[0] for pin in pins} == {*SERVING, RUNTIMES[kind]}
+    assert f"{RUNTIMES[kind]}=={version(RUNTIMES[kind])}" in pins
     attested = json.loads((out / "attestation.json").read_text())["subject"]
     assert {"name": "manifest.json", "digest": {"sha256": digest}} in attested
     assert verify(out / "model").digest == digest
     assert all(path.stat().st_mode & 0o004 for path in out.rglob("*"))
 
-    # Its own command and files, on a free port, and where torch cannot be imported.
-    (tmp_path / "without" / "torch").mkdir(parents=True)
-    (tmp_path / "without" / "torch" / "__init__.py").write_text("raise ImportError('no torch')")
+    # Its own command and files, on a free port, and where what is not in it cannot be imported.
+    for package in absent:
+        (tmp_path / "without" / package).mkdir(parents=True)
+        (tmp_path / "without" / package / "__init__.py").write_text("raise ImportError('absent')")
     command = json.loads(instruction(out, "ENTRYPOINT").replace("/opt/compress", str(out)))
     assert command[:4] == ["python3", "-m", "cli", "serve"]
     assert command[command.index("--sha256") + 1] == digest

@@ -21,10 +21,17 @@ from compress.data.splits import Splits
 from compress.profiling.batch_dependence import numpy_call
 from export.aotinductor.stage import AotModel, ExportAot
 from export.onnx.stage import ExportOnnx, OnnxModel
+from export.openvino.stage import ExportOpenVINO
 from export.torchscript.stage import ExportTorchScript
 from serve.packaging.model_interface import Interface, Tensor, infer_interface
 from serve.repository.kserve import PackageKServe
-from serve.repository.triton import NOT_RUN, PackageTriton, TritonRepository
+from serve.repository.triton import (
+    AUTO_COMPLETES,
+    MAY_BE_BFLOAT16,
+    NOT_RUN,
+    PackageTriton,
+    TritonRepository,
+)
 from serve.repository.triton_config import DynamicBatching, model_config, without_batching
 from serve.verify import verify
 
@@ -185,7 +192,8 @@ def test_the_layout_is_a_model_repository_and_the_packaged_file_answers(
     assert files == ["manifest.json", "text/1/model.onnx", "text/config.pbtxt"]
     assert repository.payload_path.read_bytes() == pooled.payload_path.read_bytes()
     assert repository.payload_bytes > pooled.payload_bytes
-    not_run, why = repository.manifest.facts["warnings"]
+    not_run, why, auto = repository.manifest.facts["warnings"]
+    assert auto == AUTO_COMPLETES
     assert not_run == NOT_RUN and "requests are not joined: only seeded inputs were asked" in why
     assert "dynamic_batching" not in (repository.path / "text" / "config.pbtxt").read_text()
     twin = PackageTriton(model_name="text")(pooled, Context(root=tmp_path / "twin"))
@@ -265,6 +273,27 @@ def test_a_packaged_aotinductor_package_answers_on_the_machine_it_was_compiled_f
     with model.open() as expected, repository.open() as got, service.open() as deployed:
         for a, b, c in zip(expected(*inputs), got(*inputs), deployed(*inputs), strict=True):
             assert torch.equal(a, b) and torch.equal(a, c)
+
+
+def test_an_openvino_model_is_packaged_with_its_weights(
+    folder: Path, rows: Splits, published: ModuleType, tmp_path: Path
+) -> None:
+    model = made(folder, "Pooled", POOLED, ExportOpenVINO())
+    context = Context(root=tmp_path / "triton", data=rows)
+    repository = PackageTriton(threads=2, dynamic_batching=False)(model, context)
+    config = read(repository, published)
+    assert (config.backend, config.platform, config.max_batch_size) == ("openvino", "", 128)
+    assert config.parameters["INFERENCE_NUM_THREADS"].string_value == "2"
+    assert [tensor.name for tensor in config.input] == ["x", "mask"]
+    assert {"model/1/model.xml", "model/1/model.bin"} <= repository.manifest.files.keys()
+    warnings = [NOT_RUN, MAY_BE_BFLOAT16, AUTO_COMPLETES]
+    assert repository.manifest.facts["warnings"] == warnings
+    service = PackageKServe(storage_uri="s3://a/b")(repository, context.with_root(tmp_path / "ks"))
+    assert "name: triton" in service.payload_path.read_text()
+    inputs = POOLED.example(batch=5)
+    with model.open() as expected, service.open() as deployed:
+        for a, b in zip(expected(*inputs), deployed(*inputs), strict=True):
+            assert torch.equal(a, b)
 
 
 def test_code_for_a_gpu_is_refused(tmp_path: Path) -> None:

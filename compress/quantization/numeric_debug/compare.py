@@ -28,6 +28,7 @@ from compress.quantization.numeric_debug.fidelity_report import (
     OutputFidelity,
 )
 from compress.quantization.numeric_debug.layer_outputs import (
+    Constants,
     LayerComparison,
     LayerOutputRecorder,
     layer_calls,
@@ -77,14 +78,16 @@ def compare(
     one_by_one = any(node.target is run_time_range for node in graph.graph.nodes)
     sample = _Sample.from_context(signature, context, one_by_one=one_by_one)
     metric = context.metric.for_model(signature).with_inferred_loss(context.data)
+    constants = Constants(graph)
     result = _Comparison(_FirstOutputs((MetricMeter(metric), MetricMeter(metric))))
     with torch.inference_mode():
         for inputs, target in sample.batches(reference):
             expected = reference(*inputs)
             float_outputs = reference.outputs
-            as_run = LayerComparison(graph, layers, float_outputs, result.layers, replace=False)
+            common = (graph, layers, float_outputs)
+            as_run = LayerComparison(*common, result.layers, constants, replace=False)
             result.add(expected, flatten_outputs(as_run.run(*inputs)), target)
-            LayerComparison(graph, layers, float_outputs, result.own, replace=True).run(*inputs)
+            LayerComparison(*common, result.own, constants, replace=True).run(*inputs)
             context.progress("compare with the float model", result.samples, len(sample))
     result.require_finite(signature)
     return result.fidelity(signature, context)

@@ -4,6 +4,7 @@ import io
 import json
 import math
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
@@ -191,6 +192,13 @@ def test_a_passed_run_says_first_what_to_deploy(finished_run) -> None:
     assert list(closing_lines(report, Path("out")))[-1].plain == (
         "serve it: compress serve out/artifacts/fast"
     )
+    kept = {"facts": {"fastest": {"verdict": "in onnx (faster than aot)"}}}
+    fastest = faster.model_copy(update={"artifact": artifact.model_copy(update=kept)})
+    packaged = faster.model_copy(
+        update={"artifact": artifact.model_copy(update={"kind": "triton", "path": "packaged"})}
+    )
+    named = headline(report.model_copy(update={"stages": (*stages[:-1], packaged, fastest)}))
+    assert named == replace(found, gains=f"{gained}, in onnx (faster than aot)")
     alone = headline(report.model_copy(update={"stages": stages[:-1]}))
     assert alone and "2.0× slower" in alone.gains
     assert headline(broken(report)) is None

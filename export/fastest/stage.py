@@ -1,0 +1,124 @@
+"""The stage `export_fastest`: exports to several runtimes and keeps the fastest file."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
+
+from pydantic import AfterValidator, Field
+
+from compress.artifacts.eager_model import EagerModel
+from compress.artifacts.graph_model import GraphModel
+from compress.common.config import Count
+from compress.common.errors import StageFailed
+from compress.core.stage import Stage
+from export.aotinductor.stage import AotModel
+from export.fastest.runtimes import Runtime
+from export.onnx.stage import OnnxModel
+from export.openvino.stage import OpenVINOModel
+from export.parity.stored_parity import ComparesStoredFile
+from export.torchscript.stage import TorchScriptModel
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from compress.artifacts.artifact import Artifact
+    from compress.core.context import Context
+    from export.fastest.measure import BenchCell
+
+logger = logging.getLogger(__name__)
+
+Exported: TypeAlias = OnnxModel | TorchScriptModel | AotModel | OpenVINOModel
+
+
+def _no_repetition(runtimes: tuple[Runtime, ...]) -> tuple[Runtime, ...]:
+    if len(set(runtimes)) < len(runtimes):
+        raise ValueError(f"found {list(runtimes)}, expected each runtime once")
+    return runtimes
+
+
+class ExportFastest(ComparesStoredFile, Stage[EagerModel | GraphModel, Exported]):
+    """Export to several runtimes, each checked as its own stage does, and keep the fastest file.
+
+    Runtimes that are not installed, or cannot take the model, are left out with a warning.
+    """
+
+    stage: Literal["export_fastest"] = "export_fastest"
+    runtimes: Annotated[
+        tuple[Runtime, ...], Field(min_length=1), AfterValidator(_no_repetition)
+    ] = ("onnx", "openvino", "aot")
+    """What to export to, with default settings. Of files that are level the first one is kept."""
+    batch: Count = 1
+    """Rows of a measured call."""
+    threads: Count | None = None
+    """CPU threads of a measured call; those of the pipeline when left out."""
+
+    undisturbed: ClassVar[bool] = True
+
+    @property
+    def machine_parts(self) -> dict[str, Any]:
+        """The processor and system that are measured, and that code is compiled for."""
+        from export.common.host_check import built_for
+
+        return {"built_for": built_for("cpu")}
+
+    def run(self, model: EagerModel | GraphModel, context: Context) -> Exported:
+        """Export, measure the files in turn, seal the fastest with the figures of all."""
+        from export.fastest.measure import measure_fastest
+        from export.fastest.runtimes import export_to
+
+        with TemporaryDirectory(prefix="compress-fastest-") as folder:
+            exported, failures = export_to(
+                self.runtimes, model, context.with_root(Path(folder) / "exported")
+            )
+            if not exported:
+                reasons = "; ".join(f"{name}: {reason}" for name, reason in failures.items())
+                raise StageFailed(f"{self.title}: no runtime takes the model; {reasons}")
+            threads = self.threads or context.threads
+            (cell,) = measure_fastest(exported, context, [self.batch], [threads])
+            kept = next(name for name in exported if name in (cell.fastest or exported))
+            warnings = [f"{name} was not measured: {why}" for name, why in failures.items()]
+            if not cell.fastest:
+                warnings.append(f"{cell.verdict}; {kept} is kept as the first")
+            for warning in warnings:
+                logger.warning("%s: %s", self.title, warning)
+            logger.info("%s: %s; %s is kept", self.title, cell.verdict, kept)
+            facts: Any = dict(exported[kept].manifest.facts)
+            facts["warnings"] = [*facts.get("warnings", ()), *warnings]
+            facts["fastest"] = {"kept": kept, "verdict": _verdict(kept, cell)} | cell.model_dump(
+                mode="json"
+            )
+            return self._seal(exported[kept], model, facts, context.root)
+
+    def _seal(
+        self, winner: Artifact, model: Artifact, facts: dict[str, Any], root: Path
+    ) -> Exported:
+        """Copy an exported file into the stage's artifact."""
+        kind = type(winner)
+        with kind.atomic_write(
+            root, winner.signature, lineage=self.lineage(model), facts=facts
+        ) as partial:
+            for name in winner.manifest.files:
+                (partial / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(winner.path / name, partial / name)
+        artifact: Any = kind.from_directory(root)
+        return artifact  # type: ignore[no-any-return]
+
+
+def _verdict(kept: str, cell: BenchCell) -> str:
+    """Say why a runtime was kept, for the report's first line."""
+    others = [row.model for row in cell.rows if row.model != kept]
+    if not cell.fastest or not others:
+        return f"in {kept}"
+    level = [name for name in others if name in cell.fastest]
+    slower = [name for name in others if name not in cell.fastest]
+    parts = [f"level with {_joined(level)}"] if level else []
+    parts += [f"faster than {_joined(slower)}"] if slower else []
+    return f"in {kept} ({', '.join(parts)})"
+
+
+def _joined(names: Sequence[str]) -> str:
+    return " and ".join(names)
