@@ -112,4 +112,4 @@ BASELINES: dict[str, BaselineRuntime] = {
     ),
     "compiled": BaselineRuntime(_compiled, IN_PYTORCH, (COMPILER,)),
 }
-"""Every runtime by its name in a gate's ``against``; ``export`` adds ``onnxruntime``."""
+"""Every runtime by its name in a gate's ``against``; ``export`` adds those of its files."""

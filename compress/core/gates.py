@@ -326,7 +326,7 @@ class MinSpeedup(_MeasuredOnVal):
     """Samples per call."""
     against: str | None = None
     """Earlier stage compared with, `source`, or what runs the float model that the input was made
-    of: `eager` (PyTorch), `compiled` (torch.compile), `onnxruntime` (its plain export)."""
+    of: `eager` (PyTorch), `compiled` (torch.compile), `onnxruntime`, `openvino` (plain exports)."""
 
     limit_field: ClassVar[str] = "ratio"
     rule_template: ClassVar[str] = "speedup at batch {batch} >= {ratio:g} with 95 % confidence"

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from compress.common.forward import Predictor
+    from compress.common.signature import Signature, TensorSpec
 
 INTEGERS = {"i8", "u8"}
 HEAVY = {
@@ -22,16 +23,25 @@ HEAVY = {
 """Kernels of OpenVINO's CPU device that multiply matrices."""
 
 
-def write(onnx_file: Path, file: Path) -> None:
+def write(onnx_file: Path, file: Path, signature: Signature) -> None:
     """Write an ONNX file as an OpenVINO model, with its weights as they are, beside the graph.
+
+    Its inputs have the bounds that the signature declares, so that other programs have them too.
 
     Raises:
         StageFailed: OpenVINO has no such operators.
     """
     import openvino
 
+    shapes = {
+        spec.name: _bounded_shape(spec, signature)
+        for spec in signature.inputs
+        if not signature.axes.keys().isdisjoint(spec.shape)
+    }
     try:
         model = openvino.Core().read_model(onnx_file)
+        if shapes:
+            model.reshape(shapes)
     except Exception as error:
         raise StageFailed(f"OpenVINO cannot read the model: {_reason(error)}") from error
     openvino.save_model(model, file, compress_to_fp16=False)
@@ -76,6 +86,28 @@ def predictor(model: Any) -> Predictor:
     return predict
 
 
+def within_bounds(predict: Predictor, signature: Signature) -> Predictor:
+    """Return a predictor that refuses sizes that `model.axes` does not allow, naming the axis."""
+    bounded = [
+        (i, axis, name)
+        for i, spec in enumerate(signature.inputs)
+        for axis, name in enumerate(spec.shape)
+        if name in signature.axes
+    ]
+
+    def predict_within(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        for i, axis, name in bounded:
+            allowed, shape = signature.bounds(str(name)), inputs[i].shape
+            if axis < len(shape) and shape[axis] not in allowed:
+                raise ValueError(
+                    f"input {signature.inputs[i].name}: axis {name!r} has size {shape[axis]}, and "
+                    f"model.axes allows {allowed}"
+                )
+        return predict(*inputs)
+
+    return predict_within if bounded else predict
+
+
 def count_kernels(model: Any) -> dict[str, dict[str, int]]:
     """Return how many kernels for integers and for floats do the heavy work of a compiled model."""
     kinds: dict[str, Counter[str]] = {"integer_kernels": Counter(), "float_kernels": Counter()}
@@ -86,6 +118,23 @@ def count_kernels(model: Any) -> dict[str, dict[str, int]]:
             group = "integer_kernels" if precision in INTEGERS else "float_kernels"
             kinds[group][kind] += 1
     return {group: dict(sorted(counts.items())) for group, counts in kinds.items()}
+
+
+def _bounded_shape(spec: TensorSpec, signature: Signature) -> Any:
+    """Return an input's shape, with the smallest and largest size of each named axis."""
+    import openvino
+
+    sizes = []
+    for axis in spec.shape:
+        if isinstance(axis, int):
+            sizes.append(openvino.Dimension(axis))
+        elif axis in signature.axes:
+            allowed = signature.bounds(axis)
+            most = -1 if allowed.max is None else allowed.max  # -1: any
+            sizes.append(openvino.Dimension(allowed.min, most))
+        else:
+            sizes.append(openvino.Dimension.dynamic())
+    return openvino.PartialShape(sizes)
 
 
 def _shape(array: Any) -> Any:

@@ -51,11 +51,11 @@ class OpenVINOModel(Artifact):
             Unavailable: OpenVINO is not installed.
         """
         from export.common.host_check import require_all
-        from export.openvino.runtime import compiled, predictor
+        from export.openvino.runtime import compiled, predictor, within_bounds
 
         require_all([OPENVINO], str(self.path))
         self.verify_cached()
-        yield predictor(compiled(self.payload_path, threads))
+        yield within_bounds(predictor(compiled(self.payload_path, threads)), self.signature)
 
     @property
     def payload_bytes(self) -> int:
@@ -103,7 +103,7 @@ class ExportOpenVINO(ComparesStoredFile, Stage[EagerModel | GraphModel | OnnxMod
         ):
             onnx_file, found = self._as_onnx(model, Path(scratch))
             file = partial / OpenVINOModel.payload
-            write(onnx_file, file)
+            write(onnx_file, file, model.signature)
             program = compiled(file, context.threads)
             exported = predictor(program)
             facts |= found | count_kernels(program)

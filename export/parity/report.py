@@ -85,13 +85,13 @@ def report_on_mismatch(parity: ParityContext) -> Iterator[None]:
     try:
         yield
     except StageFailed as error:
+        has_integers = tolerance_for(parity.source) is QUANTIZED
+        hint = CUT_OFF if has_integers and has_16_bit_sums() else ""
         try:
             summary = _write_report(parity, error)
         except Exception as fault:  # noqa: BLE001 - the first error is what matters
             logger.warning("%s: no parity report: %s", parity.title, first_line(fault))
-            raise error from None
-        has_integers = tolerance_for(parity.source) is QUANTIZED
-        hint = CUT_OFF if has_integers and has_16_bit_sums() else ""
+            raise StageFailed(f"{error}{hint}") from None
         raise StageFailed(f"{error}; {summary}{hint}") from error
 
 

@@ -14,7 +14,9 @@ import compress
 import export
 import serve
 
-LIBRARIES = ("torch", "torchao", "onnx", "onnxscript", "onnxruntime", "numpy", "torchserve")
+LIBRARIES = (
+    *("torch", "torchao", "onnx", "onnxscript", "onnxruntime", "openvino", "numpy", "torchserve"),
+)
 
 
 @cache

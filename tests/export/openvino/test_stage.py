@@ -7,6 +7,7 @@ import compress
 from compress import QuantizeStatic
 from compress.artifacts.artifact import Artifact
 from compress.common.errors import ArtifactInvalid, StageFailed, Unavailable
+from compress.common.signature import AxisBounds
 from compress.core.context import Context
 from compress.core.gates import LabelAgreement, MinSpeedup
 from export import ExportOnnx, ExportOpenVINO, OpenVINOModel
@@ -71,6 +72,42 @@ def test_inputs_of_other_sizes_are_refused(tmp_path: Path) -> None:
         kept = first.clone()
         predict(torch.randn(2, 1, 8, 8))
         assert torch.equal(first, kept)  # an answer is not overwritten by the next one
+
+
+def test_bounds_of_an_axis_are_in_the_file_and_named_in_errors(tmp_path: Path) -> None:
+    import openvino
+
+    signature = TOKENS.model_copy(update={"axes": {"length": AxisBounds(min=6, max=20)}})
+    model = network(tmp_path / "source", "networks:sequence", signature)
+    exported = ExportOpenVINO()(model, Context(root=tmp_path / "openvino"))
+    file = openvino.Core().read_model(exported.payload_path)
+    assert file.input("tokens").partial_shape.to_string() == "[?,6..20]"
+    with exported.open() as predict:
+        assert predict(torch.zeros(2, 20, dtype=torch.int64))
+        for size in (5, 21):
+            with pytest.raises(
+                ValueError, match=f"tokens: axis 'length' has size {size}, .* allows 6 to 20"
+            ):
+                predict(torch.zeros(2, size, dtype=torch.int64))
+
+
+def test_where_sums_are_cut_off_an_error_of_an_integer_file_says_so(
+    tmp_path: Path, monkeypatch
+) -> None:
+    from export.openvino import runtime
+    from export.parity import report
+
+    model = network(tmp_path / "source", "networks:mobilenet")
+    context = Context(root=tmp_path / "int8", data=samples(images(64)))
+    graph = QuantizeStatic(calibration_samples=64, weight_bits=EXACT_BITS)(model, context)
+    onnx = ExportOnnx()(graph, context.with_root(tmp_path / "onnx"))
+    right = runtime.predictor
+    monkeypatch.setattr(
+        runtime, "predictor", lambda m: lambda *x: tuple(2 * y for y in right(m)(*x))
+    )
+    monkeypatch.setattr(report, "has_16_bit_sums", lambda: True)
+    with pytest.raises(StageFailed, match=r"has no VNNI, so that sums .* may be cut off"):
+        ExportOpenVINO()(onnx, context.with_root(tmp_path / "openvino"))
 
 
 def test_altered_weights_are_not_loaded(tmp_path: Path) -> None:
