@@ -67,7 +67,11 @@ def main() -> None:
 
 def _versions() -> str:
     ours = ", ".join(f"{name} {version(name)}" for name in ("torch", "onnxruntime"))
-    return f"Python {platform.python_version()}, {ours}"
+    from export.common.int8_sums import has_16_bit_sums
+
+    vnni = "without VNNI" if has_16_bit_sums() else "with VNNI"
+    processor = f"{platform.machine()} {vnni}, one seed"
+    return f"{processor}; Python {platform.python_version()}, {ours}"
 
 
 if __name__ == "__main__":

@@ -25,10 +25,10 @@ def tables(folder: Path, given: argparse.Namespace) -> Iterator[str]:
     weights, data = folder / "weights.pt", folder / "data.pt"
     torch.save(model.load().state_dict(), weights)
     torch.save({"train_x": train_x, "train_y": train_y, "test_x": x, "test_y": y}, data)
-    rows = [f"| whole network | {percent(_accuracy(model, x, y))} | 1 | |"]
+    rows = [f"| whole network | {percent(_accuracy(model, x, y))} | 1.00 |"]
     for target in TARGETS:
         for name, settings in (
-            ("`l2`", {"importance": "l2"}),
+            ("`l2` and `refit`", {"importance": "l2", "refit": True}),
             ("`obs` and `refit`", {"importance": "obs", "refit": True}),
         ):
             stage = PruneChannels(target={"macs": target}, scope="global", **settings)
