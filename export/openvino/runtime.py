@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from compress.common.errors import ArtifactInvalid, StageFailed, first_line
+from export.common.openvino_core import openvino_core
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -39,7 +40,7 @@ def write(onnx_file: Path, file: Path, signature: Signature) -> None:
         if not signature.axes.keys().isdisjoint(spec.shape)
     }
     try:
-        model = openvino.Core().read_model(onnx_file)
+        model = openvino_core().read_model(onnx_file)
         if shapes:
             model.reshape(shapes)
     except Exception as error:
@@ -53,8 +54,6 @@ def compiled(file: Path, threads: int) -> Any:
     Raises:
         ArtifactInvalid: OpenVINO cannot load or compile it.
     """
-    import openvino
-
     settings = {
         "INFERENCE_PRECISION_HINT": "f32",  # by default bfloat16, where the processor has it
         "INFERENCE_NUM_THREADS": threads,
@@ -62,7 +61,7 @@ def compiled(file: Path, threads: int) -> Any:
         "PERFORMANCE_HINT": "LATENCY",
     }
     try:
-        return openvino.Core().compile_model(file, "CPU", settings)
+        return openvino_core().compile_model(file, "CPU", settings)
     except Exception as error:
         raise ArtifactInvalid(f"{file}: OpenVINO cannot load it: {_reason(error)}") from error
 

@@ -11,6 +11,7 @@ from importlib.resources import files
 MODULES = (
     "compress.checkpoint.pt2_safety",
     "export.common.int8_sums",
+    "export.common.openvino_core",
     "serve.worker.http_errors",
     "serve.worker.tensors",
     "serve.worker.oip",

@@ -13,6 +13,7 @@ import numpy as np
 
 from compress.checkpoint.pt2_safety import find_code
 from export.common.int8_sums import has_16_bit_sums
+from export.common.openvino_core import openvino_core
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -129,7 +130,7 @@ def load_openvino(payload: Path, settings: Named, threads: int) -> Run:
         "INFERENCE_NUM_THREADS": threads * streams,
         "NUM_STREAMS": streams,
     }
-    model = openvino.Core().compile_model(payload, "CPU", options)
+    model = openvino_core().compile_model(payload, "CPU", options)
     shapes = [port.partial_shape for port in model.inputs]
     names = [spec["name"] for spec in settings["inputs"]]
     requests = threading.local()  # a request of OpenVINO's takes one call at a time

@@ -197,8 +197,9 @@ def test_every_package_takes_the_same_decision(
     config = (triton.path / "model" / "config.pbtxt").read_text()
     assert ("dynamic_batching" in config) == (name == "row")
     assert (kserve.path / "model_repository/model/config.pbtxt").read_text() == config
-    (*_, last) = triton.manifest.facts["warnings"]
-    assert ("requests are not joined: answers depend" in str(last)) == (name == "tensor")
+    warnings = str(triton.manifest.facts["warnings"])
+    assert ("requests are not joined: answers depend" in warnings) == (name == "tensor")
+    assert ("--disable-auto-complete-config" in warnings) == (name == "tensor")
 
 
 @pytest.mark.torchserve

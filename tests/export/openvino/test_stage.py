@@ -1,3 +1,5 @@
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from compress.common.signature import AxisBounds
 from compress.core.context import Context
 from compress.core.gates import LabelAgreement, MinSpeedup
 from export import ExportOnnx, ExportOpenVINO, OpenVINOModel
+from export.common.openvino_core import openvino_core
 from export.openvino.stage import OPENVINO
 from tests.export.builders import (
     EXACT_BITS,
@@ -75,12 +78,10 @@ def test_inputs_of_other_sizes_are_refused(tmp_path: Path) -> None:
 
 
 def test_bounds_of_an_axis_are_in_the_file_and_named_in_errors(tmp_path: Path) -> None:
-    import openvino
-
     signature = TOKENS.model_copy(update={"axes": {"length": AxisBounds(min=6, max=20)}})
     model = network(tmp_path / "source", "networks:sequence", signature)
     exported = ExportOpenVINO()(model, Context(root=tmp_path / "openvino"))
-    file = openvino.Core().read_model(exported.payload_path)
+    file = openvino_core().read_model(exported.payload_path)
     assert file.input("tokens").partial_shape.to_string() == "[?,6..20]"
     with exported.open() as predict:
         assert predict(torch.zeros(2, 20, dtype=torch.int64))
@@ -156,3 +157,22 @@ def test_without_openvino_one_line_says_how_to_install_it(tmp_path: Path, monkey
     monkeypatch.setattr(type(OPENVINO), "missing", lambda _: True)
     with pytest.raises(Unavailable, match=r"openvino is not here; pip install .*\[openvino\]"):
         exported.open().__enter__()
+
+
+def test_a_signal_after_models_were_closed_does_not_end_the_process(tmp_path: Path) -> None:
+    model = network(tmp_path / "source", "networks:mlp")
+    exported = ExportOpenVINO()(model, Context(root=tmp_path / "openvino"))
+    code = f"""
+import gc, os, signal
+from export.openvino.runtime import compiled
+first, second = (compiled({str(exported.payload_path)!r}, 1) for _ in range(2))
+del first
+gc.collect()
+del second
+gc.collect()
+signal.signal(signal.SIGUSR1, lambda *_: print("received"))
+os.kill(os.getpid(), signal.SIGUSR1)
+"""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (0, "received\n"), done.stderr
