@@ -17,6 +17,7 @@ from compress.checkpoint.safe_zip import refuse_bomb
 from compress.common.errors import ArtifactInvalid, StageFailed, first_line
 from compress.graph.library_cache import patched_attribute
 from export.aotinductor.lowering import merge_products_, multiply_rows_, widen_ranges_
+from export.common.recurrent import refuse_unrolled_rnn
 from export.common.targets import NO_UINT16_KERNELS
 
 if TYPE_CHECKING:
@@ -46,7 +47,6 @@ INTEGER_KERNEL = re.compile(r"qconv|qlinear|int_mm")
 FLOAT_KERNEL = re.compile(r"(mkl(dnn)?_+)*(convolution|linear|(add|b|badd)?mm)")
 SOURCE_SUFFIXES = (".cpp", ".cu")
 DEQUANTIZE = "quantized_decomposed.dequantize_per_tensor"
-UNROLLED_RNN = re.compile(r"aten\.(gru|rnn)(?:_tanh|_relu)?\.input")
 CONVOLUTION = re.compile(r"aten\.conv(1d|2d|3d|olution)\.")
 
 
@@ -68,7 +68,7 @@ def compile_package(
     if any(torch.uint16 in node.args for node in program.graph.nodes):
         raise StageFailed(NO_UINT16_KERNELS)
     refuse_one_channel_integers(program)
-    refuse_unrolled_rnn(program)
+    refuse_unrolled_rnn(program, "AOTInductor", kernels=("LSTM",))
     settings: dict[str, Any] = dict(SETTINGS)
     with (
         TemporaryDirectory(prefix="compress-aot-") as scratch,
@@ -149,23 +149,6 @@ def refuse_one_channel_integers(program: ExportedProgram) -> None:
                 "a convolution reads integers of one channel, and its input has a dynamic axis: "
                 "AOTInductor compiles that into wrong answers; quantize with `target: "
                 "inductor-cpu`, which leaves it in float, or `exclude` it"
-            )
-
-
-def refuse_unrolled_rnn(program: ExportedProgram) -> None:
-    """Raise StageFailed for a GRU or plain recurrent layer over sequences of any length."""
-    # Inductor (torch 2.13) has a kernel for LSTMs alone: the others it unrolls for the length that
-    # was traced, without a warning.
-    for node in program.graph.nodes:
-        layer = UNROLLED_RNN.match(str(node.target))
-        if layer is None:
-            continue
-        batch_first = bool(node.args[-1])
-        if not isinstance(node.args[0].meta["val"].shape[1 if batch_first else 0], int):
-            raise StageFailed(
-                f"AOTInductor writes out the steps of a {layer[1].upper()} one by one, and here "
-                "their number is a named axis; declare a number instead of the name in "
-                "model.inputs, or use an LSTM, export_onnx or export_torchscript"
             )
 
 

@@ -8,6 +8,7 @@ import torch
 
 from compress.common.errors import ArtifactInvalid, StageFailed
 from compress.common.forward import accept_any_batch
+from export.common.batches import in_parts
 from export.parity.compare import check_axis_sizes, on_cpu
 from export.parity.sample_parity import check_on_samples, tolerance_for, val_inputs
 from export.tensorrt.shape_profiles import with_fixed_sizes
@@ -58,24 +59,6 @@ def load(
 def in_order(names: Sequence[str], signature_names: Sequence[str]) -> list[str]:
     """Return an engine's tensors in the signature's order."""
     return list(signature_names if set(names) == set(signature_names) else names)
-
-
-def in_parts(
-    run: Callable[..., Tensors], signature: Signature, largest: int
-) -> Callable[..., Tensors]:
-    """Return a function that runs at most `largest` samples at once, on the first axis."""
-    batched = [spec.shape[:1] == (signature.batch_axis,) for spec in signature.inputs]
-
-    def run_in_parts(*inputs: torch.Tensor) -> Tensors:
-        rows, outputs = len(inputs[0]), []
-        for start in range(0, rows, largest):
-            part = slice(start, start + largest)
-            outputs.append(
-                run(*(x[part] if b else x for x, b in zip(inputs, batched, strict=True)))
-            )
-        return tuple(torch.cat(column) for column in zip(*outputs, strict=True))
-
-    return run_in_parts
 
 
 def _runner(

@@ -16,8 +16,9 @@ from compress.core.gates import Parity
 from compress.graph.torch_export import export_program
 from compress.quantization.stages.static import QuantizeStatic
 from export.aotinductor import package as aot_package
-from export.aotinductor.package import count_kernels, refuse_unrolled_rnn
+from export.aotinductor.package import count_kernels
 from export.aotinductor.stage import AotModel, ExportAot
+from export.common.recurrent import refuse_unrolled_rnn
 from export.parity.bisect import LayerSearch
 from pipelines import Pipeline
 from pipelines.planning.planner import build_plan
@@ -195,13 +196,18 @@ def test_steps_of_any_number_are_refused_where_they_would_be_written_out(
     open_length = Signature(inputs=(TensorSpec(name="x", shape=shape),))
     fixed = tuple(5 if axis == "time" else axis for axis in shape)
     fixed_length = Signature(inputs=(TensorSpec(name="x", shape=fixed),))
-    refuse_unrolled_rnn(export_program(layer, fixed_length))
+    refuse_unrolled_rnn(export_program(layer, fixed_length), "AOTInductor")
     program = export_program(layer, open_length)
+    message = (
+        rf"AOTInductor writes out the steps of a {kind} one by one.*or use (an LSTM, )?export_"
+    )
     if refused:
-        with pytest.raises(StageFailed, match=rf"the steps of a {kind} one by one"):
-            refuse_unrolled_rnn(program)
+        with pytest.raises(StageFailed, match=message):
+            refuse_unrolled_rnn(program, "AOTInductor", kernels=("LSTM",))
     else:
-        refuse_unrolled_rnn(program)
+        refuse_unrolled_rnn(program, "AOTInductor", kernels=("LSTM",))
+        with pytest.raises(StageFailed, match=message):
+            refuse_unrolled_rnn(program, "AOTInductor")
 
 
 def test_kernels_are_counted_by_their_calls() -> None:

@@ -21,10 +21,11 @@ from compress.core.gates import Parity
 from compress.quantization.stages.dynamic import QuantizeDynamic
 from compress.quantization.stages.half_precision import ConvertPrecision
 from compress.quantization.stages.static import QuantizeStatic
+from export.common.batches import in_parts
 from export.onnx.stage import ExportOnnx
 from export.tensorrt.build import conversion_settings, refuse_quantized, write_onnx
 from export.tensorrt.host_check import difference
-from export.tensorrt.runtime import check_engine, in_order, in_parts
+from export.tensorrt.runtime import check_engine, in_order
 from export.tensorrt.shape_profiles import shapes_of, sizes_of
 from export.tensorrt.stage import ExportTensorRT, TensorRTEngine
 from pipelines import Pipeline
