@@ -12,17 +12,18 @@ from .common.forward import Predictor as Predictor
 from .common.signature import Signature as Signature
 from .common.signature import TensorSpec as TensorSpec
 from .core.context import Context as Context
+from .core.gate_kinds.call_cost import MaxLatency as MaxLatency
+from .core.gate_kinds.call_cost import MaxMemory as MaxMemory
+from .core.gate_kinds.call_cost import MinSpeedup as MinSpeedup
+from .core.gate_kinds.delegation import MinDelegated as MinDelegated
 from .core.gates import LabelAgreement as LabelAgreement
 from .core.gates import MaxDrop as MaxDrop
 from .core.gates import MaxFileSize as MaxFileSize
-from .core.gates import MaxLatency as MaxLatency
-from .core.gates import MaxMemory as MaxMemory
 from .core.gates import MaxParameters as MaxParameters
 from .core.gates import MaxRelativeDrop as MaxRelativeDrop
 from .core.gates import MaxSize as MaxSize
 from .core.gates import MinCosine as MinCosine
 from .core.gates import MinMetric as MinMetric
-from .core.gates import MinSpeedup as MinSpeedup
 from .core.gates import Parity as Parity
 from .core.loss import Loss as Loss
 from .core.metrics import Metric as Metric
@@ -60,6 +61,7 @@ __version__: str
 
 # Of packages above this one, see __init__.py.
 def export_aot(model: object, *args: object, **settings: object) -> Artifact: ...
+def export_executorch(model: object, *args: object, **settings: object) -> Artifact: ...
 def export_fastest(model: object, **settings: object) -> Artifact: ...
 def export_onnx(model: object, *args: object, **settings: object) -> Artifact: ...
 def export_openvino(model: object, *args: object, **settings: object) -> Artifact: ...

@@ -1,5 +1,7 @@
 from .aotinductor.stage import AotModel as AotModel
 from .aotinductor.stage import ExportAot as ExportAot
+from .executorch.stage import ExecuTorchModel as ExecuTorchModel
+from .executorch.stage import ExportExecuTorch as ExportExecuTorch
 from .exported_program import ExportProgram as ExportProgram
 from .fastest.stage import ExportFastest as ExportFastest
 from .onnx.stage import ExportOnnx as ExportOnnx

@@ -2,6 +2,7 @@
 
 from compress.functional.stage_function import stage_function
 from export.aotinductor.stage import ExportAot
+from export.executorch.stage import ExportExecuTorch
 from export.exported_program import ExportProgram
 from export.fastest.stage import ExportFastest
 from export.onnx.stage import ExportOnnx
@@ -15,4 +16,5 @@ export_program = stage_function(ExportProgram, takes_file=True)
 export_torchscript = stage_function(ExportTorchScript, takes_file=True)
 export_aot = stage_function(ExportAot, takes_file=True)
 export_openvino = stage_function(ExportOpenVINO, takes_file=True)
+export_executorch = stage_function(ExportExecuTorch, takes_file=True)
 export_tensorrt = stage_function(ExportTensorRT, takes_file=True)

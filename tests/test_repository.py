@@ -40,17 +40,19 @@ SHIPPED = [
 PUBLIC = {
     compress: "Artifact ArtifactInvalid CompressError Context ConvertPrecision Distill EagerModel "
     "Finetune GateRefused GraphModel LabelAgreement Loss MaxDrop MaxFileSize MaxLatency MaxMemory "
-    "MaxParameters MaxRelativeDrop MaxSize Metric MinCosine MinMetric MinSpeedup Parallel Parity "
-    "PipelineInvalid Predictor "
+    "MaxParameters MaxRelativeDrop MaxSize Metric MinCosine MinDelegated MinMetric MinSpeedup "
+    "Parallel Parity PipelineInvalid Predictor "
     "PruneChannels PruneLayers PruneWeights QuantizeAwareTraining QuantizeDynamic QuantizeMixed "
     "QuantizeStatic QuantizeWeights Signature Splits Stage StageFailed Target "
     "TensorSpec Train Training Unavailable Verdict consolidate "
     "convert_precision distill prune_channels prune_layers prune_weights quantize_aware_training "
     "quantize_dynamic quantize_mixed quantize_static quantize_weights train "
-    "export_aot export_fastest export_onnx export_openvino export_program export_tensorrt "
-    "export_torchscript package_kserve package_torchserve package_triton optimize bench",
-    export: "AotModel ExportAot ExportFastest ExportOnnx ExportOpenVINO ExportProgram "
-    "ExportTensorRT ExportTorchScript OnnxModel OpenVINOModel TensorRTEngine TorchScriptModel",
+    "export_aot export_executorch export_fastest export_onnx export_openvino export_program "
+    "export_tensorrt export_torchscript package_kserve package_torchserve package_triton "
+    "optimize bench",
+    export: "AotModel ExecuTorchModel ExportAot ExportExecuTorch ExportFastest ExportOnnx "
+    "ExportOpenVINO ExportProgram ExportTensorRT ExportTorchScript OnnxModel OpenVINOModel "
+    "TensorRTEngine TorchScriptModel",
     serve: "Client KServeService PackageKServe PackageTorchServe PackageTriton TorchServe "
     "TorchServeArchive TritonRepository",
 }

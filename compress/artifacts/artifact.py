@@ -92,6 +92,8 @@ class Artifact:
     """Modules that take seconds to import in :meth:`open`; imported before memory is measured."""
     memory_elsewhere: ClassVar[str] = ""
     """Why no artifact of this kind shows a call's memory in this process; empty if they do."""
+    reports_delegation: ClassVar[bool] = False
+    """Whether the fact `delegated_share` says how much a backend computes."""
     _kinds: ClassVar[dict[str, type[Artifact]]] = {}
 
     def __init__(self, path: Path, manifest: Manifest, digest: str) -> None:

@@ -28,6 +28,7 @@ LIMITS = {
     "min_speedup": 2.0,
     "max_latency": 5.0,
     "max_memory": 64.0,
+    "min_delegated": 0.99,
 }
 """The limit in each gate's example."""
 

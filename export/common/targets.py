@@ -25,6 +25,10 @@ NO_UINT16_KERNELS = (
 NO_UINT16_IN_OPSET = (
     f"opset {{}} has no 16-bit activations; set opset: {UINT16_OPSET} or more, or leave it out"
 )
+SIGNED_8_BITS = (
+    "XNNPACK's integer kernels take activations of signed 8 bits, found unsigned ones or more "
+    "bits; quantize with target: xnnpack, or use export_onnx"
+)
 UINT8_ONLY = (
     "TorchScript's integer kernels take activations of unsigned 8 bits, found {}; quantize with "
     "target: onnxruntime-cpu and 8 bits, or use export_onnx"

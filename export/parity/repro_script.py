@@ -109,6 +109,16 @@ OPENVINO = ScriptRuntime(
     ),
     library="openvino",
 )
+EXECUTORCH = ScriptRuntime(
+    name="ExecuTorch",
+    file="model.pte",
+    imports="from executorch.runtime import Runtime\n",
+    run_lines=(
+        'program = Runtime.get().load_program(HERE / "model.pte")',
+        'return program.load_method("forward").execute([x.contiguous() for x in inputs])',
+    ),
+    library="executorch",
+)
 TORCHSCRIPT = ScriptRuntime(
     name="TorchScript",
     file="model.ts",

@@ -20,6 +20,7 @@ from compress.quantization.stages.static import QuantizeStatic
 from compress.quantization.stages.weight_only import QuantizeWeights
 from compress.training.stage import Train
 from export.aotinductor.stage import ExportAot
+from export.executorch.stage import ExportExecuTorch
 from export.exported_program import ExportProgram
 from export.fastest.stage import ExportFastest
 from export.onnx.stage import ExportOnnx
@@ -52,6 +53,7 @@ OURS: tuple[type[Stage[Any, Any]], ...] = (
     ExportAot,
     ExportProgram,
     ExportOpenVINO,
+    ExportExecuTorch,
     ExportTensorRT,
     ExportFastest,
     PackageTorchServe,

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 NOT_FOR_DEPLOYMENT = ("eager", "graph", "torchserve", "triton", "kserve")
 """Kinds of artifacts that only Python runs, and packages of an artifact that is exported before."""
+NOT_SERVED = ("executorch", "tensorrt")
+"""Kinds that `compress serve` does not take."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,8 @@ class Headline:
     """Its folder, relative to that of the results."""
     file: str
     """Its file in that folder."""
+    is_served: bool
+    """Whether `compress serve` takes it."""
 
 
 def headline(report: Report) -> Headline | None:
@@ -50,4 +54,4 @@ def headline(report: Report) -> Headline | None:
     fastest: Any = artifact.facts.get("fastest")  # of export_fastest
     if fastest:
         gains.append(fastest["verdict"])
-    return Headline(", ".join(gains), artifact.path, artifact.file)
+    return Headline(", ".join(gains), artifact.path, artifact.file, artifact.kind not in NOT_SERVED)

@@ -121,7 +121,8 @@ def closing_lines(report: Report, out: Path) -> Iterator[Text]:
     if found := headline(report):
         folder = out / found.artifact
         yield Text(f"{found.gains}: deploy {folder / found.file}", style="bold green")
-        yield Text(f"serve it: compress serve {shlex.quote(str(folder))}")
+        if found.is_served:
+            yield Text(f"serve it: compress serve {shlex.quote(str(folder))}")
 
 
 def difference_table(differences: Differences) -> Table:

@@ -15,7 +15,8 @@ import export
 import serve
 
 LIBRARIES = (
-    *("torch", "torchao", "onnx", "onnxscript", "onnxruntime", "openvino", "numpy", "torchserve"),
+    *("torch", "torchao", "onnx", "onnxscript", "onnxruntime", "openvino", "executorch", "numpy"),
+    "torchserve",
 )
 
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 from compress.common.config import Settings
 
-Target = Literal["onnxruntime-cpu", "inductor-cpu", "tensorrt", "onnxruntime-cuda"]
+Target = Literal["onnxruntime-cpu", "inductor-cpu", "xnnpack", "tensorrt", "onnxruntime-cuda"]
 
 SIGNED_ACTIVATIONS = ("tensorrt", "onnxruntime-cuda")
 """Targets whose kernels take no zero points: activations are symmetric int8."""
@@ -18,6 +18,8 @@ class Patterns(Settings):
     outputs: bool
     """Whether an operator's output is quantized at once, so that poolings, reshapes and additions
     run on integers; otherwise only the inputs of layers with weights are quantized."""
+    float_outputs: bool = True
+    """Whether the kernel of a matrix product can give floats, which is more exact at no cost."""
     additions: Literal["integer", "residual", "float"]
     """`integer`: additions of integers give integers; `residual`: the term that does not come from
     a layer is quantized, so that the addition is fused into the layer of the other term."""
@@ -33,6 +35,11 @@ PATTERNS: dict[Target, Patterns] = {
     # oneDNN's kernels take float biases. Inductor (torch 2.13) mistakes the memory layout of their
     # output for one-channel inputs with a dynamic axis; accuracy is then that of chance.
     "inductor-cpu": Patterns(outputs=True, additions="integer", biases=False, one_channel=False),
+    # XNNPACK rounds biases to int32 itself, and computes a layer in floats unless its output is
+    # quantized too.
+    "xnnpack": Patterns(
+        outputs=True, float_outputs=False, additions="integer", biases=False, one_channel=True
+    ),
     # TensorRT moves and fuses Q/DQ itself, starting at layer inputs, and takes float biases only
     # (its guide, "Working with Quantized Types", Q/DQ placement).
     "tensorrt": Patterns(outputs=False, additions="residual", biases=False, one_channel=True),

@@ -90,6 +90,10 @@ def scheme_for(target: Target, weight_bits: int = 8, activation_bits: int = 8) -
         activations = IntegerFormat(
             dtype="int8", quant_min=-half, quant_max=half - 1, symmetric=True, per_channel=False
         )
+    elif target == "xnnpack":
+        activations = IntegerFormat(
+            dtype="int8", quant_min=-128, quant_max=127, symmetric=False, per_channel=False
+        )
     else:
         # x86 multiplies unsigned activations by signed weights in one instruction (VNNI's
         # vpdpbusd); with signed ones onnxruntime leaves about half of the convolutions in float

@@ -139,8 +139,11 @@ class OnnxRuntimeQuantizer(Quantizer):  # type: ignore[misc]  # torchao has no t
         # onnxruntime fuses a convolution only with an integer output. It fuses a matrix product
         # with a float one too, which is more exact at no cost: for the model's outputs, and for
         # products of sequences, whose wide ranges 8 bits ruin (MiniLM: cosine 0.93, not 0.99).
-        fuses_float = node.target is LINEAR and (
-            is_sequence_linear(node) or any(r.op == "output" for r in chain[-1].users)
+        is_last = any(reader.op == "output" for reader in chain[-1].users)
+        fuses_float = (
+            self.patterns.float_outputs
+            and node.target is LINEAR
+            and (is_sequence_linear(node) or is_last)
         )
         rounds_output = self.patterns.outputs and not fuses_float
         self._annotate_chain(chain, [source], self.activation if rounds_output else None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,11 +32,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from torch.export import ExportedProgram
-    from torch.fx import GraphModule
+    from torch.fx import Graph, GraphModule, Node
 
     from compress.common.signature import Signature
     from compress.data.batch import Batch
-    from compress.quantization.config.dtype_scheme import Scheme
+    from compress.quantization.config.dtype_scheme import IntegerFormat, Scheme
     from compress.quantization.ptq.algorithm_sequence import Corrections
 
 aten = torch.ops.aten
@@ -44,6 +45,8 @@ RECURRENT = {aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu
 LARGEST = 127
 """Largest integer of a row; ranges are symmetric, so that all rows have the zero point 0."""
 ROW_RANGE = (-LARGEST, LARGEST, torch.int8)
+EXTREMES = (-128, 127, torch.int8)
+"""The integers of rows with zero points."""
 
 
 class DynamicQuantizer(OnnxRuntimeQuantizer):
@@ -115,40 +118,59 @@ def quantize_dynamic(
         prepared(*signature.example())  # observers of weights see them only when the graph runs
     integers = convert(prepared)
     if quantizer.by_row:
-        scale_rows_(integers)
+        scale_rows_(integers, quantizer.scheme.activations)
     return export_program(integers, signature)
 
 
-def scale_rows_(graph: GraphModule) -> None:
+def scale_rows_(graph: GraphModule, activations: IntegerFormat) -> None:
     """Replace the range of a whole activation by one for each row, so that rows are independent.
 
-    A row's range is the largest magnitude along the last axis, over which a linear layer sums.
+    A row is what the last axis holds, over which a linear layer sums. Signed activations with a
+    zero point get a row's extremes, as XNNPACK's kernels take them; others its largest magnitude.
     """
     call = graph.graph.call_function
+    has_zero_points = activations.dtype == "int8" and not activations.symmetric
+    choose, (least, most, dtype) = (
+        (_row_extremes, EXTREMES) if has_zero_points else (_row_magnitudes, ROW_RANGE)
+    )
     for qparams in graph.graph.find_nodes(
         op="call_function", target=decomposed.choose_qparams.tensor
     ):
         source = qparams.args[0]
         with graph.graph.inserting_before(qparams):
-            largest = call(aten.amax.default, (call(aten.abs.default, (source,)), [-1], True))
-            scale = call(aten.mul.Tensor, (largest, 1 / LARGEST))
-            scale = call(aten.clamp_min.default, (scale, SMALLEST_SCALE))
-            zero = call(aten.zeros_like.default, (scale,))
+            scale, zero = choose(graph.graph, source)
         per_tensor = decomposed.quantize_per_tensor.tensor
         readers = [node for node in source.users if node.target is per_tensor]
         for quantize in [node for node in readers if node.args[1].args[:1] == (qparams,)]:
             with graph.graph.inserting_before(quantize):
                 integers = call(
-                    decomposed.quantize_per_token.default, (source, scale, zero, *ROW_RANGE)
+                    decomposed.quantize_per_token.default, (source, scale, zero, least, most, dtype)
                 )
             for dequantize in list(quantize.users):
                 with graph.graph.inserting_before(dequantize):
                     floats = call(
                         decomposed.dequantize_per_token.default,
-                        (integers, scale, zero, *ROW_RANGE, torch.float32),
+                        (integers, scale, zero, least, most, dtype, torch.float32),
                     )
                 floats.meta |= {k: v for k, v in dequantize.meta.items() if k != "val"}
                 dequantize.replace_all_uses_with(floats)
                 graph.graph.erase_node(dequantize)
     graph.graph.eliminate_dead_code()
     graph.recompile()
+
+
+def _row_magnitudes(graph: Graph, source: Node) -> tuple[Node, Node]:
+    """Add the scales of symmetric rows to a graph; return them and their zero points."""
+    call = graph.call_function
+    largest = call(aten.amax.default, (call(aten.abs.default, (source,)), [-1], True))
+    scale = call(aten.mul.Tensor, (largest, 1 / LARGEST))
+    scale = call(aten.clamp_min.default, (scale, SMALLEST_SCALE))
+    return scale, call(aten.zeros_like.default, (scale,))
+
+
+def _row_extremes(graph: Graph, source: Node) -> tuple[Node, Node]:
+    """Add the scales and zero points of rows with both ends to a graph, and return them."""
+    choose = decomposed.choose_qparams_per_token_asymmetric.default
+    both = graph.call_function(choose, (source, torch.int8))
+    scale, zero = (graph.call_function(operator.getitem, (both, i)) for i in (0, 1))
+    return scale, zero

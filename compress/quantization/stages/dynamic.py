@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import model_validator
 
@@ -17,7 +17,11 @@ if TYPE_CHECKING:
     from compress.core.context import Context
 
 GRU_AND_RNN = {"gru", "rnn_tanh", "rnn_relu"}
-WEIGHT_ONLY_KERNELS = {"onnxruntime-cpu": GRU_AND_RNN, "inductor-cpu": {*GRU_AND_RNN, "lstm"}}
+WEIGHT_ONLY_KERNELS: dict[str, set[str]] = {
+    "onnxruntime-cpu": GRU_AND_RNN,
+    "inductor-cpu": {*GRU_AND_RNN, "lstm"},
+    "xnnpack": set(),
+}
 """Target → operators without an integer kernel: int8 weights, multiplied in float."""
 
 
@@ -35,7 +39,8 @@ class QuantizeDynamic(IntegerStage):
     activation_range: Literal["tensor", "row"] = "tensor"
     """From what an activation's range is taken: the whole call, or each row that a linear layer
     reads. Only with `row` are a row's outputs independent of the other rows of the batch, so that
-    servers may batch requests; it takes longer, and recurrent layers stay float."""
+    servers may batch requests; it takes longer, and recurrent layers stay float. With `target:
+    xnnpack` it is always `row`."""
     smooth: Smoothing = "off"
     """SmoothQuant: how far outliers of what linear layers read are moved into their weights, from 0
     to 1; `auto` searches each layer's best and leaves alone what gains nothing."""
@@ -47,12 +52,23 @@ class QuantizeDynamic(IntegerStage):
         """Whether `smooth` looks at activations."""
         return self.smooth != "off"
 
+    @model_validator(mode="before")
+    @classmethod
+    def _xnnpack_has_rows(cls, settings: Any) -> Any:
+        if not isinstance(settings, dict) or settings.get("target") != "xnnpack":
+            return settings
+        if settings.setdefault("activation_range", "row") == "tensor":
+            raise ValueError(
+                "activation_range: XNNPACK takes a range for each row, found tensor; leave it out"
+            )
+        return settings
+
     @model_validator(mode="after")
     def _target_has_run_time_ranges(self) -> QuantizeDynamic:
         if self.target in SIGNED_ACTIVATIONS:
             raise ValueError(
                 f"target {self.target} has no kernels for ranges found at run time; use "
-                "quantize_static, or target onnxruntime-cpu or inductor-cpu"
+                "quantize_static, or target onnxruntime-cpu, inductor-cpu or xnnpack"
             )
         return self
 

@@ -78,6 +78,19 @@ def test_tensorrt_has_signed_integers_before_layers_and_on_the_residual(tmp_path
     assert onnx.manifest.lineage[-2].settings["target"] == "tensorrt"
 
 
+def test_xnnpack_has_signed_integers_with_zero_points_on_both_sides_of_a_layer(
+    tmp_path: Path,
+) -> None:
+    model, _ = quantized(tmp_path, "xnnpack")
+    rounding = nodes(model, THERE)
+    assert {(n.args[3], n.args[4], n.args[5]) for n in rounding} == {(-128, 127, torch.int8)}
+    assert any(n.args[2] != 0 for n in rounding)
+    layers = nodes(model, CONVOLUTION) + nodes(model, "aten.linear.default")
+    assert all(reads_integers(n) for n in layers)
+    assert str(nodes(model, "aten.linear.default")[0].next.target) == THERE  # the output, too
+    assert all(n.args[2].op == "placeholder" for n in layers)  # type: ignore[union-attr]
+
+
 def test_onnxruntime_on_cuda_rounds_before_layers_alone(tmp_path: Path) -> None:
     model, _ = quantized(tmp_path, "onnxruntime-cuda")
     (addition,) = nodes(model, ADDITION)

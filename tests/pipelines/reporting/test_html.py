@@ -186,12 +186,17 @@ def test_a_passed_run_says_first_what_to_deploy(finished_run) -> None:
     found = headline(report)
     metric = before.metric.name, before.metric.value, measured.metric.value
     gained = "4.00 MB → 250 kB, 9.1× faster, {} {:.4f} → {:.4f}".format(*metric)
-    assert found == Headline(gained, "artifacts/fast", last.artifact.file)
+    assert found == Headline(gained, "artifacts/fast", last.artifact.file, is_served=True)
     verdict = render(report).split("<h2>")[0]
     assert verdict.index(gained) < verdict.index("Passed")
     assert list(closing_lines(report, Path("out")))[-1].plain == (
         "serve it: compress serve out/artifacts/fast"
     )
+    for_device = faster.model_copy(
+        update={"artifact": artifact.model_copy(update={"kind": "executorch"})}
+    )
+    on_device = report.model_copy(update={"stages": (*stages[:-1], for_device)})
+    assert "compress serve" not in list(closing_lines(on_device, Path("out")))[-1].plain
     kept = {"facts": {"fastest": {"verdict": "in onnx (faster than aot)"}}}
     fastest = faster.model_copy(update={"artifact": artifact.model_copy(update=kept)})
     packaged = faster.model_copy(

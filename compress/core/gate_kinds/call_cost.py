@@ -1,0 +1,99 @@
+"""Gates on what a call costs on this machine: time and memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from compress.common.config import Count, Positive
+from compress.common.errors import StageFailed
+from compress.core.gate import Gate
+from compress.profiling.benchmark import unmeasurable
+
+if TYPE_CHECKING:
+    from pydantic import JsonValue
+
+    from compress.artifacts.artifact import Artifact
+    from compress.core.context import Context
+
+
+class _MeasuredOnVal(Gate):
+    """A gate on latency or memory: measured on samples of `val`, or seeded inputs without data."""
+
+    may_vary: ClassVar[bool] = True
+
+    def measurement_key(self) -> dict[str, JsonValue]:
+        """Return what changes the value."""
+        # "measured on" sets it apart from values that earlier versions measured on seeded inputs.
+        return {**super().measurement_key(), "measured on": "val"}
+
+
+class MinSpeedup(_MeasuredOnVal):
+    """Faster than the artifact compared with, both measured in turn with equal threads on `val`."""
+
+    gate: Literal["min_speedup"] = "min_speedup"
+    ratio: Positive
+    """How many times faster at least, by the lower end of the speedup's 95 % interval."""
+    batch: Count = 1
+    """Samples per call."""
+    against: str | None = None
+    """Earlier stage compared with, `source`, or what runs the float model that the input was made
+    of: `eager` (PyTorch), `compiled` (torch.compile), `onnxruntime`, `openvino` (plain exports)."""
+
+    limit_field: ClassVar[str] = "ratio"
+    rule_template: ClassVar[str] = "speedup at batch {batch} >= {ratio:g} with 95 % confidence"
+    higher_passes: ClassVar[bool] = True
+    allows_runtime: ClassVar[bool] = True
+
+    def measure(self, before: Artifact, after: Artifact, context: Context) -> float:
+        """Return the lower end of the interval in which the ratio of median latencies lies."""
+        interval = context.compare_latency(before, after, self.batch).interval
+        if interval.unreliable_reason:
+            raise StageFailed(unmeasurable("the speedup", interval.unreliable_reason))
+        return interval.low
+
+
+class MaxLatency(_MeasuredOnVal):
+    """The 95th percentile of the latency on `val` stays under a bound, on this machine."""
+
+    gate: Literal["max_latency"] = "max_latency"
+    p95_ms: Positive
+    """Largest 95th percentile, in milliseconds."""
+    batch: Count = 1
+    """Samples per call."""
+
+    limit_field: ClassVar[str] = "p95_ms"
+    rule_template: ClassVar[str] = "p95 at batch {batch} <= {p95_ms:g} ms"
+    compares: ClassVar[bool] = False
+
+    def measure(self, before: Artifact, after: Artifact, context: Context) -> float:
+        """Return the p95 latency in milliseconds."""
+        latency = context.compare_latency(before, after, self.batch).after
+        if latency.p95_interval.unreliable_reason:
+            raise StageFailed(unmeasurable("p95 in ms", latency.p95_interval.unreliable_reason))
+        return latency.p95
+
+
+class MaxMemory(_MeasuredOnVal):
+    """Opening the file and answering calls take at most so much memory, on this machine.
+
+    Counted in a process of its own, beyond what the libraries take there.
+    """
+
+    gate: Literal["max_memory"] = "max_memory"
+    mebibytes: Positive
+    """Most memory that may be taken at the same time, in MiB."""
+    batch: Count = 1
+    """Samples per call."""
+
+    limit_field: ClassVar[str] = "mebibytes"
+    rule_template: ClassVar[str] = "peak memory at batch {batch} <= {mebibytes:g} MiB"
+    compares: ClassVar[bool] = False
+
+    def measure(self, before: Artifact, after: Artifact, context: Context) -> float:
+        """Return the peak memory in mebibytes."""
+        return context.peak_memory(after, self.batch)
+
+    def unsuitable_artifact(self, written: type[Artifact]) -> str:
+        """Return why the memory of such a result cannot be measured in a process."""
+        elsewhere = written.memory_elsewhere
+        return elsewhere and f"cannot be measured: {elsewhere}"

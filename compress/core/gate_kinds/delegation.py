@@ -1,0 +1,45 @@
+"""The gate on what a backend computes of the model that a file was lowered from."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from compress.common.errors import StageFailed
+from compress.core.gate import Gate
+
+if TYPE_CHECKING:
+    from compress.artifacts.artifact import Artifact
+    from compress.core.context import Context
+
+
+class MinDelegated(Gate):
+    """The backend that a file was lowered for computes nearly all of the model."""
+
+    gate: Literal["min_delegated"] = "min_delegated"
+    share: Annotated[float, Field(gt=0, le=1)]
+    """Least share of the multiply-accumulates that is in the backend's own kernels."""
+
+    limit_field: ClassVar[str] = "share"
+    rule_template: ClassVar[str] = "delegated share >= {share:g}"
+    report_template: ClassVar[str] = (
+        "the backend computes at least {percent:g} % of the multiply-accumulates"
+    )
+    higher_passes: ClassVar[bool] = True
+    compares: ClassVar[bool] = False
+
+    def measure(self, before: Artifact, after: Artifact, context: Context) -> float:
+        """Return the share that the exporter counted."""
+        if problem := self.unsuitable_artifact(type(after)):
+            raise StageFailed(problem)
+        return float(after.fact("delegated_share"))
+
+    def unsuitable_artifact(self, written: type[Artifact]) -> str:
+        """Return why nothing of such a result is delegated."""
+        if written.reports_delegation:
+            return ""
+        return (
+            f"is for the results of export_executorch, found {written.kind}: its runtime has "
+            "kernels of its own alone, and leaves nothing to others"
+        )

@@ -1,0 +1,1 @@
+"""The ExecuTorch exporter: a `.pte` file for devices, computed by XNNPACK."""

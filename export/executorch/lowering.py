@@ -1,0 +1,95 @@
+"""Lower programs for ExecuTorch's XNNPACK backend."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from compress.common.errors import StageFailed, first_line
+from compress.graph.axis_bounds import trace
+from export.common.recurrent import refuse_unrolled_rnn
+from export.common.targets import SIGNED_8_BITS
+from export.executorch.delegation import describe_delegation
+from export.executorch.library import quiet_library
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+
+    from compress.common.signature import Signature
+
+aten = torch.ops.aten
+UNSIGNED = (torch.uint8, torch.uint16)
+
+
+class LoweredProgram(NamedTuple):
+    """A program as ExecuTorch stores it."""
+
+    content: bytes
+    """Content of the `.pte` file."""
+    delegation: dict[str, Any]
+    """What XNNPACK computes of it, see :func:`describe_delegation`."""
+
+
+def lower(program: ExportedProgram, bounded: Signature) -> LoweredProgram:
+    """Delegate what XNNPACK has kernels for, and plan the memory of the largest sizes.
+
+    `bounded` is the signature with a largest size of every named axis.
+
+    Raises:
+        StageFailed: ExecuTorch has no kernel for an operator, or cannot bound a size.
+    """
+    if any(dtype in node.args for node in program.graph.nodes for dtype in UNSIGNED):
+        raise StageFailed(SIGNED_8_BITS)
+    refuse_unrolled_rnn(program, "ExecuTorch")
+    try:
+        with quiet_library(), torch.no_grad():
+            from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+            from executorch.exir import ExecutorchBackendConfig, to_edge_transform_and_lower
+
+            program = trace(program.module(check_guards=False), bounded.example(), bounded)
+            write_clamps_(program)
+            edge = to_edge_transform_and_lower(program, partitioner=[XnnpackPartitioner()])
+            lowered = edge.exported_program()
+            restore_bounds_(lowered)
+            delegation = describe_delegation(lowered)
+            # The fusion gives quantized tables a kernel, which reads the rows that are looked up.
+            config = ExecutorchBackendConfig(do_quant_fusion_and_const_prop=True)
+            content = bytes(edge.to_executorch(config).buffer)
+    except StageFailed:
+        raise
+    except Exception as error:
+        raise StageFailed(
+            f"ExecuTorch cannot lower the model: {type(error).__name__}: {first_line(error)}"
+        ) from error
+    return LoweredProgram(content, delegation)
+
+
+def write_clamps_(program: ExportedProgram) -> None:
+    """Write clamps to constant limits as hardtanh, which XNNPACK fuses into the layer before."""
+    # XNNPACK's partitioner (executorch 1.5.1) leaves an integer layer with a clamp to portable
+    # kernels.
+    for node in program.graph.find_nodes(op="call_function", target=aten.clamp.default):
+        source: Any = node.args[0]
+        limits = (*node.args[1:], None, None)[:2]
+        if source.meta["val"].is_floating_point() and not node.kwargs:
+            least, most = (
+                end if limit is None else limit
+                for limit, end in zip(limits, (-math.inf, math.inf), strict=True)
+            )
+            node.target, node.args = aten.hardtanh.default, (source, least, most)
+    program.graph_module.recompile()
+
+
+def restore_bounds_(program: ExportedProgram) -> None:
+    """Give the sizes of a program their ranges back, for which memory is planned."""
+    # torch's fake convolution (2.13) compares the batch with 16 to guess a memory format. From then
+    # on the batch would be at most 15.
+    for node in program.graph.nodes:
+        value = node.meta.get("val")
+        sizes: list[Any] = [*value.shape] if isinstance(value, torch.Tensor) else []
+        for size in sizes:
+            if isinstance(size, torch.SymInt):
+                ranges = size.node.shape_env.var_to_range
+                ranges |= {k: v for k, v in program.range_constraints.items() if k in ranges}

@@ -1,0 +1,137 @@
+"""Load and run ExecuTorch programs with the runtime of the `executorch` wheel."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from compress.common.errors import ArtifactInvalid, first_line
+from export.common.batches import in_parts
+from export.executorch.library import quiet_library
+from export.executorch.planned_sizes import bounded_signature
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
+    from typing import IO
+
+    from compress.common.signature import Signature
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+def load(
+    file: Path, signature: Signature, sizes: Mapping[str, Sequence[int]], threads: int
+) -> Callable[..., Tensors]:
+    """Return a function that runs a file; sizes that it was not made for are refused.
+
+    `sizes` holds the smallest and largest size of each named axis. Larger batches are answered in
+    parts.
+
+    Raises:
+        ArtifactInvalid: the file cannot be loaded.
+    """
+    program, bounded = ExecuTorchProgram(file, threads), bounded_signature(signature, sizes)
+
+    def run(*inputs: torch.Tensor) -> Tensors:
+        # The runtime takes any sizes with as many elements as were planned, and reads the memory of
+        # inputs of other types.
+        sizes: dict[str, int] = {}
+        for spec, tensor in zip(bounded.inputs, inputs, strict=True):
+            fits = tensor.dim() == len(spec.shape) and str(tensor.dtype) == f"torch.{spec.dtype}"
+            for axis, size in zip(spec.shape, tensor.shape, strict=False):
+                if isinstance(axis, int):
+                    fits &= size == axis
+                else:  # a named axis has the same size in all inputs
+                    fits &= size in bounded.bounds(axis) and size == sizes.setdefault(axis, size)
+            if not fits:
+                expected = ", ".join(
+                    f"{d} of {bounded.bounds(d)}" if isinstance(d, str) else str(d)
+                    for d in spec.shape
+                )
+                raise ValueError(
+                    f"input {spec.name} is {tensor.dtype} {list(tensor.shape)}, expected "
+                    f"{spec.dtype} [{expected}]"
+                )
+        return program(*inputs)
+
+    batch = signature.batch_axis
+    return run if batch is None else in_parts(run, signature, sizes[batch][1])
+
+
+class ExecuTorchProgram:
+    """A loaded `.pte` file, which runs with a number of threads."""
+
+    def __init__(self, file: Path, threads: int) -> None:
+        self.file = file
+        self.threads = threads
+        self._method: Any = None
+        self._pool = 0
+        self._load()
+
+    def __call__(self, *inputs: torch.Tensor) -> Tensors:
+        """Return the outputs, in memory of their own."""
+        if self._pool != ThreadPool.generation:
+            self._load()
+        tensors = [x.contiguous() for x in inputs]
+        try:
+            return tuple(self._method.execute(tensors))
+        except RuntimeError as error:
+            # The reason is printed, not raised: run once more to catch it.
+            with _captured_stderr() as printed, suppress(RuntimeError):
+                self._method.execute(tensors)
+            raise RuntimeError(f"{first_line(error)}: {_last_line(printed)}") from error
+
+    def _load(self) -> None:
+        with quiet_library(), _captured_stderr() as printed:
+            from executorch.runtime import Runtime
+
+            ThreadPool.resize(self.threads)
+            self._pool = ThreadPool.generation
+            try:
+                self._program = Runtime.get().load_program(self.file)
+                self._method = self._program.load_method("forward")
+            except RuntimeError as error:
+                raise ArtifactInvalid(
+                    f"{self.file}: not an ExecuTorch program that this runtime can load, or "
+                    f"truncated ({first_line(error)}; {_last_line(printed)})"
+                ) from error
+
+
+class ThreadPool:
+    """The runtime's threads, which all programs of the process share."""
+
+    generation: int = 0
+    """How often the pool was replaced. Programs loaded before still point to the old one."""
+
+    @classmethod
+    def resize(cls, threads: int) -> None:
+        """Replace the pool by one of so many threads; nothing where it has them."""
+        from executorch.extension.pybindings import portable_lib
+
+        if portable_lib._threadpool_get_thread_count() != threads:
+            portable_lib._unsafe_reset_threadpool(threads)
+            cls.generation += 1
+
+
+@contextmanager
+def _captured_stderr() -> Iterator[IO[bytes]]:
+    """Send what native code prints in a block to a file: the runtime prints what it reads."""
+    with tempfile.TemporaryFile() as printed:
+        saved = os.dup(2)
+        os.dup2(printed.fileno(), 2)
+        try:
+            yield printed
+        finally:
+            os.dup2(saved, 2)
+            os.close(saved)
+
+
+def _last_line(printed: IO[bytes]) -> str:
+    printed.seek(0)
+    lines = printed.read().decode(errors="replace").splitlines()
+    return lines[-1].strip() if lines else ""

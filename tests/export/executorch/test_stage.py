@@ -1,0 +1,249 @@
+from pathlib import Path
+
+import pytest
+import torch
+
+import compress
+from compress import MinDelegated, QuantizeDynamic, QuantizeStatic
+from compress.artifacts.artifact import Artifact
+from compress.artifacts.eager_model import EagerModel
+from compress.common.errors import ArtifactInvalid, StageFailed, Unavailable
+from compress.common.signature import AxisBounds
+from compress.common.tensor_difference import largest, relative_error
+from compress.core.context import Context
+from compress.core.gates import LabelAgreement
+from export import AotModel, ExecuTorchModel, ExportExecuTorch, OnnxModel
+from export.executorch.stage import EXECUTORCH
+from tests.export.builders import (
+    EXACT_BITS,
+    IMAGE_AND_CONTEXT,
+    TOKENS,
+    images,
+    network,
+    network_of,
+    samples,
+)
+
+pytestmark = pytest.mark.skipif(
+    EXECUTORCH.missing(), reason="to run these tests: pip install -e '.[executorch]'"
+)
+
+UP_TO_64 = TOKENS.model_copy(update={"axes": {"length": AxisBounds(max=64)}})
+CLAMPED = """
+import torch
+
+
+class Clamped(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = torch.nn.Conv2d(1, 4, 3, padding=1), torch.nn.Linear(256, 3)
+
+    def forward(self, image):
+        return self.last(self.first(image).clamp(-0.5, 1.0).clamp(min=0).flatten(1))
+"""
+DOUBLE = """
+import torch
+
+
+class Doubled(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.exact = torch.nn.Linear(4, 30), torch.nn.Linear(30, 2).double()
+
+    def forward(self, x):
+        return self.exact(self.first(x).double()).float()
+"""
+
+
+def error(model: Artifact, exported: Artifact, *inputs: torch.Tensor) -> float:
+    """Return the largest error of an output, as a part of its norm."""
+    pairs = zip(model.open()(*inputs), exported.open()(*inputs), strict=True)
+    return largest(relative_error(a, b) for a, b in pairs)
+
+
+@pytest.fixture(scope="module")
+def sequence(tmp_path_factory: pytest.TempPathFactory) -> EagerModel:
+    return network(tmp_path_factory.mktemp("sequence") / "source", "networks:sequence", UP_TO_64)
+
+
+@pytest.fixture(scope="module")
+def exported_sequence(
+    sequence: EagerModel, tmp_path_factory: pytest.TempPathFactory
+) -> ExecuTorchModel:
+    return ExportExecuTorch()(sequence, Context(root=tmp_path_factory.mktemp("pte") / "model"))
+
+
+def test_every_input_and_output_keeps_its_name_and_place(tmp_path: Path) -> None:
+    bounds = {axis: AxisBounds(max=32) for axis in ("height", "width")}
+    signature = IMAGE_AND_CONTEXT.model_copy(update={"axes": bounds})
+    model = network(tmp_path / "source", "networks:two_inputs", signature)
+    exported = ExportExecuTorch()(model, Context(root=tmp_path / "pte"))
+    inputs = torch.randn(5, 1, 12, 9), torch.randn(5, 4)
+    assert error(model, exported, *inputs) < 1e-5
+    assert exported.signature == model.signature
+    assert (exported.parameters(), exported.macs()) == (model.parameters(), model.macs())
+    facts = exported.manifest.facts
+    assert facts["sizes"] == {"batch": [1, 32], "height": [1, 32], "width": [1, 32]}
+    assert facts["float_kernels"] == {"aten.convolution": 1, "aten.linear": 2}
+
+
+def test_a_quantized_graph_runs_in_integers_that_give_the_same_answers(tmp_path: Path) -> None:
+    model = network(tmp_path / "source", "networks:mobilenet")
+    context = Context(root=tmp_path / "int8", data=samples(images(64)))
+    stage = QuantizeStatic(target="xnnpack", calibration_samples=64, weight_bits=EXACT_BITS)
+    graph = stage(model, context)
+    gates = (MinDelegated(share=1), LabelAgreement(minimum=0.95))
+    exported = ExportExecuTorch(gates=gates)(graph, context.with_root(tmp_path / "pte"))
+    facts = exported.manifest.facts
+    assert facts["integer_kernels"] == {"aten.convolution": 3, "aten.linear": 1}
+    assert facts["float_kernels"] == {}
+    # A number on the edge of two integers may be rounded to either.
+    assert error(graph, exported, images(40)) < 0.01  # of more than a batch
+
+
+def test_ranges_found_at_run_time_are_those_of_rows(
+    sequence: EagerModel, exported_sequence: ExecuTorchModel, tmp_path: Path
+) -> None:
+    tokens = torch.randint(0, 50, (64, 12), generator=torch.Generator().manual_seed(0))
+    context = Context(root=tmp_path / "int8", data=samples(tokens))
+    graph = QuantizeDynamic(target="xnnpack")(sequence, context)
+    assert graph.manifest.lineage[-1].settings["activation_range"] == "row"
+    exported = ExportExecuTorch()(graph, context.with_root(tmp_path / "pte"))
+    assert exported.manifest.facts["integer_kernels"] == {"aten.linear": 2}
+    assert error(graph, exported, tokens[:5]) < 0.01
+    assert exported.payload_bytes < 0.8 * exported_sequence.payload_bytes
+    with pytest.raises(ValueError, match="XNNPACK takes a range for each row, found tensor"):
+        QuantizeDynamic(target="xnnpack", activation_range="tensor")
+
+
+def test_clamps_stay_in_the_integer_layer_before(tmp_path: Path) -> None:
+    model = network_of(
+        tmp_path,
+        CLAMPED,
+        "clamped:Clamped",
+        compress.Signature(inputs=(compress.TensorSpec(name="image", shape=("batch", 1, 8, 8)),)),
+    )
+    context = Context(root=tmp_path / "int8", data=samples(images(64)))
+    graph = QuantizeStatic(target="xnnpack", calibration_samples=64)(model, context)
+    exported = ExportExecuTorch()(graph, context.with_root(tmp_path / "pte"))
+    assert exported.manifest.facts["float_kernels"] == {}
+
+
+def test_what_is_left_to_portable_kernels_is_named_and_judged(tmp_path: Path) -> None:
+    model = network_of(tmp_path, DOUBLE, "doubles:Doubled")  # XNNPACK has no kernels of float64
+    context = Context(root=tmp_path / "pte")
+    exported = ExportExecuTorch().run(model, context)
+    assert exported.manifest.facts["portable_operators"]["exact"].keys() & {"aten.addmm", "aten.mm"}
+    verdict = MinDelegated(share=0.9).evaluate(model, exported, context)
+    assert not verdict.passed
+    assert verdict.value == pytest.approx(4 * 30 / (4 * 30 + 30 * 2))
+
+
+@pytest.mark.parametrize("written", [OnnxModel, AotModel])
+def test_runtimes_that_delegate_nothing_have_no_share(written: type[Artifact]) -> None:
+    problem = MinDelegated(share=0.9).unsuitable_artifact(written)
+    assert problem.startswith(f"is for the results of export_executorch, found {written.kind}: ")
+
+
+def test_sizes_without_memory_are_refused_and_batches_answered_in_parts(
+    sequence: EagerModel, exported_sequence: ExecuTorchModel, tmp_path: Path
+) -> None:
+    with exported_sequence.open() as predict:
+        assert predict(torch.zeros(70, 64, dtype=torch.int64))[0].shape == (70, 64, 16)
+        for tokens, found in (
+            (torch.zeros(1, 65, dtype=torch.int64), r"torch\.int64 \[1, 65\]"),
+            (torch.zeros(2, 5), r"torch\.float32 \[2, 5\]"),
+            (torch.zeros(5, dtype=torch.int64), r"torch\.int64 \[5\]"),
+        ):
+            expected = r"int64 \[batch of 1 to 32, length of 1 to 64\]"
+            with pytest.raises(ValueError, match=rf"input tokens is {found}, expected {expected}"):
+                predict(tokens)
+    single = ExportExecuTorch(largest_batch=1)(sequence, Context(root=tmp_path / "single"))
+    tokens = torch.randint(0, 50, (3, 7))
+    assert error(sequence, single, tokens) < 1e-5
+
+
+def test_an_axis_without_a_largest_size_is_refused(tmp_path: Path) -> None:
+    model = network(tmp_path / "source", "networks:sequence", TOKENS)
+    with pytest.raises(StageFailed, match=r"'length' has no largest size.*model\.axes: \{length: "):
+        ExportExecuTorch()(model, Context(root=tmp_path / "pte"))
+
+
+def test_layers_for_which_there_are_no_kernels_are_refused(tmp_path: Path) -> None:
+    context = Context(root=tmp_path / "int8", data=samples(images(64)))
+    model = network(tmp_path / "source", "networks:mlp")
+    unsigned = QuantizeStatic(calibration_samples=64)(model, context)
+    assert "target: xnnpack" in ExportExecuTorch().unsupported_input_reason({"uint8"})
+    with pytest.raises(StageFailed, match=r"signed 8 bits.*; quantize with target: xnnpack"):
+        ExportExecuTorch()(unsigned, context.with_root(tmp_path / "pte"))
+    recurrent = network(tmp_path / "lstm", "recurrences:classifier", UP_TO_64)
+    with pytest.raises(StageFailed, match=r"ExecuTorch writes out the steps of a LSTM"):
+        ExportExecuTorch()(recurrent, context.with_root(tmp_path / "lstm.pte"))
+
+
+def test_programs_loaded_before_the_number_of_threads_changed_still_answer(
+    sequence: EagerModel, exported_sequence: ExecuTorchModel
+) -> None:
+    tokens = torch.randint(0, 50, (4, 9))
+    (expected,) = sequence.open()(tokens)
+    with exported_sequence.open(threads=1) as one, exported_sequence.open(threads=2) as two:
+        for predict in (one, two, one):
+            torch.testing.assert_close(predict(tokens)[0], expected)
+        kept, copy = one(tokens)[0], one(tokens)[0].clone()
+        one(tokens + 1 - tokens)
+        assert torch.equal(kept, copy)  # an answer is not overwritten by the next one
+
+
+def test_equal_models_give_equal_bytes_and_altered_ones_are_not_loaded(
+    sequence: EagerModel, exported_sequence: ExecuTorchModel, tmp_path: Path
+) -> None:
+    again = ExportExecuTorch()(sequence, Context(root=tmp_path / "again"))
+    assert again.payload_path.read_bytes() == exported_sequence.payload_path.read_bytes()
+    content = bytearray(again.payload_path.read_bytes())
+    content[len(content) // 2] ^= 1
+    again.payload_path.chmod(0o644)
+    again.payload_path.write_bytes(content)
+    with pytest.raises(ArtifactInvalid, match=r"model\.pte is not the file that was sealed"):
+        again.open().__enter__()
+
+
+def test_a_file_that_is_no_program_is_refused_in_one_line(tmp_path: Path) -> None:
+    from export.executorch.runtime import load
+
+    file = tmp_path / "model.pte"
+    file.write_bytes(b"nothing of the kind" * 9)
+    with pytest.raises(ArtifactInvalid, match=r"model\.pte: not an ExecuTorch program") as caught:
+        load(file, UP_TO_64, {"batch": [1, 32], "length": [1, 64]}, threads=1)
+    assert "\n" not in str(caught.value)
+
+
+def test_wrong_answers_are_refused_with_a_script(
+    sequence: EagerModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from export.executorch.runtime import ExecuTorchProgram
+
+    right = ExecuTorchProgram.__call__
+    monkeypatch.setattr(
+        ExecuTorchProgram, "__call__", lambda *given: tuple(1.5 * y for y in right(*given))
+    )
+    message = r"differ from the source's by 0\.5 .*first layer out of tolerance is .*parity\.json"
+    with pytest.raises(StageFailed, match=message):
+        ExportExecuTorch()(sequence, Context(root=tmp_path / "pte"))
+    folder = tmp_path / "parity" / "export_executorch"
+    assert "from executorch.runtime import Runtime" in (folder / "reproduce.py").read_text()
+
+
+def test_a_function_of_a_module(tmp_path: Path) -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    rows = torch.randn(3, 4)
+    exported = compress.export_executorch(module, tmp_path / "model.pte", example_inputs=(rows,))
+    assert isinstance(exported, ExecuTorchModel)
+    torch.testing.assert_close(exported.module(rows), module(rows), rtol=1e-4, atol=1e-5)
+
+
+def test_without_executorch_one_line_says_how_to_install_it(
+    exported_sequence: ExecuTorchModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(EXECUTORCH), "missing", lambda _: True)
+    with pytest.raises(Unavailable, match=r"executorch is not here; pip install .*\[executorch\]"):
+        exported_sequence.open().__enter__()
