@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from compress.artifacts.graph_model import reshape_views_
 from compress.common.errors import StageFailed, first_line
 from compress.graph.axis_bounds import trace
 from export.common.recurrent import refuse_unrolled_rnn
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from compress.common.signature import Signature
 
 aten = torch.ops.aten
+ATTENTION = aten.scaled_dot_product_attention.default
 UNSIGNED = (torch.uint8, torch.uint16)
 
 
@@ -49,6 +51,9 @@ def lower(program: ExportedProgram, bounded: Signature) -> LoweredProgram:
             from executorch.exir import ExecutorchBackendConfig, to_edge_transform_and_lower
 
             program = trace(program.module(check_guards=False), bounded.example(), bounded)
+            reshape_views_(program.graph_module)  # `attention` has other strides than torch's
+            program = program.run_decompositions({ATTENTION: attention})
+            merge_copies_(program)
             write_clamps_(program)
             edge = to_edge_transform_and_lower(program, partitioner=[XnnpackPartitioner()])
             lowered = edge.exported_program()
@@ -64,6 +69,45 @@ def lower(program: ExportedProgram, bounded: Signature) -> LoweredProgram:
             f"ExecuTorch cannot lower the model: {type(error).__name__}: {first_line(error)}"
         ) from error
     return LoweredProgram(content, delegation)
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """Write attention without a mask as two products and a softmax; other attention is left alone.
+
+    All three have kernels of XNNPACK. torch's own decomposition also replaces rows that a mask
+    leaves nothing of, and copies its inputs for a product of more than three axes.
+    """
+    is_plain = attn_mask is None and not is_causal and not enable_gqa
+    if not is_plain or query.dim() != 4 or key.shape[:2] != query.shape[:2]:
+        return NotImplemented
+    rows, keys, values = (x.flatten(0, 1) for x in (query, key, value))
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = torch.bmm(rows * factor, keys.transpose(1, 2))
+    mixed = torch.bmm(torch.softmax(scores, -1), values)
+    return mixed.reshape(*query.shape[:3], value.shape[-1])
+
+
+def merge_copies_(program: ExportedProgram) -> None:
+    """Keep one of several copies of a tensor."""
+    # XNNPACK's preprocessing (executorch 1.5.1) drops copies, and fails where two of one tensor leave
+    # a part.
+    graph, copies = program.graph, dict[Any, Any]()
+    for node in graph.find_nodes(op="call_function", target=aten.clone.default):
+        kept = copies.setdefault((node.args, str(node.kwargs)), node)
+        if kept is not node:
+            node.replace_all_uses_with(kept)
+            graph.erase_node(node)
+    program.graph_module.recompile()
 
 
 def write_clamps_(program: ExportedProgram) -> None:

@@ -7,6 +7,7 @@ import compress
 from compress import MinDelegated, QuantizeDynamic, QuantizeStatic
 from compress.artifacts.artifact import Artifact
 from compress.artifacts.eager_model import EagerModel
+from compress.artifacts.graph_model import GraphModel
 from compress.common.errors import ArtifactInvalid, StageFailed, Unavailable
 from compress.common.signature import AxisBounds
 from compress.common.tensor_difference import largest, relative_error
@@ -52,6 +53,22 @@ class Doubled(torch.nn.Module):
 
     def forward(self, x):
         return self.exact(self.first(x).double()).float()
+"""
+
+
+MASKED = """
+import torch
+
+
+class Masked(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.project = torch.nn.Linear(4, 16)
+
+    def forward(self, x, mask):
+        heads = self.project(x).unflatten(2, (2, 8)).transpose(1, 2)
+        mixed = torch.nn.functional.scaled_dot_product_attention(heads, heads, heads, mask)
+        return mixed.mean((1, 2))
 """
 
 
@@ -137,6 +154,22 @@ def test_what_is_left_to_portable_kernels_is_named_and_judged(tmp_path: Path) ->
     verdict = MinDelegated(share=0.9).evaluate(model, exported, context)
     assert not verdict.passed
     assert verdict.value == pytest.approx(4 * 30 / (4 * 30 + 30 * 2))
+
+
+def test_attention_is_left_to_xnnpack_but_for_its_mask(tmp_path: Path) -> None:
+    x = compress.TensorSpec(name="x", shape=("batch", 5, 4))
+    model = network(tmp_path / "source", "networks:attention", compress.Signature(inputs=(x,)))
+    graph = GraphModel.from_eager(model, tmp_path / "graph")
+    exported = ExportExecuTorch()(graph, Context(root=tmp_path / "pte"))
+    facts = exported.manifest.facts
+    assert facts["float_kernels"] == {"aten.bmm": 2, "aten.linear": 2}
+    assert facts["portable_operators"].keys() == {""}
+    assert facts["portable_operators"][""].keys() == {"aten.view_copy"}
+    mask = compress.TensorSpec(name="mask", shape=("batch", 1, 5, 5), dtype="bool")
+    masked = network_of(tmp_path, MASKED, "masked:Masked", compress.Signature(inputs=(x, mask)))
+    # Parity is tried with rows of which a mask leaves nothing.
+    with_mask = ExportExecuTorch()(masked, Context(root=tmp_path / "masked.pte"))
+    assert with_mask.manifest.facts["delegated_share"] == 1
 
 
 @pytest.mark.parametrize("written", [OnnxModel, AotModel])
