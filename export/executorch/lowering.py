@@ -99,8 +99,8 @@ def attention(
 
 def merge_copies_(program: ExportedProgram) -> None:
     """Keep one of several copies of a tensor."""
-    # XNNPACK's preprocessing (executorch 1.5.1) drops copies, and fails where two of one tensor leave
-    # a part.
+    # XNNPACK's preprocessing (executorch 1.5.1) drops copies, and fails where two of one tensor
+    # leave a part.
     graph, copies = program.graph, dict[Any, Any]()
     for node in graph.find_nodes(op="call_function", target=aten.clone.default):
         kept = copies.setdefault((node.args, str(node.kwargs)), node)
