@@ -22,7 +22,7 @@ def in_parts(
 
     def run_in_parts(*inputs: torch.Tensor) -> Tensors:
         rows, outputs = len(inputs[0]), []
-        for start in range(0, rows, largest):
+        for start in range(0, max(rows, 1), largest):
             part = slice(start, start + largest)
             outputs.append(
                 run(*(x[part] if b else x for x, b in zip(inputs, batched, strict=True)))

@@ -29,8 +29,9 @@ def refuse_unrolled_rnn(
         batch_first = bool(node.args[-1])
         if not isinstance(node.args[0].meta["val"].shape[1 if batch_first else 0], int):
             other = "".join(f"an {name}, " for name in kernels)
+            article = "a" if layer == "GRU" else "an"
             raise StageFailed(
-                f"{runtime} writes out the steps of a {layer} one by one, and here their number is "
-                "a named axis; declare a number instead of the name in model.inputs, or use "
+                f"{runtime} writes out the steps of {article} {layer} one by one, and here their "
+                "number is a named axis; declare a number instead of the name in model.inputs, or use "
                 f"{other}export_onnx or export_torchscript"
             )

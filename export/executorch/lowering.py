@@ -42,7 +42,8 @@ def lower(program: ExportedProgram, bounded: Signature) -> LoweredProgram:
     Raises:
         StageFailed: ExecuTorch has no kernel for an operator, or cannot bound a size.
     """
-    if any(dtype in node.args for node in program.graph.nodes for dtype in UNSIGNED):
+    rounding = [n for n in program.graph.nodes if str(n.target).startswith("quantized_decomposed.")]
+    if any(dtype in node.args for node in rounding for dtype in UNSIGNED):
         raise StageFailed(SIGNED_8_BITS)
     refuse_unrolled_rnn(program, "ExecuTorch")
     try:

@@ -19,7 +19,8 @@ class MinDelegated(Gate):
 
     gate: Literal["min_delegated"] = "min_delegated"
     share: Annotated[float, Field(gt=0, le=1)]
-    """Least share of the multiply-accumulates that is in the backend's own kernels."""
+    """Least share of the multiply-accumulates that is in the backend's own kernels; of the
+    operators where nothing is multiplied."""
 
     limit_field: ClassVar[str] = "share"
     rule_template: ClassVar[str] = "delegated share >= {share:g}"

@@ -57,11 +57,11 @@ class QuantizeDynamic(IntegerStage):
     def _xnnpack_has_rows(cls, settings: Any) -> Any:
         if not isinstance(settings, dict) or settings.get("target") != "xnnpack":
             return settings
-        if settings.setdefault("activation_range", "row") == "tensor":
+        if settings.get("activation_range") == "tensor":
             raise ValueError(
                 "activation_range: XNNPACK takes a range for each row, found tensor; leave it out"
             )
-        return settings
+        return {"activation_range": "row", **settings}
 
     @model_validator(mode="after")
     def _target_has_run_time_ranges(self) -> QuantizeDynamic:

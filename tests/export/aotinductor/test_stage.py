@@ -199,7 +199,7 @@ def test_steps_of_any_number_are_refused_where_they_would_be_written_out(
     refuse_unrolled_rnn(export_program(layer, fixed_length), "AOTInductor")
     program = export_program(layer, open_length)
     message = (
-        rf"AOTInductor writes out the steps of a {kind} one by one.*or use (an LSTM, )?export_"
+        rf"AOTInductor writes out the steps of an? {kind} one by one.*or use (an LSTM, )?export_"
     )
     if refused:
         with pytest.raises(StageFailed, match=message):

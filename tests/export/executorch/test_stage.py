@@ -186,6 +186,7 @@ def test_sizes_without_memory_are_refused_and_batches_answered_in_parts(
         for tokens, found in (
             (torch.zeros(1, 65, dtype=torch.int64), r"torch\.int64 \[1, 65\]"),
             (torch.zeros(2, 5), r"torch\.float32 \[2, 5\]"),
+            (torch.zeros(0, 5, dtype=torch.int64), r"torch\.int64 \[0, 5\]"),
             (torch.zeros(5, dtype=torch.int64), r"torch\.int64 \[5\]"),
         ):
             expected = r"int64 \[batch of 1 to 32, length of 1 to 64\]"
@@ -210,7 +211,7 @@ def test_layers_for_which_there_are_no_kernels_are_refused(tmp_path: Path) -> No
     with pytest.raises(StageFailed, match=r"signed 8 bits.*; quantize with target: xnnpack"):
         ExportExecuTorch()(unsigned, context.with_root(tmp_path / "pte"))
     recurrent = network(tmp_path / "lstm", "recurrences:classifier", UP_TO_64)
-    with pytest.raises(StageFailed, match=r"ExecuTorch writes out the steps of a LSTM"):
+    with pytest.raises(StageFailed, match=r"ExecuTorch writes out the steps of an LSTM one by one"):
         ExportExecuTorch()(recurrent, context.with_root(tmp_path / "lstm.pte"))
 
 
