@@ -32,6 +32,6 @@ def refuse_unrolled_rnn(
             article = "a" if layer == "GRU" else "an"
             raise StageFailed(
                 f"{runtime} writes out the steps of {article} {layer} one by one, and here their "
-                "number is a named axis; declare a number instead of the name in model.inputs, or use "
-                f"{other}export_onnx or export_torchscript"
+                "number is a named axis; declare a number instead of the name in model.inputs, or "
+                f"use {other}export_onnx or export_torchscript"
             )
