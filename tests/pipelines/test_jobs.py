@@ -32,8 +32,11 @@ def mlp(hidden=16):
     return nn.Sequential(nn.Linear(4, hidden), nn.ReLU(), nn.Linear(hidden, 3))
 
 def in_a_worker():
-    for marker in HERE.glob("die"):
-        marker.unlink()
+    try:
+        (HERE / "die").unlink()  # by one worker only
+    except FileNotFoundError:
+        pass
+    else:
         os.kill(os.getpid(), signal.SIGKILL)
     if (HERE / "hang").exists():
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
