@@ -69,17 +69,17 @@ def web_page(
             f"{LARGEST_MODEL / 2**20:,.0f} MiB for a page in a browser"
         )
     packed = {}
-    for id_, name in (("script", SCRIPT), ("wasm", WASM)):
+    for id_, part in (("script", SCRIPT), ("wasm", WASM)):
         try:
-            packed[id_] = _packed((folder / name).read_bytes(), level=9)
+            packed[id_] = _packed((folder / part).read_bytes(), level=9)
         except OSError as error:
             raise StageFailed(
-                f"{folder / name}: {error.strerror}; {ONNXRUNTIME_WEB.install}"
+                f"{folder / part}: {error.strerror}; {ONNXRUNTIME_WEB.install}"
             ) from None
     # The graph comes first, before the weights that a large one has beside it.
-    files = sorted(model.model_files, key=lambda name: name != model.payload)
-    for i, name in enumerate(files):
-        packed[f"file-{i}"] = _packed((model.path / name).read_bytes())
+    files = sorted(model.model_files, key=lambda file: file != model.payload)
+    for i, file in enumerate(files):
+        packed[f"file-{i}"] = _packed((model.path / file).read_bytes())
     sizes, largest = [], 0.0
     with model.open() as predict:
         for rows, of_this_size in batches.items():
