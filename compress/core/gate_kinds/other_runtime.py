@@ -56,7 +56,8 @@ OTHER_RUNTIMES: dict[str, OtherRuntime] = {}
 class RunsIn(Gate):
     """The file runs in another runtime, and answers there as it does here, on samples of `val`.
 
-    `web`: in a browser, by onnxruntime-web in a headless Chromium. The latency there is logged.
+    `web`: in a browser, by onnxruntime-web in a headless Chromium, for results of `export_onnx`.
+    The latency there is logged.
     """
 
     gate: Literal["runs_in"] = "runs_in"

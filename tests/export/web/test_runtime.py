@@ -19,12 +19,11 @@ from compress import (
 from compress.artifacts.eager_model import EagerModel
 from compress.common.errors import StageFailed
 from compress.common.forward import opened_model
-from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.context import Context
 from export import ExportOnnx, OnnxModel
 from export.web.browser import run_page
 from export.web.requirements import CHROMIUM, ONNXRUNTIME_WEB
-from tests.export.builders import TOKENS, images, network, samples
+from tests.export.builders import IMAGE_AND_CONTEXT, TOKENS, images, network, samples
 
 pytestmark = [
     pytest.mark.slow,
@@ -32,13 +31,6 @@ pytestmark = [
 ]
 needs_package = pytest.mark.skipif(
     ONNXRUNTIME_WEB.missing(), reason=f"no onnxruntime-web: {ONNXRUNTIME_WEB.install}"
-)
-MIXED = Signature(
-    inputs=(
-        TensorSpec(name="image", shape=("batch", 1, "height", "width")),
-        TensorSpec(name="context", shape=("batch", 4)),
-    ),
-    outputs=(OutputSpec(name="logits"), OutputSpec(name="features")),
 )
 
 
@@ -58,35 +50,47 @@ def exported(model: EagerModel, context: Context, stage: Stage | None = None) ->
     return ExportOnnx().run(graph, context.with_root(folder / "onnx"))
 
 
+@pytest.fixture(scope="module")
+def file(mobilenet: EagerModel, context: Context) -> OnnxModel:
+    return exported(mobilenet, context)
+
+
 @needs_package
-@pytest.mark.parametrize(
-    ("stage", "atol"),
-    [
-        (None, 1e-6),
-        (QuantizeStatic(calibration_samples=64), 1e-6),
-        (QuantizeDynamic(), 1e-6),
-        (QuantizeWeights(activation_bits=32), 1e-6),
-        (ConvertPrecision(dtype="float16"), 1e-6),
-    ],
-    ids=lambda value: value.stage if isinstance(value, Stage) else "",
-)
-def test_files_answer_in_the_browser_as_here(
-    mobilenet: EagerModel,
-    context: Context,
-    caplog: pytest.LogCaptureFixture,
-    stage: Stage | None,
-    atol: float,
+def test_a_file_answers_in_the_browser_as_here(
+    file: OnnxModel, context: Context, caplog: pytest.LogCaptureFixture
 ) -> None:
-    file = exported(mobilenet, context, stage)
     with caplog.at_level(logging.INFO):
-        verdict = RunsIn(atol=atol, batch=8).evaluate(mobilenet, file, context)
+        verdict = RunsIn(atol=1e-6, batch=8).evaluate(file, file, context)
     assert (verdict.passed, verdict.reason) == (True, "")
     assert "a call of 8 takes " in caplog.text
 
 
 @needs_package
+@pytest.mark.parametrize(
+    ("stage", "operator"),
+    [
+        (QuantizeStatic(calibration_samples=64), "QuantizeLinear"),
+        (QuantizeDynamic(), "DynamicQuantizeLinear"),
+        (QuantizeWeights(activation_bits=32), "MatMulNBits"),
+        (ConvertPrecision(dtype="float16"), "Cast"),
+    ],
+    ids=lambda value: value.stage if isinstance(value, Stage) else value,
+)
+def test_quantized_files_answer_in_the_browser_as_here(
+    mobilenet: EagerModel, context: Context, stage: Stage, operator: str
+) -> None:
+    file = exported(mobilenet, context, stage)
+    assert operator in file.manifest.facts["operators"]
+    verdict = RunsIn(atol=1e-6, batch=8).evaluate(mobilenet, file, context)
+    assert (verdict.passed, verdict.reason) == (True, "")
+
+
+@needs_package
 def test_inputs_of_several_types_and_shapes(tmp_path: Path) -> None:
-    for factory, signature in (("networks:two_inputs", MIXED), ("networks:sequence", TOKENS)):
+    for factory, signature in (
+        ("networks:two_inputs", IMAGE_AND_CONTEXT),
+        ("networks:sequence", TOKENS),
+    ):
         context = Context(root=tmp_path / factory.partition(":")[2])
         file = exported(network(context.root / "model", factory, signature), context)
         verdict = RunsIn(atol=1e-6).evaluate(file, file, context)
@@ -107,31 +111,31 @@ class Shifted(OnnxModel):
 @needs_package
 @pytest.mark.parametrize(("shift", "value"), [(0.5, 0.5), (float("nan"), None)])
 def test_other_answers_are_refused(
-    mobilenet: EagerModel, context: Context, shift: float, value: float | None
+    file: OnnxModel, context: Context, shift: float, value: float | None
 ) -> None:
-    file = exported(mobilenet, context)
     shifted = Shifted(file.path, file.manifest, file.digest)
     shifted.shift = shift
-    verdict = RunsIn(atol=0.4).evaluate(mobilenet, shifted, context)
+    verdict = RunsIn(atol=0.4).evaluate(file, shifted, context)
     assert not verdict.passed
     assert verdict.value == (value and pytest.approx(value, abs=1e-6))
     assert value or "an output is NaN" in verdict.reason
 
 
 @needs_package
-def test_what_the_browser_cannot_open_is_an_error(mobilenet: EagerModel, context: Context) -> None:
-    file = exported(mobilenet, context)
-
+def test_what_the_browser_cannot_open_is_an_error(
+    file: OnnxModel, context: Context, tmp_path: Path
+) -> None:
     class Damaged(OnnxModel):
         def verify_cached(self) -> None:
-            self.payload_path.write_bytes(b"no model")
+            """Let other bytes pass."""
 
         @contextmanager
         def open(self, device: str = "cpu", threads: int = 1) -> Iterator:
             yield lambda *inputs: inputs
 
-    damaged = Damaged(file.path, file.manifest, file.digest)
-    verdict = RunsIn(atol=1).evaluate(mobilenet, damaged, context)
+    (tmp_path / "model.onnx").write_bytes(b"no model")
+    damaged = Damaged(tmp_path, file.manifest, file.digest)
+    verdict = RunsIn(atol=1).evaluate(file, damaged, context)
     assert verdict.reason.startswith("does not run in onnxruntime-web ")
     assert "protobuf parsing failed" in verdict.reason
 
