@@ -84,8 +84,8 @@ class RunsIn(Gate):
         batches = context.measured_batches(after.signature, self.batch)
         found = OTHER_RUNTIMES[self.runtime].run(after, batches)
         logger.info(
-            "%s in %s: a call of %d takes %.3g ms (median), %.3g ms (90th percentile)",
-            *(after.path.name, found.described, self.batch, found.p50_ms, found.p90_ms),
+            "%s: a call of %d takes %.3g ms (median), %.3g ms (90th percentile)",
+            *(found.described, self.batch, found.p50_ms, found.p90_ms),
         )
         if math.isnan(found.difference):
             raise StageFailed(f"an output is NaN or of another shape in {found.described}")
