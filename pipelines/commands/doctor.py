@@ -84,7 +84,7 @@ def examine() -> Findings:
         needs = stage.model_construct(**unset).all_requirements()
         missing[name] = _lacking(needs)
     for name, gate in BUILT_IN.items():
-        if needs := gate.model_construct().requirements:
+        if needs := gate.model_construct(gate=name).requirements:
             missing[f"gate {name}"] = _lacking(needs)
     return Findings(
         versions=versions(),
