@@ -343,6 +343,7 @@ def serve(
 @command(
     "compress bench runs/pipeline/artifacts/onnx runs/pipeline/artifacts/torchscript",
     "compress bench runs/pipeline/artifacts/train --runtimes onnx,aot --html bench.html",
+    "compress bench runs/pipeline/artifacts/onnx --web page.html",
 )
 def bench(
     artifacts: Annotated[
@@ -353,6 +354,9 @@ def bench(
     threads: Annotated[str, typer.Option(help="CPU threads of a call.")] = "1",
     seconds: Annotated[float, typer.Option(min=0.01, help="Measured for each figure.")] = 0.6,
     html: Annotated[Path | None, typer.Option(help="Write a page with plots.")] = None,
+    web: Annotated[
+        Path | None, typer.Option(help="Write a page that measures the ONNX file in a browser.")
+    ] = None,
 ) -> None:
     """Measure artifacts in turn, and name the fastest."""
     with fast_imports():
@@ -367,6 +371,7 @@ def bench(
         batch=parse_numbers("--batch", batch),
         threads=parse_numbers("--threads", threads),
         seconds=seconds,
+        web=web,
     )
     if html is not None:
         write_atomically(html, bench_page(found))

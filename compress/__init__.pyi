@@ -16,6 +16,7 @@ from .core.gate_kinds.call_cost import MaxLatency as MaxLatency
 from .core.gate_kinds.call_cost import MaxMemory as MaxMemory
 from .core.gate_kinds.call_cost import MinSpeedup as MinSpeedup
 from .core.gate_kinds.delegation import MinDelegated as MinDelegated
+from .core.gate_kinds.other_runtime import RunsIn as RunsIn
 from .core.gates import LabelAgreement as LabelAgreement
 from .core.gates import MaxDrop as MaxDrop
 from .core.gates import MaxFileSize as MaxFileSize

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, get_args
 
 from compress.artifacts.artifact import Artifact
+from compress.common.atomic_files import write_atomically
 from compress.common.errors import PipelineInvalid
 from compress.core.context import Context
 from compress.functional.datasets import make_splits
@@ -15,13 +17,17 @@ from compress.functional.models import as_artifact, forward_names
 from compress.profiling.benchmark import MEASURED_SECONDS
 from export.fastest.measure import measure_fastest
 from export.fastest.runtimes import Runtime, export_to
+from export.web.page import web_page
+from export.web.requirements import ONNXRUNTIME_WEB
+from export.web.runtime import WEB
 from pipelines.results.bench import Bench, BenchedModel
 from pipelines.system.machine_info import machine
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from compress.functional.models import Inputs
+    from export.fastest.measure import BenchCell
 
 
 def bench(
@@ -32,6 +38,7 @@ def bench(
     val: Any = None,
     example_inputs: Inputs | None = None,
     seconds: float = MEASURED_SECONDS,
+    web: Path | str | None = None,
 ) -> Bench:
     """Measure models call by call in turn in this process, and name the fastest.
 
@@ -45,11 +52,16 @@ def bench(
         val: samples to measure with; by default seeded inputs that fit the signature.
         example_inputs: inputs that show what a module takes, where there is no `val`.
         seconds: how long each model is measured at each batch size and number of threads.
+        web: HTML file to write: a page with the one ONNX file among the models, or their exports,
+            that measures it in the browser that opens it, and compares its answers.
 
     Raises:
         PipelineInvalid: no model, an unknown runtime, or models whose inputs differ.
+        Unavailable: `web` is given, and onnxruntime-web is missing.
         CompressError: a model cannot be opened.
     """
+    if web is not None:
+        ONNXRUNTIME_WEB.need_folder()
     unknown = [name for name in runtimes if name not in get_args(Runtime)]
     if unknown:
         expected = ", ".join(get_args(Runtime))
@@ -73,6 +85,9 @@ def bench(
         exported, failures = export_to(wanted, source, context)
         artifacts |= {r if r != name else f"{r} export": a for r, a in exported.items()}
         cells = measure_fastest(artifacts, context, batch, threads, seconds)
+        if web is not None:
+            page = _web_page(artifacts, context, cells, seconds)
+            write_atomically(Path(web), page)
         measured = [
             BenchedModel(name=name, kind=a.kind, digest=a.digest, bytes=a.payload_bytes)
             for name, a in artifacts.items()
@@ -80,6 +95,30 @@ def bench(
     return Bench(
         machine=machine(), models=tuple(measured), cells=tuple(cells), not_exported=failures
     )
+
+
+def _web_page(
+    artifacts: Mapping[str, Artifact], context: Context, cells: Sequence[BenchCell], seconds: float
+) -> str:
+    """Return the page of the one ONNX file, with its latencies here on one thread."""
+    names = [name for name, artifact in artifacts.items() if artifact.kind in WEB.artifact_kinds]
+    if len(names) != 1:
+        raise PipelineInvalid(
+            f"web: expected one ONNX file, found {', '.join(names) or 'none'}; name one artifact "
+            "of export_onnx, or add `onnx` to the runtimes"
+        )
+    (name,) = names
+    artifact = artifacts[name]
+    baseline = {
+        cell.batch: row.latency.p50
+        for cell in cells
+        for row in cell.rows
+        if row.model == name and cell.threads == 1 and not row.unreliable_reason
+    }
+    sizes = dict.fromkeys(cell.batch for cell in cells)
+    batches = {rows: context.measured_batches(artifact.signature, rows) for rows in sizes}
+    facts = {"ONNX Runtime": f"{version('onnxruntime')}, {machine()['processor']}"}
+    return web_page(name, artifact, batches, seconds=seconds, baseline=baseline, facts=facts)
 
 
 def parse_numbers(option: str, text: str) -> tuple[int, ...]:

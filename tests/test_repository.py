@@ -43,7 +43,7 @@ PUBLIC = {
     "MaxParameters MaxRelativeDrop MaxSize Metric MinCosine MinDelegated MinMetric MinSpeedup "
     "Parallel Parity PipelineInvalid Predictor "
     "PruneChannels PruneLayers PruneWeights QuantizeAwareTraining QuantizeDynamic QuantizeMixed "
-    "QuantizeStatic QuantizeWeights Signature Splits Stage StageFailed Target "
+    "QuantizeStatic QuantizeWeights RunsIn Signature Splits Stage StageFailed Target "
     "TensorSpec Train Training Unavailable Verdict consolidate "
     "convert_precision distill prune_channels prune_layers prune_weights quantize_aware_training "
     "quantize_dynamic quantize_mixed quantize_static quantize_weights train "

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pydantic import JsonValue
 
     from compress.artifacts.artifact import Artifact
+    from compress.common.requirements import Requirement
     from compress.core.context import Context
     from compress.core.task import Task
 
@@ -49,6 +50,11 @@ class Gate(Settings):
     """Whether the value differs from run to run, as times and memory do."""
     judges_quality: ClassVar[bool] = False
     """Whether it refuses a result that answers worse than the artifact compared with."""
+
+    @property
+    def requirements(self) -> tuple[Requirement, ...]:
+        """Libraries and programs that measuring takes; a run that lacks one is refused early."""
+        return ()
 
     @property
     def limit(self) -> float:

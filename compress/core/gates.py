@@ -16,6 +16,7 @@ from compress.common.requirements import load_entry_point
 from compress.core.gate import Gate
 from compress.core.gate_kinds.call_cost import MaxLatency, MaxMemory, MinSpeedup
 from compress.core.gate_kinds.delegation import MinDelegated
+from compress.core.gate_kinds.other_runtime import RunsIn
 from compress.core.metrics import FALLING, FRACTIONS, IN_POINTS, predicted_decisions
 from compress.core.task import NO_METRIC
 
@@ -346,7 +347,8 @@ AnyGate = Annotated[
     | MinSpeedup
     | MaxLatency
     | MaxMemory
-    | MinDelegated,
+    | MinDelegated
+    | RunsIn,
     Field(discriminator="gate"),
     AddedGates(),
 ]

@@ -29,6 +29,7 @@ LIMITS = {
     "max_latency": 5.0,
     "max_memory": 64.0,
     "min_delegated": 0.99,
+    "runs_in": 0.0001,
 }
 """The limit in each gate's example."""
 

@@ -15,12 +15,13 @@ from compress.common.config import Settings
 from compress.common.errors import exits_refused, first_line
 from compress.common.process import usable_cores
 from compress.common.requirements import COMPILER, JAVA
+from compress.core.gates import BUILT_IN
 from pipelines.config.model_spec import TIMM
 from pipelines.config.registry import stages
 from pipelines.system.machine_info import machine, versions
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from compress.common.requirements import Requirement
 
@@ -46,7 +47,7 @@ class Findings(Settings):
     broken: dict[str, str]
     """Optional libraries that are installed and cannot be imported: the error, and what to do."""
     stages: dict[str, tuple[str, ...]]
-    """Missing requirements by stage, with default settings, and how to install them."""
+    """Missing requirements by stage, or gate, with default settings, and how to install them."""
 
     def lines(self) -> Iterator[str]:
         """Yield the findings as lines of text."""
@@ -81,7 +82,10 @@ def examine() -> Findings:
         unset: dict[str, Any] = dict.fromkeys(required)
         # Not validated: what must be set has no value here.
         needs = stage.model_construct(**unset).all_requirements()
-        missing[name] = tuple(f"needs {n.what}; {n.install}" for n in needs if n.missing())
+        missing[name] = _lacking(needs)
+    for name, gate in BUILT_IN.items():
+        if needs := gate.model_construct(gate=name).requirements:
+            missing[f"gate {name}"] = _lacking(needs)
     return Findings(
         versions=versions(),
         extras=dict(_extras()),
@@ -98,6 +102,10 @@ def examine() -> Findings:
         broken=_broken_torchvision(),
         stages=missing,
     )
+
+
+def _lacking(needs: Iterable[Requirement]) -> tuple[str, ...]:
+    return tuple(f"needs {need.what}; {need.install}" for need in needs if need.missing())
 
 
 def _broken_torchvision() -> dict[str, str]:

@@ -59,6 +59,7 @@ def check_needs(pipeline: PipelineConfig, planned: Iterable[PlannedStage]) -> No
                 problem = "needs data, and the file has no `data:` section"
             if problem:
                 raise PipelineInvalid(f"{gate_place} ({gate.gate}): {problem}")
+            _refuse_missing(gate.requirements, f"{gate_place} ({gate.gate})")
             if gate.against in BASELINES and gate.against not in names:
                 for need in BASELINES[gate.against].requirements:
                     if need.missing():

@@ -1,0 +1,130 @@
+"""Writes one HTML file that runs an ONNX file in the browser that opens it, and measures it."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import html
+import json
+from pathlib import Path
+from string import Template
+from typing import TYPE_CHECKING, Any
+
+from compress.common.errors import StageFailed
+from compress.common.tensor_difference import largest_finite
+from export.web.requirements import ONNXRUNTIME_WEB
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import torch
+
+    from compress.artifacts.artifact import Artifact
+
+    Batch = tuple[torch.Tensor, ...]
+
+TEMPLATE = Path(__file__).with_name("page.html")
+SCRIPT, WASM = "ort.wasm.bundle.min.mjs", "ort-wasm-simd-threaded.wasm"
+"""What onnxruntime-web needs to run on the CPU: its code in JavaScript and in WebAssembly."""
+LARGEST_MODEL = 2**28
+"""Bytes of a model in a page. Browsers hold the page as one text, of at most 2**29 characters."""
+
+EQUAL_SHARE = 0.01
+
+
+def web_page(
+    name: str,
+    model: Artifact,
+    batches: Mapping[int, Sequence[Batch]],
+    *,
+    seconds: float,
+    atol: float | None = None,
+    baseline: Mapping[int, float] | None = None,
+    facts: Mapping[str, str] | None = None,
+    report: str = "",
+) -> str:
+    """Return a page that holds an ONNX file, onnxruntime-web, inputs and the file's answers.
+
+    It needs no other file and asks nothing of the network.
+
+    Args:
+        name: what the page calls the model.
+        model: an artifact whose payload is an ONNX file.
+        batches: inputs by the number of rows.
+        seconds: how long calls of each number of rows are measured.
+        atol: largest absolute difference at which answers count as equal; by default 1 % of the
+            largest answer, as runtimes round integers differently.
+        baseline: milliseconds of a call here by the number of rows, shown beside the browser's.
+        facts: what else the page says of the model, by name.
+        report: address that the results are sent to as JSON; by default nowhere.
+
+    Raises:
+        StageFailed: the model is too large for a page, or onnxruntime-web lacks a file.
+    """
+    folder = ONNXRUNTIME_WEB.need_folder() / "dist"
+    model.verify_cached()
+    if model.payload_bytes > LARGEST_MODEL:
+        raise StageFailed(
+            f"{model.path}: has {model.payload_bytes / 2**20:,.0f} MiB, expected at most "
+            f"{LARGEST_MODEL / 2**20:,.0f} MiB for a page in a browser"
+        )
+    packed = {}
+    for id_, part in (("script", SCRIPT), ("wasm", WASM)):
+        try:
+            packed[id_] = _packed((folder / part).read_bytes(), level=9)
+        except OSError as error:
+            raise StageFailed(
+                f"{folder / part}: {error.strerror}; {ONNXRUNTIME_WEB.install}"
+            ) from None
+    # The graph comes first, before the weights that a large one has beside it.
+    files = sorted(model.model_files, key=lambda file: file != model.payload)
+    for i, file in enumerate(files):
+        packed[f"file-{i}"] = _packed((model.path / file).read_bytes())
+    sizes, largest = [], 0.0
+    with model.open() as predict:
+        for rows, of_this_size in batches.items():
+            stored = []
+            for inputs in of_this_size:
+                outputs = predict(*inputs)
+                largest = max(largest, *map(largest_finite, outputs))
+                tensors = {"inputs": inputs, "outputs": outputs}
+                stored.append({key: [*map(_tensor, found)] for key, found in tensors.items()})
+            times = {"baseline_ms": (baseline or {}).get(rows)}
+            sizes.append({"rows": rows, "batches": stored, **times})
+    if atol is None:
+        atol = EQUAL_SHARE * largest
+    setup = {
+        "files": files,
+        "sizes": sizes,
+        "atol": atol,
+        "seconds": seconds,
+        "report": report,
+        "facts": {
+            "Model": f"{name}, {model.payload_bytes / 2**20:.2f} MiB",
+            "Digest": model.digest,
+            "Runtime": f"onnxruntime-web {ONNXRUNTIME_WEB.version()}",
+            **(facts or {}),
+        },
+    }
+    blocks = (
+        f'<script type="text/plain" id="{id_}">{text}</script>' for id_, text in packed.items()
+    )
+    return Template(TEMPLATE.read_text()).substitute(
+        title=html.escape(name),
+        setup=json.dumps(setup).replace("<", r"\u003c"),
+        packed="\n".join(blocks),
+    )
+
+
+def _packed(content: bytes, level: int = 6) -> str:
+    """Compress bytes into text that a page can hold."""
+    return base64.b64encode(gzip.compress(content, level, mtime=0)).decode()
+
+
+def _tensor(tensor: torch.Tensor) -> dict[str, Any]:
+    array = tensor.detach().cpu().contiguous().numpy()
+    return {
+        "dtype": str(array.dtype),
+        "shape": list(array.shape),
+        "packed": _packed(array.tobytes(), level=1),
+    }
