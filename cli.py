@@ -425,15 +425,33 @@ def sensitivity(
     latency: Annotated[bool, typer.Option(help="Measure the latency of each cut.")] = True,
 ) -> None:
     """Measure what pruning each group of channels costs."""
-    from pipelines.commands.sensitivity import lines_below, measure_and_write, table
+    from pipelines.commands.analysis import sensitivity as analysis
+
+    _analyse(analysis, file, out, ratios=ratio, samples=samples, latency=latency)
+
+
+@command("compress latency pipeline.yaml --batch 8")
+def latency(
+    file: PipelineFile,
+    out: Out = None,
+    batch: Annotated[int, typer.Option(min=1, help="Samples of a call.")] = 1,
+) -> None:
+    """Show a model's kernels, and predict the latency of other widths."""
+    from pipelines.commands.analysis import latency as analysis
+
+    _analyse(analysis, file, out, batch=batch)
+
+
+def _analyse(analysis: Any, file: Path, out: Path | None, **options: Any) -> None:
+    """Measure variants of a pipeline's model and print what a module of `analysis` found."""
     from pipelines.config.pipeline import PipelineConfig
     from pipelines.terminal.progress_bars import show_progress
 
     pipeline = PipelineConfig.from_yaml(file)
     directory = out or pipeline.default_out
     with show_progress(quiet=current_mode().silent) as (progress, _):
-        found = measure_and_write(pipeline, directory, ratio, samples, latency, progress)
-    print_result(found, lines_below(found, directory), lambda _: table(found))
+        found = analysis.measure_and_write(pipeline, directory, progress=progress, **options)
+    print_result(found, analysis.lines_below(found, directory), lambda _: analysis.table(found))
 
 
 @command("compress doctor")
