@@ -426,8 +426,9 @@ def sensitivity(
 ) -> None:
     """Measure what pruning each group of channels costs."""
     from pipelines.commands.analysis import sensitivity as analysis
+    from pipelines.commands.analysis.show import show
 
-    _analyse(analysis, file, out, ratios=ratio, samples=samples, latency=latency)
+    show(analysis, file, out, ratios=ratio, samples=samples, latency=latency)
 
 
 @command("compress latency pipeline.yaml --batch 8")
@@ -438,20 +439,9 @@ def latency(
 ) -> None:
     """Show a model's kernels, and predict the latency of other widths."""
     from pipelines.commands.analysis import latency as analysis
+    from pipelines.commands.analysis.show import show
 
-    _analyse(analysis, file, out, batch=batch)
-
-
-def _analyse(analysis: Any, file: Path, out: Path | None, **options: Any) -> None:
-    """Measure variants of a pipeline's model and print what a module of `analysis` found."""
-    from pipelines.config.pipeline import PipelineConfig
-    from pipelines.terminal.progress_bars import show_progress
-
-    pipeline = PipelineConfig.from_yaml(file)
-    directory = out or pipeline.default_out
-    with show_progress(quiet=current_mode().silent) as (progress, _):
-        found = analysis.measure_and_write(pipeline, directory, progress=progress, **options)
-    print_result(found, analysis.lines_below(found, directory), lambda _: analysis.table(found))
+    show(analysis, file, out, batch=batch)
 
 
 @command("compress doctor")
