@@ -430,15 +430,23 @@ def sensitivity(
     latency: Annotated[bool, typer.Option(help="Measure the latency of each cut.")] = True,
 ) -> None:
     """Measure what pruning each group of channels costs."""
-    from pipelines.commands.sensitivity import lines_below, measure_and_write, table
-    from pipelines.config.pipeline import PipelineConfig
-    from pipelines.terminal.progress_bars import show_progress
+    from pipelines.commands.analysis import sensitivity as analysis
+    from pipelines.commands.analysis.show import show
 
-    pipeline = PipelineConfig.from_yaml(file)
-    directory = out or pipeline.default_out
-    with show_progress(quiet=current_mode().silent) as (progress, _):
-        found = measure_and_write(pipeline, directory, ratio, samples, latency, progress)
-    print_result(found, lines_below(found, directory), lambda _: table(found))
+    show(analysis, file, out, ratios=ratio, samples=samples, latency=latency)
+
+
+@command("compress latency pipeline.yaml --batch 8")
+def latency(
+    file: PipelineFile,
+    out: Out = None,
+    batch: Annotated[int, typer.Option(min=1, help="Samples of a call.")] = 1,
+) -> None:
+    """Show a model's kernels, and predict the latency of other widths."""
+    from pipelines.commands.analysis import latency as analysis
+    from pipelines.commands.analysis.show import show
+
+    show(analysis, file, out, batch=batch)
 
 
 @command("compress doctor")

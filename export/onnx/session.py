@@ -42,14 +42,14 @@ INTEGER_KERNELS = {
 
 def session_predictor(file: Path, threads: int) -> Predictor:
     """Return a predictor that runs an ONNX file on the CPU."""
-    return _predictor(_exact_session(file, threads))
+    return _predictor(exact_session(file, threads))
 
 
 def counted_predictor(file: Path, threads: int) -> tuple[Predictor, dict[str, dict[str, int]]]:
     """Return a predictor, and how many integer and float kernels run the heavy operators."""
     with tempfile.TemporaryDirectory() as folder:
         optimized = Path(folder) / "optimized.onnx"
-        session = _exact_session(file, threads, optimized)
+        session = exact_session(file, threads, optimized)
         return _predictor(session), count_kernels(read(optimized))
 
 
@@ -62,7 +62,7 @@ def plain_session_error(
     """
     if not has_16_bit_sums():
         return 0.0
-    plain = _predictor(_session(file, _options(threads)))
+    plain = _predictor(_session(file, session_options(threads)))
     return max(map(relative_error, exact(*inputs), plain(*inputs)), default=0.0)
 
 
@@ -78,7 +78,7 @@ def optimize(model: onnx.ModelProto, level: Literal["basic", "extended"]) -> onn
     with tempfile.TemporaryDirectory(prefix="compress-onnx-") as folder:
         file, optimized = Path(folder) / "model.onnx", Path(folder) / "rewritten.onnx"
         write(model, file)
-        options = _options(1, optimized)
+        options = session_options(1, optimized)
         options.graph_optimization_level = chosen
         _session(file, options)
         rewritten = read(optimized, weights=True)
@@ -111,7 +111,7 @@ def _predictor(session: Any) -> Predictor:
     return predict
 
 
-def _options(threads: int, optimized: Path | None = None) -> Any:
+def session_options(threads: int, optimized: Path | None = None) -> Any:
     """Return a session's options; with a file, the model that it rewrites is written there."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
@@ -128,9 +128,9 @@ def _options(threads: int, optimized: Path | None = None) -> Any:
     return options
 
 
-def _exact_session(file: Path, threads: int, optimized: Path | None = None) -> Any:
+def exact_session(file: Path, threads: int, optimized: Path | None = None) -> Any:
     """Return a session with exact int8 products, where onnxruntime can make the file's so."""
-    options = _options(threads, optimized)
+    options = session_options(threads, optimized)
     if not has_16_bit_sums():  # with EXACT_SUMS int8 takes up to twice as long, also with VNNI
         return _session(file, options)
     options.add_session_config_entry(*EXACT_SUMS)
@@ -138,7 +138,7 @@ def _exact_session(file: Path, threads: int, optimized: Path | None = None) -> A
         return _session(file, options)
     except ArtifactInvalid:
         # onnxruntime 1.32 makes a weight that two operators share unsigned twice, and fails.
-        return _session(file, _options(threads, optimized))
+        return _session(file, session_options(threads, optimized))
 
 
 def _session(file: Path, options: Any) -> Any:

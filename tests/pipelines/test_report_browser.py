@@ -11,7 +11,7 @@ import pytest
 
 from compress.common.errors import CompressError
 from compress.pruning.sensitivity_analysis import FamilySensitivity, Point, Sensitivity
-from pipelines.commands.sensitivity import write_page
+from pipelines.commands.analysis.sensitivity import write_page
 from pipelines.reporting.html import render
 from pipelines.reporting.stage_rows import build_rows
 from pipelines.reporting.verification_page import render_proof

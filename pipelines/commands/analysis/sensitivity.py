@@ -2,35 +2,23 @@
 
 from __future__ import annotations
 
-import tempfile
-from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from compress.artifacts.eager_model import EagerModel
 from compress.common.atomic_files import write_atomically
-from compress.common.errors import PipelineInvalid, StageFailed
-from compress.core.context import Context
+from compress.common.errors import PipelineInvalid
 from compress.core.progress import silent
-from pipelines.config.model_spec import SOURCE
-from pipelines.config.run_options import RunOptions
-from pipelines.planning.loss_and_metric import infer_loss_and_metric
-from pipelines.planning.planner import build_plan
+from pipelines.commands.analysis.model_to_prune import model_to_prune
 from pipelines.reporting.html_page import render_page
-from pipelines.runner.inputs import import_source, resolve_inputs
-from pipelines.runner.run import preview_state
-from pipelines.system.temp_files import temporary_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
     from rich.table import Table
 
-    from compress.artifacts.artifact import Artifact
     from compress.core.progress import Progress
     from compress.pruning.sensitivity_analysis import Sensitivity
     from pipelines.config.pipeline import PipelineConfig
-    from pipelines.planning.plan import PlannedStage
 
 PAGE = "sensitivity.html"
 WIDTH, HEIGHT, MARGIN = 880, 420, 56
@@ -66,23 +54,9 @@ def measure_and_write(
     invalid = [ratio for ratio in ratios if not 0 < ratio < 1]
     if invalid:
         raise PipelineInvalid(f"--ratio {invalid[0]:g}: expected a fraction between 0 and 1")
-    plan = build_plan(pipeline)
-    pipeline, data, _ = resolve_inputs(pipeline)
-    plan, pipeline = infer_loss_and_metric(plan, pipeline, data)
-    planned = next((p for p in plan.stages if p.stage.stage == "prune_channels"), None)
     names = ("importance", "include", "exclude", "across_norms")
-    settings: dict[str, Any] = {n: getattr(planned.stage, n) for n in names} if planned else {}
-    with temporary_files(), _model(pipeline, planned, out) as model:
-        context = Context(
-            root=model.path.with_name("sensitivity"),
-            data=data,
-            loss=plan.loss,
-            metric=plan.metric,
-            device=pipeline.device,
-            threads=pipeline.threads,
-            seed=pipeline.seed,
-            progress=progress,
-        )
+    with model_to_prune(pipeline, out, progress) as (model, stage, context):
+        settings: dict[str, Any] = {name: getattr(stage, name) for name in names} if stage else {}
         found = measure_sensitivity(
             model,
             context,
@@ -164,31 +138,6 @@ def plot(found: Sensitivity) -> dict[str, Any]:
     steps = [bottom + (top - bottom) * i / 4 for i in range(5)]
     ys = [(place(0, value)[1], f"{value:.3g}") for value in steps]
     return {"width": WIDTH, "height": HEIGHT, "margin": MARGIN, "lines": lines, "xs": xs, "ys": ys}
-
-
-@contextmanager
-def _model(
-    pipeline: PipelineConfig, planned: PlannedStage | None, out: Path
-) -> Iterator[EagerModel]:
-    """Provide the model that a stage reads: the imported one, or an artifact of an earlier run."""
-    if planned is None or planned.input == SOURCE:
-        with tempfile.TemporaryDirectory() as folder:
-            yield _as_eager(SOURCE, import_source(pipeline, Path(folder) / SOURCE))
-        return
-    actions, state = preview_state(pipeline, out, RunOptions(until=planned.input))
-    if planned.input not in state.artifacts:
-        raise StageFailed(
-            f"{planned.name} reads {planned.input!r}, which is not made yet "
-            f"({actions[planned.input]}); first: compress run {pipeline.file} --out {out} "
-            f"--until {planned.input}"
-        )
-    yield _as_eager(planned.input, state.artifacts[planned.input])
-
-
-def _as_eager(name: str, model: Artifact) -> EagerModel:
-    if not isinstance(model, EagerModel):
-        raise StageFailed(f"{name!r} is a {model.kind!r} artifact, expected an eager model")
-    return model
 
 
 def _loss_label(found: Sensitivity) -> str:

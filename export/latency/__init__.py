@@ -1,0 +1,1 @@
+"""Latency of ONNX models, predicted from the kernels that onnxruntime runs them with."""

@@ -1,0 +1,77 @@
+"""Measured kernels in a file, so that a second model finds those that it shares with the first."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from compress.common.atomic_files import write_atomically
+from compress.common.config import Settings
+from export.latency.kernels import AT_ONCE, measure_kernels
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+    from export.latency.kernels import Kernel
+
+
+class MeasuredKernel(Settings):
+    """The latency of one kernel."""
+
+    operator: str
+    sizes: str
+    """Sizes of its inputs and outputs."""
+    seconds: float
+    """Of one call, the tenth percentile."""
+
+
+class KernelTable:
+    """Latencies of kernels on one machine, with one release of onnxruntime and some threads."""
+
+    def __init__(self, folder: Path, machine: Mapping[str, Any], threads: int) -> None:
+        """Read the table of a machine, or begin one where there is none that can be read."""
+        import onnxruntime
+
+        self.setup: dict[str, Any] = {
+            **machine,
+            "onnxruntime": onnxruntime.__version__,
+            "threads": threads,
+        }
+        name = hashlib.sha256(json.dumps(self.setup, sort_keys=True).encode()).hexdigest()[:16]
+        self.file = folder / f"kernels-{name}.json"
+        self.threads = threads
+        self.kernels: dict[str, MeasuredKernel] = {}
+        try:
+            content = json.loads(self.file.read_bytes())
+            self.kernels = {
+                key: MeasuredKernel(**kernel) for key, kernel in content["kernels"].items()
+            }
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, ValidationError):
+            pass  # measured again
+
+    def measure(
+        self, kernels: Sequence[Kernel], progress: Callable[[int, int], None] = lambda *_: None
+    ) -> None:
+        """Measure the kernels that the table lacks; it is written after every few of them."""
+        missing = list({k.key: k for k in kernels if k.key not in self.kernels}.values())
+        for start in range(0, len(missing), AT_ONCE):
+            some = missing[start : start + AT_ONCE]
+            progress(start, len(missing))
+            for kernel, seconds in zip(some, measure_kernels(some, self.threads), strict=True):
+                self.kernels[kernel.key] = MeasuredKernel(
+                    operator=kernel.operator, sizes=kernel.sizes, seconds=seconds
+                )
+            self._write()
+
+    def seconds(self, kernel: Kernel) -> float:
+        """Return the latency of a measured kernel."""
+        return self.kernels[kernel.key].seconds
+
+    def _write(self) -> None:
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        kernels = {key: kernel.model_dump() for key, kernel in sorted(self.kernels.items())}
+        write_atomically(self.file, json.dumps({**self.setup, "kernels": kernels}, indent=1) + "\n")

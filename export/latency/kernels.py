@@ -1,0 +1,194 @@
+"""The kernels that onnxruntime runs a model with, each measured alone."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import onnx
+from onnx.helper import make_graph, make_model, make_tensor_value_info, np_dtype_to_tensor_dtype
+
+from compress.common.errors import StageFailed, first_line
+from export.onnx.graph import inputs_of
+from export.onnx.proto_io import read
+from export.onnx.session import exact_session, session_options
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    Arrays = Mapping[str, np.ndarray[Any, Any]]
+
+SECONDS = 0.02
+"""For which each kernel is called."""
+FEWEST_CALLS = 5
+AT_ONCE = 8
+"""Kernels that are called in turn, so that a busy moment of the machine meets all of them."""
+QUANTILE = 0.1
+"""Of a kernel's calls. A low one, as other load only ever makes a call longer."""
+
+
+@dataclass(frozen=True, eq=False)
+class Kernel:
+    """One operator of an optimized graph, with the sizes of one call."""
+
+    key: str
+    """Hash of the operator, its attributes, and the types and sizes of what it reads and writes."""
+    operator: str
+    sizes: str
+    """Sizes of its inputs and outputs, in words."""
+    weight_bytes: int
+    """Bytes of the constants that it reads."""
+    node: onnx.NodeProto
+    weights: tuple[onnx.TensorProto, ...]
+    inputs: Arrays
+    outputs: tuple[onnx.ValueInfoProto, ...]
+    opsets: tuple[onnx.OperatorSetIdProto, ...]
+
+    def to_model(self) -> onnx.ModelProto:
+        """Return a model of this operator alone."""
+        inputs = [_value_info(name, array) for name, array in self.inputs.items()]
+        graph = make_graph([self.node], "kernel", inputs, self.outputs, self.weights)
+        return make_model(graph, opset_imports=self.opsets, ir_version=onnx.IR_VERSION)
+
+
+def kernels_of(file: Path, inputs: Arrays, threads: int) -> list[Kernel]:
+    """Return the kernels of a model for inputs, in the order in which they run.
+
+    Those of the body of an If, a Loop or a Scan are one kernel together.
+
+    Raises:
+        StageFailed: onnxruntime cannot run the model one operator at a time.
+    """
+    with TemporaryDirectory(prefix="compress-kernels-") as folder:
+        optimized = Path(folder) / "optimized.onnx"
+        exact_session(file, threads, optimized)
+        model = read(optimized, weights=True)
+    values = {**inputs, **_intermediate_values(model, inputs, file)}
+    weights = {tensor.name: tensor for tensor in model.graph.initializer}
+    return [_kernel(node, weights, values, model) for node in model.graph.node]
+
+
+def _intermediate_values(model: onnx.ModelProto, inputs: Arrays, file: Path) -> Arrays:
+    """Run a model and return what each of its operators writes."""
+    import onnxruntime
+
+    complete = onnx.ModelProto()
+    complete.CopyFrom(model)
+    del complete.graph.output[:]
+    names = [name for node in model.graph.node for name in node.output if name]
+    complete.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
+    try:
+        session = onnxruntime.InferenceSession(
+            complete.SerializeToString(), _plain_options(), ["CPUExecutionProvider"]
+        )
+        outputs = session.run(names, dict(inputs))
+    except Exception as error:
+        raise StageFailed(
+            f"{file}: its kernels cannot be measured one by one: {first_line(error)}"
+        ) from error
+    return dict(zip(names, outputs, strict=True))
+
+
+def _kernel(
+    node: onnx.NodeProto,
+    weights: Mapping[str, onnx.TensorProto],
+    values: Arrays,
+    model: onnx.ModelProto,
+) -> Kernel:
+    names = dict.fromkeys(name for name in inputs_of(node) if name)
+    constants = tuple(weights[name] for name in names if name in weights)
+    # Names inside a body that are neither weights nor values are values of the body itself.
+    read_values = {name: values[name] for name in names if name in values and name not in weights}
+    outputs = tuple(_value_info(name, values[name]) for name in node.output if name)
+    read_sizes = [
+        ("weight", weights[name].data_type, [*weights[name].dims])
+        if name in weights
+        else ("value", str(values[name].dtype), [*values[name].shape])
+        for name in names
+        if name in weights or name in values
+    ]
+    attributes = sorted(
+        (a.name, hashlib.sha256(a.SerializeToString(deterministic=True)).hexdigest())
+        for a in node.attribute
+    )
+    written_sizes = [[*values[name].shape] for name in node.output if name]
+    described = [node.domain, node.op_type, attributes, read_sizes, written_sizes]
+    return Kernel(
+        key=hashlib.sha256(json.dumps(described).encode()).hexdigest()[:32],
+        operator=node.op_type,
+        sizes=" ".join("×".join(map(str, sizes)) or "scalar" for _, _, sizes in read_sizes)
+        + " → "
+        + " ".join("×".join(map(str, sizes)) or "scalar" for sizes in written_sizes),
+        weight_bytes=sum(onnx.numpy_helper.to_array(tensor).nbytes for tensor in constants),
+        node=node,
+        weights=constants,
+        inputs=read_values,
+        outputs=outputs,
+        opsets=tuple(model.opset_import),
+    )
+
+
+def measure_kernels(kernels: Sequence[Kernel], threads: int) -> list[float]:
+    """Return the seconds of one call of each kernel, without what any call of a session takes."""
+    empty = _seconds_of([_empty_kernel()], threads)[0]
+    return [
+        max(0.0, seconds - empty)
+        for start in range(0, len(kernels), AT_ONCE)
+        for seconds in _seconds_of(kernels[start : start + AT_ONCE], threads)
+    ]
+
+
+def _seconds_of(kernels: Sequence[Kernel], threads: int) -> list[float]:
+    """Call kernels in turn and return the low quantile of each one's seconds."""
+    calls = [_bound_call(kernel, threads) for kernel in kernels]
+    times: list[list[float]] = [[] for _ in calls]
+    for session, binding in calls:
+        session.run_with_iobinding(binding)
+    deadline = time.perf_counter() + SECONDS * len(calls)
+    while len(times[0]) < FEWEST_CALLS or time.perf_counter() < deadline:
+        for (session, binding), own in zip(calls, times, strict=True):
+            start = time.perf_counter()
+            session.run_with_iobinding(binding)
+            own.append(time.perf_counter() - start)
+    return [float(np.quantile(own, QUANTILE)) for own in times]
+
+
+def _bound_call(kernel: Kernel, threads: int) -> tuple[Any, Any]:
+    """Return a session of one kernel, and its inputs and outputs in onnxruntime's own memory."""
+    import onnxruntime
+
+    options = _plain_options(threads)
+    content = kernel.to_model().SerializeToString()
+    session = onnxruntime.InferenceSession(content, options, ["CPUExecutionProvider"])
+    binding = session.io_binding()
+    for name, array in kernel.inputs.items():
+        binding.bind_cpu_input(name, np.ascontiguousarray(array))
+    for output in kernel.outputs:
+        binding.bind_output(output.name)
+    return session, binding
+
+
+def _empty_kernel() -> Kernel:
+    array = np.zeros(1, np.float32)
+    node = onnx.helper.make_node("Identity", ["x"], ["y"])
+    opsets = (onnx.helper.make_opsetid("", 18),)
+    return Kernel("", "Identity", "", 0, node, (), {"x": array}, (_value_info("y", array),), opsets)
+
+
+def _plain_options(threads: int = 1) -> Any:
+    """Return options with which a graph runs as it is."""
+    import onnxruntime
+
+    options = session_options(threads)
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    return options
+
+
+def _value_info(name: str, array: np.ndarray[Any, Any]) -> onnx.ValueInfoProto:
+    return make_tensor_value_info(name, np_dtype_to_tensor_dtype(array.dtype), array.shape)

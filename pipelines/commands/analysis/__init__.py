@@ -1,0 +1,1 @@
+"""Commands that measure many variants of a model."""

@@ -1,0 +1,239 @@
+"""`compress latency`: where a model's time goes in onnxruntime, and how well it is predicted."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from compress.common.atomic_files import write_atomically
+from compress.common.config import Settings
+from compress.common.errors import StageFailed
+from compress.core.progress import silent
+from export.latency.latency_model import LatencyModel
+from pipelines.commands.analysis.model_to_prune import model_to_prune
+from pipelines.system.machine_info import machine
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from rich.table import Table
+
+    from compress.artifacts.eager_model import EagerModel
+    from compress.core.context import Context
+    from compress.core.progress import Progress
+    from export.latency.kernel_table import KernelTable
+    from export.latency.kernels import Kernel
+    from pipelines.config.pipeline import PipelineConfig
+
+FILE = "latency.json"
+TABLES = Path(".store", "latency")
+"""Folder of measured kernels, in the results' directory."""
+FITTED = 8
+"""Variants whose measured latencies the prediction is fitted to."""
+JUDGED = 8
+"""Further variants, on which the prediction is judged."""
+KERNELS_SHOWN = 10
+CLOSE = 0.1
+"""Largest error of a prediction that counts as close, as a share of the latency."""
+
+
+class KernelShare(Settings):
+    """A kernel of the model, and all calls of it."""
+
+    operator: str
+    sizes: str
+    """Sizes of its inputs and outputs."""
+    calls: int
+    """In one call of the model."""
+    ms: float
+    """Milliseconds of all its calls."""
+
+
+class Variant(Settings):
+    """A model with other widths."""
+
+    widths: dict[str, int]
+    """Group of channels → how many are left."""
+    fitted: bool
+    """Whether the prediction was fitted to its latency."""
+    kernels_ms: float
+    """Milliseconds of its kernels, each alone."""
+    weight_bytes: int
+    predicted_ms: float
+    measured_ms: float
+    """Median, in milliseconds, measured in turn with the other variants."""
+
+    @property
+    def error(self) -> float:
+        """Relative error of the prediction."""
+        return self.predicted_ms / self.measured_ms - 1
+
+
+class PredictedLatency(Settings):
+    """A model's kernels, and predictions for its variants beside measurements."""
+
+    machine: dict[str, Any]
+    batch: int
+    model: LatencyModel
+    """How latency follows from kernels."""
+    kernels: tuple[KernelShare, ...]
+    """Of the whole model, those that take longest first."""
+    variants: tuple[Variant, ...]
+    """The whole model first."""
+
+    @property
+    def errors(self) -> list[float]:
+        """Sizes of the relative errors of predictions that were not fitted."""
+        return [abs(v.error) for v in self.variants if not v.fitted]
+
+
+def measure_and_write(
+    pipeline: PipelineConfig,
+    out: Path,
+    batch: int = 1,
+    progress: Progress = silent,
+) -> PredictedLatency:
+    """Measure a model's kernels, predict the latency of variants, and measure these.
+
+    The model is the input of the first `prune_channels`, or the imported one if there is no such
+    stage. Variants have random widths; each is exported to ONNX. `latency.json` goes to the
+    results' directory, and measured kernels to its store.
+
+    Args:
+        pipeline: the pipeline.
+        out: directory of its results.
+        batch: samples of a call.
+        progress: called with the progress.
+
+    Raises:
+        StageFailed: the stage before `prune_channels` has not run, the model cannot be traced or
+            exported, or the machine is too busy to measure it.
+    """
+    from compress.pruning.width_variants import width_variants
+    from export.latency.kernel_table import KernelTable
+    from export.latency.kernels import kernels_of
+    from export.latency.latency_model import KernelCost, LatencyModel
+
+    names = ("include", "exclude", "across_norms", "round_to")
+    count = FITTED + JUDGED
+    with (
+        model_to_prune(pipeline, out, progress) as (source, stage, context),
+        TemporaryDirectory(prefix="compress-latency-") as folder,
+    ):
+        settings: dict[str, Any] = {name: getattr(stage, name) for name in names} if stage else {}
+        inputs = context.measured_batches(source.signature, batch)
+        arrays = {
+            spec.name: tensor.numpy()
+            for spec, tensor in zip(source.signature.inputs, inputs[0], strict=True)
+        }
+        files: list[Path] = []
+        widths: list[dict[str, int]] = []
+        kernels: list[list[Kernel]] = []
+        kernel_table = KernelTable(out / TABLES, machine(), context.threads)
+        variants = width_variants(source, Path(folder), count, seed=context.seed, **settings)
+        for number, (width, variant) in enumerate(variants):
+            progress("latency", number, count, "export and measure kernels")
+            files.append(_export(variant, Path(folder) / f"variant{number}.onnx"))
+            widths.append(width)
+            kernels.append(kernels_of(files[-1], arrays, context.threads))
+            kernel_table.measure(kernels[-1])
+        progress("latency", count, count, "measure whole models")
+        measured = _measure(files, inputs, context)
+    costs = [KernelCost.of_kernels(own, kernel_table) for own in kernels]
+    # The whole model and the seven after it; widths are random, so these are like the others.
+    fitted = LatencyModel.fit(costs[:FITTED], measured[:FITTED])
+    found = PredictedLatency(
+        machine=kernel_table.setup,
+        batch=batch,
+        model=fitted,
+        kernels=tuple(_shares(kernels[0], kernel_table)),
+        variants=tuple(
+            Variant(
+                widths=widths[i],
+                fitted=i < FITTED,
+                kernels_ms=1e3 * cost.seconds,
+                weight_bytes=cost.weight_bytes,
+                predicted_ms=1e3 * fitted.predict(cost),
+                measured_ms=1e3 * measured[i],
+            )
+            for i, cost in enumerate(costs)
+        ),
+    )
+    out.mkdir(parents=True, exist_ok=True)
+    write_atomically(out / FILE, found.model_dump_json(indent=1) + "\n")
+    return found
+
+
+def table(found: PredictedLatency) -> Table:
+    """Build a table of the kernels that take longest."""
+    from rich.table import Table
+
+    total = sum(kernel.ms for kernel in found.kernels)
+    rows = Table(title=f"kernels of the whole model, each alone, batch {found.batch}")
+    rows.add_column("operator")
+    rows.add_column("sizes", overflow="fold")
+    for name in ("calls", "µs", "share"):
+        rows.add_column(name, justify="right", no_wrap=True)
+    for kernel in found.kernels[:KERNELS_SHOWN]:
+        share = f"{100 * kernel.ms / total:.1f} %"
+        rows.add_row(
+            kernel.operator, kernel.sizes, str(kernel.calls), f"{1e3 * kernel.ms:.1f}", share
+        )
+    return rows
+
+
+def lines_below(found: PredictedLatency, out: Path) -> Iterator[str]:
+    """Yield how good the prediction is, and where it is written."""
+    errors, whole = found.errors, found.variants[0]
+    close = sum(error <= CLOSE for error in errors)
+    yield (
+        f"fitted to {len(found.variants) - len(errors)} models; on {len(errors)} others the mean "
+        f"error is {100 * statistics.fmean(errors):.1f} %, the largest {100 * max(errors):.1f} %, "
+        f"and {close} are within {100 * CLOSE:g} %"
+    )
+    weights = 1e3 * found.model.per_weight_byte * whole.weight_bytes
+    yield (
+        f"the whole model: {whole.measured_ms:.3f} ms; its kernels alone {whole.kernels_ms:.3f} "
+        f"ms; reading weights from farther caches {weights:.3f} ms"
+    )
+    yield f"figures: {out / FILE}"
+
+
+def _export(model: EagerModel, file: Path) -> Path:
+    from export.onnx.proto_io import write
+    from export.onnx.translate import translate
+
+    graph, _ = translate(model, None, "latency")
+    write(graph, file)
+    return file
+
+
+def _measure(files: list[Path], inputs: list[Any], context: Context) -> list[float]:
+    """Return the median latency of ONNX files in seconds, measured in turn."""
+    from compress.profiling.benchmark import compare_latencies, unmeasurable
+    from export.onnx.session import session_predictor
+
+    predictors = [session_predictor(file, context.threads) for file in files]
+    measured = compare_latencies(predictors, inputs).latencies
+    for latency in measured:
+        if doubt := latency.p50_interval.unreliable_reason:
+            raise StageFailed(unmeasurable("the latency of a variant", doubt))
+    return [1e-3 * latency.p50 for latency in measured]
+
+
+def _shares(kernels: list[Kernel], table: KernelTable) -> list[KernelShare]:
+    by_key: dict[str, list[Kernel]] = {}
+    for kernel in kernels:
+        by_key.setdefault(kernel.key, []).append(kernel)
+    shares = [
+        KernelShare(
+            operator=same[0].operator,
+            sizes=same[0].sizes,
+            calls=len(same),
+            ms=1e3 * table.seconds(same[0]) * len(same),
+        )
+        for same in by_key.values()
+    ]
+    return sorted(shares, key=lambda kernel: -kernel.ms)

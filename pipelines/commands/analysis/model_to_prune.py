@@ -1,0 +1,83 @@
+"""The model that the first `prune_channels` of a pipeline reads."""
+
+from __future__ import annotations
+
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from compress.artifacts.eager_model import EagerModel
+from compress.common.errors import StageFailed
+from compress.core.context import Context
+from pipelines.config.model_spec import SOURCE
+from pipelines.config.run_options import RunOptions
+from pipelines.planning.loss_and_metric import infer_loss_and_metric
+from pipelines.planning.planner import build_plan
+from pipelines.runner.inputs import import_source, resolve_inputs
+from pipelines.runner.run import preview_state
+from pipelines.system.temp_files import temporary_files
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from compress.artifacts.artifact import Artifact
+    from compress.core.progress import Progress
+    from compress.pruning.channels_stage import PruneChannels
+    from pipelines.config.pipeline import PipelineConfig
+    from pipelines.planning.plan import PlannedStage
+
+
+@contextmanager
+def model_to_prune(
+    pipeline: PipelineConfig, out: Path, progress: Progress
+) -> Iterator[tuple[EagerModel, PruneChannels | None, Context]]:
+    """Provide the input of the first `prune_channels`, that stage, and a context to measure in.
+
+    Without such a stage it is the imported model, and None. Earlier models are in the results'
+    directory `out`.
+
+    Raises:
+        StageFailed: the stage before `prune_channels` has not run, or gives no eager model.
+    """
+    plan = build_plan(pipeline)
+    pipeline, data, _ = resolve_inputs(pipeline)
+    plan, pipeline = infer_loss_and_metric(plan, pipeline, data)
+    planned = next((p for p in plan.stages if p.stage.stage == "prune_channels"), None)
+    with temporary_files(), _input_of(pipeline, planned, out) as model:
+        context = Context(
+            root=model.path.with_name("variants"),
+            data=data,
+            loss=plan.loss,
+            metric=plan.metric,
+            device=pipeline.device,
+            threads=pipeline.threads,
+            seed=pipeline.seed,
+            progress=progress,
+        )
+        yield model, planned.stage if planned else None, context  # type: ignore[misc]
+
+
+@contextmanager
+def _input_of(
+    pipeline: PipelineConfig, planned: PlannedStage | None, out: Path
+) -> Iterator[EagerModel]:
+    """Provide the model that a stage reads: the imported one, or an artifact of an earlier run."""
+    if planned is None or planned.input == SOURCE:
+        with tempfile.TemporaryDirectory() as folder:
+            yield _as_eager(SOURCE, import_source(pipeline, Path(folder) / SOURCE))
+        return
+    actions, state = preview_state(pipeline, out, RunOptions(until=planned.input))
+    if planned.input not in state.artifacts:
+        raise StageFailed(
+            f"{planned.name} reads {planned.input!r}, which is not made yet "
+            f"({actions[planned.input]}); first: compress run {pipeline.file} --out {out} "
+            f"--until {planned.input}"
+        )
+    yield _as_eager(planned.input, state.artifacts[planned.input])
+
+
+def _as_eager(name: str, model: Artifact) -> EagerModel:
+    if not isinstance(model, EagerModel):
+        raise StageFailed(f"{name!r} is a {model.kind!r} artifact, expected an eager model")
+    return model
