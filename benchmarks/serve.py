@@ -65,7 +65,7 @@ def compare(contenders: list[InProcess | Server], rounds: int, seconds: float) -
     for number in range(rounds + 1):
         for case in CASES:
             for each in contenders:
-                found = each.run(case, seconds if number else 0.5)  # the first round warms up
+                found = each.run(case, seconds if number else 1)  # the first round warms up
                 errors[each.name] += int(found.get("errors", 0))
                 for figure in (*FIGURES, *COSTS) if number else ():
                     seen[case, each.name, figure].append(found.get(figure, 0.0))
@@ -114,7 +114,8 @@ def soak(server: Server, minutes: float) -> None:
     """Load a server at a share of its capacity, and print errors and the growth of its memory."""
     capacity = statistics.median(server.run(SOAKED, 3)["per_second"] for _ in range(3))
     rate = SHARE * capacity
-    print(f"{server.name}: {capacity:.0f} requests/s at most; {rate:.0f}/s for {minutes:g} minutes")
+    print(f"{server.name}: {capacity:.0f} requests/s at most")
+    print(f"about {rate:.0f} requests/s for {minutes:g} minutes")
     ended = threading.Event()
     sizes: list[tuple[float, float]] = []
 
@@ -125,7 +126,9 @@ def soak(server: Server, minutes: float) -> None:
 
     watching = threading.Thread(target=watch)
     watching.start()
-    found = server.run(SOAKED, minutes * 60, rate)
+    # At capacity a connection's requests follow each other after connections / capacity seconds.
+    pause_ms = 1000 * SOAKED.connections * (1 / rate - 1 / capacity)
+    found = server.run(SOAKED, minutes * 60, pause_ms)
     ended.set()
     watching.join()
     after = [size for seconds, size in sizes if seconds >= 60] or [size for _, size in sizes]

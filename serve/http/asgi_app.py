@@ -173,7 +173,7 @@ class Application:
                 decoded = inference.run_in_thread(in_thread, inference.decode, headers, body)
                 arrays, wanted = await decoded
                 late = 504
-                outputs = await inference.outputs_of(arrays)
+                outputs = await inference.batcher.outputs(arrays)
         except TimeoutError:
             raise inference.late_error(late) from None
         return await inference.respond(headers, wanted, arrays, outputs)

@@ -19,7 +19,7 @@ from serve.worker.tensors import check
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
 
-    from serve.http.dynamic_batcher import Batcher
+    from serve.http.dynamic_batcher import Batcher, Job
     from serve.http.loaded_model import ServedModel
     from serve.http.options import Limits
     from serve.http.responses import Headers
@@ -98,19 +98,12 @@ class Inference:
         except Exception as error:
             raise HttpError.from_exception(error) from error
 
-    async def outputs_of(self, arrays: list[Array]) -> list[Array] | Exception:
-        """Return the model's outputs, or what it raised."""
-        try:
-            return await self.batcher.submit(arrays)
-        except Exception as error:  # noqa: BLE001 - runtimes raise what they like
-            return error
-
     async def _check_outputs(self, outputs: list[Array] | Exception) -> list[Array]:
         """Return the outputs; blame a failure on the request if the model answers its example."""
         failure = output_fault(outputs, self.outputs)
         if not failure and not isinstance(outputs, Exception):
             return outputs
-        works = not output_fault(await self.outputs_of(self._example), self.outputs)
+        works = not output_fault(await self.batcher.outputs(self._example), self.outputs)
         raise HttpError.from_exception(inference_error(failure, works=works))
 
     def encode(
@@ -169,17 +162,17 @@ class WholeRequest:
     """One request, from its head to its response."""
 
     __slots__ = (
-        "_answer",
         "_arrays",
         "_finished",
         "_headers",
         "_inference",
+        "_job",
         "_respond",
         "_start",
         "_wanted",
     )
 
-    _answer: asyncio.Future[list[Array]] | None
+    _job: Job | None
     _arrays: list[Array]
     _wanted: Named
 
@@ -190,7 +183,7 @@ class WholeRequest:
         self._inference, self._headers, self._respond = inference, headers, respond
         self._start = time.perf_counter()
         self._finished = False
-        self._answer = None
+        self._job = None
         inference.in_progress += 1
 
     @property
@@ -206,32 +199,29 @@ class WholeRequest:
         except HttpError as error:
             self._finish(error.response)
             return
-        self._answer = inference.batcher.submit(self._arrays)
-        self._answer.add_done_callback(self._encode)
+        self._job = inference.batcher.submit(self._arrays, self._encode)
         inference.deadlines.add(self, self._start)
 
     def expire(self) -> None:
         """Answer that the body, or the model's answer, was not there in time."""
-        if self._answer is None:
-            error = self._inference.late_error(408)
-        else:
-            self._answer.cancel()
-            error = self._inference.late_error(504)
-        self._finish(error.response)
+        self._drop()
+        self._finish(self._inference.late_error(408 if self._job is None else 504).response)
 
     def cancel(self) -> None:
         """Drop the request: its client has disconnected."""
-        if self._answer is not None:
-            self._answer.cancel()
+        self._drop()
         if not self._finished:
             self._count(CLIENT_CLOSED, 0)
 
-    def _encode(self, answer: asyncio.Future[list[Array]]) -> None:
+    def _drop(self) -> None:
+        if self._job is not None:
+            self._job.cancelled = True
+            self._inference.deadlines.discard(self)
+
+    def _encode(self, outputs: list[Array] | Exception) -> None:
         inference = self._inference
         inference.deadlines.discard(self)
-        if self._finished:
-            return
-        outputs = answer.exception() or answer.result()
+        self._job = None  # it refers to this request, which would wait for the garbage collector
         if not output_fault(outputs, inference.outputs) and is_small(outputs):
             try:
                 response = inference.encode(self._headers, self._wanted, self._arrays, outputs)
