@@ -20,7 +20,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.server.contenders import Case, InProcess, Server, bare, built_in, torchserve
+from benchmarks.server.contenders import (
+    Case,
+    InProcess,
+    Server,
+    bare,
+    built_in,
+    torchserve,
+    torchserve_echo,
+)
 from compress.common.errors import Unavailable
 from export.onnx.stage import OnnxModel
 
@@ -52,7 +60,8 @@ def main() -> None:
             return
         contenders = [InProcess(model), *map(stack.enter_context, (bare(model), ours))]
         try:
-            contenders.append(stack.enter_context(torchserve(model, folder)))
+            contenders.append(stack.enter_context(torchserve(model, folder / "model")))
+            contenders.append(stack.enter_context(torchserve_echo(model, folder / "echo")))
         except Unavailable as error:
             print(f"without TorchServe: {error}")
         compare(contenders, given.rounds, given.seconds)

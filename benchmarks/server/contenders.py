@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from benchmarks.server.load import Request
 from compress.core.context import Context
 from compress.data.splits import Splits
 from export.common.int8_sums import has_16_bit_sums
+from serve.torchserve.mar_file import HANDLER, read_mar, write_mar
 from serve.torchserve.process import TorchServe, free_ports
 from serve.torchserve.stage import PackageTorchServe
 
@@ -184,13 +185,31 @@ def torchserve(model: Any, folder: Path) -> Iterator[Server]:
 
 
 @contextmanager
-def packaged(model: Any, folder: Path, workers: int) -> Iterator[Server]:
-    """Package a model for TorchServe, with batches of up to 8, and serve it there."""
+def torchserve_echo(model: Any, folder: Path) -> Iterator[Server]:
+    """Give the same TorchServe with a handler that answers without a model."""
+    with packaged(model, folder, workers=1, handler=HERE / "torchserve_echo.py") as server:
+        server.run(Case(8, 1), WARM_SECONDS)
+        yield replace(server, name="TorchServe echo")
+
+
+@contextmanager
+def packaged(
+    model: Any, folder: Path, workers: int, handler: Path | None = None
+) -> Iterator[Server]:
+    """Package a model for TorchServe, with batches of up to 8, and serve it there.
+
+    Another handler, if given, takes the place of the archive's.
+    """
     stage = PackageTorchServe(workers=workers, batch_size=8, max_batch_delay_ms=1)
     rows = [*zip(*model.signature.example(64), strict=True)]  # to show that they may be joined
     data = Splits({"val": [row if len(row) > 1 else row[0] for row in rows]})  # type: ignore[dict-item]
     archive = stage.run(model, Context(root=folder / "archive", data=data))
-    with TorchServe(archive.payload_path) as server:
+    mar = archive.payload_path
+    if handler is not None:
+        members = read_mar(mar)
+        mar = folder / "model.mar"
+        write_mar(mar, members | {HANDLER: handler.read_bytes()})
+    with TorchServe(mar) as server:
         url = f"{server.url}/predictions/{server.model_name}"
         request = raw_request(model, url, server.token)
         yield Server("TorchServe", url, server.token, request, server.pid)

@@ -256,7 +256,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self.flow.resume_reading()
         if self.pipeline:
             self._start_asgi_task(*self.pipeline.pop())
-            return
         if self._is_idle():
             self._wait_for_client()
         self._resume_parsing()
