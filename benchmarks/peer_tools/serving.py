@@ -60,10 +60,10 @@ stages:
 """
 SMOOTHED = "stages:\n  - {name: int8, stage: quantize_dynamic, smooth: auto}\n"
 EXPORT = "  - {name: onnx, stage: export_onnx, gates: [{gate: parity, atol: 0.5}]}\n"
-INTRODUCTION = f"""`wrk` sends the same row over and over, in JSON unless named, from the same cores. Each
-server runs the same ONNX file, a call on one thread, and has the fastest of its documented settings. Requests a
-second are medians of {ROUNDS} rounds of {SECONDS} s, all servers in turn; beside the share of
-in-process calls, by as many threads as connections, are the rounds' smallest and largest.
+INTRODUCTION = f"""`wrk` sends the same row over and over, in JSON unless named, from the same
+cores. Each server runs the same ONNX file, a call on one thread, and has the fastest of its
+documented settings. Requests a second are medians of {ROUNDS} rounds of {SECONDS} s, all servers in turn. The
+share is that of in-process calls by as many threads as connections, with the rounds' range.
 """
 
 
@@ -116,7 +116,7 @@ def _table(model: Model, root: Path, given: argparse.Namespace) -> str:
     head = "".join(f" {n} |" for n in CONNECTIONS)
     lines = [
         f"## {model.title}\n\n{INTRODUCTION}",
-        f"| requests/s at so many connections |{head} p50, p99 ms at 32 | share of in process at 8 | at 32 |",
+        f"| requests/s, connections |{head} p50, p99 ms at 32 | share of in process at 8 | at 32 |",
         f"|---{'|---' * len(CONNECTIONS)}|---|---|---|",
         *(_row(name, seen) for name in names),
         *(f"| {name} | failed: {failure} |" for name, failure in failures.items()),

@@ -77,6 +77,27 @@ def test_joined_requests_get_their_own_rows() -> None:
     assert isinstance(bad, IndexError)
 
 
+def test_requests_that_arrive_together_are_shared_among_the_idle_threads() -> None:
+    two, calls = threading.Event(), []
+
+    def call(x: np.ndarray) -> list[np.ndarray]:
+        calls.append(len(x))
+        if len(calls) > 1:
+            two.set()
+        assert two.wait(10), "one thread took all"
+        return [x * 2]
+
+    async def ask() -> list[Any]:
+        batcher = Batcher(call, workers=2)
+        rows = [[np.full((1, 3), i, np.float32)] for i in range(8)]
+        answers = await asyncio.gather(*map(batcher.outputs, rows))
+        batcher.close()
+        return [answer[0].tolist() for answer in answers]  # type: ignore[index]
+
+    assert asyncio.run(ask()) == [[[2.0 * i] * 3] for i in range(8)]
+    assert (max(calls), sum(calls)) == (4, 8)
+
+
 @pytest.mark.parametrize(("breaks", "status"), [(False, 422), (True, 500)])
 def test_a_failure_is_422_if_the_model_answers_its_example(breaks: bool, status: int) -> None:
     broken = []
