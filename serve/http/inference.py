@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from serve.http.prometheus import Metrics
-from serve.http.responses import HttpError, Response, response_of
+from serve.http.responses import HttpError, Response, error_response, response_of
 from serve.packaging.model_interface import example_inputs
 from serve.worker import wire
 from serve.worker.http_errors import TOO_LARGE, inference_error, output_fault
@@ -80,7 +80,8 @@ class Inference:
         json_bytes = headers.get(HEADER_LENGTH, "")
         if json_bytes or content_type == wire.JSON:
             # Counted before it is parsed: numbers take many times their text in memory.
-            end = int(json_bytes) if json_bytes.isdecimal() else None
+            is_size = json_bytes.isdecimal() and len(json_bytes) < 20
+            end = int(json_bytes) if is_size else None
             if body.count(b",", 0, end) > self._max_commas:
                 rows = self.limits.rows
                 message = f"the body holds more values than {rows} rows of the inputs have"
@@ -196,8 +197,8 @@ class WholeRequest:
         inference = self._inference
         try:
             self._arrays, self._wanted = inference.decode(self._headers, body)
-        except HttpError as error:
-            self._finish(error.response)
+        except Exception as error:  # noqa: BLE001 - the parser called this
+            self._finish(error_response(error))
             return
         self._job = inference.batcher.submit(self._arrays, self._encode)
         inference.deadlines.add(self, self._start)
@@ -225,8 +226,8 @@ class WholeRequest:
         if not output_fault(outputs, inference.outputs) and is_small(outputs):
             try:
                 response = inference.encode(self._headers, self._wanted, self._arrays, outputs)
-            except HttpError as error:
-                response = error.response
+            except Exception as error:  # noqa: BLE001 - others of the batch are yet to come
+                response = error_response(error)
             self._finish(response)
             return
         respond = inference.respond(self._headers, self._wanted, self._arrays, outputs)

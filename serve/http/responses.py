@@ -57,11 +57,16 @@ async def response_of(handler: Coroutine[Any, Any, Response]) -> Response:
     """Await a handler's response; turn what it raises into an error response."""
     try:
         return await handler
-    except HttpError as error:
+    except Exception as error:  # noqa: BLE001 - a bug must not leave the client without a response
+        return error_response(error)
+
+
+def error_response(error: Exception) -> Response:
+    """Return the response to what a request's handler raised; log what is no client's mistake."""
+    if isinstance(error, HttpError):
         return error.response
-    except Exception:
-        logger.exception("a request failed")
-        return HttpError(500, "the server failed; its log says why").response
+    logger.error("a request failed", exc_info=error)
+    return HttpError(500, "the server failed; its log says why").response
 
 
 async def send_response(scope: Message, send: Send, response: Response) -> None:

@@ -31,14 +31,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-try:
-    from pydantic_core import from_json as fast_parse_json
-except ImportError:  # a TorchServe archive needs numpy and the model's runtime alone
-    fast_parse_json = None
-
 from serve.worker.http_errors import NOT_ACCEPTABLE, UNKNOWN_FORM, UNREADABLE, describe_error
 from serve.worker.oip import (
     HEADER_LENGTH,
+    fast_json,
     from_protocol,
     is_protocol,
     split_body,
@@ -141,11 +137,11 @@ def _sizes(text: str) -> list[int]:
 
 def parse_json(body: bytes | bytearray) -> Any:
     """Parse JSON; refuse NaN and Infinity, which Python's json accepts."""
-    if fast_parse_json is not None:
+    if fast_json is not None:
         # Five times as fast as json, which holds up all other requests; where it fails, json parses
         # again and names the mistake.
         with suppress(ValueError):
-            return fast_parse_json(body, allow_inf_nan=False)
+            return fast_json.from_json(body, allow_inf_nan=False)
     try:
         return json.loads(body, parse_constant=_refuse_constant)
     except RecursionError:
