@@ -33,7 +33,7 @@ from compress.common.errors import Unavailable
 from export.onnx.stage import OnnxModel
 
 CASES = [Case(connections, rows) for rows in (1, 16) for connections in (1, 8, 32)]
-ONE, EIGHT = CASES[0], CASES[1]
+ONE, EIGHT, SIXTEEN_ROWS = CASES[0], CASES[1], Case(8, 16)
 FIGURES = ("p50_ms", "p99_ms", "rows_per_second")
 COSTS = ("server_us", "client_us")
 """Of a request, on one core; the client is on the same cores, and so is a part of every figure."""
@@ -91,11 +91,11 @@ def compare(contenders: list[InProcess | Server], rounds: int, seconds: float) -
             cells += f"{p50:>11.3f}{p99:>9.3f}{rows:>9.0f}{rows / base:>5.2f}".rjust(34)
         print(f"{f'{case.connections} × {case.rows}':24}{cells}")
     print(f"errors: {dict(errors)}; {rounds} rounds of {seconds:g} s")
-    for each in contenders:
-        server, client = (middle[EIGHT, each.name, cost] for cost in COSTS)
-        print(
-            f"µs of one core for a request of 8 × 1: {each.name} {server:.0f}, client {client:.0f}"
-        )
+    for case in (EIGHT, SIXTEEN_ROWS):
+        print(f"µs of one core for a request of {case.connections} × {case.rows}:")
+        for each in contenders:
+            server, client = (middle[case, each.name, cost] for cost in COSTS)
+            print(f"    {each.name} {server:.0f}, client {client:.0f}")
     goals(middle, {each.name for each in contenders})
 
 
@@ -108,6 +108,18 @@ def goals(middle: dict[tuple[Case, str, str], float], names: set[str]) -> None:
         if name in names:
             share = middle[EIGHT, name, "rows_per_second"] / middle[EIGHT, base, "rows_per_second"]
             tell(f"{name}: share of in-process rows/s at concurrency 8", share, at_least=least)
+    for case in CASES:
+        p50, p99 = (middle[case, "built-in", figure] for figure in ("p50_ms", "p99_ms"))
+        tell(f"built-in: p99 over p50 at {case.connections} × {case.rows}", p99 / p50, at_most=3)
+    if "TorchServe" in names:
+        rows = "rows_per_second"
+        share = middle[SIXTEEN_ROWS, "TorchServe", rows] / middle[SIXTEEN_ROWS, base, rows]
+        tell("TorchServe: share of in-process rows/s at 8 × 16", share, at_least=0.45)
+        model = middle[SIXTEEN_ROWS, base, "client_us"]
+        echo = sum(middle[SIXTEEN_ROWS, "TorchServe echo", cost] for cost in COSTS)
+        print(
+            f"the model's share of its own cost and TorchServe's echo: {model / (model + echo):.2f}"
+        )
 
 
 def tell(
