@@ -125,7 +125,7 @@ class Batcher:
             self._call_start[threading.get_ident()] = time.monotonic()
             done = answer(self._call, batch)
             del self._call_start[threading.get_ident()]
-            # A future may be set in its event loop's thread alone.
+            # Responses are written in the event loop's thread.
             with suppress(RuntimeError):  # the loop is closed: nobody awaits the outputs
                 self._loop.call_soon_threadsafe(self._deliver, batch, done)
             job = next_job or self._queue.get()
