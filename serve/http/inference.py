@@ -223,7 +223,11 @@ class WholeRequest:
         inference = self._inference
         inference.deadlines.discard(self)
         self._job = None  # it refers to this request, which would wait for the garbage collector
-        if not output_fault(outputs, inference.outputs) and is_small(outputs):
+        if (
+            not isinstance(outputs, Exception)
+            and not output_fault(outputs, inference.outputs)
+            and is_small(outputs)
+        ):
             try:
                 response = inference.encode(self._headers, self._wanted, self._arrays, outputs)
             except Exception as error:  # noqa: BLE001 - others of the batch are yet to come
