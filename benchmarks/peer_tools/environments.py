@@ -40,6 +40,12 @@ PEERS = {
         ),
     ),
     "olive": Peer("olive_tool.py", ("olive-ai==0.13.0", *ORT, TORCH, "requests")),
+    "mlserver": Peer("../server/mlserver_model.py", ("mlserver==1.7.1", ORT[1])),
+    "litserve": Peer("../server/litserve_server.py", ("litserve==0.2.19", ORT[1])),
+    "bentoml": Peer("../server/bentoml_service.py", ("bentoml==1.4.40", ORT[1])),
+    "torchserve": Peer(
+        "../server/torchserve_handler.py", ("torchserve==0.12.0", ORT[1], TORCH, "pyyaml")
+    ),
     "torch_pruning": Peer("torch_pruning_tool.py", ("torch-pruning==1.6.1", TORCH)),
 }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import math
 import os
@@ -11,25 +10,31 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import psutil
 
+from benchmarks.server import load
+from benchmarks.server.load import Request
 from compress.core.context import Context
 from compress.data.splits import Splits
+from export.common.int8_sums import has_16_bit_sums
+from serve.torchserve.mar_file import HANDLER, read_mar, write_mar
 from serve.torchserve.process import TorchServe, free_ports
 from serve.torchserve.stage import PackageTorchServe
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from compress.artifacts.artifact import Artifact
+    from compress.common.signature import TensorSpec
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
+INFER = "/v2/models/model/infer"
 TOKEN = "a-token-of-the-benchmark"
 WARM_SECONDS = 20
 """Of load, until a request costs Java what it will cost; at first it is four times as much."""
@@ -47,48 +52,50 @@ class InProcess:
     """onnxruntime called by as many threads as a server has connections."""
 
     name = "in process"
-    pid = 0
 
     def __init__(self, model: Artifact) -> None:
         self.model = model
 
     def run(self, case: Case, seconds: float) -> dict[str, float]:
-        (spec,) = self.model.signature.inputs
-        given = {
-            "model": str(self.model.payload_path),
-            "input": spec.name,
-            "dtype": spec.dtype,
-            "shape": shape_of(self.model, case.rows),
+        inputs = {
+            spec.name: {"dtype": spec.dtype, "shape": shape_of(spec, case.rows)}
+            for spec in self.model.signature.inputs
         }
-        return measured("in_process.py", given, case, seconds)
+        given = {"model": str(self.model.payload_path), "inputs": inputs}
+        given |= {"connections": case.connections, "seconds": seconds}
+        # A process of its own: its work must not hold up what it measures.
+        done = subprocess.run(
+            [sys.executable, str(HERE / "in_process.py")],
+            input=json.dumps(given) + "\n",
+            capture_output=True,
+            text=True,
+            env=session_variables(),
+            check=False,
+        )
+        if done.returncode:
+            raise SystemExit(f"in_process.py: {done.stderr or done.stdout}")
+        found: dict[str, float] = json.loads(done.stdout)
+        return found | {"rows_per_second": found["per_second"] * case.rows}
 
 
 @dataclass(frozen=True)
 class Server:
-    """A server on loopback, asked in plain bytes."""
+    """A server on loopback."""
 
     name: str
-    model: Artifact
-    port: int
-    path: str
+    url: str
+    """Where requests are sent."""
     token: str
+    request: Callable[[int], Request]
+    """Number of rows → the request."""
     pid: int
 
-    def run(self, case: Case, seconds: float, rate: float | None = None) -> dict[str, float]:
-        (spec,) = self.model.signature.inputs
-        shape = shape_of(self.model, case.rows)
-        body = bytes(math.prod(shape) * np.dtype(spec.dtype).itemsize)
-        head = (
-            f"POST {self.path} HTTP/1.1\r\nHost: 127.0.0.1:{self.port}\r\n"
-            f"Authorization: Bearer {self.token}\r\nContent-Type: application/octet-stream\r\n"
-            f"Accept: application/octet-stream\r\nX-Shape: {','.join(map(str, shape))}\r\n"
-            f"Content-Length: {len(body)}\r\n\r\n"
-        )
-        request = base64.b64encode(head.encode() + body).decode()
-        given = {"port": self.port, "request": request, "rate": rate}
+    def run(self, case: Case, seconds: float, pause_ms: float | None = None) -> dict[str, float]:
         before = self.cpu_seconds()
-        found = measured("load.py", given, case, seconds)
-        return found | {"server_us": 1e6 * (self.cpu_seconds() - before) / found["requests"]}
+        request = self.request(case.rows)
+        found = load.run(request, case.connections, max(1, round(seconds)), pause_ms)
+        found |= {"server_us": 1e6 * (self.cpu_seconds() - before) / found["requests"]}
+        return found | {"rows_per_second": found["per_second"] * case.rows}
 
     def cpu_seconds(self) -> float:
         """Return what the server and what it started have computed, in seconds of one core."""
@@ -104,6 +111,24 @@ class Server:
         return [server, *server.children(recursive=True)]
 
 
+def raw_request(model: Artifact, url: str, token: str) -> Callable[[int], Request]:
+    """Return the requests with a model's only input in plain bytes, zeros."""
+
+    def request(rows: int) -> Request:
+        (spec,) = model.signature.inputs
+        shape = shape_of(spec, rows)
+        headers = {
+            "Authorization": f"Bearer {token}",
+            "Content-Type": "application/octet-stream",
+            "Accept": "application/octet-stream",
+            "X-Shape": ",".join(map(str, shape)),
+        }
+        body = bytes(math.prod(shape) * np.dtype(spec.dtype).itemsize)
+        return Request(url, headers, body)
+
+    return request
+
+
 @contextmanager
 def built_in(model: Artifact, processes: int) -> Iterator[Server]:
     """Give `compress serve` with its defaults, but for the number of processes."""
@@ -117,7 +142,8 @@ def built_in(model: Artifact, processes: int) -> Iterator[Server]:
             assert process.stdout is not None
             url = process.stdout.readline().split("served at ")[1].split("/v2/")[0]
             port = int(url.rpartition(":")[2])
-            yield Server("built-in", model, port, "/v2/models/model/infer", TOKEN, process.pid)
+            infer = f"http://127.0.0.1:{port}{INFER}"
+            yield Server("built-in", infer, TOKEN, raw_request(model, infer, TOKEN), process.pid)
         finally:
             process.terminate()
 
@@ -131,7 +157,9 @@ def bare(model: Artifact) -> Iterator[Server]:
             due = time.monotonic() + 60
             while not reached(port):
                 assert time.monotonic() < due
-            yield Server("bare uvicorn", model, port, "/", TOKEN, process.pid)
+            url = f"http://127.0.0.1:{port}/"
+            request = raw_request(model, url, TOKEN)
+            yield Server("bare uvicorn", url, TOKEN, request, process.pid)
         finally:
             process.terminate()
 
@@ -151,39 +179,51 @@ def torchserve(model: Any, folder: Path) -> Iterator[Server]:
 
     Two workers answer fewer: each joins fewer requests, and they share two cores with the others.
     """
-    stage = PackageTorchServe(workers=1, batch_size=8, max_batch_delay_ms=1)
+    with packaged(model, folder, workers=1) as server:
+        server.run(Case(8, 1), WARM_SECONDS)
+        yield server
+
+
+@contextmanager
+def torchserve_echo(model: Any, folder: Path) -> Iterator[Server]:
+    """Give the same TorchServe with a handler that answers without a model."""
+    with packaged(model, folder, workers=1, handler=HERE / "torchserve_echo.py") as server:
+        server.run(Case(8, 1), WARM_SECONDS)
+        yield replace(server, name="TorchServe echo")
+
+
+@contextmanager
+def packaged(
+    model: Any, folder: Path, workers: int, handler: Path | None = None
+) -> Iterator[Server]:
+    """Package a model for TorchServe, with batches of up to 8, and serve it there.
+
+    Another handler, if given, takes the place of the archive's.
+    """
+    stage = PackageTorchServe(workers=workers, batch_size=8, max_batch_delay_ms=1)
     rows = [*zip(*model.signature.example(64), strict=True)]  # to show that they may be joined
     data = Splits({"val": [row if len(row) > 1 else row[0] for row in rows]})  # type: ignore[dict-item]
     archive = stage.run(model, Context(root=folder / "archive", data=data))
-    with TorchServe(archive.payload_path) as server:
-        port = int(server.url.rpartition(":")[2])
-        path = f"/predictions/{server.model_name}"
-        warmed = Server("TorchServe", model, port, path, server.token, server.pid)
-        warmed.run(Case(8, 1), WARM_SECONDS)
-        yield warmed
+    mar = archive.payload_path
+    if handler is not None:
+        members = read_mar(mar)
+        mar = folder / "model.mar"
+        write_mar(mar, members | {HANDLER: handler.read_bytes()})
+    with TorchServe(mar) as server:
+        url = f"{server.url}/predictions/{server.model_name}"
+        request = raw_request(model, url, server.token)
+        yield Server("TorchServe", url, server.token, request, server.pid)
 
 
-def shape_of(model: Artifact, rows: int) -> list[int]:
-    (spec,) = model.signature.inputs
+def shape_of(spec: TensorSpec, rows: int) -> list[int]:
+    """Return an input's shape with so many rows, and 8 along other dynamic axes."""
     return [rows, *(size if isinstance(size, int) else 8 for size in spec.shape[1:])]
 
 
-def measured(script: str, given: dict[str, Any], case: Case, seconds: float) -> dict[str, float]:
-    """Return what a process of its own measures: its work must not hold up what it measures."""
-    given = given | {"connections": case.connections, "seconds": seconds}
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(HERE / script)],
-        input=json.dumps(given) + "\n",
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
-    )
-    if done.returncode:
-        raise SystemExit(f"{script}: {done.stderr or done.stdout}")
-    found: dict[str, float] = json.loads(done.stdout)
-    return found | {"rows_per_second": found["per_second"] * case.rows}
+def session_variables() -> dict[str, str]:
+    """Return the environment in which all servers open the model with the same options."""
+    exact = str(int(has_16_bit_sums()))
+    return os.environ | {"OMP_NUM_THREADS": "1", "SESSION_EXACT": exact}
 
 
 def python_path() -> str:

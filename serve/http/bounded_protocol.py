@@ -12,18 +12,23 @@ import asyncio
 import json
 import resource
 import time
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from serve.http.flow_control import HoldableFlowControl, LingeringTransport
+from serve.http.flow_control import Deadline, HoldableFlowControl, LingeringTransport
+from serve.http.responses import response_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+    from serve.http.inference import WholeRequest
+    from serve.http.responses import Response
 
 HEAD_SECONDS = 10.0
 """Time limit for a request's head, and for the silence of a new connection."""
@@ -74,7 +79,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     _raw_transport: asyncio.Transport
     flow: HoldableFlowControl
-    _deadline: asyncio.TimerHandle | None = None
+    deadline: Deadline
+    _whole_request: WholeRequest | None = None
+    """The request in progress, if it is answered without a task."""
     _asgi_task: asyncio.Task[None] | None = None
     _running_cycle: RequestResponseCycle | None = None
     """The request in progress, and its response."""
@@ -107,14 +114,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         lingering = LingeringTransport(transport, self._start_lingering)
         self.transport = lingering  # type: ignore[assignment]
         self.flow = HoldableFlowControl(transport)
-        self._set_deadline(HEAD_SECONDS, self._raw_transport.abort)
+        self.deadline = Deadline(self.loop)
+        self.deadline.set(HEAD_SECONDS, self._raw_transport.abort)
         self._waiting.add(self)
         self._waiting.make_room(len(self.connections))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancel the request in progress: nobody waits for its response."""
-        self._cancel_deadline()
-        self._unset_keepalive_if_required()
+        self.deadline.close()
         self._waiting.discard(self)
         self._unparsed = b""
         # Break the reference cycle: the parser refers to this connection.
@@ -124,6 +131,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._asgi_task is not None and self._running_cycle is not None:
             self._running_cycle.disconnected = True
             self._asgi_task.cancel()
+        if self._whole_request is not None:
+            self._whole_request.cancel()
+            self._whole_request = None
 
     def read_size(self) -> int:
         """Return how many bytes may be read at once."""
@@ -156,7 +166,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().resume_writing()
         if self._lingering:
             return
-        self._cancel_deadline()
+        self.deadline.cancel()
         if self._is_idle():
             self._wait_for_client()
         else:
@@ -168,10 +178,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """Start the time limit of a request's head."""
         super().on_message_begin()
-        self._unset_keepalive_if_required()
         self._in_head, self._body_bytes_left, self._chunked = True, 0, False
         if self._is_idle():
-            self._set_deadline(HEAD_SECONDS, self._raw_transport.abort)
+            self.deadline.set(HEAD_SECONDS, self._raw_transport.abort)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Store a header field; ignore trailers, which are not headers of the request."""
@@ -195,7 +204,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         version = self.parser.get_http_version()
         if version not in ("1.0", "1.1"):
             raise ProtocolError(400, f"the request is HTTP/{version}, expected HTTP/1.1")
-        self._cancel_deadline()
+        self.deadline.cancel()
         self._waiting.discard(self)
         self._in_head, self._in_body = False, True
         self._overhead_bytes = self._discarded_bytes = 0
@@ -223,11 +232,16 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_message_complete()
         if self.cycle.response_complete:  # it was refused before its body was received
             self._wait_for_client()
+        elif self._whole_request is not None:
+            self.deadline.cancel()
+            self._whole_request.run(bytes(self.cycle.body))
 
     # Callbacks of uvicorn
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         """Run the application as uvicorn does; remember its task so that it can be cancelled."""
+        if cycle is self.cycle and cycle.more_body and self._start_whole_request(cycle):
+            return
         self._running_cycle = cycle
         self._asgi_task = self.loop.create_task(cycle.run_asgi(app))
         self._asgi_task.add_done_callback(self.tasks.discard)
@@ -235,10 +249,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         """Continue with the next request, or wait for it."""
-        self._asgi_task = self._running_cycle = None
-        super().on_response_complete()
+        self._asgi_task = self._running_cycle = self._whole_request = None
+        self.server_state.total_requests += 1
         if self.transport.is_closing():
             return
+        self.flow.resume_reading()
+        if self.pipeline:
+            self._start_asgi_task(*self.pipeline.pop())
         if self._is_idle():
             self._wait_for_client()
         self._resume_parsing()
@@ -256,9 +273,27 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
         self.loop.call_later(DRAIN_SECONDS, close_if_idle)
 
-    def timeout_keep_alive_handler(self) -> None:
-        """Close a connection on which no request came."""
-        self.close_now()
+    def _start_whole_request(self, cycle: RequestResponseCycle) -> bool:
+        """Let a small request wait for its body, without a task; return whether it is one."""
+        application: Any = self.app
+        request = application.accept_whole(cycle.scope, partial(self._respond, cycle))
+        if request is not None:
+            self._whole_request = request
+            self.deadline.set(request.seconds, request.expire)
+        return request is not None
+
+    def _respond(self, cycle: RequestResponseCycle, response: Response) -> None:
+        """Send the response of a request that is answered without a task."""
+        if cycle.disconnected or self.transport.is_closing():
+            return
+        if response.headers.get("connection") == "close":
+            cycle.keep_alive = False
+        cycle.response_started = cycle.response_complete = True
+        defaults = self.server_state.default_headers
+        self.transport.write(response_bytes(response, defaults, keep_alive=cycle.keep_alive))
+        if not cycle.keep_alive:
+            self.transport.close()
+        self.on_response_complete()
 
     # Bounds
 
@@ -353,11 +388,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self.flow.write_paused:
             return  # pause_writing has set the deadline: the client has yet to read its response
         if self._in_body:
-            self._set_deadline(DISCARD_SECONDS, self._raw_transport.abort)
+            self.deadline.set(DISCARD_SECONDS, self._raw_transport.abort)
         elif self._in_head:
-            self._set_deadline(HEAD_SECONDS, self._raw_transport.abort)
+            self.deadline.set(HEAD_SECONDS, self._raw_transport.abort)
         else:
-            self._cancel_deadline()
+            self.deadline.set(self.timeout_keep_alive, self.close_now)
 
     def _count_discarded(self, count: int, limit: int) -> None:
         self._discarded_bytes += count
@@ -368,11 +403,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """Read and discard, after the sending half is closed, until the client closes its half."""
         self._lingering = True
         self._unparsed, self._discarded_bytes = b"", 0
-        self._unset_keepalive_if_required()
         self._waiting.add(self)
         self.flow.resume_reading()
         self.flow.release_reading()
-        self._set_deadline(LINGER_SECONDS, self._finish_lingering)
+        self.deadline.set(LINGER_SECONDS, self._finish_lingering)
 
     def _finish_lingering(self) -> None:
         """Close the socket once the client has read everything."""
@@ -393,17 +427,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             else:
                 on_drained()
 
-        self._set_deadline(STALL_SECONDS, check_progress)
-
-    def _set_deadline(self, seconds: float, on_timeout: Callable[[], None]) -> None:
-        """Replace the connection's one deadline."""
-        self._cancel_deadline()
-        self._deadline = self.loop.call_later(seconds, on_timeout)
-
-    def _cancel_deadline(self) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
+        self.deadline.set(STALL_SECONDS, check_progress)
 
 
 class BufferedHttpProtocol(asyncio.BufferedProtocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import queue
 import threading
 import time
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from serve.worker.batching import run_batched
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from compress.profiling.batch_dependence import Call
     from serve.worker.tensors import Array
@@ -24,13 +25,15 @@ CLOSE_SECONDS = 5.0
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A request's inputs, and the future of its outputs."""
+    """A request's inputs, and what is called with its outputs, or with what the model raised."""
 
     arrays: list[Array]
     rows: int
     row_shapes: tuple[Any, ...]
     """Shape of one row of each input; only jobs with equal ones can share a batch."""
-    future: asyncio.Future[list[Array]]
+    on_done: Callable[[list[Array] | Exception], None]
+    cancelled: bool = False
+    """Set if nobody waits for the outputs: it is not run if its turn is yet to come."""
 
 
 class Stop:
@@ -63,20 +66,41 @@ class Batcher:
         self._call_start: dict[int, float] = {}
         """Start time of the call that each busy thread is in, by thread id."""
         self._loop = asyncio.get_running_loop()
+        self._submitted: list[Job] = []
+        """Jobs of this turn of the event loop, on their way to the queue."""
         self._queue: queue.SimpleQueue[Job | Stop] = queue.SimpleQueue()
         # Daemons: a call that never ends must not keep the process from ending.
         self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(workers)]
         for thread in self._threads:
             thread.start()
 
-    def submit(self, arrays: list[Array]) -> asyncio.Future[list[Array]]:
-        """Queue a request; if its future is cancelled before its turn, it is not run."""
+    def submit(
+        self, arrays: list[Array], on_done: Callable[[list[Array] | Exception], None]
+    ) -> Job:
+        """Queue a request; `on_done` is called in the event loop, unless the job is cancelled."""
         row_shapes: tuple[Any, ...] = tuple(array.shape[1:] for array in arrays)
         rows = len(arrays[0]) if arrays[0].ndim else 1
-        future = self._loop.create_future()
+        job = Job(arrays, rows, row_shapes, on_done)
         self.depth += 1
-        self._queue.put(Job(arrays, rows, row_shapes, future))
-        return future
+        if not self._submitted:
+            # What arrives together is queued together: a thread would take the first alone.
+            self._loop.call_soon(self._queue_submitted)
+        self._submitted.append(job)
+        return job
+
+    async def outputs(self, arrays: list[Array]) -> list[Array] | Exception:
+        """Return a request's outputs, or what the model raised."""
+        future: asyncio.Future[list[Array] | Exception] = self._loop.create_future()
+        job = self.submit(arrays, lambda outputs: future.done() or future.set_result(outputs))
+        try:
+            return await future
+        finally:
+            job.cancelled = True
+
+    def _queue_submitted(self) -> None:
+        for job in self._submitted:
+            self._queue.put(job)
+        self._submitted = []
 
     def hangs(self, seconds: float) -> bool:
         """Return whether every thread has been in the same model call for longer than that."""
@@ -101,7 +125,7 @@ class Batcher:
             self._call_start[threading.get_ident()] = time.monotonic()
             done = answer(self._call, batch)
             del self._call_start[threading.get_ident()]
-            # A future may be set in its event loop's thread alone.
+            # Responses are written in the event loop's thread.
             with suppress(RuntimeError):  # the loop is closed: nobody awaits the outputs
                 self._loop.call_soon_threadsafe(self._deliver, batch, done)
             job = next_job or self._queue.get()
@@ -110,7 +134,11 @@ class Batcher:
         """Collect a batch; return it, and what was taken from the queue but does not fit in it."""
         batch, rows = [first], first.rows
         deadline = time.monotonic() + self._delay_seconds
+        idle = max(1, len(self._threads) - len(self._call_start))
+        share = math.ceil((1 + self._queue.qsize()) / idle)  # the others are for the other threads
         while self._joins_rows and rows < self._max_rows:
+            if len(batch) >= share and not self._delay_seconds:
+                break
             try:
                 wait = deadline - time.monotonic() if self._delay_seconds else 0
                 job = self._queue.get(timeout=wait) if wait > 0 else self._queue.get_nowait()
@@ -127,17 +155,13 @@ class Batcher:
     def _deliver(self, batch: list[Job], done: Sequence[list[Array] | Exception | None]) -> None:
         self.depth -= len(batch)
         for job, outputs in zip(batch, done, strict=True):
-            if job.future.done():  # it was cancelled during the call
-                continue
-            if isinstance(outputs, Exception):
-                job.future.set_exception(outputs)
-            elif outputs is not None:
-                job.future.set_result(outputs)
+            if outputs is not None and not job.cancelled:
+                job.on_done(outputs)
 
 
 def answer(call: Call, batch: Sequence[Job]) -> list[list[Array] | Exception | None]:
-    """Return each request's outputs, or its error, or None if its future was cancelled."""
-    live = [job for job in batch if not job.future.done()]
+    """Return each request's outputs, or its error, or None if it was cancelled."""
+    live = [job for job in batch if not job.cancelled]
     requests = [job.arrays for job in live]
     results = run_batched(lambda arrays: call(*arrays), requests) if live else []
     done = dict(zip(map(id, live), results, strict=True))

@@ -1,4 +1,4 @@
-"""Between a connection and its socket: when bytes are read, and how the socket is closed."""
+"""Between a connection and its socket: when bytes are read, time limits, how it is closed."""
 
 from __future__ import annotations
 
@@ -38,6 +38,48 @@ class HoldableFlowControl(FlowControl):
         self._held = False
         if not self._paused_by_uvicorn:
             super().resume_reading()
+
+
+class Deadline:
+    """The one time limit of a connection, which changes several times in each request."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Create it without a time limit."""
+        self._loop = loop
+        self._time = 0.0
+        self._on_timeout: Callable[[], None] | None = None
+        # It ends at the deadline or before, and is only then set anew: timers cost more.
+        self._timer: asyncio.TimerHandle | None = None
+
+    def set(self, seconds: float, on_timeout: Callable[[], None]) -> None:
+        """Call a function after so many seconds, and not what was to be called before."""
+        self._time, self._on_timeout = self._loop.time() + seconds, on_timeout
+        if self._timer is None or self._timer.when() > self._time:
+            self._set_timer(seconds)
+
+    def cancel(self) -> None:
+        """Remove the time limit."""
+        self._on_timeout = None
+
+    def close(self) -> None:
+        """Remove the time limit, and the timer."""
+        self._on_timeout = None
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _set_timer(self, seconds: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_later(seconds, self._check)
+
+    def _check(self) -> None:
+        self._timer = None
+        on_timeout, left = self._on_timeout, self._time - self._loop.time()
+        if on_timeout is not None and left > 0:
+            self._set_timer(left)
+        elif on_timeout is not None:
+            self._on_timeout = None
+            on_timeout()
 
 
 class LingeringTransport:

@@ -7,11 +7,13 @@ import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE
+
 from serve.worker.http_errors import describe_error
 from serve.worker.wire import JSON
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
+    from collections.abc import Awaitable, Callable, Coroutine, MutableMapping, Sequence
 
     Message = MutableMapping[str, Any]
     Receive = Callable[[], Awaitable[Message]]
@@ -55,11 +57,16 @@ async def response_of(handler: Coroutine[Any, Any, Response]) -> Response:
     """Await a handler's response; turn what it raises into an error response."""
     try:
         return await handler
-    except HttpError as error:
+    except Exception as error:  # noqa: BLE001 - a bug must not leave the client without a response
+        return error_response(error)
+
+
+def error_response(error: Exception) -> Response:
+    """Return the response to what a request's handler raised; log what is no client's mistake."""
+    if isinstance(error, HttpError):
         return error.response
-    except Exception:
-        logger.exception("a request failed")
-        return HttpError(500, "the server failed; its log says why").response
+    logger.error("a request failed", exc_info=error)
+    return HttpError(500, "the server failed; its log says why").response
 
 
 async def send_response(scope: Message, send: Send, response: Response) -> None:
@@ -72,6 +79,19 @@ async def send_response(scope: Message, send: Send, response: Response) -> None:
         end = start + PART_BYTES
         part = body[start:end]  # not a memoryview: ASGI requires bytes
         await send({"type": "http.response.body", "body": part, "more_body": end < len(body)})
+
+
+def response_bytes(
+    response: Response, default_headers: Sequence[tuple[bytes, bytes]], *, keep_alive: bool
+) -> bytes:
+    """Return a whole HTTP/1.1 response, to be sent at once: two parts wake the client twice."""
+    headers = {**response.headers, "content-length": str(len(response.body))}
+    if not keep_alive:
+        headers["connection"] = "close"
+    lines = [f"{name.lower()}: {value}\r\n" for name, value in headers.items()]
+    defaults = [b"%s: %s\r\n" % pair for pair in default_headers]
+    head = [STATUS_LINE[response.status], *defaults, "".join(lines).encode(), b"\r\n"]
+    return b"".join([*head, response.body])
 
 
 def close_if_continue_expected(headers: Headers) -> Headers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import secrets
@@ -117,6 +118,9 @@ async def _serve(
         joins_rows=not model.not_joined,
         delay_seconds=options.delay_seconds,
     )
+    # What is here stays: a collection that visited it would hold up the requests meanwhile.
+    gc.collect()
+    gc.freeze()
     application: Any = Application(model, batcher, options.limits, options.token)
     protocol: Any = partial(BufferedHttpProtocol, waiting=WaitingConnections())
     config = uvicorn.Config(

@@ -7,12 +7,18 @@ from __future__ import annotations
 
 import json
 import math
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+try:
+    import pydantic_core as fast_json
+except ImportError:  # a TorchServe archive needs numpy and the model's runtime alone
+    fast_json = None  # type: ignore[assignment]
+
 from serve.worker.http_errors import NOT_ACCEPTABLE, UNREADABLE, abbreviated
-from serve.worker.tensors import in_signature_order, to_exact_array
+from serve.worker.tensors import dtype_name, in_signature_order, to_exact_array
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -75,15 +81,14 @@ def from_protocol(
             if key not in tensor:
                 message = f"inputs: a tensor has {abbreviated([*tensor])}, expected a {key!r}"
                 raise ValueError(UNREADABLE, message)
-        name = abbreviated(tensor["name"])
+        name = tensor["name"]
         if size is not None and (type(size) is not int or not 0 <= size <= len(raw)):
-            message = (
-                f"{name}: binary_data_size is {abbreviated(size)}, and {len(raw)} bytes are left"
-            )
+            found = f"{abbreviated(name)}: binary_data_size is {abbreviated(size)}"
+            raise ValueError(UNREADABLE, f"{found}, and {len(raw)} bytes are left")
+        if not isinstance(name, str) or name in tensors:
+            message = f"inputs: {abbreviated(name)} is given twice, or no name"
             raise ValueError(UNREADABLE, message)
-        if not isinstance(tensor["name"], str) or tensor["name"] in tensors:
-            raise ValueError(UNREADABLE, f"inputs: {name} is given twice, or no name")
-        tensors[tensor["name"]] = (tensor, raw[: size or 0])
+        tensors[name] = (tensor, raw[: size or 0])
         raw = raw[size or 0 :]
     if len(raw):
         raise ValueError(UNREADABLE, f"{len(raw)} bytes follow the last tensor, expected none")
@@ -166,31 +171,39 @@ def to_protocol(
     tensors, raw = [], []
     for name in wanted["outputs"]:
         array = outputs[name]
-        datatype = DATATYPES.get(str(array.dtype), TEXT_DATATYPE)
-        tensor: dict[str, Any] = {"name": name, "shape": list(array.shape), "datatype": datatype}
+        datatype = DATATYPES.get(dtype_name(array.dtype), TEXT_DATATYPE)
+        head = f'"name": {quoted(name)}, "shape": {[*array.shape]}, "datatype": "{datatype}"'
         in_bytes = name in wanted["binary"] and datatype != TEXT_DATATYPE
         if in_bytes:
             raw.append(array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes())
-            tensor["parameters"] = {"binary_data_size": len(raw[-1])}
+            value = f'"parameters": {{"binary_data_size": {len(raw[-1])}}}'
         elif array.dtype.kind == "f" and np.isinf(array).any():
             message = f"{name} holds infinity, which JSON cannot: ask for binary_data_output"
             raise ValueError(NOT_ACCEPTABLE, message)
-        text = json.dumps(tensor)
-        tensors.append(text if in_bytes else f'{text[:-1]}, "data": {flat_json(array)}}}')
-    answer: dict[str, Any] = {"model_name": model_name}
-    if wanted["id"] is not None:
-        answer["id"] = str(wanted["id"])
-    body = f'{json.dumps(answer)[:-1]}, "outputs": [{", ".join(tensors)}]}}'.encode()
+        else:
+            value = f'"data": {flat_json(array)}'
+        tensors.append(f"{{{head}, {value}}}")
+    request_id = f', "id": {json.dumps(str(wanted["id"]))}' if wanted["id"] is not None else ""
+    answer = f'"model_name": {quoted(model_name)}{request_id}, "outputs": [{", ".join(tensors)}]'
+    body = f"{{{answer}}}".encode()
     if not raw:
         return body, {"content-type": "application/json"}
     headers = {"content-type": "application/octet-stream", HEADER_LENGTH: str(len(body))}
     return b"".join([body, *raw]), headers
 
 
+@lru_cache
+def quoted(name: str) -> str:
+    """Return a name as JSON."""
+    return json.dumps(name)
+
+
 def flat_json(array: Array) -> str:
     """Return an array's elements as a JSON list, written in chunks to let other threads run."""
     flat = array.ravel()
     chunks = (flat[i : i + JSON_CHUNK].tolist() for i in range(0, flat.size, JSON_CHUNK))
+    if fast_json is not None and array.dtype.kind in "biuf":  # a tenth of json's time
+        return f"[{','.join(str(fast_json.to_json(chunk)[1:-1], 'ascii') for chunk in chunks)}]"
     return f"[{', '.join(json.dumps(chunk, allow_nan=False)[1:-1] for chunk in chunks)}]"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -86,6 +87,12 @@ def check(arrays: list[Array], specs: Specs, max_rows: int) -> None:
     rows = sizes.get(next(iter(specs[0]["shape"]), ""), 0)
     if rows > max_rows:
         raise ValueError(TOO_LARGE, f"{rows} rows, at most {max_rows} in one request")
+
+
+@cache
+def dtype_name(dtype: Any) -> str:
+    """Return a dtype's name; cached, as numpy takes longer for it than a small response does."""
+    return str(dtype)
 
 
 def top_classes(scores: Array, classes: Named) -> list[list[dict[str, Any]]]:

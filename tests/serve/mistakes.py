@@ -82,6 +82,9 @@ MISTAKES = {
     "a header longer than the body": (
         *[b"{}", {"Inference-Header-Content-Length": "99"}, 400, ["99", "2 bytes"]],
     ),
+    "a header of thousands of digits": (
+        *[b"{}", {"Inference-Header-Content-Length": "9" * 5000}, 400, ["cannot be read"]],
+    ),
     "a header that is no number": (
         *[b"{}", {"Inference-Header-Content-Length": "-1"}, 400, ["'-1'", "number"]],
     ),

@@ -123,7 +123,7 @@ def test_pipelined_requests_are_answered_in_their_order(server: Served, data: by
     expected = [401 if b"wrong" in part else 200 for part in data.split(b"POST ")[1:]]
     received = sent(server, data, len(expected))
     assert [status for status, _, _ in received] == expected
-    right = [body for _, _, body in received if b'"data": [0.0, 6.0, 3.0, -4.0]' in body]
+    right = [body for _, _, body in received if b'"data": [0.0,6.0,3.0,-4.0]' in body]
     assert len(right) == expected.count(200)
 
 
@@ -257,4 +257,4 @@ def test_curl_with_expect_continue_gets_one_401(server: Served, tmp_path: Path) 
     command += ["--next", *authorization, "-H", "Expect: 100-continue", *one]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert re.findall(r"(\d+) (\d);", done.stdout) == [("200", "1"), ("200", "0"), ("200", "0")]
-    assert done.stdout.count('"data": [0.0, 6.0, 3.0, -4.0]') == 3
+    assert done.stdout.count('"data": [0.0,6.0,3.0,-4.0]') == 3

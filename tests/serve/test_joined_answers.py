@@ -86,9 +86,9 @@ def changed(served: ServedModel, requests: int, *, joined: bool) -> tuple[int, i
 
     async def ask() -> list[np.ndarray]:
         batcher = Batcher(call, max_rows=16, joins_rows=joined, delay_seconds=0.05)
-        answers = await asyncio.gather(*(batcher.submit(arrays) for arrays in sent))
+        answers = await asyncio.gather(*(batcher.outputs(arrays) for arrays in sent))
         batcher.close()
-        return [outputs[0] for outputs in answers]
+        return [np.asarray(outputs[0]) for outputs in answers]
 
     found = asyncio.run(ask())
     moved = sum(np.abs(a - b).max() > MOVED for a, b in zip(alone, found, strict=True))

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from compress.common.errors import ArtifactInvalid, StageFailed
 from compress.common.signature import Signature
 from serve.packaging.preprocessing import ImageInput, TextInput
+from serve.worker import oip, wire
 from serve.worker.oip import HEADER_LENGTH, LABELS, requested_outputs
 from serve.worker.preprocess import create_readers
 from serve.worker.tensors import top_classes
@@ -259,3 +260,19 @@ def test_text_settings_that_do_not_fit_are_refused(tokenizer: Path, tmp_path: Pa
     identity = here.identity()
     tokenizer.write_text(before.replace("good", "fine"))
     assert identity != here.identity() and str(tmp_path) not in str(identity)
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_json_is_the_same_without_pydantic(fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A TorchServe archive may run where only numpy and the model's runtime are installed."""
+    if not fast:
+        monkeypatch.setattr(oip, "fast_json", None)
+        monkeypatch.setattr(wire, "fast_json", None)
+    assert wire.parse_json(b'{"data": [1e-7, 2, true]}') == {"data": [1e-7, 2, True]}
+    for text, words in ((b"[NaN]", "holds NaN"), (b"[1", "delimiter"), (b"[" * 9**5, "too deeply")):
+        with pytest.raises(ValueError, match=words):
+            wire.parse_json(text)
+    floats = np.array([1e-7, 0.1, -3e20, 0.0], np.float32)
+    arrays = [floats, np.array([True, False]), np.array([2**64 - 1], np.uint64)]
+    assert [json.loads(oip.flat_json(array)) for array in arrays] == [a.tolist() for a in arrays]
+    assert json.loads(oip.flat_json(np.array(["ä\ud800", "b"]))) == ["ä\ud800", "b"]

@@ -59,10 +59,6 @@ def test_outputs_with_another_number_of_rows_are_not_split() -> None:
 
 
 def test_joined_requests_get_their_own_rows() -> None:
-    class Future:
-        def done(self) -> bool:
-            return False
-
     calls = []
 
     def call(x: np.ndarray) -> list[np.ndarray]:
@@ -72,13 +68,34 @@ def test_joined_requests_get_their_own_rows() -> None:
         return [x * 2]
 
     def jobs(*values: list[float]) -> list[Job]:
-        return [Job([np.array(v)], len(v), (), Future()) for v in values]  # type: ignore[arg-type]
+        return [Job([np.array(v)], len(v), (), lambda _: None) for v in values]
 
     assert [a[0].tolist() for a in answer(call, jobs([1], [2, 3], [4]))] == [[2], [4, 6], [8]]
     assert calls == [4]
     good, bad = answer(call, jobs([1, 2], [9]))
     assert good[0].tolist() == [2, 4]
     assert isinstance(bad, IndexError)
+
+
+def test_requests_that_arrive_together_are_shared_among_the_idle_threads() -> None:
+    two, calls = threading.Event(), []
+
+    def call(x: np.ndarray) -> list[np.ndarray]:
+        calls.append(len(x))
+        if len(calls) > 1:
+            two.set()
+        assert two.wait(10), "one thread took all"
+        return [x * 2]
+
+    async def ask() -> list[Any]:
+        batcher = Batcher(call, workers=2)
+        rows = [[np.full((1, 3), i, np.float32)] for i in range(8)]
+        answers = await asyncio.gather(*map(batcher.outputs, rows))
+        batcher.close()
+        return [answer[0].tolist() for answer in answers]  # type: ignore[index]
+
+    assert asyncio.run(ask()) == [[[2.0 * i] * 3] for i in range(8)]
+    assert (max(calls), sum(calls)) == (4, 8)
 
 
 @pytest.mark.parametrize(("breaks", "status"), [(False, 422), (True, 500)])
@@ -150,11 +167,11 @@ def test_a_server_whose_calls_all_hang_is_not_ready_until_one_ends() -> None:
             return await ready("/v2/models/m/ready")
 
         found = [await ready()]
-        first = batcher.submit([np.ones((1, 3), np.float32)])
+        first = asyncio.create_task(batcher.outputs([np.ones((1, 3), np.float32)]))
         await asyncio.to_thread(entered.acquire)
         await asyncio.sleep(0.05)  # one hangs: the other answers
         found.append(await ready())
-        second = batcher.submit([np.ones((1, 3), np.float32)])
+        second = asyncio.create_task(batcher.outputs([np.ones((1, 3), np.float32)]))
         found += [await until(503), await ready("/v2/health/live")]
         released.set()
         await asyncio.gather(first, second)

@@ -1,0 +1,309 @@
+"""What an inference request goes through: decode, call the model, check its outputs, encode."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from serve.http.prometheus import Metrics
+from serve.http.responses import HttpError, Response, error_response, response_of
+from serve.packaging.model_interface import example_inputs
+from serve.worker import wire
+from serve.worker.http_errors import TOO_LARGE, inference_error, output_fault
+from serve.worker.oip import HEADER_LENGTH, LABELS, requested_outputs
+from serve.worker.tensors import check
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Sequence
+
+    from serve.http.dynamic_batcher import Batcher, Job
+    from serve.http.loaded_model import ServedModel
+    from serve.http.options import Limits
+    from serve.http.responses import Headers
+    from serve.worker.tensors import Array, Named, Specs
+
+FORM = "application/x-www-form-urlencoded"
+"""The Content-Type of curl's -d where none is given."""
+SMALL_BYTES = 64 * 1024
+"""Larger bodies are parsed, and larger responses serialized, in a thread, one at a time."""
+EXTRA_COMMAS = 1024
+"""Commas of a JSON request besides those between numbers, at most."""
+CLIENT_CLOSED = 499
+"""Status in the metrics, nginx's, for a client that disconnected before its response."""
+
+
+class Inference:
+    """The steps of all inference requests, and what they share."""
+
+    def __init__(self, model: ServedModel, batcher: Batcher, limits: Limits) -> None:
+        """Create the steps, inside a running event loop."""
+        self.model = model
+        self.limits = limits
+        self.batcher = batcher
+        self.metrics = Metrics(model.name, lambda: batcher.depth)
+        self.outputs = [output.name for output in model.signature.outputs]
+        self.in_progress = 0
+        """Inference requests, from reading the body to sending the response."""
+        self.deadlines = Deadlines(limits.seconds)
+        self._example = example_inputs(model.signature, rows=1)
+        self._specs = model.signature.input_descriptions()
+        self._max_commas = EXTRA_COMMAS + most_numbers(self._specs, limits.rows)
+        if wire.TEXT in model.readers:
+            self._max_commas += EXTRA_COMMAS * limits.rows  # within texts
+        # Python switches back to the event loop every few milliseconds while this thread computes.
+        self._thread = ThreadPoolExecutor(1)
+        self._tasks = set[asyncio.Task[Response]]()
+
+    def close(self) -> None:
+        """End the thread for large bodies, and the timer."""
+        self.deadlines.close()
+        self._thread.shutdown(cancel_futures=True)
+
+    def late_error(self, status: int) -> HttpError:
+        """Return the error of a request that took too long: 408, 503 or 504."""
+        what = {
+            408: "the body was not received",
+            503: "other large bodies left no memory for this one",
+            504: "the model did not answer",
+        }[status]
+        closing = {} if status == 504 else {"connection": "close"}
+        return HttpError(status, f"{what} within {self.limits.seconds:g} s", **closing)
+
+    def decode(self, headers: Headers, body: bytes) -> tuple[list[Array], Named]:
+        """Return the model's inputs, and which outputs an Open Inference Protocol request wants."""
+        content_type = content_type_of(headers)
+        if content_type in ("", FORM):
+            content_type = wire.JSON  # as the protocol has it; NVIDIA's client sends no type
+        json_bytes = headers.get(HEADER_LENGTH, "")
+        if json_bytes or content_type == wire.JSON:
+            # Counted before it is parsed: numbers take many times their text in memory.
+            is_size = json_bytes.isdecimal() and len(json_bytes) < 20
+            end = int(json_bytes) if is_size else None
+            if body.count(b",", 0, end) > self._max_commas:
+                rows = self.limits.rows
+                message = f"the body holds more values than {rows} rows of the inputs have"
+                raise HttpError(TOO_LARGE, message)
+        try:
+            arrays, asked = wire.decode(
+                body, content_type, headers, self._specs, self.model.readers
+            )
+            check(arrays, self._specs, self.limits.rows)
+            if not asked:
+                return arrays, {}
+            # The protocol's answer holds what the metadata names, and labels if they are requested.
+            labels = LABELS if self.model.classes and asked.get("outputs") else ()
+            return arrays, requested_outputs(asked, [*self.outputs, *labels])
+        except Exception as error:
+            raise HttpError.from_exception(error) from error
+
+    async def _check_outputs(self, outputs: list[Array] | Exception) -> list[Array]:
+        """Return the outputs; blame a failure on the request if the model answers its example."""
+        failure = output_fault(outputs, self.outputs)
+        if not failure and not isinstance(outputs, Exception):
+            return outputs
+        works = not output_fault(await self.batcher.outputs(self._example), self.outputs)
+        raise HttpError.from_exception(inference_error(failure, works=works))
+
+    def encode(
+        self, headers: Headers, wanted: Named, arrays: list[Array], outputs: list[Array]
+    ) -> Response:
+        """Return the response: as the protocol or the Accept header says."""
+        named = dict(zip(self.outputs, outputs, strict=True))
+        accept = headers.get("accept", "").lower()
+        try:
+            body, written = wire.encode(named, accept, wanted, self.model.name, self.model.classes)
+        except ValueError as error:
+            raise HttpError.from_exception(error) from error
+        if self.model.interface.rows_stay_first:
+            written["X-Batch-Axis"] = "0"
+        return Response(200, body, written, len(arrays[0]) if arrays[0].ndim else 1)
+
+    async def run_in_thread(self, large: bool, work: Callable[..., Any], *args: Any) -> Any:
+        """Call a function; a large job in the thread, so that it delays no other request."""
+        if not large:
+            return work(*args)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
+
+    async def respond(
+        self,
+        headers: Headers,
+        wanted: Named,
+        arrays: list[Array],
+        outputs: list[Array] | Exception,
+    ) -> Response:
+        """Return the response with a model's outputs, or the error that they show."""
+        try:
+            async with asyncio.timeout(self.limits.seconds):
+                outputs = await self._check_outputs(outputs)
+        except TimeoutError:
+            raise self.late_error(504) from None
+        return await self.run_in_thread(
+            not is_small(outputs), self.encode, headers, wanted, arrays, outputs
+        )
+
+    def start_task(
+        self, response: Coroutine[Any, Any, Response], on_done: Callable[[Response], None]
+    ) -> None:
+        """Run a coroutine in a task of its own, and pass its response on."""
+
+        def done(task: asyncio.Task[Response]) -> None:
+            self._tasks.discard(task)
+            if not task.cancelled():
+                on_done(task.result())
+
+        task = asyncio.get_running_loop().create_task(response)
+        self._tasks.add(task)
+        task.add_done_callback(done)
+
+
+class WholeRequest:
+    """One request, from its head to its response."""
+
+    __slots__ = (
+        "_arrays",
+        "_finished",
+        "_headers",
+        "_inference",
+        "_job",
+        "_respond",
+        "_start",
+        "_wanted",
+    )
+
+    _job: Job | None
+    _arrays: list[Array]
+    _wanted: Named
+
+    def __init__(
+        self, inference: Inference, headers: Headers, respond: Callable[[Response], None]
+    ) -> None:
+        """Count the request as in progress; `respond` is called with its response."""
+        self._inference, self._headers, self._respond = inference, headers, respond
+        self._start = time.perf_counter()
+        self._finished = False
+        self._job = None
+        inference.in_progress += 1
+
+    @property
+    def seconds(self) -> float:
+        """Time limit of the body, and of the response."""
+        return self._inference.limits.seconds
+
+    def run(self, body: bytes) -> None:
+        """Decode the body and call the model."""
+        inference = self._inference
+        try:
+            self._arrays, self._wanted = inference.decode(self._headers, body)
+        except Exception as error:  # noqa: BLE001 - the parser called this
+            self._finish(error_response(error))
+            return
+        self._job = inference.batcher.submit(self._arrays, self._encode)
+        inference.deadlines.add(self, self._start)
+
+    def expire(self) -> None:
+        """Answer that the body, or the model's answer, was not there in time."""
+        self._drop()
+        self._finish(self._inference.late_error(408 if self._job is None else 504).response)
+
+    def cancel(self) -> None:
+        """Drop the request: its client has disconnected."""
+        self._drop()
+        if not self._finished:
+            self._count(CLIENT_CLOSED, 0)
+
+    def _drop(self) -> None:
+        if self._job is not None:
+            self._job.cancelled = True
+            self._inference.deadlines.discard(self)
+
+    def _encode(self, outputs: list[Array] | Exception) -> None:
+        inference = self._inference
+        inference.deadlines.discard(self)
+        self._job = None  # it refers to this request, which would wait for the garbage collector
+        if (
+            not isinstance(outputs, Exception)
+            and not output_fault(outputs, inference.outputs)
+            and is_small(outputs)
+        ):
+            try:
+                response = inference.encode(self._headers, self._wanted, self._arrays, outputs)
+            except Exception as error:  # noqa: BLE001 - others of the batch are yet to come
+                response = error_response(error)
+            self._finish(response)
+            return
+        respond = inference.respond(self._headers, self._wanted, self._arrays, outputs)
+        inference.start_task(response_of(respond), self._finish)
+
+    def _finish(self, response: Response) -> None:
+        if not self._finished:
+            self._count(response.status, response.rows)
+            self._respond(response)
+
+    def _count(self, status: int, rows: int) -> None:
+        self._finished = True
+        self._inference.in_progress -= 1
+        seconds = time.perf_counter() - self._start
+        self._inference.metrics.count(status, rows, seconds)
+
+
+class Deadlines:
+    """Ends requests that take longer than a time, the same for all, with one timer."""
+
+    def __init__(self, seconds: float) -> None:
+        """Create an empty table, inside a running event loop."""
+        self._loop, self._seconds = asyncio.get_running_loop(), seconds
+        self._start_times: dict[WholeRequest, float] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    def add(self, request: WholeRequest, start: float) -> None:
+        """Expire a request that was not removed after the time."""
+        self._start_times[request] = start
+        if self._timer is None:
+            self._timer = self._loop.call_later(self._seconds, self._expire)
+
+    def discard(self, request: WholeRequest) -> None:
+        """Remove a request that has its answer."""
+        self._start_times.pop(request, None)
+
+    def close(self) -> None:
+        """Stop the timer."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _expire(self) -> None:
+        self._timer = None
+        now = time.perf_counter()
+        # Almost in the order of their start times: a body may have taken long.
+        while self._start_times:
+            request, start = next(iter(self._start_times.items()))
+            if (left := start + self._seconds - now) > 0:
+                self._timer = self._loop.call_later(left, self._expire)
+                return
+            del self._start_times[request]
+            request.expire()
+
+
+def is_small(outputs: Sequence[Array]) -> bool:
+    """Return whether outputs may be written without a thread."""
+    return sum(output.nbytes for output in outputs) <= SMALL_BYTES
+
+
+def content_type_of(headers: Headers) -> str:
+    """Return the Content-Type without parameters, in lower case."""
+    return headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
+def most_numbers(specs: Specs, rows: int) -> float:
+    """Return the most numbers that the inputs of `rows` rows hold; infinite for unbounded axes."""
+    # Rows are counted on the first input's first axis, where it has a name.
+    row_axis = next(iter(specs[0]["shape"]), None)
+    total = 0.0
+    for spec in specs:
+        bounds = {axis: most or math.inf for axis, (_, most) in spec.get("bounds", {}).items()}
+        bounds |= {row_axis: rows}
+        sizes = [d if isinstance(d, int) else bounds.get(d, math.inf) for d in spec["shape"]]
+        total += math.prod(sizes)
+    return total
