@@ -16,7 +16,7 @@ import inspect
 import linecache
 import zlib
 from types import CodeType, FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from compress.common.errors import ArtifactInvalid
 
@@ -27,10 +27,14 @@ if TYPE_CHECKING:
 
     from compress.artifacts.recipe import NamedCall, NameSizes
 
-SHAPED = ("view", "reshape", "unflatten")
+SHAPED = ("view", "reshape", "unflatten", "expand")
 """Calls that take the shape of their result."""
 PARTED = ("split", "chunk")
 """Calls that take the sizes, or the number, of the parts of an axis; both become `split`."""
+INDEX = "__getitem__"
+
+SizedExpression: TypeAlias = ast.Call | ast.Subscript
+"""A call or an index in the source of a method."""
 
 
 def name_sizes_(module: nn.Module, edit: NameSizes) -> None:
@@ -71,11 +75,15 @@ def method_source(kind: type, method: str, code: CodeType) -> ast.FunctionDef | 
     return None if tree is None or _has_private_names(tree) else tree
 
 
-def sizes_of(call: ast.Call) -> list[ast.expr] | None:
+def sizes_of(call: SizedExpression) -> list[ast.expr] | None:
     """Return the list of a call's sizes, or None if they are not written one by one.
 
-    Those of `split` and `chunk` are one entry: the size or the number of the parts.
+    Those of `split` and `chunk` are one entry: the size or the number of the parts. Those of an
+    index, such as ``x[..., :width]``, are the bounds of its slices.
     """
+    if isinstance(call, ast.Subscript):
+        bounds = [b for part in slices_of(call) for b in (part.lower, part.upper) if b is not None]
+        return bounds or None
     if not isinstance(call.func, ast.Attribute) or call.keywords and call.func.attr in SHAPED:
         return None
     value = call.func.value
@@ -92,13 +100,22 @@ def sizes_of(call: ast.Call) -> list[ast.expr] | None:
     return None if call.func.attr not in (*SHAPED, *PARTED) or is_unpacked_whole else given
 
 
-def calls_in(tree: ast.AST) -> Iterator[ast.Call]:
-    """Yield the calls of a method that take sizes, in the order of the source."""
-    found = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and sizes_of(node)]
+def slices_of(index: ast.Subscript) -> list[ast.Slice]:
+    """Return the slices of an index; none if it has more than slices and an ellipsis."""
+    parts = index.slice.elts if isinstance(index.slice, ast.Tuple) else [index.slice]
+    if any(not (isinstance(part, ast.Slice) or ast.unparse(part) == "...") for part in parts):
+        return []
+    return [part for part in parts if isinstance(part, ast.Slice)]
+
+
+def calls_in(tree: ast.AST) -> Iterator[SizedExpression]:
+    """Yield the calls and indices of a method that take sizes, in the order of the source."""
+    expressions = (node for node in ast.walk(tree) if isinstance(node, ast.Call | ast.Subscript))
+    found = [node for node in expressions if sizes_of(node)]
     yield from sorted(found, key=lambda node: (node.end_lineno, node.end_col_offset))
 
 
-def occurrence_of(call: ast.Call, tree: ast.AST) -> tuple[str, int]:
+def occurrence_of(call: SizedExpression, tree: ast.AST) -> tuple[str, int]:
     """Return the source text of a call, and the number of calls before it that read the same."""
     text = ast.unparse(call)
     alike = [other for other in calls_in(tree) if ast.unparse(other) == text]
@@ -127,16 +144,21 @@ def _with_names(kind: type, method: str, calls: Iterable[NamedCall]) -> Function
     return _compiled(tree, function)
 
 
-def _replace_sizes_(call: ast.Call, own: str, attributes: Mapping[int, str]) -> None:
-    sizes = sizes_of(call)
-    assert sizes is not None and isinstance(call.func, ast.Attribute)
-    for index, attribute in attributes.items():
-        old = sizes[index]
-        new = ast.Attribute(ast.Name(own, ast.Load()), attribute, ast.Load())
-        sequences = (a.elts for a in call.args if isinstance(a, ast.Tuple | ast.List))
-        for values in (call.args, *sequences):
-            values[:] = [new if value is old else value for value in values]
-    if call.func.attr == "chunk":
+def _replace_sizes_(call: SizedExpression, own: str, attributes: Mapping[int, str]) -> None:
+    sizes = sizes_of(call) or []
+    names: dict[ast.AST, ast.expr] = {
+        sizes[index]: ast.Attribute(ast.Name(own, ast.Load()), attribute, ast.Load())
+        for index, attribute in attributes.items()
+    }
+    if isinstance(call, ast.Subscript):
+        for part in slices_of(call):
+            part.lower = part.lower and names.get(part.lower, part.lower)
+            part.upper = part.upper and names.get(part.upper, part.upper)
+        return
+    sequences = (a.elts for a in call.args if isinstance(a, ast.Tuple | ast.List))
+    for values in (call.args, *sequences):
+        values[:] = [names.get(value, value) for value in values]
+    if isinstance(call.func, ast.Attribute) and call.func.attr == "chunk":
         call.func.attr = "split"
 
 

@@ -163,7 +163,7 @@ def _sizes(
     call: Call, result: Any, sized: SizedCall
 ) -> Iterator[tuple[int, int | tuple[int, ...], Labels, int]]:
     """Yield each size that a call writes: its index and value, and the labels and axis it is of."""
-    if call.operator in ("view", "reshape", "_unsafe_view", "unflatten"):
+    if call.operator in ("view", "reshape", "_unsafe_view", "unflatten", "expand"):
         if isinstance(result, torch.Tensor):
             first = call["dim"] % call["self"].dim() if call.operator == "unflatten" else 0
             rank = len(call["sizes"]) if call.operator == "unflatten" else result.dim()
@@ -174,6 +174,14 @@ def _sizes(
         if isinstance(labels, torch.Tensor):
             axis = call["dim"] % labels.dim()
             yield 0, tuple(shape[axis] for shape in call.shapes), labels, axis
+    elif call.operator == "slice" and call["step"] == 1:
+        labels = call.tensors[0]
+        if isinstance(labels, torch.Tensor):
+            axis = call["dim"] % labels.dim()
+            for index, name in sized.bounds(axis, labels.dim()):
+                bound: int = call[name]
+                if 0 < bound <= labels.shape[axis]:
+                    yield index, bound, labels.narrow(axis, 0, bound), axis
 
 
 def _placeholder_values(

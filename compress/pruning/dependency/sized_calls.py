@@ -13,10 +13,19 @@ import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
-from compress.artifacts.edits.named_sizes import PARTED, SHAPED, calls_in, method_source, sizes_of
+from compress.artifacts.edits.named_sizes import (
+    INDEX,
+    PARTED,
+    SHAPED,
+    calls_in,
+    method_source,
+    sizes_of,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from compress.artifacts.edits.named_sizes import SizedExpression
 
 TORCH = str(Path(torch.__file__).parent)
 CALL_KEY = "sized_call"
@@ -25,13 +34,13 @@ CALL_KEY = "sized_call"
 
 @dataclass(frozen=True)
 class SizedCall:
-    """A call in a method of a module that takes sizes, and can be replaced."""
+    """A call, or an index, in a method of a module that takes sizes, and can be replaced."""
 
     module: str
     kind: type
     """The module's class."""
     method: str
-    call: ast.Call
+    call: SizedExpression
     tree: ast.FunctionDef
     """The method in which the call lies."""
 
@@ -51,6 +60,22 @@ class SizedCall:
             for i, size in enumerate(sizes)
             if (i < first or i > last) and ast.unparse(size) != "-1"
         }
+
+    def bounds(self, axis: int, rank: int) -> Iterator[tuple[int, str]]:
+        """Yield the bounds of the slice of an axis: index among all bounds, "start" or "end"."""
+        if not isinstance(self.call, ast.Subscript):
+            return
+        index = self.call.slice
+        parts = index.elts if isinstance(index, ast.Tuple) else [index]
+        place = 0
+        for i, part in enumerate(parts):
+            if isinstance(part, ast.Slice):
+                is_after = any(not isinstance(before, ast.Slice) for before in parts[:i])
+                for bound, name in ((part.lower, "start"), (part.upper, "end")):
+                    if bound is not None:
+                        if axis == (i + rank - len(parts) if is_after else i):
+                            yield place, name
+                        place += 1
 
     def attribute(self, index: int) -> str | None:
         """Return the name of the module's attribute that a size is, or None for other code."""
@@ -79,7 +104,7 @@ class SizedCallRecorder(TorchFunctionMode):
     ) -> Any:
         """Run a function of torch; a call that takes sizes marks the nodes that it makes."""
         index = None
-        if getattr(func, "__name__", "") in (*SHAPED, *PARTED):
+        if getattr(func, "__name__", "") in (*SHAPED, *PARTED, INDEX):
             index = self._index(sys._getframe(1))
         if index is None:
             return func(*args, **(kwargs or {}))

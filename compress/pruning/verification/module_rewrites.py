@@ -164,8 +164,11 @@ def _refused(
     graph: AxisGraph,
     equivalence: MaskedEquivalence,
 ) -> list[ChannelGroup]:
-    """Return the groups of which a half cannot be removed."""
-    wanted = [GroupSlice(group, group.channels[: len(group.channels) // 2]) for group in groups]
+    """Return the groups of which some channels cannot be removed."""
+    # Not a half: two parts of an axis may happen to stay equally wide.
+    wanted = [
+        GroupSlice(group, group.channels[: max(1, len(group.channels) // 3)]) for group in groups
+    ]
     plan = verify_slices(module, wanted, {}, graph, equivalence)
     verified = {one.group for one in plan.groups}
     return [group for group in groups if group not in verified]
@@ -184,13 +187,14 @@ def _naming(module: nn.Module, sizes: Sequence[SizedAxis]) -> tuple[NameSizes, .
         values: dict[str, dict[str, int | tuple[int, ...]]] = {}
         for size in own:
             call = size.call
-            kind = ast.unparse(call.call.func).rpartition(".")[2]
+            is_index = isinstance(call.call, ast.Subscript)
+            kind = "slice" if is_index else ast.unparse(call.call.func).rpartition(".")[2]
             attributes = names.setdefault(
                 (call.method, *occurrence_of(call.call, call.tree)), {}
             )
             taken = sum(map(len, names.values()))
             while size.index not in attributes:
-                name = f"{kind}_size_{taken}"
+                name = f"{kind}_size{'s' * isinstance(size.value, tuple)}_{taken}"
                 is_free = all(not hasattr(modules[other.call.module], name) for other in own)
                 attributes |= {size.index: name} if is_free else {}
                 taken += 1
