@@ -8,7 +8,7 @@ from torch import nn
 
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.edits.split_attention import SplitMultiheadAttention
-from compress.artifacts.recipe import KeepIndices, SplitAttention
+from compress.artifacts.recipe import KeepIndices, NameSizes, SplitAttention
 from compress.common.forward import run_in_eval
 from compress.core.context import Context
 from compress.pruning.channels_stage import PruneChannels
@@ -132,3 +132,43 @@ def test_tied_projections_stay_tied() -> None:
     module[1].attention = module[0].attention  # the module itself, twice
     assert rewrite_(module, (torch.randn(3, 5, 16),)) == (SplitAttention(modules=("0.attention",)),)
     assert module[1].attention is module[0].attention
+
+
+def test_heads_leave_where_the_code_computes_sizes(tmp_path: Path) -> None:
+    source = sealed("nano_gpt", tmp_path / "source")
+    stage = PruneChannels(ratio=0.25, round_to=1, exclude=("h.1.attn",))
+    slim = stage(source, Context(root=tmp_path / "slim"))
+    naming, cut = slim.recipe.edits
+    assert isinstance(naming, NameSizes) and list(naming.sizes) == ["h.0.attn"]
+    assert naming.sizes["h.0.attn"]["split_sizes_0"] == (32, 32, 32)
+    assert cut.attributes["h.0.attn.split_sizes_0"] == [24, 24, 24]
+    attention = slim.load().h[0]["attn"]
+    assert (attention.c_attn.out_features, attention.c_proj.in_features) == (72, 24)
+    # What it is named for is known from now on, so nothing is named again.
+    stage = PruneChannels(ratio=0.5, round_to=1, include=("h.0.attn.*",))
+    again = stage(slim, Context(root=tmp_path / "again"))
+    assert [type(edit) for edit in again.recipe.edits] == [NameSizes, KeepIndices, KeepIndices]
+    assert again.load().h[0]["attn"].c_proj.in_features == 16
+
+
+def test_code_stays_where_attributes_say_the_sizes() -> None:
+    case = CASES["vit"]
+    module = case.build()
+    assert rewrite_(module, case.inputs(2)) == ()
+
+
+def test_code_stays_where_naming_its_sizes_lets_nothing_leave() -> None:
+    class Counted(nn.Module):
+        """Divides by a number that is the width by chance, which no size tells."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.hidden, self.head = nn.Linear(4, 8), nn.Linear(8, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.hidden(x).view(len(x), 8)
+            return self.head(y / y.shape[1])
+
+    module = Counted().eval()
+    assert rewrite_(module, (torch.randn(2, 4),)) == ()
+    assert type(module) is Counted
