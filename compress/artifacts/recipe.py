@@ -70,9 +70,10 @@ class NameSizes(Settings):
 
     def apply_(self, module: torch.nn.Module) -> None:
         """Replace the modules' methods and set the attributes, in place."""
-        from compress.artifacts.edits.named_sizes import name_sizes_
+        from compress.artifacts.edits.named_sizes import SizeNames, name_sizes_
 
-        name_sizes_(module, self)
+        calls = [SizeNames(c.method, c.source, c.occurrence, c.attributes) for c in self.calls]
+        name_sizes_(module, calls, self.sizes)
 
 
 class KeepBlocks(Settings):

@@ -7,8 +7,6 @@ subclass of its class, holds the number.
 
 from __future__ import annotations
 
-import __future__
-
 import ast
 import copy
 import functools
@@ -16,16 +14,14 @@ import inspect
 import linecache
 import zlib
 from types import CodeType, FunctionType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from compress.common.errors import ArtifactInvalid
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from torch import nn
-
-    from compress.artifacts.recipe import NamedCall, NameSizes
 
 SHAPED = ("view", "reshape", "unflatten", "expand")
 """Calls that take the shape of their result."""
@@ -35,30 +31,46 @@ INDEX = "__getitem__"
 
 SizedExpression: TypeAlias = ast.Call | ast.Subscript
 """A call or an index in the source of a method."""
+FUTURE_ANNOTATIONS = annotations.compiler_flag
 
 
-def name_sizes_(module: nn.Module, edit: NameSizes) -> None:
-    """Replace methods of some modules, all of one class, and set the attributes, in place.
+class SizeNames(NamedTuple):
+    """What sizes of one call are named; see :class:`~compress.artifacts.recipe.NamedCall`."""
+
+    method: str
+    source: str
+    occurrence: int
+    attributes: Mapping[int, str]
+
+
+def name_sizes_(
+    module: nn.Module,
+    calls: Sequence[SizeNames],
+    sizes: Mapping[str, Mapping[str, int | tuple[int, ...]]],
+) -> None:
+    """Replace methods of some modules, and set the attributes, in place.
+
+    ``sizes`` has module → attribute → value; the modules are of one class.
 
     Raises:
         ArtifactInvalid: the code is not that for which the edit was made.
     """
     classes: dict[type, type] = {}
-    for name, sizes in edit.sizes.items():
+    for name, values in sizes.items():
         part = module.get_submodule(name)
         kind: Any = type(part)
         if kind not in classes:
             methods = {
-                method: _with_names(kind, method, [c for c in edit.calls if c.method == method])
-                for method in dict.fromkeys(call.method for call in edit.calls)
+                method: _with_names(kind, method, [c for c in calls if c.method == method])
+                for method in dict.fromkeys(call.method for call in calls)
             }
-            known = (*getattr(kind, "named_sizes", ()), *sizes)
+            known = (*getattr(kind, "named_sizes", ()), *values)
             names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
             members = {**names, "named_sizes": known, **methods}
             classes[kind] = type(kind.__name__, (kind,), members)
         # As CallByName does: a wrapping module would rename every parameter.
         part.__class__ = classes[kind]
-        for attribute, value in sizes.items():
+        for attribute, value in values.items():
             setattr(part, attribute, value)
 
 
@@ -84,7 +96,9 @@ def sizes_of(call: SizedExpression) -> list[ast.expr] | None:
     if isinstance(call, ast.Subscript):
         bounds = [b for part in slices_of(call) for b in (part.lower, part.upper) if b is not None]
         return bounds or None
-    if not isinstance(call.func, ast.Attribute) or call.keywords and call.func.attr in SHAPED:
+    if not isinstance(call.func, ast.Attribute):
+        return None
+    if call.keywords and call.func.attr in SHAPED:
         return None
     value = call.func.value
     is_function = isinstance(value, ast.Name) and value.id == "torch"
@@ -122,7 +136,7 @@ def occurrence_of(call: SizedExpression, tree: ast.AST) -> tuple[str, int]:
     return text, alike.index(call)
 
 
-def _with_names(kind: type, method: str, calls: Iterable[NamedCall]) -> FunctionType:
+def _with_names(kind: type, method: str, calls: Iterable[SizeNames]) -> FunctionType:
     """Return a copy of a method in which sizes are attributes."""
     function = inspect.getattr_static(kind, method, None)
     source = _definition(function) if isinstance(function, FunctionType) else None
@@ -152,8 +166,8 @@ def _replace_sizes_(call: SizedExpression, own: str, attributes: Mapping[int, st
     }
     if isinstance(call, ast.Subscript):
         for part in slices_of(call):
-            part.lower = part.lower and names.get(part.lower, part.lower)
-            part.upper = part.upper and names.get(part.upper, part.upper)
+            part.lower = names.get(part.lower, part.lower) if part.lower else None
+            part.upper = names.get(part.upper, part.upper) if part.upper else None
         return
     sequences = (a.elts for a in call.args if isinstance(a, ast.Tuple | ast.List))
     for values in (call.args, *sequences):
@@ -173,7 +187,7 @@ def _compiled(tree: ast.FunctionDef, function: FunctionType) -> FunctionType:
     file = f"<{function.__qualname__} with named sizes {zlib.crc32(text.encode()):08x}>"
     linecache.cache[file] = (len(text), None, text.splitlines(True), file)
     # Only the code is taken, so that neither defaults nor annotations are evaluated again.
-    flags = function.__code__.co_flags & __future__.annotations.compiler_flag
+    flags = function.__code__.co_flags & FUTURE_ANNOTATIONS
     outer = _code_in(compile(text, file, "exec", flags, dont_inherit=True), "enclosing")
     code = _code_in(outer, function.__code__.co_name)
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))

@@ -6,7 +6,6 @@ import ast
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +23,7 @@ from compress.artifacts.edits.named_sizes import (
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+    from types import CodeType, FrameType
 
     from compress.artifacts.edits.named_sizes import SizedExpression
 

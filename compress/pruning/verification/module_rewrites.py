@@ -2,38 +2,23 @@
 
 from __future__ import annotations
 
-import ast
-import copy
 import logging
 from collections import Counter
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
-import torch
-
-from compress.artifacts.edits.named_sizes import occurrence_of, sizes_of
 from compress.artifacts.edits.split_attention import is_splittable
-from compress.artifacts.recipe import NamedCall, NameSizes, SplitAttention
-from compress.common.errors import ArtifactInvalid
-from compress.common.forward import run_in_eval
-from compress.pruning.dependency.channel_groups import GroupSlice
-from compress.pruning.dependency.graph import trace
-from compress.pruning.dependency.sized_calls import SizedCallRecorder
+from compress.artifacts.recipe import NameSizes, SplitAttention
 from compress.pruning.verification.masked_equivalence import MaskedEquivalence
-from compress.pruning.verification.verified_slices import verify_slices
+from compress.pruning.verification.size_naming import name_sizes_
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    import torch
     from torch import nn
 
     from compress.artifacts.recipe import AnyEdit
-    from compress.pruning.dependency.channel_groups import (
-        AxisGraph,
-        ChannelGroup,
-        SizedAxis,
-        SlicePlan,
-    )
+    from compress.pruning.dependency.channel_groups import SlicePlan
 
 
 log = logging.getLogger(__name__)
@@ -56,7 +41,7 @@ def rewrite_(
     samples.
     """
     edits = _split_attention_(module, inputs, real)
-    return (*edits, *_name_sizes_(module, inputs, real, others, across_norms=across_norms))
+    return (*edits, *name_sizes_(module, inputs, real, others, across_norms=across_norms))
 
 
 def _split_attention_(
@@ -91,128 +76,6 @@ def _split_attention_(
             return ()
     edit.apply_(module)
     return (edit,)
-
-
-def _name_sizes_(
-    module: nn.Module,
-    inputs: Sequence[torch.Tensor],
-    real: Sequence[torch.Tensor] | None,
-    others: Sequence[Sequence[torch.Tensor]],
-    *,
-    across_norms: bool,
-) -> tuple[AnyEdit, ...]:
-    """Make attributes of sizes in the code where slices are refused without, in place."""
-    if not _writes_sizes(module, inputs):
-        return ()
-    graph = trace(module, inputs, across_norms=across_norms)
-    near = {
-        group: {size.call.module for size in graph.sized if _is_near(size, group)}
-        for group in graph.groups
-    }
-    equivalence = MaskedEquivalence(module, inputs, others, real, across_norms=across_norms)
-    refused = _refused(module, [group for group in near if near[group]], graph, equivalence)
-    owners = {owner for group in refused for owner in near[group]}
-    # The width of a head must not follow from that of another tensor either. But a table of
-    # positions has channels, too, along an axis whose size is that of the input.
-    for is_wanted in (lambda size: True, lambda size: size.counted is not None):
-        sizes = [size for size in graph.sized if size.call.module in owners and is_wanted(size)]
-        edits = _naming(module, sizes)
-        if not edits:
-            continue
-        try:
-            if equivalence.find_change_mismatch(lambda part: _apply_(edits, part)) is not None:
-                continue
-        except ArtifactInvalid:
-            continue
-        named = copy.deepcopy(module)
-        _apply_(edits, named)
-        again = trace(named, inputs, across_norms=across_norms)
-        wanted = {group.slots for group in refused}
-        groups = [group for group in again.groups if group.slots in wanted]
-        proof = MaskedEquivalence(named, inputs, others, real, across_norms=across_norms)
-        if len(_refused(named, groups, again, proof)) < len(refused):
-            _apply_(edits, module)
-            return edits
-    return ()
-
-
-def _writes_sizes(module: nn.Module, inputs: Sequence[torch.Tensor]) -> bool:
-    """Whether methods of a module write sizes that are neither -1 nor attributes."""
-    recorder = SizedCallRecorder(module)
-    with suppress(Exception), recorder:  # what a forward raises is found where it matters
-        run_in_eval(module, inputs)
-    return any(
-        call.attribute(index) is None
-        for call in recorder.calls
-        for index in range(len(sizes_of(call.call) or ()))
-        if ast.unparse((sizes_of(call.call) or [])[index]) != "-1"
-    )
-
-
-def _is_near(size: SizedAxis, group: ChannelGroup) -> bool:
-    """Whether a size may count a group's channels: those of its axis, or of layers beside it."""
-    inside = f"{size.call.module}." if size.call.module else ""
-    is_own = size.counted is not None and bool(
-        torch.isin(size.counted, torch.tensor(group.channels)).any()
-    )
-    return is_own or any(tensor.startswith(inside) for tensor, _ in group.slots)
-
-
-def _refused(
-    module: nn.Module,
-    groups: Sequence[ChannelGroup],
-    graph: AxisGraph,
-    equivalence: MaskedEquivalence,
-) -> list[ChannelGroup]:
-    """Return the groups of which some channels cannot be removed."""
-    # Not a half: two parts of an axis may happen to stay equally wide.
-    wanted = [
-        GroupSlice(group, group.channels[: max(1, len(group.channels) // 3)]) for group in groups
-    ]
-    plan = verify_slices(module, wanted, {}, graph, equivalence)
-    verified = {one.group for one in plan.groups}
-    return [group for group in groups if group not in verified]
-
-
-def _naming(module: nn.Module, sizes: Sequence[SizedAxis]) -> tuple[NameSizes, ...]:
-    """Return the edits, one for each class of modules, that make attributes of some sizes."""
-    modules = dict(module.named_modules())
-    by_class: dict[type, list[SizedAxis]] = {}
-    for size in sizes:
-        if size.call.attribute(size.index) not in getattr(size.call.kind, "named_sizes", ()):
-            by_class.setdefault(size.call.kind, []).append(size)
-    edits = []
-    for own in by_class.values():
-        names: dict[tuple[str, str, int], dict[int, str]] = {}
-        values: dict[str, dict[str, int | tuple[int, ...]]] = {}
-        for size in own:
-            call = size.call
-            is_index = isinstance(call.call, ast.Subscript)
-            kind = "slice" if is_index else ast.unparse(call.call.func).rpartition(".")[2]
-            attributes = names.setdefault(
-                (call.method, *occurrence_of(call.call, call.tree)), {}
-            )
-            taken = sum(map(len, names.values()))
-            while size.index not in attributes:
-                name = f"{kind}_size{'s' * isinstance(size.value, tuple)}_{taken}"
-                is_free = all(not hasattr(modules[other.call.module], name) for other in own)
-                attributes |= {size.index: name} if is_free else {}
-                taken += 1
-            values.setdefault(call.module, {})[attributes[size.index]] = size.value
-        calls = tuple(
-            NamedCall(method=method, source=source, occurrence=number, attributes=attributes)
-            for (method, source, number), attributes in names.items()
-        )
-        every = {name for attributes in names.values() for name in attributes.values()}
-        # A module in which a call did not run has no value to give.
-        complete = {name: found for name, found in values.items() if set(found) == every}
-        edits.append(NameSizes(calls=calls, sizes=complete))
-    return tuple(edit for edit in edits if edit.sizes)
-
-
-def _apply_(edits: Iterable[NameSizes], module: nn.Module) -> None:
-    for edit in edits:
-        edit.apply_(module)
 
 
 def edits_needed(edits: Iterable[AnyEdit], plan: SlicePlan) -> tuple[AnyEdit, ...]:
