@@ -2,7 +2,8 @@
 
     python benchmarks/coverage.py [NAME…]
 
-With names of models these alone are tried, and the other rows stay as they are. Torch-Pruning is tried beside it where it can be imported, which takes no more than
+With names of models these alone are tried, and the other rows stay as they are. Torch-Pruning is
+tried beside it where it can be imported, which takes no more than
 
     pip install --no-deps --target SOMEWHERE torch-pruning
     PYTHONPATH=SOMEWHERE python benchmarks/coverage.py

@@ -1,3 +1,4 @@
+import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,9 +9,11 @@ from torch import nn
 
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.edits.split_attention import SplitMultiheadAttention
+from compress.artifacts.libraries import timm_model
 from compress.artifacts.recipe import KeepIndices, NameSizes, SplitAttention
 from compress.common.forward import run_in_eval
 from compress.core.context import Context
+from compress.pruning.allocation.ranking import plan_slices
 from compress.pruning.channels_stage import PruneChannels
 from compress.pruning.verification.module_rewrites import rewrite_
 from tests.compress.pruning.zoo.registry import CASES
@@ -172,3 +175,27 @@ def test_code_stays_where_naming_its_sizes_lets_nothing_leave() -> None:
     module = Counted().eval()
     assert rewrite_(module, (torch.randn(2, 4),)) == ()
     assert type(module) is Counted
+
+
+def test_halves_of_channels_lose_different_numbers() -> None:
+    case = CASES["shuffle_net_v2"]
+    module, inputs = case.build(), case.inputs(2)
+    (naming,) = rewrite_(module, inputs)
+    assert isinstance(naming, NameSizes)
+    assert [call.source for call in naming.calls] == ["x.chunk(2, dim=1)"]
+    plan = plan_slices(module, inputs, ratio=0.3, round_to=1)
+    assert list(plan.pinned) == ["fc"]
+    parts = [value for name, value in plan.attributes.items() if ".chunk_sizes_0" in name]
+    assert any(left != right for left, right in parts)
+
+
+@pytest.mark.slow
+def test_heads_of_timms_vision_transformer_leave() -> None:
+    if importlib.util.find_spec("timm") is None:
+        pytest.skip("timm is not installed")
+    sizes = {"img_size": 16, "patch_size": 8, "embed_dim": 32, "depth": 1, "num_heads": 4}
+    module = timm_model.build("vit_tiny_patch16_224", **sizes, num_classes=3).eval()
+    inputs = (torch.randn(2, 3, 16, 16),)
+    assert rewrite_(module, inputs) == ()  # its code reads the number of heads from attributes
+    plan = plan_slices(module, inputs, ratio=0.5, round_to=1)
+    assert plan.attributes == {"blocks.0.attn.num_heads": 2, "blocks.0.attn.attn_dim": 16}
