@@ -48,6 +48,11 @@ class SplitAttention(Settings):
         split_attention_(module, self.modules)
 
 
+# It becomes part of code that is compiled.
+NamedSize = Annotated[str, Field(pattern=r"^[a-z]+_sizes?_[0-9]+$")]
+"""An attribute that holds a size, such as ``view_size_0``."""
+
+
 class NamedCall(Settings):
     """A call in a method's source some of whose sizes become attributes of the module."""
 
@@ -56,7 +61,7 @@ class NamedCall(Settings):
     """The call as ``ast.unparse`` writes it."""
     occurrence: int = 0
     """The number of calls before it in the method that read the same."""
-    attributes: dict[int, str]
+    attributes: dict[int, NamedSize]
     """Index of a size among those that the call takes → attribute."""
 
 
@@ -65,7 +70,7 @@ class NameSizes(Settings):
 
     edit: Literal["name_sizes"] = "name_sizes"
     calls: tuple[NamedCall, ...]
-    sizes: dict[str, dict[str, int | tuple[int, ...]]]
+    sizes: dict[str, dict[NamedSize, int | tuple[int, ...]]]
     """Module → attribute → its value: a size, or the sizes of the parts of an axis."""
 
     def apply_(self, module: torch.nn.Module) -> None:

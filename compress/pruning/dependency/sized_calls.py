@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
     from compress.artifacts.edits.named_sizes import SizedExpression
 
-TORCH = str(Path(torch.__file__).parent)
+TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 CALL_KEY = "sized_call"
 """Where a node of the graph has the index of its call among those recorded."""
 

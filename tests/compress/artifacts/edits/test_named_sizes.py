@@ -3,6 +3,7 @@ import copy
 
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import nn
 
 from compress.artifacts.edits import named_sizes
@@ -47,20 +48,20 @@ class Outer(nn.Module):
 
 
 CALLS = (
-    NamedCall(method="fold", source="y[..., :BETWEEN]", attributes={0: "stop"}),
-    NamedCall(method="fold", source="y[..., BETWEEN:]", attributes={0: "start"}),
+    NamedCall(method="fold", source="y[..., :BETWEEN]", attributes={0: "slice_size_0"}),
+    NamedCall(method="fold", source="y[..., BETWEEN:]", attributes={0: "slice_size_1"}),
     NamedCall(
         method="fold",
         source="torch.reshape(super().fold(y), (len(x), 2, 3))",
-        attributes={2: "width"},
+        attributes={2: "reshape_size_2"},
     ),
     NamedCall(
         method="fold",
         source="torch.reshape(super().fold(y), (len(x), 2, 3)).chunk(2, dim=1)",
-        attributes={0: "parts"},
+        attributes={0: "chunk_sizes_3"},
     ),
 )
-SIZES = {"stop": 2, "start": 2, "width": 3, "parts": (1, 1)}
+SIZES = {"slice_size_0": 2, "slice_size_1": 2, "reshape_size_2": 3, "chunk_sizes_3": (1, 1)}
 
 
 def named() -> tuple[Outer, Outer]:
@@ -77,7 +78,7 @@ def test_a_module_computes_the_same_from_attributes() -> None:
     torch.testing.assert_close(changed(x), plain(x), rtol=0, atol=0)
     torch.testing.assert_close(copy.deepcopy(changed)(x), plain(x), rtol=0, atol=0)
     assert changed.net.fold(x, times=1).shape == (5, 12)
-    assert (changed.net.stop, changed.net.parts) == (2, (1, 1))
+    assert (changed.net.slice_size_0, changed.net.chunk_sizes_3) == (2, (1, 1))
     assert isinstance(changed.net, Net) and str(type(changed.net)) == str(Net)
     assert type(changed.net).fold.__doc__ == "Folds."
     assert changed.state_dict().keys() == plain.state_dict().keys()
@@ -86,37 +87,47 @@ def test_a_module_computes_the_same_from_attributes() -> None:
 def test_attributes_are_what_the_code_uses() -> None:
     _, changed = named()
     x = torch.randn(5, 4)
-    changed.net.stop, changed.net.start = 1, 4
+    changed.net.slice_size_0, changed.net.slice_size_1 = 1, 4
     assert changed.net(x).shape == (5, 1 + 2 + 6)
-    changed.net.width = 2
+    changed.net.reshape_size_2 = 2
     with pytest.raises(RuntimeError, match=r"shape '\[5, 2, 2\]' is invalid"):
         changed.net(x)
 
 
 def test_other_modules_of_the_class_stay() -> None:
     _, changed = named()
-    assert type(changed.other) is Net and not hasattr(changed.other, "stop")
+    assert type(changed.other) is Net and not hasattr(changed.other, "slice_size_0")
 
 
 def test_sizes_are_named_again_in_what_was_named_before() -> None:
     plain, changed = named()
-    again = NamedCall(method="fold", source="part.reshape(len(x), 3)", attributes={1: "last"})
-    NameSizes(calls=(again,), sizes={"net": {"last": 3}}).apply_(changed)
+    again = NamedCall(
+        method="fold", source="part.reshape(len(x), 3)", attributes={1: "reshape_size_4"}
+    )
+    NameSizes(calls=(again,), sizes={"net": {"reshape_size_4": 3}}).apply_(changed)
     x = torch.randn(5, 4)
     torch.testing.assert_close(changed(x), plain(x), rtol=0, atol=0)
-    assert type(changed.net).named_sizes == (*SIZES, "last")
-    changed.net.last = 1
+    assert type(changed.net).named_sizes == (*SIZES, "reshape_size_4")
+    changed.net.reshape_size_4 = 1
     with pytest.raises(RuntimeError, match=r"shape '\[5, 1\]' is invalid"):
         changed.net(x)
 
 
 def test_code_that_was_changed_is_refused() -> None:
-    call = NamedCall(method="fold", source="x.view(1, 2)", attributes={0: "size"})
+    call = NamedCall(method="fold", source="x.view(1, 2)", attributes={0: "view_size_0"})
     with pytest.raises(ArtifactInvalid, match=r"Net\.fold: expected the call 'x\.view\(1, 2\)'"):
-        NameSizes(calls=(call,), sizes={"net": {"size": 1}}).apply_(Outer())
-    call = NamedCall(method="relu", source="x.view(1, 2)", attributes={0: "size"})
+        NameSizes(calls=(call,), sizes={"net": {"view_size_0": 1}}).apply_(Outer())
+    call = NamedCall(method="relu", source="x.view(1, 2)", attributes={0: "view_size_0"})
     with pytest.raises(ArtifactInvalid, match=r"Net\.relu: its source is not there"):
-        NameSizes(calls=(call,), sizes={"net": {"size": 1}}).apply_(Outer())
+        NameSizes(calls=(call,), sizes={"net": {"view_size_0": 1}}).apply_(Outer())
+
+
+@pytest.mark.parametrize("name", ["size", "view_size_0)", "view_size_0, print()", "forward"])
+def test_names_that_could_be_other_code_are_refused(name: str) -> None:
+    with pytest.raises(ValidationError, match="String should match pattern"):
+        NamedCall(method="fold", source="y[..., :BETWEEN]", attributes={0: name})
+    with pytest.raises(ValidationError, match="String should match pattern"):
+        NameSizes(calls=(), sizes={"net": {name: 1}})
 
 
 @pytest.mark.parametrize(
