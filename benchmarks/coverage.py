@@ -178,6 +178,8 @@ def main() -> None:
         seconds=SECONDS,
         tolerance=peer.RIGHT,
     )
+    if names:  # most rows are of the versions that the page has
+        head = PAGE.read_text().partition(f"# {TITLE}\n")[2].partition("\n## ")[0].strip() + "\n\n"
     torch.set_num_threads(1)
     ours(TRANSFORMERS[0])  # what this imports is imported once, before processes are forked
     sections = [

@@ -196,9 +196,11 @@ class LabelBook:
         # After what else couples entries, as heads are coupled by attention.
         for labels in self._split:
             classes = self._classes_and_wild()[labels]
-            axes = [axis for axis in range(labels.dim()) if labels.shape[axis] > 1]
-            if not any((classes == _along(classes, axis)).all() for axis in axes):
-                self.equate(labels, _along(labels, max(axes, key=lambda axis: labels.shape[axis])))
+            varied = [axis for axis in range(labels.dim()) if labels.shape[axis] > 1]
+            if not any((classes == _along(classes, axis)).all() for axis in varied):
+                self.equate(
+                    labels, _along(labels, max(varied, key=lambda axis: labels.shape[axis]))
+                )
         for narrow, _ in self._with_resolved(pending):
             self.pin(narrow, BROADCAST)
         return self.solve()
