@@ -1,8 +1,9 @@
 """Writes docs/coverage.md's part on pruning: what pruning at 0.5 makes of every model of the zoo.
 
-    python benchmarks/coverage.py
+    python benchmarks/coverage.py [NAME…]
 
-Torch-Pruning is tried beside it where it can be imported, which takes no more than
+With names of models these alone are tried, and the other rows stay as they are. Torch-Pruning is
+tried beside it where it can be imported, which takes no more than
 
     pip install --no-deps --target SOMEWHERE torch-pruning
     PYTHONPATH=SOMEWHERE python benchmarks/coverage.py
@@ -10,6 +11,7 @@ Torch-Pruning is tried beside it where it can be imported, which takes no more t
 Each model is pruned in a process of its own, which has a minute of the processor's time.
 """
 
+import argparse
 import copy
 import importlib.util
 import os
@@ -27,7 +29,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks import torch_pruning_as_is as peer  # noqa: E402
 from benchmarks.apart import within  # noqa: E402
-from benchmarks.page import write_part  # noqa: E402
+from benchmarks.page import PAGE, write_part  # noqa: E402
 from compress.artifacts.edits.slicing import keep_indices_  # noqa: E402
 from compress.common.forward import run_in_eval  # noqa: E402
 from compress.common.tensor_difference import (  # noqa: E402
@@ -77,7 +79,7 @@ def ours(case: Case) -> dict[str, object]:
     """Return what pruning makes of a model."""
     module, inputs = case.build(), case.signature.example()
     original = copy.deepcopy(module)
-    rewrite_(module, inputs)
+    rewrite_(module, inputs, others=[case.signature.example(batch=3, seed=4)])
     cut = plan_slices(module, inputs, ratio=0.5)
     smaller = copy.deepcopy(module)
     keep_indices_(smaller, cut.kept, cut.attributes)
@@ -129,12 +131,21 @@ def row(case: Case, has_peer: bool) -> str:
     return line
 
 
-def table(title: str, cases: tuple[Case, ...], has_peer: bool) -> str:
-    """Return a section with a line for each model, and the count of what became of them."""
+def table(title: str, cases: tuple[Case, ...], has_peer: bool, names: list[str]) -> str:
+    """Return a section with a line for each model, and the count of what became of them.
+
+    With ``names`` all other lines are those of the page.
+    """
+    section = PAGE.read_text().partition(f"## {title}\n")[2].partition("\n#")[0]
+    known = {line.split("|")[1].strip(): line for line in section.splitlines() if "|" in line}
+
+    def line(case: Case) -> str:
+        return known[case.name] if names and case.name not in names else row(case, has_peer)
+
     columns = ["model", "MACs", "parameters", "error", "what stays"]
     columns += ["Torch-Pruning"] * has_peer
     with ThreadPool(PROCESSES) as pool:
-        rows = pool.map(lambda case: row(case, has_peer), cases, chunksize=1)
+        rows = pool.map(line, cases, chunksize=1)
     cut = sum(float(r.split("|")[2].strip(" -%–") or 0) >= 15 for r in rows)
     text = f"## {title}\n\nAt least 15 % fewer MACs: {cut} of {len(rows)}."
     if has_peer:
@@ -151,24 +162,29 @@ def _kind(answer: str) -> str:
 
 def main() -> None:
     """Write the page."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help="models; all by default")
+    names = parser.parse_args().names
     has_peer = importlib.util.find_spec("torch_pruning") is not None
     if has_peer:
         import torch_pruning  # noqa: F401 - once, too
     else:
         print("torch-pruning is not installed: its column is left out")
-    names = ["torch", "transformers"] + ["torch-pruning"] * has_peer
-    versions = ", ".join(f"{name} {version(name)}" for name in names)
+    packages = ["torch", "transformers"] + ["torch-pruning"] * has_peer
+    versions = ", ".join(f"{name} {version(name)}" for name in packages)
     head = HEAD.format(
         versions=f"Python {platform.python_version()}, {versions}",
         peer=version("torch-pruning") if has_peer else "(not installed when this was written)",
         seconds=SECONDS,
         tolerance=peer.RIGHT,
     )
+    if names:  # most rows are of the versions that the page has
+        head = PAGE.read_text().partition(f"# {TITLE}\n")[2].partition("\n## ")[0].strip() + "\n\n"
     torch.set_num_threads(1)
     ours(TRANSFORMERS[0])  # what this imports is imported once, before processes are forked
     sections = [
-        table("Architectures of transformers", TRANSFORMERS, has_peer),
-        table("Modules written by hand", HAND, has_peer),
+        table("Architectures of transformers", TRANSFORMERS, has_peer, names),
+        table("Modules written by hand", HAND, has_peer, names),
     ]
     write_part(TITLE, head + "\n".join(sections))
 

@@ -48,6 +48,39 @@ class SplitAttention(Settings):
         split_attention_(module, self.modules)
 
 
+# It becomes part of code that is compiled.
+NamedSize = Annotated[str, Field(pattern=r"^[a-z]+_sizes?_[0-9]+$")]
+"""An attribute that holds a size, such as ``view_size_0``."""
+
+
+class NamedCall(Settings):
+    """A call in a method's source some of whose sizes become attributes of the module."""
+
+    method: str
+    source: str
+    """The call as ``ast.unparse`` writes it."""
+    occurrence: int = 0
+    """The number of calls before it in the method that read the same."""
+    attributes: dict[int, NamedSize]
+    """Index of a size among those that the call takes → attribute."""
+
+
+class NameSizes(Settings):
+    """Sizes in the code of modules of one class that become attributes, so that they can change."""
+
+    edit: Literal["name_sizes"] = "name_sizes"
+    calls: tuple[NamedCall, ...]
+    sizes: dict[str, dict[NamedSize, int | tuple[int, ...]]]
+    """Module → attribute → its value: a size, or the sizes of the parts of an axis."""
+
+    def apply_(self, module: torch.nn.Module) -> None:
+        """Replace the modules' methods and set the attributes, in place."""
+        from compress.artifacts.edits.named_sizes import SizeNames, name_sizes_
+
+        calls = [SizeNames(c.method, c.source, c.occurrence, c.attributes) for c in self.calls]
+        name_sizes_(module, calls, self.sizes)
+
+
 class KeepBlocks(Settings):
     """Depth pruning: the blocks that stay in lists and sequences."""
 
@@ -99,7 +132,8 @@ class CallByName(Settings):
 
 
 AnyEdit = Annotated[
-    KeepIndices | KeepBlocks | SplitAttention | CallByName, Field(discriminator="edit")
+    KeepIndices | KeepBlocks | SplitAttention | NameSizes | CallByName,
+    Field(discriminator="edit"),
 ]
 """A change of an architecture; the key ``edit`` names its class."""
 

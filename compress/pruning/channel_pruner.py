@@ -177,7 +177,13 @@ class ChannelPruner:
 
         Returns the full plan if it is still valid, that is if all replacements were needed.
         """
-        edits = rewrite_(self._module, self._inputs, self._real_inputs)
+        edits = rewrite_(
+            self._module,
+            self._inputs,
+            self._real_inputs,
+            self._other_inputs,
+            across_norms=self._config.across_norms,
+        )
         if not edits:
             return None
         plan = self._plan(share=1)

@@ -108,7 +108,7 @@ def measure_sensitivity(
     """
     module, inputs = model.load(), model.signature.example(seed=context.seed)
     real = real_inputs(model.signature, context)
-    rewrite_(module, inputs, real)
+    rewrite_(module, inputs, real, across_norms=across_norms)
     batches: list[Batch] = []
     if importance in FROM_DATA:
         data = context.need_data(f"importance: {importance}")

@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+from compress.pruning.dependency.rules.channel_labels import WILD
 
-    from compress.pruning.dependency.rules.channel_labels import LabelBook, Slot
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from compress.pruning.dependency.rules.channel_labels import LabelBook, SizeLabels, Slot
+    from compress.pruning.dependency.sized_calls import SizedCall
 
 Kept = dict[str, dict[int, tuple[int, ...]]]
 """Tensor name → axis → indices that stay, ascending."""
@@ -71,6 +74,8 @@ class AxisGraph:
     """Layer whose attributes count the channels of its input → the class of each channel."""
     statistics: Mapping[str, tuple[int, torch.Tensor]]
     """Node that takes statistics over channels → the axis of its input, and each index's class."""
+    sized: tuple[SizedAxis, ...]
+    """Sizes of axes with channels that the module's code writes in calls."""
     class_count: int
     """Number of classes, pinned ones included."""
 
@@ -89,6 +94,27 @@ class AxisGraph:
                 for name in self.names[tensor]:
                     kept.setdefault(name, {})[axis] = stays
         return kept
+
+
+@dataclass(frozen=True, eq=False)
+class SizedAxis:
+    """A size that the module's code writes in a call, and the channels of that axis."""
+
+    call: SizedCall
+    index: int
+    """Index of the size among those of the call."""
+    value: int | tuple[int, ...]
+    """The size, or those of the parts of the axis."""
+    counted: torch.Tensor | None
+    """Class of each index of the axis; None where the axis lies within channels or across."""
+
+    def change(self) -> Change | None:
+        """Return how the size changes with a slice, if it is an attribute made for it."""
+        attribute = self.call.attribute(self.index)
+        if self.counted is None or attribute not in getattr(self.call.kind, "named_sizes", ()):
+            return None
+        unit = 1 if isinstance(self.value, int) else self.value
+        return Change(f"{self.call.module}.{attribute}".lstrip("."), self.counted, unit)
 
 
 # eq=False, because tensors compare element by element.
@@ -163,6 +189,7 @@ def build_axis_graph(
     labels_to_class: torch.Tensor,
     reasons: Mapping[int, str],
     names: Mapping[str, tuple[str, ...]],
+    calls: Sequence[SizedCall] = (),
 ) -> AxisGraph:
     """Derive channel groups from the labels that the operators' rules assigned and equated.
 
@@ -204,8 +231,26 @@ def build_axis_graph(
             node: (axis, labels_to_class[labels])
             for node, (axis, labels) in book.statistics.items()
         },
+        sized=tuple(_sized_axes(book, labels_to_class, calls)),
         class_count=1 + max((int(column.max()) for column in classes.values()), default=-1),
     )
+
+
+def _sized_axes(
+    book: LabelBook, labels_to_class: torch.Tensor, calls: Sequence[SizedCall]
+) -> Iterator[SizedAxis]:
+    """Yield the sizes that calls write, once each, though a call may run several times."""
+    with_wild = torch.cat([labels_to_class, torch.tensor([WILD])])
+    written: dict[tuple[int, int], list[SizeLabels]] = {}
+    for size in book.sizes:
+        written.setdefault((size.call, size.index), []).append(size)
+    for (call, index), sizes in written.items():
+        first, *others = sizes
+        classes = with_wild[first.labels]
+        is_whole = bool((classes == classes[:, :1]).all())
+        if all(other.value == first.value for other in others):
+            counted = classes[:, 0].contiguous() if is_whole else None
+            yield SizedAxis(calls[call], index, first.value, counted)
 
 
 def _classes_along_axes(classes: torch.Tensor) -> dict[int, torch.Tensor]:

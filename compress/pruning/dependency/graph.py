@@ -21,14 +21,25 @@ from compress.common.errors import StageFailed, first_line
 from compress.graph.torch_export import flat_outputs
 from compress.pruning.dependency.channel_groups import AxisGraph, build_axis_graph
 from compress.pruning.dependency.rules import elementwise
-from compress.pruning.dependency.rules.channel_labels import WILD, LabelBook, Labels, Weight
+from compress.pruning.dependency.rules.channel_labels import (
+    WILD,
+    LabelBook,
+    Labels,
+    SizeLabels,
+    Weight,
+    channels_first,
+    varies,
+)
 from compress.pruning.dependency.rules.op_call import Call, pin_all
 from compress.pruning.dependency.rules.registry import RULES, rule_key
+from compress.pruning.dependency.sized_calls import CALL_KEY, SizedCallRecorder
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch.export import ExportedProgram
+
+    from compress.pruning.dependency.sized_calls import SizedCall
 
 TENSORS = (torch.Tensor, Weight)
 """What stands for a tensor while the graph runs on labels."""
@@ -44,13 +55,23 @@ def trace(
     Raises:
         StageFailed: torch.export cannot trace the module.
     """
-    return label_axes(export_graph(module, inputs), module, across_norms=across_norms)
+    recorder = SizedCallRecorder(module)
+    with fx.traceback.preserve_node_meta(), recorder:
+        program = export_graph(module, inputs)
+    return label_axes(program, module, recorder.calls, across_norms=across_norms)
 
 
 def label_axes(
-    program: ExportedProgram, module: nn.Module, *, across_norms: bool = False
+    program: ExportedProgram,
+    module: nn.Module,
+    calls: Sequence[SizedCall] = (),
+    *,
+    across_norms: bool = False,
 ) -> AxisGraph:
-    """Derive the axis graph of a module from its exported graph."""
+    """Derive the axis graph of a module from its exported graph.
+
+    ``calls`` are those that its nodes are marked with, see :class:`SizedCallRecorder`.
+    """
     # Tied weights have one name in each of their modules. A module that is itself registered under
     # two names counts once, because slicing changes the module, not its registration.
     names: dict[int, tuple[str, ...]] = {}
@@ -60,10 +81,10 @@ def label_axes(
                 own = names.get(id(tensor), ())
                 names[id(tensor)] = (*own, f"{prefix}.{short}".lstrip("."))
     book = LabelBook(across_norms=across_norms)
-    _propagate_labels(program, module, names, book)
+    _propagate_labels(program, module, names, book, calls)
     labels_to_class, reasons = book.resolve()
     first_to_all = {own[0]: own for own in names.values()}
-    return build_axis_graph(book, labels_to_class, reasons, first_to_all)
+    return build_axis_graph(book, labels_to_class, reasons, first_to_all, calls)
 
 
 def export_graph(module: nn.Module, inputs: Sequence[torch.Tensor]) -> ExportedProgram:
@@ -92,6 +113,7 @@ def _propagate_labels(
     module: nn.Module,
     names: dict[int, tuple[str, ...]],
     book: LabelBook,
+    calls: Sequence[SizedCall],
 ) -> None:
     """Run the exported graph on labels, operator by operator, which state what is equal."""
     values = _placeholder_values(program, module, names, book)
@@ -121,6 +143,13 @@ def _propagate_labels(
                 # Pinned: less is pruned, but never wrongly.
                 values[node] = pin_all(call, book, f"operator {call.operator!r} is not known")
             book.is_dead_code = False
+            number = node.meta.get("custom", {}).get(CALL_KEY)
+            if calls and number is not None and isinstance(call.target, torch._ops.OpOverload):
+                book.sizes += [
+                    SizeLabels(number, index, value, channels_first(labels, axis))
+                    for index, value, labels, axis in _sizes(call, values[node], calls[number])
+                    if varies(labels, axis)
+                ]
         elif node.op != "placeholder":
             values[node] = None  # a subgraph, whose caller has no rule
         # Labels are as large as activations: free them after their last use.
@@ -128,6 +157,31 @@ def _propagate_labels(
             users[used] -= 1
             if not users[used]:
                 del values[used]
+
+
+def _sizes(
+    call: Call, result: Any, sized: SizedCall
+) -> Iterator[tuple[int, int | tuple[int, ...], Labels, int]]:
+    """Yield each size that a call writes: its index and value, and the labels and axis it is of."""
+    if call.operator in ("view", "reshape", "_unsafe_view", "unflatten", "expand"):
+        if isinstance(result, torch.Tensor):
+            first = call["dim"] % call["self"].dim() if call.operator == "unflatten" else 0
+            rank = len(call["sizes"]) if call.operator == "unflatten" else result.dim()
+            for axis, index in sized.sizes(rank).items():
+                yield index, result.shape[first + axis], result, first + axis
+    elif call.operator in ("split", "split_with_sizes", "chunk"):
+        labels = call.tensors[0]
+        if isinstance(labels, torch.Tensor):
+            axis = call["dim"] % labels.dim()
+            yield 0, tuple(shape[axis] for shape in call.shapes), labels, axis
+    elif call.operator == "slice" and call["step"] == 1:
+        labels = call.tensors[0]
+        if isinstance(labels, torch.Tensor):
+            axis = call["dim"] % labels.dim()
+            for index, name in sized.bounds(axis, labels.dim()):
+                bound: int = call[name]
+                if 0 < bound <= labels.shape[axis]:
+                    yield index, bound, labels.narrow(axis, 0, bound), axis
 
 
 def _placeholder_values(

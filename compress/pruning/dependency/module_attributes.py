@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager, suppress
+from enum import Enum
 from functools import reduce
 from itertools import chain, combinations
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -32,9 +33,10 @@ NORMS = (
 
 
 def certain_changes(module: nn.Module, group: ChannelGroup, graph: AxisGraph) -> tuple[Change, ...]:
-    """Return the changes that a slice requires in normalisations, apart from their weights."""
+    """Return the changes that a slice requires in named sizes and, beside weights, in norms."""
     modules = dict(module.named_modules())
-    found = []
+    sizes = (size.change() for size in graph.sized)
+    found = [change for change in sizes if change is not None and _meets(change.counted, group)]
     for name, classes in graph.counted.items():
         layer = modules.get(name)
         if not _meets(classes, group) or _has_sized_weight(layer):
@@ -136,7 +138,8 @@ def _candidates(
             continue
         attributes: dict[str, Any] = {}
         for name, value in vars(modules[owner]).items():
-            if not name.startswith("_"):
+            # Named sizes are known to count these channels, or not to.
+            if not name.startswith("_") and name not in getattr(modules[owner], "named_sizes", ()):
                 attributes[name] = value
                 if is_deep and is_configuration(value):
                     attributes |= {f"{name}.{inner}": own for inner, own in vars(value).items()}
@@ -223,5 +226,5 @@ def is_configuration(value: object) -> bool:
     return (
         hasattr(value, "__dict__")
         and not callable(value)
-        and not isinstance(value, nn.Module | torch.Tensor)
+        and not isinstance(value, nn.Module | torch.Tensor | Enum)
     )

@@ -7,8 +7,9 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from compress.artifacts.edits.split_attention import is_splittable
-from compress.artifacts.recipe import SplitAttention
+from compress.artifacts.recipe import NameSizes, SplitAttention
 from compress.pruning.verification.masked_equivalence import MaskedEquivalence
+from compress.pruning.verification.size_naming import name_sizes_
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -27,13 +28,26 @@ def rewrite_(
     module: nn.Module,
     inputs: Sequence[torch.Tensor],
     real: Sequence[torch.Tensor] | None = None,
+    others: Sequence[Sequence[torch.Tensor]] = (),
+    *,
+    across_norms: bool = False,
 ) -> tuple[AnyEdit, ...]:
     """Make more of a module's channels removable, in place, and return the edits that did.
 
     Each ``nn.MultiheadAttention`` is replaced by a
-    :class:`~compress.artifacts.edits.split_attention.SplitMultiheadAttention` if the module's
-    outputs stay the same on seeded inputs and on a batch of real samples.
+    :class:`~compress.artifacts.edits.split_attention.SplitMultiheadAttention`, and sizes that the
+    code of modules computes become attributes where that lets channels be removed, if the module's
+    outputs stay the same on seeded inputs, on ``others`` of other sizes and on a batch of real
+    samples.
     """
+    edits = _split_attention_(module, inputs, real)
+    return (*edits, *name_sizes_(module, inputs, real, others, across_norms=across_norms))
+
+
+def _split_attention_(
+    module: nn.Module, inputs: Sequence[torch.Tensor], real: Sequence[torch.Tensor] | None
+) -> tuple[AnyEdit, ...]:
+    """Replace torch's own attention, in place."""
     parameters = [p for part in module.modules() for p in part._parameters.values()]
     holders = Counter(id(parameter) for parameter in parameters)
     names = [
@@ -68,10 +82,16 @@ def edits_needed(edits: Iterable[AnyEdit], plan: SlicePlan) -> tuple[AnyEdit, ..
     """Return the edits that a plan requires, without those of modules that it does not slice."""
     needed: list[AnyEdit] = []
     for edit in edits:
-        if not isinstance(edit, SplitAttention):
+        if isinstance(edit, SplitAttention):
+            modules = tuple(name for name in edit.modules if _is_sliced(name, plan))
+            needed += [SplitAttention(modules=modules)] if modules else []
+        elif isinstance(edit, NameSizes):
+            sizes = {name: own for name, own in edit.sizes.items() if _is_sliced(name, plan)}
+            needed += [NameSizes(calls=edit.calls, sizes=sizes)] if sizes else []
+        else:
             needed.append(edit)
-            continue
-        modules = [m for m in edit.modules if any(name.startswith(f"{m}.") for name in plan.kept)]
-        if modules:
-            needed.append(SplitAttention(modules=tuple(modules)))
     return tuple(needed)
+
+
+def _is_sliced(module: str, plan: SlicePlan) -> bool:
+    return not module or any(name.startswith(f"{module}.") for name in plan.kept)

@@ -27,6 +27,7 @@ CUT_UNEVENLY = (
     *("transposed_groups", "group_norm", "group_norm_of_one", "space_to_depth", "mixer", "pyramid"),
     *("glu", "split_by_sizes", "indexed", "film", "experts", "maxout", "hyper"),
     *("res2net", "ghost", "rotary", "state_space", "unfolded", "graph"),
+    *("nano_gpt", "shuffle_net_v2"),
 )
 """Where channels are coupled in groups, in order or in multiples: odd numbers of them stay."""
 EXPORTED = (
@@ -35,6 +36,7 @@ EXPORTED = (
     *("inverted_residual", "inception", "unet", "transposed_groups", "group_norm", "volume"),
     *("space_to_depth", "mixer", "glu", "film", "experts", "split_by_sizes", "shared_embedding"),
     *("res2net", "ghost", "rotary", "modulated", "unfolded"),
+    *("nano_gpt", "shared_keys", "shuffle_net_v2"),
 )
 """Where numbers of heads, groups or channels are written into what is exported."""
 COVERED_BY_OTHERS = (

@@ -52,6 +52,20 @@ class Weight:
     """Its values, if it is a mask or an index that does not depend on the input."""
 
 
+@dataclass(frozen=True, eq=False)
+class SizeLabels:
+    """A size that a call in the model's code gives to an axis whose labels vary."""
+
+    call: int
+    """Index of the call among those recorded."""
+    index: int
+    """Index of the size among those of the call."""
+    value: int | tuple[int, ...]
+    """The size, or those of the parts of the axis."""
+    labels: Labels
+    """Labels of the axis, `(axis size, others)`."""
+
+
 @dataclass
 class LabelBook:
     """The labels of a graph: which exist, which are equal, and which are pinned and why."""
@@ -70,6 +84,8 @@ class LabelBook:
     """Whether channels may be removed over which statistics are taken, as by LayerNorm."""
     statistics: dict[str, tuple[int, Labels]] = field(default_factory=dict)
     """Node that takes statistics over channels → the axis of its input, and their labels."""
+    sizes: list[SizeLabels] = field(default_factory=list)
+    """Sizes of channel axes that the model's code writes."""
     is_dead_code: bool = False
     """Whether the current operator's result is unused: it can couple channels, not pin them."""
     _count: int = 0
@@ -77,6 +93,8 @@ class LabelBook:
     _edges: list[torch.Tensor] = field(default_factory=list)
     """Pairs of equal labels, `(2, pairs)` each."""
     _broadcasts: list[tuple[Labels, Labels]] = field(default_factory=list)
+    _split: list[Labels] = field(default_factory=list)
+    """Labels of axes that were one axis before."""
     _reasons: dict[str, int] = field(default_factory=dict)
     """Reason → the label that is pinned for it."""
 
@@ -152,6 +170,15 @@ class LabelBook:
         if not self.is_dead_code:
             self._broadcasts.append((narrow, wide))
 
+    def split(self, labels: Labels) -> None:
+        """State that one axis was split into several, along which these labels vary.
+
+        What stays must again be a product of axes. So where entries are not coupled along all of
+        these axes but one, they are coupled so that the longest of them can be cut.
+        """
+        if not self.is_dead_code:
+            self._split.append(labels)
+
     def resolve(self) -> tuple[torch.Tensor, dict[int, str]]:
         """Resolve all statements; return the class of each label, and why classes are pinned.
 
@@ -165,9 +192,23 @@ class LabelBook:
                     every = sorted({*axes, *others})
                     self.equate(self._spread(name, axes, every), self._spread(name, others, every))
             parts_of[name].append(axes)
-        pending, self._broadcasts = self._broadcasts, []
+        pending = self._with_resolved(self._broadcasts)
+        # After what else couples entries, as heads are coupled by attention.
+        for labels in self._split:
+            classes = self._classes_and_wild()[labels]
+            varied = [axis for axis in range(labels.dim()) if labels.shape[axis] > 1]
+            if not any((classes == _along(classes, axis)).all() for axis in varied):
+                self.equate(
+                    labels, _along(labels, max(varied, key=lambda axis: labels.shape[axis]))
+                )
+        for narrow, _ in self._with_resolved(pending):
+            self.pin(narrow, BROADCAST)
+        return self.solve()
+
+    def _with_resolved(self, pending: list[tuple[Labels, Labels]]) -> list[tuple[Labels, Labels]]:
+        """Equate what is broadcast over channels of one class; return the others."""
         while pending:
-            classes = torch.cat([self._classes(), torch.tensor([WILD])])  # WILD is the last index
+            classes = self._classes_and_wild()
             unresolved = []
             for narrow, wide in pending:
                 wide_classes = classes[wide]
@@ -179,9 +220,11 @@ class LabelBook:
             if len(unresolved) == len(pending):
                 break
             pending = unresolved
-        for narrow, _ in pending:
-            self.pin(narrow, BROADCAST)
-        return self.solve()
+        return pending
+
+    def _classes_and_wild(self) -> torch.Tensor:
+        """Return the class of each label so far; the last entry, at index WILD, is WILD."""
+        return torch.cat([self._classes(), torch.tensor([WILD])])
 
     def _spread(self, name: str, axes: tuple[int, ...], every: list[int]) -> Labels:
         """View the labels of some axes of a tensor with axes of size 1 in place of the others."""
@@ -241,6 +284,13 @@ class LabelBook:
 def _slots(weight: Weight, axes: Iterable[int]) -> set[Slot]:
     stored = (weight.axes[axis] for axis in axes)
     return {(weight.name, axis) for axis in stored if axis is not None}
+
+
+def _along(labels: Labels, axis: int) -> Labels:
+    """Return the first entry of each index of an axis."""
+    for other in range(labels.dim()):
+        labels = labels if other == axis else labels.narrow(other, 0, 1)
+    return labels
 
 
 def varies(labels: Labels, axis: int) -> bool:

@@ -25,7 +25,15 @@ def reshape(call: Call, book: LabelBook) -> Result | Weight:
             axes = iter([a for a, n in zip(value.axes, value.shape, strict=True) if n != 1])
             order = tuple(None if n == 1 else next(axes) for n in call.shape)
             return replace(value, shape=call.shape, axes=order)
-    return book.labels_of(value).reshape(call.shape)
+    labels = book.labels_of(value)
+    result = labels.reshape(call.shape)
+    varying = [axis for axis in range(result.dim()) if varies(result, axis)]
+    if len(varying) > sum(varies(labels, axis) for axis in range(labels.dim())):
+        some = result
+        for axis in set(range(result.dim())) - {*varying}:
+            some = some.narrow(axis, 0, 1)
+        book.split(some)
+    return result
 
 
 def permute(call: Call, book: LabelBook) -> Result | Weight:

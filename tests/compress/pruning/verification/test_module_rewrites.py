@@ -1,3 +1,4 @@
+import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,9 +9,11 @@ from torch import nn
 
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.edits.split_attention import SplitMultiheadAttention
-from compress.artifacts.recipe import KeepIndices, SplitAttention
+from compress.artifacts.libraries import timm_model
+from compress.artifacts.recipe import KeepIndices, NameSizes, SplitAttention
 from compress.common.forward import run_in_eval
 from compress.core.context import Context
+from compress.pruning.allocation.ranking import plan_slices
 from compress.pruning.channels_stage import PruneChannels
 from compress.pruning.verification.module_rewrites import rewrite_
 from tests.compress.pruning.zoo.registry import CASES
@@ -132,3 +135,67 @@ def test_tied_projections_stay_tied() -> None:
     module[1].attention = module[0].attention  # the module itself, twice
     assert rewrite_(module, (torch.randn(3, 5, 16),)) == (SplitAttention(modules=("0.attention",)),)
     assert module[1].attention is module[0].attention
+
+
+def test_heads_leave_where_the_code_computes_sizes(tmp_path: Path) -> None:
+    source = sealed("nano_gpt", tmp_path / "source")
+    stage = PruneChannels(ratio=0.25, round_to=1, exclude=("h.1.attn",))
+    slim = stage(source, Context(root=tmp_path / "slim"))
+    naming, cut = slim.recipe.edits
+    assert isinstance(naming, NameSizes) and list(naming.sizes) == ["h.0.attn"]
+    assert naming.sizes["h.0.attn"]["split_sizes_0"] == (32, 32, 32)
+    assert cut.attributes["h.0.attn.split_sizes_0"] == [24, 24, 24]
+    attention = slim.load().h[0]["attn"]
+    assert (attention.c_attn.out_features, attention.c_proj.in_features) == (72, 24)
+    # What it is named for is known from now on, so nothing is named again.
+    stage = PruneChannels(ratio=0.5, round_to=1, include=("h.0.attn.*",))
+    again = stage(slim, Context(root=tmp_path / "again"))
+    assert [type(edit) for edit in again.recipe.edits] == [NameSizes, KeepIndices, KeepIndices]
+    assert again.load().h[0]["attn"].c_proj.in_features == 16
+
+
+def test_code_stays_where_attributes_say_the_sizes() -> None:
+    case = CASES["vit"]
+    module = case.build()
+    assert rewrite_(module, case.inputs(2)) == ()
+
+
+def test_code_stays_where_naming_its_sizes_lets_nothing_leave() -> None:
+    class Counted(nn.Module):
+        """Divides by a number that is the width by chance, which no size tells."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.hidden, self.head = nn.Linear(4, 8), nn.Linear(8, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.hidden(x).view(len(x), 8)
+            return self.head(y / y.shape[1])
+
+    module = Counted().eval()
+    assert rewrite_(module, (torch.randn(2, 4),)) == ()
+    assert type(module) is Counted
+
+
+def test_halves_of_channels_lose_different_numbers() -> None:
+    case = CASES["shuffle_net_v2"]
+    module, inputs = case.build(), case.inputs(2)
+    (naming,) = rewrite_(module, inputs)
+    assert isinstance(naming, NameSizes)
+    assert [call.source for call in naming.calls] == ["x.chunk(2, dim=1)"]
+    plan = plan_slices(module, inputs, ratio=0.3, round_to=1)
+    assert list(plan.pinned) == ["fc"]
+    parts = [value for name, value in plan.attributes.items() if ".chunk_sizes_0" in name]
+    assert any(left != right for left, right in parts)
+
+
+@pytest.mark.slow
+def test_heads_of_timms_vision_transformer_leave() -> None:
+    if importlib.util.find_spec("timm") is None:
+        pytest.skip("timm is not installed")
+    sizes = {"img_size": 16, "patch_size": 8, "embed_dim": 32, "depth": 1, "num_heads": 4}
+    module = timm_model.build("vit_tiny_patch16_224", **sizes, num_classes=3).eval()
+    inputs = (torch.randn(2, 3, 16, 16),)
+    assert rewrite_(module, inputs) == ()  # its code reads the number of heads from attributes
+    plan = plan_slices(module, inputs, ratio=0.5, round_to=1)
+    assert plan.attributes == {"blocks.0.attn.num_heads": 2, "blocks.0.attn.attn_dim": 16}

@@ -201,7 +201,7 @@ class HeadsInAList(nn.Module):
 
 
 class WrittenHeads(nn.Module):
-    """Heads and their width written as numbers into the code: they must stay."""
+    """Heads and their width written as numbers into the code: they become attributes."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -181,7 +181,7 @@ HAND += (
     _new("batched_heads", "attention_nets:Batched", floats(5, 16)),
     _new("einsum", "attention_nets:Einsum", floats(5, 16)),
     _new("heads_in_a_list", "attention_nets:HeadsInAList", floats(5, 16)),
-    _new("written_heads", "attention_nets:WrittenHeads", floats(5, 16), stays="4"),
+    _new("written_heads", "attention_nets:WrittenHeads", floats(5, 16)),
     _new("shared_configuration", "attention_nets:SharedConfiguration", floats(5, 16)),
     _new("both_ways_lstm", "recurrent_nets:BothWays", floats(5, 6)),
     _new(
@@ -248,6 +248,13 @@ HAND += (
     _new("unfolded", "block_nets:Unfolded", IMAGE),
     _new("resampled", "block_nets:Resampled", IMAGE),
     _new("graph", "block_nets:Graph", both(floats(6, 8), floats(6, 6))),
+)
+
+HAND += (
+    _new("nano_gpt", "sized_nets:NanoGPT", tokens(6, 13)),
+    _new("patch_attention", "sized_nets:PatchAttention", floats(5, 32)),
+    _new("shared_keys", "sized_nets:SharedKeys", floats(5, 32)),
+    _new("shuffle_net_v2", "sized_nets:ShuffleNetV2", IMAGE),
 )
 
 CASES = {case.name: case for case in HAND}

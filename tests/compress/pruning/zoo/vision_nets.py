@@ -87,7 +87,7 @@ class Mixer(nn.Module):
 
 
 class WrittenView(nn.Module):
-    """A flattened width written into the code, `view(-1, 256)`: those channels must stay."""
+    """A flattened width written into the code, `view(-1, 256)`: it becomes an attribute."""
 
     def __init__(self) -> None:
         super().__init__()
