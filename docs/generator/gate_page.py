@@ -29,6 +29,7 @@ LIMITS = {
     "max_latency": 5.0,
     "max_memory": 64.0,
     "min_delegated": 0.99,
+    "min_integer_macs": 0.9,
 }
 """The limit in each gate's example."""
 
