@@ -46,6 +46,9 @@ class IntegerShare(CustomGraphPass):
         """Begin with nothing counted."""
         self.macs: Counter[bool] = Counter()
 
+    def __deepcopy__(self, _: dict[int, Any]) -> IntegerShare:
+        return self  # Inductor copies its settings, and the count would be lost
+
     def __call__(self, graph: Graph) -> None:
         """Count those of a graph, at the sizes that were traced."""
         for node in graph.nodes:

@@ -22,7 +22,9 @@ LSTM = "aten.mkldnn_rnn_layer"
 
 def operator_of(node: Node) -> Any:
     """Return the torch operator of a node; executorch wraps it."""
-    return getattr(node.target, "_op", node.target)
+    # An operator of torch has another `_op`, which is not an operator.
+    is_operator = isinstance(node.target, torch._ops.OpOverload)
+    return node.target if is_operator else getattr(node.target, "_op", node.target)
 
 
 def count_macs(node: Node) -> int:
@@ -32,7 +34,7 @@ def count_macs(node: Node) -> int:
     if PRODUCT.match(name):
         return prod(_sizes(output)) * _sizes_of(node, 0)[-1]
     if CONVOLUTION.match(name):
-        weight = 4 if name.startswith("onednn") else 1
+        weight = 3 if name.startswith("onednn") else 1
         return prod(_sizes(output)) * prod(_sizes_of(node, weight)) // _sizes(output)[1]
     if name.startswith(TRANSPOSED_CONVOLUTION):
         read = _sizes_of(node, 0)
