@@ -35,8 +35,8 @@ PATTERNS: dict[Target, Patterns] = {
     # QLinearConv, QLinearAdd, QGemm: an operator between DequantizeLinear and QuantizeLinear.
     "onnxruntime-cpu": Patterns(outputs=True, additions="integer", biases=True, one_channel=True),
     # oneDNN's kernels take float biases, and its convolutions add integers to their sums, which
-    # saves a pass over memory and a rounding. Inductor (torch 2.13) mistakes the memory layout of their
-    # output for one-channel inputs with a dynamic axis; accuracy is then that of chance.
+    # saves a pass over memory and a rounding. Inductor (torch 2.13) mistakes the memory layout of
+    # their output for one-channel inputs with a dynamic axis; accuracy is then that of chance.
     "inductor-cpu": Patterns(
         outputs=True, additions="convolution", biases=False, one_channel=False
     ),
