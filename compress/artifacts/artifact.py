@@ -94,6 +94,8 @@ class Artifact:
     """Why no artifact of this kind shows a call's memory in this process; empty if they do."""
     reports_delegation: ClassVar[bool] = False
     """Whether the fact `delegated_share` says how much a backend computes."""
+    reports_integer_share: ClassVar[bool] = False
+    """Whether the fact `integer_share` says how much is multiplied by integer kernels."""
     _kinds: ClassVar[dict[str, type[Artifact]]] = {}
 
     def __init__(self, path: Path, manifest: Manifest, digest: str) -> None:

@@ -15,7 +15,7 @@ from compress.common.errors import StageFailed, Unavailable
 from compress.common.requirements import load_entry_point
 from compress.core.gate import Gate
 from compress.core.gate_kinds.call_cost import MaxLatency, MaxMemory, MinSpeedup
-from compress.core.gate_kinds.delegation import MinDelegated
+from compress.core.gate_kinds.kernel_shares import MinDelegated, MinIntegerMacs
 from compress.core.gate_kinds.other_runtime import RunsIn
 from compress.core.metrics import FALLING, FRACTIONS, IN_POINTS, predicted_decisions
 from compress.core.task import NO_METRIC
@@ -348,6 +348,7 @@ AnyGate = Annotated[
     | MaxLatency
     | MaxMemory
     | MinDelegated
+    | MinIntegerMacs
     | RunsIn,
     Field(discriminator="gate"),
     AddedGates(),

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch.utils.data import ConcatDataset, Dataset, IterableDataset
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset
 
 from compress.common.dependency_recorder import Recording, add_to_recordings, recording
 from compress.common.errors import (
@@ -167,6 +167,24 @@ class Splits:
         hashes = {key: value for key, value in self._hashes.items() if key[0] != "train"}
         views = (*self.views, view)
         return replace(self, views=views, _kept_readers=[], _lengths={}, _viewed=[], _hashes=hashes)
+
+    def alternating_halves(self, name: str, why: str) -> tuple[Splits, Splits]:
+        """Return every other sample of a split, and the others, each as a split of that name.
+
+        StageFailed, naming what needs them, where there is only one sample.
+        """
+        dataset: Any = self.split(name)
+        if len(dataset) < 2:
+            raise StageFailed(f"{why} halves split {name!r}, which has one sample; bring more")
+        loading = self.loading.model_copy(update={"cache": None})  # the dataset reads through it
+        halves = (
+            Splits(
+                *({name: Subset(dataset, range(first, len(dataset), 2))}, self.batch_size, loading),
+                *(self.input_names, self.source),
+            )
+            for first in range(2)
+        )
+        return next(halves), next(halves)
 
     def split(self, name: str) -> Dataset[Any]:
         """Return one dataset, with the sample cache and the views applied; see :meth:`stored`."""

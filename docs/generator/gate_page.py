@@ -30,6 +30,7 @@ LIMITS = {
     "max_memory": 64.0,
     "min_delegated": 0.99,
     "runs_in": 0.0001,
+    "min_integer_macs": 0.9,
 }
 """The limit in each gate's example."""
 

@@ -52,8 +52,11 @@ CONVOLUTION = re.compile(r"aten\.conv(1d|2d|3d|olution)\.")
 
 def compile_package(
     program: ExportedProgram, signature: Signature, file: Path, device: str
-) -> dict[str, dict[str, int]]:
-    """Compile a program, rewritten in place; return how many integer and float kernels it calls.
+) -> dict[str, Any]:
+    """Compile a program, rewritten in place; return facts of the kernels for heavy operators.
+
+    They are the number of integer and of float kernels that its code calls, and `integer_share`,
+    the integer kernels' share of the multiply-accumulates, None where nothing is multiplied.
 
     Raises:
         StageFailed: the program cannot be compiled, or would be compiled into wrong answers.
@@ -62,14 +65,15 @@ def compile_package(
     from torch._inductor.utils import fresh_cache
     from torch.export.passes import move_to_device_pass
 
-    from export.aotinductor.weight_packing import PackForImages
+    from export.aotinductor.graph_passes import IntegerShare, PackForImages
 
     # Inductor (torch 2.13) hands 16-bit activations to 8-bit kernels.
     if any(torch.uint16 in node.args for node in program.graph.nodes):
         raise StageFailed(NO_UINT16_KERNELS)
     refuse_one_channel_integers(program)
     refuse_unrolled_rnn(program, "AOTInductor", kernels=("LSTM",))
-    settings: dict[str, Any] = dict(SETTINGS)
+    share = IntegerShare()
+    settings: dict[str, Any] = {**SETTINGS, "post_grad_custom_pre_pass": [share]}
     with (
         TemporaryDirectory(prefix="compress-aot-") as scratch,
         warnings.catch_warnings(),
@@ -82,7 +86,7 @@ def compile_package(
             if device == "cpu":
                 merge_products_(program)
                 multiply_rows_(program)
-                settings["post_grad_custom_pre_pass"] = PackForImages()
+                settings["post_grad_custom_pre_pass"] = [PackForImages(), share]
             else:
                 program = move_to_device_pass(program, device)
                 settings["freezing"] = False  # it is for oneDNN's kernels
@@ -92,7 +96,7 @@ def compile_package(
                 aoti_compile_and_package(
                     program, package_path=str(package), inductor_configs=settings
                 )
-            return _without_sources(package, file)
+            return {**_without_sources(package, file), "integer_share": share.value}
         except Exception as error:  # noqa: BLE001 - raised below, once the cache is removed
             failure = error
     raise StageFailed(

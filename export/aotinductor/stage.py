@@ -39,6 +39,7 @@ class AotModel(Artifact):
 
     kind: ClassVar[str] = "aot"
     payload: ClassVar[str] = "model.pt2"
+    reports_integer_share: ClassVar[bool] = True
 
     @property
     def memory_unavailable_reason(self) -> str:

@@ -6,8 +6,8 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.flop_counter import flop_registry
 
+from export.common.macs import count_macs, operator_of
 from export.parity.subgraph import module_of
 
 if TYPE_CHECKING:
@@ -26,7 +26,8 @@ def describe_delegation(program: ExportedProgram) -> dict[str, Any]:
 
     `delegated_share` is XNNPACK's share of the multiply-accumulates, or of the operators where
     there are none. `portable_operators` has the others by the module that they belong to.
-    `integer_kernels` and `float_kernels` count the operators that multiply matrices.
+    `integer_kernels` and `float_kernels` count the operators that multiply matrices, and
+    `integer_share` is the integer ones' share of the multiply-accumulates.
     """
     delegated = [
         node
@@ -39,15 +40,18 @@ def describe_delegation(program: ExportedProgram) -> dict[str, Any]:
     for node in portable:
         by_module.setdefault(module_of(node), Counter())[name_of(node)] += 1
     kinds: dict[str, Counter[str]] = {"integer_kernels": Counter(), "float_kernels": Counter()}
+    macs: Counter[str] = Counter()
     for node in (*delegated, *portable):
-        if count_macs(node):
+        if count := count_macs(node):
             reads_integers = "dequantize" in str(getattr(node.args[1], "target", ""))
             group = "integer_kernels" if reads_integers and node in delegated else "float_kernels"
             kinds[group][name_of(node)] += 1
+            macs[group] += count
     ours, theirs = (sum(map(count_macs, nodes)) for nodes in (delegated, portable))
     if not ours + theirs:
         ours, theirs = len(delegated), len(portable)
     return {
+        "integer_share": macs["integer_kernels"] / macs.total() if macs else None,
         "delegated_share": ours / (ours + theirs) if ours + theirs else 1.0,
         "delegated_operators": len(delegated),
         "portable_operators": {m: dict(sorted(by_module[m].items())) for m in sorted(by_module)},
@@ -63,44 +67,6 @@ def operators(graph: torch.fx.Graph) -> Iterator[Node]:
             yield node
 
 
-def operator_of(node: Node) -> Any:
-    """Return the torch operator of a node; executorch wraps it."""
-    return getattr(node.target, "_op", node.target)
-
-
 def name_of(node: Node) -> str:
     """Return an operator's name without its overload, as `aten.view_copy`."""
     return ".".join(str(operator_of(node)).split(".")[:2])
-
-
-def count_macs(node: Node) -> int:
-    """Return the multiply-accumulates of an operator, at the sizes that were traced."""
-    operator = operator_of(node)
-    output = node.meta.get("val")
-    if operator is aten.linear.default:
-        return _elements(output) * int(_sizes(node.args[1].meta["val"])[-1])  # type: ignore[union-attr]
-    formula = flop_registry.get(operator.overloadpacket)
-    if formula is None:
-        return 0
-    arguments, options = torch.fx.node.map_arg(
-        (node.args, node.kwargs), lambda given: _concrete(given.meta["val"])
-    )
-    return int(formula(*arguments, **options, out_val=_concrete(output))) // 2
-
-
-def _elements(tensor: Any) -> int:
-    return int(torch.Size(_sizes(tensor)).numel())
-
-
-def _sizes(tensor: torch.Tensor) -> list[int]:
-    sizes: list[Any] = [*tensor.shape]
-    return [s.node.hint if isinstance(s, torch.SymInt) else s for s in sizes]
-
-
-def _concrete(value: Any) -> Any:
-    """Return a tensor without numbers of the sizes that were traced."""
-    if isinstance(value, torch.Tensor):
-        return torch.empty(_sizes(value), device="meta")
-    if isinstance(value, list | tuple):
-        return type(value)(_concrete(item) for item in value)
-    return value

@@ -39,6 +39,7 @@ class ExecuTorchModel(Artifact):
     payload: ClassVar[str] = "model.pte"
     opened_with: ClassVar[tuple[str, ...]] = ("executorch.runtime",)
     reports_delegation: ClassVar[bool] = True
+    reports_integer_share: ClassVar[bool] = True
 
     @opened_model
     def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,6 +13,7 @@ from compress.common.errors import ArtifactInvalid, first_line
 from compress.common.tensor_difference import relative_error
 from export.common.int8_sums import has_16_bit_sums
 from export.onnx.graph import graphs_in
+from export.onnx.kernels import count_kernels, integer_macs_share
 from export.onnx.proto_io import read, write
 
 if TYPE_CHECKING:
@@ -30,14 +30,6 @@ There it adds products of unsigned and signed 8-bit numbers in pairs in 16 bits,
 them are cut off: a small int8 network was wrong by a tenth to a third of its outputs' norm on an
 EPYC with AVX2. With the setting, weights are made unsigned where the processor is such a one.
 """
-FLOAT_KERNELS = {
-    *("Conv", "FusedConv", "Gemm", "FusedGemm", "MatMul", "FusedMatMul"),
-    *("LSTM", "GRU", "RNN"),
-}
-INTEGER_KERNELS = {
-    *("QGemm", "QAttention", "ConvInteger"),
-    *("MatMulInteger", "MatMulIntegerToFloat", "DynamicQuantizeMatMul", "DynamicQuantizeLSTM"),
-}
 
 
 def session_predictor(file: Path, threads: int) -> Predictor:
@@ -45,12 +37,25 @@ def session_predictor(file: Path, threads: int) -> Predictor:
     return _predictor(exact_session(file, threads))
 
 
-def counted_predictor(file: Path, threads: int) -> tuple[Predictor, dict[str, dict[str, int]]]:
-    """Return a predictor, and how many integer and float kernels run the heavy operators."""
+def counted_predictor(
+    file: Path, threads: int, inputs: tuple[torch.Tensor, ...]
+) -> tuple[Predictor, dict[str, Any]]:
+    """Return a predictor, and facts of the kernels that run the heavy operators.
+
+    They are the number of integer and of float kernels, and `integer_share`, the integer kernels'
+    share of the multiply-accumulates of a call with the inputs, where it can be counted.
+    """
     with tempfile.TemporaryDirectory() as folder:
         optimized = Path(folder) / "optimized.onnx"
         session = exact_session(file, threads, optimized)
-        return _predictor(session), count_kernels(read(optimized))
+        predict, model, share = _predictor(session), read(optimized), None
+        try:
+            predict(*inputs)
+        except Exception:  # noqa: BLE001 - the comparison with the source meets it too, and reports
+            session.end_profiling()
+        else:
+            share = integer_macs_share(model, Path(session.end_profiling()))
+    return predict, {**count_kernels(model), "integer_share": share}
 
 
 def plain_session_error(
@@ -91,16 +96,6 @@ def optimize(model: onnx.ModelProto, level: Literal["basic", "extended"]) -> onn
     return rewritten
 
 
-def count_kernels(optimized: onnx.ModelProto) -> dict[str, dict[str, int]]:
-    """Return how many integer and float kernels the heavy operators of a rewritten model are."""
-    kernels = Counter(node.op_type for node in optimized.graph.node)
-    integer = {k for k in kernels if k in INTEGER_KERNELS or k.startswith("QLinear")}
-    return {
-        "integer_kernels": {k: kernels[k] for k in sorted(integer)},
-        "float_kernels": {k: kernels[k] for k in sorted(FLOAT_KERNELS & kernels.keys())},
-    }
-
-
 def _predictor(session: Any) -> Predictor:
     names = [i.name for i in session.get_inputs()]
 
@@ -121,6 +116,8 @@ def session_options(threads: int, optimized: Path | None = None) -> Any:
     options.log_severity_level = ERRORS_ONLY
     if optimized:
         options.optimized_model_filepath = str(optimized)
+        options.enable_profiling = True
+        options.profile_file_prefix = str(optimized.with_suffix(""))
         # In one file, a model of 2 GiB could not be written.
         options.add_session_config_entry(
             "session.optimized_model_external_initializers_file_name", f"{optimized.name}.data"

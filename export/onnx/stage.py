@@ -55,6 +55,7 @@ class OnnxModel(Artifact):
 
     kind: ClassVar[str] = "onnx"
     payload: ClassVar[str] = "model.onnx"
+    reports_integer_share: ClassVar[bool] = True
 
     @opened_model
     def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:
@@ -136,11 +137,10 @@ class ExportOnnx(ComparesStoredFile, Stage[EagerModel | GraphModel, OnnxModel]):
             # The source runs first and leaves memory before onnxruntime loads the file.
             with recorded_outputs(model, chain(inputs, val_batches), threads) as expected:
                 with mapped(file) as graph:
-                    exported, kernels = counted_predictor(graph, threads)
+                    example = model.signature.example()
+                    exported, kernels = counted_predictor(graph, threads, example)
                     if kernels["integer_kernels"]:
-                        error = plain_session_error(
-                            exported, graph, threads, model.signature.example()
-                        )
+                        error = plain_session_error(exported, graph, threads, example)
                         if error > ROUNDING:
                             logger.warning(NOT_EXACT, self.title, error)
                 facts |= kernels

@@ -108,7 +108,7 @@ def _import_onnx(file: Path, signature: Signature, path: Path) -> Artifact:
         payload = partial / OnnxModel.payload
         # The same model has the same bytes, and by them the same digest.
         payload.write_bytes(model.SerializeToString(deterministic=True))
-        predict, kernels = counted_predictor(payload, threads=1)
+        predict, kernels = counted_predictor(payload, 1, signature.example())
         facts |= kernels
         _call_once(file, predict, signature)
     return OnnxModel.from_directory(path)

@@ -20,9 +20,11 @@ class Patterns(Settings):
     run on integers; otherwise only the inputs of layers with weights are quantized."""
     float_outputs: bool = True
     """Whether the kernel of a matrix product can give floats, which is more exact at no cost."""
-    additions: Literal["integer", "residual", "float"]
+    additions: Literal["integer", "convolution", "residual", "float"]
     """`integer`: additions of integers give integers; `residual`: the term that does not come from
-    a layer is quantized, so that the addition is fused into the layer of the other term."""
+    a layer is quantized, so that the addition is fused into the layer of the other term;
+    `convolution`: the same with an integer result where that layer is a convolution of images, and
+    others as by `integer`."""
     biases: bool
     """Whether biases become int32 with scale `input_scale * weight_scale`."""
     one_channel: bool
@@ -32,9 +34,12 @@ class Patterns(Settings):
 PATTERNS: dict[Target, Patterns] = {
     # QLinearConv, QLinearAdd, QGemm: an operator between DequantizeLinear and QuantizeLinear.
     "onnxruntime-cpu": Patterns(outputs=True, additions="integer", biases=True, one_channel=True),
-    # oneDNN's kernels take float biases. Inductor (torch 2.13) mistakes the memory layout of their
-    # output for one-channel inputs with a dynamic axis; accuracy is then that of chance.
-    "inductor-cpu": Patterns(outputs=True, additions="integer", biases=False, one_channel=False),
+    # oneDNN's kernels take float biases, and its convolutions add integers to their sums, which
+    # saves a pass over memory and a rounding. Inductor (torch 2.13) mistakes the memory layout of
+    # their output for one-channel inputs with a dynamic axis; accuracy is then that of chance.
+    "inductor-cpu": Patterns(
+        outputs=True, additions="convolution", biases=False, one_channel=False
+    ),
     # XNNPACK rounds biases to int32 itself, and computes a layer in floats unless its output is
     # quantized too.
     "xnnpack": Patterns(

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from compress.quantization.config.dtype_scheme import unsigned_format
+from compress.quantization.pt2e.bn_fusion import protect_shared_layers_
 from compress.quantization.pt2e.graph_capture import copy_graph
 from compress.quantization.pt2e.module_names import module_of
 from compress.quantization.pt2e.observed_layers import skip_observers
@@ -20,7 +21,7 @@ from compress.quantization.pt2e.observer_ranges import fit_ranges_
 from compress.quantization.pt2e.observers import observer_class
 from compress.quantization.pt2e.qspec import qspec
 from compress.quantization.pt2e.quantizer import CLAMPS, LINEAR, WEIGHTED, OnnxRuntimeQuantizer
-from compress.quantization.pt2e.torchao_api import Q_ANNOTATION_KEY
+from compress.quantization.pt2e.torchao_api import Q_ANNOTATION_KEY, fuse_conv_bn_
 from compress.quantization.ptq.calibrate import (
     calibrate_,
     convert,
@@ -112,7 +113,7 @@ class CandidateBuilder:
     # does not depend on which layers are quantized.
 
     graph: fx.GraphModule
-    """The float graph; it is copied before anything is changed."""
+    """The float graph; it is copied before anything is changed. BatchNorms are folded once."""
     signature: Signature
     scheme: Scheme
     exclude: tuple[str, ...]
@@ -128,6 +129,11 @@ class CandidateBuilder:
     """Tensor too small for integers → its largest absolute value."""
     float_operators: frozenset[str] = frozenset()
     """Names of the nodes that read such tensors, and stay float whatever their format."""
+
+    def __post_init__(self) -> None:
+        self.graph = self._copy()
+        protect_shared_layers_(self.graph)
+        fuse_conv_bn_(self.graph)
 
     def calibrate(
         self, observer: str, batches: Iterable[Batch], report: Callable[[int], None]

@@ -185,9 +185,7 @@ class BitSearch:
         ]
         return {
             "metric": self.meter.metric,
-            "before": round(self.meter.float_score, 6),
             "drop_all_quantized_points": reported(self._drops[frozenset()]),
-            "drop_points": reported(self.drop(formats)),
             "evaluations": self.evaluations,
             "stopped_by_time": self.stopped,
             "layers": layers,

@@ -27,7 +27,7 @@ from compress.quantization.pt2e.torchao_api import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Container, Sequence
 
     from compress.quantization.config.dtype_scheme import Observer, Scheme
 
@@ -41,6 +41,7 @@ CONVOLUTIONS = {
     aten.conv3d.default,
     aten.conv3d.padding,
 }
+CONVOLUTIONS_2D = {aten.conv2d.default, aten.conv2d.padding}
 LINEAR = aten.linear.default
 WEIGHTED = {*CONVOLUTIONS, LINEAR}
 EMBEDDING = aten.embedding.default
@@ -155,6 +156,8 @@ class OnnxRuntimeQuantizer(Quantizer):  # type: ignore[misc]  # torchao has no t
 
     def _annotate_addition(self, node: Node) -> None:
         terms = node.args[:2]
+        if self.patterns.additions == "convolution" and self._annotate_sum(node):
+            return
         if self.patterns.additions != "residual":
             # A term must be quantized anyway, as an output or as another operator's input: else one
             # float addition would keep every later one on the same residual path in float.
@@ -162,17 +165,20 @@ class OnnxRuntimeQuantizer(Quantizer):  # type: ignore[misc]  # torchao has no t
             if all(map(_is_quantized_anyway, terms)) and "alpha" not in node.kwargs:
                 self._annotate_chain(_with_clamp(node), terms, self.activation)
             return
-        # The term that bypasses the layer whose output the other one is; where both are outputs of
-        # layers (a shortcut with a convolution of its own) the second one.
-        floats = [term for term in terms if is_float(term)]
-        layers = [
-            term
-            for term in floats
-            if term.target in WEIGHTED and len(term.users) == 1 and Q_ANNOTATION_KEY in term.meta
-        ]
-        residual = [term for term in floats if term is not layers[0]] if layers else []
-        if len(floats) == len(terms) and residual:
-            self._annotate_chain([node], residual[:1], None)
+        layer, residual = _residual(node, WEIGHTED)
+        if layer and residual:
+            self._annotate_chain([node], [residual], None)
+
+    def _annotate_sum(self, node: Node) -> bool:
+        """Annotate an addition that is computed within the convolution before it, if it is one."""
+        layer, residual = _residual(node, CONVOLUTIONS_2D)
+        if not (layer and residual) or "alpha" in node.kwargs:
+            return False
+        if layer.meta["val"].shape != residual.meta["val"].shape:
+            return False  # the kernel adds elements to elements
+        layer.meta[Q_ANNOTATION_KEY].output_qspec = None
+        self._annotate_chain(_with_clamp(node), [residual], self.activation)
+        return True
 
     def _annotate_embedding(self, node: Node) -> None:
         table = node.args[0]
@@ -205,6 +211,24 @@ def _with_clamp(node: Node) -> list[Node]:
     """Return an operator and the clamping activation after it, where that is its only reader."""
     readers = list(node.users)
     return [node, *readers] if len(readers) == 1 and readers[0].target in CLAMPS else [node]
+
+
+def _residual(addition: Node, layers: Container[object]) -> tuple[Node | None, Node | None]:
+    """Return the quantized layer that an addition follows, and the term that bypasses it.
+
+    Where both terms are outputs of layers (a shortcut with a convolution of its own), the second
+    one is taken for the other term.
+    """
+    terms = addition.args[:2]
+    floats = [term for term in terms if is_float(term)]
+    found = [
+        term
+        for term in floats
+        if term.target in layers and len(term.users) == 1 and Q_ANNOTATION_KEY in term.meta
+    ]
+    if len(floats) < len(terms) or not found:
+        return None, None
+    return found[0], next((term for term in floats if term is not found[0]), None)
 
 
 def is_sequence_linear(node: Node) -> bool:

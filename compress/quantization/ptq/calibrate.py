@@ -1,4 +1,4 @@
-"""Post-training quantization: capture a float module, calibrate its observers, convert."""
+"""Post-training quantization of a captured graph: calibrate its observers, convert."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from compress.common.errors import StageFailed
 from compress.graph.torch_export import export_program
 from compress.quantization.config.calibration_data import require_varying
 from compress.quantization.pt2e.bn_fusion import protect_shared_layers_
-from compress.quantization.pt2e.graph_capture import capture
 from compress.quantization.pt2e.graph_constants import remove_unread_tensors_
 from compress.quantization.pt2e.module_names import module_of
 from compress.quantization.pt2e.observer_ranges import (
@@ -44,24 +43,23 @@ DEQUANTIZE_ROWS = torch.ops.quantized_decomposed.dequantize_per_channel.default
 
 
 def quantize(
-    module: torch.nn.Module,
+    graph: GraphModule,
     signature: Signature,
     quantizer: OnnxRuntimeQuantizer,
     batches: Iterable[Batch],
     report: Callable[[int], None],
     corrections: Corrections,
 ) -> ExportedProgram:
-    """Return a module as a graph with integer weights and fixed activation ranges.
+    """Return a captured graph with integer weights and fixed activation ranges; it is changed.
 
     Post-training quantization after Jacob et al., "Quantization and Training of Neural Networks for
-    Efficient Integer-Arithmetic-Only Inference" (2018). The module, in eval mode, is not changed;
-    `report` is called with the number of samples seen so far.
+    Efficient Integer-Arithmetic-Only Inference" (2018). `report` is called with the number of
+    samples seen so far.
 
     Raises:
         StageFailed: nothing can be quantized, the data does not fit the signature or does not vary,
             an activation is not finite, or all of them are too small for integers.
     """
-    graph = capture(module, signature)
     corrections.smooth_(graph, batches, quantizer.scheme, quantizer.exclude)
     prepared = prepare(graph, quantizer)
     corrections.equalize_(prepared)  # needs folded BatchNorms, which `prepare` leaves

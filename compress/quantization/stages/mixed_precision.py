@@ -39,12 +39,16 @@ class QuantizeMixed(IntegerStage):
     then layers are put back to float: those first that mend most for what they cost.
     With `uint16` among the fallbacks, layers for which 16-bit activations are enough keep their
     int8 weights.
+
+    Every other sample of `val` decides. The metric of the result on the others, which the search
+    does not see, is in the facts beside it (`confirmed_on`).
     """
 
     stage: Literal["quantize_mixed"] = "quantize_mixed"
     max_drop_points: Annotated[float, Field(ge=0, allow_inf_nan=False)]
-    """Largest loss of the metric on `val` allowed, in hundredths of the metric (percentage points
-    for accuracy), as `points` of the gate `max_drop`."""
+    """Largest loss of the metric allowed on the half of `val` that decides, in hundredths of the
+    metric (percentage points for accuracy), as `points` of the gate `max_drop`. A larger loss on
+    the other half is a warning."""
     calibration_samples: Annotated[int, Field(ge=16)] = 512
     """Samples on which the ranges of activations are observed; fewer than 16 tell too little."""
     observer: Observer = "minmax"
@@ -57,8 +61,8 @@ class QuantizeMixed(IntegerStage):
     it beside int8 weights, or `float`. onnxruntime computes such a layer in floats: a quarter of a
     float layer's size, a product about as fast and a convolution slower."""
     sensitivity: Literal["sqnr", "metric"] = "sqnr"
-    """What layers are ranked by when rounded alone: noise in the outputs on 64 samples of `val`, or
-    the metric on all of it, which takes longer."""
+    """What layers are ranked by when rounded alone: noise in the outputs on 64 samples of the half
+    of `val` that decides, or the metric on all of it, which takes longer."""
     cost: Literal["macs", "latency"] = "macs"
     """What a layer in float costs: its share of multiply-accumulates, or of the time measured in
     PyTorch, in float and on one sample, which may differ from run to run."""
@@ -103,7 +107,7 @@ class QuantizeMixed(IntegerStage):
         from compress.quantization.mixed_precision.bit_candidates import CandidateBuilder
         from compress.quantization.mixed_precision.bit_search import BitSearch, reported
         from compress.quantization.mixed_precision.sensitivity import SensitivityMeter
-        from compress.quantization.pt2e.graph_capture import capture
+        from compress.quantization.pt2e.graph_capture import capture, copy_graph
         from compress.quantization.pt2e.quantizer import OnnxRuntimeQuantizer
         from compress.quantization.ptq.algorithm_sequence import Corrections
         from compress.quantization.ptq.calibrate import quantize
@@ -137,13 +141,15 @@ class QuantizeMixed(IntegerStage):
                 )
                 correction = Corrections(**CORRECTIONS[name])
                 program = quantize(
-                    self.load_float(model),
+                    copy_graph(graph),
                     *(model.signature, quantizer, calibration, report, correction),
                 )
-                drop = meter.metric_drop(program.module(check_guards=False))
+                corrected = program.module(check_guards=False)
+                drop = meter.metric_drop(corrected)
                 tried[name] = reported(drop)
                 if drop <= self.max_drop_points:
-                    found = search.facts({}) | {"drop_points": drop, "corrections": tried}
+                    found = meter.confirm(corrected, self.max_drop_points)
+                    found |= search.facts({}) | {"corrections": tried}
                     facts = {
                         "target": self.target,
                         "float_modules": quantizer.float_modules,
@@ -157,11 +163,12 @@ class QuantizeMixed(IntegerStage):
                     )
         formats = search.run()
         chosen = candidates.build(formats)
+        found = meter.confirm(chosen.graph, self.max_drop_points) | search.facts(formats)
         program = export_program(chosen.graph, model.signature)
         facts = {
             "target": self.target,
             "float_modules": chosen.quantizer.float_modules,
-            "mixed": search.facts(formats) | {"corrections": tried},
+            "mixed": found | {"corrections": tried},
             "vanishing_ranges": candidates.vanishing,
         }
         return self.save_graph(model, program, chosen.quantizer.quantized, facts, context)

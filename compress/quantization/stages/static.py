@@ -79,11 +79,12 @@ class QuantizeStatic(IntegerStage):
 
     def run(self, model: EagerModel | GraphModel, context: Context) -> GraphModel:
         """Calibrate, convert, and save the integer graph."""
+        from compress.quantization.pt2e.graph_capture import capture
         from compress.quantization.pt2e.quantizer import OnnxRuntimeQuantizer
         from compress.quantization.ptq.algorithm_sequence import Corrections
         from compress.quantization.ptq.calibrate import quantize
 
-        module = self.load_float(model)
+        graph = capture(self.load_float(model), model.signature)
         quantizer = OnnxRuntimeQuantizer(
             scheme_for(self.target, self.weight_bits, self.activation_bits),
             self.observer,
@@ -95,7 +96,7 @@ class QuantizeStatic(IntegerStage):
             self.smooth, self.equalize, self.rounding, self.rounding_steps, self.bias_correction
         )
         program = quantize(
-            module,
+            graph,
             model.signature,
             quantizer,
             self.calibration_data(model, context),

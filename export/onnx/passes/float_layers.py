@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 LAYERS = {"Conv", "ConvTranspose", "Gemm"}
 CLAMPS = {"Relu", "Clip"}
+# onnxruntime's QDQPropagation moves conversions through them, so that they stand at the layer.
+MOVES = {"MaxPool", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze"}
 
 Readers = dict[str, list[onnx.NodeProto]]
 
@@ -37,6 +39,8 @@ def separate_float_layers_(model: onnx.ModelProto) -> None:
     floats = {t.name for t in graph.initializer if t.data_type == onnx.TensorProto.FLOAT}
     for layer in [n for n in graph.node if n.op_type in LAYERS and n.input[1] in floats]:
         producer = producers.get(layer.input[0])
+        while producer is not None and producer.op_type in MOVES:
+            producer = producers.get(producer.input[0])
         reads_dequantized = producer is not None and producer.op_type == "DequantizeLinear"
         if reads_dequantized and _is_quantized(layer.output, readers):
             name = layer.output[0]
@@ -68,10 +72,10 @@ def separate_zero_points_(model: onnx.ModelProto) -> None:
 
 
 def _is_quantized(names: Sequence[str], readers: Readers) -> bool:
-    """Whether a tensor is quantized, at once or after a clamp."""
+    """Whether a tensor is quantized, at once or after a clamp and operators that move values."""
     return any(
         reader.op_type == "QuantizeLinear"
-        or (reader.op_type in CLAMPS and _is_quantized(reader.output, readers))
+        or (reader.op_type in CLAMPS | MOVES and _is_quantized(reader.output, readers))
         for name in names
         for reader in readers.get(name, ())
     )

@@ -58,6 +58,14 @@ def test_inductor_keeps_one_channel_in_float_where_an_axis_is_dynamic(tmp_path: 
     assert all(n.op == "placeholder" for n in biases), "oneDNN's kernels take float biases"
 
 
+def test_inductor_adds_the_residual_within_the_convolution(tmp_path: Path) -> None:
+    model, _ = quantized(tmp_path, "inductor-cpu")
+    (addition,) = nodes(model, ADDITION)
+    assert [reads_integers(addition, place) for place in (0, 1)] == [False, True]
+    assert str(addition.args[0].target) == CONVOLUTION  # type: ignore[union-attr]
+    assert model.manifest.facts["quantized_operators"] == {"add": 1, "conv2d": 2, "linear": 1}
+
+
 def test_inductor_takes_one_channel_where_all_is_fixed(tmp_path: Path) -> None:
     model, _ = quantized(tmp_path, "inductor-cpu", (4, 1, 8, 8))
     assert all(reads_integers(n) for n in nodes(model, CONVOLUTION))

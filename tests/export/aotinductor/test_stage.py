@@ -12,7 +12,7 @@ from compress.artifacts.graph_model import GraphModel
 from compress.common.errors import ArtifactInvalid, StageFailed, Unavailable
 from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.context import Context
-from compress.core.gates import Parity
+from compress.core.gates import MinIntegerMacs, Parity
 from compress.graph.torch_export import export_program
 from compress.quantization.stages.static import QuantizeStatic
 from export.aotinductor import package as aot_package
@@ -68,9 +68,14 @@ def test_convolutions_and_additions_in_integers_have_the_same_outputs(
     package: AotModel, graph: tuple[GraphModel, Context]
 ) -> None:
     model, context = graph
-    assert package.manifest.facts["integer_kernels"]["qconv_pointwise_tensor"] >= 1
+    kernels = package.manifest.facts["integer_kernels"]
+    assert kernels.keys() >= {"qconv_pointwise_tensor", "qconv2d_pointwise_binary_tensor"}
     # The convolution that reads the image, whose one channel stays in float.
     assert package.manifest.facts["float_kernels"] == {"mkldnn__convolution_pointwise": 1}
+    in_integers = 2 * 64 * 8 * 8 * 9 + 8 * 10  # two convolutions of an 8×8 image, and the head
+    share = in_integers / (in_integers + 64 * 8 * 9)
+    assert package.manifest.facts["integer_share"] == pytest.approx(share, rel=1e-12)
+    assert not MinIntegerMacs(share=share + 1e-9).evaluate(model, package, context).passed
     assert Parity(atol=0).measure(model, package, context) < 1e-5
     assert (package.parameters(), package.macs()) == (model.parameters(), model.macs())
 

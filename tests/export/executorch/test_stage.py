@@ -113,6 +113,7 @@ def test_a_quantized_graph_runs_in_integers_that_give_the_same_answers(tmp_path:
     facts = exported.manifest.facts
     assert facts["integer_kernels"] == {"aten.convolution": 3, "aten.linear": 1}
     assert facts["float_kernels"] == {}
+    assert facts["integer_share"] == 1
     # A number on the edge of two integers may be rounded to either.
     assert error(graph, exported, images(40)) < 0.01  # of more than a batch
 
@@ -126,6 +127,7 @@ def test_ranges_found_at_run_time_are_those_of_rows(
     assert graph.manifest.lineage[-1].settings["activation_range"] == "row"
     exported = ExportExecuTorch()(graph, context.with_root(tmp_path / "pte"))
     assert exported.manifest.facts["integer_kernels"] == {"aten.linear": 2}
+    assert exported.manifest.facts["integer_share"] == 1
     assert error(graph, exported, tokens[:5]) < 0.01
     assert exported.payload_bytes < 0.8 * exported_sequence.payload_bytes
     with pytest.raises(ValueError, match="XNNPACK takes a range for each row, found tensor"):

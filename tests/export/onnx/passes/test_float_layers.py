@@ -10,7 +10,7 @@ from compress.core.gates import Parity
 from compress.quantization.config.backend_targets import Target
 from compress.quantization.stages.static import QuantizeStatic
 from export.onnx.stage import ExportOnnx
-from tests.export.builders import images, network, samples
+from tests.export.builders import IMAGE, images, network, network_of, samples
 
 
 def quantized(folder: Path, factory: str, left: str, target: Target) -> tuple[GraphModel, Context]:
@@ -31,6 +31,19 @@ def test_a_layer_between_integers_keeps_its_float_weights(
     graph, context = quantized(tmp_path, factory, left, "onnxruntime-cpu")
     exported = ExportOnnx()(graph, context.with_root(tmp_path / "onnx"))
     assert exported.manifest.facts["float_kernels"] == kernels
+    assert Parity(atol=0).measure(graph, exported, context) < 1e-5
+
+
+def test_a_layer_whose_pooled_and_flattened_output_is_quantized_keeps_its_float_weights(
+    tmp_path: Path,
+) -> None:
+    parts = "Conv2d(1, 8, 3), nn.MaxPool2d(2), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Flatten()"
+    source = f"from torch import nn\n\ndef flat():\n    return nn.Sequential(nn.{parts}"
+    model = network_of(tmp_path, f"{source}, nn.Linear(8, 4))\n", "flat:flat", IMAGE)
+    context = Context(root=tmp_path / "int8", data=samples(images(32)))
+    graph = QuantizeStatic(calibration_samples=32, exclude=("2",))(model, context)
+    exported = ExportOnnx()(graph, context.with_root(tmp_path / "onnx"))
+    assert exported.manifest.facts["float_kernels"] == {"Conv": 1}
     assert Parity(atol=0).measure(graph, exported, context) < 1e-5
 
 

@@ -1,11 +1,15 @@
-"""Pack the weights of integer convolutions for the image size that was traced."""
+"""Passes over Inductor's graph: pack weights for the image size, count what is multiplied."""
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass
+
+from export.common.macs import count_macs
 
 if TYPE_CHECKING:
     from torch.fx import Graph, Node
@@ -13,6 +17,7 @@ if TYPE_CHECKING:
 CONVOLUTION = "onednn.qconv"
 PREPACK = torch.ops.onednn.qconv_prepack.default
 SHARED = ("stride", "padding", "dilation", "groups")
+INTEGER_OPERATOR = re.compile(r"onednn\.q(conv|linear)|aten\._int_mm")
 
 
 class PackForImages(CustomGraphPass):
@@ -32,6 +37,32 @@ class PackForImages(CustomGraphPass):
     def uuid(self) -> str:
         """Return the pass's key in the compiler's cache."""
         return f"{__name__}:1"
+
+
+class IntegerShare(CustomGraphPass):
+    """Graph pass of Inductor: counts the multiply-accumulates of integer operators and of all."""
+
+    def __init__(self) -> None:
+        """Begin with nothing counted."""
+        self.macs: Counter[bool] = Counter()
+
+    def __deepcopy__(self, _: dict[int, Any]) -> IntegerShare:
+        return self  # Inductor copies its settings, and the count would be lost
+
+    def __call__(self, graph: Graph) -> None:
+        """Count those of a graph, at the sizes that were traced."""
+        for node in graph.nodes:
+            if node.op == "call_function":
+                self.macs[bool(INTEGER_OPERATOR.match(str(node.target)))] += count_macs(node)
+
+    @property
+    def value(self) -> float | None:
+        """The integer operators' share; None where nothing is multiplied."""
+        return self.macs[True] / self.macs.total() if self.macs.total() else None
+
+    def uuid(self) -> str:
+        """Return the pass's key in the compiler's cache."""
+        return f"{__name__}.{type(self).__name__}:1"
 
 
 def pack_(graph: Graph, convolution: Node) -> None:

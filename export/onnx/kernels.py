@@ -1,0 +1,110 @@
+"""Which kernels onnxruntime runs for the heavy operators of a file, and what each multiplies."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from export.onnx.graph import UNCOUNTED
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+    import onnx
+
+    Shapes = list[tuple[int, ...]]
+
+RECURRENT = {"LSTM", "GRU", "RNN", "DynamicQuantizeLSTM"}
+CONVOLUTIONS = {"Conv", "FusedConv", "ConvTranspose", "ConvInteger", "QLinearConv"}
+FLOAT_KERNELS = {
+    *("Conv", "FusedConv", "Gemm", "FusedGemm", "MatMul", "FusedMatMul"),
+    *("LSTM", "GRU", "RNN"),
+}
+INTEGER_KERNELS = {
+    *("QGemm", "QAttention", "ConvInteger"),
+    *("MatMulInteger", "MatMulIntegerToFloat", "DynamicQuantizeMatMul", "DynamicQuantizeLSTM"),
+}
+PACKED_MATMUL = "MatMulNBits"
+COUNTED = {
+    *CONVOLUTIONS,
+    *RECURRENT,
+    *("Gemm", "FusedGemm", "QGemm", "MatMul", "FusedMatMul", "QLinearMatMul", PACKED_MATMUL),
+    *("MatMulInteger", "MatMulIntegerToFloat", "DynamicQuantizeMatMul"),
+}
+UNCOUNTED_KERNELS = UNCOUNTED | {"QAttention", "MultiHeadAttention", "GroupQueryAttention"}
+ACTIVATIONS_IN_8_BITS = 4
+"""Value of `accuracy_level` with which MatMulNBits rounds its input, and multiplies integers."""
+
+
+def count_kernels(optimized: onnx.ModelProto) -> dict[str, dict[str, int]]:
+    """Return how many integer and float kernels the heavy operators of a rewritten model are."""
+    kernels = Counter(node.op_type for node in optimized.graph.node)
+    return {
+        "integer_kernels": {k: kernels[k] for k in sorted(kernels) if is_integer_kernel(k)},
+        "float_kernels": {k: kernels[k] for k in sorted(FLOAT_KERNELS & kernels.keys())},
+    }
+
+
+def is_integer_kernel(operator: str) -> bool:
+    """Whether the kernel of an operator that onnxruntime rewrote to computes in integers."""
+    return operator in INTEGER_KERNELS or operator.startswith("QLinear")
+
+
+def integer_macs_share(optimized: onnx.ModelProto, profile: Path) -> float | None:
+    """Return the share of the multiply-accumulates of a profiled call that integer kernels did.
+
+    None where an operator's products cannot be counted, or nothing is multiplied.
+
+    Args:
+        optimized: the model as onnxruntime rewrote it.
+        profile: what its profiler wrote of one call.
+    """
+    calls = list(_calls(profile))
+    # Both are in onnxruntime's topological order; names are missing or made up.
+    if [node.op_type for node in optimized.graph.node] != [operator for operator, *_ in calls]:
+        return None
+    weights = {tensor.name: tuple(tensor.dims) for tensor in optimized.graph.initializer}
+    macs: Counter[bool] = Counter()
+    for node, (operator, inputs, outputs) in zip(optimized.graph.node, calls, strict=True):
+        if operator in UNCOUNTED_KERNELS:
+            return None
+        if operator in COUNTED:
+            count, in_integers = _macs(node, inputs, outputs, weights)
+            macs[in_integers] += count
+    return macs[True] / macs.total() if macs.total() else None
+
+
+def _calls(profile: Path) -> Iterator[tuple[str, Shapes, Shapes]]:
+    """Yield the operator of each kernel that ran, with the shapes of its inputs and outputs."""
+    for event in json.loads(profile.read_text("utf-8")):
+        if event["cat"] == "Node" and event["name"].endswith("_kernel_time"):
+            arguments = event["args"]
+            inputs, outputs = (
+                [tuple(shape) for tensor in arguments[key] for shape in tensor.values()]
+                for key in ("input_type_shape", "output_type_shape")
+            )
+            yield arguments["op_name"], inputs, outputs
+
+
+def _macs(
+    node: onnx.NodeProto, inputs: Shapes, outputs: Shapes, weights: Mapping[str, tuple[int, ...]]
+) -> tuple[int, bool]:
+    """Return a kernel's multiply-accumulates, and whether it does them in integers."""
+    attributes: dict[str, Any] = {a.name: a.i for a in node.attribute}
+    in_integers = is_integer_kernel(node.op_type)
+    if node.op_type in RECURRENT:
+        # Sequence and batch come first in either layout; each step reads both weights once.
+        size = sum(prod(weights.get(name, ())) for name in node.input[1:3])
+        return prod(inputs[0][:2]) * size, in_integers
+    if node.op_type in CONVOLUTIONS:
+        # The profile leaves out weights that onnxruntime packed.
+        weight = weights.get(node.input[3 if node.op_type == "QLinearConv" else 1]) or inputs[1]
+        read = inputs[0] if node.op_type == "ConvTranspose" else outputs[0]
+        return prod(read) * prod(weight[1:]), in_integers
+    if node.op_type == PACKED_MATMUL:
+        in_integers = attributes.get("accuracy_level") == ACTIVATIONS_IN_8_BITS
+    reduced = inputs[0][-2 if attributes.get("transA") else -1]
+    return prod(outputs[0]) * reduced, in_integers
