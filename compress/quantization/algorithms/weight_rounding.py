@@ -107,7 +107,7 @@ def gptq(
     order_I = moment_II.diagonal().argsort(descending=True, stable=True)
     inverse_II = inverse_hessian_factor(moment_II[order_I][:, order_I])
     remaining_OI = weight_OI[:, order_I]
-    integers_OI = torch.empty(weight_OI.shape, dtype=torch.uint8)
+    integers_OI = torch.empty_like(weight_OI, dtype=torch.uint8)
     for step, i in enumerate(order_I.tolist()):
         scale_O, zero_O = scale_OG[:, i // group_size], zero_OG[:, i // group_size]
         integers_O = _quantize(remaining_OI[:, step], scale_O, zero_O, bits)
