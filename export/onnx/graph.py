@@ -29,7 +29,7 @@ UNCOUNTED = {"Attention", "DeformConv", "Einsum", "If", "Loop", "Scan"}
 
 WEIGHT_TYPES = {
     *(onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.DOUBLE),
-    *(onnx.TensorProto.INT8, onnx.TensorProto.UINT8),
+    *(onnx.TensorProto.INT8, onnx.TensorProto.UINT8, onnx.TensorProto.INT4),
 }
 
 

@@ -27,6 +27,10 @@ from export.onnx.passes.float_layers import (
 from export.onnx.passes.matmul_nbits import use_packed_weights
 from export.onnx.passes.rnn import lower_quantized_rnns_
 from export.onnx.passes.stable_forms import TRANSLATIONS as STABLE
+from export.onnx.passes.stored_integers import (
+    INT4_OPSET,
+    has_four_bit_weights,
+)
 from export.onnx.proto_io import to_proto
 from export.onnx.torch_registry import cached_registry
 
@@ -62,6 +66,8 @@ def lower(
         if opset is not None and opset < UINT16_OPSET:
             raise StageFailed(NO_UINT16_IN_OPSET.format(opset))
         opset = opset or UINT16_OPSET
+    if opset is None and has_four_bit_weights(program):
+        opset = INT4_OPSET
     inputs = {INPUT.format(i): spec.name for i, spec in enumerate(signature.inputs)}
     outputs = {OUTPUT.format(i): spec.name for i, spec in enumerate(signature.outputs)}
     half = has_weights_of(program, torch.float16)

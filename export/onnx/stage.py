@@ -171,6 +171,7 @@ class ExportOnnx(ComparesStoredFile, Stage[EagerModel | GraphModel, OnnxModel]):
         from compress.profiling.rss import release_memory
         from export.onnx.graph import count_operators, strip_
         from export.onnx.metadata import add_metadata_
+        from export.onnx.passes.stored_integers import compact_
         from export.onnx.proto_io import write, write_mapped
         from export.onnx.session import optimize
         from export.onnx.translate import translate
@@ -178,6 +179,7 @@ class ExportOnnx(ComparesStoredFile, Stage[EagerModel | GraphModel, OnnxModel]):
         graph, translation = translate(model, self.opset, self.title)
         if self.optimize != "none":
             graph = optimize(graph, self.optimize)
+        compact_(graph)
         strip_(graph)
         if names := add_metadata_(graph, model, self.class_names):
             facts["class_names"] = [*names]

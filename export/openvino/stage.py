@@ -121,6 +121,7 @@ class ExportOpenVINO(ComparesStoredFile, Stage[EagerModel | GraphModel | OnnxMod
     ) -> tuple[Path, dict[str, Any]]:
         """Return the model as an ONNX file, and facts: its operators, the limits of axes."""
         from export.onnx.graph import count_operators, strip_
+        from export.onnx.passes.stored_integers import compact_
         from export.onnx.proto_io import read, write
         from export.onnx.translate import translate
 
@@ -129,6 +130,7 @@ class ExportOpenVINO(ComparesStoredFile, Stage[EagerModel | GraphModel | OnnxMod
             operators = count_operators(read(model.payload_path))
             return model.payload_path, {"operators": operators, **limits}
         graph, translation = translate(model, None, self.title)
+        compact_(graph)
         strip_(graph)
         facts = {"operators": count_operators(graph), **translation.facts}
         file = folder / OnnxModel.payload

@@ -22,6 +22,9 @@ HQQ_BETA = 10.0
 """Penalty of the half-quadratic split; it grows by HQQ_KAPPA in each step. The values of the
 authors' code."""
 HQQ_KAPPA = 1.01
+RANGE_SHARES = tuple(1 - step / 40 for step in range(13))
+"""Shares of a group's range that `gptq` tries: 1 to 0.7. The more a range is clipped, the finer are
+its steps."""
 
 
 @dataclass(frozen=True)
@@ -94,30 +97,52 @@ def gptq(
     """Round input after input, and let the remaining inputs compensate each one's error.
 
     After Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained
-    Transformers" (2023). The second moment is the mean of the products of the layer's inputs.
+    Transformers" (2023); inputs of large second moment come first, as with `act_order` in the
+    authors' code, and scales are fixed before. The second moment is the mean of the products of the
+    layer's inputs.
     """
-    weight_OI = weight_OI.double().clone()
-    inverse_II = inverse_hessian_factor(second_moment_II.double())
-    # Inputs that are 0 in every sample set no group's range: their weights are clamped to the range
-    # of the others, where the paper's code sets them to 0.
-    dead_I = second_moment_II.diagonal() == 0
-    scales, zeros, columns = [], [], []
-    for i in range(weight_OI.shape[1]):
-        if i % group_size == 0:
-            group_OS, dead_S = weight_OI[:, i : i + group_size], dead_I[i : i + group_size]
-            # A group without any live input costs nothing on the samples: it keeps its own range.
-            live_OS = group_OS if dead_S.all() else group_OS[:, ~dead_S]
-            scale_O1, zero_O1 = _qparams(live_OS[:, None], bits)
-            scales.append(scale_O1)
-            zeros.append(zero_O1)
-        scale_O, zero_O = scales[-1][:, 0], zeros[-1][:, 0]
-        integers_O = _quantize(weight_OI[:, i], scale_O, zero_O, bits)
+    weight_OI, moment_II = weight_OI.double(), second_moment_II.double()
+    groups = weight_OI.shape[1] // group_size
+    scale_OG, zero_OG = _least_error_qparams(grouped(weight_OI, groups), moment_II.diagonal(), bits)
+    order_I = moment_II.diagonal().argsort(descending=True, stable=True)
+    inverse_II = inverse_hessian_factor(moment_II[order_I][:, order_I])
+    remaining_OI = weight_OI[:, order_I]
+    integers_OI = torch.empty_like(weight_OI, dtype=torch.uint8)
+    for step, i in enumerate(order_I.tolist()):
+        scale_O, zero_O = scale_OG[:, i // group_size], zero_OG[:, i // group_size]
+        integers_O = _quantize(remaining_OI[:, step], scale_O, zero_O, bits)
         quantized_O = (integers_O.double() - zero_O) * scale_O
-        error_O = (weight_OI[:, i] - quantized_O) / inverse_II[i, i]
-        weight_OI[:, i + 1 :] -= error_O[:, None] * inverse_II[i, i + 1 :]
-        columns.append(integers_O)
-    scale_OG, zero_OG = torch.cat(scales, 1).float(), torch.cat(zeros, 1).to(torch.uint8)
-    return QuantizedWeight(torch.stack(columns, 1), scale_OG, zero_OG, bits)
+        error_O = (remaining_OI[:, step] - quantized_O) / inverse_II[step, step]
+        remaining_OI[:, step + 1 :] -= error_O[:, None] * inverse_II[step, step + 1 :]
+        integers_OI[:, i] = integers_O
+    return QuantizedWeight(integers_OI, scale_OG.float(), zero_OG.to(torch.uint8), bits)
+
+
+def _least_error_qparams(
+    weight_OGS: torch.Tensor, moment_I: torch.Tensor, bits: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the scales and zero points of the ranges with the least error of the outputs.
+
+    Ranges from the extremes down to a share of them are tried; the squared error of each weight
+    counts as much as the mean square of what it is multiplied with.
+    """
+    moment_GS = moment_I.view(1, *weight_OGS.shape[1:])
+    # Inputs that are 0 in every sample set no group's range: their weights are clamped to the range
+    # of the others, where the paper's code sets them to 0. A group without any live input costs
+    # nothing on the samples: it keeps its own range.
+    is_dead = (moment_GS == 0) & (moment_GS != 0).any(-1, keepdim=True)
+    weight_OGS = weight_OGS.masked_fill(is_dead, 0)
+    best_OG, scale_OG, zero_OG = torch.tensor(torch.inf), torch.tensor(0), torch.tensor(0)
+    for share in RANGE_SHARES:
+        scale, zero = _qparams(weight_OGS * share, bits)
+        integers_OGS = _quantize(weight_OGS, scale[..., None], zero[..., None], bits)
+        off_OGS = (integers_OGS - zero[..., None]) * scale[..., None] - weight_OGS
+        error_OG = (off_OGS.square() * moment_GS).sum(-1)
+        is_better = error_OG < best_OG
+        best_OG = torch.where(is_better, error_OG, best_OG)
+        scale_OG = torch.where(is_better, scale, scale_OG)
+        zero_OG = torch.where(is_better, zero, zero_OG)
+    return scale_OG, zero_OG
 
 
 def pack(integers_OI: torch.Tensor, bits: int) -> torch.Tensor:

@@ -40,9 +40,9 @@ class QuantizeAwareTraining(IntegerStage, Training):
 
     stage: Literal["quantize_aware_training"] = "quantize_aware_training"
     weight_bits: WeightBits = 8
-    """Bits of a weight, held in 8: fewer make nothing smaller or faster here. With 7 the products
-    are exact in every runtime on x86 processors without VNNI, which add pairs of them in 16 bits.
-    """
+    """Bits of a weight. 4 are stored so by `export_onnx` and `export_openvino`, and computed as 8;
+    in other files they take 8. With 4 or 7 the products are exact in every runtime on x86
+    processors without VNNI, which add pairs of them in 16 bits."""
     calibration_samples: Annotated[int, Field(ge=16)] = 512
     """Samples on which the ranges that training begins with are observed; fewer than 16 tell too
     little."""

@@ -30,9 +30,9 @@ class QuantizeStatic(IntegerStage):
 
     stage: Literal["quantize_static"] = "quantize_static"
     weight_bits: WeightBits = 8
-    """Bits of a weight, held in 8: fewer make nothing smaller or faster here. With 7 the products
-    are exact in every runtime on x86 processors without VNNI, which add pairs of them in 16 bits.
-    """
+    """Bits of a weight. 4 are stored so by `export_onnx` and `export_openvino`, and computed as 8;
+    in other files they take 8. With 4 or 7 the products are exact in every runtime on x86
+    processors without VNNI, which add pairs of them in 16 bits."""
     activation_bits: ActivationBits = 8
     """Bits of an activation; with 16 nearly nothing is lost, and products are taken in floats."""
     calibration_samples: Annotated[int, Field(ge=16)] = 512
