@@ -13,8 +13,6 @@ import torch
 from compress.common.errors import ArtifactInvalid, first_line
 from compress.common.tensor_difference import relative_error
 from export.common.int8_sums import has_16_bit_sums
-from export.onnx.graph import graphs_in
-from export.onnx.proto_io import read, write
 
 if TYPE_CHECKING:
     import onnx
@@ -47,6 +45,8 @@ def session_predictor(file: Path, threads: int) -> Predictor:
 
 def counted_predictor(file: Path, threads: int) -> tuple[Predictor, dict[str, dict[str, int]]]:
     """Return a predictor, and how many integer and float kernels run the heavy operators."""
+    from export.onnx.proto_io import read  # imports onnx, which opening a file does not need
+
     with tempfile.TemporaryDirectory() as folder:
         optimized = Path(folder) / "optimized.onnx"
         session = _exact_session(file, threads, optimized)
@@ -72,6 +72,9 @@ def optimize(model: onnx.ModelProto, level: Literal["basic", "extended"]) -> onn
     Level `basic` folds constants and BatchNorm, and gives standard operators; `extended` also fuses
     them into onnxruntime's own, which no other runtime knows.
     """
+    from export.onnx.graph import graphs_in
+    from export.onnx.proto_io import read, write
+
     levels = onnxruntime.GraphOptimizationLevel
     # The level above these changes layouts for the processor that it runs on.
     chosen = {"basic": levels.ORT_ENABLE_BASIC, "extended": levels.ORT_ENABLE_EXTENDED}[level]

@@ -55,6 +55,7 @@ class OnnxModel(Artifact):
 
     kind: ClassVar[str] = "onnx"
     payload: ClassVar[str] = "model.onnx"
+    opened_with: ClassVar[tuple[str, ...]] = ("export.onnx.session",)
 
     @opened_model
     def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:
