@@ -219,7 +219,7 @@ def run(
         pipeline = Pipeline.from_yaml(file)  # refused before torch is imported
         with fast_imports():
             from pipelines.config.run_options import RunOptions
-            from pipelines.runner.run import preview_run
+            from pipelines.runner.run import forked_measurement_process, preview_run
             from pipelines.terminal.progress_bars import show_progress
         directory = out or pipeline.default_out
         options = RunOptions(start, until, force, jobs, engine, store)
@@ -227,7 +227,10 @@ def run(
             actions = preview_run(pipeline, directory, options)
             print_result(actions, (f"{name}: {action}" for name, action in actions.items()))
             return
-        with show_progress(quiet=current_mode().silent) as (progress, announce):
+        with (
+            forked_measurement_process(pipeline, directory, options),
+            show_progress(quiet=current_mode().silent) as (progress, announce),
+        ):
             pipeline.run(
                 directory,
                 options,

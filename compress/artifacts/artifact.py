@@ -115,6 +115,10 @@ class Artifact:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(self.path)!r}, {self.digest[:12]})"
 
+    def modules_to_open(self) -> tuple[str, ...]:
+        """Return the modules that :meth:`open` imports, as far as known."""
+        return self.opened_with
+
     @classmethod
     def from_directory(cls, path: Path | str) -> Self:
         """Open the artifact in a directory; ``Artifact`` itself opens any kind.

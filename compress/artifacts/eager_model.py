@@ -10,7 +10,7 @@ from compress.artifacts.in_process import is_in_process
 from compress.checkpoint.state_dict import load_state_
 from compress.common.atomic_files import temporary_folder
 from compress.common.errors import ArtifactInvalid, PipelineInvalid
-from compress.common.factories import local_sources
+from compress.common.factories import imported_libraries, local_sources
 from compress.common.forward import opened_model, torch_predictor
 from compress.common.signature import Signature
 
@@ -32,6 +32,10 @@ class EagerModel(Artifact):
 
     kind: ClassVar[str] = "eager"
     payload: ClassVar[str] = "weights.safetensors"
+    opened_with: ClassVar[tuple[str, ...]] = (
+        "compress.checkpoint.safetensors_io",
+        "torch.utils.serialization.config",
+    )
 
     @classmethod
     def create(
@@ -131,6 +135,10 @@ class EagerModel(Artifact):
         sources = [name for name in self.manifest.files if name.startswith(f"{CODE}/")]
         self.check_files(hashed=sources)  # at each access: the caller is about to run them
         return self.path / CODE if sources else None
+
+    def modules_to_open(self) -> tuple[str, ...]:
+        """Return the libraries that the recipe's code has imported into this process."""
+        return (*self.opened_with, *imported_libraries(self.recipe.factory))
 
     def load(self, device: str = "cpu") -> torch.nn.Module:
         """Return a new module in eval mode; raise ArtifactInvalid if the weights do not fit it."""

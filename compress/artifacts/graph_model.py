@@ -30,7 +30,11 @@ class GraphModel(Artifact):
 
     kind: ClassVar[str] = "graph"
     payload: ClassVar[str] = "model.pt2"
-    opened_with: ClassVar[tuple[str, ...]] = ("compress.graph.torch_export",)
+    opened_with: ClassVar[tuple[str, ...]] = (
+        "compress.graph.torch_export",
+        *("torch._dynamo", "torch._inductor.sizevars", "torch.export._trace"),
+        *("torch.fx.experimental.validator", "sympy.assumptions.wrapper", "sympy.tensor.tensor"),
+    )
 
     @classmethod
     def create(

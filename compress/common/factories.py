@@ -133,12 +133,38 @@ def local_sources(reference: str, folder: Path | None = None) -> dict[str, Path]
     return dict(sorted(found.items()))
 
 
+def imported_libraries(reference: str) -> tuple[str, ...]:
+    """Return the installed modules that a reference's module has imported into this process.
+
+    Those that only libraries import are left out: they come with them.
+    """
+    libraries: dict[str, None] = {}
+    seen, queue = set[str](), [reference.partition(":")[0]]
+    while queue:
+        name = queue.pop()
+        parent, _, attribute = name.rpartition(".")
+        if name not in sys.modules:  # a class or a function, or not imported so far
+            found = vars(sys.modules[parent]).get(attribute) if parent in sys.modules else None
+            name = getattr(found, "__module__", None) or parent
+        if name in seen or name not in sys.modules:
+            continue
+        seen.add(name)
+        file = getattr(sys.modules[name], "__file__", None) or ""
+        if is_library(name):
+            libraries[name] = None
+        elif file.endswith(".py") and origin_of(file) == "user":
+            is_package = hasattr(sys.modules[name], "__path__")
+            queue += _imported_names(Path(file).read_bytes(), name, is_package)
+    return tuple(libraries)
+
+
 def is_library(name: str) -> bool:
     """Whether an imported module is installed or part of this toolkit."""
     if name.partition(".")[0] in OWN_PACKAGES:
         return True
     spec = getattr(sys.modules.get(name), "__spec__", None)
-    return _is_installed(Path(getattr(spec, "origin", None) or ".").resolve())
+    origin = Path(getattr(spec, "origin", None) or "built-in")
+    return origin.is_absolute() and _is_installed(origin.resolve())
 
 
 def _is_installed(path: Path) -> bool:

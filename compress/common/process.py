@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import importlib
 import math
 import os
 import random
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 THREADS = "OMP_NUM_THREADS"
 CGROUPS = Path("/sys/fs/cgroup")
@@ -74,6 +75,14 @@ def gc_disabled() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+def import_modules(names: Iterable[str]) -> None:
+    """Import modules ahead of their use; those that cannot be imported are left out."""
+    with gc_disabled():
+        for name in names:
+            with suppress(Exception, SystemExit):
+                importlib.import_module(name)
 
 
 @contextmanager

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 MEASURED_SECONDS = 0.6
 PRECISE = 1.04
 """Ratio of an interval's ends at which measuring stops early."""
+CHECKED_AFTER = (0.25, 0.25, 0.5)
+"""Shares of the seconds, after each of which measuring stops where all intervals are narrow."""
 SECOND_TRY = 4
 """How many times longer models are measured once more where an interval is too wide."""
 MINIMUM_ROUNDS = 15
@@ -163,8 +165,8 @@ def compare_latency(
 ) -> Comparison:
     """Measure two models call by call in turn on the batches, so that both see the same noise.
 
-    Each is measured for so many seconds, after a quarter of that to warm up; for half of them where
-    the intervals are narrow then, and once more for longer where one is too wide.
+    Each is measured for so many seconds, after a quarter of that to warm up; for a quarter or a
+    half of them where the intervals are narrow then, and for longer where one is too wide.
     """
     return compare_latencies([before, after], batches, seconds).comparison(0, 1)
 
@@ -175,8 +177,8 @@ def compare_latencies(
     """Measure any number of models as :func:`compare_latency` does."""
     rounds = _Rounds(predictors, batches)
     rounds.warm_up(seconds / 4)
-    for _ in range(2):
-        rounds.measure(seconds / 2)
+    for share in CHECKED_AFTER:
+        rounds.measure(share * seconds)
         measured = rounds.results()
         comparisons = [measured.comparison(0, i) for i in range(len(predictors))]
         if all(comparison.is_precise for comparison in comparisons):

@@ -2,7 +2,8 @@
 
 # Where another model was opened before, the heap has free space, and the next model that fills it
 # would seem to need no memory. Importing torch anew for each model takes seconds, so one process
-# imports it, computes nothing, and forks another for each measurement (peak_memory_worker).
+# imports it, computes nothing, and forks another for each measurement (peak_memory_worker). That
+# process is a fork of this one where this one has not computed yet (`fork_worker`), else a new one.
 # multiprocessing's own fork server would import the user's script as well.
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import warnings
 from contextlib import contextmanager, suppress
 from multiprocessing import Pipe
 from pathlib import Path
@@ -92,7 +94,7 @@ def peak_memory(
                 device=device,
                 threads=threads,
                 inputs=str(file),
-                imports=kind.opened_with,
+                imports=artifact.modules_to_open(),
                 folder=working_directory,
                 search=[*map(str, sys.path)],
                 environment=dict(os.environ),
@@ -116,19 +118,79 @@ def measurement_process() -> Iterator[None]:
             _end_worker()
 
 
+def fork_worker() -> None:
+    """Fork the measuring process from this one, which has imported torch and computed nothing.
+
+    That saves importing a second time. Without effect where a fork is not safe: beside other
+    threads of Python, whose locks would never be released in it.
+    """
+    global _worker
+    if threading.active_count() > 1 or not (PROCESS / "clear_refs").exists():
+        return
+    with _lock, warnings.catch_warnings():
+        # Threads that libraries start at import, such as OpenBLAS's, are idle here.
+        warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+        _worker = _worker or _Worker(is_fork=True)
+
+
 class _Worker:
     """The process that forks one process per request; it ends with this one, even by a signal."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_fork: bool = False) -> None:
+        self.is_fork = is_fork
         self.connection, theirs = Pipe()
-        search = json.dumps([*map(str, sys.path)])
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", COMMAND, search, str(theirs.fileno())],
-            stdin=subprocess.DEVNULL,
-            pass_fds=[theirs.fileno()],
-            start_new_session=True,  # Ctrl-C must not reach it: this process ends it
-        )
+        self._process: subprocess.Popen[bytes] | None = None
+        if is_fork:
+            self.pid = os.fork()
+            if not self.pid:
+                _serve_in_fork(theirs.fileno())
+        else:
+            search = json.dumps([*map(str, sys.path)])
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", COMMAND, search, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # Ctrl-C must not reach it: this process ends it
+            )
+            self.pid = self._process.pid
         theirs.close()
+
+    def end(self) -> None:
+        """Kill it and its forks."""
+        for kill in (os.killpg, os.kill):  # a fork may not lead a group yet
+            with suppress(ProcessLookupError):
+                kill(self.pid, signal.SIGKILL)
+        if self._process is not None:
+            self._process.wait()
+        else:
+            with suppress(ChildProcessError):
+                os.waitpid(self.pid, 0)
+        self.connection.close()
+
+    def leave_to_parent(self) -> None:
+        """Let go of it in a fork of this process."""
+        self.connection.close()
+        if self._process is not None:
+            self._process.returncode = 0  # or Popen would wait for it
+
+
+def _serve_in_fork(descriptor: int) -> None:
+    """Serve requests in a fork of this process; never return."""
+    try:
+        os.setsid()  # Ctrl-C must not reach it: the parent ends it
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
+        # The parent's locks, files and sockets are not to stay open here.
+        os.closerange(3, descriptor)
+        os.closerange(descriptor + 1, os.sysconf("SC_OPEN_MAX"))
+        null = os.open(os.devnull, os.O_RDWR)
+        os.dup2(null, 0)
+        sys.stdout = os.fdopen(os.dup(null), "w")
+        from compress.profiling.peak_memory_worker import serve_requests
+
+        serve_requests(descriptor)
+    finally:
+        os._exit(1)
 
 
 _worker: _Worker | None = None
@@ -140,6 +202,8 @@ def _send(request: MeasurementRequest) -> dict[str, Any]:
     """Return the worker's reply: ``mebibytes`` or ``error``."""
     global _worker
     with _lock:
+        if _worker is not None and _worker.is_fork and request.device.startswith("cuda"):
+            _end_worker()  # CUDA cannot be used in a fork of a process that has initialized it
         try:
             _worker = _worker or _Worker()
             _worker.connection.send_bytes(json.dumps(request).encode())
@@ -156,18 +220,14 @@ def _end_worker() -> None:
     global _worker
     if _worker is not None:
         worker, _worker = _worker, None
-        with suppress(ProcessLookupError):
-            os.killpg(worker.process.pid, signal.SIGKILL)  # its forks die with it
-        worker.process.wait()
-        worker.connection.close()
+        worker.end()
 
 
 def _leave_to_parent() -> None:
     """In a fork of this process: let go of the worker, which belongs to the parent."""
     global _worker, _lock
     if _worker is not None:
-        _worker.connection.close()
-        _worker.process.returncode = 0  # or Popen would wait for it
+        _worker.leave_to_parent()
         _worker = None
     _lock = threading.Lock()
 

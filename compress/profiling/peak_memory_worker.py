@@ -21,13 +21,11 @@ import torch
 
 from compress.common.errors import CompressError, describe_exit_code, first_line
 from compress.common.factories import is_library
-from compress.common.process import gc_disabled
+from compress.common.process import import_modules
 from compress.profiling.peak_memory import MeasurementRequest
 from compress.profiling.rss import PROCESS, library_kib, memory_kib, release_memory, reset_peak
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from compress.artifacts.artifact import Artifact
 
 LONGEST_SECONDS = 600
@@ -52,7 +50,7 @@ def serve_requests(descriptor: int) -> None:
             os.environ.clear()
             os.environ.update(request.environment)
             tempfile.tempdir = None  # cached: read TMPDIR again
-            _import(request.imports)
+            import_modules(request.imports)
             for _ in range(IMPORT_ROUNDS):
                 gc.freeze()  # or garbage collection in each fork would traverse all of torch
                 result = _measure_in_fork(request, client)
@@ -61,17 +59,10 @@ def serve_requests(descriptor: int) -> None:
                     break
                 # Imported here, and the model is measured again: modules are no part of its memory,
                 # and the next model need not import them.
-                _import(missing)
+                import_modules(missing)
                 tried |= {*missing}
             client.send_bytes(json.dumps(result).encode())
     os._exit(0)  # skip the interpreter's teardown: nothing is left to clean up
-
-
-def _import(modules: Sequence[str]) -> None:
-    with gc_disabled():
-        for name in modules:
-            with suppress(Exception, SystemExit):
-                importlib.import_module(name)
 
 
 def _measure_in_fork(request: MeasurementRequest, client: Connection) -> dict[str, Any]:

@@ -12,9 +12,6 @@ import torch
 from compress.common.errors import ArtifactInvalid, first_line
 from compress.common.tensor_difference import relative_error
 from export.common.int8_sums import has_16_bit_sums
-from export.onnx.graph import graphs_in
-from export.onnx.kernels import count_kernels, integer_macs_share
-from export.onnx.proto_io import read, write
 
 if TYPE_CHECKING:
     import onnx
@@ -45,6 +42,10 @@ def counted_predictor(
     They are the number of integer and of float kernels, and `integer_share`, the integer kernels'
     share of the multiply-accumulates of a call with the inputs, where it can be counted.
     """
+    # They import onnx, which opening a file does not need.
+    from export.onnx.kernels import count_kernels, integer_macs_share
+    from export.onnx.proto_io import read
+
     with tempfile.TemporaryDirectory() as folder:
         optimized = Path(folder) / "optimized.onnx"
         session = exact_session(file, threads, optimized)
@@ -77,6 +78,9 @@ def optimize(model: onnx.ModelProto, level: Literal["basic", "extended"]) -> onn
     Level `basic` folds constants and BatchNorm, and gives standard operators; `extended` also fuses
     them into onnxruntime's own, which no other runtime knows.
     """
+    from export.onnx.graph import graphs_in
+    from export.onnx.proto_io import read, write
+
     levels = onnxruntime.GraphOptimizationLevel
     # The level above these changes layouts for the processor that it runs on.
     chosen = {"basic": levels.ORT_ENABLE_BASIC, "extended": levels.ORT_ENABLE_EXTENDED}[level]

@@ -56,6 +56,7 @@ class OnnxModel(Artifact):
     kind: ClassVar[str] = "onnx"
     payload: ClassVar[str] = "model.onnx"
     reports_integer_share: ClassVar[bool] = True
+    opened_with: ClassVar[tuple[str, ...]] = ("export.onnx.session",)
 
     @opened_model
     def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:

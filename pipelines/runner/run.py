@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 import uuid
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from compress.common.errors import CompressError, GateRefused
-from compress.common.process import within_quota
+from compress.common.process import import_modules, within_quota
 from compress.core.progress import silent
-from compress.profiling.peak_memory import measurement_process
+from compress.core.stage import members_of
+from compress.profiling.peak_memory import fork_worker, measurement_process
 from pipelines.config.model_spec import SOURCE
 from pipelines.config.run_options import RunOptions
 from pipelines.executors.factory import check_engine, engine_for
@@ -35,7 +36,7 @@ from pipelines.system.signals import INTERRUPTED
 from pipelines.system.temp_files import temporary_files
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from pipelines.config.pipeline import PipelineConfig
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
     from pipelines.store.remote import Remote
 
 DEFAULTS = RunOptions()
+COUNTED_WITH = ("torch._dynamo",)
+"""What torch imports when multiply-accumulates are counted."""
 
 
 def run(
@@ -100,6 +103,23 @@ def run(
             tracker = tracked(pipeline.tracker, out, pipeline.name, run_id)
             log_handlers.enter_context(tracker)
         return _execute(state, options, render)
+
+
+@contextmanager
+def forked_measurement_process(
+    pipeline: PipelineConfig, out: Path, options: RunOptions
+) -> Iterator[None]:
+    """Measure memory in a fork of this process within a block, begun before anything is computed.
+
+    Only for a process that has imported this toolkit and done nothing else, such as the command's.
+    """
+    plan = build_plan(pipeline, options.start, options.until, force=options.force)
+    if not (out / ".store").exists():  # nothing is cached: this process is going to import them too
+        kinds = {kind for p in plan.stages for kind in members_of(p.stage.writes())}
+        import_modules([*COUNTED_WITH, *(name for kind in kinds for name in kind.opened_with)])
+    with measurement_process():
+        fork_worker()
+        yield
 
 
 def _execute(state: RunState, options: RunOptions, render: Callable[[Report, Path], str]) -> Report:

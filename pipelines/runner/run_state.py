@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from compress.data.fingerprint import Contents
     from compress.data.splits import Splits
     from compress.profiling.batch_dependence import BatchDependence
+    from compress.profiling.benchmark import Comparison
     from pipelines.config.pipeline import PipelineConfig
     from pipelines.planning.plan import Plan, PlannedStage
     from pipelines.results.measurements import Measurements
@@ -156,6 +157,7 @@ class RunState:
     """Of the stages whose gates have been evaluated, whether they passed or not."""
     scores: dict[tuple[Any, ...], tuple[float, Recording]] = field(default_factory=dict)
     batch_dependences: dict[str, BatchDependence] = field(default_factory=dict)
+    comparisons: dict[tuple[Any, ...], tuple[Comparison, Recording]] = field(default_factory=dict)
     baseline: Measurements | None = None
     test: TestReport | None = None
 
@@ -232,4 +234,5 @@ class RunState:
             scores=self.scores,
             served_batch_size=self.pipeline.served_batch_size,
             dependences=self.batch_dependences,
+            comparisons=self.comparisons,
         )

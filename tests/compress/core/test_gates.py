@@ -32,6 +32,7 @@ from compress.core.metrics import Metric, predicted_decisions
 from compress.core.stage import Stage
 from compress.core.verdict import explain
 from compress.data.splits import Splits
+from compress.profiling import benchmark
 from compress.profiling.quantiles import Interval
 
 
@@ -251,10 +252,24 @@ class Recording:
 
     signature: Signature
     inputs: list[torch.Tensor] = field(default_factory=list)
+    digest: str = "recording"
 
     @contextmanager
     def open(self, device: str, threads: int) -> Iterator[Predictor]:
         yield lambda x: (self.inputs.append(x), (x,))[1]
+
+
+def test_a_reliable_comparison_is_measured_once(mlp, context, monkeypatch) -> None:
+    """The gate and the report then name the same figure; an uncertain one is measured again."""
+    before, after = Recording(mlp.signature, digest="a"), Recording(mlp.signature, digest="b")
+    reliable = SimpleNamespace(unreliable_reason="")
+    found = [SimpleNamespace(unreliable_reason="noise"), reliable]
+    monkeypatch.setattr(benchmark, "compare_latency", lambda *_: found.pop(0))
+    assert context.compare_latency(before, after, 1).unreliable_reason == "noise"
+    assert [context.compare_latency(before, after, 1) for _ in range(2)] == [reliable, reliable]
+    found.append(SimpleNamespace(unreliable_reason=""))
+    assert context.compare_latency(before, after, 2) is not reliable
+    assert not found
 
 
 @pytest.mark.parametrize("batch", [1, 8])

@@ -310,16 +310,53 @@ def test_the_worker_lives_until_the_outermost_block_ends(
         assert first is not None
         context.peak_memory(model, batch=1)
         assert peak_memory._worker is first
-        assert first.process.poll() is None
-    assert first.process.returncode == -signal.SIGKILL
+        os.kill(first.pid, 0)  # raises where it has ended
+    with pytest.raises(ProcessLookupError):
+        os.kill(first.pid, 0)
+
+
+FORKING = """
+import sys
+import threading
+from pathlib import Path
+
+from compress import Context, EagerModel
+from compress.profiling import peak_memory
+from compress.profiling.peak_memory import fork_worker, measurement_process
+
+model = EagerModel.from_directory(sys.argv[1])
+idle = threading.Event()
+with measurement_process():
+    if sys.argv[2] == "threads":
+        threading.Thread(target=idle.wait).start()
+    fork_worker()
+    forked = peak_memory._worker is not None and peak_memory._worker.is_fork
+    print(forked, Context(root=Path("none")).peak_memory(model, batch=1), flush=True)
+    idle.set()
+"""
+
+
+@pytest.mark.slow  # imports torch twice
+@pytest.mark.parametrize("threads", [False, True], ids=["alone", "beside threads"])
+def test_a_process_that_has_not_computed_is_forked(make: Make, tmp_path: Path, threads) -> None:
+    """Its fork measures the same; beside threads, whose locks it would hold, another is started."""
+    model = make("Square", width=WIDTH)
+    command = [sys.executable, "-c", FORKING, str(model.path), "threads" if threads else ""]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    forked, peak = done.stdout.split()
+    assert forked == str(not threads)
+    assert PRODUCT - 2 < float(peak) < PRODUCT + BESIDE
 
 
 @pytest.mark.slow
-def test_no_worker_outlives_a_killed_process(make: Make, tmp_path: Path) -> None:
+@pytest.mark.parametrize("forks", [False, True], ids=["started", "forked"])
+def test_no_worker_outlives_a_killed_process(make: Make, tmp_path: Path, forks: bool) -> None:
     pids = tmp_path / "pids"
     model = make("Sleeping", file=str(pids))
     ask = (
         "from pathlib import Path; from compress import Context, EagerModel; "
+        "from compress.profiling.peak_memory import fork_worker; "
+        f"fork_worker() if {forks} else None; "
         f"model = EagerModel.from_directory({str(model.path)!r}); "
         "Context(root=Path('none')).peak_memory(model, batch=1)"
     )
