@@ -82,9 +82,11 @@ class ExecuTorchProgram:
             return tuple(self._method.execute(tensors))
         except RuntimeError as error:
             # The reason is printed, not raised: run once more to catch it.
-            with _captured_stderr() as printed, suppress(RuntimeError):
-                self._method.execute(tensors)
-            raise RuntimeError(f"{first_line(error)}: {_last_line(printed)}") from error
+            with _captured_stderr() as printed:
+                with suppress(RuntimeError):
+                    self._method.execute(tensors)
+                reason = _last_line(printed)
+            raise RuntimeError(f"{first_line(error)}: {reason}") from error
 
     def _load(self) -> None:
         with quiet_library(), _captured_stderr() as printed:
