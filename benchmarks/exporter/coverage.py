@@ -57,8 +57,8 @@ and compared with its source. This part is written by `benchmarks/export.py cove
   fresh process and gave the same answers to the last bit.
 - **no**: there is no artifact; the reason is what the stage says. *Nothing*: not tried.
 - **TorchScript**: by `method: trace`, and where that refuses by `method: script`.
-- **ExecuTorch** plans memory for the largest sizes, so `model.axes` declares a `max` of {largest} for every
-  named axis.
+- **ExecuTorch** plans memory for the largest sizes, so `model.axes` declares a `max` of {largest}
+  for every named axis.
 - Words are open (named) axes beside the batch, and frames, heights and widths where the zoo names
   them so.
 

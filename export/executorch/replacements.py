@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +20,7 @@ def replacements() -> dict[Any, Any]:
     """Return a table for `ExportedProgram.run_decompositions`: operator → function."""
     return {
         aten.scaled_dot_product_attention.default: attention,
+        aten.gelu.default: gelu,
         aten.instance_norm.default: instance_norm,
         aten.adaptive_max_pool2d.default: adaptive_max_pool2d,
         aten.unsqueeze.default: unsqueeze,
@@ -39,20 +41,38 @@ def attention(
 ) -> Any:
     """Write attention as two products and a softmax, which have kernels of XNNPACK.
 
-    With a mask it is torch's own decomposition, which also replaces rows that a mask leaves nothing
-    of, and copies its inputs for a product of more than three axes.
+    torch's own decomposition copies its inputs for a product of more than three axes, and would
+    leave views to ExecuTorch that fit the strides of the fused kernel alone.
     """
-    is_plain = attn_mask is None and not is_causal and not enable_gqa
-    if not is_plain or query.dim() != 4 or key.shape[:2] != query.shape[:2]:
-        # Not left to ExecuTorch, whose program would keep views of the fused kernel's strides.
-        decomposed: Any = aten._scaled_dot_product_attention_math.default
-        options = {"scale": scale, "enable_gqa": enable_gqa}
-        return decomposed(query, key, value, attn_mask, 0.0, is_causal, **options)[0]
+    if query.dim() != 4 or key.shape[:2] != query.shape[:2] or enable_gqa:
+        return NotImplemented
     rows, keys, values = (x.flatten(0, 1) for x in (query, key, value))
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     scores = torch.bmm(rows * factor, keys.transpose(1, 2))
-    mixed = torch.bmm(torch.softmax(scores, -1), values)
+    if is_causal:
+        places = [torch.arange(x.shape[-2], device=query.device) for x in (query, key)]
+        attn_mask = places[1] <= places[0][:, None]
+    if attn_mask is None:
+        weights = torch.softmax(scores, -1)
+    else:
+        scores = scores.view(*query.shape[:3], key.shape[2])
+        if attn_mask.dtype == torch.bool:
+            scores = torch.where(attn_mask, scores, -math.inf)
+        else:
+            scores = scores + attn_mask
+        # Rows of which a mask leaves nothing give zeros, as torch's kernels do.
+        is_empty = (scores == -math.inf).all(-1, keepdim=True)
+        weights = torch.where(is_empty, 0.0, torch.softmax(scores, -1)).flatten(0, 1)
+    mixed = torch.bmm(weights, values)
     return mixed.reshape(*query.shape[:3], value.shape[-1])
+
+
+def gelu(x: Tensor, *, approximate: str = "none") -> Any:
+    """Write the approximation by tanh out: XNNPACK (executorch 1.5.1) computes the exact GELU."""
+    if approximate != "tanh":
+        return NotImplemented
+    inner = math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)
+    return 0.5 * x * (1 + torch.tanh(inner))
 
 
 def instance_norm(
