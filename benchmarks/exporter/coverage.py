@@ -1,14 +1,17 @@
 """Write docs/coverage.md's part on export: every model of the zoo in each format.
 
 Each export is a process of its own. Results are stored in a folder, so that a run that was stopped
-continues; `--again` deletes them. `--aot` names the models that are compiled by
-AOTInductor too, all by default, which takes half a minute each and minutes on a busy machine.
+continues; `--again` deletes them. `--formats` names the columns that are tried, by default all
+whose libraries are installed; the others stay on the page as they are. `--aot` names the models
+that are compiled by AOTInductor too, all by default, which takes half a minute each and minutes on
+a busy machine.
 """
 
 import argparse
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -25,9 +28,17 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.apart import within  # noqa: E402
-from benchmarks.page import write_part  # noqa: E402
+from benchmarks.page import PAGE, write_part  # noqa: E402
+from export.executorch.library import quiet_library  # noqa: E402
 from tests.compress.pruning.zoo.registry import Case  # noqa: E402
-from tests.export.zoo.export_cell import FORMATS, OPENING, export_cell, import_case  # noqa: E402
+from tests.export.zoo.export_cell import (  # noqa: E402
+    FORMATS,
+    LARGEST_SIZE,
+    OPENING,
+    export_cell,
+    formats_here,
+    import_case,
+)
 from tests.export.zoo.models import HAND, TRANSFORMERS, ZOO  # noqa: E402
 
 SECONDS = 300
@@ -35,6 +46,7 @@ SECONDS = 300
 PROCESSES = int(os.environ.get("PROCESSES", "2"))
 """Exports that run at the same time."""
 Rows = dict[tuple[str, str], dict]
+LIBRARIES = ("torch", "onnx", "transformers", "openvino", "executorch")
 TITLE = "What can be exported"
 HEAD = """Models of the tests' zoo (small, without trained weights), each exported to every format
 and compared with its source. This part is written by `benchmarks/export.py coverage`; {versions}.
@@ -45,6 +57,8 @@ and compared with its source. This part is written by `benchmarks/export.py cove
   fresh process and gave the same answers to the last bit.
 - **no**: there is no artifact; the reason is what the stage says. *Nothing*: not tried.
 - **TorchScript**: by `method: trace`, and where that refuses by `method: script`.
+- **ExecuTorch** plans memory for the largest sizes, so `model.axes` declares a `max` of {largest}
+  for every named axis.
 - Words are open (named) axes beside the batch, and frames, heights and widths where the zoo names
   them so.
 
@@ -56,6 +70,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="three models, nothing written")
     parser.add_argument("--again", action="store_true", help="delete earlier results")
     parser.add_argument("--as-it-is", action="store_true", help="write the results so far")
+    parser.add_argument("--formats", nargs="*", default=formats_here(), choices=FORMATS)
     parser.add_argument("--aot", nargs="*", default=[*ZOO], help="models that are compiled")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "export_coverage")
     options = parser.parse_args()
@@ -67,14 +82,18 @@ def main() -> None:
     cases = [ZOO[name] for name in ("separable", "gate", "pooled")]
     cases = cases if options.small else list(ZOO.values())
     slow = {"AOTInductor": options.aot}
-    wanted = [(c, name) for c in cases for name in FORMATS if name not in slow]
-    wanted += [(c, name) for c in cases for name in slow if c.name in slow[name]]
+    wanted = [
+        (case, name)
+        for name in options.formats
+        for case in cases
+        if name not in slow or case.name in slow[name]
+    ]
     if not options.as_it_is:
         _fill(wanted, options.folder)
     rows = _read(options.folder)
     if not options.small:
         _open_again(rows, options.folder)
-        write_part(TITLE, _text(rows))
+        write_part(TITLE, _text(_rows_of_page() | rows))
 
 
 def import_once() -> None:
@@ -85,6 +104,9 @@ def import_once() -> None:
         "torch.onnx._internal.exporter._core",
     ):
         import_module(name)
+    if "ExecuTorch" in formats_here():
+        with quiet_library():
+            import_module("executorch.backends.xnnpack.partition.xnnpack_partitioner")
     from torch.onnx._internal.exporter._registration import ONNXRegistry
 
     registry = ONNXRegistry.from_torchlib()
@@ -134,12 +156,34 @@ def _open_again(cells: Rows, folder: Path) -> None:
 
 def _export(case: Case, name: str, path: Path) -> dict:
     with TemporaryDirectory(prefix="compress-zoo-") as folder:
-        return vars(export_cell(import_case(case, Path(folder) / "source"), name, path))
+        return vars(export_cell(import_case(case, Path(folder) / "source", name), name, path))
+
+
+def _rows_of_page() -> Rows:
+    """Return the results that the page has, without digests."""
+    part, rows = PAGE.read_text().partition(f"# {TITLE}\n")[2], {}
+    formats: list[str] = []
+    for line in re.findall(r"^\| (\w+ \|.*) \|$", part, re.MULTILINE):
+        model, *cells, reasons = (cell.strip() for cell in line.split("|"))
+        if model == "model":
+            formats = cells
+            continue
+        names = "|".join(map(re.escape, formats))
+        pairs = re.findall(rf"(?:^|; )({names}): (.*?)(?=; (?:{names}): |$)", reasons)
+        refusals = dict(pairs)
+        for name, cell in zip(formats, cells, strict=True):
+            if cell:
+                error = 0.0 if name in refusals else float(cell)
+                rows[model, name] = {"refusal": refusals.get(name, ""), "error": error}
+    return rows
 
 
 def _text(rows: Rows) -> str:
-    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "onnx", "transformers"))
-    text = HEAD.format(versions=f"Python {platform.python_version()}, {versions}")
+    versions = ", ".join(f"{name} {version(name)}" for name in LIBRARIES)
+    text = HEAD.format(
+        versions=f"Python {platform.python_version()}, {versions}",
+        largest=LARGEST_SIZE["ExecuTorch"],
+    )
     good = sum(not row["refusal"] for row in rows.values())
     text += f"{good} of {len(rows)} cells ({good / len(rows):.1%}): "
     counts = []

@@ -14,6 +14,7 @@ from export.common.recurrent import refuse_unrolled_rnn
 from export.common.targets import SIGNED_8_BITS
 from export.executorch.delegation import describe_delegation
 from export.executorch.library import quiet_library
+from export.executorch.replacements import replacements
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from compress.common.signature import Signature
 
 aten = torch.ops.aten
-ATTENTION = aten.scaled_dot_product_attention.default
 UNSIGNED = (torch.uint8, torch.uint16)
 
 
@@ -49,14 +49,23 @@ def lower(program: ExportedProgram, bounded: Signature) -> LoweredProgram:
     try:
         with quiet_library(), torch.no_grad():
             from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
-            from executorch.exir import ExecutorchBackendConfig, to_edge_transform_and_lower
+            from executorch.exir import (
+                EdgeCompileConfig,
+                ExecutorchBackendConfig,
+                to_edge_transform_and_lower,
+            )
 
             program = trace(program.module(check_guards=False), bounded.example(), bounded)
             reshape_views_(program.graph_module)  # `attention` has other strides than torch's
-            program = program.run_decompositions({ATTENTION: attention})
+            program = program.run_decompositions(replacements())
             merge_copies_(program)
             write_clamps_(program)
-            edge = to_edge_transform_and_lower(program, partitioner=[XnnpackPartitioner()])
+            # The check of the graph (executorch 1.5.1) takes the length of a tensor where an
+            # operator gives several, which fixes the batch to the traced size.
+            unchecked = EdgeCompileConfig(_check_ir_validity=False)
+            edge = to_edge_transform_and_lower(
+                program, partitioner=[XnnpackPartitioner()], compile_config=unchecked
+            )
             lowered = edge.exported_program()
             restore_bounds_(lowered)
             delegation = describe_delegation(lowered)
@@ -70,32 +79,6 @@ def lower(program: ExportedProgram, bounded: Signature) -> LoweredProgram:
             f"ExecuTorch cannot lower the model: {type(error).__name__}: {first_line(error)}"
         ) from error
     return LoweredProgram(content, delegation)
-
-
-def attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Any:
-    """Write attention without a mask as two products and a softmax; other attention is left alone.
-
-    All three have kernels of XNNPACK. torch's own decomposition also replaces rows that a mask
-    leaves nothing of, and copies its inputs for a product of more than three axes.
-    """
-    is_plain = attn_mask is None and not is_causal and not enable_gqa
-    if not is_plain or query.dim() != 4 or key.shape[:2] != query.shape[:2]:
-        return NotImplemented
-    rows, keys, values = (x.flatten(0, 1) for x in (query, key, value))
-    factor = query.shape[-1] ** -0.5 if scale is None else scale
-    scores = torch.bmm(rows * factor, keys.transpose(1, 2))
-    mixed = torch.bmm(torch.softmax(scores, -1), values)
-    return mixed.reshape(*query.shape[:3], value.shape[-1])
 
 
 def merge_copies_(program: ExportedProgram) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from compress.common.signature import Signature
 
 Tensors = tuple[torch.Tensor, ...]
+
+NO_KERNEL = re.compile(r"kernel '([\w:.]+)' not found")
+"""Printed by the runtime for an operator of a program that it cannot run."""
 
 
 def load(
@@ -82,9 +86,11 @@ class ExecuTorchProgram:
             return tuple(self._method.execute(tensors))
         except RuntimeError as error:
             # The reason is printed, not raised: run once more to catch it.
-            with _captured_stderr() as printed, suppress(RuntimeError):
-                self._method.execute(tensors)
-            raise RuntimeError(f"{first_line(error)}: {_last_line(printed)}") from error
+            with _captured_stderr() as printed:
+                with suppress(RuntimeError):
+                    self._method.execute(tensors)
+                reason = _last_line(printed)
+            raise RuntimeError(f"{first_line(error)}: {reason}") from error
 
     def _load(self) -> None:
         with quiet_library(), _captured_stderr() as printed:
@@ -96,6 +102,11 @@ class ExecuTorchProgram:
                 self._program = Runtime.get().load_program(self.file)
                 self._method = self._program.load_method("forward")
             except RuntimeError as error:
+                if missing := sorted({*NO_KERNEL.findall(_read(printed))}):
+                    raise ArtifactInvalid(
+                        f"{self.file}: ExecuTorch's runtime has no kernel for "
+                        f"{', '.join(missing)}; use export_onnx or export_openvino"
+                    ) from error
                 raise ArtifactInvalid(
                     f"{self.file}: not an ExecuTorch program that this runtime can load, or "
                     f"truncated ({first_line(error)}; {_last_line(printed)})"
@@ -119,19 +130,26 @@ class ThreadPool:
 
 
 @contextmanager
-def _captured_stderr() -> Iterator[IO[bytes]]:
-    """Send what native code prints in a block to a file: the runtime prints what it reads."""
-    with tempfile.TemporaryFile() as printed:
+def _captured_stderr() -> Iterator[IO[str]]:
+    """Send what is printed in a block to a file: the runtime prints its reasons.
+
+    It prints while it loads, and gives what it prints in a call to Python's `sys.stderr`.
+    """
+    with tempfile.TemporaryFile("w+", errors="replace") as printed:
         saved = os.dup(2)
         os.dup2(printed.fileno(), 2)
         try:
-            yield printed
+            with redirect_stderr(printed):
+                yield printed
         finally:
             os.dup2(saved, 2)
             os.close(saved)
 
 
-def _last_line(printed: IO[bytes]) -> str:
+def _read(printed: IO[str]) -> str:
     printed.seek(0)
-    lines = printed.read().decode(errors="replace").splitlines()
-    return lines[-1].strip() if lines else ""
+    return printed.read()
+
+
+def _last_line(printed: IO[str]) -> str:
+    return _read(printed).rstrip().rpartition("\n")[2].strip()

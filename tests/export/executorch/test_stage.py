@@ -55,6 +55,41 @@ class Doubled(torch.nn.Module):
 """
 
 
+WITHOUT_KERNELS = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Lacking(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.last = nn.InstanceNorm2d(2, affine=True), nn.Linear(2, 3)
+        self.project, self.mixed = nn.Linear(16, 48), nn.Linear(16, 3)
+
+    def forward(self, image, rows):
+        image = self.norm(image.chunk(2, 1)[1])
+        weights = image.mean(1).softmax(2)[..., None]
+        pooled = (weights * image.permute(0, 2, 3, 1)).sum((1, 2))
+        query, key, value = self.project(rows).unflatten(2, (3, 2, 8)).transpose(1, 3).unbind(2)
+        mask = rows.new_zeros(6, 6).index_put(tuple(torch.tril_indices(6, 6)), rows.new_ones(21))
+        heads = F.scaled_dot_product_attention(query, key, value, mask.bool())
+        largest = F.adaptive_max_pool2d(heads, (3, 2)).sum(2).sum(2)
+        causal = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        heads = F.gelu(heads + causal, approximate="tanh")
+        mixed = heads.transpose(1, 2).reshape(rows.shape[0], -1, 16)
+        return self.last(pooled) + self.mixed(mixed).sum(1) + largest.sum(1, keepdim=True)
+"""
+VOLUME = """
+import torch
+
+
+class Volume(torch.nn.Module):
+    def forward(self, clip):
+        return torch.nn.functional.avg_pool3d(clip, 2).flatten(1)
+"""
+
+
 MASKED = """
 import torch
 
@@ -155,6 +190,37 @@ def test_what_is_left_to_portable_kernels_is_named_and_judged(tmp_path: Path) ->
     verdict = MinDelegated(share=0.9).evaluate(model, exported, context)
     assert not verdict.passed
     assert verdict.value == pytest.approx(4 * 30 / (4 * 30 + 30 * 2))
+
+
+def test_operators_that_executorch_has_no_kernels_for_are_written_as_others(tmp_path: Path) -> None:
+    axes = {"height": AxisBounds(max=32), "width": AxisBounds(max=32)}
+    image = compress.TensorSpec(name="image", shape=("batch", 4, "height", "width"))
+    rows = compress.TensorSpec(name="rows", shape=("batch", 6, 16))
+    signature = compress.Signature(inputs=(image, rows), axes=axes)
+    model = network_of(tmp_path, WITHOUT_KERNELS, "lacking:Lacking", signature)
+    # Parity is tried with channels of equal values, and at several sizes of each axis.
+    exported = ExportExecuTorch()(model, Context(root=tmp_path / "pte"))
+    assert exported.manifest.facts["float_kernels"]["aten.bmm"] == 4
+
+
+def test_an_operator_without_any_kernel_is_named(tmp_path: Path) -> None:
+    clip = compress.TensorSpec(name="clip", shape=("batch", 1, 4, 4, 4))
+    signature = compress.Signature(inputs=(clip,))
+    model = network_of(tmp_path, VOLUME, "volume:Volume", signature)
+    with pytest.raises(ArtifactInvalid, match=r"no kernel for aten::avg_pool3d\.out; use export_"):
+        ExportExecuTorch()(model, Context(root=tmp_path / "pte"))
+
+
+def test_an_error_of_a_call_has_the_reason_that_the_runtime_prints(
+    exported_sequence: ExecuTorchModel,
+) -> None:
+    from export.executorch.runtime import ExecuTorchProgram
+
+    program = ExecuTorchProgram(exported_sequence.payload_path, threads=1)
+    with pytest.raises(
+        RuntimeError, match=r"set_inputs.* failed.*: \[method\.cpp.*resizing tensor"
+    ):
+        program(torch.zeros(1, 65 * 32, dtype=torch.int64))
 
 
 def test_attention_is_left_to_xnnpack_but_for_its_mask(tmp_path: Path) -> None:

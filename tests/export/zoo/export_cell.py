@@ -11,10 +11,13 @@ import torch
 from compress.artifacts.eager_model import EagerModel
 from compress.common.errors import CompressError
 from compress.common.forward import name_outputs, run_in_eval
+from compress.common.signature import AxisBounds
 from compress.core.context import Context
 from export.aotinductor.stage import ExportAot
+from export.executorch.stage import ExportExecuTorch
 from export.exported_program import ExportProgram
 from export.onnx.stage import ExportOnnx
+from export.openvino.stage import ExportOpenVINO
 from export.torchscript.stage import ExportTorchScript
 
 if TYPE_CHECKING:
@@ -29,9 +32,13 @@ FORMATS: Mapping[str, tuple[Any, ...]] = {
     "TorchScript": (ExportTorchScript(), ExportTorchScript(method="script")),
     "torch.export": (ExportProgram(),),
     "AOTInductor": (ExportAot(),),
+    "OpenVINO": (ExportOpenVINO(),),
+    "ExecuTorch": (ExportExecuTorch(),),
 }
 """The stages of each column, the next where one refuses; a stage compares what it made with the
 source at batch sizes of 1, 3 and 8."""
+LARGEST_SIZE = {"ExecuTorch": 64}
+"""Format that needs a largest size of every named axis → the one that is declared for all."""
 BATCH, SEED = 5, 7
 """Inputs that no stage has seen."""
 LARGEST_ERROR = 1e-3
@@ -42,8 +49,8 @@ import sys
 sys.path.insert(0, {folder!r})
 import torch
 torch.set_num_threads(1)
-import export.aotinductor.stage, export.onnx.stage
-import export.exported_program, export.torchscript.stage
+import export.aotinductor.stage, export.executorch.stage, export.onnx.stage
+import export.exported_program, export.openvino.stage, export.torchscript.stage
 from tests.export.zoo.export_cell import digest, outputs_of
 from compress.artifacts.artifact import Artifact
 for path in {paths!r}:
@@ -64,11 +71,28 @@ class Cell:
     """SHA-256 of the artifact's outputs in the process that made it."""
 
 
-def import_case(case: Case, path: Path) -> EagerModel:
-    """Return a model of the zoo as an artifact."""
+def formats_here() -> list[str]:
+    """Return the formats whose libraries are installed."""
+    return [
+        name
+        for name, (stage, *_) in FORMATS.items()
+        if not any(need.missing() for need in stage.requirements)
+    ]
+
+
+def import_case(case: Case, path: Path, name: str = "") -> EagerModel:
+    """Return a model of the zoo as an artifact, with the sizes that a format needs declared."""
     module = case.build()
-    count = len(run_in_eval(module, case.signature.example()))
-    signature = name_outputs(case.signature, count)
+    signature = case.signature
+    count = len(run_in_eval(module, signature.example()))
+    if most := LARGEST_SIZE.get(name):
+        axes = {
+            axis: AxisBounds(min=signature.bounds(axis).min, max=most)
+            for axis in signature.dynamic_axes
+            if axis != signature.batch_axis
+        }
+        signature = signature.model_copy(update={"axes": axes})
+    signature = name_outputs(signature, count)
     return EagerModel.create(path, case.recipe, module.state_dict(), signature, folder=case.folder)
 
 
