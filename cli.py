@@ -358,7 +358,7 @@ def bench(
     seconds: Annotated[float, typer.Option(min=0.01, help="Measured for each figure.")] = 0.6,
     html: Annotated[Path | None, typer.Option(help="Write a page with plots.")] = None,
     web: Annotated[
-        Path | None, typer.Option(help="Write a page that measures the ONNX file in a browser.")
+        Path | None, typer.Option(help="Write a page that measures in browsers.")
     ] = None,
 ) -> None:
     """Measure artifacts in turn, and name the fastest."""
