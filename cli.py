@@ -357,9 +357,7 @@ def bench(
     threads: Annotated[str, typer.Option(help="CPU threads of a call.")] = "1",
     seconds: Annotated[float, typer.Option(min=0.01, help="Measured for each figure.")] = 0.6,
     html: Annotated[Path | None, typer.Option(help="Write a page with plots.")] = None,
-    web: Annotated[
-        Path | None, typer.Option(help="Write a page that measures in browsers.")
-    ] = None,
+    web: Annotated[Path | None, typer.Option(help="Write a page for browsers.")] = None,
 ) -> None:
     """Measure artifacts in turn, and name the fastest."""
     with fast_imports():
