@@ -122,10 +122,12 @@ def fork_worker() -> None:
     """Fork the measuring process from this one, which has imported torch and computed nothing.
 
     That saves importing a second time. Without effect where a fork is not safe: beside other
-    threads of Python, whose locks would never be released in it.
+    threads of Python, whose locks would never be released in it; nor within another block of
+    :func:`measurement_process`, whose process has done other things before.
     """
     global _worker
-    if threading.active_count() > 1 or not (PROCESS / "clear_refs").exists():
+    is_nested = _open_blocks > 1
+    if is_nested or threading.active_count() > 1 or not (PROCESS / "clear_refs").exists():
         return
     with _lock, warnings.catch_warnings():
         # Threads that libraries start at import, such as OpenBLAS's, are idle here.
