@@ -20,9 +20,10 @@ import warnings
 from contextlib import contextmanager, suppress
 from multiprocessing import Pipe
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from compress.common.errors import StageFailed
+from compress.profiling.measurement_request import MeasurementRequest
 from compress.profiling.rss import PROCESS
 
 if TYPE_CHECKING:
@@ -37,27 +38,6 @@ COMMAND = (
     "from compress.profiling.peak_memory_worker import serve_requests; "
     "serve_requests(int(sys.argv[2]))"
 )
-
-
-class MeasurementRequest(NamedTuple):
-    """An artifact to measure, and the environment of the process that requests it."""
-
-    module: str
-    """Module of the artifact's class."""
-    name: str
-    """Qualified name of the artifact's class."""
-    path: str
-    device: str
-    threads: int
-    inputs: str
-    """File of the model's inputs, a list of batches."""
-    imports: tuple[str, ...]
-    """Modules that opening the artifact imports, as far as known."""
-    folder: str
-    """Working directory; empty where it was removed."""
-    search: list[str]
-    """``sys.path``."""
-    environment: dict[str, str]
 
 
 def peak_memory(
