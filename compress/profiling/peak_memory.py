@@ -20,9 +20,10 @@ import warnings
 from contextlib import contextmanager, suppress
 from multiprocessing import Pipe
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from compress.common.errors import StageFailed
+from compress.profiling.measurement_request import MeasurementRequest
 from compress.profiling.rss import PROCESS
 
 if TYPE_CHECKING:
@@ -37,27 +38,6 @@ COMMAND = (
     "from compress.profiling.peak_memory_worker import serve_requests; "
     "serve_requests(int(sys.argv[2]))"
 )
-
-
-class MeasurementRequest(NamedTuple):
-    """An artifact to measure, and the environment of the process that requests it."""
-
-    module: str
-    """Module of the artifact's class."""
-    name: str
-    """Qualified name of the artifact's class."""
-    path: str
-    device: str
-    threads: int
-    inputs: str
-    """File of the model's inputs, a list of batches."""
-    imports: tuple[str, ...]
-    """Modules that opening the artifact imports, as far as known."""
-    folder: str
-    """Working directory; empty where it was removed."""
-    search: list[str]
-    """``sys.path``."""
-    environment: dict[str, str]
 
 
 def peak_memory(
@@ -122,10 +102,12 @@ def fork_worker() -> None:
     """Fork the measuring process from this one, which has imported torch and computed nothing.
 
     That saves importing a second time. Without effect where a fork is not safe: beside other
-    threads of Python, whose locks would never be released in it.
+    threads of Python, whose locks would never be released in it; nor within another block of
+    :func:`measurement_process`, whose process has done other things before.
     """
     global _worker
-    if threading.active_count() > 1 or not (PROCESS / "clear_refs").exists():
+    is_nested = _open_blocks > 1
+    if is_nested or threading.active_count() > 1 or not (PROCESS / "clear_refs").exists():
         return
     with _lock, warnings.catch_warnings():
         # Threads that libraries start at import, such as OpenBLAS's, are idle here.

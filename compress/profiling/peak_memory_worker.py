@@ -22,7 +22,7 @@ import torch
 from compress.common.errors import CompressError, describe_exit_code, first_line
 from compress.common.factories import is_library
 from compress.common.process import import_modules
-from compress.profiling.peak_memory import MeasurementRequest
+from compress.profiling.measurement_request import MeasurementRequest
 from compress.profiling.rss import PROCESS, library_kib, memory_kib, release_memory, reset_peak
 
 if TYPE_CHECKING:
