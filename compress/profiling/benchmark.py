@@ -27,7 +27,12 @@ MEASURED_SECONDS = 0.6
 PRECISE = 1.04
 """Ratio of an interval's ends at which measuring stops early."""
 CHECKED_AFTER = (0.25, 0.25, 0.5)
-"""Shares of the seconds, after each of which measuring stops where all intervals are narrow."""
+"""Shares of the seconds, after each of which measuring stops where all intervals are narrow.
+
+Stopping by the width of an interval, not by its place, keeps its coverage as it gets narrow (Chow
+and Robbins, "On the Asymptotic Theory of Fixed-Width Sequential Confidence Intervals for the Mean",
+1965).
+"""
 SECOND_TRY = 4
 """How many times longer models are measured once more where an interval is too wide."""
 MINIMUM_ROUNDS = 15
