@@ -12,10 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+fast_json: Any
 try:
-    import pydantic_core as fast_json
+    import pydantic_core
 except ImportError:  # a TorchServe archive needs numpy and the model's runtime alone
-    fast_json = None  # type: ignore[assignment]
+    fast_json = None
+else:
+    fast_json = pydantic_core
 
 from serve.worker.http_errors import NOT_ACCEPTABLE, UNREADABLE, abbreviated
 from serve.worker.tensors import dtype_name, in_signature_order, to_exact_array
