@@ -202,7 +202,7 @@ def packaged(
     """
     stage = PackageTorchServe(workers=workers, batch_size=8, max_batch_delay_ms=1)
     rows = [*zip(*model.signature.example(64), strict=True)]  # to show that they may be joined
-    data = Splits({"val": [row if len(row) > 1 else row[0] for row in rows]})  # type: ignore[dict-item]
+    data = Splits({"val": [(row, 0) if len(row) > 1 else row[0] for row in rows]})  # type: ignore[dict-item]
     archive = stage.run(model, Context(root=folder / "archive", data=data))
     mar = archive.payload_path
     if handler is not None:

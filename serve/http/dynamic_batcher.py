@@ -91,7 +91,12 @@ class Batcher:
     async def outputs(self, arrays: list[Array]) -> list[Array] | Exception:
         """Return a request's outputs, or what the model raised."""
         future: asyncio.Future[list[Array] | Exception] = self._loop.create_future()
-        job = self.submit(arrays, lambda outputs: future.done() or future.set_result(outputs))
+
+        def deliver(outputs: list[Array] | Exception) -> None:
+            if not future.done():
+                future.set_result(outputs)
+
+        job = self.submit(arrays, deliver)
         try:
             return await future
         finally:

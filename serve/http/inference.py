@@ -140,9 +140,11 @@ class Inference:
                 outputs = await self._check_outputs(outputs)
         except TimeoutError:
             raise self.late_error(504) from None
-        return await self.run_in_thread(
-            not is_small(outputs), self.encode, headers, wanted, arrays, outputs
+        in_thread = not is_small(outputs)
+        response: Response = await self.run_in_thread(
+            in_thread, self.encode, headers, wanted, arrays, outputs
         )
+        return response
 
     def start_task(
         self, response: Coroutine[Any, Any, Response], on_done: Callable[[Response], None]

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 try:
-    import pydantic_core as fast_json
+    import pydantic_core
 except ImportError:  # a TorchServe archive needs numpy and the model's runtime alone
-    fast_json = None  # type: ignore[assignment]
+    pydantic_core = None  # type: ignore[assignment]
 
 from serve.worker.http_errors import NOT_ACCEPTABLE, UNREADABLE, abbreviated
 from serve.worker.tensors import dtype_name, in_signature_order, to_exact_array
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
     from serve.worker.tensors import Array, Named, Specs
 
+fast_json: Any = pydantic_core
+"""Reads and writes JSON in a tenth of json's time, where it is installed."""
 HEADER_LENGTH = "inference-header-content-length"
 """The HTTP header with the length of the JSON, after which raw tensors begin."""
 DATATYPES = {
