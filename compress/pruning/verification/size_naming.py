@@ -41,6 +41,8 @@ def name_sizes_(
     """
     if not _writes_sizes(module, inputs):
         return ()
+    # A size may have the batch in it, as that of `x.view(n * c // 2, 2)` has.
+    others = [*others, [torch.cat([x, x[:1]]) if x.dim() else x for x in inputs]]
     graph = trace(module, inputs, across_norms=across_norms)
     near = {
         group: {size.call.module for size in graph.sized if _is_near(size, group)}
@@ -118,8 +120,9 @@ def _naming(module: nn.Module, sizes: Sequence[SizedAxis]) -> tuple[NameSizes, .
         values: dict[str, dict[str, int | tuple[int, ...]]] = {}
         for size in own:
             call = size.call
-            is_index = isinstance(call.call, ast.Subscript)
-            kind = "slice" if is_index else ast.unparse(call.call.func).rpartition(".")[2]
+            kind = "slice"
+            if isinstance(call.call, ast.Call):
+                kind = ast.unparse(call.call.func).rpartition(".")[2]
             attributes = names.setdefault((call.method, *occurrence_of(call.call, call.tree)), {})
             taken = sum(map(len, names.values()))
             while size.index not in attributes:

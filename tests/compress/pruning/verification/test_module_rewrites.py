@@ -177,6 +177,19 @@ def test_code_stays_where_naming_its_sizes_lets_nothing_leave() -> None:
     assert type(module) is Counted
 
 
+def test_a_size_that_has_the_batch_in_it_is_no_attribute() -> None:
+    class Folded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.hidden, self.head = nn.Linear(4, 8), nn.Linear(8, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            n = len(x)
+            return self.head(self.hidden(x).view(n * 4, 2).flip(1).view(n, 8))
+
+    assert rewrite_(Folded().eval(), (torch.randn(2, 4),)) == ()
+
+
 def test_halves_of_channels_lose_different_numbers() -> None:
     case = CASES["shuffle_net_v2"]
     module, inputs = case.build(), case.inputs(2)
