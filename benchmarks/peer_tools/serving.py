@@ -61,8 +61,8 @@ stages:
 SMOOTHED = "stages:\n  - {name: int8, stage: quantize_dynamic, smooth: auto}\n"
 EXPORT = "  - {name: onnx, stage: export_onnx, gates: [{gate: parity, atol: 0.5}]}\n"
 INTRODUCTION = f"""`wrk` sends the same row over and over, in JSON unless named, from the same
-cores. Each server runs the same ONNX file, a call on one thread, and has the fastest of its
-documented settings. Requests a second are medians of {ROUNDS} rounds of {SECONDS} s, all servers in
+cores. Each server runs the same ONNX file, a call on one thread, as its documentation
+shows it. Requests a second are medians of {ROUNDS} rounds of {SECONDS} s, all servers in
 turn. The share is that of in-process calls by as many threads as connections, with the rounds'
 range.
 """

@@ -1,6 +1,6 @@
 """Other servers of an ONNX model, each in an environment of its own, as their documentation has it.
 
-Each is started with what was fastest of the settings named beside it, on two cores.
+Each is started as its documentation shows it; other numbers of workers were not tried.
 """
 
 from __future__ import annotations
