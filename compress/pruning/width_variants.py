@@ -43,7 +43,7 @@ def width_variants(
         StageFailed: the model cannot be traced.
     """
     module, inputs = model.load(), model.signature.example(seed=seed)
-    rewrites = rewrite_(module, inputs, None)
+    rewrites = rewrite_(module, inputs, across_norms=across_norms)
     ranking = rank(
         module,
         inputs,
