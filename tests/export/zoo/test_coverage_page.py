@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[3]
 FEW_MODELS = ("ranker", "pooled", "cached")
 IN_FEW_MODELS = ("AOTInductor", "OpenVINO", "ExecuTorch")
 """Formats that are exported here for these models alone: they take long, or share ONNX's way."""
-LEAST_SHARE = {"AOTInductor": 0.9, "ExecuTorch": 0.78}
+LEAST_SHARE = {"AOTInductor": 0.9, "OpenVINO": 0.9, "ExecuTorch": 0.78}
 """Format → least share of the models that were tried; of the others 95 %."""
 EXPORTED = (
     *(case.name for case in HARD),
