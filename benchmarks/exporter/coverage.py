@@ -209,7 +209,8 @@ def _row(model: str, rows: Rows) -> str:
             cells.append("")
         elif row["refusal"]:
             cells.append("**no**")
-            reasons.append(f"{name}: {' '.join(row['refusal'].split())}")
+            refusal = re.sub(r"; see \S+parity\.json", "", row["refusal"])  # in a folder of the run
+            reasons.append(f"{name}: {' '.join(refusal.split())}")
         else:
             cells.append(f"{row['error']:.0e}")
     reason = "; ".join(reasons).replace("|", "/")

@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[3]
 FEW_MODELS = ("ranker", "pooled", "cached")
 IN_FEW_MODELS = ("AOTInductor", "OpenVINO", "ExecuTorch")
 """Formats that are exported here for these models alone: they take long, or share ONNX's way."""
-LEAST_SHARE = {"AOTInductor": 0.9, "ExecuTorch": 0.78}
+LEAST_SHARE = {"AOTInductor": 0.9, "OpenVINO": 0.9, "ExecuTorch": 0.78}
 """Format → least share of the models that were tried; of the others 95 %."""
 EXPORTED = (
     *(case.name for case in HARD),
@@ -68,12 +68,11 @@ def page() -> dict[str, list[str]]:
     text = (ROOT / "docs" / "coverage.md").read_text()
     part = text.partition("# What can be exported\n")[2]
     rows = re.findall(r"^\| (\w+) \|(.*)\|$", part, re.MULTILINE)
-    cells = {name: [cell.strip() for cell in rest.split("|")] for name, rest in rows}
-    del cells["model"]  # the head
-    return cells
+    return {name: [cell.strip() for cell in rest.split("|")] for name, rest in rows}
 
 
 TABLE = page()
+ON_PAGE = TABLE.pop("model")[:-1]  # the head, without reasons
 
 
 @pytest.fixture(scope="module")
@@ -98,11 +97,13 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Ea
 
 @pytest.mark.parametrize(("name", "kind"), CELLS)
 def test_a_cell_is_what_the_page_says(name: str, kind: str, sources, artifacts) -> None:
+    if kind not in ON_PAGE:
+        pytest.skip(f"the page has no column for {kind}; write it anew")
     source = sources(name, kind)
     path = source.path.parent / kind
     cell = export_cell(source, kind, path)
     *cells, reasons = TABLE[name]
-    if cells[list(FORMATS).index(kind)] == "**no**":
+    if cells[ON_PAGE.index(kind)] == "**no**":
         assert cell.refusal, "it works now: write the page anew"
         # What a library's error adds to it may depend on what the process did before.
         assert f"{kind}: {cell.refusal.partition(': ')[0]}" in reasons
@@ -127,7 +128,7 @@ def test_the_goal_is_met() -> None:
     """At least 95 % of the models in each format, or what it is known for."""
     assert set(TABLE) == set(ZOO)
     assert len(ZOO) >= 25
-    for i, kind in enumerate(FORMATS):
+    for i, kind in enumerate(ON_PAGE):
         tried = {name: row[i] for name, row in TABLE.items() if row[i]}
         share = sum(cell != "**no**" for cell in tried.values()) / len(tried)
         assert share >= LEAST_SHARE.get(kind, 0.95), kind
