@@ -443,7 +443,7 @@ def latency(
     out: Out = None,
     batch: Annotated[int, typer.Option(min=1, help="Samples of a call.")] = 1,
 ) -> None:
-    """Show a model's kernels, and predict the latency of other widths."""
+    """Predict a model's latency at other widths, by its kernels."""
     from pipelines.commands.analysis import latency as analysis
     from pipelines.commands.analysis.show import show
 
