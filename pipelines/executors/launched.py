@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from compress.common.config import Settings
-from compress.common.errors import CompressError, PipelineInvalid
+from compress.common.errors import CompressError, PipelineInvalid, StageFailed
 from compress.training.config.parallel import Parallel
 from compress.training.launch.rank_group import (
     SECONDS_TO_MEET,
@@ -48,25 +48,44 @@ def joined_processes(file: Path) -> Iterator[None]:
         return
     # A connection that closes is reported in one line, not by a stack trace of C++.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    group = RankGroup.join(environment)
-    if group.rank:
-        code = group.serve(lambda request: _answer(request, file))
-        # It has nothing to report: no exception, and of the teardown the exit handlers alone.
-        signals.ignore_signals()
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    exit_code = 0
+    exit_codes = [StageFailed.exit_code]
+    # Before torch registers its exit handlers, so that it is called after them.
+    atexit.register(lambda: _leave(exit_codes[-1]))
+    with _noted_exit_code(exit_codes):
+        group = RankGroup.join(environment)
+        if group.rank:
+            exit_codes.append(group.serve(lambda request: _answer(request, file)))
+            # It has nothing to report: no exception, and of the teardown the exit handlers alone.
+            signals.ignore_signals()
+            atexit._run_exitfuncs()
     try:
-        group.request("compare file", SECONDS_TO_MEET, sha256=_sha256(file))
+        with _noted_exit_code(exit_codes):
+            group.request("compare file", SECONDS_TO_MEET, sha256=_sha256(file))
+            yield
+    finally:
+        group.leave(exit_codes[-1])  # the other ranks leave with this code, too
+
+
+@contextmanager
+def _noted_exit_code(exit_codes: list[int]) -> Iterator[None]:
+    """Append the exit code that a block's end leads to."""
+    try:
         yield
     except BaseException as error:
-        # The other ranks leave with this code, too.
-        exit_code = signals.exit_code_of(error)
+        exit_codes.append(signals.exit_code_of(error))
         raise
-    finally:
-        group.leave(exit_code)
+    exit_codes.append(0)
+
+
+def _leave(code: int) -> None:
+    """End the process without finalizing Python.
+
+    Gloo's threads outlive the process group. One that releases a tensor while Python finalizes
+    aborts the process ("terminate called without an active exception").
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _end_with_torchrun() -> None:
