@@ -29,11 +29,6 @@ def main(graph: str, file: str, samples: str = "") -> int:
         return 4
     program = torch.export.load(graph)
     module = program.module()
-    given = [
-        node.meta["val"]
-        for node in program.graph.nodes
-        if node.name in program.graph_signature.user_inputs
-    ]
     if samples:
         with np.load(samples) as arrays:
             columns = [torch.from_numpy(arrays[name]) for name in arrays.files]

@@ -6,6 +6,7 @@ import hashlib
 import json
 from typing import TYPE_CHECKING, Any
 
+import onnxruntime
 from pydantic import ValidationError
 
 from compress.common.atomic_files import write_atomically
@@ -34,8 +35,6 @@ class KernelTable:
 
     def __init__(self, folder: Path, machine: Mapping[str, Any], threads: int) -> None:
         """Read the table of a machine, or begin one where there is none that can be read."""
-        import onnxruntime
-
         self.setup: dict[str, Any] = {
             **machine,
             "onnxruntime": onnxruntime.__version__,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx
+import onnxruntime
 from onnx.helper import make_graph, make_model, make_tensor_value_info, np_dtype_to_tensor_dtype
 
 from compress.common.errors import StageFailed, first_line
@@ -76,8 +77,6 @@ def kernels_of(file: Path, inputs: Arrays, threads: int) -> list[Kernel]:
 
 def _intermediate_values(model: onnx.ModelProto, inputs: Arrays, file: Path) -> Arrays:
     """Run a model and return what each of its operators writes."""
-    import onnxruntime
-
     complete = onnx.ModelProto()
     complete.CopyFrom(model)
     del complete.graph.output[:]
@@ -161,8 +160,6 @@ def _seconds_of(kernels: Sequence[Kernel], threads: int) -> list[float]:
 
 def _bound_call(kernel: Kernel, threads: int) -> tuple[Any, Any]:
     """Return a session of one kernel, and its inputs and outputs in onnxruntime's own memory."""
-    import onnxruntime
-
     options = _plain_options(threads)
     content = kernel.to_model().SerializeToString()
     session = onnxruntime.InferenceSession(content, options, ["CPUExecutionProvider"])
@@ -183,8 +180,6 @@ def _empty_kernel() -> Kernel:
 
 def _plain_options(threads: int = 1) -> Any:
     """Return options with which a graph runs as it is."""
-    import onnxruntime
-
     options = session_options(threads)
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     return options

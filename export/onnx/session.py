@@ -48,7 +48,7 @@ def counted_predictor(
 
     with tempfile.TemporaryDirectory() as folder:
         optimized = Path(folder) / "optimized.onnx"
-        session = exact_session(file, threads, optimized)
+        session = exact_session(file, threads, optimized, profiled=True)
         predict, model, share = _predictor(session), read(optimized), None
         try:
             predict(*inputs)
@@ -110,8 +110,11 @@ def _predictor(session: Any) -> Predictor:
     return predict
 
 
-def session_options(threads: int, optimized: Path | None = None) -> Any:
-    """Return a session's options; with a file, the model that it rewrites is written there."""
+def session_options(threads: int, optimized: Path | None = None, *, profiled: bool = False) -> Any:
+    """Return a session's options; with a file, the model that it rewrites is written there.
+
+    With `profiled`, the kernels that it runs are written beside that file.
+    """
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
@@ -120,7 +123,7 @@ def session_options(threads: int, optimized: Path | None = None) -> Any:
     options.log_severity_level = ERRORS_ONLY
     if optimized:
         options.optimized_model_filepath = str(optimized)
-        options.enable_profiling = True
+        options.enable_profiling = profiled
         options.profile_file_prefix = str(optimized.with_suffix(""))
         # In one file, a model of 2 GiB could not be written.
         options.add_session_config_entry(
@@ -129,9 +132,11 @@ def session_options(threads: int, optimized: Path | None = None) -> Any:
     return options
 
 
-def exact_session(file: Path, threads: int, optimized: Path | None = None) -> Any:
+def exact_session(
+    file: Path, threads: int, optimized: Path | None = None, *, profiled: bool = False
+) -> Any:
     """Return a session with exact int8 products, where onnxruntime can make the file's so."""
-    options = session_options(threads, optimized)
+    options = session_options(threads, optimized, profiled=profiled)
     if not has_16_bit_sums():  # with EXACT_SUMS int8 takes up to twice as long, also with VNNI
         return _session(file, options)
     options.add_session_config_entry(*EXACT_SUMS)
@@ -139,7 +144,7 @@ def exact_session(file: Path, threads: int, optimized: Path | None = None) -> An
         return _session(file, options)
     except ArtifactInvalid:
         # onnxruntime 1.32 makes a weight that two operators share unsigned twice, and fails.
-        return _session(file, session_options(threads, optimized))
+        return _session(file, session_options(threads, optimized, profiled=profiled))
 
 
 def _session(file: Path, options: Any) -> Any:
