@@ -32,8 +32,8 @@ the same ONNX Runtime on one thread, call by call in turn with the float file. T
 shares of the float file's, with a 95 % interval of the time. CPU seconds are those of the whole
 command, imports included: ours is `compress run` from the checkpoint on, with ONNX export, gate,
 parity checks, measurements and report; a peer's begins with the float ONNX file and judges nothing
-(the first row is our float export alone). Where a peer has the better figure, it stands here all
-the same.
+(the first row is our float export alone). All read their samples from a file. Where a peer has the
+better figure, it stands here all the same.
 
 """
 

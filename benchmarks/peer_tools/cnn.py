@@ -7,6 +7,7 @@ from pathlib import Path
 from quantizer.sources import trained
 from safetensors.torch import save_file
 
+from peer_tools import stored_data
 from peer_tools.contest import Contest, percent
 
 SAMPLES = 512
@@ -24,7 +25,7 @@ model:
   checkpoint: {checkpoint}
   inputs: [{{name: image, shape: [batch, 1, 8, 8]}}]
   outputs: [{{name: logits}}]
-data: {{factory: "quantizer.nets:easy", batch_size: 128}}
+data: {{factory: "peer_tools.stored_data:read", arguments: {{file: {data}}}, batch_size: 128}}
 metric: accuracy
 """
 
@@ -36,10 +37,12 @@ def tables(folder: Path, given: argparse.Namespace) -> Iterator[str]:
         model, context = trained(root, name, "easy", 0, 2 if given.small else 12)
         checkpoint = root / "weights.safetensors"
         save_file(model.load().state_dict(), checkpoint)
+        data = root / "data.safetensors"
+        stored_data.write(context.data, 1, data)
         contest = Contest(
             name=name,
             pipeline=PIPELINE.format(
-                name=name, code=BENCHMARKS, factory=factory, checkpoint=checkpoint
+                name=name, code=BENCHMARKS, factory=factory, checkpoint=checkpoint, data=data
             ),
             data=context.data,
             inputs=("image",),

@@ -7,22 +7,25 @@ from pathlib import Path
 
 from quantizer.sources import PRUNER
 
+from peer_tools import stored_data
 from peer_tools.contest import Contest
 
 SAMPLES = 128
+BENCHMARKS = Path(__file__).parents[1]
+INPUTS = ("ids", "mask")
 PIPELINE = """version: 1
 name: encoder
 threads: 1
 code: {code}
 model:
-  factory: "sentences:encoder"
+  factory: "pruner.sentences:encoder"
   checkpoint: {checkpoint}
   inputs:
     - {{name: ids, shape: [batch, 32], dtype: int64}}
     - {{name: mask, shape: [batch, 32], dtype: int64}}
   outputs: [{{name: embedding}}]
-data: {{factory: "sentences:data", arguments: {{train: {held}, held_out: {held}}}, batch_size: 32}}
-metric: {{name: "sentences:cosine", higher_is_better: true}}
+data: {{factory: "peer_tools.stored_data:read", arguments: {{file: {data}}}, batch_size: 32}}
+metric: {{name: "pruner.sentences:cosine", higher_is_better: true}}
 """
 STATIC = f"  - {{name: int8, stage: quantize_static, calibration_samples: {SAMPLES}"
 WEIGHTS = f"  - {{name: int4, stage: quantize_weights, bits: 4, calibration_samples: {SAMPLES}"
@@ -55,11 +58,14 @@ def tables(folder: Path, given: argparse.Namespace) -> Iterator[str]:
     if checkpoint is None:
         return
     arguments = {"train": held, "held_out": held}
+    data = DataReference("sentences:data", arguments, PRUNER, 32).load()
+    file = folder / "data.safetensors"
+    stored_data.write(data, len(INPUTS), file)
     contest = Contest(
         name="encoder",
-        pipeline=PIPELINE.format(code=PRUNER, checkpoint=checkpoint, held=held),
-        data=DataReference("sentences:data", arguments, PRUNER, 32).load(),
-        inputs=("ids", "mask"),
+        pipeline=PIPELINE.format(code=BENCHMARKS, checkpoint=checkpoint, data=file),
+        data=data,
+        inputs=INPUTS,
         score=_cosine,
         score_title="cosine to float",
         small_batch=1,

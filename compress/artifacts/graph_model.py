@@ -93,7 +93,11 @@ class GraphModel(Artifact):
     @opened_model
     def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:
         """Load the graph as a predictor for a ``with`` block; PyTorch runs it."""
-        with torch_predictor(self.load(device), device, threads) as predict:
+        from compress.graph.constant_folding import fold_constants_
+
+        module: Any = self.load(device)
+        fold_constants_(module)
+        with torch_predictor(module, device, threads) as predict:
             yield predict
 
     def load(self, device: str = "cpu") -> torch.nn.Module:

@@ -21,6 +21,7 @@ from compress.common.errors import StageFailed
 from compress.common.forward import flatten_outputs
 from compress.core.context import COMPARED_BATCHES
 from compress.core.metrics import MetricMeter
+from compress.graph.constant_folding import fold_constants_
 from compress.quantization.numeric_debug.fidelity_report import (
     Fidelity,
     LayerFidelity,
@@ -28,12 +29,15 @@ from compress.quantization.numeric_debug.fidelity_report import (
     OutputFidelity,
 )
 from compress.quantization.numeric_debug.layer_outputs import (
-    Constants,
     LayerComparison,
     LayerOutputRecorder,
     layer_calls,
 )
-from compress.quantization.numeric_debug.sqnr import Deviation
+from compress.quantization.numeric_debug.row_ranges import (
+    choose_ranges_by_row_,
+    has_call_ranges,
+)
+from compress.quantization.numeric_debug.sqnr import Deviation, OutputDeviation
 from compress.quantization.pt2e.module_names import module_names
 
 if TYPE_CHECKING:
@@ -64,30 +68,32 @@ def compare(
     """Measure how near a quantized graph's outputs are to its float model's.
 
     A seeded sample of at most 256 samples of `val` runs once through the module, which is left with
-    hooks, and twice through the graph, on the CPU; without data a few seeded inputs do. Modules in
+    hooks, and twice through the graph, whose constants are folded in place, on the CPU; without
+    data a few seeded inputs do. Modules in
     `rescaled`, whose outputs have other scales in the graph, are not compared.
 
     Raises:
         StageFailed: the graph has outputs of other shapes, or some that are not finite.
     """
+    fold_constants_(graph)
+    # Ranges of a whole call depend on its rows; such graphs are served one row at a time.
+    one_by_one = has_call_ranges(graph)
+    if one_by_one and signature.batch_axis and choose_ranges_by_row_(graph):
+        one_by_one = False
     layers = {n: call for n, call in layer_calls(graph, module).items() if call[0] not in rescaled}
     names_in_graph = {name for node in graph.graph.nodes for name in module_names(node)}
     reference = LayerOutputRecorder(module, {name for name, _ in layers.values()}, names_in_graph)
-    # Ranges of a whole call depend on its rows; such graphs are served one row at a time.
-    run_time_range = torch.ops.quantized_decomposed.choose_qparams.tensor
-    one_by_one = any(node.target is run_time_range for node in graph.graph.nodes)
     sample = _Sample.from_context(signature, context, one_by_one=one_by_one)
     metric = context.metric.for_model(signature).with_inferred_loss(context.data)
-    constants = Constants(graph)
     result = _Comparison(_FirstOutputs((MetricMeter(metric), MetricMeter(metric))))
     with torch.inference_mode():
         for inputs, target in sample.batches(reference):
             expected = reference(*inputs)
             float_outputs = reference.outputs
             common = (graph, layers, float_outputs)
-            as_run = LayerComparison(*common, result.layers, constants, replace=False)
+            as_run = LayerComparison(*common, result.layers, replace=False)
             result.add(expected, flatten_outputs(as_run.run(*inputs)), target)
-            LayerComparison(*common, result.own, constants, replace=True).run(*inputs)
+            LayerComparison(*common, result.own, replace=True).run(*inputs)
             context.progress("compare with the float model", result.samples, len(sample))
     result.require_finite(signature)
     return result.fidelity(signature, context)
@@ -158,7 +164,7 @@ class _Comparison:
     """The sums over the batches compared so far."""
 
     first: _FirstOutputs
-    outputs: list[Deviation] = field(default_factory=list)
+    outputs: list[OutputDeviation] = field(default_factory=list)
     layers: dict[str, Deviation] = field(default_factory=lambda: defaultdict(Deviation))
     own: dict[str, Deviation] = field(default_factory=lambda: defaultdict(Deviation))
     samples: int = 0
@@ -175,7 +181,7 @@ class _Comparison:
                 f"the quantized model's outputs have shapes {shapes[0]}, the float model's "
                 f"{shapes[1]}"
             )
-        self.outputs = self.outputs or [Deviation() for _ in expected]
+        self.outputs = self.outputs or [OutputDeviation() for _ in expected]
         for deviation, a, b in zip(self.outputs, expected, actual, strict=True):
             deviation.add(a, b)
         self.first.add(expected, actual, target)

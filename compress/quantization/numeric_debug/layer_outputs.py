@@ -14,13 +14,12 @@ from compress.common.forward import flatten_outputs
 from compress.quantization.pt2e.module_names import module_names
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Collection, Mapping
 
     from torch import nn
 
     from compress.quantization.numeric_debug.sqnr import Deviation
 
-MAX_KEPT_BYTES = 2**30
 LayerCall = tuple[str, int]
 """A module's name, and how many times it was called before in the same run."""
 
@@ -86,34 +85,6 @@ class LayerOutputRecorder:
         self.outputs[call] = output.clone()  # an in-place activation may overwrite it
 
 
-class Constants:
-    """Values of a graph that depend on its weights alone, such as dequantized ones.
-
-    They are computed at the first run and kept for the next ones, up to :data:`MAX_KEPT_BYTES`.
-    """
-
-    def __init__(self, graph: fx.GraphModule) -> None:
-        self._nodes: set[fx.Node] = set()
-        for node in graph.graph.nodes:
-            schema = getattr(node.target, "_schema", None)
-            is_function = schema is not None and not schema.is_mutable and node.all_input_nodes
-            if node.op == "get_attr" or (is_function and self._nodes >= {*node.all_input_nodes}):
-                self._nodes.add(node)
-        self._values: dict[fx.Node, Any] = {}
-        self._bytes = 0
-
-    def value(self, node: fx.Node, compute: Callable[[fx.Node], Any]) -> Any:
-        """Return a node's value: the kept one, or what `compute` returns."""
-        if node in self._values:
-            return self._values[node]
-        value = compute(node)
-        if node in self._nodes and node.op == "call_function" and isinstance(value, torch.Tensor):
-            self._bytes += value.nbytes
-            if self._bytes <= MAX_KEPT_BYTES:
-                self._values[node] = value
-        return value
-
-
 class LayerComparison(fx.Interpreter):
     """Runs a quantized graph and accumulates the deviation of its layers' outputs."""
 
@@ -123,22 +94,20 @@ class LayerComparison(fx.Interpreter):
         layers: Mapping[fx.Node, LayerCall],
         expected: Mapping[LayerCall, torch.Tensor],
         deviations: dict[str, Deviation],
-        constants: Constants,
         *,
         replace: bool,
     ) -> None:
         """Prepare a run, which with `replace` continues with the float outputs after each layer.
 
-        A layer's deviation is then its own error. `constants` are those of the graph.
+        A layer's deviation is then its own error.
         """
         super().__init__(graph)
-        self.constants = constants
         self.layers, self.expected = layers, expected
         self.deviations, self.replace = deviations, replace
 
     def run_node(self, n: fx.Node) -> Any:
         """Run one node, and compare its output where it ends a layer."""
-        value = self.constants.value(n, super().run_node)
+        value = super().run_node(n)
         call = self.layers.get(n)
         expected = self.expected.get(call) if call else None
         if call is None or expected is None:

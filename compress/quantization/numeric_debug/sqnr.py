@@ -17,8 +17,6 @@ class Deviation:
 
     signal: float = 0.0
     noise: float = 0.0
-    cosines: float = 0.0
-    rows: int = 0
 
     def add(self, expected: torch.Tensor, actual: torch.Tensor) -> None:
         """Add a batch.
@@ -26,22 +24,12 @@ class Deviation:
         Where the expected tensor is infinite or NaN, as in an attention mask, values are not
         compared; but a NaN where none is expected counts as infinite noise.
         """
-        expected_NF, actual_NF = _rows(expected), _rows(actual)
-        finite = expected_NF.isfinite()
-        if not bool(finite.all()):
-            if bool((actual_NF.isnan() & ~expected_NF.isnan()).any()):
-                self.noise = math.inf
-            expected_NF, actual_NF = expected_NF.where(finite, 0), actual_NF.where(finite, 0)
+        self._add_rows(*_rows(expected, actual))
+
+    def _add_rows(self, expected_NF: torch.Tensor, actual_NF: torch.Tensor) -> None:
         self.signal += float(expected_NF.square().sum())
-        noise = float((expected_NF - actual_NF).square().sum())
+        noise = float((expected_NF - actual_NF).square_().sum())
         self.noise += noise if math.isfinite(noise) else math.inf
-        lengths_N = expected_NF.norm(dim=1) * actual_NF.norm(dim=1)
-        dots_N = (expected_NF * actual_NF).sum(1)
-        cosines_N = dots_N / lengths_N.clamp(min=torch.finfo(torch.float64).tiny)
-        # Where a row is zero there is no cosine: 1 where both are, 0 where only one is.
-        equal_N = (expected_NF == actual_NF).all(dim=1).double()
-        self.cosines += float(torch.where(lengths_N > 0, cosines_N, equal_N).sum())
-        self.rows += len(expected_NF)
 
     @property
     def is_finite(self) -> bool:
@@ -57,11 +45,39 @@ class Deviation:
             return -LARGEST_DB
         return max(-LARGEST_DB, min(LARGEST_DB, 10 * math.log10(self.signal / self.noise)))
 
+
+@dataclass
+class OutputDeviation(Deviation):
+    """The deviation of a model's output, with the cosines of its rows."""
+
+    cosines: float = 0.0
+    rows: int = 0
+
+    def _add_rows(self, expected_NF: torch.Tensor, actual_NF: torch.Tensor) -> None:
+        super()._add_rows(expected_NF, actual_NF)
+        lengths_N = expected_NF.norm(dim=1) * actual_NF.norm(dim=1)
+        dots_N = (expected_NF * actual_NF).sum(1)
+        cosines_N = dots_N / lengths_N.clamp(min=torch.finfo(torch.float64).tiny)
+        # Where a row is zero there is no cosine: 1 where both are, 0 where only one is.
+        equal_N = (expected_NF == actual_NF).all(dim=1).double()
+        self.cosines += float(torch.where(lengths_N > 0, cosines_N, equal_N).sum())
+        self.rows += len(expected_NF)
+
     @property
     def cosine(self) -> float:
         """Mean of the rows' cosine similarities."""
         return self.cosines / self.rows if self.rows and self.is_finite else 0.0
 
 
-def _rows(values: torch.Tensor) -> torch.Tensor:
-    return values.detach().double().reshape(len(values) if values.dim() > 1 else 1, -1)
+def _rows(expected: torch.Tensor, actual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return both as rows of float64, with zeros where the expected one is not finite."""
+    rows = len(expected) if expected.dim() > 1 else 1
+    expected_NF = expected.detach().double().reshape(rows, -1)
+    actual_NF = actual.detach().double().reshape(rows, -1)
+    finite = expected_NF.isfinite()
+    if not bool(finite.all()):
+        stray = actual_NF.isnan() & ~expected_NF.isnan()
+        expected_NF = expected_NF.where(finite, 0)
+        # Even where nothing is compared: infinity minus a finite number, as noise.
+        actual_NF = actual_NF.where(finite, 0).where(~stray, math.inf)
+    return expected_NF, actual_NF

@@ -4,19 +4,19 @@ import numpy as np
 import pytest
 import torch
 
-from compress.quantization.numeric_debug.sqnr import LARGEST_DB, Deviation
+from compress.quantization.numeric_debug.sqnr import LARGEST_DB, OutputDeviation
 
 INF, NAN = math.inf, math.nan
 
 
-def deviation(expected: object, found: object) -> Deviation:
-    made = Deviation()
+def deviation(expected: object, found: object) -> OutputDeviation:
+    made = OutputDeviation()
     made.add(torch.as_tensor(expected), torch.as_tensor(found))
     return made
 
 
 def test_deviations_add_up() -> None:
-    deviation, other = Deviation(), Deviation()
+    deviation, other = OutputDeviation(), OutputDeviation()
     a = torch.tensor([[2.0, 0.0], [3.0, 4.0], [1.0, 0.0]])
     b = torch.tensor([[0.0, 2.0], [3.0, 4.0], [0.0, 1.0]])
     for row in range(3):
@@ -61,4 +61,4 @@ def test_equal_and_infinite_tensors_have_an_sqnr(expected, found, sqnr, cosine) 
     assert made.sqnr_db == pytest.approx(sqnr, abs=1e-9)
     assert made.cosine == pytest.approx(cosine)
     assert made.is_finite == torch.tensor(found)[torch.tensor(expected).isfinite()].isfinite().all()
-    assert Deviation().cosine == 0
+    assert OutputDeviation().cosine == 0

@@ -1,0 +1,75 @@
+"""What depends on weights alone is computed once, and answers stay what they were."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from compress.artifacts.graph_model import GraphModel
+from compress.core.context import Context
+from compress.graph import constant_folding
+from compress.quantization.stages.static import QuantizeStatic
+from tests.compress.quantization.builders import build_model, labelled_images
+
+
+class CountedOperators(TorchDispatchMode):
+    """Counts the calls of each operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.calls[func.name()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture(scope="module")
+def quantized(tmp_path_factory: pytest.TempPathFactory) -> GraphModel:
+    folder = tmp_path_factory.mktemp("folding")
+    model = build_model(folder / "source", "networks:mlp")
+    context = Context(root=folder / "int8", data=labelled_images())
+    return QuantizeStatic(calibration_samples=64)(model, context)
+
+
+def test_an_opened_graph_dequantizes_its_weights_once(quantized: GraphModel) -> None:
+    (x,) = quantized.signature.example(batch=3)
+    expected = quantized.load()(x)
+    dequantize = "quantized_decomposed::dequantize_per_channel"
+    constants = 3 + 3  # weights and biases
+    with CountedOperators() as operators, quantized.open() as predict:
+        assert operators.calls[dequantize] == constants
+        for _ in range(2):
+            assert torch.equal(predict(x)[0], expected)
+    assert operators.calls[dequantize] == constants
+
+
+@pytest.mark.parametrize(("max_bytes", "folded"), [(2**30, True), (0, False)])
+def test_folding_stops_at_a_limit_of_memory(
+    max_bytes: int, folded: bool, quantized: GraphModel
+) -> None:
+    graph: Any = quantized.load()
+    (x,) = quantized.signature.example(batch=3)
+    expected = graph(x)
+    constant_folding.fold_constants_(graph, max_bytes=max_bytes)
+    dequantize = torch.ops.quantized_decomposed.dequantize_per_channel.default
+    assert bool(graph.graph.find_nodes(op="call_function", target=dequantize)) != folded
+    assert torch.equal(graph(x), expected)
+
+
+def test_random_values_are_drawn_at_each_run() -> None:
+    class Noisy(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.ones(1000))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + torch.rand_like(self.scale) + self.scale * 2
+
+    graph: Any = torch.export.export(Noisy(), (torch.zeros(1000),)).module()
+    constant_folding.fold_constants_(graph)
+    assert not torch.equal(graph(torch.zeros(1000)), graph(torch.zeros(1000)))
