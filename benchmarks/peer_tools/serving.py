@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from quantizer.sources import PRUNER
 
 from benchmarks.server.contenders import Case, InProcess, Server, built_in, packaged
 from benchmarks.server.peer_servers import (
@@ -23,8 +22,7 @@ from benchmarks.server.peer_servers import (
 )
 from compress.artifacts.artifact import Artifact
 from compress.common.errors import Unavailable
-from peer_tools.encoder import PIPELINE as ENCODER
-from peer_tools.encoder import minilm_checkpoint
+from peer_tools.encoder import pipeline_head
 from peer_tools.environments import cpu_seconds, environment
 from serve.worker.loaders import LOADERS
 
@@ -90,12 +88,11 @@ def _models(folder: Path) -> Iterator[Model]:
     image = (random.integers(0, 17, (1, 1, 8, 8)) / 16).astype(np.float32)
     digits = DIGITS.format(code=ROOT / "examples" / "digits")
     yield Model("Serving, int8 digits", digits, {"image": image}, 1)
-    checkpoint = minilm_checkpoint(folder)
-    if checkpoint is not None:
-        encoder = ENCODER.format(code=PRUNER, checkpoint=checkpoint, held=HELD_OUT)
+    found = pipeline_head(folder, {"train": HELD_OUT, "held_out": HELD_OUT})
+    if found is not None:
         ids = random.integers(1000, 20_000, (1, TOKENS))
         row = {"ids": ids, "mask": np.ones_like(ids)}
-        yield Model("Serving, int8 MiniLM of 32 tokens", encoder + SMOOTHED, row, 2)
+        yield Model("Serving, int8 MiniLM of 32 tokens", found[0] + SMOOTHED, row, 2)
 
 
 def _table(model: Model, root: Path, given: argparse.Namespace) -> str:
