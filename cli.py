@@ -308,9 +308,8 @@ def verify(
     given = VerifierInputs(sha256, attestation, key)
     written: Any = {"report": report, "attest": attest, "sign_key": sign_key}
     proof = verify_command(artifact, given, replay=replay, **written)
-    print_result(
-        {"artifact": str(artifact), **proof.model_dump(mode="json")}, proof.summary_lines()
-    )
+    content = {"artifact": str(artifact), **proof.model_dump(mode="json")}
+    print_result(content, proof.summary_lines())
 
 
 @command(
@@ -453,15 +452,15 @@ def latency(
 @command("compress auto pipeline.yaml --max-drop 0.5 --latency 2ms --time 10m")
 def auto(
     file: PipelineFile,
-    out: Annotated[Path | None, typer.Option(show_default="runs/<name>-auto")] = None,
+    out: Out = None,
     max_drop: Annotated[float | None, typer.Option(min=0, help="Most points lost.")] = None,
     latency: Annotated[str | None, typer.Option(help="Longest median call: 2ms, 500us.")] = None,
     size: Annotated[str | None, typer.Option(help="Largest file: 1MB.")] = None,
     time: Annotated[str | None, typer.Option(help="How long to search: 10m.")] = None,
 ) -> None:
     """Search the widths and formats that lose least under limits."""
-    with fast_imports():
-        from pipelines.auto.command import search_and_print
+    from pipelines.auto.command import search_and_print
+
     search_and_print(file, out, max_drop=max_drop, latency=latency, size=size, time=time)
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
+from compress.common.atomic_files import write_atomically
 from compress.common.errors import GateRefused, PipelineInvalid
 from pipelines.config.auto_settings import AutoSettings
 from pipelines.config.pipeline import PipelineConfig
@@ -15,6 +15,8 @@ from pipelines.terminal.console import current_mode, print_result
 from pipelines.terminal.progress_bars import show_progress
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from pipelines.auto.front import Front
 
 
@@ -23,7 +25,7 @@ def search_and_print(file: Path, out: Path | None, **given: Any) -> None:
 
     Args:
         file: the pipeline file.
-        out: folder of the results; `runs/<name>-auto` by default.
+        out: folder of the results; that of the pipeline's runs by default.
         **given: `max_drop`, `latency`, `size` and `time` of the command line, None where the
             file's own count.
 
@@ -33,13 +35,15 @@ def search_and_print(file: Path, out: Path | None, **given: Any) -> None:
     """
     pipeline = PipelineConfig.from_yaml(file)
     settings = with_limits(pipeline.auto or AutoSettings(), given)
-    folder = out or Path("runs") / f"{pipeline.name}-auto"
+    folder = out or pipeline.default_out
+    from pipelines.auto.front_page import PAGE, front_page, front_table, lines_below
     from pipelines.auto.search import search
 
     with show_progress(quiet=current_mode().silent) as (progress, announce):
         options = RunOptions(progress=progress, announce=announce)
         front = search(pipeline, settings, folder, options)
-    print_result(front, front.lines(folder), lambda _: front.table())
+        write_atomically(folder / PAGE, front_page(front))
+    print_result(front, lines_below(front, folder), lambda _: front_table(front))
     if front.best is None:
         raise GateRefused(nothing_found(front))
 

@@ -10,10 +10,8 @@ from pipelines.auto.candidates import CheckedModel
 from pipelines.config.auto_settings import AutoLimits
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
-
-    from rich.table import Table
 
 FILE = "front.json"
 
@@ -64,6 +62,18 @@ class Front(Settings):
         size = f"{model.bytes / 1e6:.3g} MB"
         return f"{model.format}{cut}: {model.latency_ms:.3g} ms{predicted}, {size}, {drop}"
 
+    def missed_limits(self, model: CheckedModel) -> tuple[str, ...]:
+        """Return the limits that a model does not keep to: `max_drop`, `latency`, `size`."""
+        limits = self.limits
+        drops = (model.drop, model.confirmed_drop or 0.0)
+        missed = {
+            "max_drop": model.drop is None
+            or (limits.max_drop is not None and max(d or 0.0 for d in drops) > limits.max_drop),
+            "latency": limits.latency is not None and model.latency_ms > limits.latency,
+            "size": limits.size is not None and model.bytes > limits.size,
+        }
+        return tuple(name for name, is_missed in missed.items() if is_missed)
+
     @classmethod
     def read(cls, out: Path) -> Front | None:
         """Read `front.json` back; None where there is none that can be read."""
@@ -74,38 +84,4 @@ class Front(Settings):
 
     def write(self, out: Path) -> None:
         """Write `front.json` into the results' folder."""
-        out.mkdir(parents=True, exist_ok=True)
         write_atomically(out / FILE, self.model_dump_json(indent=1) + "\n")
-
-    def table(self) -> Table:
-        """Build a table of the models on the front."""
-        from rich.table import Table
-
-        rows = Table(title="models that no other one beats")
-        for name in ("point", "format", "groups cut"):
-            rows.add_column(name)
-        for name in ("ms", "MB", "drop", "confirmed"):
-            rows.add_column(name, justify="right", no_wrap=True)
-        known = {model.name: model for model in self.checked}
-        for number, name in enumerate(self.points, 1):
-            model = known[name]
-            drop, confirmed = (
-                "" if value is None else f"{value:.3g}"
-                for value in (model.drop, model.confirmed_drop)
-            )
-            mark = " *" if name == self.best else ""
-            rows.add_row(
-                *(f"{number}{mark}", model.format, str(len(model.widths))),
-                *(f"{model.latency_ms:.3g}", f"{model.bytes / 1e6:.3g}", drop, confirmed),
-            )
-        return rows
-
-    def lines(self, out: Path) -> Iterator[str]:
-        """Yield what was found, and where it is."""
-        known = {model.name: model for model in self.checked}
-        if self.best is not None:
-            yield f"best: {self.line(known[self.best])}"
-            yield f"its artifact: {out / 'candidates' / self.best / 'artifacts' / 'export_onnx'}"
-        else:
-            yield "no model that was checked meets all limits"
-        yield f"figures: {out / FILE}; pipelines: {out / 'points'}"

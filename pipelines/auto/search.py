@@ -253,14 +253,6 @@ class Search:
         most = self.settings.limits.max_drop
         return model.drop is not None and (most is None or model.drop <= most)
 
-    def _meets(self, model: CheckedModel) -> bool:
-        limits = self.settings.limits
-        return (
-            self._keeps_drop(model)
-            and (limits.latency is None or model.latency_ms <= limits.latency)
-            and (limits.size is None or model.bytes <= limits.size)
-        )
-
     def _front(self) -> Front:
         return Front(
             limits=self.settings.limits,
@@ -273,7 +265,8 @@ class Search:
 
     def _finish(self) -> Front:
         """Confirm the models that meet all limits, the best first, and write their pipelines."""
-        wanted = [model for model in self._offered() if self._meets(model)]
+        front = self._front()
+        wanted = [model for model in self._offered() if not front.missed_limits(model)]
         by_drop = self.settings.limits.latency is not None
         wanted.sort(
             key=lambda m: (m.drop or 0.0, m.loss) if by_drop else (m.latency_ms, m.drop or 0.0)
