@@ -109,7 +109,8 @@ class WidthSpace:
         ranking = self.ranking
         keep = [width if one.group.name == group else len(one.scores) for one in ranking.ranked]
         plan = ranking.verify(keep)
-        module = sliced_copy(ranking.module, plan.kept, plan.attributes)
+        # A slice shares the tensors that it leaves whole, and a refit changes them in place.
+        module = copy.deepcopy(sliced_copy(ranking.module, plan.kept, plan.attributes))
         reference = copy.deepcopy(ranking.module)
         recover_(module, reference, plan.kept, _batches(context), context.device)
         return module

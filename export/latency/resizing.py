@@ -64,8 +64,9 @@ class ResizableModel:
             StageFailed: the exports differ in more than integers, or these are no sums of widths.
         """
         widths = [each for each, _ in exports]
-        columns = [[*_integers(model)] for _, model in exports]
-        structures = {_structure(model) for _, model in exports}
+        models = [_canonical(model) for _, model in exports]
+        columns = [[*_integers(model)] for model in models]
+        structures = {_structure(model) for model in models}
         if len(structures) > 1 or len({len(column) for column in columns}) > 1:
             raise StageFailed("exports at other widths have other operators")
         known: dict[tuple[int, ...], Sum | None] = {}
@@ -82,7 +83,7 @@ class ResizableModel:
                     "sum over widths"
                 )
             sums[place] = found
-        return cls(exports[0][1], sums)
+        return cls(models[0], sums)
 
     def resize(self, widths: Widths) -> onnx.ModelProto:
         """Return the model at other widths; weights repeat those of the model."""
@@ -128,6 +129,38 @@ def _as_sum(numbers: Sequence[int], widths: Sequence[Widths]) -> Sum | None:
             if fits(candidate := Sum(pairs, constant)):
                 return candidate
     return None
+
+
+def _canonical(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Return a model with names by the order of use, and vectors and scalars for each reader alone.
+
+    Equal ones are shared in a file, such as zero points, and which are equal depends on the widths.
+    """
+    if any(a.type == onnx.AttributeProto.GRAPH for n in model.graph.node for a in n.attribute):
+        return model  # bodies read values of the graph around them by name
+    canonical = onnx.ModelProto()
+    canonical.CopyFrom(model)
+    graph = canonical.graph
+    weights = {tensor.name: tensor for tensor in model.graph.initializer}
+    names = {value.name: value.name for value in (*graph.input, *graph.output)}
+    names[""] = ""  # an input that is left out
+    del graph.initializer[:]
+    for number, node in enumerate(graph.node):
+        node.name = f"n{number}"
+        for i, name in enumerate(node.input):
+            tensor = weights.get(name)
+            if tensor is not None and len(tensor.dims) < 2:
+                node.input[i] = f"c{number}.{i}"
+            elif tensor is not None and name not in names:
+                node.input[i] = names[name] = f"w{number}.{i}"
+            else:
+                node.input[i] = names[name]
+                continue
+            graph.initializer.add().CopyFrom(tensor)
+            graph.initializer[-1].name = node.input[i]
+        for i, name in enumerate(node.output):
+            node.output[i] = names.setdefault(name, f"v{number}.{i}")
+    return canonical
 
 
 def _structure(model: onnx.ModelProto) -> bytes:

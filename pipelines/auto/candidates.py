@@ -110,7 +110,7 @@ class CheckedModel(Settings):
     predicted_ms: float | None
     """Median time of a call by the latency model, before it was measured."""
     latency_ms: float
-    """Median time of a call: that of the float model in PyTorch, over the measured speedup."""
+    """Median time of a call, measured in turn with the float ONNX file."""
     bytes: int
     """Of the file to serve."""
     loss: float

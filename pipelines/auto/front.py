@@ -30,7 +30,7 @@ class Front(Settings):
     conditions: str
     """Hash of the model and of what figures depend on besides; a search with the same goes on."""
     base_ms: float
-    """Median time of a call of the float model in PyTorch, that measured speedups divide."""
+    """Median time of a call of the float ONNX file, with which others were measured in turn."""
     best: str | None = None
     """The model that meets all limits, confirmed on samples that the search did not decide by; None
     where there is none."""

@@ -55,8 +55,9 @@ class Judge:
     confirmed_on: HalfOfVal
     """The others, for what it has chosen."""
     meter: OutputErrorMeter
-    base_ms: float
-    """Median time of a call of the float model in PyTorch; measured speedups divide it."""
+    base_ms: float = 0.0
+    """Median time of a call of the float ONNX file, once it is measured; others are measured in
+    turn with it."""
 
     @classmethod
     def from_pipeline(
@@ -68,10 +69,7 @@ class Judge:
             StageFailed: they make no eager model, or the machine is too busy to measure it.
         """
         whole = Candidate("float")
-        report = _run(whole, base, settings, out, options)
-        if report.baseline is None or report.baseline.latency_ms.p50 is None:
-            reason = report.baseline.latency_ms.reason if report.baseline else "it did not run"
-            raise StageFailed(unmeasurable("the latency of the float model", reason))
+        _run(whole, base, settings, out, options)
         pipeline: PipelineConfig = whole.pipeline(base, settings)
         plan = build_plan(pipeline)
         pipeline, data, _ = resolve_inputs(pipeline)
@@ -95,8 +93,7 @@ class Judge:
         halves = halves_of_val(model, context, "compress auto", metric)
         half = replace(context, data=halves[0].data)
         meter = OutputErrorMeter(model.load(), model.signature, half, "outputs")
-        base_ms = report.baseline.latency_ms.p50
-        return cls(base, settings, out, options, model, context, *halves, meter, base_ms)
+        return cls(base, settings, out, options, model, context, *halves, meter)
 
     @property
     def conditions(self) -> str:
@@ -113,9 +110,6 @@ class Judge:
             StageFailed: it cannot be built, or the machine is too busy to measure it.
         """
         report = _run(candidate, self.base, self.settings, self.out, self.options)
-        measured = report.stages[-1].measurements
-        if measured.speedup is None:
-            raise StageFailed(unmeasurable("the latency", measured.speedup_reason))
         with self._opened(candidate) as predict:
             drop = self.decided_on.drop_points(predict)
             loss = self.meter.measure_predictor(predict).distance ** 2
@@ -124,8 +118,8 @@ class Judge:
             format=candidate.format,
             widths=dict(candidate.widths),
             predicted_ms=predicted_ms,
-            latency_ms=self.base_ms / measured.speedup,
-            bytes=measured.bytes,
+            latency_ms=self._latency_ms(candidate),
+            bytes=report.stages[-1].measurements.bytes,
             loss=loss,
             drop=drop if math.isfinite(drop) else None,
         )
@@ -140,11 +134,29 @@ class Judge:
         """Return the squared distance of a module's outputs, relative to the float model's."""
         return self.meter.measure(module).distance ** 2
 
+    def _latency_ms(self, candidate: Candidate) -> float:
+        """Measure a candidate's file in turn with the float one.
+
+        Not in turn with the model in PyTorch, as a run does: between two of its calls, a small
+        model's weights leave the processor's caches.
+        """
+        base, own = self._artifact(Candidate("float")), self._artifact(candidate)
+        batch = self.model.signature.smallest_batch
+        compared = self.context.compare_latency(base, own, batch)
+        if compared.interval.unreliable_reason:
+            raise StageFailed(unmeasurable("the latency", compared.interval.unreliable_reason))
+        # Once: the machine's speed drifts, and ratios do not.
+        self.base_ms = self.base_ms or compared.before.p50
+        return self.base_ms / compared.speedup
+
+    def _artifact(self, candidate: Candidate) -> Artifact:
+        folder = self.out / CANDIDATES / candidate.name / "artifacts" / EXPORT
+        return Artifact.from_directory(folder)
+
     @contextmanager
     def _opened(self, candidate: Candidate) -> Iterator[Predictor]:
         """Open a candidate's file; where outputs depend on the batch, in batches as served."""
-        folder = self.out / CANDIDATES / candidate.name / "artifacts" / EXPORT
-        artifact = Artifact.from_directory(folder)
+        artifact = self._artifact(candidate)
         with self.context.predictor(artifact) as predict:
             size = self.context.judged_batch_size(artifact)
             yield predict if size is None else split_batches(predict, size)

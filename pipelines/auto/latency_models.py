@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 EXPORTS = 4
 """Models at random widths that are exported; the last one checks what follows from the others."""
-FITTED = 8
+FITTED = 16
 """Models at widths of the grid whose latencies the kernels' sum is fitted to."""
 CALIBRATED_ON = 32
 """Samples with which exports are quantized: their speed is looked at, not their answers."""

@@ -106,7 +106,11 @@ class Search:
             space = WidthSpace.of_model(self.judge.model, self.judge.context, **widths.model_dump())
             if space.grid and self._is_feasible(space):
                 programme = self._measure_space(space, deadline)
-                while time.monotonic() < deadline and self._check_next(space, programme):
+                while (
+                    self.models
+                    and time.monotonic() < deadline
+                    and self._check_next(space, programme)
+                ):
                     pass
         return self._finish()
 
@@ -129,12 +133,18 @@ class Search:
         judge = self.judge
         table = KernelTable(self.out / TABLES, machine(), judge.context.threads)
         for format in self.settings.space.formats:
-            if Candidate(format).name in self.checked:
+            whole = self.checked.get(Candidate(format).name)
+            if whole is None:
+                continue
+            try:
                 built = build_format_model(
                     format, space.grid, judge.model, judge.context, self.settings, table
                 )
-                built.harm = self.checked[Candidate(format).name].loss
-                self.models[format] = built
+            except StageFailed as error:  # the other formats may do
+                self.judge.options.announce(f"warning: {format} is not cut: {error}")
+                continue
+            built.harm = whole.loss
+            self.models[format] = built
         for model in self.checked.values():
             self._correct(model, space)
         file = self.out / HARMS
