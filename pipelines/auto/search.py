@@ -22,6 +22,7 @@ from pipelines.auto.solver import Limit, Programme
 from pipelines.system.machine_info import machine
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
 
     from pipelines.config.auto_settings import AutoSettings, Format
@@ -36,6 +37,8 @@ CHECKS_AT_LIMIT = 5
 """Models that are checked at the asked latency before other latencies are looked at."""
 NARROW = 1.03
 """Ratio of two latencies between which no further model is looked for."""
+BEHIND_BAD = 0.5
+"""Weight of a gap of latencies whose slower end loses too much."""
 ROOM = 0.99
 """Share of a limit that the solver aims at, as half of all models are slower than predicted."""
 
@@ -192,23 +195,20 @@ class Search:
             near = [m for m in found if m.predicted_ms and m.latency_ms <= 1.1 * limits.latency]
             if len(near) < CHECKS_AT_LIMIT:
                 targets.append(limits.latency)
-        good = [m for m in found if self._keeps_drop(m)]
+        good = [model for model in found if self._keeps_drop(model)]
+        # A metric on some hundred samples has steps, and a model that loses a sample too many may
+        # have a faster neighbour that does not: so wherever nothing was checked yet, and most
+        # where the slower end of a gap is good.
         fastest = good[0].latency_ms if good else math.inf
-        slower = [m.latency_ms for m in found if m.latency_ms < fastest]
-        # Below the slowest model that loses too much there is nothing better.
-        floor = slower[-1] if slower else self._smallest_ms()
-        if math.isfinite(fastest) and fastest / floor > NARROW:
-            targets.append(math.sqrt(fastest * floor))
-        # Then where the front is thinnest.
-        front = Front.pareto(good)
-        gaps = sorted(
-            ((b.latency_ms / a.latency_ms, a, b) for a, b in pairwise(front)),
-            key=lambda gap: -gap[0],
+        faster = [model for model in found if model.latency_ms <= fastest]
+        below = [(self._smallest_ms(), False)]
+        below += [(model.latency_ms, self._keeps_drop(model)) for model in faster]
+        targets += _middles(
+            (a, b, 1.0 if is_good else BEHIND_BAD) for (a, _), (b, is_good) in pairwise(below)
         )
-        targets += [
-            math.sqrt(a.latency_ms * b.latency_ms) for ratio, a, b in gaps if ratio > NARROW
-        ]
-        return targets
+        # Then where the front is thinnest.
+        front = [model.latency_ms for model in Front.pareto(good)]
+        return targets + _middles((a, b, 1.0) for a, b in pairwise(front))
 
     def _smallest_ms(self) -> float:
         """Return the smallest latency that the models predict."""
@@ -295,3 +295,12 @@ class Search:
             self.checked[name].candidate.write_pipeline(self.judge.base, self.settings, file)
         front.write(self.out)
         return front
+
+
+def _middles(gaps: Iterable[tuple[float, float, float]]) -> list[float]:
+    """Return the middle of each gap between two latencies that is not narrow, the widest first.
+
+    A gap is a lower and an upper end, and the weight of its width.
+    """
+    wide = [(weight * math.log(b / a), a, b) for a, b, weight in gaps if b / a > NARROW]
+    return [math.sqrt(a * b) for _, a, b in sorted(wide, reverse=True)]
