@@ -308,9 +308,8 @@ def verify(
     given = VerifierInputs(sha256, attestation, key)
     written: Any = {"report": report, "attest": attest, "sign_key": sign_key}
     proof = verify_command(artifact, given, replay=replay, **written)
-    print_result(
-        {"artifact": str(artifact), **proof.model_dump(mode="json")}, proof.summary_lines()
-    )
+    content = {"artifact": str(artifact), **proof.model_dump(mode="json")}
+    print_result(content, proof.summary_lines())
 
 
 @command(
@@ -450,6 +449,21 @@ def latency(
     show(analysis, file, out, batch=batch)
 
 
+@command("compress auto pipeline.yaml --max-drop 0.5 --latency 2ms --time 10m")
+def auto(
+    file: PipelineFile,
+    out: Out = None,
+    max_drop: Annotated[float | None, typer.Option(min=0, help="Most points lost.")] = None,
+    latency: Annotated[str | None, typer.Option(help="Longest median call: 2ms, 500us.")] = None,
+    size: Annotated[str | None, typer.Option(help="Largest file: 1MB.")] = None,
+    time: Annotated[str | None, typer.Option(help="How long to search: 10m.")] = None,
+) -> None:
+    """Search the widths and formats that lose least under limits."""
+    from pipelines.auto.command import search_and_print
+
+    search_and_print(file, out, max_drop=max_drop, latency=latency, size=size, time=time)
+
+
 @command("compress doctor")
 def doctor() -> None:
     """Show versions, hardware, and missing requirements."""
@@ -480,20 +494,6 @@ def schema() -> None:
 
     content = json_schema()
     print_result(content, json.dumps(content, indent=1).splitlines())
-
-
-def join(directory: Annotated[Path | None, typer.Argument(metavar="DIR")] = None) -> None:
-    """Removed; torchrun starts a run on several machines."""
-    from compress.common.errors import PipelineInvalid
-    from compress.training.config.parallel import TORCHRUN
-
-    raise PipelineInvalid(
-        "compress join was removed; run the same command on every machine: "
-        f"{TORCHRUN.format(nodes='N', processes='G')}"
-    )
-
-
-app.command(hidden=True)(wrap_command(join, COMMON_OPTIONS))
 
 
 if __name__ == "__main__":  # torchrun -m cli

@@ -154,8 +154,11 @@ def torch_predictor(module: Any, device: str, threads: int) -> Iterator[Predicto
 def accept_any_batch(predict: Predictor, signature: Signature) -> Predictor:
     """Let a predictor of a fixed batch size take any number of samples; others are unchanged."""
     size = signature.inputs[0].shape[0] if signature.inputs[0].shape else None
-    if not isinstance(size, int):
-        return predict
+    return split_batches(predict, size) if isinstance(size, int) else predict
+
+
+def split_batches(predict: Predictor, size: int) -> Predictor:
+    """Let a predictor get batches of one size, whatever number of samples it is called with."""
 
     def predict_in_batches(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         import torch

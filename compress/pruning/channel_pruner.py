@@ -27,7 +27,7 @@ from compress.pruning.verification.module_rewrites import edits_needed, rewrite_
 from compress.pruning.verification.verification_inputs import other_sizes, real_inputs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     import torch
 
@@ -61,6 +61,7 @@ class ChannelPruningConfig:
     """Name of the stage, for messages and progress."""
     ratio: float | None
     target: Target | None
+    widths: Mapping[str, int] | None
     importance: Criterion
     limits: Limits
     include: tuple[str, ...]
@@ -217,6 +218,8 @@ class ChannelPruner:
         )
         for one in ranking.ranked:
             self._original_sizes.setdefault(one.group.slots, one.original)
+        if config.widths is not None:
+            return ranking.verify(ranking.counts_for(config.widths, share), config.on_unverified)
         if config.target is None:
             keep = ranking.allocate((config.ratio or 0.0) * share, limits)
             return ranking.verify(keep, config.on_unverified)

@@ -33,6 +33,9 @@ class PruneChannels(PruningStage):
     """Fraction of the channels to remove from every group of coupled channels."""
     target: Target | None = None
     """Instead of `ratio`: the share of the model's cost that remains."""
+    widths: dict[str, Count] | None = None
+    """Instead of `ratio`: group of coupled channels → how many stay; all of the other groups do.
+    Groups have the names that `compress sensitivity` and `compress auto` show."""
     importance: Criterion = "l2"
     """How channels are ranked. By weights: `l1` or `l2` norm, `fpgm` (distance to the others),
     `lamp`, `bn_scale`, `random`. By calibration samples: `taylor` and `hessian` (change of the
@@ -73,10 +76,13 @@ class PruneChannels(PruningStage):
     """How the smaller model is trained; its weights change only if an epoch improves the metric."""
 
     @model_validator(mode="after")
-    def _exactly_one_of_ratio_and_target(self) -> Self:
-        if (self.ratio is None) == (self.target is None):
-            given = "neither" if self.ratio is None else "both"
-            raise ValueError(f"prune_channels needs ratio or target, found {given}; keep one")
+    def _exactly_one_of_ratio_target_and_widths(self) -> Self:
+        given = [name for name in ("ratio", "target", "widths") if getattr(self, name)]
+        if len(given) != 1:
+            raise ValueError(
+                "prune_channels needs one of ratio, target and widths, found "
+                f"{' and '.join(given) or 'none'}; keep one"
+            )
         return self
 
     @model_validator(mode="after")
@@ -161,6 +167,7 @@ class PruneChannels(PruningStage):
             title=self.title,
             ratio=self.ratio,
             target=self.target,
+            widths=self.widths,
             importance=self.importance,
             limits=Limits(self.scope, self.round_to, self.min_channels, self.max_ratio),
             include=self.include,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import onnxruntime
@@ -15,9 +16,12 @@ from export.latency.kernels import AT_ONCE, measure_kernels
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from pathlib import Path
 
     from export.latency.kernels import Kernel
+
+
+TABLES = Path(".store", "latency")
+"""Folder of measured kernels, in the results' directory."""
 
 
 class MeasuredKernel(Settings):

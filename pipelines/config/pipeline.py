@@ -24,6 +24,7 @@ from compress.common.factories import Reference
 from compress.core.loss import LossName
 from compress.core.task import TaskName
 from compress.data.loader_config import Loading
+from pipelines.config.auto_settings import AutoSettings
 from pipelines.config.matrix import allow_matrix_, expand_matrices, refuse_duplicate_branches
 from pipelines.config.model_spec import ModelSpec
 from pipelines.config.registry import stages
@@ -143,10 +144,18 @@ class PipelineConfig(Settings):
     """Files and environment variables that results depend on, where a run cannot notice it."""
     tracker: Tracker | None = None
     """Where settings, figures and the report of each run are written too."""
-    stages: Annotated[tuple[AnyStage, ...], Field(min_length=1)]
+    auto: AutoSettings | None = None
+    """What `compress auto` searches, after the stages; a run leaves it out."""
+    stages: tuple[AnyStage, ...] = ()
     """The steps, in order."""
 
     _source: Source | None = PrivateAttr(default=None)
+
+    @model_validator(mode="after")
+    def _has_stages(self) -> Self:
+        if not self.stages and self.auto is None:
+            raise ValueError("stages: expected at least one stage, or a section `auto:`")
+        return self
 
     @field_validator("metric", mode="before")
     @classmethod

@@ -9,6 +9,7 @@ from compress.core.progress import Progress, silent
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from pipelines.results.schema import Report
 
@@ -32,6 +33,10 @@ class RunOptions:
     """What runs branches: this machine, or a Ray cluster."""
     store: str | None = None
     """URL of a store that is shared with other machines."""
+    cache: Path | None = None
+    """Folder of the stages' cached results; by default `.store` in that of the run's."""
+    test: bool = True
+    """Whether the last model is measured on `test`, where the data has such a split."""
     progress: Progress = silent
     """Receives the progress of each task of a stage."""
     announce: Callable[[str], None] = lambda line: None

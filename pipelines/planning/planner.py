@@ -52,6 +52,10 @@ def build_plan(
         PipelineInvalid: one line: the place, what was found, what was expected.
         Unavailable: a library or the device is missing.
     """
+    if not pipeline.stages:
+        raise PipelineInvalid(
+            f"{pipeline.file} has no stages to run; search with: compress auto {pipeline.file}"
+        )
     stages = selected = _resolve_stages(pipeline)
     # The baseline is what a leading `train` stage makes. Where several stages train the imported
     # model, none of them is the one that the others are compared with.

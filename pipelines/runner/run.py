@@ -69,7 +69,7 @@ def run(
             did not pass either, their errors are its notes.
     """
     check_engine(pipeline, options.engine)
-    announce, root = options.announce, out / ".store"
+    announce, root = options.announce, options.cache or out / ".store"
     remote = _open_remote(options.store, announce)
     plan = build_plan(pipeline, options.start, options.until, force=options.force)
     for warning in plan.warnings:
@@ -138,7 +138,8 @@ def _execute(state: RunState, options: RunOptions, render: Callable[[Report, Pat
             executor = PipelineExecutor(state)
             engine = engine_for(options.engine, options.jobs, state.store, options.progress)
             schedule(executor, engine)
-            executor.evaluate_test_split()
+            if options.test:
+                executor.evaluate_test_split()
             report = build_report(state, "passed")
             report.write(state.out, render(report, state.out))
     except BaseException as error:
@@ -186,7 +187,9 @@ def preview_state(
     plan = build_plan(pipeline, options.start, options.until, force=options.force)
     pipeline, data, _ = resolve_inputs(pipeline)
     plan, pipeline = infer_loss_and_metric(plan, pipeline, data)
-    store = Store(out / ".store", remote, folder=pipeline.folder, code=pipeline.code_folder)
+    store = Store(
+        options.cache or out / ".store", remote, folder=pipeline.folder, code=pipeline.code_folder
+    )
     store.refuse_another_format()
     if remote:
         remote.refuse_another_format()

@@ -262,13 +262,6 @@ def test_each_refusal_is_one_line_with_its_exit_code(
     assert "Traceback" not in done.stderr
 
 
-def test_a_removed_command_names_what_to_run_instead(user: Path, called: Callable) -> None:
-    done = called("join", "out", cwd=user)
-    assert done.returncode == 2
-    assert "error: compress join was removed; run the same command on every" in done.stderr
-    assert "torchrun --nnodes N --nproc-per-node G" in done.stderr
-
-
 def test_debug_shows_the_traceback(user: Path, called: Callable) -> None:
     (user / "small.yaml").write_text(FILE.replace("nets:mlp", "absent:mlp"))
     done = called("check", "small.yaml", "--debug", cwd=user)

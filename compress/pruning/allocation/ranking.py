@@ -48,6 +48,34 @@ class Ranking:
         """Compute how many channels of each group stay."""
         return allocate(self.ranked, ratio, limits, comparable=self.comparable)
 
+    def counts_for(self, widths: Mapping[str, int], share: float = 1.0) -> list[int]:
+        """Return how many channels of each group stay on a share of the way to some widths.
+
+        Raises:
+            PipelineInvalid: no group has such a name, or it has fewer channels.
+        """
+        names = [one.group.name for one in self.ranked]
+        for name, width in widths.items():
+            if name not in names:
+                close = difflib.get_close_matches(name, names, n=3) or names[:3]
+                why = self.pinned.get(name)
+                raise PipelineInvalid(
+                    f"prune_channels.widths: the channels of {name!r} stay: {why}"
+                    if why
+                    else f"prune_channels.widths: no group of channels is named {name!r}; "
+                    f"did you mean {', '.join(map(repr, close))}?"
+                )
+            most = self.ranked[names.index(name)].original
+            if width > most:
+                raise PipelineInvalid(
+                    f"prune_channels.widths: {name!r} has {most} channels, found {width}"
+                )
+        return [
+            min(len(one.scores), round(one.original - share * (one.original - width)))
+            for one in self.ranked
+            for width in [widths.get(one.group.name, one.original)]
+        ]
+
     def removed(self, keep: Sequence[int]) -> list[tuple[int, ...]]:
         """Return the least important channels of each group, all but ``keep`` of them."""
         # A stable sort, so that equal scores give the same channels everywhere.

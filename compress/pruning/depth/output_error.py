@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from compress.common.forward import Predictor
     from compress.common.signature import Signature
     from compress.common.tensor_difference import Pair
     from compress.core.context import Context
@@ -95,18 +96,31 @@ class OutputErrorMeter:
         Raises:
             StageFailed: the outputs have another shape, or are NaN or infinite where they were not.
         """
-        distance, value = self._measure(self._outputs(changed))
+        return self._error(self._outputs(changed))
+
+    def measure_predictor(self, predict: Predictor) -> OutputError:
+        """Measure the error of a model in any format, that takes any number of samples.
+
+        Raises:
+            StageFailed: as for :meth:`measure`.
+        """
+        return self._error(self._outputs_read(predict))
+
+    def _error(self, outputs: Iterable[list[torch.Tensor]]) -> OutputError:
+        distance, value = self._measure(outputs)
         if value is None or self.base is None:
             return OutputError(distance)
         return OutputError(distance, self.metric.drop_points(self.base, value))
 
     def _outputs(self, module: nn.Module) -> Iterator[list[torch.Tensor]]:
-        """Yield the outputs that the metric reads, and at least the first."""
         with torch_predictor(module.eval(), self.context.device, self.context.threads) as predict:
-            predict = accept_any_batch(predict, self.signature)
-            for batch in self.batches:
-                read = self.metric.outputs_read(predict(*batch.inputs))
-                yield [read] if isinstance(read, torch.Tensor) else list(read)
+            yield from self._outputs_read(accept_any_batch(predict, self.signature))
+
+    def _outputs_read(self, predict: Predictor) -> Iterator[list[torch.Tensor]]:
+        """Yield the outputs that the metric reads, and at least the first."""
+        for batch in self.batches:
+            read = self.metric.outputs_read(predict(*batch.inputs))
+            yield [read] if isinstance(read, torch.Tensor) else list(read)
 
     def _measure(self, batches: Iterable[list[torch.Tensor]]) -> tuple[float, float | None]:
         """Return the relative error of outputs, and the metric if errors are judged by it."""

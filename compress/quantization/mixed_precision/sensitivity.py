@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import logging
 import math
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from compress.common.errors import StageFailed
 from compress.common.forward import accept_any_batch, torch_predictor
-from compress.core.metrics import evaluate
+from compress.core.val_halves import HalfOfVal, halves_of_val
 from compress.quantization.numeric_debug.sqnr import Deviation
 
 if TYPE_CHECKING:
     from torch import fx
 
     from compress.artifacts.artifact import Artifact
-    from compress.common.forward import Predictor
     from compress.core.context import Context
-    from compress.core.metrics import Metric
-    from compress.data.splits import Splits
 
 logger = logging.getLogger(__name__)
 
@@ -50,49 +45,6 @@ class AccuracyLoss:
         return round(self.drop, 6) if math.isfinite(self.drop) else None
 
 
-@dataclass
-class HalfOfVal:
-    """The metric on every other sample of `val`."""
-
-    data: Splits
-    """Its `val` has these samples alone."""
-    metric: Metric
-    context: Context
-    model: Artifact
-    float_score: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        with self.context.predictor(self.model) as predict:
-            self.float_score = self.score(predict)
-
-    def score(self, predict: Predictor) -> float:
-        """Measure the metric of a predictor that takes any number of samples."""
-        with ExitStack() as stack:
-            reference = None
-            if self.metric.name == "fidelity":
-                source = self.context.artifact("source")
-                reference = stack.enter_context(self.context.predictor(source))
-            return evaluate(predict, self.data, "val", self.metric, reference)
-
-    def metric_drop(self, graph: fx.GraphModule) -> float:
-        """Return by how many points a graph's metric is worse; infinite without one."""
-        with torch_predictor(graph, "cpu", self.context.threads) as predict:
-            try:
-                score = self.score(accept_any_batch(predict, self.model.signature))
-            except StageFailed:  # the float model has a score, so the graph's is not finite
-                return math.inf
-        # Rounded: 0.98 - 0.97 must not exceed one point by a float's last bit.
-        return round(self.metric.drop_points(self.float_score, score), 9)
-
-    def facts(self, drop: float) -> dict[str, Any]:
-        """Return what was measured on these samples, for the manifest."""
-        return {
-            "samples": len(self.data.split("val")),  # type: ignore[arg-type]  # Splits admits none without
-            "before": round(self.float_score, 6),
-            "drop_points": None if drop == math.inf else round(drop, 6),
-        }
-
-
 class SensitivityMeter:
     """Compares graphs with a float model on one half of `val`; the other is for the result alone.
 
@@ -106,18 +58,20 @@ class SensitivityMeter:
         self.metric = context.metric.name
         # Inferred once, as graphs are measured many times.
         metric = context.metric.for_model(model.signature).with_inferred_loss(data)
-        halves = data.alternating_halves("val", "quantize_mixed")
-        self.decided_on, self.confirmed_on = (
-            HalfOfVal(half, metric, context, model) for half in halves
-        )
-        batches = halves[0].batches("val", limit=RANKING_SAMPLES)
+        halves = halves_of_val(model, context, "quantize_mixed", metric)
+        self.decided_on, self.confirmed_on = halves
+        batches = self.decided_on.data.batches("val", limit=RANKING_SAMPLES)
         self._inputs = [batch.inputs for batch in batches]
         with context.predictor(model) as predict:
             self._expected = [predict(*inputs) for inputs in self._inputs]
 
     def metric_drop(self, graph: fx.GraphModule) -> float:
         """Return by how many points a graph's metric is worse on the half that decides."""
-        return self.decided_on.metric_drop(graph)
+        return self._drop_on(self.decided_on, graph)
+
+    def _drop_on(self, half: HalfOfVal, graph: fx.GraphModule) -> float:
+        with torch_predictor(graph, "cpu", self.context.threads) as predict:
+            return half.drop_points(accept_any_batch(predict, self.model.signature))
 
     def confirm(self, graph: fx.GraphModule, max_drop_points: float) -> dict[str, Any]:
         """Measure a chosen graph on both halves, for the manifest; warn where the other disagrees.
@@ -126,7 +80,7 @@ class SensitivityMeter:
         there is too little, and what it loses on the other is not.
         """
         decided, confirmed = (
-            half.metric_drop(graph) for half in (self.decided_on, self.confirmed_on)
+            self._drop_on(half, graph) for half in (self.decided_on, self.confirmed_on)
         )
         if confirmed > max_drop_points >= decided:
             logger.warning(

@@ -29,7 +29,7 @@ def choose_ranges_by_row_(graph: fx.GraphModule) -> bool:
         scales are read by other operators than those that quantize and dequantize.
     """
     rows = next(iter(graph.graph.find_nodes(op="placeholder"))).meta["val"].shape[0]
-    by_row = {
+    by_row: dict[Any, Any] = {
         DECOMPOSED.quantize_per_tensor.tensor: _quantize,
         DECOMPOSED.dequantize_per_tensor.tensor: _dequantize,
     }

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from pipelines.config.pipeline import PipelineConfig
 
 FILE = "latency.json"
-TABLES = Path(".store", "latency")
-"""Folder of measured kernels, in the results' directory."""
 FITTED = 8
 """Variants whose measured latencies the prediction is fitted to."""
 JUDGED = 8
@@ -112,7 +110,7 @@ def measure_and_write(
             exported, or the machine is too busy to measure it.
     """
     from compress.pruning.width_variants import width_variants
-    from export.latency.kernel_table import KernelTable
+    from export.latency.kernel_table import TABLES, KernelTable
     from export.latency.kernels import kernels_of
     from export.latency.latency_model import KernelCost, LatencyModel
 

@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.importing import import_checkpoint
 from compress.artifacts.recipe import Recipe
-from compress.common.errors import StageFailed
+from compress.common.errors import PipelineInvalid, StageFailed
 from compress.common.forward import run_in_eval
 from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
@@ -55,8 +55,8 @@ def unlabelled(splits: Splits) -> Splits:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({}, "needs ratio or target, found neither"),
-        ({"ratio": 0.5, "target": {"macs": 0.5}}, "needs ratio or target, found both"),
+        ({}, "needs one of ratio, target and widths, found none"),
+        ({"ratio": 0.5, "target": {"macs": 0.5}}, "found ratio and target; keep one"),
         ({"target": {}}, "exactly one of macs, parameters and latency, found none"),
         ({"target": {"macs": 0.5, "latency": 0.5}}, "found macs and latency"),
         ({"target": {"macs": 0.5, "batch": 8}}, "target.batch is for latency"),
@@ -218,3 +218,29 @@ def test_slices_in_turn_compose_to_one() -> None:
     first = {"a": {0: (1, 3, 5, 7), 1: (0, 2)}}
     second = {"a": {0: (0, 3)}, "b": {1: (4,)}}
     assert compose_kept(first, second) == {"a": {0: (1, 7), 1: (0, 2)}, "b": {1: (4,)}}
+
+
+def test_widths_say_how_many_channels_of_each_group_stay(wide: EagerModel, tmp_path: Path) -> None:
+    slim = PruneChannels(widths={"0": 40, "4": 17})(wide, Context(root=tmp_path / "slim"))
+    assert slim.manifest.facts["families"] == [
+        {"modules": ["0"], "before": 64, "after": 40},
+        {"modules": ["4"], "before": 32, "after": 17},
+    ]
+    steps = PruneChannels(widths={"0": 40}, iterations=2)
+    twice = steps(wide, Context(root=tmp_path / "twice"))
+    assert twice.manifest.facts["families"] == [{"modules": ["0"], "before": 64, "after": 40}]
+
+
+@pytest.mark.parametrize(
+    ("widths", "message"),
+    [
+        ({"1": 8}, "no group of channels is named '1'; did you mean"),
+        ({"0": 65}, "'0' has 64 channels, found 65"),
+        ({"6": 2}, "the channels of '6' stay: it is an output of the model"),
+    ],
+)
+def test_widths_that_do_not_fit_are_refused(
+    widths: dict[str, int], message: str, wide: EagerModel, tmp_path: Path
+) -> None:
+    with pytest.raises(PipelineInvalid, match=message):
+        PruneChannels(widths=widths)(wide, Context(root=tmp_path / "slim"))

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import cli
+from export.latency import kernel_table
 from pipelines.commands.analysis import latency
 
 NETS = """
@@ -51,7 +52,7 @@ def test_variants_are_predicted_beside_what_was_measured(
     assert all(variant["predicted_ms"] > 0 for variant in found["variants"])
     operators = {kernel["operator"] for kernel in found["kernels"]}
     assert {"Conv", "Gemm"} <= operators
-    (table,) = (tmp_path / "out" / latency.TABLES).iterdir()
+    (table,) = (tmp_path / "out" / kernel_table.TABLES).iterdir()
     kernels = json.loads(table.read_text())["kernels"]
     with pytest.raises(SystemExit):
         cli.app(arguments)

@@ -1,0 +1,179 @@
+"""What cutting each group of channels to each of a few widths loses, one group at a time."""
+
+from __future__ import annotations
+
+import copy
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from compress.pruning.allocation.ranking import rank
+from compress.pruning.allocation.ratios import Limits
+from compress.pruning.recovery.recovery import recover_
+from compress.pruning.verification.masked_equivalence import sliced_copy
+from compress.pruning.verification.module_rewrites import rewrite_
+from compress.pruning.verification.verification_inputs import other_sizes, real_inputs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from torch import nn
+
+    from compress.artifacts.eager_model import EagerModel
+    from compress.core.context import Context
+    from compress.data.batch import Batch
+    from compress.pruning.allocation.ranking import Ranking
+    from compress.pruning.importance.criteria import Criterion
+
+    Harms = dict[str, dict[int, float]]
+
+LARGEST_CUT = 0.8
+"""Largest fraction of a group's channels that is removed."""
+REFITTED_ON = 128
+"""Calibration samples on which layers are refitted; the models that are kept get all of them."""
+
+
+@dataclass(frozen=True)
+class WidthSpace:
+    """The groups of a model's channels, and the widths that each may have."""
+
+    ranking: Ranking
+    grid: Mapping[str, tuple[int, ...]]
+    """Group → its widths, the model's own first."""
+
+    @classmethod
+    def of_model(
+        cls,
+        model: EagerModel,
+        context: Context,
+        *,
+        values: int,
+        round_to: int = 16,
+        importance: Criterion = "obs",
+        include: Sequence[str] = (),
+        exclude: Sequence[str] = (),
+        across_norms: bool = False,
+    ) -> WidthSpace:
+        """Rank a model's channels, and lay a grid of widths; the model is not changed.
+
+        Args:
+            model: the model.
+            context: data, device and seed.
+            values: widths of each group at most, the whole one and the largest cut among them.
+            round_to: see `prune_channels`, as for the others.
+            importance: which channels are removed first.
+            include: patterns of modules whose channels alone are removed.
+            exclude: patterns of modules whose channels stay.
+            across_norms: whether channels over which normalisations take statistics are removed.
+
+        Raises:
+            PipelineInvalid: a pattern matches no module.
+            StageFailed: the model cannot be traced, or there are no samples to rank by.
+        """
+        module, inputs = model.load(), model.signature.example(seed=context.seed)
+        real, others = real_inputs(model.signature, context), other_sizes(model.signature, 0)
+        rewrite_(module, inputs, real, others, across_norms=across_norms)
+        ranking = rank(
+            module,
+            inputs,
+            importance,
+            others=others,
+            real=real,
+            include=include,
+            exclude=exclude,
+            across_norms=across_norms,
+            batches=_batches(context),
+            device=context.device,
+            seed=context.seed,
+            loss=context.loss.for_model(model.signature).infer_targets(context.data),
+        )
+        smallest = ranking.verify(ranking.allocate(LARGEST_CUT, Limits(round_to=round_to)))
+        verified = {one.group.name for one in smallest.groups}
+        grid: dict[str, set[int]] = {}
+        for step in range(values):
+            ratio = LARGEST_CUT * step / max(1, values - 1)
+            counts = ranking.allocate(ratio, Limits(round_to=round_to))
+            for one, count in zip(ranking.ranked, counts, strict=True):
+                if one.group.name in verified:
+                    grid.setdefault(one.group.name, {len(one.scores)}).add(count)
+        widths = {name: tuple(sorted(own, reverse=True)) for name, own in grid.items()}
+        return cls(ranking, {name: own for name, own in widths.items() if len(own) > 1})
+
+    @property
+    def whole(self) -> dict[str, int]:
+        """The model's own widths."""
+        return {group: widths[0] for group, widths in self.grid.items()}
+
+    def cut(self, context: Context, group: str, width: int) -> nn.Module:
+        """Return the module with one group cut to a width, refitted without training."""
+        ranking = self.ranking
+        keep = [width if one.group.name == group else len(one.scores) for one in ranking.ranked]
+        plan = ranking.verify(keep)
+        # A slice shares the tensors that it leaves whole, and a refit changes them in place.
+        module = copy.deepcopy(sliced_copy(ranking.module, plan.kept, plan.attributes))
+        reference = copy.deepcopy(ranking.module)
+        recover_(module, reference, plan.kept, _batches(context), context.device)
+        return module
+
+
+def measure_harms(
+    space: WidthSpace,
+    context: Context,
+    judge: Callable[[nn.Module], float],
+    known: dict[str, float],
+    save: Callable[[], Any],
+    deadline: float,
+) -> Harms:
+    """Measure what cutting each group alone loses, the smallest widths first.
+
+    Args:
+        space: the groups and their widths.
+        context: data and device.
+        judge: a module → what it loses.
+        known: losses by group and width, as `group:width`. What is measured is added.
+        save: called after each measurement.
+        deadline: on the clock of :func:`time.monotonic`; widths that were not measured by then are
+            taken to lose in proportion to the square of the channels that they lack.
+
+    Returns:
+        Group → width → what it loses; nothing at the whole width.
+    """
+    order = list(_smallest_first(space.grid))
+    for done, (group, width) in enumerate(order):
+        context.progress("harms", done, len(order), f"{group} at {width}")
+        key = f"{group}:{width}"
+        if key in known:
+            continue
+        if time.monotonic() > deadline:
+            break
+        known[key] = judge(space.cut(context, group, width))
+        save()
+    return {
+        group: {width: _harm(known, group, width, widths) for width in widths}
+        for group, widths in space.grid.items()
+    }
+
+
+def _batches(context: Context) -> list[Batch]:
+    data = context.need_data("compress auto")
+    split: Any = data.split(data.calibration_split)
+    return list(data.calibration(min(REFITTED_ON, len(split)), context.seed))
+
+
+def _smallest_first(grid: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, int]]:
+    """Yield the smallest width of each group, then the next ones; the first costs nothing."""
+    for step in range(1, max((len(widths) for widths in grid.values()), default=0)):
+        for group, widths in grid.items():
+            if step < len(widths):
+                yield group, widths[-step]
+
+
+def _harm(known: Mapping[str, float], group: str, width: int, widths: Sequence[int]) -> float:
+    if width == widths[0]:
+        return 0.0
+    measured = [w for w in widths if w <= width and f"{group}:{w}" in known]
+    if not measured:
+        return (1 - width / widths[0]) ** 2
+    nearest = max(measured)
+    share = (widths[0] - width) / (widths[0] - nearest)
+    return known[f"{group}:{nearest}"] * share**2

@@ -1,0 +1,227 @@
+"""An ONNX model at any widths, made from a few exports of it at other widths.
+
+Exporting a model takes seconds. Between exports of one network at several widths only integers
+differ: the sizes of weights, numbers of groups, and constants that are shapes. Each is a sum over
+the widths, found here from a few exports, so that further widths need no export at all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import combinations
+from typing import TYPE_CHECKING, Self
+
+import numpy as np
+import onnx
+from onnx import numpy_helper
+from scipy.optimize import nnls
+
+from compress.common.errors import StageFailed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    Widths = Mapping[str, int]
+
+MOST_VALUES = 16
+"""Values of an integer constant that may be a shape; longer ones are tables of indices."""
+LARGEST_DENOMINATOR = 64
+"""Of a coefficient: of several heads of a group may share a key."""
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A number as a sum over widths."""
+
+    coefficients: tuple[tuple[str, Fraction], ...]
+    """Group of channels → the number's change with each of its channels."""
+    constant: Fraction
+
+    def __call__(self, widths: Widths) -> int:
+        """Return the number at some widths, at least 1 as sizes are."""
+        value = self.constant + sum(c * widths[group] for group, c in self.coefficients)
+        return max(1, round(value))
+
+
+@dataclass(frozen=True)
+class ResizableModel:
+    """A model whose weights can have other sizes; their values mean nothing then."""
+
+    model: onnx.ModelProto
+    sums: Mapping[int, Sum]
+    """Place of an integer, in the order of :func:`_integers` → how it follows from widths."""
+
+    @classmethod
+    def fit(cls, exports: Sequence[tuple[Widths, onnx.ModelProto]]) -> Self:
+        """Find how the integers of a model follow from its widths.
+
+        Args:
+            exports: widths by group of channels, and the model that was exported at these. The
+                first is the one that is resized; the last is not fitted to, but predicted.
+
+        Raises:
+            StageFailed: the exports differ in more than integers, or these are no sums of widths.
+        """
+        widths = [each for each, _ in exports]
+        models = [_canonical(model) for _, model in exports]
+        columns = [[*_integers(model)] for model in models]
+        structures = {_structure(model) for model in models}
+        if len(structures) > 1 or len({len(column) for column in columns}) > 1:
+            raise StageFailed("exports at other widths have other operators")
+        known: dict[tuple[int, ...], Sum | None] = {}
+        sums: dict[int, Sum] = {}
+        for place, numbers in enumerate(zip(*columns, strict=True)):
+            if len({*numbers}) == 1:
+                continue
+            if numbers not in known:
+                known[numbers] = _as_sum(numbers[:-1], widths[:-1])
+            found = known[numbers]
+            if found is None or found(widths[-1]) != numbers[-1]:
+                raise StageFailed(
+                    f"a size of {[*numbers]} at widths of {[dict(each) for each in widths]} is no "
+                    "sum over widths"
+                )
+            sums[place] = found
+        return cls(models[0], sums)
+
+    def resize(self, widths: Widths) -> onnx.ModelProto:
+        """Return the model at other widths; weights repeat those of the model."""
+        resized = onnx.ModelProto()
+        resized.CopyFrom(self.model)
+        places = iter(range(len([*_integers(self.model)])))
+
+        def changed(number: int) -> int:
+            found = self.sums.get(next(places))
+            return number if found is None else found(widths)
+
+        _replace_integers_(resized, changed)
+        return resized
+
+    def groups_together(self) -> set[tuple[str, str]]:
+        """Return the pairs of groups on which the sizes of one weight depend."""
+        places, pairs = iter(range(len([*_integers(self.model)]))), set()
+        for tensor in self.model.graph.initializer:
+            sums = (self.sums.get(place) for _, place in zip(_numbers_of(tensor), places))  # noqa: B905
+            groups = {group for one in sums if one for group, _ in one.coefficients}
+            pairs |= set(combinations(sorted(groups), 2))
+        return pairs
+
+
+def _as_sum(numbers: Sequence[int], widths: Sequence[Widths]) -> Sum | None:
+    """Return the simplest sum over widths that gives some numbers; None where there is none."""
+    groups = [*widths[0]]
+
+    def fits(found: Sum) -> bool:
+        return all(found(each) == n for n, each in zip(numbers, widths, strict=True))
+
+    for group in groups:  # in proportion to one
+        proportional = Sum(((group, Fraction(numbers[0], widths[0][group])),), Fraction(0))
+        if fits(proportional):
+            return proportional
+    for chosen in (*((g,) for g in groups), *combinations(groups, 2), tuple(groups)):
+        columns = [[each[group] for group in chosen] + [1] for each in widths]
+        if len(chosen) > 2 or len(chosen) + 1 <= len(numbers):
+            # Sizes never shrink where a width grows.
+            found, _ = nnls(np.array(columns, float), np.array(numbers, float))
+            *slopes, constant = (Fraction(x).limit_denominator(LARGEST_DENOMINATOR) for x in found)
+            pairs = tuple((g, c) for g, c in zip(chosen, slopes, strict=True) if c)
+            if fits(candidate := Sum(pairs, constant)):
+                return candidate
+    return None
+
+
+def _canonical(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Return a model with names by the order of use, and vectors and scalars for each reader alone.
+
+    Equal ones are shared in a file, such as zero points, and which are equal depends on the widths.
+    """
+    if any(a.type == onnx.AttributeProto.GRAPH for n in model.graph.node for a in n.attribute):
+        return model  # bodies read values of the graph around them by name
+    canonical = onnx.ModelProto()
+    canonical.CopyFrom(model)
+    graph = canonical.graph
+    weights = {tensor.name: tensor for tensor in model.graph.initializer}
+    names = {value.name: value.name for value in (*graph.input, *graph.output)}
+    names[""] = ""  # an input that is left out
+    del graph.initializer[:]
+    for number, node in enumerate(graph.node):
+        node.name = f"n{number}"
+        for i, name in enumerate(node.input):
+            tensor = weights.get(name)
+            if tensor is not None and len(tensor.dims) < 2:
+                node.input[i] = f"c{number}.{i}"
+            elif tensor is not None and name not in names:
+                node.input[i] = names[name] = f"w{number}.{i}"
+            else:
+                node.input[i] = names[name]
+                continue
+            graph.initializer.add().CopyFrom(tensor)
+            graph.initializer[-1].name = node.input[i]
+        for i, name in enumerate(node.output):
+            node.output[i] = names.setdefault(name, f"v{number}.{i}")
+    return canonical
+
+
+def _structure(model: onnx.ModelProto) -> bytes:
+    """Return all of a model's operators, without integers and weights."""
+    nodes = [
+        (n.domain, n.op_type, *n.input, "→", *n.output, *(a.name for a in n.attribute))
+        for n in model.graph.node
+    ]
+    tensors = [(t.name, t.data_type, len(t.dims)) for t in model.graph.initializer]
+    return repr((nodes, tensors)).encode()
+
+
+def _integers(model: onnx.ModelProto) -> Iterator[int]:
+    """Yield each integer that may differ between exports at other widths."""
+    for tensor in model.graph.initializer:
+        yield from _numbers_of(tensor)
+    for node in model.graph.node:
+        for attribute in node.attribute:
+            if attribute.type == onnx.AttributeProto.INT:
+                yield attribute.i
+            elif attribute.type == onnx.AttributeProto.INTS:
+                yield from attribute.ints
+            elif attribute.type == onnx.AttributeProto.TENSOR:
+                yield from _numbers_of(attribute.t)
+
+
+def _numbers_of(tensor: onnx.TensorProto) -> Iterator[int]:
+    """Yield a tensor's sizes, and its values where it may be a shape."""
+    yield from tensor.dims
+    if _may_be_shape(tensor):
+        yield from numpy_helper.to_array(tensor).flatten().tolist()
+
+
+def _may_be_shape(tensor: onnx.TensorProto) -> bool:
+    # Shapes have 64 bits; 32 bits have the biases of integer layers.
+    is_integer = tensor.data_type == onnx.TensorProto.INT64
+    return is_integer and int(np.prod(tensor.dims)) <= MOST_VALUES
+
+
+def _replace_integers_(model: onnx.ModelProto, changed: Callable[[int], int]) -> None:
+    """Replace the integers of a model by what a function returns, in the same order."""
+    for tensor in model.graph.initializer:
+        _resize_(tensor, changed)
+    for node in model.graph.node:
+        for attribute in node.attribute:
+            if attribute.type == onnx.AttributeProto.INT:
+                attribute.i = changed(attribute.i)
+            elif attribute.type == onnx.AttributeProto.INTS:
+                attribute.ints[:] = [*map(changed, attribute.ints)]
+            elif attribute.type == onnx.AttributeProto.TENSOR:
+                _resize_(attribute.t, changed)
+    # Shapes of values in between are those of the model that was resized.
+    del model.graph.value_info[:]
+
+
+def _resize_(tensor: onnx.TensorProto, changed: Callable[[int], int]) -> None:
+    values = numpy_helper.to_array(tensor)
+    sizes, is_shape = [*map(changed, tensor.dims)], _may_be_shape(tensor)
+    numbers = [*map(changed, values.flatten().tolist())] if is_shape else []
+    if sizes == [*tensor.dims] and numbers == values.flatten().tolist()[: len(numbers)]:
+        return
+    # Repeated rather than random: scales stay positive, and integers in their type's range.
+    array = np.resize(np.array(numbers, values.dtype) if is_shape else values, sizes)
+    tensor.CopyFrom(numpy_helper.from_array(array, tensor.name))

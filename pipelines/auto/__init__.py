@@ -1,0 +1,1 @@
+"""`compress auto`: the models that lose least under limits of latency and size."""

@@ -1,0 +1,141 @@
+"""One choice of widths and format: as stages of a pipeline, and what was measured of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from compress.common.atomic_files import write_atomically
+from compress.common.config import Settings
+from pipelines.api import Pipeline
+from pipelines.config.auto_settings import Format
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from pipelines.config.auto_settings import AutoSettings
+    from pipelines.config.pipeline import PipelineConfig
+
+QUANTIZING = {"int8_static": "quantize_static", "int8_dynamic": "quantize_dynamic"}
+EXPORT = "export_onnx"
+"""Stage that writes the file to serve; its name too."""
+PATHS = ("checkpoint", "huggingface", "file")
+"""Settings of `model:` that are paths relative to the pipeline file."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Widths and format of a model."""
+
+    format: Format
+    widths: tuple[tuple[str, int], ...] = ()
+    """Group of coupled channels → how many stay; groups that lose none are left out."""
+
+    @property
+    def name(self) -> str:
+        """A name for its folder, which tells it from all others."""
+        if not self.widths:
+            return f"{self.format}-whole"
+        digest = hashlib.sha256(json.dumps([self.format, self.widths]).encode()).hexdigest()
+        return f"{self.format}-{digest[:8]}"
+
+    def stages(self, settings: AutoSettings) -> list[dict[str, Any]]:
+        """Return the stages that make it, as a pipeline file has them."""
+        made: list[dict[str, Any]] = []
+        space = settings.space
+        if self.widths and space.widths is not None:
+            kept = space.widths.model_dump(
+                mode="json",
+                exclude_defaults=True,
+                include={"include", "exclude", "across_norms"},
+            )
+            importance = space.widths.importance
+            widths = dict(self.widths)
+            stage = {"stage": "prune_channels", "widths": widths, "importance": importance, **kept}
+            if space.finetune is not None:
+                finetune = space.finetune.model_dump(mode="json", exclude_unset=True)
+                stage["finetune"] = finetune
+            made.append(stage)
+        if self.format != "float":
+            made.append({"stage": QUANTIZING[self.format]})
+        return [*made, {"stage": EXPORT}]
+
+    def pipeline(self, base: PipelineConfig, settings: AutoSettings) -> Pipeline:
+        """Return the pipeline that makes it, after the stages of another one."""
+        pipeline = Pipeline.model_validate(self._content(base, settings))
+        pipeline._source = base._source  # paths are relative to its file
+        return pipeline
+
+    def write_pipeline(self, base: PipelineConfig, settings: AutoSettings, file: Path) -> None:
+        """Write the pipeline file that makes it and judges it by the limits, without a search."""
+        content = self._content(base, settings)
+        content["code"] = _relative(base.folder, content.get("code", "."), file.parent)
+        for name in PATHS:
+            if content["model"].get(name):
+                content["model"] = {
+                    **content["model"],
+                    name: _relative(base.folder, content["model"][name], file.parent),
+                }
+        gates: list[dict[str, Any]] = []
+        if settings.limits.max_drop is not None:
+            gates.append(
+                {"gate": "max_drop", "against": _last(base), "points": settings.limits.max_drop}
+            )
+        if settings.limits.size is not None:
+            gates.append({"gate": "max_size", "bytes": int(settings.limits.size)})
+        if gates:
+            content["stages"][-1]["gates"] = gates
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
+
+    def _content(self, base: PipelineConfig, settings: AutoSettings) -> dict[str, Any]:
+        content = base.model_dump(mode="json", exclude_unset=True, exclude={"auto", "stages"})
+        stages = [s.model_dump(mode="json", exclude_unset=True) for s in base.stages]
+        return {**content, "name": base.name, "stages": [*stages, *self.stages(settings)]}
+
+
+class CheckedModel(Settings):
+    """A candidate that was built, exported and measured."""
+
+    name: str
+    format: Format
+    widths: dict[str, int]
+    """Group of coupled channels → how many stay, of groups that lose some."""
+    predicted_ms: float | None
+    """Median time of a call by the latency model, before it was measured."""
+    latency_ms: float
+    """Median time of a call, measured in turn with the float ONNX file."""
+    bytes: int
+    """Of the file to serve."""
+    loss: float
+    """Squared distance of the outputs from the float model's, relative to these."""
+    drop: float | None
+    """Points of the metric lost on the half of `val` that the search decides by; None where the
+    metric is not finite."""
+    confirmed_drop: float | None = None
+    """The same on the other half, of models that were chosen."""
+
+    @property
+    def candidate(self) -> Candidate:
+        """The choice itself."""
+        return Candidate(self.format, tuple(sorted(self.widths.items())))
+
+
+def candidate_of(format: Format, widths: Mapping[str, int], whole: Mapping[str, int]) -> Candidate:
+    """Return the candidate of a format and widths, of which some may be those of the whole."""
+    cut = {group: width for group, width in widths.items() if width != whole[group]}
+    return Candidate(format, tuple(sorted(cut.items())))
+
+
+def _last(base: PipelineConfig) -> str:
+    return base.stages[-1].title if base.stages else "source"
+
+
+def _relative(folder: Path, path: str, to: Path) -> str:
+    return os.path.relpath((folder / path).resolve(), to.resolve())

@@ -1,0 +1,95 @@
+"""`compress auto`: limits from the file and the command line, a search with progress, its table."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from compress.common.atomic_files import write_atomically
+from compress.common.errors import GateRefused, PipelineInvalid
+from pipelines.config.auto_settings import AutoSettings
+from pipelines.config.pipeline import PipelineConfig
+from pipelines.config.run_options import RunOptions
+from pipelines.terminal.console import current_mode, print_result
+from pipelines.terminal.progress_bars import show_progress
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pipelines.auto.front import Front
+
+
+def search_and_print(file: Path, out: Path | None, **given: Any) -> None:
+    """Search a pipeline file's models, and print those that no other one beats.
+
+    Args:
+        file: the pipeline file.
+        out: folder of the results; that of the pipeline's runs by default.
+        **given: `max_drop`, `latency`, `size` and `time` of the command line, None where the
+            file's own count.
+
+    Raises:
+        PipelineInvalid: the file or a limit is invalid.
+        GateRefused: no model that was checked meets all limits.
+    """
+    pipeline = PipelineConfig.from_yaml(file)
+    settings = with_limits(pipeline.auto or AutoSettings(), given)
+    folder = out or pipeline.default_out
+    from pipelines.auto.front_page import PAGE, front_page, front_table, lines_below
+    from pipelines.auto.search import search
+
+    with show_progress(quiet=current_mode().silent) as (progress, announce):
+        options = RunOptions(progress=progress, announce=announce)
+        front = search(pipeline, settings, folder, options)
+        write_atomically(folder / PAGE, front_page(front))
+    print_result(front, lines_below(front, folder), lambda _: front_table(front))
+    if front.best is None:
+        raise GateRefused(nothing_found(front))
+
+
+def with_limits(settings: AutoSettings, given: dict[str, Any]) -> AutoSettings:
+    """Return settings with what the command line gives in the place of the file's.
+
+    Raises:
+        PipelineInvalid: a value has no unit, or another one; the message names the option.
+    """
+    changes = {name: value for name, value in given.items() if value is not None}
+    # As numbers have a unit where they are read, those of the file are not read again.
+    limits = {name: changes[name] for name in ("max_drop", "latency", "size") if name in changes}
+    try:
+        checked = type(settings.limits).model_validate(limits)
+        time = AutoSettings.model_validate({"time": changes["time"]}) if "time" in changes else None
+    except ValidationError as error:
+        problem = error.errors()[0]
+        option = str(problem["loc"][0]).replace("_", "-")
+        message = str(problem["msg"]).removeprefix("Value error, ")
+        raise PipelineInvalid(f"--{option} {problem['input']}: {message}") from None
+    updated = settings.limits.model_copy(update={name: getattr(checked, name) for name in limits})
+    return settings.model_copy(
+        update={"limits": updated, "time": time.time if time else settings.time}
+    )
+
+
+def nothing_found(front: Front) -> str:
+    """Say what comes nearest to the limits, and what would help."""
+    limits = front.limits
+    kept = [
+        model
+        for model in front.checked
+        if model.drop is not None and (limits.max_drop is None or model.drop <= limits.max_drop)
+    ]
+    if not kept:
+        return (
+            f"no model keeps the metric within {limits.max_drop:g} points, not even the float one; "
+            "allow more"
+        )
+    nearest = min(kept, key=lambda model: model.latency_ms)
+    asked = [] if limits.max_drop is None else [f"a drop of {limits.max_drop:g} points"]
+    asked += [] if limits.latency is None else [f"{limits.latency:g} ms"]
+    asked += [] if limits.size is None else [f"{limits.size / 1e6:g} MB"]
+    return (
+        f"no model within {', '.join(asked)} was found and confirmed; the nearest has "
+        f"{nearest.latency_ms:.3g} ms, {nearest.bytes / 1e6:.3g} MB and a drop of "
+        f"{nearest.drop:.3g} points; allow more, or more --time"
+    )

@@ -1,0 +1,87 @@
+"""The models that a search found, and which of them no other one beats."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from compress.common.atomic_files import write_atomically
+from compress.common.config import Settings
+from pipelines.auto.candidates import CheckedModel
+from pipelines.config.auto_settings import AutoLimits
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+FILE = "front.json"
+
+
+class Front(Settings):
+    """All models that were checked, and the best of them."""
+
+    limits: AutoLimits
+    checked: tuple[CheckedModel, ...]
+    """In the order in which they were checked."""
+    failed: dict[str, str] = {}
+    """Name of a candidate that could not be built → why."""
+    points: tuple[str, ...]
+    """Names of the models that no other one beats in latency and drop, the fastest first; the
+    folder `points/<number>` has the pipeline of each."""
+    conditions: str
+    """Hash of the model and of what figures depend on besides; a search with the same goes on."""
+    base_ms: float
+    """Median time of a call of the float ONNX file, with which others were measured in turn."""
+    best: str | None = None
+    """The model that meets all limits, confirmed on samples that the search did not decide by; None
+    where there is none."""
+
+    @staticmethod
+    def pareto(models: Sequence[CheckedModel]) -> list[CheckedModel]:
+        """Return the models that no other one beats in latency, drop and size."""
+
+        def figures(model: CheckedModel) -> tuple[float, float, float]:
+            drop = float("inf") if model.drop is None else model.drop
+            return model.latency_ms, drop, model.bytes
+
+        def beaten(model: CheckedModel) -> bool:
+            own = figures(model)
+            return any(
+                figures(other) != own
+                and all(a <= b for a, b in zip(figures(other), own, strict=True))
+                for other in models
+            )
+
+        return sorted((m for m in models if not beaten(m)), key=lambda model: model.latency_ms)
+
+    @staticmethod
+    def line(model: CheckedModel) -> str:
+        """Describe a checked model in a line."""
+        drop = "no finite metric" if model.drop is None else f"drop {model.drop:.3g} points"
+        cut = f", {len(model.widths)} groups cut" if model.widths else ""
+        predicted = "" if model.predicted_ms is None else f" (predicted {model.predicted_ms:.3g})"
+        size = f"{model.bytes / 1e6:.3g} MB"
+        return f"{model.format}{cut}: {model.latency_ms:.3g} ms{predicted}, {size}, {drop}"
+
+    def missed_limits(self, model: CheckedModel) -> tuple[str, ...]:
+        """Return the limits that a model does not keep to: `max_drop`, `latency`, `size`."""
+        limits = self.limits
+        drops = (model.drop, model.confirmed_drop or 0.0)
+        missed = {
+            "max_drop": model.drop is None
+            or (limits.max_drop is not None and max(d or 0.0 for d in drops) > limits.max_drop),
+            "latency": limits.latency is not None and model.latency_ms > limits.latency,
+            "size": limits.size is not None and model.bytes > limits.size,
+        }
+        return tuple(name for name, is_missed in missed.items() if is_missed)
+
+    @classmethod
+    def read(cls, out: Path) -> Front | None:
+        """Read `front.json` back; None where there is none that can be read."""
+        try:
+            return cls.model_validate_json((out / FILE).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+
+    def write(self, out: Path) -> None:
+        """Write `front.json` into the results' folder."""
+        write_atomically(out / FILE, self.model_dump_json(indent=1) + "\n")

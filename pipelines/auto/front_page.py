@@ -1,0 +1,91 @@
+"""The front of a search as a table for a terminal, and as a page with a plot."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from pipelines.auto.front import FILE
+from pipelines.auto.judge import CANDIDATES
+from pipelines.reporting.html_page import render_page
+from pipelines.reporting.svg_plots import Plot, Point, scatter_plot
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from pipelines.auto.candidates import CheckedModel
+    from pipelines.auto.front import Front
+
+PAGE = "front.html"
+COLUMNS = ("model", "groups cut", "ms", "predicted", "MB", "drop", "confirmed", "misses")
+
+
+def front_table(front: Front) -> Table:
+    """Build a table of the models that no other one beats."""
+    rows = Table(title="models that no other one beats; * the best within all limits")
+    rows.add_column("point", no_wrap=True)
+    for name in COLUMNS:
+        rows.add_column(name, justify="left" if name in ("model", "misses") else "right")
+    known = {model.name: model for model in front.checked}
+    for number, name in enumerate(front.points, 1):
+        mark = " *" if name == front.best else ""
+        rows.add_row(f"{number}{mark}", *cells_of(front, known[name]))
+    return rows
+
+
+def cells_of(front: Front, model: CheckedModel) -> tuple[str, ...]:
+    """Return a model's figures as text, in the order of :data:`COLUMNS`."""
+    predicted, drop, confirmed = (
+        "" if value is None else f"{value:.3g}"
+        for value in (model.predicted_ms, model.drop, model.confirmed_drop)
+    )
+    figures = (f"{model.latency_ms:.3g}", predicted, f"{model.bytes / 1e6:.3g}", drop, confirmed)
+    return (model.name, str(len(model.widths)), *figures, ", ".join(front.missed_limits(model)))
+
+
+def lines_below(front: Front, out: Path) -> Iterator[str]:
+    """Yield what was found, and where it is."""
+    known = {model.name: model for model in front.checked}
+    if front.best is not None:
+        yield f"best: {front.line(known[front.best])}"
+        yield f"its run: {out / CANDIDATES / front.best}"
+    else:
+        yield "no model that was checked meets all limits"
+    yield f"page: {out / PAGE}; figures: {out / FILE}; pipelines: {out / 'points'}"
+
+
+def front_page(front: Front) -> str:
+    """Render the page: what was found, a plot of drop against latency, and all figures."""
+    return render_page(
+        "front.html.jinja",
+        front=front,
+        known={model.name: model for model in front.checked},
+        plot=_plot(front),
+        columns=COLUMNS,
+        cells_of=cells_of,
+    )
+
+
+def _plot(front: Front) -> Plot | None:
+    models = [model for model in front.checked if model.drop is not None]
+    points = [
+        Point(
+            label=model.name if model.name in front.points else "",
+            title=front.line(model),
+            x=model.latency_ms,
+            y=model.drop or 0.0,
+            refused=bool(front.missed_limits(model)),
+        )
+        for model in models
+    ]
+    if not points:
+        return None
+    return scatter_plot(
+        points,
+        {i for i, model in enumerate(models) if model.name in front.points},
+        title="Drop of the metric against latency",
+        names=("ms a call", "points lost"),
+        shown="{:g}".format,
+    )

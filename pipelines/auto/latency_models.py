@@ -1,0 +1,161 @@
+"""How a model's latency and size follow from its widths, for each format of its numbers."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from compress.common.errors import StageFailed
+from compress.profiling.benchmark import compare_latencies, unmeasurable
+from compress.pruning.width_variants import width_variants
+from export.latency.latency_model import LatencyModel
+from export.latency.resizing import ResizableModel
+from export.latency.width_costs import PairwiseSum, WidthCosts, measure_grid
+from export.onnx.graph import strip_
+from export.onnx.passes.stored_integers import compact_
+from export.onnx.proto_io import write
+from export.onnx.session import session_predictor
+from export.onnx.translate import translate
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import onnx
+
+    from compress.artifacts.eager_model import EagerModel
+    from compress.core.context import Context
+    from export.latency.kernel_table import KernelTable
+    from pipelines.config.auto_settings import AutoSettings, Format
+
+    Grid = Mapping[str, Sequence[int]]
+
+EXPORTS = 4
+"""Models at random widths that are exported; the last one checks what follows from the others."""
+FITTED = 16
+"""Models at widths of the grid whose latencies the kernels' sum is fitted to."""
+CALIBRATED_ON = 32
+"""Samples with which exports are quantized: their speed is looked at, not their answers."""
+
+
+@dataclass
+class FormatModel:
+    """Latency and size of a model in one format, by its widths."""
+
+    format: Format
+    latency_ms: PairwiseSum
+    bytes: PairwiseSum
+    harm: float = 0.0
+    """Squared distance of the whole model in this format from the float one."""
+    _ratios: list[float] = field(default_factory=list)
+    """Measured over predicted latency of checked models."""
+
+    @property
+    def correction(self) -> float:
+        """Factor from predicted to measured latency."""
+        return median(self._ratios) if self._ratios else 1.0
+
+    def correct(self, predicted_ms: float, measured_ms: float) -> None:
+        """Take a measured latency into account; `predicted_ms` is without correction."""
+        self._ratios.append(measured_ms / predicted_ms)
+
+    def corrected(self) -> PairwiseSum:
+        """Return the latency in milliseconds, corrected by all models measured so far."""
+        return PairwiseSum.combine([(self.correction, self.latency_ms)], 0.0)
+
+
+def build_format_model(
+    format: Format,
+    grid: Grid,
+    model: EagerModel,
+    context: Context,
+    settings: AutoSettings,
+    table: KernelTable,
+) -> FormatModel:
+    """Measure the kernels of a model over a grid of widths, and fit their sum to whole models.
+
+    Raises:
+        StageFailed: the model cannot be exported or resized, or the machine is too busy.
+    """
+    title = f"latency of {format}"
+    context.progress(title, 0, 1, "export")
+    with TemporaryDirectory(prefix="compress-auto-") as name:
+        folder = Path(name)
+        whole, exports = _exports(format, model, context, settings, folder)
+        resizable = ResizableModel.fit(exports)
+        inputs = context.measured_batches(model.signature, model.signature.smallest_batch)
+        specs = model.signature.inputs
+        arrays = {s.name: x.numpy() for s, x in zip(specs, inputs[0], strict=True)}
+        costs = WidthCosts(resizable, whole, arrays, table)
+        pairs = sorted(p for p in resizable.groups_together() if p[0] in grid and p[1] in grid)
+        seconds, weight_bytes, file_bytes = measure_grid(
+            costs, grid, pairs, lambda done, total: context.progress(title, done, total, "kernels")
+        )
+        chosen = _spread(grid, FITTED, context.seed)
+        files = []
+        for number, widths in enumerate(chosen):
+            files.append(folder / f"fitted{number}.onnx")
+            write(resizable.resize(whole | widths), files[-1])
+        predictors = [session_predictor(file, context.threads) for file in files]
+        measured = compare_latencies(predictors, inputs).latencies
+    for latency in measured:
+        if doubt := latency.p50_interval.unreliable_reason:
+            raise StageFailed(unmeasurable("the latency of a variant", doubt))
+    kernel_costs = [costs.at(widths).kernels for widths in chosen]
+    fitted = LatencyModel.fit(kernel_costs, [1e-3 * latency.p50 for latency in measured])
+    per_byte = 1e3 * fitted.per_weight_byte
+    latency_ms = PairwiseSum.combine(
+        [(1e3 * fitted.per_kernel_second, seconds), (per_byte, weight_bytes)],
+        1e3 * fitted.per_call,
+    )
+    return FormatModel(format, latency_ms, file_bytes)
+
+
+def _exports(
+    format: Format, model: EagerModel, context: Context, settings: AutoSettings, folder: Path
+) -> tuple[dict[str, int], list[tuple[dict[str, int], onnx.ModelProto]]]:
+    """Return the model's own widths, and exports of it in a format at a few random ones."""
+    widths = settings.space.widths
+    chosen: dict[str, Any] = {}
+    if widths is not None:
+        chosen = widths.model_dump(include={"include", "exclude", "across_norms"})
+    whole: dict[str, int] = {}
+    exports = []
+    # The first one has all its channels, and so perhaps not the rewrites that pruning makes.
+    variants = width_variants(model, folder, EXPORTS + 1, round_to=1, seed=context.seed, **chosen)
+    for number, (own, variant) in enumerate(variants):
+        if number == 0:
+            whole = own
+            continue
+        context.progress(f"latency of {format}", number - 1, EXPORTS, "export")
+        source: Any = variant
+        if format != "float":
+            source = _quantized(format, variant, context.with_root(folder / f"int8-{number}"))
+        graph, _ = translate(source, None, "auto")
+        compact_(graph)
+        strip_(graph)
+        exports.append((own, graph))
+    return whole, exports
+
+
+def _quantized(format: Format, model: EagerModel, context: Context) -> Any:
+    from compress.quantization.stages.dynamic import QuantizeDynamic
+    from compress.quantization.stages.static import QuantizeStatic
+
+    if format == "int8_static":
+        return QuantizeStatic(calibration_samples=CALIBRATED_ON)(model, context)
+    return QuantizeDynamic()(model, context)
+
+
+def _spread(grid: Grid, count: int, seed: int) -> list[dict[str, int]]:
+    """Return the largest and the smallest widths of a grid, and random ones between."""
+    generator = random.Random(seed)
+    drawn = [
+        {group: generator.choice(widths) for group, widths in grid.items()}
+        for _ in range(count - 2)
+    ]
+    largest = {group: widths[0] for group, widths in grid.items()}
+    return [largest, {group: widths[-1] for group, widths in grid.items()}, *drawn]

@@ -1,0 +1,85 @@
+"""The `auto:` section of a pipeline file: limits, time, and what is searched."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import BeforeValidator, Field
+
+from compress.common.config import Count, Settings
+from compress.pruning.finetune import AnyFinetune
+from compress.pruning.importance.criteria import Criterion
+
+Format: TypeAlias = Literal["float", "int8_static", "int8_dynamic"]
+
+MILLISECONDS = {"us": 1e-3, "µs": 1e-3, "ms": 1.0, "s": 1e3}
+SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+BYTES = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+def _in_units(units: dict[str, float], example: str) -> BeforeValidator:
+    def read(value: Any) -> Any:
+        found = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-zµ]+)\s*", str(value))
+        if found is None or found[2] not in units:
+            raise ValueError(f"expected a number with its unit ({', '.join(units)}), as {example}")
+        return float(found[1]) * units[found[2]]
+
+    return BeforeValidator(read, json_schema_input_type=str)
+
+
+Milliseconds = Annotated[float, _in_units(MILLISECONDS, "2ms"), Field(gt=0)]
+Seconds = Annotated[float, _in_units(SECONDS, "10m"), Field(gt=0)]
+Bytes = Annotated[float, _in_units(BYTES, "1MB"), Field(gt=0)]
+
+
+class AutoLimits(Settings):
+    """What a model must keep to."""
+
+    max_drop: Annotated[float, Field(ge=0)] | None = None
+    """Most points (hundredths) of the metric that may be lost, on samples that the search did not
+    decide by."""
+    latency: Milliseconds | None = None
+    """Longest median time of a call on `threads` threads, with its unit: `2ms`."""
+    size: Bytes | None = None
+    """Largest file, with its unit: `1MB`."""
+
+
+class WidthSettings(Settings):
+    """Which widths are tried."""
+
+    values: Annotated[int, Field(ge=2, le=16)] = 4
+    """Widths of each group of coupled channels, at most."""
+    round_to: Count = 16
+    """As in `prune_channels`, as are the others."""
+    importance: Criterion = "obs"
+    """How channels are ranked."""
+    include: tuple[str, ...] = ()
+    """Names of modules; if given, only channels that they produce are removed."""
+    exclude: tuple[str, ...] = ()
+    """Names of modules whose channels all stay."""
+    across_norms: bool = False
+    """Whether channels are removed over which normalisations take statistics."""
+
+
+class AutoSpace(Settings):
+    """What is decided."""
+
+    widths: WidthSettings | None = WidthSettings()
+    """How many channels of each group stay; null leaves all of them."""
+    formats: Annotated[tuple[Format, ...], Field(min_length=1)] = ("float", "int8_static")
+    """Numbers that the model computes with, one of these for all its layers."""
+    finetune: AnyFinetune | None = None
+    """How every smaller model is trained; by default layers are refitted, and nothing is
+    trained."""
+
+
+class AutoSettings(Settings):
+    """Limits, and what may be changed to meet them."""
+
+    limits: AutoLimits = AutoLimits()
+    """What a model must keep to."""
+    time: Seconds = 600.0
+    """For how long the search goes on, with its unit: `10m`. What is measured then is finished."""
+    space: AutoSpace = AutoSpace()
+    """What is decided."""

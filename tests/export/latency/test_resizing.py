@@ -1,0 +1,87 @@
+"""A model resized to widths has the sizes of one that was exported at them."""
+
+import warnings
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from torch import nn
+
+from compress.common.errors import StageFailed
+from export.latency.kernel_table import KernelTable
+from export.latency.resizing import ResizableModel
+from export.latency.width_costs import WidthCosts, measure_grid
+
+
+class Joined(nn.Module):
+    """Two branches that are joined, a depthwise layer, and a size written into the graph."""
+
+    def __init__(self, a: int, b: int) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, a, 3, padding=1), nn.Conv2d(3, b, 1)
+        self.depthwise = nn.Conv2d(a + b, a + b, 3, groups=a + b)
+        self.head = nn.Linear(36 * (a + b), 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        joined = self.depthwise(torch.cat([self.a(x).relu(), self.b(x)], 1))
+        return self.head(joined.reshape(1, -1))
+
+
+def export(tmp_path: Path, a: int, b: int, module: nn.Module | None = None) -> onnx.ModelProto:
+    file = tmp_path / "model.onnx"
+    module = (module or Joined(a, b)).eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch's own
+        torch.onnx.export(module, (torch.zeros(1, 3, 8, 8),), file, external_data=False)
+    return onnx.load(file)
+
+
+@pytest.fixture(scope="module")
+def exports(tmp_path_factory: pytest.TempPathFactory):
+    folder = tmp_path_factory.mktemp("exports")
+    return [
+        ({"a": a, "b": b}, export(folder, a, b)) for a, b in ((16, 12), (7, 9), (13, 5), (10, 3))
+    ]
+
+
+def test_sizes_are_those_of_an_export_at_these_widths(exports, tmp_path: Path) -> None:
+    resized = ResizableModel.fit(exports).resize({"a": 6, "b": 11})
+    expected = export(tmp_path, 6, 11)
+    sizes = {t.name: (t.data_type, [*t.dims]) for t in expected.graph.initializer}
+    assert {t.name: (t.data_type, [*t.dims]) for t in resized.graph.initializer} == sizes
+    session = onnxruntime.InferenceSession(resized.SerializeToString())
+    (found,) = session.run(None, {session.get_inputs()[0].name: np.ones((1, 3, 8, 8), "f")})
+    assert found.shape == (1, 5)
+
+
+def test_groups_that_meet_in_a_weight_are_found(exports) -> None:
+    assert ResizableModel.fit(exports).groups_together() == {("a", "b")}
+
+
+def test_other_operators_and_other_sizes_are_refused(exports, tmp_path: Path) -> None:
+    other = export(tmp_path, 0, 0, nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()))
+    with pytest.raises(StageFailed, match="other operators"):
+        ResizableModel.fit([*exports, ({"a": 4, "b": 4}, other)])
+    widths, model = exports[-1]
+    with pytest.raises(StageFailed, match="no sum over widths"):
+        ResizableModel.fit([*exports[:-1], ({**widths, "a": widths["a"] + 1}, model)])
+
+
+def test_costs_of_a_grid_are_sums_over_groups_and_pairs(exports, tmp_path: Path) -> None:
+    costs = WidthCosts(
+        ResizableModel.fit(exports),
+        exports[0][0],
+        {"x": np.ones((1, 3, 8, 8), "f")},
+        KernelTable(tmp_path, {}, 1),
+    )
+    grid = {"a": (16, 8, 4), "b": (12, 6)}
+    seconds, weight_bytes, file_bytes = measure_grid(costs, grid, [("a", "b")])
+    for a in grid["a"]:
+        for b in grid["b"]:
+            exact = costs.at({"a": a, "b": b})
+            assert seconds({"a": a, "b": b}) == pytest.approx(exact.kernels.seconds, rel=1e-9)
+            assert weight_bytes({"a": a, "b": b}) == exact.kernels.weight_bytes
+            assert file_bytes({"a": a, "b": b}) == exact.file_bytes

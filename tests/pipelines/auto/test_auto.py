@@ -1,0 +1,135 @@
+"""`compress auto` on a small network: its front, limits, resuming, and the pipelines it writes."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+import cli
+from pipelines.auto import judge
+
+NETS = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 48, 3, padding=1), nn.ReLU(), nn.Conv2d(48, 48, 3, padding=1), nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(48, 2),
+    )
+
+def data():
+    generator = torch.Generator().manual_seed(0)
+    y = torch.arange(180) % 2
+    x = torch.randn(180, 1, 12, 12, generator=generator) + y[:, None, None, None]
+    parts = {"train": slice(0, 60), "val": slice(60, 120), "test": slice(120, 180)}
+    return {name: TensorDataset(x[s], y[s]) for name, s in parts.items()}
+"""
+FILE = """\
+version: 1
+name: net
+model:
+  factory: nets:net
+  inputs: [{name: x, shape: [batch, 1, 12, 12]}]
+data: {factory: "nets:data"}
+auto:
+  limits: {max_drop: 5}
+  time: 20s
+  space: {widths: {values: 3}, formats: [float, int8_static]}
+stages:
+  - {stage: train, epochs: 6}
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    (tmp_path / "nets.py").write_text(NETS)
+    (tmp_path / "net.yaml").write_text(FILE)
+    return tmp_path / "net.yaml"
+
+
+def auto(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as end:
+        cli.app(["auto", *map(str, arguments)])
+    return int(end.value.code or 0)
+
+
+@pytest.mark.slow
+def test_a_search_finds_a_faster_model_and_goes_on_where_it_was(
+    file: Path, tmp_path: Path, capfd, monkeypatch
+) -> None:
+    out = tmp_path / "out"
+    assert auto(file, "--out", out, "--json") == 0
+    front = json.loads(capfd.readouterr().out)
+    assert front == json.loads((out / "front.json").read_text())
+    checked = {model["name"]: model for model in front["checked"]}
+    assert {"float-whole", "int8_static-whole"} < {*checked}
+    cut = [model for model in checked.values() if model["widths"]]
+    assert cut and all(w < 48 for model in cut for w in model["widths"].values())
+    best = checked[front["best"]]
+    assert best["latency_ms"] < checked["float-whole"]["latency_ms"]
+    assert best["drop"] <= 5 and best["confirmed_drop"] <= 5
+    # The pipeline of a point makes the same file without a search.
+    number = front["points"].index(front["best"]) + 1
+    point = out / "points" / str(number) / "pipeline.yaml"
+    stages = yaml.safe_load(point.read_text())["stages"]
+    assert stages[-1]["gates"][0] == {"gate": "max_drop", "against": "train", "points": 5.0}
+    with pytest.raises(SystemExit) as end:
+        cli.app(["run", str(point), "--out", str(tmp_path / "again"), "--quiet"])
+    assert not end.value.code
+    again = tmp_path / "again" / "artifacts" / "export_onnx" / "model.onnx"
+    made = out / "candidates" / best["name"] / "artifacts" / "export_onnx" / "model.onnx"
+    assert again.read_bytes() == made.read_bytes()
+    # A second search begins with what the first one found.
+    built: list[str] = []
+    monkeypatch.setattr(judge.Judge, "check", lambda self, candidate, _: built.append(candidate))
+    assert auto(file, "--out", out, "--json", "--time", "1s") == 0
+    assert not built and json.loads(capfd.readouterr().out)["checked"] == front["checked"]
+
+
+@pytest.mark.slow
+def test_limits_that_cannot_be_met_are_told_with_the_nearest_model(
+    file: Path, tmp_path: Path, capfd
+) -> None:
+    arguments = (file, "--out", tmp_path / "out", "--latency", "1us", "--max-drop", "3")
+    assert auto(*arguments) == 3
+    printed = capfd.readouterr()
+    assert "no model within a drop of 3 points, 0.001 ms was found" in printed.err
+    assert "no model that was checked meets all limits" in printed.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--latency", "2"), "--latency 2: expected a number with its unit (us, µs, ms, s)"),
+        (("--size", "1 tonne"), "--size 1 tonne: expected a number with its unit (B, kB, MB"),
+        (("--time", "0s"), "--time 0s: Input should be greater than 0"),
+    ],
+)
+def test_values_without_a_known_unit_are_refused(
+    arguments: tuple[str, ...], message: str, file: Path, capfd
+) -> None:
+    assert auto(file, *arguments) == 2
+    assert message in capfd.readouterr().err
+
+
+def test_stages_that_the_search_adds_itself_are_refused(file: Path, capfd) -> None:
+    file.write_text(FILE.replace("- {stage: train, epochs: 6}", "- {stage: export_onnx}"))
+    assert auto(file) == 2
+    assert "`compress auto` itself prunes, quantizes and exports" in capfd.readouterr().err
+    content = yaml.safe_load(FILE)
+    del content["data"]
+    file.write_text(yaml.safe_dump(content))
+    assert auto(file) == 2
+    assert "`compress auto` decides by `val`; add a `data:` section" in capfd.readouterr().err
+
+
+def test_a_file_of_a_search_alone_is_no_pipeline_to_run(file: Path, capfd) -> None:
+    file.write_text(FILE.partition("stages:")[0])
+    with pytest.raises(SystemExit) as end:
+        cli.app(["check", str(file)])
+    assert end.value.code == 2
+    assert "has no stages to run; search with: compress auto" in capfd.readouterr().err
