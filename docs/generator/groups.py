@@ -45,11 +45,16 @@ def stages_of(page: str) -> list[AnyStage]:
 @cache
 def group_pages() -> dict[str, str]:
     """Return the page of each group by class name."""
-    pages = dict.fromkeys(_groups_in(SCHEMA["properties"]), "pipeline")
+    # `auto` last, as it also refers to groups of the stages that it adds.
+    auto = {"auto": SCHEMA["properties"]["auto"]}
+    others = {name: key for name, key in SCHEMA["properties"].items() if name not in auto}
+    pages = dict.fromkeys(_groups_in(others), "pipeline")
     for page in STAGE_PAGES:
         for stage in stages_of(page):
             for group in _groups_in(DEFS[stage.__name__]["properties"]):
                 pages.setdefault(group, page)
+    for group in _groups_in(auto):
+        pages.setdefault(group, "pipeline")
     return pages
 
 

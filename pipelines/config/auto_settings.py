@@ -79,7 +79,7 @@ class AutoSettings(Settings):
 
     limits: AutoLimits = AutoLimits()
     """What a model must keep to."""
-    time: Seconds = 600.0
+    time: Annotated[Seconds, Field(json_schema_extra={"default": "10m"})] = 600.0
     """For how long the search goes on, with its unit: `10m`. What is measured then is finished."""
     space: AutoSpace = AutoSpace()
     """What is decided."""
