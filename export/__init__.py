@@ -5,7 +5,7 @@ The public names stand in ``__init__.pyi``; each is imported on first use.
 
 import lazy_loader
 
-from compress.core.baselines import BASELINES, BaselineRuntime
+from compress.core.gate_kinds.baselines import BASELINES, BaselineRuntime
 from compress.core.gate_kinds.other_runtime import OTHER_RUNTIMES
 from export.onnx.float_baseline import onnxruntime_baseline
 from export.openvino.stage import OPENVINO, openvino_baseline

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from compress.common.errors import GateRefused, exits_refused
 from compress.common.process import gc_frozen
-from compress.core.baselines import baseline_for
 from compress.core.gate import Gate
+from compress.core.gate_kinds.baselines import baseline_for
 from compress.core.verdict import explain
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import export  # noqa: F401 - adds the runtimes that it can open
 from compress.common.errors import CompressError, PipelineInvalid, Unavailable
-from compress.core.baselines import BASELINES
+from compress.core.gate_kinds.baselines import BASELINES
 from compress.core.gates import unlikely_points
 from compress.core.metrics import FRACTIONS
 from compress.core.stage import members_of

@@ -8,8 +8,8 @@ from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel, program_of
 from compress.common.errors import StageFailed, Unavailable
 from compress.common.requirements import Requirement
-from compress.core.baselines import BASELINES, baseline_for
 from compress.core.context import Context
+from compress.core.gate_kinds.baselines import BASELINES, baseline_for
 from compress.core.gates import MinSpeedup
 from compress.core.stage import Stage
 
