@@ -57,8 +57,8 @@ class ResizableModel:
         """Find how the integers of a model follow from its widths.
 
         Args:
-            exports: widths by group of channels, and the model that was exported at these. The
-                first is the one that is resized; the last is not fitted to, but predicted.
+            exports: widths by group of channels, and the model that was exported at these; the
+                first is the one that is resized.
 
         Raises:
             StageFailed: the exports differ in more than integers, or these are no sums of widths.
@@ -75,9 +75,9 @@ class ResizableModel:
             if len({*numbers}) == 1:
                 continue
             if numbers not in known:
-                known[numbers] = _as_sum(numbers[:-1], widths[:-1])
+                known[numbers] = _as_sum(numbers, widths)
             found = known[numbers]
-            if found is None or found(widths[-1]) != numbers[-1]:
+            if found is None:
                 raise StageFailed(
                     f"a size of {[*numbers]} at widths of {[dict(each) for each in widths]} is no "
                     "sum over widths"
@@ -109,7 +109,10 @@ class ResizableModel:
 
 
 def _as_sum(numbers: Sequence[int], widths: Sequence[Widths]) -> Sum | None:
-    """Return the simplest sum over widths that gives some numbers; None where there is none."""
+    """Return the simplest sum over widths that gives some numbers; None where there is none.
+
+    There are more numbers than coefficients, so that a sum is not found by chance.
+    """
     groups = [*widths[0]]
 
     def fits(found: Sum) -> bool:
@@ -121,13 +124,12 @@ def _as_sum(numbers: Sequence[int], widths: Sequence[Widths]) -> Sum | None:
             return proportional
     for chosen in (*((g,) for g in groups), *combinations(groups, 2), tuple(groups)):
         columns = [[each[group] for group in chosen] + [1] for each in widths]
-        if len(chosen) > 2 or len(chosen) + 1 <= len(numbers):
-            # Sizes never shrink where a width grows.
-            found, _ = nnls(np.array(columns, float), np.array(numbers, float))
-            *slopes, constant = (Fraction(x).limit_denominator(LARGEST_DENOMINATOR) for x in found)
-            pairs = tuple((g, c) for g, c in zip(chosen, slopes, strict=True) if c)
-            if fits(candidate := Sum(pairs, constant)):
-                return candidate
+        # Sizes never shrink where a width grows.
+        found, _ = nnls(np.array(columns, float), np.array(numbers, float))
+        *slopes, constant = (Fraction(x).limit_denominator(LARGEST_DENOMINATOR) for x in found)
+        pairs = tuple((g, c) for g, c in zip(chosen, slopes, strict=True) if c)
+        if len(pairs) + bool(constant) < len(numbers) and fits(candidate := Sum(pairs, constant)):
+            return candidate
     return None
 
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     Grid = Mapping[str, Sequence[int]]
 
 EXPORTS = 4
-"""Models at random widths that are exported; the last one checks what follows from the others."""
+"""Models at random widths that are exported; files at all other widths follow from these."""
 FITTED = 16
 """Models at widths of the grid whose latencies the kernels' sum is fitted to."""
 CALIBRATED_ON = 32
