@@ -129,3 +129,11 @@ def decoder(layers: int = 4) -> nn.Module:
 
     sizes = {"n_embd": 256, "n_head": 4, "n_layer": layers, "vocab_size": 8000, "n_positions": 256}
     return GPT2LMHeadModel(GPT2Config(**sizes, use_cache=False, bos_token_id=0, eos_token_id=0))
+
+
+def chain(width: int = 64) -> nn.Module:
+    """Return five convolutions in a row, for images of one channel, and a linear layer."""
+    parts: list[nn.Module] = []
+    for inputs in (1, *[width] * 4):
+        parts += [nn.Conv2d(inputs, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU()]
+    return nn.Sequential(*parts, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 10))

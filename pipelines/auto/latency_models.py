@@ -84,7 +84,7 @@ def build_format_model(
     context.progress(title, 0, 1, "export")
     with TemporaryDirectory(prefix="compress-auto-") as name:
         folder = Path(name)
-        whole, exports = _exports(format, model, context, settings, folder)
+        whole, exports = export_at_random_widths(format, model, context, settings, folder)
         resizable = ResizableModel.fit(exports)
         inputs = context.measured_batches(model.signature, model.signature.smallest_batch)
         specs = model.signature.inputs
@@ -114,7 +114,7 @@ def build_format_model(
     return FormatModel(format, latency_ms, file_bytes)
 
 
-def _exports(
+def export_at_random_widths(
     format: Format, model: EagerModel, context: Context, settings: AutoSettings, folder: Path
 ) -> tuple[dict[str, int], list[tuple[dict[str, int], onnx.ModelProto]]]:
     """Return the model's own widths, and exports of it in a format at a few random ones."""
