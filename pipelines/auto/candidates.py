@@ -88,7 +88,7 @@ class Candidate:
                 {"gate": "max_drop", "against": _last(base), "points": settings.limits.max_drop}
             )
         if settings.limits.size is not None:
-            gates.append({"gate": "max_size", "bytes": int(settings.limits.size)})
+            gates.append({"gate": "max_file_size", "mebibytes": settings.limits.size / 2**20})
         if gates:
             content["stages"][-1]["gates"] = gates
         file.parent.mkdir(parents=True, exist_ok=True)

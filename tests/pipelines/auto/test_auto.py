@@ -62,7 +62,7 @@ def test_a_search_finds_a_faster_model_and_goes_on_where_it_was(
     file: Path, tmp_path: Path, capfd, monkeypatch
 ) -> None:
     out = tmp_path / "out"
-    assert auto(file, "--out", out, "--json") == 0
+    assert auto(file, "--out", out, "--json", "--size", "1MB") == 0
     front = json.loads(capfd.readouterr().out)
     assert front == json.loads((out / "front.json").read_text())
     checked = {model["name"]: model for model in front["checked"]}
@@ -76,7 +76,10 @@ def test_a_search_finds_a_faster_model_and_goes_on_where_it_was(
     number = front["points"].index(front["best"]) + 1
     point = out / "points" / str(number) / "pipeline.yaml"
     stages = yaml.safe_load(point.read_text())["stages"]
-    assert stages[-1]["gates"][0] == {"gate": "max_drop", "against": "train", "points": 5.0}
+    assert stages[-1]["gates"] == [
+        {"gate": "max_drop", "against": "train", "points": 5.0},
+        {"gate": "max_file_size", "mebibytes": 10**6 / 2**20},
+    ]
     with pytest.raises(SystemExit) as end:
         cli.app(["run", str(point), "--out", str(tmp_path / "again"), "--quiet"])
     assert not end.value.code
