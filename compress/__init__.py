@@ -28,6 +28,7 @@ _OF_OTHER_PACKAGES = {
     "package_kserve": "serve.functional",
     "package_torchserve": "serve.functional",
     "package_triton": "serve.functional",
+    "auto": "pipelines.auto.function",
     "optimize": "pipelines.optimize",
     "bench": "pipelines.bench",
 }

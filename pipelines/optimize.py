@@ -26,7 +26,36 @@ if TYPE_CHECKING:
     import torch
 
     from compress.core.task import TaskName
+    from compress.data.splits import Splits
     from pipelines.results.schema import Report
+
+
+def in_memory(
+    function: str, model: Any, data: Any, **splits: Any
+) -> tuple[torch.nn.Module, Splits, dict[str, Any]]:
+    """Return a module, its data, and the beginning of a pipeline file that names both.
+
+    Raises:
+        PipelineInvalid: there is no split `val`; the message names the function.
+    """
+    made = make_splits(data, parameters=forward_names(model), **splits)
+    if made is None or "val" not in made.datasets:
+        raise PipelineInvalid(f"{function} decides by data; pass val=, and train= to calibrate")
+    source = as_artifact(model, made, reads=EagerModel)
+    loaded = source.load()
+    content: dict[str, Any] = {
+        "version": 1,
+        "model": {
+            "factory": register_module(loaded),
+            "inputs": [dump_input(spec) for spec in source.signature.inputs],
+        },
+        "data": {
+            "factory": register(lambda: dict(made.datasets), "data"),
+            "batch_size": made.batch_size,
+            "loader": made.loading.model_dump(mode="json", exclude_defaults=True),
+        },
+    }
+    return loaded, made, content
 
 
 @dataclass(frozen=True)
@@ -84,24 +113,8 @@ def optimize(
         GateRefused: more was lost than allowed, or the result is no better; the report is written.
         CompressError: a stage failed.
     """
-    splits = make_splits(data, parameters=forward_names(model), train=train, val=val, test=test)
-    if splits is None or "val" not in splits.datasets:
-        raise PipelineInvalid("optimize decides by data; pass val=, and train= to calibrate")
-    source = as_artifact(model, splits, reads=EagerModel)
+    loaded, splits, content = in_memory("optimize", model, data, train=train, val=val, test=test)
     folder = temporary_folder() / "optimize" if out is None else Path(out)
-    loaded = source.load()
-    content: dict[str, Any] = {
-        "version": 1,
-        "model": {
-            "factory": register_module(loaded),
-            "inputs": [dump_input(spec) for spec in source.signature.inputs],
-        },
-        "data": {
-            "factory": register(lambda: dict(splits.datasets), "data"),
-            "batch_size": splits.batch_size,
-            "loader": splits.loading.model_dump(mode="json", exclude_defaults=True),
-        },
-    }
     init = InitOptions(goal=goal, target=target)
     task_named(task)  # refuses an unknown one
     found = inspect_model(loaded, splits, trained=True, task=task)

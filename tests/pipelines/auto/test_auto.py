@@ -4,9 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
+from torch import nn
 
 import cli
+import compress
 from pipelines.auto import judge
 
 NETS = """
@@ -136,3 +139,21 @@ def test_a_file_of_a_search_alone_is_no_pipeline_to_run(file: Path, capfd) -> No
         cli.app(["check", str(file)])
     assert end.value.code == 2
     assert "has no stages to run; search with: compress auto" in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_module_in_memory_is_searched_as_well(tmp_path: Path) -> None:
+    x = torch.randn(120, 1, 12, 12, generator=torch.Generator().manual_seed(0))
+    model = nn.Sequential(
+        *(nn.Conv2d(1, 48, 3), nn.ReLU(), nn.Conv2d(48, 48, 3), nn.ReLU()),
+        *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(48, 2)),
+    )
+    data = (x, model(x).argmax(1))
+    arguments = {"train": data, "val": data, "formats": ["float"], "widths": {"values": 2}}
+    found = compress.auto(model, **arguments, size="20kB", time="20s", out=tmp_path / "out")
+    assert found.artifact.payload_bytes <= 20_000
+    assert found.module(x[:5]).shape == (5, 2)
+    with pytest.raises(compress.GateRefused, match=r"no model within 0\.001 MB was found"):
+        compress.auto(model, **arguments, size="1kB", time="1s", out=tmp_path / "out")
+    with pytest.raises(compress.PipelineInvalid, match="latency: expected a number with its unit"):
+        compress.auto(model, **arguments, latency="2")

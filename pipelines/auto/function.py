@@ -1,0 +1,123 @@
+"""`compress.auto`: the search of `compress auto`, for a module in memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from compress.artifacts.artifact import Artifact
+from compress.common.atomic_files import temporary_folder
+from compress.common.errors import GateRefused, PipelineInvalid
+from compress.core.progress import show_bars
+from pipelines.auto.candidates import EXPORT
+from pipelines.auto.command import nothing_found
+from pipelines.auto.judge import CANDIDATES
+from pipelines.auto.search import search
+from pipelines.config.auto_settings import AutoSettings
+from pipelines.config.pipeline import PipelineConfig
+from pipelines.config.run_options import RunOptions
+from pipelines.optimize import in_memory
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from compress.core.task import TaskName
+    from pipelines.auto.front import Front
+    from pipelines.config.auto_settings import Format
+
+
+@dataclass(frozen=True)
+class Found:
+    """The result of :func:`auto`."""
+
+    front: Front
+    """Every model that was checked; `front.best` is the name of the chosen one."""
+    folder: Path
+    """Folder with `front.json`, and the runs of all checked models."""
+
+    @property
+    def artifact(self) -> Artifact:
+        """The chosen model: the file to deploy."""
+        return self.artifact_of(str(self.front.best))
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The chosen model as a module to call."""
+        return self.artifact.module
+
+    def artifact_of(self, name: str) -> Artifact:
+        """Return the file of a checked model."""
+        return Artifact.from_directory(self.folder / CANDIDATES / name / "artifacts" / EXPORT)
+
+
+def auto(
+    model: Any,
+    *,
+    train: Any = None,
+    val: Any = None,
+    test: Any = None,
+    data: Any = None,
+    max_drop: float | None = None,
+    latency: str | None = None,
+    size: str | None = None,
+    time: str = "10m",
+    formats: Sequence[Format] = ("float", "int8_static"),
+    widths: dict[str, Any] | None = None,
+    finetune: dict[str, Any] | None = None,
+    task: TaskName | None = None,
+    metric: str | None = None,
+    out: Path | str | None = None,
+    progress: bool | None = None,
+) -> Found:
+    """Search the widths and formats of a trained model that lose least under limits.
+
+    Args:
+        model: a trained torch.nn.Module, or an artifact of one; it is not changed.
+        train: data to calibrate and refit with, in any form that the stages' functions take.
+        val: data that the search decides by with one half, and confirms with the other.
+        test: data that is not read.
+        data: the same as a mapping of splits.
+        max_drop: most points (hundredths) of the metric that may be lost.
+        latency: longest median time of a call, with its unit, as `2ms`.
+        size: largest file, with its unit, as `1MB`.
+        time: how long to search, with its unit.
+        formats: numbers that the model may compute with.
+        widths: settings of `space.widths` in a pipeline file.
+        finetune: how every smaller model is trained; by default none is.
+        task: what the model is for.
+        metric: name of a metric; by default it follows from the targets.
+        out: folder of the results; by default a temporary one, removed when the process ends.
+        progress: whether progress bars are shown; by default on a terminal or in a notebook.
+
+    Raises:
+        PipelineInvalid: there is no data to decide by, or a value has no unit.
+        GateRefused: no model that was checked meets all limits; the message names the nearest.
+        CompressError: the model cannot be traced, exported or measured.
+    """
+    _, _, content = in_memory("auto", model, data, train=train, val=val, test=test)
+    limits = {"max_drop": max_drop, "latency": latency, "size": size}
+    settings: dict[str, Any] = {
+        "limits": {name: value for name, value in limits.items() if value is not None},
+        "time": time,
+        "space": {"formats": list(formats), "widths": widths or {}, "finetune": finetune},
+    }
+    given = {"task": task, "metric": metric}
+    content |= {name: value for name, value in given.items() if value is not None}
+    try:
+        pipeline = PipelineConfig.model_validate({"name": "auto", **content, "auto": settings})
+    except ValidationError as error:
+        problem = error.errors()[0]
+        message = str(problem["msg"]).removeprefix("Value error, ")
+        raise PipelineInvalid(f"auto: {problem['loc'][-1]}: {message}") from None
+    folder = temporary_folder() / "auto" if out is None else Path(out)
+    with show_bars(progress) as shown:
+        options = RunOptions(progress=shown)
+        front = search(pipeline, pipeline.auto or AutoSettings(), folder, options)
+    if front.best is None:
+        raise GateRefused(nothing_found(front))
+    return Found(front, folder)
