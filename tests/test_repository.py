@@ -49,7 +49,7 @@ PUBLIC = {
     "quantize_dynamic quantize_mixed quantize_static quantize_weights train "
     "export_aot export_executorch export_fastest export_onnx export_openvino export_program "
     "export_tensorrt export_torchscript package_kserve package_torchserve package_triton "
-    "optimize bench",
+    "auto optimize bench",
     export: "AotModel ExecuTorchModel ExportAot ExportExecuTorch ExportFastest ExportOnnx "
     "ExportOpenVINO ExportProgram ExportTensorRT ExportTorchScript OnnxModel OpenVINOModel "
     "TensorRTEngine TorchScriptModel",

@@ -120,7 +120,8 @@ class Search:
     def _is_feasible(self, space: WidthSpace) -> bool:
         """Check the smallest model in the fastest format; return whether it meets the limits."""
         limits = self.settings.limits
-        format = min(self._offered(), key=lambda model: model.latency_ms).format
+        whole = [model for model in self._offered() if not model.widths]
+        format = min(whole, key=lambda model: model.latency_ms).format
         smallest = {group: widths[-1] for group, widths in space.grid.items()}
         candidate = candidate_of(format, smallest, space.whole)
         self._check(candidate)
