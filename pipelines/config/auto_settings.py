@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, PlainSerializer
 
 from compress.common.config import Count, Settings
 from compress.pruning.finetune import AnyFinetune
@@ -20,7 +20,7 @@ BYTES = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 2**10, "MiB": 2**20, 
 
 def _in_units(units: dict[str, float], example: str) -> BeforeValidator:
     def read(value: Any) -> Any:
-        found = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-zµ]+)\s*", str(value))
+        found = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([A-Za-zµ]+)\s*", str(value))
         if found is None or found[2] not in units:
             raise ValueError(f"expected a number with its unit ({', '.join(units)}), as {example}")
         return float(found[1]) * units[found[2]]
@@ -28,9 +28,14 @@ def _in_units(units: dict[str, float], example: str) -> BeforeValidator:
     return BeforeValidator(read, json_schema_input_type=str)
 
 
-Milliseconds = Annotated[float, _in_units(MILLISECONDS, "2ms"), Field(gt=0)]
-Seconds = Annotated[float, _in_units(SECONDS, "10m"), Field(gt=0)]
-Bytes = Annotated[float, _in_units(BYTES, "1MB"), Field(gt=0)]
+def _with_unit(unit: str) -> PlainSerializer:
+    """Write a number with its unit, as it is read."""
+    return PlainSerializer(lambda value: f"{value!r}{unit}", return_type=str, when_used="json")
+
+
+Milliseconds = Annotated[float, _in_units(MILLISECONDS, "2ms"), _with_unit("ms"), Field(gt=0)]
+Seconds = Annotated[float, _in_units(SECONDS, "10m"), _with_unit("s"), Field(gt=0)]
+Bytes = Annotated[float, _in_units(BYTES, "1MB"), _with_unit("B"), Field(gt=0)]
 
 
 class AutoLimits(Settings):
