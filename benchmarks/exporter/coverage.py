@@ -209,7 +209,8 @@ def _row(model: str, rows: Rows) -> str:
             cells.append("")
         elif row["refusal"]:
             cells.append("**no**")
-            refusal = re.sub(r"; see \S+parity\.json", "", row["refusal"])  # in a folder of the run
+            # Without files in a folder of the run.
+            refusal = re.sub(r"; see \S+parity\.json|/\S+/model\.\w+: ", "", row["refusal"])
             reasons.append(f"{name}: {' '.join(refusal.split())}")
         else:
             cells.append(f"{row['error']:.0e}")
