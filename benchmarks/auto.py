@@ -32,6 +32,7 @@ from compress import Context, Signature, TensorSpec, Train  # noqa: E402
 from compress.artifacts.importing import import_checkpoint  # noqa: E402
 from compress.artifacts.recipe import Recipe  # noqa: E402
 from compress.common.forward import run_in_eval  # noqa: E402
+from compress.core.progress import silent  # noqa: E402
 from compress.data.splits import DataReference  # noqa: E402
 from compress.profiling.benchmark import compare_latencies  # noqa: E402
 from compress.pruning.depth.output_error import OutputErrorMeter  # noqa: E402
@@ -82,7 +83,7 @@ def build() -> None:
         space = WidthSpace.of_model(model, context, values=4)
         meter = OutputErrorMeter(model.load(), signature, context, "outputs")
         harms = measure_harms(
-            space, context, lambda m: meter.measure(m).distance ** 2, {}, lambda: None, 1e12
+            space, silent, lambda m: meter.measure(m).distance ** 2, {}, lambda: None, 1e12
         )
         table = KernelTable(folder, machine(), 1)
         settings = AutoSettings()
@@ -118,8 +119,7 @@ def _loss(space: WidthSpace, context: Context, widths: tuple[int, ...]) -> float
     plan = ranking.verify(keep)
     module = copy.deepcopy(sliced_copy(ranking.module, plan.kept, plan.attributes))
     if plan.groups:
-        batches = list(context.data.calibration(128, 0))
-        recover_(module, copy.deepcopy(ranking.module), plan.kept, batches)
+        recover_(module, copy.deepcopy(ranking.module), plan.kept, space.batches)
     images, labels = context.data.datasets["val"].tensors
     return float(F.cross_entropy(run_in_eval(module, (images,))[0], labels))
 
@@ -206,7 +206,7 @@ def _solver_regrets(content, grid, truth, limit_ms: float) -> list[float | None]
 
 
 def _tpe_regrets(grid, truth, limit_ms: float) -> list[float | None]:
-    """Return the median regret of Optuna's TPE, which is told by how much the limit is missed."""
+    """Return the median regret of Optuna's TPE, which gets by how much the limit is missed."""
     try:
         import optuna
     except ImportError:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from compress.artifacts.eager_model import EagerModel
     from compress.core.context import Context
+    from compress.core.progress import Progress
     from compress.data.batch import Batch
     from compress.pruning.allocation.ranking import Ranking
     from compress.pruning.importance.criteria import Criterion
@@ -40,6 +41,9 @@ class WidthSpace:
     ranking: Ranking
     grid: Mapping[str, tuple[int, ...]]
     """Group → its widths, the model's own first."""
+    batches: Sequence[Batch]
+    """Calibration samples on which layers are refitted."""
+    device: str
 
     @classmethod
     def of_model(
@@ -70,6 +74,9 @@ class WidthSpace:
             PipelineInvalid: a pattern matches no module.
             StageFailed: the model cannot be traced, or there are no samples to rank by.
         """
+        data = context.need_data("compress auto")
+        split: Any = data.split(data.calibration_split)
+        batches = list(data.calibration(min(REFITTED_ON, len(split)), context.seed))
         module, inputs = model.load(), model.signature.example(seed=context.seed)
         real, others = real_inputs(model.signature, context), other_sizes(model.signature, 0)
         rewrite_(module, inputs, real, others, across_norms=across_norms)
@@ -82,7 +89,7 @@ class WidthSpace:
             include=include,
             exclude=exclude,
             across_norms=across_norms,
-            batches=_batches(context),
+            batches=batches,
             device=context.device,
             seed=context.seed,
             loss=context.loss.for_model(model.signature).infer_targets(context.data),
@@ -97,14 +104,15 @@ class WidthSpace:
                 if one.group.name in verified:
                     grid.setdefault(one.group.name, {len(one.scores)}).add(count)
         widths = {name: tuple(sorted(own, reverse=True)) for name, own in grid.items()}
-        return cls(ranking, {name: own for name, own in widths.items() if len(own) > 1})
+        cuttable = {name: own for name, own in widths.items() if len(own) > 1}
+        return cls(ranking, cuttable, batches, context.device)
 
     @property
     def whole(self) -> dict[str, int]:
         """The model's own widths."""
         return {group: widths[0] for group, widths in self.grid.items()}
 
-    def cut(self, context: Context, group: str, width: int) -> nn.Module:
+    def cut(self, group: str, width: int) -> nn.Module:
         """Return the module with one group cut to a width, refitted without training."""
         ranking = self.ranking
         keep = [width if one.group.name == group else len(one.scores) for one in ranking.ranked]
@@ -112,13 +120,13 @@ class WidthSpace:
         # A slice shares the tensors that it leaves whole, and a refit changes them in place.
         module = copy.deepcopy(sliced_copy(ranking.module, plan.kept, plan.attributes))
         reference = copy.deepcopy(ranking.module)
-        recover_(module, reference, plan.kept, _batches(context), context.device)
+        recover_(module, reference, plan.kept, self.batches, self.device)
         return module
 
 
 def measure_harms(
     space: WidthSpace,
-    context: Context,
+    progress: Progress,
     judge: Callable[[nn.Module], float],
     known: dict[str, float],
     save: Callable[[], Any],
@@ -128,7 +136,7 @@ def measure_harms(
 
     Args:
         space: the groups and their widths.
-        context: data and device.
+        progress: called with the progress.
         judge: a module → what it loses.
         known: losses by group and width, as `group:width`. What is measured is added.
         save: called after each measurement.
@@ -140,24 +148,18 @@ def measure_harms(
     """
     order = list(_smallest_first(space.grid))
     for done, (group, width) in enumerate(order):
-        context.progress("harms", done, len(order), f"{group} at {width}")
+        progress("harms", done, len(order), f"{group} at {width}")
         key = f"{group}:{width}"
         if key in known:
             continue
         if time.monotonic() > deadline:
             break
-        known[key] = judge(space.cut(context, group, width))
+        known[key] = judge(space.cut(group, width))
         save()
     return {
         group: {width: _harm(known, group, width, widths) for width in widths}
         for group, widths in space.grid.items()
     }
-
-
-def _batches(context: Context) -> list[Batch]:
-    data = context.need_data("compress auto")
-    split: Any = data.split(data.calibration_split)
-    return list(data.calibration(min(REFITTED_ON, len(split)), context.seed))
 
 
 def _smallest_first(grid: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, int]]:

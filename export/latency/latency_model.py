@@ -8,12 +8,34 @@ import numpy as np
 from scipy.optimize import nnls
 
 from compress.common.config import Settings
+from compress.common.errors import StageFailed
+from compress.profiling.benchmark import compare_latencies, unmeasurable
+from export.onnx.session import session_predictor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
+
+    import torch
 
     from export.latency.kernel_table import KernelTable
     from export.latency.kernels import Kernel
+
+
+def measure_files(
+    files: Sequence[Path], batches: Sequence[Sequence[torch.Tensor]], threads: int
+) -> list[float]:
+    """Return the median latency of ONNX files in seconds, measured in turn.
+
+    Raises:
+        StageFailed: the machine is too busy to measure them.
+    """
+    predictors = [session_predictor(file, threads) for file in files]
+    measured = compare_latencies(predictors, batches).latencies
+    for latency in measured:
+        if doubt := latency.p50_interval.unreliable_reason:
+            raise StageFailed(unmeasurable("the latency of a variant", doubt))
+    return [1e-3 * latency.p50 for latency in measured]
 
 
 class KernelCost(NamedTuple):

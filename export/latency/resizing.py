@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import combinations
+from itertools import combinations, count
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
@@ -89,7 +89,7 @@ class ResizableModel:
         """Return the model at other widths; weights repeat those of the model."""
         resized = onnx.ModelProto()
         resized.CopyFrom(self.model)
-        places = iter(range(len([*_integers(self.model)])))
+        places = count()
 
         def changed(number: int) -> int:
             found = self.sums.get(next(places))
@@ -100,9 +100,9 @@ class ResizableModel:
 
     def groups_together(self) -> set[tuple[str, str]]:
         """Return the pairs of groups on which the sizes of one weight depend."""
-        places, pairs = iter(range(len([*_integers(self.model)]))), set()
+        places, pairs = count(), set()
         for tensor in self.model.graph.initializer:
-            sums = (self.sums.get(place) for _, place in zip(_numbers_of(tensor), places))  # noqa: B905
+            sums = [self.sums.get(next(places)) for _ in _numbers_of(tensor)]
             groups = {group for one in sums if one for group, _ in one.coefficients}
             pairs |= set(combinations(sorted(groups), 2))
         return pairs

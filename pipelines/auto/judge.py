@@ -13,14 +13,11 @@ from compress.artifacts.artifact import Artifact
 from compress.artifacts.eager_model import EagerModel
 from compress.common.errors import StageFailed
 from compress.common.forward import split_batches
-from compress.core.context import Context
 from compress.core.val_halves import HalfOfVal, halves_of_val
 from compress.profiling.benchmark import unmeasurable
 from compress.pruning.depth.output_error import OutputErrorMeter
 from pipelines.auto.candidates import EXPORT, Candidate, CheckedModel
-from pipelines.planning.loss_and_metric import infer_loss_and_metric
-from pipelines.planning.planner import build_plan
-from pipelines.runner.inputs import resolve_inputs
+from pipelines.runner.inputs import measuring_context
 from pipelines.system.machine_info import machine
 
 if TYPE_CHECKING:
@@ -30,6 +27,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from compress.common.forward import Predictor
+    from compress.core.context import Context
     from pipelines.config.auto_settings import AutoSettings
     from pipelines.config.pipeline import PipelineConfig
     from pipelines.config.run_options import RunOptions
@@ -70,26 +68,14 @@ class Judge:
         """
         whole = Candidate("float")
         _run(whole, base, settings, out, options)
-        pipeline: PipelineConfig = whole.pipeline(base, settings)
-        plan = build_plan(pipeline)
-        pipeline, data, _ = resolve_inputs(pipeline)
-        plan, pipeline = infer_loss_and_metric(plan, pipeline, data)
+        pipeline = whole.pipeline(base, settings)
+        _, _, context = measuring_context(pipeline, out / "work", options.progress)
         last = base.stages[-1].title if base.stages else "source"
         model = Artifact.from_directory(out / CANDIDATES / whole.name / "artifacts" / last)
         if not isinstance(model, EagerModel):
             raise StageFailed(f"{last!r} is a {model.kind!r} artifact, expected an eager model")
-        context = Context(
-            root=out / "work",
-            data=data,
-            loss=plan.loss,
-            metric=plan.metric,
-            device=pipeline.device,
-            threads=pipeline.threads,
-            seed=pipeline.seed,
-            progress=options.progress,
-            artifacts={"source": model},
-        )
-        metric = plan.metric.for_model(model.signature).with_inferred_loss(data)
+        context = replace(context, artifacts={"source": model})
+        metric = context.metric.for_model(model.signature).with_inferred_loss(context.data)
         halves = halves_of_val(model, context, "compress auto", metric)
         half = replace(context, data=halves[0].data)
         meter = OutputErrorMeter(model.load(), model.signature, half, "outputs")

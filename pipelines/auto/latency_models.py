@@ -9,16 +9,13 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from compress.common.errors import StageFailed
-from compress.profiling.benchmark import compare_latencies, unmeasurable
 from compress.pruning.width_variants import width_variants
-from export.latency.latency_model import LatencyModel
+from export.latency.latency_model import LatencyModel, measure_files
 from export.latency.resizing import ResizableModel
 from export.latency.width_costs import PairwiseSum, WidthCosts, measure_grid
 from export.onnx.graph import strip_
 from export.onnx.passes.stored_integers import compact_
 from export.onnx.proto_io import write
-from export.onnx.session import session_predictor
 from export.onnx.translate import translate
 
 if TYPE_CHECKING:
@@ -99,13 +96,9 @@ def build_format_model(
         for number, widths in enumerate(chosen):
             files.append(folder / f"fitted{number}.onnx")
             write(resizable.resize(whole | widths), files[-1])
-        predictors = [session_predictor(file, context.threads) for file in files]
-        measured = compare_latencies(predictors, inputs).latencies
-    for latency in measured:
-        if doubt := latency.p50_interval.unreliable_reason:
-            raise StageFailed(unmeasurable("the latency of a variant", doubt))
+        measured = measure_files(files, inputs, context.threads)
     kernel_costs = [costs.at(widths).kernels for widths in chosen]
-    fitted = LatencyModel.fit(kernel_costs, [1e-3 * latency.p50 for latency in measured])
+    fitted = LatencyModel.fit(kernel_costs, measured)
     per_byte = 1e3 * fitted.per_weight_byte
     latency_ms = PairwiseSum.combine(
         [(1e3 * fitted.per_kernel_second, seconds), (per_byte, weight_bytes)],

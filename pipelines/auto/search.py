@@ -160,7 +160,7 @@ class Search:
             known = {}
         harms = measure_harms(
             space,
-            judge.context,
+            judge.context.progress,
             judge.loss_of,
             known,
             lambda: write_atomically(file, json.dumps({"key": key, "harms": known}, indent=1)),

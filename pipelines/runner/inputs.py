@@ -35,7 +35,9 @@ if TYPE_CHECKING:
 
     from compress.artifacts.artifact import Artifact
     from compress.common.signature import AxisBounds, TensorSpec
+    from compress.core.progress import Progress
     from pipelines.config.pipeline import PipelineConfig
+    from pipelines.planning.plan import Plan
 
 
 def resolve_inputs(pipeline: PipelineConfig) -> tuple[PipelineConfig, Splits | None, str]:
@@ -149,6 +151,35 @@ def load_data(pipeline: PipelineConfig) -> Splits | None:
     except PipelineInvalid as error:
         message = str(error).removeprefix(f"data.factory {spec.factory!r}: ")
         raise PipelineInvalid(f"{pipeline.place('data', 'factory')}: {message}") from error
+
+
+def measuring_context(
+    pipeline: PipelineConfig, root: Path, progress: Progress
+) -> tuple[Plan, PipelineConfig, Context]:
+    """Return a context in which models of a pipeline are measured outside of its run.
+
+    Args:
+        pipeline: the pipeline.
+        root: folder that artifacts are written to.
+        progress: called with the progress.
+
+    Returns:
+        The plan and the pipeline, both with what follows from the data, and the context.
+    """
+    plan = build_plan(pipeline)
+    pipeline, data, _ = resolve_inputs(pipeline)
+    plan, pipeline = infer_loss_and_metric(plan, pipeline, data)
+    context = Context(
+        root=root,
+        data=data,
+        loss=plan.loss,
+        metric=plan.metric,
+        device=pipeline.device,
+        threads=pipeline.threads,
+        seed=pipeline.seed,
+        progress=progress,
+    )
+    return plan, pipeline, context
 
 
 def check_model(pipeline: PipelineConfig) -> tuple[Signature, str]:

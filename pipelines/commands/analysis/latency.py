@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from compress.common.atomic_files import write_atomically
 from compress.common.config import Settings
-from compress.common.errors import StageFailed
 from compress.core.progress import silent
 from export.latency.latency_model import LatencyModel
 from pipelines.commands.analysis.model_to_prune import model_to_prune
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from compress.artifacts.eager_model import EagerModel
-    from compress.core.context import Context
     from compress.core.progress import Progress
     from export.latency.kernel_table import KernelTable
     from export.latency.kernels import Kernel
@@ -112,7 +110,7 @@ def measure_and_write(
     from compress.pruning.width_variants import width_variants
     from export.latency.kernel_table import TABLES, KernelTable
     from export.latency.kernels import kernels_of
-    from export.latency.latency_model import KernelCost, LatencyModel
+    from export.latency.latency_model import KernelCost, LatencyModel, measure_files
 
     names = ("include", "exclude", "across_norms", "round_to")
     count = FITTED + JUDGED
@@ -138,7 +136,7 @@ def measure_and_write(
             kernels.append(kernels_of(files[-1], arrays, context.threads))
             kernel_table.measure(kernels[-1])
         progress("latency", count, count, "measure whole models")
-        measured = _measure(files, inputs, context)
+        measured = measure_files(files, inputs, context.threads)
     costs = [KernelCost.of_kernels(own, kernel_table) for own in kernels]
     # The whole model and the seven after it; widths are random, so these are like the others.
     fitted = LatencyModel.fit(costs[:FITTED], measured[:FITTED])
@@ -206,19 +204,6 @@ def _export(model: EagerModel, file: Path) -> Path:
     graph, _ = translate(model, None, "latency")
     write(graph, file)
     return file
-
-
-def _measure(files: list[Path], inputs: list[Any], context: Context) -> list[float]:
-    """Return the median latency of ONNX files in seconds, measured in turn."""
-    from compress.profiling.benchmark import compare_latencies, unmeasurable
-    from export.onnx.session import session_predictor
-
-    predictors = [session_predictor(file, context.threads) for file in files]
-    measured = compare_latencies(predictors, inputs).latencies
-    for latency in measured:
-        if doubt := latency.p50_interval.unreliable_reason:
-            raise StageFailed(unmeasurable("the latency of a variant", doubt))
-    return [1e-3 * latency.p50 for latency in measured]
 
 
 def _shares(kernels: list[Kernel], table: KernelTable) -> list[KernelShare]:

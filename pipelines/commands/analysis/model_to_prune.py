@@ -9,12 +9,9 @@ from typing import TYPE_CHECKING
 
 from compress.artifacts.eager_model import EagerModel
 from compress.common.errors import StageFailed
-from compress.core.context import Context
 from pipelines.config.model_spec import SOURCE
 from pipelines.config.run_options import RunOptions
-from pipelines.planning.loss_and_metric import infer_loss_and_metric
-from pipelines.planning.planner import build_plan
-from pipelines.runner.inputs import import_source, resolve_inputs
+from pipelines.runner.inputs import import_source, measuring_context
 from pipelines.runner.run import preview_state
 from pipelines.system.temp_files import temporary_files
 
@@ -22,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from compress.artifacts.artifact import Artifact
+    from compress.core.context import Context
     from compress.core.progress import Progress
     from compress.pruning.channels_stage import PruneChannels
     from pipelines.config.pipeline import PipelineConfig
@@ -40,21 +38,10 @@ def model_to_prune(
     Raises:
         StageFailed: the stage before `prune_channels` has not run, or gives no eager model.
     """
-    plan = build_plan(pipeline)
-    pipeline, data, _ = resolve_inputs(pipeline)
-    plan, pipeline = infer_loss_and_metric(plan, pipeline, data)
+    plan, pipeline, context = measuring_context(pipeline, out / "variants", progress)
     planned = next((p for p in plan.stages if p.stage.stage == "prune_channels"), None)
     with temporary_files(), _input_of(pipeline, planned, out) as model:
-        context = Context(
-            root=model.path.with_name("variants"),
-            data=data,
-            loss=plan.loss,
-            metric=plan.metric,
-            device=pipeline.device,
-            threads=pipeline.threads,
-            seed=pipeline.seed,
-            progress=progress,
-        )
+        context = context.with_root(model.path.with_name("variants"))
         yield model, planned.stage if planned else None, context  # type: ignore[misc]
 
 

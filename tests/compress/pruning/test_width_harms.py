@@ -11,6 +11,7 @@ from compress.artifacts.importing import import_checkpoint
 from compress.artifacts.recipe import Recipe
 from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
+from compress.core.progress import silent
 from compress.data.splits import Splits
 from compress.pruning.depth.output_error import OutputErrorMeter
 from compress.pruning.width_harms import WidthSpace, measure_harms
@@ -57,14 +58,14 @@ def test_a_cut_loses_the_same_whatever_was_cut_before(
 ) -> None:
     meter = OutputErrorMeter(model.load(), model.signature, context, "outputs")
     weights = {n: t.clone() for n, t in space.ranking.module.state_dict().items()}
-    losses = [meter.measure(space.cut(context, "0", 8)).distance for _ in range(2)]
+    losses = [meter.measure(space.cut("0", 8)).distance for _ in range(2)]
     assert losses[0] == losses[1] > 0
     assert all(torch.equal(t, weights[n]) for n, t in space.ranking.module.state_dict().items())
-    cut = space.cut(context, "3", 8)
+    cut = space.cut("3", 8)
     assert [layer.out_features for layer in cut if hasattr(layer, "out_features")] == [32, 8, 3]
 
 
-def test_widths_beyond_the_deadline_are_estimated(context: Context, space: WidthSpace) -> None:
+def test_widths_beyond_the_deadline_are_estimated(space: WidthSpace) -> None:
     known: dict[str, float] = {}
     saved: list[int] = []
 
@@ -74,9 +75,9 @@ def test_widths_beyond_the_deadline_are_estimated(context: Context, space: Width
     def save() -> None:
         saved.append(len(known))
 
-    harms = measure_harms(space, context, judge, known, save, math.inf)
+    harms = measure_harms(space, silent, judge, known, save, math.inf)
     assert harms == {"0": {32: 0, 16: 0.9, 8: 0.9}, "3": {48: 0, 32: 0.9, 8: 0.9}}
     assert saved == [1, 2, 3, 4] and list(known) == ["0:8", "3:8", "0:16", "3:32"]
-    late = measure_harms(space, context, judge, {"0:8": 0.9}, save, -math.inf)
+    late = measure_harms(space, silent, judge, {"0:8": 0.9}, save, -math.inf)
     assert late["0"] == {32: 0, 16: pytest.approx(0.9 * (16 / 24) ** 2), 8: 0.9}
     assert late["3"][8] == pytest.approx((40 / 48) ** 2), "nothing is known of this group"
