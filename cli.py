@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from typer.core import TyperGroup
 
 from compress import __version__
 from compress.common.errors import PipelineInvalid
 from pipelines.commands.completion import run_names, stage_names
+from pipelines.terminal.command_group import CommandGroup
 from pipelines.terminal.console import (
     current_mode,
     fast_imports,
@@ -27,22 +27,6 @@ from pipelines.terminal.console import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-
-class CommandGroup(TyperGroup):
-    """The commands; absent flags of `compress` itself are False rather than None."""
-
-    def get_params(self, ctx: Any) -> list[Any]:
-        """Return the options that are parsed before the command's name.
-
-        typer validates None with pydantic, whose import takes longer than all else that
-        `compress run --help` does.
-        """
-        found = super().get_params(ctx)
-        for option in found:
-            if getattr(option, "is_flag", False) and option.default is None:
-                option.default = False
-        return found
 
 
 def _examples(*lines: str) -> str:
@@ -449,7 +433,10 @@ def latency(
     show(analysis, file, out, batch=batch)
 
 
-@command("compress auto pipeline.yaml --max-drop 0.5 --latency 2ms --time 10m")
+@command(
+    "compress auto pipeline.yaml --max-drop 0.5 --latency 2ms --time 10m",
+    "compress auto pipeline.yaml --tables latency_tables.json",
+)
 def auto(
     file: PipelineFile,
     out: Out = None,
@@ -457,11 +444,18 @@ def auto(
     latency: Annotated[str | None, typer.Option(help="Longest median call: 2ms, 500us.")] = None,
     size: Annotated[str | None, typer.Option(help="Largest file: 1MB.")] = None,
     time: Annotated[str | None, typer.Option(help="How long to search: 10m.")] = None,
+    tables: Annotated[
+        Path | None, typer.Option(help="Latency tables of the machine that will serve.")
+    ] = None,
+    tables_only: Annotated[
+        bool, typer.Option("--tables-only", help="Measure these for this machine, and end.")
+    ] = False,
 ) -> None:
     """Search the widths and formats that lose least under limits."""
     from pipelines.auto.command import search_and_print
 
-    search_and_print(file, out, max_drop=max_drop, latency=latency, size=size, time=time)
+    limits: Any = {"max_drop": max_drop, "latency": latency, "size": size, "time": time}
+    search_and_print(file, out, tables, tables_only, **limits)
 
 
 @command("compress doctor")

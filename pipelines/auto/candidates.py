@@ -12,8 +12,9 @@ import yaml
 
 from compress.common.atomic_files import write_atomically
 from compress.common.config import Settings
+from export.fastest.runtimes import RUNTIMES
 from pipelines.api import Pipeline
-from pipelines.config.auto_settings import Format
+from pipelines.config.auto_settings import Format, Runtime
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -23,27 +24,35 @@ if TYPE_CHECKING:
     from pipelines.config.pipeline import PipelineConfig
 
 QUANTIZING = {"int8_static": "quantize_static", "int8_dynamic": "quantize_dynamic"}
-EXPORT = "export_onnx"
-"""Stage that writes the file to serve; its name too."""
+FLOAT_FILE = "float_onnx"
+"""Stage that writes the float ONNX file, with which another machine measures a point in turn."""
 PATHS = ("checkpoint", "huggingface", "file")
 """Settings of `model:` that are paths relative to the pipeline file."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """Widths and format of a model."""
+    """Widths, format and runtime of a model."""
 
     format: Format
     widths: tuple[tuple[str, int], ...] = ()
     """Group of coupled channels → how many stay; groups that lose none are left out."""
+    runtime: Runtime = "onnx"
 
     @property
     def name(self) -> str:
         """A name for its folder, which tells it from all others."""
+        # Without the runtime for ONNX Runtime, which the results of earlier versions are for.
+        kind = self.format if self.runtime == "onnx" else f"{self.format}-{self.runtime}"
         if not self.widths:
-            return f"{self.format}-whole"
+            return f"{kind}-whole"
         digest = hashlib.sha256(json.dumps([self.format, self.widths]).encode()).hexdigest()
-        return f"{self.format}-{digest[:8]}"
+        return f"{kind}-{digest[:8]}"
+
+    @property
+    def export(self) -> str:
+        """The stage that writes the file to serve, and its name."""
+        return RUNTIMES[self.runtime]().title
 
     def stages(self, settings: AutoSettings) -> list[dict[str, Any]]:
         """Return the stages that make it, as a pipeline file has them."""
@@ -64,7 +73,7 @@ class Candidate:
             made.append(stage)
         if self.format != "float":
             made.append({"stage": QUANTIZING[self.format]})
-        return [*made, {"stage": EXPORT}]
+        return [*made, {"stage": self.export}]
 
     def pipeline(self, base: PipelineConfig, settings: AutoSettings) -> Pipeline:
         """Return the pipeline that makes it, after the stages of another one."""
@@ -72,8 +81,17 @@ class Candidate:
         pipeline._source = base._source  # paths are relative to its file
         return pipeline
 
-    def write_pipeline(self, base: PipelineConfig, settings: AutoSettings, file: Path) -> None:
-        """Write the pipeline file that makes it and judges it by the limits, without a search."""
+    def write_pipeline(
+        self,
+        base: PipelineConfig,
+        settings: AutoSettings,
+        file: Path,
+        speedup_gate: dict[str, Any] | None = None,
+    ) -> None:
+        """Write the pipeline file that makes it and judges it by the limits, without a search.
+
+        `speedup_gate` judges a latency that was not measured here, beside the float ONNX file's.
+        """
         content = self._content(base, settings)
         content["code"] = _relative(base.folder, content.get("code", "."), file.parent)
         for name in PATHS:
@@ -89,6 +107,12 @@ class Candidate:
             )
         if settings.limits.size is not None:
             gates.append({"gate": "max_file_size", "mebibytes": settings.limits.size / 2**20})
+        if speedup_gate is not None:
+            *before, export = content["stages"]
+            last = before[-1].get("name", before[-1]["stage"]) if before else "source"
+            float_file = {"name": FLOAT_FILE, "stage": "export_onnx", "input": _last(base)}
+            content["stages"] = [*before, float_file, {**export, "input": last}]
+            gates.append({**speedup_gate, "against": FLOAT_FILE})
         if gates:
             content["stages"][-1]["gates"] = gates
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -105,12 +129,15 @@ class CheckedModel(Settings):
 
     name: str
     format: Format
+    runtime: Runtime = "onnx"
     widths: dict[str, int]
     """Group of coupled channels → how many stay, of groups that lose some."""
     predicted_ms: float | None
     """Median time of a call by the latency model, before it was measured."""
     latency_ms: float
     """Median time of a call, measured in turn with the float ONNX file."""
+    is_predicted: bool = False
+    """Whether `latency_ms` was not measured, but is what tables of another machine predict."""
     bytes: int
     """Of the file to serve."""
     loss: float
@@ -122,15 +149,25 @@ class CheckedModel(Settings):
     """The same on the other half, of models that were chosen."""
 
     @property
+    def latency(self) -> str:
+        """The latency in words."""
+        return f"{self.latency_ms:.3g} ms{' as predicted' if self.is_predicted else ''}"
+
+    @property
     def candidate(self) -> Candidate:
         """The choice itself."""
-        return Candidate(self.format, tuple(sorted(self.widths.items())))
+        return Candidate(self.format, tuple(sorted(self.widths.items())), runtime=self.runtime)
 
 
-def candidate_of(format: Format, widths: Mapping[str, int], whole: Mapping[str, int]) -> Candidate:
+def candidate_of(
+    format: Format,
+    widths: Mapping[str, int],
+    whole: Mapping[str, int],
+    runtime: Runtime = "onnx",
+) -> Candidate:
     """Return the candidate of a format and widths, of which some may be those of the whole."""
     cut = {group: width for group, width in widths.items() if width != whole[group]}
-    return Candidate(format, tuple(sorted(cut.items())))
+    return Candidate(format, tuple(sorted(cut.items())), runtime=runtime)
 
 
 def _last(base: PipelineConfig) -> str:

@@ -18,34 +18,57 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pipelines.auto.front import Front
+    from pipelines.auto.tables import LatencyTables
 
 
-def search_and_print(file: Path, out: Path | None, **given: Any) -> None:
+def search_and_print(
+    file: Path, out: Path | None, tables: Path | None, tables_only: bool, **given: Any
+) -> None:
     """Search a pipeline file's models, and print those that no other one beats.
 
     Args:
         file: the pipeline file.
         out: folder of the results; that of the pipeline's runs by default.
+        tables: latency tables of another machine, whose latencies are predicted by them.
+        tables_only: whether these are measured for this machine, and nothing is searched.
         **given: `max_drop`, `latency`, `size` and `time` of the command line, None where the
             file's own count.
 
     Raises:
-        PipelineInvalid: the file or a limit is invalid.
+        PipelineInvalid: the file, a limit or the tables are invalid.
         GateRefused: no model that was checked meets all limits.
     """
     pipeline = PipelineConfig.from_yaml(file)
     settings = with_limits(pipeline.auto or AutoSettings(), given)
+    if tables_only and tables is not None:
+        raise PipelineInvalid("--tables-only measures this machine, and --tables is of another one")
     folder = out or pipeline.default_out
     from pipelines.auto.front_page import PAGE, front_page, front_table, lines_below
     from pipelines.auto.search import search
+    from pipelines.auto.tables import LatencyTables
 
+    if tables_only:
+        measured = _measure_tables(pipeline, settings, folder)
+        print_result(measured, measured.lines(folder))
+        return
+    known = None if tables is None else LatencyTables.read(tables)
     with show_progress(quiet=current_mode().silent) as (progress, announce):
         options = RunOptions(progress=progress, announce=announce)
-        front = search(pipeline, settings, folder, options)
+        front = search(pipeline, settings, folder, options, known)
         write_atomically(folder / PAGE, front_page(front))
     print_result(front, lines_below(front, folder), lambda _: front_table(front))
     if front.best is None:
         raise GateRefused(nothing_found(front))
+
+
+def _measure_tables(
+    pipeline: PipelineConfig, settings: AutoSettings, folder: Path
+) -> LatencyTables:
+    from pipelines.auto.search import measure_tables
+
+    with show_progress(quiet=current_mode().silent) as (progress, announce):
+        options = RunOptions(progress=progress, announce=announce)
+        return measure_tables(pipeline, settings, folder, options)
 
 
 def with_limits(settings: AutoSettings, given: dict[str, Any]) -> AutoSettings:
@@ -90,6 +113,6 @@ def nothing_found(front: Front) -> str:
     asked += [] if limits.size is None else [f"{limits.size / 1e6:g} MB"]
     return (
         f"no model within {', '.join(asked)} was found and confirmed; the nearest has "
-        f"{nearest.latency_ms:.3g} ms, {nearest.bytes / 1e6:.3g} MB and a drop of "
+        f"{nearest.latency}, {nearest.bytes / 1e6:.3g} MB and a drop of "
         f"{nearest.drop:.3g} points; allow more, or more --time"
     )

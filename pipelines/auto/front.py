@@ -31,6 +31,8 @@ class Front(Settings):
     """Hash of the model and of what figures depend on besides; a search with the same goes on."""
     base_ms: float
     """Median time of a call of the float ONNX file, with which others were measured in turn."""
+    predicted_for: str | None = None
+    """The machine whose latency tables all latencies follow from; None where they were measured."""
     best: str | None = None
     """The model that meets all limits, confirmed on samples that the search did not decide by; None
     where there is none."""
@@ -60,7 +62,8 @@ class Front(Settings):
         cut = f", {len(model.widths)} groups cut" if model.widths else ""
         predicted = "" if model.predicted_ms is None else f" (predicted {model.predicted_ms:.3g})"
         size = f"{model.bytes / 1e6:.3g} MB"
-        return f"{model.format}{cut}: {model.latency_ms:.3g} ms{predicted}, {size}, {drop}"
+        runtime = "" if model.runtime == "onnx" else f" in {model.runtime}"
+        return f"{model.format}{runtime}{cut}: {model.latency}{predicted}, {size}, {drop}"
 
     def missed_limits(self, model: CheckedModel) -> tuple[str, ...]:
         """Return the limits that a model does not keep to: `max_drop`, `latency`, `size`."""

@@ -6,26 +6,29 @@ import json
 import math
 import time
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import TYPE_CHECKING
 
 from compress.common.atomic_files import write_atomically
-from compress.common.errors import PipelineInvalid, StageFailed
+from compress.common.errors import PipelineInvalid, StageFailed, Unavailable
 from compress.core.stage import members_of
 from compress.pruning.width_harms import WidthSpace, measure_harms
+from export.fastest.runtimes import RUNTIMES
 from export.latency.kernel_table import TABLES, KernelTable
 from pipelines.auto.candidates import Candidate, CheckedModel, candidate_of
 from pipelines.auto.front import Front
 from pipelines.auto.judge import Judge
-from pipelines.auto.latency_models import FormatModel, build_format_model
+from pipelines.auto.latency_models import FormatModel, build_format_models
 from pipelines.auto.solver import Limit, Programme
-from pipelines.system.machine_info import machine
+from pipelines.auto.tables import LatencyTables, ModelTable
+from pipelines.system.machine_info import machine, versions
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-    from pipelines.config.auto_settings import AutoSettings, Format
+    from compress.pruning.width_harms import Harms
+    from pipelines.config.auto_settings import AutoSettings, Format, Runtime
     from pipelines.config.pipeline import PipelineConfig
     from pipelines.config.run_options import RunOptions
 
@@ -44,7 +47,11 @@ ROOM = 0.99
 
 
 def search(
-    pipeline: PipelineConfig, settings: AutoSettings, out: Path, options: RunOptions
+    pipeline: PipelineConfig,
+    settings: AutoSettings,
+    out: Path,
+    options: RunOptions,
+    tables: LatencyTables | None = None,
 ) -> Front:
     """Look for the models that lose least under limits, until the time is over.
 
@@ -53,15 +60,68 @@ def search(
         settings: limits, time and what is decided.
         out: folder of the results; a search that was stopped goes on where it was.
         options: who is notified.
+        tables: latencies of another machine, which are taken instead of measuring any here.
 
     Raises:
-        PipelineInvalid: the pipeline has stages that the search itself adds, or no data.
+        PipelineInvalid: the pipeline has stages that the search itself adds, or no data, or the
+            tables are of another model or of other calls.
         StageFailed: the model cannot be traced, exported or judged, or the machine is too busy.
+        Unavailable: a runtime is not installed.
     """
     refuse_other_stages(pipeline)
+    refuse_missing_runtimes(pipeline, settings)
+    if tables is not None:
+        tables.refuse_other_settings(settings, pipeline.threads)
     deadline = time.monotonic() + settings.time
     judge = Judge.from_pipeline(pipeline, settings, out, options)
+    if tables is not None:
+        judge.tables, judge.base_ms = tables, tables.base_ms
     return Search(judge, settings, out).run(deadline)
+
+
+def measure_tables(
+    pipeline: PipelineConfig, settings: AutoSettings, out: Path, options: RunOptions
+) -> LatencyTables:
+    """Measure what a search on another machine predicts latencies of this one by; write it.
+
+    Args:
+        pipeline: what is made once, and data.
+        settings: what is decided; limits and time are those of the search.
+        out: folder of the results.
+        options: who is notified.
+
+    Raises:
+        PipelineInvalid: the pipeline has stages that the search itself adds, or no data, or no
+            widths to decide.
+        StageFailed: the model cannot be traced or exported, or the machine is too busy.
+        Unavailable: a runtime is not installed.
+    """
+    refuse_other_stages(pipeline)
+    refuse_missing_runtimes(pipeline, settings)
+    if settings.space.widths is None:
+        raise PipelineInvalid("--tables-only: auto.space.widths is null, so nothing depends on it")
+    judge = Judge.from_pipeline(pipeline, settings, out, options)
+    searched = Search(judge, settings, out)
+    searched.check_whole(math.inf)
+    # Which channels stay does not change the latency, so they need not be ranked by data.
+    widths = settings.space.widths.model_copy(update={"importance": "random"})
+    space = WidthSpace.of_model(judge.model, judge.context, **widths.model_dump())
+    if not space.grid:
+        raise StageFailed("--tables-only: no channels of the model can be removed")
+    searched.measure_kernels(space)
+    if not searched.models:
+        raise StageFailed("--tables-only: no format could be measured; see the warnings")
+    tables = LatencyTables(
+        machine=machine(),
+        versions=versions(),
+        threads=judge.context.threads,
+        batch=judge.model.signature.smallest_batch,
+        base_ms=judge.base_ms,
+        grid=dict(space.grid),
+        models=tuple(map(ModelTable.from_model, searched.models.values())),
+    )
+    tables.write(out)
+    return tables
 
 
 def refuse_other_stages(pipeline: PipelineConfig) -> None:
@@ -78,6 +138,17 @@ def refuse_other_stages(pipeline: PipelineConfig) -> None:
         )
 
 
+def refuse_missing_runtimes(pipeline: PipelineConfig, settings: AutoSettings) -> None:
+    """Raise Unavailable for a runtime that is not installed here."""
+    for runtime in settings.space.runtimes:
+        for need in RUNTIMES[runtime]().all_requirements():
+            if need.missing():
+                raise Unavailable(
+                    f"{pipeline.place('auto', 'space', 'runtimes')}: {runtime} needs {need.what}, "
+                    f"which is not installed; {need.install}"
+                )
+
+
 @dataclass
 class Search:
     """One search, and what it has found so far."""
@@ -89,7 +160,7 @@ class Search:
     """By name, in the order in which they were checked."""
     failed: dict[Candidate, str] = field(default_factory=dict)
     """Candidates that could not be built → why."""
-    models: dict[Format, FormatModel] = field(default_factory=dict)
+    models: dict[tuple[Format, Runtime], FormatModel] = field(default_factory=dict)
 
     def run(self, deadline: float) -> Front:
         """Search until a deadline, or until nothing is left to try; return the front.
@@ -100,15 +171,16 @@ class Search:
         if earlier is not None and earlier.conditions == self.judge.conditions:
             self.checked = {model.name: model for model in earlier.checked}
             self.judge.base_ms = earlier.base_ms
-        self._check(Candidate("float"))
-        for format in self.settings.space.formats:
-            if time.monotonic() < deadline:
-                self._check(Candidate(format))
+        self.check_whole(deadline)
         widths = self.settings.space.widths
         if widths is not None and time.monotonic() < deadline:
             space = WidthSpace.of_model(self.judge.model, self.judge.context, **widths.model_dump())
+            if self.judge.tables is not None:
+                batch = self.judge.model.signature.smallest_batch
+                self.judge.tables.refuse_other_model(space.grid, batch)
             if space.grid and self._is_feasible(space):
-                programme = self._measure_space(space, deadline)
+                self.measure_kernels(space)
+                programme = Programme(space.grid, self._measure_harms(space, deadline))
                 while (
                     self.models
                     and time.monotonic() < deadline
@@ -117,13 +189,20 @@ class Search:
                     pass
         return self._finish()
 
+    def check_whole(self, deadline: float) -> None:
+        """Check the whole model in each format and runtime, the float ONNX file first."""
+        self._check(Candidate("float"))
+        for runtime, format in product(self.settings.space.runtimes, self.settings.space.formats):
+            if time.monotonic() < deadline:
+                self._check(Candidate(format, runtime=runtime))
+
     def _is_feasible(self, space: WidthSpace) -> bool:
-        """Check the smallest model in the fastest format; return whether it meets the limits."""
+        """Check the smallest model as the whole is fastest; return whether it meets the limits."""
         limits = self.settings.limits
         whole = [model for model in self._offered() if not model.widths]
-        format = min(whole, key=lambda model: model.latency_ms).format
+        fastest = min(whole, key=lambda model: model.latency_ms)
         smallest = {group: widths[-1] for group, widths in space.grid.items()}
-        candidate = candidate_of(format, smallest, space.whole)
+        candidate = candidate_of(fastest.format, smallest, space.whole, fastest.runtime)
         self._check(candidate)
         found = self.checked.get(candidate.name)
         if found is None:
@@ -132,33 +211,45 @@ class Search:
             limits.size is None or found.bytes <= limits.size
         )
 
-    def _measure_space(self, space: WidthSpace, deadline: float) -> Programme:
-        """Measure kernels over the grid of widths, and what each single cut loses."""
+    def measure_kernels(self, space: WidthSpace) -> None:
+        """Measure kernels over the grid of widths, in each format and runtime."""
         judge = self.judge
         table = KernelTable(self.out / TABLES, machine(), judge.context.threads)
         for format in self.settings.space.formats:
-            whole = self.checked.get(Candidate(format).name)
-            if whole is None:
+            whole = {
+                runtime: checked
+                for runtime in self.settings.space.runtimes
+                if (checked := self.checked.get(Candidate(format, runtime=runtime).name))
+            }
+            if not whole:
                 continue
             try:
-                built = build_format_model(
-                    format, space.grid, judge.model, judge.context, self.settings, table
-                )
+                if judge.tables is not None:
+                    built = judge.tables.format_models(format, [*whole])
+                else:
+                    built = build_format_models(
+                        *(format, [*whole], space.grid, judge.model, judge.context, self.settings),
+                        *(table, judge.measure_latency_ms),
+                    )
             except StageFailed as error:  # the other formats may do
                 self.judge.options.announce(f"warning: {format} is not cut: {error}")
                 continue
-            built.harm = whole.loss
-            self.models[format] = built
-        for model in self.checked.values():
-            self._correct(model, space)
-        file = self.out / HARMS
+            for model in built:
+                model.harm = whole[model.runtime].loss
+                self.models[format, model.runtime] = model
+        for checked in self.checked.values():
+            self._correct(checked, space)
+
+    def _measure_harms(self, space: WidthSpace, deadline: float) -> Harms:
+        """Measure what each single cut loses; what an earlier search measured is read."""
+        judge, file = self.judge, self.out / HARMS
         key = f"{judge.model.digest} {self.settings.space.widths}"
         try:
             content = json.loads(file.read_bytes())
             known = content["harms"] if content["key"] == key else {}
         except (OSError, ValueError, KeyError, TypeError):
             known = {}
-        harms = measure_harms(
+        return measure_harms(
             space,
             judge.context.progress,
             judge.loss_of,
@@ -166,7 +257,6 @@ class Search:
             lambda: write_atomically(file, json.dumps({"key": key, "harms": known}, indent=1)),
             min(deadline, time.monotonic() + HARMS_SHARE * self.settings.time),
         )
-        return Programme(space.grid, harms)
 
     def _check_next(self, space: WidthSpace, programme: Programme) -> bool:
         """Check the next model, and correct the prediction; return whether there was one."""
@@ -181,8 +271,8 @@ class Search:
         return False
 
     def _correct(self, checked: CheckedModel, space: WidthSpace) -> None:
-        """Take a measured latency into account in the model of its format."""
-        model = self.models.get(checked.format)
+        """Take a measured latency into account in the model of its format and runtime."""
+        model = self.models.get((checked.format, checked.runtime))
         if model is not None and checked.widths.keys() <= space.grid.keys():
             predicted_ms = model.latency_ms({**space.whole, **checked.widths})
             model.correct(predicted_ms, checked.latency_ms)
@@ -225,19 +315,24 @@ class Search:
     ) -> tuple[Candidate, float] | None:
         """Return the model that loses least below a latency, of those that were not tried."""
         best: tuple[float, Candidate, float] | None = None
-        for format, model in self.models.items():
+        for (format, runtime), model in self.models.items():
             corrected = model.corrected()
             limits = [Limit(corrected, ROOM * latency_ms)]
             if self.settings.limits.size is not None:
                 limits.append(Limit(model.bytes, ROOM * self.settings.limits.size))
             known = [*(c.candidate for c in self.checked.values()), *self.failed]
-            tried = [{**space.whole, **dict(c.widths)} for c in known if c.format == format]
+            tried = [
+                {**space.whole, **dict(c.widths)}
+                for c in known
+                if (c.format, c.runtime) == (format, runtime)
+            ]
             widths = programme.solve(limits, tried)
             if widths is None:
                 continue
             harm = programme.total_harm(widths) + model.harm
             if best is None or harm < best[0]:
-                best = harm, candidate_of(format, widths, space.whole), corrected(widths)
+                candidate = candidate_of(format, widths, space.whole, runtime)
+                best = harm, candidate, corrected(widths)
         return None if best is None else best[1:]
 
     def _check(self, candidate: Candidate, predicted_ms: float | None = None) -> None:
@@ -247,8 +342,10 @@ class Search:
         try:
             found = self.judge.check(candidate, predicted_ms)
         except StageFailed as error:
-            if not candidate.widths:
+            if not candidate.widths and candidate.runtime == "onnx":
                 raise
+            if not candidate.widths:
+                self.judge.options.announce(f"warning: {candidate.name} is left out: {error}")
             self.failed[candidate] = str(error)
             return
         self.checked[candidate.name] = found
@@ -256,9 +353,13 @@ class Search:
         self._front().write(self.out)
 
     def _offered(self) -> list[CheckedModel]:
-        """Return the checked models in the formats that are asked for."""
-        formats = self.settings.space.formats
-        return [model for model in self.checked.values() if model.format in formats]
+        """Return the checked models in the formats and runtimes that are asked for."""
+        space = self.settings.space
+        return [
+            model
+            for model in self.checked.values()
+            if model.format in space.formats and model.runtime in space.runtimes
+        ]
 
     def _keeps_drop(self, model: CheckedModel) -> bool:
         most = self.settings.limits.max_drop
@@ -272,6 +373,7 @@ class Search:
             points=tuple(model.name for model in Front.pareto(self._offered())),
             conditions=self.judge.conditions,
             base_ms=self.judge.base_ms,
+            predicted_for=self.judge.tables.where if self.judge.tables else None,
         )
 
     def _finish(self) -> Front:
@@ -293,7 +395,9 @@ class Search:
         front = self._front().model_copy(update={"best": best.name if best else None})
         for number, name in enumerate(front.points, 1):
             file = self.out / POINTS / str(number) / "pipeline.yaml"
-            self.checked[name].candidate.write_pipeline(self.judge.base, self.settings, file)
+            model = self.checked[name]
+            gate = self.judge.speedup_gate(model)
+            model.candidate.write_pipeline(self.judge.base, self.settings, file, gate)
         front.write(self.out)
         return front
 
