@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from typer.core import TyperGroup
 
 from compress import __version__
 from compress.common.errors import PipelineInvalid
 from pipelines.commands.completion import run_names, stage_names
-from pipelines.terminal.command_group import CommandGroup
 from pipelines.terminal.console import (
     current_mode,
     fast_imports,
@@ -27,6 +27,22 @@ from pipelines.terminal.console import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+
+class CommandGroup(TyperGroup):
+    """The commands; absent flags of `compress` itself are False rather than None."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the options that are parsed before the command's name.
+
+        typer validates None with pydantic, whose import takes longer than all else that
+        `compress run --help` does.
+        """
+        found = super().get_params(ctx)
+        for option in found:
+            if getattr(option, "is_flag", False) and option.default is None:
+                option.default = False
+        return found
 
 
 def _examples(*lines: str) -> str:
@@ -380,29 +396,10 @@ def package(
 ) -> None:
     """Write a container image, or a folder that transformers opens."""
     with fast_imports():
-        from pipelines.commands.verify import verify_command
-        from serve.image.build_folder import write_build_folder
-        from serve.image.oci_layout import write_image_layout
+        from pipelines.commands.package import write_package
 
-    def attest(file: Path) -> None:
-        verify_command(artifact, attest=file, sign_key=sign_key)
-
-    if (image is None) == (transformers is None):
-        raise PipelineInvalid("name one folder to write: --image DIR or --transformers DIR")
-    if transformers is not None:
-        if base or sign_key:
-            raise PipelineInvalid("--base and --sign-key are for --image")
-        from compress.artifacts.libraries.transformers_folder import write_transformers_folder
-
-        packaged = write_transformers_folder(artifact, transformers)
-        print_result(asdict(packaged), packaged.lines())
-        return
-    assert image is not None
-    if base is None:
-        written = write_build_folder(artifact, image, attest)
-    else:
-        written = write_image_layout(artifact, image, base, attest)
-    print_result(asdict(written), written.lines())
+    packaged = write_package(artifact, image, transformers, base, sign_key)
+    print_result(asdict(packaged), packaged.lines())
 
 
 @command("compress sensitivity pipeline.yaml --ratio 0.25 --ratio 0.5")

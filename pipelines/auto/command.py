@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
 from compress.common.atomic_files import write_atomically
-from compress.common.errors import GateRefused, PipelineInvalid
+from compress.common.errors import GateRefused, PipelineInvalid, StageFailed
 from pipelines.config.auto_settings import AutoSettings
 from pipelines.config.pipeline import PipelineConfig
 from pipelines.config.run_options import RunOptions
+from pipelines.system.machine_info import machine, versions
 from pipelines.terminal.console import current_mode, print_result
 from pipelines.terminal.progress_bars import show_progress
 
@@ -48,7 +50,7 @@ def search_and_print(
     from pipelines.auto.tables import LatencyTables
 
     if tables_only:
-        measured = _measure_tables(pipeline, settings, folder)
+        measured = measure_tables(pipeline, settings, folder)
         print_result(measured, measured.lines(folder))
         return
     known = None if tables is None else LatencyTables.read(tables)
@@ -61,14 +63,51 @@ def search_and_print(
         raise GateRefused(nothing_found(front))
 
 
-def _measure_tables(
-    pipeline: PipelineConfig, settings: AutoSettings, folder: Path
-) -> LatencyTables:
-    from pipelines.auto.search import measure_tables
+def measure_tables(pipeline: PipelineConfig, settings: AutoSettings, out: Path) -> LatencyTables:
+    """Measure what a search on another machine predicts latencies of this one by, and write it.
 
+    Args:
+        pipeline: what is made once, and data.
+        settings: what is decided; limits and time are those of the search.
+        out: folder of the results.
+
+    Raises:
+        PipelineInvalid: the pipeline has stages that the search itself adds, or no data, or no
+            widths to decide.
+        StageFailed: the model cannot be traced or exported, or the machine is too busy.
+        Unavailable: a runtime is not installed.
+    """
+    from compress.pruning.width_harms import WidthSpace
+    from pipelines.auto.judge import Judge
+    from pipelines.auto.search import Search
+    from pipelines.auto.tables import LatencyTables, ModelTable
+
+    if settings.space.widths is None:
+        raise PipelineInvalid("--tables-only: auto.space.widths is null, so nothing depends on it")
     with show_progress(quiet=current_mode().silent) as (progress, announce):
         options = RunOptions(progress=progress, announce=announce)
-        return measure_tables(pipeline, settings, folder, options)
+        judge = Judge.from_pipeline(pipeline, settings, out, options)
+        searched = Search(judge, settings, out)
+        searched.check_whole(math.inf)
+        # Which channels stay does not change the latency, so they need not be ranked by data.
+        widths = settings.space.widths.model_copy(update={"importance": "random"})
+        space = WidthSpace.of_model(judge.model, judge.context, **widths.model_dump())
+        if not space.grid:
+            raise StageFailed("--tables-only: no channels of the model can be removed")
+        searched.measure_kernels(space)
+        if not searched.models:
+            raise StageFailed("--tables-only: no format could be measured; see the warnings")
+    tables = LatencyTables(
+        machine=machine(),
+        versions=versions(),
+        threads=judge.context.threads,
+        batch=judge.batch,
+        base_ms=judge.base_ms,
+        grid=dict(space.grid),
+        models=tuple(map(ModelTable.from_model, searched.models.values())),
+    )
+    tables.write(out)
+    return tables
 
 
 def with_limits(settings: AutoSettings, given: dict[str, Any]) -> AutoSettings:

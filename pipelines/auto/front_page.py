@@ -44,6 +44,9 @@ def cells_of(front: Front, model: CheckedModel) -> tuple[str, ...]:
         "" if value is None else f"{value:.3g}"
         for value in (model.predicted_ms, model.drop, model.confirmed_drop)
     )
+    if model.confirmed_between is not None:
+        low, high = model.confirmed_between
+        confirmed += f" ({low:.2g} to {high:.2g})"
     latency = "" if model.is_predicted else f"{model.latency_ms:.3g}"
     predicted = f"{model.latency_ms:.3g}" if model.is_predicted else predicted
     figures = (latency, predicted, f"{model.bytes / 1e6:.3g}", drop, confirmed)

@@ -70,7 +70,7 @@ def auto(
     formats: Sequence[Format] = ("float", "int8_static"),
     runtimes: Sequence[Runtime] = ("onnx",),
     widths: dict[str, Any] | None = None,
-    finetune: dict[str, Any] | None = None,
+    recovery: dict[str, Any] | None = None,
     task: TaskName | None = None,
     metric: str | None = None,
     out: Path | str | None = None,
@@ -91,7 +91,7 @@ def auto(
         formats: numbers that the model may compute with.
         runtimes: what the file may be for: `onnx`, `openvino`.
         widths: settings of `space.widths` in a pipeline file.
-        finetune: how every smaller model is trained; by default none is.
+        recovery: settings of `space.recovery` in a pipeline file; by default nothing is trained.
         task: what the model is for.
         metric: name of a metric; by default it follows from the targets.
         out: folder of the results; by default a temporary one, removed when the process ends.
@@ -111,7 +111,7 @@ def auto(
             "formats": list(formats),
             "runtimes": list(runtimes),
             "widths": widths or {},
-            "finetune": finetune,
+            "recovery": recovery,
         },
     }
     given = {"task": task, "metric": metric}

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any, Self
 
 from compress.artifacts.artifact import Artifact
 from compress.artifacts.eager_model import EagerModel
-from compress.common.errors import StageFailed
+from compress.common.errors import PipelineInvalid, StageFailed, Unavailable
 from compress.common.forward import split_batches
+from compress.core.stage import members_of
 from compress.core.val_halves import HalfOfVal, halves_of_val
 from compress.profiling.benchmark import compare_latency, unmeasurable
 from compress.pruning.depth.output_error import OutputErrorMeter
+from export.fastest.runtimes import RUNTIMES
 from pipelines.auto.candidates import Candidate, CheckedModel
 from pipelines.runner.inputs import measuring_context
 from pipelines.system.machine_info import machine
@@ -38,6 +40,31 @@ CANDIDATES, STORE = "candidates", ".store"
 """In the results' folder: runs of all candidates, and the stages' results that they share."""
 PREDICTED_WITHIN = 1.1
 """Measured over predicted latency, at most, where there is no limit of latency."""
+
+
+def refuse_other_stages(pipeline: PipelineConfig) -> None:
+    """Raise PipelineInvalid for stages that do not leave an eager model, and without data."""
+    for index, stage in enumerate(pipeline.stages):
+        if "eager" not in {kind.kind for kind in members_of(stage.writes())}:
+            raise PipelineInvalid(
+                f"{pipeline.place('stages', index)} is {stage.stage}, and `compress auto` itself "
+                "prunes, quantizes and exports; keep only stages before these, such as train"
+            )
+    if pipeline.data is None:
+        raise PipelineInvalid(
+            f"{pipeline.file}: `compress auto` decides by `val`; add a `data:` section"
+        )
+
+
+def refuse_missing_runtimes(pipeline: PipelineConfig, settings: AutoSettings) -> None:
+    """Raise Unavailable for a runtime that is not installed here."""
+    for runtime in settings.space.runtimes:
+        for need in RUNTIMES[runtime]().all_requirements():
+            if need.missing():
+                raise Unavailable(
+                    f"{pipeline.place('auto', 'space', 'runtimes')}: {runtime} needs {need.what}, "
+                    f"which is not installed; {need.install}"
+                )
 
 
 @dataclass
@@ -69,8 +96,12 @@ class Judge:
         """Run a pipeline's own stages, and measure the float model that they make.
 
         Raises:
+            PipelineInvalid: the pipeline has stages that the search itself adds, or no data.
             StageFailed: they make no eager model, or the machine is too busy to measure it.
+            Unavailable: a runtime is not installed.
         """
+        refuse_other_stages(base)
+        refuse_missing_runtimes(base, settings)
         whole = Candidate("float")
         _run(whole, base, settings, out, options)
         pipeline = whole.pipeline(base, settings)
@@ -87,6 +118,11 @@ class Judge:
         return cls(base, settings, out, options, model, context, *halves, meter)
 
     @property
+    def batch(self) -> int:
+        """Samples of a measured call."""
+        return self.settings.batch or self.model.signature.smallest_batch
+
+    @property
     def conditions(self) -> str:
         """A hash of all that figures depend on, besides the candidate."""
         # Not on which runtimes are tried: a candidate names its own.
@@ -95,7 +131,8 @@ class Judge:
         )
         metric, threads = self.context.metric.identity(), self.context.threads
         measured_on = machine() if self.tables is None else self.tables.digest
-        content = [self.model.digest, space, metric, threads, self.context.seed, measured_on]
+        measured = [threads, self.settings.batch, measured_on]
+        content = [self.model.digest, space, metric, self.context.seed, measured]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def check(self, candidate: Candidate, predicted_ms: float | None = None) -> CheckedModel:
@@ -113,6 +150,7 @@ class Judge:
             format=candidate.format,
             runtime=candidate.runtime,
             widths=dict(candidate.widths),
+            trained=candidate.trained,
             predicted_ms=predicted_ms,
             latency_ms=self._latency_ms(candidate),
             is_predicted=self.tables is not None,
@@ -125,7 +163,9 @@ class Judge:
         """Return a chosen model with its drop on the half of `val` that the search did not see."""
         with self._opened(model.candidate) as predict:
             drop = self.confirmed_on.drop_points(predict)
-        return model.model_copy(update={"confirmed_drop": drop if math.isfinite(drop) else None})
+            between = self.confirmed_on.drop_interval(predict)
+        confirmed = drop if math.isfinite(drop) else None
+        return model.model_copy(update={"confirmed_drop": confirmed, "confirmed_between": between})
 
     def speedup_gate(self, model: CheckedModel) -> dict[str, Any] | None:
         """Return the gate by which the machine of the tables judges a predicted latency.
@@ -159,8 +199,7 @@ class Judge:
             StageFailed: the machine is too busy.
         """
         context = self.context
-        batch = self.model.signature.smallest_batch
-        batches = context.measured_batches(self.model.signature, batch)
+        batches = context.measured_batches(self.model.signature, self.batch)
         with self._artifact(Candidate("float")).open(context.device, context.threads) as base:
             compared = compare_latency(base, predict, batches)
         if compared.interval.unreliable_reason:

@@ -103,7 +103,8 @@ def build_format_models(
         folder = Path(name)
         whole, exports = export_at_random_widths(format, model, context, settings, folder)
         resizable = ResizableModel.fit(exports)
-        inputs = context.measured_batches(model.signature, model.signature.smallest_batch)
+        batch = settings.batch or model.signature.smallest_batch
+        inputs = context.measured_batches(model.signature, batch)
         specs = model.signature.inputs
         arrays = {s.name: x.numpy() for s, x in zip(specs, inputs[0], strict=True)}
         costs = WidthCosts(resizable, whole, arrays, table)
