@@ -61,7 +61,8 @@ class Front(Settings):
         drop = "no finite metric" if model.drop is None else f"drop {model.drop:.3g} points"
         cut = f", {len(model.widths)} groups cut" if model.widths else ""
         trained = f", trained for {model.trained} epochs" if model.trained else ""
-        predicted = "" if model.predicted_ms is None else f" (predicted {model.predicted_ms:.3g})"
+        is_beside = model.predicted_ms is not None and not model.is_predicted
+        predicted = f" (predicted {model.predicted_ms:.3g})" if is_beside else ""
         size = f"{model.bytes / 1e6:.3g} MB"
         kind = model.format if model.runtime == "onnx" else f"{model.format} in {model.runtime}"
         return f"{kind}{cut}{trained}: {model.latency}{predicted}, {size}, {drop}"

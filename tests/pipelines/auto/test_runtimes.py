@@ -11,10 +11,12 @@ from compress.common.errors import PipelineInvalid
 from export.latency import kernel_table
 from export.latency.width_costs import PairwiseSum
 from pipelines.auto import judge
-from pipelines.auto.candidates import Candidate
+from pipelines.auto.candidates import Candidate, CheckedModel
+from pipelines.auto.front import Front
+from pipelines.auto.front_page import cells_of
 from pipelines.auto.latency_models import FormatModel
 from pipelines.auto.tables import LatencyTables, ModelTable
-from pipelines.config.auto_settings import AutoSettings
+from pipelines.config.auto_settings import AutoLimits, AutoSettings
 from tests.pipelines.auto.test_auto import FILE, NETS, auto
 
 
@@ -83,6 +85,7 @@ def test_a_search_for_another_machine_predicts_its_latencies(
     assert auto(*arguments, "--json") == 0
     front = json.loads(capfd.readouterr().out)
     assert front["predicted_for"] == tables.where and front["base_ms"] == tables.base_ms
+    assert f"as it is predicted for {tables.where}" in (out / "front.html").read_text()
     cut = [model for model in front["checked"] if model["widths"]]
     assert cut and all(model["is_predicted"] for model in front["checked"])
     for model in front["checked"]:
@@ -152,6 +155,20 @@ def test_tables_of_other_calls_formats_or_models_are_refused(tmp_path: Path) -> 
             file.write_text(content)
         with pytest.raises(PipelineInvalid, match="expected what `compress auto --tables-only`"):
             LatencyTables.read(file)
+
+
+def test_a_predicted_latency_is_told_as_one() -> None:
+    figures = {"predicted_ms": 2.5, "bytes": 10**6, "loss": 0.0, "drop": 0.0}
+    model = CheckedModel(
+        name="a", format="float", runtime="openvino", widths={"a": 4}, latency_ms=2, **figures
+    )
+    line = "float in openvino, 1 groups cut: 2 ms (predicted 2.5), 1 MB, drop 0 points"
+    assert Front.line(model) == line
+    predicted = model.model_copy(update={"is_predicted": True})
+    assert Front.line(predicted) == line.replace("2 ms (predicted 2.5)", "2 ms as predicted")
+    front = Front(limits=AutoLimits(), checked=(model,), points=(), conditions="", base_ms=5.0)
+    assert cells_of(front, model)[2:4] == ("2", "2.5")
+    assert cells_of(front, predicted)[2:4] == ("", "2")
 
 
 def test_tables_and_measuring_them_exclude_each_other(pipeline: Path, capfd) -> None:
