@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 LARGEST_CUT = 0.8
 """Largest fraction of a group's channels that is removed."""
 REFITTED_ON = 128
-"""Calibration samples on which layers are refitted; models that are not trained get all of them."""
+"""Calibration samples on which layers are refitted; the models that are kept get all of them."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ import yaml
 
 from compress.common.atomic_files import write_atomically
 from compress.common.config import Settings
-from compress.pruning.width_harms import REFITTED_ON
 from pipelines.api import Pipeline
 from pipelines.config.auto_settings import Format
 
@@ -58,13 +57,11 @@ class Candidate:
             kept = space.widths.model_dump(
                 mode="json",
                 exclude_defaults=True,
-                include={"include", "exclude", "across_norms"},
+                include={"calibration_samples", "include", "exclude", "across_norms"},
             )
             importance = space.widths.importance
             widths = dict(self.widths)
             stage = {"stage": "prune_channels", "widths": widths, "importance": importance, **kept}
-            if self.trained:  # what a better choice of channels wins, a training wins anyway
-                stage["calibration_samples"] = REFITTED_ON
             made.append(stage)
         if self.trained and space.recovery is not None:
             made += _training_stages(space.recovery, self.trained, _last(base))

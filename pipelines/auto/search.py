@@ -113,7 +113,8 @@ class Search:
                 self._check(Candidate(format))
         widths = self.settings.space.widths
         if widths is not None and time.monotonic() < deadline:
-            space = WidthSpace.of_model(self.judge.model, self.judge.context, **widths.model_dump())
+            chosen = widths.model_dump(exclude={"calibration_samples"})
+            space = WidthSpace.of_model(self.judge.model, self.judge.context, **chosen)
             if space.grid and self._is_feasible(space):
                 self._measure_kernels(space)
                 self._check_cut(space, deadline)
@@ -358,6 +359,7 @@ class Search:
             if not candidate.widths:
                 raise
             self.failed[candidate] = str(error)
+            self.judge.options.announce(f"warning: {candidate.name} could not be made: {error}")
             return
         self.checked[candidate.name] = found
         self.judge.options.announce(Front.line(found))
