@@ -90,8 +90,8 @@ def measure_tables(pipeline: PipelineConfig, settings: AutoSettings, out: Path) 
         searched = Search(judge, settings, out)
         searched.check_whole(math.inf)
         # Which channels stay does not change the latency, so they need not be ranked by data.
-        widths = settings.space.widths.model_copy(update={"importance": "random"})
-        space = WidthSpace.of_model(judge.model, judge.context, **widths.model_dump())
+        chosen = settings.space.widths.model_dump(exclude={"calibration_samples", "importance"})
+        space = WidthSpace.of_model(judge.model, judge.context, importance="random", **chosen)
         if not space.grid:
             raise StageFailed("--tables-only: no channels of the model can be removed")
         searched.measure_kernels(space)
