@@ -135,6 +135,7 @@ def test_every_setting_is_described(stage: type[Stage]) -> None:
     [
         "pipelines/quickstart.yaml",
         "examples/custom/pipeline.yaml",
+        "examples/digits/auto.yaml",
         "examples/digits/few_labels.yaml",
         "examples/language_model/pipeline.yaml",
         "examples/detection/pipeline.yaml",
