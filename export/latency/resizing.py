@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import combinations, count
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import onnx
@@ -85,7 +85,7 @@ class ResizableModel:
             sums[place] = found
         return cls(models[0], sums)
 
-    def resize(self, widths: Widths) -> onnx.ModelProto:
+    def resize(self, widths: Mapping[str, Any]) -> onnx.ModelProto:
         """Return the model at other widths; weights repeat those of the model."""
         resized = onnx.ModelProto()
         resized.CopyFrom(self.model)
@@ -100,12 +100,20 @@ class ResizableModel:
 
     def groups_together(self) -> set[tuple[str, str]]:
         """Return the pairs of groups on which the sizes of one weight depend."""
-        places, pairs = count(), set()
+        together = (combinations(sorted(own), 2) for own in self._groups().values())
+        return {pair for pairs in together for pair in pairs}
+
+    def groups_of(self, weight: str) -> set[str]:
+        """Return the groups on which the sizes of a weight depend, by its name."""
+        return self._groups()[weight]
+
+    def _groups(self) -> dict[str, set[str]]:
+        places = count()
+        groups = {}
         for tensor in self.model.graph.initializer:
             sums = [self.sums.get(next(places)) for _ in _numbers_of(tensor)]
-            groups = {group for one in sums if one for group, _ in one.coefficients}
-            pairs |= set(combinations(sorted(groups), 2))
-        return pairs
+            groups[tensor.name] = {g for one in sums if one for g, _ in one.coefficients}
+        return groups
 
 
 def _as_sum(numbers: Sequence[int], widths: Sequence[Widths]) -> Sum | None:

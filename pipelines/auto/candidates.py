@@ -1,4 +1,4 @@
-"""One choice of widths and format: as stages of a pipeline, and what was measured of it."""
+"""One choice of widths and formats: as stages of a pipeline, and what was measured of it."""
 
 from __future__ import annotations
 
@@ -31,18 +31,23 @@ PATHS = ("checkpoint", "huggingface", "file")
 
 @dataclass(frozen=True)
 class Candidate:
-    """Widths and format of a model."""
+    """Widths and formats of a model."""
 
     format: Format
     widths: tuple[tuple[str, int], ...] = ()
     """Group of coupled channels → how many stay; groups that lose none are left out."""
+    float_layers: tuple[str, ...] = ()
+    """Layers that are left in float, in a quantized format."""
 
     @property
     def name(self) -> str:
         """A name for its folder, which tells it from all others."""
-        if not self.widths:
+        if not self.widths and not self.float_layers:
             return f"{self.format}-whole"
-        digest = hashlib.sha256(json.dumps([self.format, self.widths]).encode()).hexdigest()
+        chosen: list[Any] = [self.format, self.widths]
+        if self.float_layers:
+            chosen.append(self.float_layers)
+        digest = hashlib.sha256(json.dumps(chosen).encode()).hexdigest()
         return f"{self.format}-{digest[:8]}"
 
     def stages(self, settings: AutoSettings) -> list[dict[str, Any]]:
@@ -63,7 +68,8 @@ class Candidate:
                 stage["finetune"] = finetune
             made.append(stage)
         if self.format != "float":
-            made.append({"stage": QUANTIZING[self.format]})
+            exclude = {"exclude": list(self.float_layers)} if self.float_layers else {}
+            made.append({"stage": QUANTIZING[self.format], **exclude})
         return [*made, {"stage": EXPORT}]
 
     def pipeline(self, base: PipelineConfig, settings: AutoSettings) -> Pipeline:
@@ -107,6 +113,8 @@ class CheckedModel(Settings):
     format: Format
     widths: dict[str, int]
     """Group of coupled channels → how many stay, of groups that lose some."""
+    float_layers: tuple[str, ...] = ()
+    """Layers that are left in float, in a quantized format."""
     predicted_ms: float | None
     """Median time of a call by the latency model, before it was measured."""
     latency_ms: float
@@ -124,7 +132,7 @@ class CheckedModel(Settings):
     @property
     def candidate(self) -> Candidate:
         """The choice itself."""
-        return Candidate(self.format, tuple(sorted(self.widths.items())))
+        return Candidate(self.format, tuple(sorted(self.widths.items())), self.float_layers)
 
 
 def candidate_of(format: Format, widths: Mapping[str, int], whole: Mapping[str, int]) -> Candidate:

@@ -58,6 +58,7 @@ class Front(Settings):
         """Describe a checked model in a line."""
         drop = "no finite metric" if model.drop is None else f"drop {model.drop:.3g} points"
         cut = f", {len(model.widths)} groups cut" if model.widths else ""
+        cut += f", {len(model.float_layers)} layers in float" if model.float_layers else ""
         predicted = "" if model.predicted_ms is None else f" (predicted {model.predicted_ms:.3g})"
         size = f"{model.bytes / 1e6:.3g} MB"
         return f"{model.format}{cut}: {model.latency_ms:.3g} ms{predicted}, {size}, {drop}"

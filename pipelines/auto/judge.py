@@ -84,7 +84,8 @@ class Judge:
     @property
     def conditions(self) -> str:
         """A hash of all that figures depend on, besides the candidate."""
-        space = self.settings.model_dump(mode="json", include={"space"})
+        # Which layers may be left in float changes no candidate's figures.
+        space = {"space": self.settings.space.model_dump(mode="json", exclude={"float_layers"})}
         metric, threads = self.context.metric.identity(), self.context.threads
         content = [self.model.digest, space, metric, threads, self.context.seed, machine()]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
@@ -103,6 +104,7 @@ class Judge:
             name=candidate.name,
             format=candidate.format,
             widths=dict(candidate.widths),
+            float_layers=candidate.float_layers,
             predicted_ms=predicted_ms,
             latency_ms=self._latency_ms(candidate),
             bytes=report.stages[-1].measurements.bytes,
@@ -126,7 +128,7 @@ class Judge:
         Not in turn with the model in PyTorch, as a run does: between two of its calls, a small
         model's weights leave the processor's caches.
         """
-        base, own = self._artifact(Candidate("float")), self._artifact(candidate)
+        base, own = self.artifact(Candidate("float")), self.artifact(candidate)
         batch = self.model.signature.smallest_batch
         compared = self.context.compare_latency(base, own, batch)
         if compared.interval.unreliable_reason:
@@ -135,14 +137,15 @@ class Judge:
         self.base_ms = self.base_ms or compared.before.p50
         return self.base_ms / compared.speedup
 
-    def _artifact(self, candidate: Candidate) -> Artifact:
+    def artifact(self, candidate: Candidate) -> Artifact:
+        """Return the file of a candidate that was built."""
         folder = self.out / CANDIDATES / candidate.name / "artifacts" / EXPORT
         return Artifact.from_directory(folder)
 
     @contextmanager
     def _opened(self, candidate: Candidate) -> Iterator[Predictor]:
         """Open a candidate's file; where outputs depend on the batch, in batches as served."""
-        artifact = self._artifact(candidate)
+        artifact = self.artifact(candidate)
         with self.context.predictor(artifact) as predict:
             size = self.context.judged_batch_size(artifact)
             yield predict if size is None else split_batches(predict, size)

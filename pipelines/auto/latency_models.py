@@ -1,7 +1,8 @@
-"""How a model's latency and size follow from its widths, for each format of its numbers."""
+"""How latency and size follow from widths and layers in float, for each format of numbers."""
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,13 +11,21 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from compress.pruning.width_variants import width_variants
+from export.latency.float_layers import FLOAT
 from export.latency.latency_model import LatencyModel, measure_files
 from export.latency.resizing import ResizableModel
-from export.latency.width_costs import PairwiseSum, WidthCosts, measure_grid
+from export.latency.width_costs import InteractionSum, WidthCosts, measure_grid
 from export.onnx.graph import strip_
 from export.onnx.passes.stored_integers import compact_
-from export.onnx.proto_io import write
+from export.onnx.proto_io import read, write
 from export.onnx.translate import translate
+from pipelines.auto.candidates import Candidate
+from pipelines.auto.float_layers import (
+    QUANTIZED,
+    DecidedLayers,
+    decide_layers,
+    decision_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -26,9 +35,11 @@ if TYPE_CHECKING:
     from compress.artifacts.eager_model import EagerModel
     from compress.core.context import Context
     from export.latency.kernel_table import KernelTable
+    from export.latency.width_costs import Choice, Value
+    from pipelines.auto.float_layers import LayerHarms
     from pipelines.config.auto_settings import AutoSettings, Format
 
-    Grid = Mapping[str, Sequence[int]]
+    Grid = Mapping[str, Sequence[Value]]
 
 EXPORTS = 4
 """Models at random widths that are exported; files at all other widths follow from these."""
@@ -40,15 +51,34 @@ CALIBRATED_ON = 32
 
 @dataclass
 class FormatModel:
-    """Latency and size of a model in one format, by its widths."""
+    """Latency and size of a model in one format, by its widths and the layers left in float."""
 
     format: Format
-    latency_ms: PairwiseSum
-    bytes: PairwiseSum
+    latency_ms: InteractionSum
+    bytes: InteractionSum
     harm: float = 0.0
     """Squared distance of the whole model in this format from the float one."""
+    layers: DecidedLayers = field(default_factory=lambda: DecidedLayers((), {}, ()))
+    """Those that may be left in float."""
+    whole: Choice = field(default_factory=dict)
+    """The model's own widths, and no layer in float."""
+    smallest: Choice = field(default_factory=dict)
+    """The smallest widths, and no layer in float."""
     _ratios: list[float] = field(default_factory=list)
     """Measured over predicted latency of checked models."""
+
+    def choice_of(self, candidate: Candidate) -> dict[str, Value] | None:
+        """Return a candidate's values of all decisions; None where it has others."""
+        layers = (decision_of(name) for name in candidate.float_layers)
+        chosen: dict[str, Value] = {**dict(candidate.widths), **dict.fromkeys(layers, FLOAT)}
+        return {**self.whole, **chosen} if chosen.keys() <= self.whole.keys() else None
+
+    def candidate(self, choice: Choice) -> Candidate:
+        """Return the candidate of some values of all decisions."""
+        changed = {name: value for name, value in choice.items() if value != self.whole[name]}
+        widths = ((name, int(value)) for name, value in changed.items() if value != FLOAT)
+        layers = (name for name in self.layers.names if decision_of(name) in changed)
+        return Candidate(self.format, tuple(sorted(widths)), tuple(sorted(layers)))
 
     @property
     def correction(self) -> float:
@@ -59,9 +89,9 @@ class FormatModel:
         """Take a measured latency into account; `predicted_ms` is without correction."""
         self._ratios.append(measured_ms / predicted_ms)
 
-    def corrected(self) -> PairwiseSum:
+    def corrected(self) -> InteractionSum:
         """Return the latency in milliseconds, corrected by all models measured so far."""
-        return PairwiseSum.combine([(self.correction, self.latency_ms)], 0.0)
+        return InteractionSum.combine([(self.correction, self.latency_ms)], 0.0)
 
 
 def build_format_model(
@@ -71,8 +101,13 @@ def build_format_model(
     context: Context,
     settings: AutoSettings,
     table: KernelTable,
+    layers: LayerHarms | None = None,
+    deadline: float = math.inf,
 ) -> FormatModel:
     """Measure the kernels of a model over a grid of widths, and fit their sum to whole models.
+
+    With `layers`, those of them that are worth it may be left in float, as far as what is measured
+    for them is known before a deadline on the clock of :func:`time.monotonic`.
 
     Raises:
         StageFailed: the model cannot be exported or resized, or the machine is too busy.
@@ -81,30 +116,56 @@ def build_format_model(
     context.progress(title, 0, 1, "export")
     with TemporaryDirectory(prefix="compress-auto-") as name:
         folder = Path(name)
-        whole, exports = export_at_random_widths(format, model, context, settings, folder)
+        whole: dict[str, Value] = {}
+        exports: list[tuple[dict[str, int], onnx.ModelProto]] = []
+        if grid or layers is None:
+            own, exports = export_at_random_widths(format, model, context, settings, folder)
+            whole |= own
+        else:
+            exports.append(({}, read(layers.file, weights=True)))
         resizable = ResizableModel.fit(exports)
+        mixed = None if layers is None else layers.mixed(resizable)
         inputs = context.measured_batches(model.signature, model.signature.smallest_batch)
         specs = model.signature.inputs
         arrays = {s.name: x.numpy() for s, x in zip(specs, inputs[0], strict=True)}
-        costs = WidthCosts(resizable, whole, arrays, table)
-        pairs = sorted(p for p in resizable.groups_together() if p[0] in grid and p[1] in grid)
+        costs = WidthCosts(mixed or resizable, whole, arrays, table)
+        scopes: list[tuple[str, ...]] = [
+            pair for pair in resizable.groups_together() if {*pair} <= grid.keys()
+        ]
+        decided = DecidedLayers((), {}, ())
+        if layers is not None and mixed is not None:
+            most = settings.space.float_layers
+            decided = decide_layers(
+                layers, mixed, costs, grid, most, deadline, context.progress, title
+            )
         seconds, weight_bytes, file_bytes = measure_grid(
-            costs, grid, pairs, lambda done, total: context.progress(title, done, total, "kernels")
+            costs,
+            {**grid, **decided.grid},
+            [*sorted(scopes), *decided.scopes],
+            lambda done, total: context.progress(title, done, total, "kernels"),
         )
-        chosen = _spread(grid, FITTED, context.seed)
+        chosen = _spread(grid, [*decided.grid], FITTED, context.seed)
         files = []
-        for number, widths in enumerate(chosen):
+        for number, choice in enumerate(chosen):
             files.append(folder / f"fitted{number}.onnx")
-            write(resizable.resize(whole | widths), files[-1])
+            write(costs.model.resize(whole | choice), files[-1])
         measured = measure_files(files, inputs, context.threads)
-    kernel_costs = [costs.at(widths).kernels for widths in chosen]
+    kernel_costs = [costs.at(choice).kernels for choice in chosen]
     fitted = LatencyModel.fit(kernel_costs, measured)
     per_byte = 1e3 * fitted.per_weight_byte
-    latency_ms = PairwiseSum.combine(
+    latency_ms = InteractionSum.combine(
         [(1e3 * fitted.per_kernel_second, seconds), (per_byte, weight_bytes)],
         1e3 * fitted.per_call,
     )
-    return FormatModel(format, latency_ms, file_bytes)
+    quantized = dict.fromkeys(decided.grid, QUANTIZED)
+    return FormatModel(
+        format,
+        latency_ms,
+        file_bytes,
+        layers=decided,
+        whole={group: widths[0] for group, widths in grid.items()} | quantized,
+        smallest={group: widths[-1] for group, widths in grid.items()} | quantized,
+    )
 
 
 def export_at_random_widths(
@@ -143,12 +204,18 @@ def _quantized(format: Format, model: EagerModel, context: Context) -> Any:
     return QuantizeDynamic()(model, context)
 
 
-def _spread(grid: Grid, count: int, seed: int) -> list[dict[str, int]]:
-    """Return the largest and the smallest widths of a grid, and random ones between."""
+def _spread(grid: Grid, layers: Sequence[str], count: int, seed: int) -> list[dict[str, Value]]:
+    """Return the largest and the smallest widths of a grid, and random ones between.
+
+    Every second one has random layers in float.
+    """
     generator = random.Random(seed)
     drawn = [
         {group: generator.choice(widths) for group, widths in grid.items()}
         for _ in range(count - 2)
     ]
     largest = {group: widths[0] for group, widths in grid.items()}
-    return [largest, {group: widths[-1] for group, widths in grid.items()}, *drawn]
+    chosen = [largest, {group: widths[-1] for group, widths in grid.items()}, *drawn]
+    for choice in chosen[2::2]:
+        choice |= {decision: generator.choice((QUANTIZED, FLOAT)) for decision in layers}
+    return [{**dict.fromkeys(layers, QUANTIZED), **choice} for choice in chosen]

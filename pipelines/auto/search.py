@@ -14,6 +14,7 @@ from compress.common.errors import PipelineInvalid, StageFailed
 from compress.core.stage import members_of
 from compress.pruning.width_harms import WidthSpace, measure_harms
 from export.latency.kernel_table import TABLES, KernelTable
+from pipelines.auto import float_layers
 from pipelines.auto.candidates import Candidate, CheckedModel, candidate_of
 from pipelines.auto.front import Front
 from pipelines.auto.judge import Judge
@@ -104,16 +105,14 @@ class Search:
         for format in self.settings.space.formats:
             if time.monotonic() < deadline:
                 self._check(Candidate(format))
-        widths = self.settings.space.widths
-        if widths is not None and time.monotonic() < deadline:
-            space = WidthSpace.of_model(self.judge.model, self.judge.context, **widths.model_dump())
-            if space.grid and self._is_feasible(space):
+        widths, context = self.settings.space.widths, self.judge.context
+        if time.monotonic() < deadline:
+            space = WidthSpace.empty(context.device)
+            if widths is not None:
+                space = WidthSpace.of_model(self.judge.model, context, **widths.model_dump())
+            if self._is_feasible(space):
                 programme = self._measure_space(space, deadline)
-                while (
-                    self.models
-                    and time.monotonic() < deadline
-                    and self._check_next(space, programme)
-                ):
+                while self.models and time.monotonic() < deadline and self._check_next(programme):
                     pass
         return self._finish()
 
@@ -140,17 +139,22 @@ class Search:
             whole = self.checked.get(Candidate(format).name)
             if whole is None:
                 continue
+            until = min(deadline, time.monotonic() + float_layers.SHARE * self.settings.time)
+            layers = float_layers.measure_layer_harms(judge, whole, until)
+            if not space.grid and layers is None:
+                continue
+            context, settings = judge.context, self.settings
             try:
                 built = build_format_model(
-                    format, space.grid, judge.model, judge.context, self.settings, table
+                    format, space.grid, judge.model, context, settings, table, layers, until
                 )
             except StageFailed as error:  # the other formats may do
                 self.judge.options.announce(f"warning: {format} is not cut: {error}")
                 continue
-            built.harm = whole.loss
+            built.harm = whole.loss - built.layers.total_harm
             self.models[format] = built
         for model in self.checked.values():
-            self._correct(model, space)
+            self._correct(model)
         file = self.out / HARMS
         key = f"{judge.model.digest} {self.settings.space.widths}"
         try:
@@ -168,24 +172,24 @@ class Search:
         )
         return Programme(space.grid, harms)
 
-    def _check_next(self, space: WidthSpace, programme: Programme) -> bool:
+    def _check_next(self, programme: Programme) -> bool:
         """Check the next model, and correct the prediction; return whether there was one."""
         for target_ms in self._targets():
-            found = self._solve(space, programme, target_ms)
+            found = self._solve(programme, target_ms)
             if found is not None:
                 candidate, predicted_ms = found
                 self._check(candidate, predicted_ms)
                 if candidate.name in self.checked:
-                    self._correct(self.checked[candidate.name], space)
+                    self._correct(self.checked[candidate.name])
                 return True
         return False
 
-    def _correct(self, checked: CheckedModel, space: WidthSpace) -> None:
+    def _correct(self, checked: CheckedModel) -> None:
         """Take a measured latency into account in the model of its format."""
         model = self.models.get(checked.format)
-        if model is not None and checked.widths.keys() <= space.grid.keys():
-            predicted_ms = model.latency_ms({**space.whole, **checked.widths})
-            model.correct(predicted_ms, checked.latency_ms)
+        choice = None if model is None else model.choice_of(checked.candidate)
+        if model is not None and choice is not None:
+            model.correct(model.latency_ms(choice), checked.latency_ms)
 
     def _targets(self) -> list[float]:
         """Return the latencies to look for models at, the most wanted first."""
@@ -213,16 +217,9 @@ class Search:
 
     def _smallest_ms(self) -> float:
         """Return the smallest latency that the models predict."""
-        return min(
-            model.corrected()(
-                {group: min(widths) for group, widths in model.latency_ms.single.items()}
-            )
-            for model in self.models.values()
-        )
+        return min(model.corrected()(model.smallest) for model in self.models.values())
 
-    def _solve(
-        self, space: WidthSpace, programme: Programme, latency_ms: float
-    ) -> tuple[Candidate, float] | None:
+    def _solve(self, programme: Programme, latency_ms: float) -> tuple[Candidate, float] | None:
         """Return the model that loses least below a latency, of those that were not tried."""
         best: tuple[float, Candidate, float] | None = None
         for format, model in self.models.items():
@@ -231,13 +228,14 @@ class Search:
             if self.settings.limits.size is not None:
                 limits.append(Limit(model.bytes, ROOM * self.settings.limits.size))
             known = [*(c.candidate for c in self.checked.values()), *self.failed]
-            tried = [{**space.whole, **dict(c.widths)} for c in known if c.format == format]
-            widths = programme.solve(limits, tried)
-            if widths is None:
+            choices = (model.choice_of(c) for c in known if c.format == format)
+            mixed = programme.extended(model.layers.grid, model.layers.harm)
+            choice = mixed.solve(limits, [tried for tried in choices if tried is not None])
+            if choice is None:
                 continue
-            harm = programme.total_harm(widths) + model.harm
+            harm = mixed.total_harm(choice) + model.harm
             if best is None or harm < best[0]:
-                best = harm, candidate_of(format, widths, space.whole), corrected(widths)
+                best = harm, model.candidate(choice), corrected(choice)
         return None if best is None else best[1:]
 
     def _check(self, candidate: Candidate, predicted_ms: float | None = None) -> None:

@@ -73,7 +73,11 @@ class AutoSpace(Settings):
     widths: WidthSettings | None = WidthSettings()
     """How many channels of each group stay; null leaves all of them."""
     formats: Annotated[tuple[Format, ...], Field(min_length=1)] = ("float", "int8_static")
-    """Numbers that the model computes with, one of these for all its layers."""
+    """Numbers that the model computes with, one of these for all its layers but those that
+    `float_layers` allows."""
+    float_layers: Annotated[int, Field(ge=0)] = 8
+    """Layers of a quantized format about which is decided one by one whether they stay in float, at
+    most: those that are faster so, and those that lose most. With 0 no format is mixed."""
     finetune: AnyFinetune | None = None
     """How every smaller model is trained; by default layers are refitted, and nothing is
     trained."""
