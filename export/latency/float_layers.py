@@ -97,18 +97,16 @@ class MixedModel:
         return {g for one in weights if one is not None for g in self.model.groups_of(one.name)}
 
     def meet(self, a: str, b: str) -> bool:
-        """Whether two layers in float have other operators than each of them alone.
+        """Whether two layers in float change more than each of them alone.
 
-        So have neighbours, between which nothing is converted.
+        So do neighbours, between which nothing is converted, and the terms of an addition.
         """
-        counts = [
-            Counter(node.op_type for node in self._with_floats(self.model.model, names).graph.node)
+        none, first, second, both = (
+            _Graph(self._with_floats(self.model.model, names)).operators()
             for names in ((), (a,), (b,), (a, b))
-        ]
-        none, first, second, both = counts
-        return any(
-            none[kind] + both[kind] != first[kind] + second[kind] for kind in none | first | second
         )
+        kinds = none | first | second | both
+        return any(none[kind] + both[kind] != first[kind] + second[kind] for kind in kinds)
 
     def _with_floats(self, model: onnx.ModelProto, decisions: Sequence[str]) -> onnx.ModelProto:
         numbers = [number for decision in decisions for number in self.layers[decision]]
@@ -141,6 +139,18 @@ class _Graph:
             name = producer.input[0]
         weight = self._tensors[name]
         return weight if len(weight.dims) > 1 else None
+
+    def operators(self) -> Counter[tuple[str, ...]]:
+        """Count the operators by their type and those of their neighbours."""
+        return Counter(
+            (
+                node.op_type,
+                *(self._producers[n].op_type for n in node.input if n in self._producers),
+                "→",
+                *sorted(reader.op_type for n in node.output for reader in self._readers[n]),
+            )
+            for node in self._graph.node
+        )
 
     def detach_(self, layers: Collection[onnx.NodeProto]) -> None:
         """Let layers, and operators that lose their integers with them, read and give floats."""

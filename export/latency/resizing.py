@@ -227,11 +227,12 @@ def _replace_integers_(model: onnx.ModelProto, changed: Callable[[int], int]) ->
 
 
 def _resize_(tensor: onnx.TensorProto, changed: Callable[[int], int]) -> None:
-    values = numpy_helper.to_array(tensor)
     sizes, is_shape = [*map(changed, tensor.dims)], _may_be_shape(tensor)
-    numbers = [*map(changed, values.flatten().tolist())] if is_shape else []
-    if sizes == [*tensor.dims] and numbers == values.flatten().tolist()[: len(numbers)]:
+    before = numpy_helper.to_array(tensor).flatten().tolist() if is_shape else []
+    numbers = [*map(changed, before)]
+    if sizes == [*tensor.dims] and numbers == before:
         return
+    values = numpy_helper.to_array(tensor)
     # Repeated rather than random: scales stay positive, and integers in their type's range.
     array = np.resize(np.array(numbers, values.dtype) if is_shape else values, sizes)
     tensor.CopyFrom(numpy_helper.from_array(array, tensor.name))
