@@ -176,15 +176,20 @@ class Splits:
         dataset: Any = self.split(name)
         if len(dataset) < 2:
             raise StageFailed(f"{why} halves split {name!r}, which has one sample; bring more")
+        first, second = self.interleaved_parts(name, 2)
+        return first, second
+
+    def interleaved_parts(self, name: str, count: int) -> list[Splits]:
+        """Return every `count`-th sample of a split, from each of its first ones on."""
+        dataset: Any = self.split(name)
         loading = self.loading.model_copy(update={"cache": None})  # the dataset reads through it
-        halves = (
+        return [
             Splits(
-                *({name: Subset(dataset, range(first, len(dataset), 2))}, self.batch_size, loading),
-                *(self.input_names, self.source),
+                {name: Subset(dataset, range(first, len(dataset), count))},
+                *(self.batch_size, loading, self.input_names, self.source),
             )
-            for first in range(2)
-        )
-        return next(halves), next(halves)
+            for first in range(count)
+        ]
 
     def split(self, name: str) -> Dataset[Any]:
         """Return one dataset, with the sample cache and the views applied; see :meth:`stored`."""

@@ -125,7 +125,8 @@ def build_format_model(
             exports.append(({}, read(layers.file, weights=True)))
         resizable = ResizableModel.fit(exports)
         mixed = None if layers is None else layers.mixed(resizable)
-        inputs = context.measured_batches(model.signature, model.signature.smallest_batch)
+        batch = settings.batch or model.signature.smallest_batch
+        inputs = context.measured_batches(model.signature, batch)
         specs = model.signature.inputs
         arrays = {s.name: x.numpy() for s, x in zip(specs, inputs[0], strict=True)}
         costs = WidthCosts(mixed or resizable, whole, arrays, table)

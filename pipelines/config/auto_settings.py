@@ -78,9 +78,10 @@ class AutoSpace(Settings):
     float_layers: Annotated[int, Field(ge=0)] = 8
     """Layers of a quantized format about which is decided one by one whether they stay in float, at
     most: those that are faster so, and those that lose most. With 0 no format is mixed."""
-    finetune: AnyFinetune | None = None
-    """How every smaller model is trained; by default layers are refitted, and nothing is
-    trained."""
+    recovery: AnyFinetune | None = None
+    """How the most promising of the smaller models are trained, by successive halving: some for one
+    epoch, the better half of them on, the best for all `epochs`. By default layers are refitted,
+    and nothing is trained."""
 
 
 class AutoSettings(Settings):
@@ -88,6 +89,9 @@ class AutoSettings(Settings):
 
     limits: AutoLimits = AutoLimits()
     """What a model must keep to."""
+    batch: Count | None = None
+    """Samples of a call whose latency is measured; by default one, or as many as the model
+    takes."""
     time: Annotated[Seconds, Field(json_schema_extra={"default": "10m"})] = 600.0
     """For how long the search goes on, with its unit: `10m`. What is measured then is finished."""
     space: AutoSpace = AutoSpace()
