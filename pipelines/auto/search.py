@@ -200,7 +200,11 @@ class Search:
 
     def _check_next(self, programme: Programme) -> bool:
         """Check the next model, and correct the prediction; return whether there was one."""
-        for target_ms in self._targets():
+        targets: list[float | None] = [*self._targets()]
+        if not any(map(self._keeps_drop, self._offered())):
+            # A format that loses too much as a whole may do with some layers in float.
+            targets.append(None)
+        for target_ms in targets:
             known = [*(model.candidate for model in self.checked.values()), *self.failed]
             found = self._solve(programme, target_ms, known)
             if found is not None:
