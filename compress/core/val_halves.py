@@ -37,7 +37,10 @@ def halves_of_val(
         StageFailed: there is no data, one sample alone, or no metric; the message says that `why`
             needs it.
     """
-    first, second = context.need_data(why).alternating_halves("val", why)
+    data = context.need_data(why)
+    if len(data.split("val")) < 2:  # type: ignore[arg-type]  # Splits admits none without
+        raise StageFailed(f"{why} halves split 'val', which has one sample; bring more")
+    first, second = data.interleaved_parts("val", 2)
     return HalfOfVal(first, metric, context, model), HalfOfVal(second, metric, context, model)
 
 

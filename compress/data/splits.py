@@ -168,17 +168,6 @@ class Splits:
         views = (*self.views, view)
         return replace(self, views=views, _kept_readers=[], _lengths={}, _viewed=[], _hashes=hashes)
 
-    def alternating_halves(self, name: str, why: str) -> tuple[Splits, Splits]:
-        """Return every other sample of a split, and the others, each as a split of that name.
-
-        StageFailed, naming what needs them, where there is only one sample.
-        """
-        dataset: Any = self.split(name)
-        if len(dataset) < 2:
-            raise StageFailed(f"{why} halves split {name!r}, which has one sample; bring more")
-        first, second = self.interleaved_parts(name, 2)
-        return first, second
-
     def interleaved_parts(self, name: str, count: int) -> list[Splits]:
         """Return every `count`-th sample of a split, from each of its first ones on."""
         dataset: Any = self.split(name)
