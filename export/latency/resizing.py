@@ -87,6 +87,11 @@ class ResizableModel:
             sums[place] = found
         return cls(models[0], sums)
 
+    @classmethod
+    def of_one_size(cls, model: onnx.ModelProto) -> Self:
+        """Return a model whose widths stay."""
+        return cls(_canonical(model), {})
+
     def resize(self, widths: Mapping[str, Any]) -> onnx.ModelProto:
         """Return the model at other widths; weights repeat those of the model."""
         resized = onnx.ModelProto()

@@ -117,14 +117,12 @@ def build_format_model(
     context.progress(title, 0, 1, "export")
     with TemporaryDirectory(prefix="compress-auto-") as name:
         folder = Path(name)
-        whole: dict[str, Value] = {}
-        exports: list[tuple[dict[str, int], onnx.ModelProto]] = []
+        whole: Choice = {}
         if grid or layers is None:
-            own, exports = export_at_random_widths(format, model, context, settings, folder)
-            whole |= own
+            whole, exports = export_at_random_widths(format, model, context, settings, folder)
+            resizable = ResizableModel.fit(exports)
         else:
-            exports.append(({}, read(layers.file, weights=True)))
-        resizable = ResizableModel.fit(exports)
+            resizable = ResizableModel.of_one_size(read(layers.file, weights=True))
         mixed = None if layers is None else layers.mixed(resizable)
         batch = settings.batch or model.signature.smallest_batch
         inputs = context.measured_batches(model.signature, batch)
@@ -150,7 +148,7 @@ def build_format_model(
         files = []
         for number, choice in enumerate(chosen):
             files.append(folder / f"fitted{number}.onnx")
-            write(costs.model.resize(whole | choice), files[-1])
+            write(costs.model.resize({**whole, **choice}), files[-1])
         measured = measure_files(files, inputs, context.threads)
     kernel_costs = [costs.at(choice).kernels for choice in chosen]
     fitted = LatencyModel.fit(kernel_costs, measured)

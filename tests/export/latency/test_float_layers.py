@@ -146,7 +146,7 @@ def test_with_its_float_weights_a_file_computes_what_the_float_model_does(nets, 
 
 
 def test_neighbours_and_terms_of_an_addition_meet(whole) -> None:
-    resizable = ResizableModel.fit([({}, whole("Branches", STATIC))])
+    resizable = ResizableModel.of_one_size(whole("Branches", STATIC))
     mixed = MixedModel(resizable, {name: (i,) for i, name in enumerate("sabch")})
     met = {pair for pair in ("sa", "sb", "ab", "ac", "bc", "sh", "ah") if mixed.meet(*pair)}
     assert met == {"sa", "sb", "ab", "ac", "bc"}
