@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import combinations, count
+from math import ceil
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -18,6 +19,7 @@ from onnx import numpy_helper
 from scipy.optimize import nnls
 
 from compress.common.errors import StageFailed
+from export.onnx.graph import PACKED_MATMUL
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -41,7 +43,7 @@ class Sum:
     def __call__(self, widths: Widths) -> int:
         """Return the number at some widths, at least 1 as sizes are."""
         value = self.constant + sum(c * widths[group] for group, c in self.coefficients)
-        return max(1, round(value))
+        return max(1, ceil(value))  # two zero points of 4 bits are in a byte
 
 
 @dataclass(frozen=True)
@@ -178,6 +180,7 @@ def _canonical(model: onnx.ModelProto) -> onnx.ModelProto:
     """Return a model with names by the order of use, and vectors and scalars for each reader alone.
 
     Equal ones are shared in a file, such as zero points, and which are equal depends on the widths.
+    Scales of groups get an axis of their own, as the size of a flat tensor is no sum over widths.
     """
     if any(a.type == onnx.AttributeProto.GRAPH for n in model.graph.node for a in n.attribute):
         return model  # bodies read values of the graph around them by name
@@ -203,6 +206,16 @@ def _canonical(model: onnx.ModelProto) -> onnx.ModelProto:
             graph.initializer[-1].name = node.input[i]
         for i, name in enumerate(node.output):
             node.output[i] = names.setdefault(name, f"v{number}.{i}")
+    outputs = {
+        name: attribute.i
+        for node in graph.node
+        for attribute in node.attribute
+        if node.op_type == PACKED_MATMUL and attribute.name == "N"
+        for name in node.input[2:4]
+    }
+    for tensor in graph.initializer:
+        if tensor.name in outputs:
+            tensor.dims[:] = [outputs[tensor.name], tensor.dims[0] // outputs[tensor.name]]
     return canonical
 
 

@@ -23,7 +23,14 @@ if TYPE_CHECKING:
     from pipelines.config.auto_settings import AutoSettings
     from pipelines.config.pipeline import PipelineConfig
 
-QUANTIZING = {"int8_static": "quantize_static", "int8_dynamic": "quantize_dynamic"}
+QUANTIZING: dict[Format, dict[str, Any]] = {
+    "int8_static": {"stage": "quantize_static"},
+    "int8_dynamic": {"stage": "quantize_dynamic"},
+    # In groups of 16, which divide all widths that are multiples of 16.
+    "weights_8": {"stage": "quantize_weights", "bits": 8, "group_size": 16},
+    "weights_4": {"stage": "quantize_weights", "bits": 4, "group_size": 16},
+}
+"""Format → its stage."""
 EXPORT = "export_onnx"
 """Stage that writes the file to serve; its name too."""
 PATHS = ("checkpoint", "huggingface", "file")
@@ -72,7 +79,7 @@ class Candidate:
             made += _training_stages(space.recovery, self.trained, _last(base))
         if self.format != "float":
             exclude = {"exclude": list(self.float_layers)} if self.float_layers else {}
-            made.append({"stage": QUANTIZING[self.format], **exclude})
+            made.append({**QUANTIZING[self.format], **exclude})
         return [*made, {"stage": EXPORT}]
 
     def pipeline(self, base: PipelineConfig, settings: AutoSettings) -> Pipeline:

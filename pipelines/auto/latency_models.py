@@ -19,13 +19,14 @@ from export.onnx.graph import strip_
 from export.onnx.passes.stored_integers import compact_
 from export.onnx.proto_io import read, write
 from export.onnx.translate import translate
-from pipelines.auto.candidates import Candidate
+from pipelines.auto.candidates import QUANTIZING, Candidate
 from pipelines.auto.float_layers import (
     QUANTIZED,
     DecidedLayers,
     decide_layers,
     decision_of,
 )
+from pipelines.config.registry import stages
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -176,7 +177,11 @@ def export_at_random_widths(
     chosen: dict[str, Any] = {}
     if widths is not None:
         chosen = widths.model_dump(include={"include", "exclude", "across_norms"})
-    variants = width_variants(model, folder, EXPORTS + 1, round_to=1, seed=context.seed, **chosen)
+    # Zero points of 4 bits stand two in a byte, and each group of inputs has one.
+    round_to = 32 if format.startswith("weights") else 1
+    variants = width_variants(
+        model, folder, EXPORTS + 1, round_to=round_to, seed=context.seed, **chosen
+    )
     # The first one has all its channels, and so perhaps not the rewrites that pruning makes.
     whole, _ = next(variants)
 
@@ -195,12 +200,10 @@ def export_at_random_widths(
 
 
 def _quantized(format: Format, model: EagerModel, context: Context) -> Any:
-    from compress.quantization.stages.dynamic import QuantizeDynamic
-    from compress.quantization.stages.static import QuantizeStatic
-
+    settings = QUANTIZING[format]
     if format == "int8_static":
-        return QuantizeStatic(calibration_samples=CALIBRATED_ON)(model, context)
-    return QuantizeDynamic()(model, context)
+        settings = {**settings, "calibration_samples": CALIBRATED_ON}
+    return stages()[settings["stage"]].model_validate(settings)(model, context)
 
 
 def _spread(grid: Grid, layers: Sequence[str], count: int, seed: int) -> list[dict[str, Value]]:

@@ -11,7 +11,7 @@ from compress.common.config import Count, Settings
 from compress.pruning.finetune import AnyFinetune
 from compress.pruning.importance.criteria import Criterion
 
-Format: TypeAlias = Literal["float", "int8_static", "int8_dynamic"]
+Format: TypeAlias = Literal["float", "int8_static", "int8_dynamic", "weights_8", "weights_4"]
 
 MILLISECONDS = {"us": 1e-3, "µs": 1e-3, "ms": 1.0, "s": 1e3}
 SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
