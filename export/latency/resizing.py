@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import combinations, count
-from math import ceil
+from math import ceil, prod
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -188,6 +188,14 @@ def _canonical(model: onnx.ModelProto) -> onnx.ModelProto:
     canonical.CopyFrom(model)
     graph = canonical.graph
     weights = {tensor.name: tensor for tensor in model.graph.initializer}
+    for node in graph.node:
+        if node.op_type == PACKED_MATMUL:
+            (outputs,) = (attribute.i for attribute in node.attribute if attribute.name == "N")
+            for name in node.input[2:4]:
+                grouped = onnx.TensorProto()
+                grouped.CopyFrom(weights[name])
+                grouped.dims[:] = [outputs, prod(grouped.dims) // outputs]
+                weights[name] = grouped
     names = {value.name: value.name for value in (*graph.input, *graph.output)}
     names[""] = ""  # an input that is left out
     del graph.initializer[:]
@@ -206,16 +214,6 @@ def _canonical(model: onnx.ModelProto) -> onnx.ModelProto:
             graph.initializer[-1].name = node.input[i]
         for i, name in enumerate(node.output):
             node.output[i] = names.setdefault(name, f"v{number}.{i}")
-    outputs = {
-        name: attribute.i
-        for node in graph.node
-        for attribute in node.attribute
-        if node.op_type == PACKED_MATMUL and attribute.name == "N"
-        for name in node.input[2:4]
-    }
-    for tensor in graph.initializer:
-        if tensor.name in outputs:
-            tensor.dims[:] = [outputs[tensor.name], tensor.dims[0] // outputs[tensor.name]]
     return canonical
 
 
