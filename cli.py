@@ -396,29 +396,10 @@ def package(
 ) -> None:
     """Write a container image, or a folder that transformers opens."""
     with fast_imports():
-        from pipelines.commands.verify import verify_command
-        from serve.image.build_folder import write_build_folder
-        from serve.image.oci_layout import write_image_layout
+        from pipelines.commands.package import write_package
 
-    def attest(file: Path) -> None:
-        verify_command(artifact, attest=file, sign_key=sign_key)
-
-    if (image is None) == (transformers is None):
-        raise PipelineInvalid("name one folder to write: --image DIR or --transformers DIR")
-    if transformers is not None:
-        if base or sign_key:
-            raise PipelineInvalid("--base and --sign-key are for --image")
-        from compress.artifacts.libraries.transformers_folder import write_transformers_folder
-
-        packaged = write_transformers_folder(artifact, transformers)
-        print_result(asdict(packaged), packaged.lines())
-        return
-    assert image is not None
-    if base is None:
-        written = write_build_folder(artifact, image, attest)
-    else:
-        written = write_image_layout(artifact, image, base, attest)
-    print_result(asdict(written), written.lines())
+    packaged = write_package(artifact, image, transformers, base, sign_key)
+    print_result(asdict(packaged), packaged.lines())
 
 
 @command("compress sensitivity pipeline.yaml --ratio 0.25 --ratio 0.5")
@@ -449,7 +430,10 @@ def latency(
     show(analysis, file, out, batch=batch)
 
 
-@command("compress auto pipeline.yaml --max-drop 0.5 --latency 2ms --time 10m")
+@command(
+    "compress auto pipeline.yaml --max-drop 0.5 --latency 2ms --time 10m",
+    "compress auto pipeline.yaml --tables latency_tables.json",
+)
 def auto(
     file: PipelineFile,
     out: Out = None,
@@ -457,11 +441,18 @@ def auto(
     latency: Annotated[str | None, typer.Option(help="Longest median call: 2ms, 500us.")] = None,
     size: Annotated[str | None, typer.Option(help="Largest file: 1MB.")] = None,
     time: Annotated[str | None, typer.Option(help="How long to search: 10m.")] = None,
+    tables: Annotated[
+        Path | None, typer.Option(help="Latency tables of the machine that will serve.")
+    ] = None,
+    tables_only: Annotated[
+        bool, typer.Option("--tables-only", help="Measure these for this machine, and end.")
+    ] = False,
 ) -> None:
     """Search the widths and formats that lose least under limits."""
     from pipelines.auto.command import search_and_print
 
-    search_and_print(file, out, max_drop=max_drop, latency=latency, size=size, time=time)
+    limits: Any = {"max_drop": max_drop, "latency": latency, "size": size, "time": time}
+    search_and_print(file, out, tables, tables_only, **limits)
 
 
 @command("compress doctor")

@@ -10,10 +10,13 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from compress.pruning.width_variants import width_variants
 from export.latency.float_layers import FLOAT
-from export.latency.latency_model import LatencyModel, measure_files
+from export.latency.latency_model import LatencyModel
 from export.latency.resizing import ResizableModel
+from export.latency.served_files import open_as_served
 from export.latency.width_costs import InteractionSum, WidthCosts, measure_grid
 from export.onnx.graph import strip_
 from export.onnx.passes.stored_integers import compact_
@@ -29,16 +32,17 @@ from pipelines.auto.float_layers import (
 from pipelines.config.registry import stages
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     import onnx
 
     from compress.artifacts.eager_model import EagerModel
+    from compress.common.forward import Predictor
     from compress.core.context import Context
     from export.latency.kernel_table import KernelTable
     from export.latency.width_costs import Choice, Value
     from pipelines.auto.float_layers import LayerHarms
-    from pipelines.config.auto_settings import AutoSettings, Format
+    from pipelines.config.auto_settings import AutoSettings, Format, Runtime
 
     Grid = Mapping[str, Sequence[Value]]
 
@@ -53,11 +57,12 @@ CALIBRATED_ON = 32
 
 @dataclass
 class FormatModel:
-    """Latency and size of a model in one format, by its widths and the layers left in float."""
+    """Latency and size in one format and runtime, by widths and the layers left in float."""
 
     format: Format
     latency_ms: InteractionSum
     bytes: InteractionSum
+    runtime: Runtime = "onnx"
     harm: float = 0.0
     """Squared distance of the whole model in this format from the float one."""
     layers: DecidedLayers = field(default_factory=lambda: DecidedLayers((), {}, ()))
@@ -80,7 +85,9 @@ class FormatModel:
         changed = {name: value for name, value in choice.items() if value != self.whole[name]}
         widths = ((name, int(value)) for name, value in changed.items() if value != FLOAT)
         layers = (name for name in self.layers.names if decision_of(name) in changed)
-        return Candidate(self.format, tuple(sorted(widths)), tuple(sorted(layers)))
+        return Candidate(
+            self.format, tuple(sorted(widths)), tuple(sorted(layers)), runtime=self.runtime
+        )
 
     @property
     def correction(self) -> float:
@@ -96,20 +103,34 @@ class FormatModel:
         return InteractionSum.combine([(self.correction, self.latency_ms)], 0.0)
 
 
-def build_format_model(
+def build_format_models(
     format: Format,
+    runtimes: Sequence[Runtime],
     grid: Grid,
     model: EagerModel,
     context: Context,
     settings: AutoSettings,
     table: KernelTable,
+    measure_ms: Callable[[Predictor], float],
     layers: LayerHarms | None = None,
     deadline: float = math.inf,
-) -> FormatModel:
-    """Measure the kernels of a model over a grid of widths, and fit their sum to whole models.
+) -> list[FormatModel]:
+    """Measure kernels over a grid of widths, and fit their sum to whole models in each runtime.
 
-    With `layers`, those of them that are worth it may be left in float, as far as what is measured
-    for them is known before a deadline on the clock of :func:`time.monotonic`.
+    The kernels are ONNX Runtime's. What another runtime takes follows from the same figures by
+    other coefficients: both compute the same products and read the same weights.
+
+    Args:
+        format: numbers that the model computes with.
+        runtimes: what runs it, each with a model of its own.
+        grid: group → its widths, the model's own first.
+        model: the model.
+        context: data, threads and seed.
+        settings: which groups may lose channels.
+        table: measured kernels, to which further ones are added.
+        measure_ms: measures the latency of a file as those of candidates are measured.
+        layers: those that may be left in float, of which some that are worth it are.
+        deadline: on the clock of :func:`time.monotonic`, for what is measured of these layers.
 
     Raises:
         StageFailed: the model cannot be exported or resized, or the machine is too busy.
@@ -146,27 +167,38 @@ def build_format_model(
             lambda done, total: context.progress(title, done, total, "kernels"),
         )
         chosen = _spread(grid, [*decided.grid], FITTED, context.seed)
-        files = []
+        measured: dict[Runtime, list[float]] = {runtime: [] for runtime in runtimes}
+        sizes: dict[Runtime, list[int]] = {runtime: [] for runtime in runtimes}
         for number, choice in enumerate(chosen):
-            files.append(folder / f"fitted{number}.onnx")
-            write(costs.model.resize({**whole, **choice}), files[-1])
-        measured = measure_files(files, inputs, context.threads)
+            context.progress(title, number, FITTED, "whole models")
+            file = folder / f"fitted{number}" / "model.onnx"
+            file.parent.mkdir()
+            write(costs.model.resize({**whole, **choice}), file)
+            for runtime in runtimes:
+                served = open_as_served(file, runtime, model.signature, context.threads)
+                measured[runtime].append(1e-3 * measure_ms(served.predict))
+                sizes[runtime].append(served.bytes)
     kernel_costs = [costs.at(choice).kernels for choice in chosen]
-    fitted = LatencyModel.fit(kernel_costs, measured)
-    per_byte = 1e3 * fitted.per_weight_byte
-    latency_ms = InteractionSum.combine(
-        [(1e3 * fitted.per_kernel_second, seconds), (per_byte, weight_bytes)],
-        1e3 * fitted.per_call,
-    )
     quantized = dict.fromkeys(decided.grid, QUANTIZED)
-    return FormatModel(
-        format,
-        latency_ms,
-        file_bytes,
-        layers=decided,
-        whole={group: widths[0] for group, widths in grid.items()} | quantized,
-        smallest={group: widths[-1] for group, widths in grid.items()} | quantized,
-    )
+    found = []
+    for runtime in runtimes:
+        fitted = LatencyModel.fit(kernel_costs, measured[runtime])
+        parts = [(1e3 * fitted.per_kernel_second, seconds)]
+        parts.append((1e3 * fitted.per_weight_byte, weight_bytes))
+        predicted_ms = InteractionSum.combine(parts, 1e3 * fitted.per_call)
+        # Each weight is as large in any runtime; what is written besides differs.
+        ratio, constant = np.polyfit([file_bytes(c) for c in chosen], sizes[runtime], 1).tolist()
+        built = FormatModel(
+            format,
+            predicted_ms,
+            InteractionSum.combine([(ratio, file_bytes)], constant),
+            runtime,
+            layers=decided,
+            whole={group: widths[0] for group, widths in grid.items()} | quantized,
+            smallest={group: widths[-1] for group, widths in grid.items()} | quantized,
+        )
+        found.append(built)
+    return found
 
 
 def export_at_random_widths(

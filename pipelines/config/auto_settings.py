@@ -12,6 +12,7 @@ from compress.pruning.finetune import AnyFinetune
 from compress.pruning.importance.criteria import Criterion
 
 Format: TypeAlias = Literal["float", "int8_static", "int8_dynamic", "weights_8", "weights_4"]
+Runtime: TypeAlias = Literal["onnx", "openvino"]
 
 MILLISECONDS = {"us": 1e-3, "µs": 1e-3, "ms": 1.0, "s": 1e3}
 SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
@@ -81,6 +82,9 @@ class AutoSpace(Settings):
     float_layers: Annotated[int, Field(ge=0)] = 8
     """Layers of a quantized format about which is decided one by one whether they stay in float, at
     most: those that are faster so, and those that lose most. With 0 no format is mixed."""
+    runtimes: Annotated[tuple[Runtime, ...], Field(min_length=1)] = ("onnx",)
+    """What runs the file: ONNX Runtime (`onnx`), OpenVINO, or either; each format is tried in each
+    of these."""
     recovery: AnyFinetune | None = None
     """How the most promising of the smaller models are trained, by successive halving: some for one
     epoch, the better half of them on, the best for all `epochs`. By default layers are refitted,
