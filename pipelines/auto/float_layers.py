@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from compress.common.atomic_files import write_atomically
 from compress.common.errors import StageFailed
@@ -30,11 +30,16 @@ from pipelines.auto.candidates import Candidate
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from compress.artifacts.artifact import Artifact
+    from compress.artifacts.eager_model import EagerModel
+    from compress.core.context import Context
     from compress.core.progress import Progress
+    from compress.core.val_halves import HalfOfVal
     from export.latency.resizing import ResizableModel
     from export.latency.width_costs import Value, WidthCosts
     from pipelines.auto.candidates import CheckedModel
-    from pipelines.auto.judge import Judge
+    from pipelines.config.auto_settings import AutoSettings
+    from pipelines.config.run_options import RunOptions
 
 QUANTIZED = "quantized"
 """Value of the decision about a layer that is not put back to float."""
@@ -99,7 +104,23 @@ class DecidedLayers:
         return sum(own[QUANTIZED] for own in self.harm.values())
 
 
-def measure_layer_harms(judge: Judge, whole: CheckedModel, deadline: float) -> LayerHarms | None:
+class FloatModel(Protocol):
+    """What is needed of a search's judge, which imports this module by its tables."""
+
+    settings: AutoSettings
+    out: Path
+    options: RunOptions
+    model: EagerModel
+    context: Context
+    decided_on: HalfOfVal
+
+    def artifact(self, candidate: Candidate) -> Artifact:
+        """Return the file of a candidate that was built."""
+
+
+def measure_layer_harms(
+    judge: FloatModel, whole: CheckedModel, deadline: float
+) -> LayerHarms | None:
     """Measure what quantizing each layer alone loses; None, with a warning, where it cannot be.
 
     The file of the whole quantized model is taken with all other layers put back to float, so that
@@ -133,7 +154,7 @@ def measure_layer_harms(judge: Judge, whole: CheckedModel, deadline: float) -> L
 
 
 def _measure(
-    judge: Judge,
+    judge: FloatModel,
     whole: CheckedModel,
     known: dict[str, float],
     save: Callable[[], None],
