@@ -167,7 +167,7 @@ def test_a_predicted_latency_is_told_as_one() -> None:
     assert Front.line(predicted) == line.replace("2 ms (predicted 2.5)", "2 ms as predicted")
     front = Front(limits=AutoLimits(), checked=(model,), points=(), conditions="", base_ms=5.0)
     assert cells_of(front, model)[3:5] == ("2", "2.5")
-    assert cells_of(front, predicted)[2:4] == ("", "2")
+    assert cells_of(front, predicted)[3:5] == ("", "2")
 
 
 def test_tables_and_measuring_them_exclude_each_other(pipeline: Path, capfd) -> None:
