@@ -40,7 +40,7 @@ from compress.pruning.recovery.recovery import recover_  # noqa: E402
 from compress.pruning.verification.masked_equivalence import sliced_copy  # noqa: E402
 from compress.pruning.width_harms import WidthSpace, measure_harms  # noqa: E402
 from export.latency.kernel_table import KernelTable  # noqa: E402
-from export.latency.width_costs import PairwiseSum  # noqa: E402
+from export.latency.width_costs import InteractionSum  # noqa: E402
 from export.onnx.proto_io import write  # noqa: E402
 from export.onnx.session import session_predictor  # noqa: E402
 from export.onnx.translate import translate  # noqa: E402
@@ -110,13 +110,12 @@ def build() -> None:
         ],
         "latency_ms": latencies,
         "loss": losses,
-        "single": [[g, w, v] for g, own in built.latency_ms.single.items() for w, v in own.items()],
-        "pair": [
-            [*both, *widths, v]
-            for both, own in built.latency_ms.pair.items()
-            for widths, v in own.items()
+        "terms": [
+            [scope, widths, change]
+            for scope, own in built.latency_ms.terms.items()
+            for widths, change in own.items()
         ],
-        "whole_ms": built.latency_ms.whole,
+        "base_ms": built.latency_ms.base,
     }
     FILE.write_text(json.dumps(_rounded(content)) + "\n")
 
@@ -188,13 +187,10 @@ def _solver_regrets(content, grid, truth, limit_ms: float) -> list[float | None]
     harm = {group: dict.fromkeys(widths, 0.0) for group, widths in grid.items()}
     for group, width, value in content["harms"]:
         harm[group][width] = value
-    single = {group: dict.fromkeys(widths, 0.0) for group, widths in grid.items()}
-    for group, width, value in content["single"]:
-        single[group][width] = value
-    pair: dict[tuple[str, str], dict[tuple[int, int], float]] = {}
-    for a, b, x, y, value in content["pair"]:
-        pair.setdefault((a, b), {})[x, y] = value
-    model = FormatModel("float", PairwiseSum(content["whole_ms"], single, pair), None)
+    terms: dict[tuple[str, ...], dict[tuple[int, ...], float]] = {}
+    for scope, widths, change in content["terms"]:
+        terms.setdefault(tuple(scope), {})[tuple(widths)] = change
+    model = FormatModel("float", InteractionSum(content["base_ms"], terms), None)
     programme = Programme(grid, harm)
     whole = {group: widths[0] for group, widths in grid.items()}
     model.correct(model.latency_ms(whole), truth[tuple(whole.values())][0])

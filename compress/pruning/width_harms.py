@@ -38,7 +38,8 @@ REFITTED_ON = 128
 class WidthSpace:
     """The groups of a model's channels, and the widths that each may have."""
 
-    ranking: Ranking
+    ranking: Ranking | None
+    """None where no width is searched."""
     grid: Mapping[str, tuple[int, ...]]
     """Group → its widths, the model's own first."""
     batches: Sequence[Batch]
@@ -107,6 +108,11 @@ class WidthSpace:
         cuttable = {name: own for name, own in widths.items() if len(own) > 1}
         return cls(ranking, cuttable, batches, context.device)
 
+    @classmethod
+    def empty(cls, device: str) -> WidthSpace:
+        """Return a space in which all widths stay."""
+        return cls(None, {}, (), device)
+
     @property
     def whole(self) -> dict[str, int]:
         """The model's own widths."""
@@ -115,6 +121,8 @@ class WidthSpace:
     def cut(self, group: str, width: int) -> nn.Module:
         """Return the module with one group cut to a width, refitted without training."""
         ranking = self.ranking
+        if ranking is None:
+            raise KeyError(group)
         keep = [width if one.group.name == group else len(one.scores) for one in ranking.ranked]
         plan = ranking.verify(keep)
         # A slice shares the tensors that it leaves whole, and a refit changes them in place.

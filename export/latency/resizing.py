@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import combinations, count
-from typing import TYPE_CHECKING, Self
+from math import ceil, prod
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import onnx
@@ -18,6 +19,7 @@ from onnx import numpy_helper
 from scipy.optimize import nnls
 
 from compress.common.errors import StageFailed
+from export.onnx.graph import PACKED_MATMUL
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -41,7 +43,7 @@ class Sum:
     def __call__(self, widths: Widths) -> int:
         """Return the number at some widths, at least 1 as sizes are."""
         value = self.constant + sum(c * widths[group] for group, c in self.coefficients)
-        return max(1, round(value))
+        return max(1, ceil(value))  # two zero points of 4 bits are in a byte
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,12 @@ class ResizableModel:
             sums[place] = found
         return cls(models[0], sums)
 
-    def resize(self, widths: Widths) -> onnx.ModelProto:
+    @classmethod
+    def of_one_size(cls, model: onnx.ModelProto) -> Self:
+        """Return a model whose widths stay."""
+        return cls(_canonical(model), {})
+
+    def resize(self, widths: Mapping[str, Any]) -> onnx.ModelProto:
         """Return the model at other widths; weights repeat those of the model."""
         resized = onnx.ModelProto()
         resized.CopyFrom(self.model)
@@ -102,12 +109,20 @@ class ResizableModel:
 
     def groups_together(self) -> set[tuple[str, str]]:
         """Return the pairs of groups on which the sizes of one weight depend."""
-        places, pairs = count(), set()
+        together = (combinations(sorted(own), 2) for own in self._groups().values())
+        return {pair for pairs in together for pair in pairs}
+
+    def groups_of(self, weight: str) -> set[str]:
+        """Return the groups on which the sizes of a weight depend, by its name."""
+        return self._groups()[weight]
+
+    def _groups(self) -> dict[str, set[str]]:
+        places = count()
+        groups = {}
         for tensor in self.model.graph.initializer:
             sums = [self.sums.get(next(places)) for _ in _numbers_of(tensor)]
-            groups = {group for one in sums if one for group, _ in one.coefficients}
-            pairs |= set(combinations(sorted(groups), 2))
-        return pairs
+            groups[tensor.name] = {g for one in sums if one for g, _ in one.coefficients}
+        return groups
 
 
 def _compared(
@@ -165,6 +180,7 @@ def _canonical(model: onnx.ModelProto) -> onnx.ModelProto:
     """Return a model with names by the order of use, and vectors and scalars for each reader alone.
 
     Equal ones are shared in a file, such as zero points, and which are equal depends on the widths.
+    Scales of groups get an axis of their own, as the size of a flat tensor is no sum over widths.
     """
     if any(a.type == onnx.AttributeProto.GRAPH for n in model.graph.node for a in n.attribute):
         return model  # bodies read values of the graph around them by name
@@ -172,6 +188,14 @@ def _canonical(model: onnx.ModelProto) -> onnx.ModelProto:
     canonical.CopyFrom(model)
     graph = canonical.graph
     weights = {tensor.name: tensor for tensor in model.graph.initializer}
+    for node in graph.node:
+        if node.op_type == PACKED_MATMUL:
+            (outputs,) = (attribute.i for attribute in node.attribute if attribute.name == "N")
+            for name in node.input[2:4]:
+                grouped = onnx.TensorProto()
+                grouped.CopyFrom(weights[name])
+                grouped.dims[:] = [outputs, prod(grouped.dims) // outputs]
+                weights[name] = grouped
     names = {value.name: value.name for value in (*graph.input, *graph.output)}
     names[""] = ""  # an input that is left out
     del graph.initializer[:]
@@ -247,11 +271,12 @@ def _replace_integers_(model: onnx.ModelProto, changed: Callable[[int], int]) ->
 
 
 def _resize_(tensor: onnx.TensorProto, changed: Callable[[int], int]) -> None:
-    values = numpy_helper.to_array(tensor)
     sizes, is_shape = [*map(changed, tensor.dims)], _may_be_shape(tensor)
-    numbers = [*map(changed, values.flatten().tolist())] if is_shape else []
-    if sizes == [*tensor.dims] and numbers == values.flatten().tolist()[: len(numbers)]:
+    before = numpy_helper.to_array(tensor).flatten().tolist() if is_shape else []
+    numbers = [*map(changed, before)]
+    if sizes == [*tensor.dims] and numbers == before:
         return
+    values = numpy_helper.to_array(tensor)
     # Repeated rather than random: scales stay positive, and integers in their type's range.
     array = np.resize(np.array(numbers, values.dtype) if is_shape else values, sizes)
     tensor.CopyFrom(numpy_helper.from_array(array, tensor.name))

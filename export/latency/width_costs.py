@@ -1,12 +1,12 @@
-"""Cost of a model as a function of its widths, as a sum over single groups and pairs of them."""
+"""Cost of a model by its widths and formats, as a sum over decisions that meet in a kernel."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import combinations, product
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 import numpy as np
 
@@ -17,43 +17,54 @@ from export.onnx.proto_io import write
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    import onnx
+
     from export.latency.kernel_table import KernelTable
     from export.latency.kernels import Arrays
-    from export.latency.resizing import ResizableModel
 
-    Widths = Mapping[str, int]
+    Value = int | str
+    """A number of channels, or the format of a layer."""
+    Choice = Mapping[str, Value]
     Values = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 
 class WidthCost(NamedTuple):
-    """What a model costs at some widths."""
+    """What a model costs at some widths and formats."""
 
     kernels: KernelCost
     file_bytes: int
 
 
+class ChangeableModel(Protocol):
+    """A model whose widths or formats can be changed without an export."""
+
+    def resize(self, choice: Any, /) -> onnx.ModelProto:
+        """Return the model with other values of some decisions."""
+
+
 @dataclass
 class WidthCosts:
-    """Costs of a model at any widths, from the kernels that onnxruntime runs it with there.
+    """Costs of a model at any widths and formats, from the kernels that onnxruntime runs then.
 
-    Every model is resized, not exported, and only kernels that the table lacks are measured.
+    Every model is made from one file, not exported, and only kernels that the table lacks are
+    measured.
     """
 
-    model: ResizableModel
-    whole: Widths
-    """The model's own widths."""
+    model: ChangeableModel
+    whole: Choice
+    """The model's own values of all decisions."""
     inputs: Arrays
     table: KernelTable
-    _known: dict[tuple[tuple[str, int], ...], WidthCost] = field(default_factory=dict)
+    _known: dict[tuple[tuple[str, Value], ...], WidthCost] = field(default_factory=dict)
 
-    def at(self, widths: Widths) -> WidthCost:
-        """Return the cost at some widths; groups that are left out have their own."""
-        widths = {**self.whole, **widths}
-        key = tuple(sorted(widths.items()))
+    def at(self, choice: Choice) -> WidthCost:
+        """Return the cost at some values; decisions that are left out have the model's own."""
+        choice = {**self.whole, **choice}
+        key = tuple(sorted(choice.items()))
         if key not in self._known:
             with TemporaryDirectory(prefix="compress-width-") as folder:
                 file = Path(folder) / "model.onnx"
-                write(self.model.resize(widths), file)
+                write(self.model.resize(choice), file)
                 kernels = kernels_of(file, self.inputs, self.table.threads)
                 size = sum(part.stat().st_size for part in Path(folder).iterdir())
             self.table.measure(kernels)
@@ -62,91 +73,97 @@ class WidthCosts:
 
 
 @dataclass(frozen=True)
-class PairwiseSum:
-    """A quantity of a model as a sum of what single groups and pairs of groups add to it.
+class InteractionSum:
+    """A quantity of a model as a sum of what single decisions, and few of them together, add to it.
 
-    A kernel's cost depends on the channels that it reads and on those that it writes, so on two
-    groups at most, in all but joins of several branches; then the sum is exact. It is the
-    decomposition of high-dimensional model representation around one point (Rabitz and Aliş,
-    "General foundations of high-dimensional model representations", 1999), up to second order.
+    A kernel's cost depends on the channels that it reads, on those that it writes and on its
+    format, so on three decisions at most, in all but joins of several branches; then the sum is
+    exact. It is the decomposition of high-dimensional model representation around one point (Rabitz
+    and Aliş, "General foundations of high-dimensional model representations", 1999).
     """
 
-    whole: float
-    """At the model's own widths."""
-    single: Mapping[str, Mapping[int, float]]
-    """Group → width → what changes where this group alone has that width."""
-    pair: Mapping[tuple[str, str], Mapping[tuple[int, int], float]]
-    """Two groups → widths → what changes beyond that where both have these."""
+    base: float
+    """Where each decision has its first value: the model's own widths, no layer in float."""
+    terms: Mapping[tuple[str, ...], Mapping[tuple[Value, ...], float]]
+    """Decisions → values other than the first → what changes where all of them have these values,
+    beyond the changes of fewer of them."""
 
-    def __call__(self, widths: Widths) -> float:
-        """Return the quantity at some widths of the grid."""
-        total = self.whole + sum(own[widths[group]] for group, own in self.single.items())
-        return total + sum(own[widths[a], widths[b]] for (a, b), own in self.pair.items())
+    def __call__(self, choice: Choice) -> float:
+        """Return the quantity at some values of the grid."""
+        return self.base + sum(
+            own.get(tuple(choice[decision] for decision in scope), 0.0)
+            for scope, own in self.terms.items()
+        )
 
     @classmethod
-    def combine(cls, parts: Sequence[tuple[float, PairwiseSum]], constant: float) -> Self:
+    def combine(cls, parts: Sequence[tuple[float, InteractionSum]], constant: float) -> Self:
         """Return a weighted sum of quantities of one grid, and a constant."""
-        (_, first), *_ = parts
-        return cls(
-            constant + sum(f * part.whole for f, part in parts),
-            {
-                group: {w: sum(f * part.single[group][w] for f, part in parts) for w in own}
-                for group, own in first.single.items()
-            },
-            {
-                both: {w: sum(f * part.pair[both][w] for f, part in parts) for w in own}
-                for both, own in first.pair.items()
-            },
-        )
+        terms: dict[tuple[str, ...], dict[tuple[Value, ...], float]] = {}
+        for factor, part in parts:
+            for scope, own in part.terms.items():
+                summed = terms.setdefault(scope, {})
+                for values, change in own.items():
+                    summed[values] = summed.get(values, 0.0) + factor * change
+        return cls(constant + sum(f * part.base for f, part in parts), terms)
 
 
 def measure_grid(
     costs: WidthCosts,
-    grid: Mapping[str, Sequence[int]],
-    pairs: Sequence[tuple[str, str]],
+    grid: Mapping[str, Sequence[Value]],
+    scopes: Sequence[tuple[str, ...]],
     progress: Callable[[int, int], None] = lambda *_: None,
-) -> tuple[PairwiseSum, PairwiseSum, PairwiseSum]:
-    """Decompose the costs of a model over a grid of widths.
+) -> tuple[InteractionSum, InteractionSum, InteractionSum]:
+    """Decompose the costs of a model over a grid of widths and formats.
 
     Args:
         costs: the model.
-        grid: group → its widths, the model's own first.
-        pairs: the groups that meet in a kernel.
+        grid: decision → its values, that of the model itself first.
+        scopes: decisions that meet in a kernel, beside each single one.
         progress: called with the models done and those in all.
 
     Returns:
         Seconds of the kernels, bytes of the weights that they read, and bytes of the file.
     """
-    whole = {group: widths[0] for group, widths in grid.items()}
-    changes: list[dict[str, int]] = [{}]
-    changes += [{group: width} for group, widths in grid.items() for width in widths[1:]]
-    for a, b in pairs:
-        changes += [{a: x, b: y} for x, y in product(grid[a][1:], grid[b][1:])]
-    found: dict[tuple[tuple[str, int], ...], Values] = {}
-    for done, change in enumerate(changes):
-        progress(done, len(changes))
-        cost = costs.at(whole | change)
-        found[tuple(sorted(change.items()))] = np.array([*cost.kernels, cost.file_bytes], float)
-    progress(len(changes), len(changes))
-
-    def at(**change: int) -> Values:
-        kept = {group: width for group, width in change.items() if width != whole[group]}
-        return found[tuple(sorted(kept.items()))]
-
-    sums = []
-    for i in range(3):
-        base = float(at()[i])
-        single = {
-            group: {width: float(at(**{group: width})[i]) - base for width in widths}
-            for group, widths in grid.items()
-        }
-        pair = {
-            (a, b): {
-                (x, y): float(at(**{a: x, b: y})[i]) - base - single[a][x] - single[b][y]
-                for x, y in product(grid[a], grid[b])
-            }
-            for a, b in pairs
-        }
-        sums.append(PairwiseSum(base, single, pair))
-    seconds, weight_bytes, file_bytes = sums
+    base = {decision: values[0] for decision, values in grid.items()}
+    # Smaller ones first, as the changes of these are subtracted from those of larger ones.
+    parts = {
+        part
+        for scope in scopes
+        for size in range(2, len(scope) + 1)
+        for part in combinations(sorted(scope), size)
+    }
+    ordered = [
+        *((decision,) for decision in grid),
+        *sorted(parts, key=lambda part: (len(part), part)),
+    ]
+    models = [
+        (scope, values)
+        for scope in ordered
+        for values in product(*(grid[decision][1:] for decision in scope))
+    ]
+    whole = _values(costs.at(base))
+    terms: dict[tuple[str, ...], dict[tuple[Value, ...], Values]] = {scope: {} for scope in ordered}
+    for done, (scope, values) in enumerate(models):
+        progress(done, len(models))
+        chosen = dict(zip(scope, values, strict=True))
+        change = _values(costs.at(base | chosen)) - whole
+        for size in range(1, len(scope)):
+            for part in combinations(scope, size):
+                change = change - terms[part][tuple(chosen[decision] for decision in part)]
+        terms[scope][values] = change
+    progress(len(models), len(models))
+    seconds, weight_bytes, file_bytes = (
+        InteractionSum(
+            float(whole[i]),
+            {
+                scope: {values: float(change[i]) for values, change in own.items()}
+                for scope, own in terms.items()
+            },
+        )
+        for i in range(3)
+    )
     return seconds, weight_bytes, file_bytes
+
+
+def _values(cost: WidthCost) -> Values:
+    return np.array([*cost.kernels, cost.file_bytes], float)

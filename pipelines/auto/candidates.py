@@ -1,4 +1,4 @@
-"""One choice of widths and format: as stages of a pipeline, and what was measured of it."""
+"""One choice of widths and formats: as stages of a pipeline, and what was measured of it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,14 @@ if TYPE_CHECKING:
     from pipelines.config.auto_settings import AutoSettings
     from pipelines.config.pipeline import PipelineConfig
 
-QUANTIZING = {"int8_static": "quantize_static", "int8_dynamic": "quantize_dynamic"}
+QUANTIZING: dict[Format, dict[str, Any]] = {
+    "int8_static": {"stage": "quantize_static"},
+    "int8_dynamic": {"stage": "quantize_dynamic"},
+    # In groups of 16, which divide all widths that are multiples of 16.
+    "weights_8": {"stage": "quantize_weights", "bits": 8, "group_size": 16},
+    "weights_4": {"stage": "quantize_weights", "bits": 4, "group_size": 16},
+}
+"""Format → its stage."""
 FLOAT_FILE = "float_onnx"
 """Stage that writes the float ONNX file, with which another machine measures a point in turn."""
 PATHS = ("checkpoint", "huggingface", "file")
@@ -33,11 +40,13 @@ PATHS = ("checkpoint", "huggingface", "file")
 
 @dataclass(frozen=True)
 class Candidate:
-    """Widths, format and runtime of a model."""
+    """Widths, formats and runtime of a model."""
 
     format: Format
     widths: tuple[tuple[str, int], ...] = ()
     """Group of coupled channels → how many stay; groups that lose none are left out."""
+    float_layers: tuple[str, ...] = ()
+    """Layers that are left in float, in a quantized format."""
     trained: int = 0
     """Epochs of `space.recovery` that it was trained for after it was cut."""
     runtime: Runtime = "onnx"
@@ -47,9 +56,12 @@ class Candidate:
         """A name for its folder, which tells it from all others."""
         # Without the runtime for ONNX Runtime, which the results of earlier versions are for.
         kind = self.format if self.runtime == "onnx" else f"{self.format}-{self.runtime}"
-        if not self.widths:
+        if not self.widths and not self.float_layers:
             return f"{kind}-whole"
-        digest = hashlib.sha256(json.dumps([self.format, self.widths]).encode()).hexdigest()
+        chosen: list[Any] = [self.format, self.widths]
+        if self.float_layers:
+            chosen.append(self.float_layers)
+        digest = hashlib.sha256(json.dumps(chosen).encode()).hexdigest()
         trained = f"-{self.trained}-epochs" if self.trained else ""
         return f"{kind}-{digest[:8]}{trained}"
 
@@ -75,7 +87,8 @@ class Candidate:
         if self.trained and space.recovery is not None:
             made += _training_stages(space.recovery, self.trained, _last(base))
         if self.format != "float":
-            made.append({"stage": QUANTIZING[self.format]})
+            exclude = {"exclude": list(self.float_layers)} if self.float_layers else {}
+            made.append({**QUANTIZING[self.format], **exclude})
         return [*made, {"stage": self.export}]
 
     def pipeline(self, base: PipelineConfig, settings: AutoSettings) -> Pipeline:
@@ -135,6 +148,8 @@ class CheckedModel(Settings):
     runtime: Runtime = "onnx"
     widths: dict[str, int]
     """Group of coupled channels → how many stay, of groups that lose some."""
+    float_layers: tuple[str, ...] = ()
+    """Layers that are left in float, in a quantized format."""
     trained: int = 0
     """Epochs that it was trained for after it was cut."""
     predicted_ms: float | None
@@ -164,7 +179,7 @@ class CheckedModel(Settings):
     def candidate(self) -> Candidate:
         """The choice itself."""
         widths = tuple(sorted(self.widths.items()))
-        return Candidate(self.format, widths, self.trained, self.runtime)
+        return Candidate(self.format, widths, self.float_layers, self.trained, self.runtime)
 
 
 def candidate_of(

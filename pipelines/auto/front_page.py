@@ -19,7 +19,17 @@ if TYPE_CHECKING:
     from pipelines.auto.front import Front
 
 PAGE = "front.html"
-COLUMNS = ("model", "groups cut", "ms", "predicted", "MB", "drop", "confirmed", "misses")
+COLUMNS = (
+    "model",
+    "groups cut",
+    "float layers",
+    "ms",
+    "predicted",
+    "MB",
+    "drop",
+    "confirmed",
+    "misses",
+)
 
 
 def front_table(front: Front) -> Table:
@@ -50,7 +60,8 @@ def cells_of(front: Front, model: CheckedModel) -> tuple[str, ...]:
     latency = "" if model.is_predicted else f"{model.latency_ms:.3g}"
     predicted = f"{model.latency_ms:.3g}" if model.is_predicted else predicted
     figures = (latency, predicted, f"{model.bytes / 1e6:.3g}", drop, confirmed)
-    return (model.name, str(len(model.widths)), *figures, ", ".join(front.missed_limits(model)))
+    counts = (str(len(model.widths)), str(len(model.float_layers)))
+    return (model.name, *counts, *figures, ", ".join(front.missed_limits(model)))
 
 
 def lines_below(front: Front, out: Path) -> Iterator[str]:

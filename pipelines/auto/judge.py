@@ -125,10 +125,12 @@ class Judge:
     @property
     def conditions(self) -> str:
         """A hash of all that figures depend on, besides the candidate."""
-        # Not on which runtimes are tried: a candidate names its own.
-        space = self.settings.model_dump(
-            mode="json", include={"space"}, exclude={"space": {"runtimes"}}
-        )
+        # Not on which runtimes and layers in float are tried: a candidate names its own.
+        space = {
+            "space": self.settings.space.model_dump(
+                mode="json", exclude={"runtimes", "float_layers"}
+            )
+        }
         metric, threads = self.context.metric.identity(), self.context.threads
         measured_on = machine() if self.tables is None else self.tables.digest
         measured = [threads, self.settings.batch, measured_on]
@@ -150,6 +152,7 @@ class Judge:
             format=candidate.format,
             runtime=candidate.runtime,
             widths=dict(candidate.widths),
+            float_layers=candidate.float_layers,
             trained=candidate.trained,
             predicted_ms=predicted_ms,
             latency_ms=self._latency_ms(candidate),
@@ -186,7 +189,7 @@ class Judge:
     def _latency_ms(self, candidate: Candidate) -> float:
         if self.tables is not None:
             return self.tables.latency_ms(candidate)
-        with self._artifact(candidate).open(self.context.device, self.context.threads) as predict:
+        with self.artifact(candidate).open(self.context.device, self.context.threads) as predict:
             return self.measure_latency_ms(predict)
 
     def measure_latency_ms(self, predict: Predictor) -> float:
@@ -200,7 +203,7 @@ class Judge:
         """
         context = self.context
         batches = context.measured_batches(self.model.signature, self.batch)
-        with self._artifact(Candidate("float")).open(context.device, context.threads) as base:
+        with self.artifact(Candidate("float")).open(context.device, context.threads) as base:
             compared = compare_latency(base, predict, batches)
         if compared.interval.unreliable_reason:
             raise StageFailed(unmeasurable("the latency", compared.interval.unreliable_reason))
@@ -208,14 +211,15 @@ class Judge:
         self.base_ms = self.base_ms or compared.before.p50
         return self.base_ms / compared.speedup
 
-    def _artifact(self, candidate: Candidate) -> Artifact:
+    def artifact(self, candidate: Candidate) -> Artifact:
+        """Return the file of a candidate that was built."""
         folder = self.out / CANDIDATES / candidate.name / "artifacts" / candidate.export
         return Artifact.from_directory(folder)
 
     @contextmanager
     def _opened(self, candidate: Candidate) -> Iterator[Predictor]:
         """Open a candidate's file; where outputs depend on the batch, in batches as served."""
-        artifact = self._artifact(candidate)
+        artifact = self.artifact(candidate)
         with self.context.predictor(artifact) as predict:
             size = self.context.judged_batch_size(artifact)
             yield predict if size is None else split_batches(predict, size)

@@ -1,7 +1,8 @@
-"""How a model's latency and size follow from its widths, for each format of its numbers."""
+"""How latency and size follow from widths and layers in float, for each format of numbers."""
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,14 +13,23 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from compress.pruning.width_variants import width_variants
+from export.latency.float_layers import FLOAT
 from export.latency.latency_model import LatencyModel
 from export.latency.resizing import ResizableModel
 from export.latency.served_files import open_as_served
-from export.latency.width_costs import PairwiseSum, WidthCosts, measure_grid
+from export.latency.width_costs import InteractionSum, WidthCosts, measure_grid
 from export.onnx.graph import strip_
 from export.onnx.passes.stored_integers import compact_
-from export.onnx.proto_io import write
+from export.onnx.proto_io import read, write
 from export.onnx.translate import translate
+from pipelines.auto.candidates import QUANTIZING, Candidate
+from pipelines.auto.float_layers import (
+    QUANTIZED,
+    DecidedLayers,
+    decide_layers,
+    decision_of,
+)
+from pipelines.config.registry import stages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,9 +40,11 @@ if TYPE_CHECKING:
     from compress.common.forward import Predictor
     from compress.core.context import Context
     from export.latency.kernel_table import KernelTable
+    from export.latency.width_costs import Choice, Value
+    from pipelines.auto.float_layers import LayerHarms
     from pipelines.config.auto_settings import AutoSettings, Format, Runtime
 
-    Grid = Mapping[str, Sequence[int]]
+    Grid = Mapping[str, Sequence[Value]]
 
 EXPORTS = 4
 """Models at random widths that are exported at most; files at all other widths follow from these,
@@ -45,16 +57,37 @@ CALIBRATED_ON = 32
 
 @dataclass
 class FormatModel:
-    """Latency and size of a model in one format and runtime, by its widths."""
+    """Latency and size in one format and runtime, by widths and the layers left in float."""
 
     format: Format
-    latency_ms: PairwiseSum
-    bytes: PairwiseSum
+    latency_ms: InteractionSum
+    bytes: InteractionSum
     runtime: Runtime = "onnx"
     harm: float = 0.0
     """Squared distance of the whole model in this format from the float one."""
+    layers: DecidedLayers = field(default_factory=lambda: DecidedLayers((), {}, ()))
+    """Those that may be left in float."""
+    whole: Choice = field(default_factory=dict)
+    """The model's own widths, and no layer in float."""
+    smallest: Choice = field(default_factory=dict)
+    """The smallest widths, and no layer in float."""
     _ratios: list[float] = field(default_factory=list)
     """Measured over predicted latency of checked models."""
+
+    def choice_of(self, candidate: Candidate) -> dict[str, Value] | None:
+        """Return a candidate's values of all decisions; None where it has others."""
+        layers = (decision_of(name) for name in candidate.float_layers)
+        chosen: dict[str, Value] = {**dict(candidate.widths), **dict.fromkeys(layers, FLOAT)}
+        return {**self.whole, **chosen} if chosen.keys() <= self.whole.keys() else None
+
+    def candidate(self, choice: Choice) -> Candidate:
+        """Return the candidate of some values of all decisions."""
+        changed = {name: value for name, value in choice.items() if value != self.whole[name]}
+        widths = ((name, int(value)) for name, value in changed.items() if value != FLOAT)
+        layers = (name for name in self.layers.names if decision_of(name) in changed)
+        return Candidate(
+            self.format, tuple(sorted(widths)), tuple(sorted(layers)), runtime=self.runtime
+        )
 
     @property
     def correction(self) -> float:
@@ -65,9 +98,9 @@ class FormatModel:
         """Take a measured latency into account; `predicted_ms` is without correction."""
         self._ratios.append(measured_ms / predicted_ms)
 
-    def corrected(self) -> PairwiseSum:
+    def corrected(self) -> InteractionSum:
         """Return the latency in milliseconds, corrected by all models measured so far."""
-        return PairwiseSum.combine([(self.correction, self.latency_ms)], 0.0)
+        return InteractionSum.combine([(self.correction, self.latency_ms)], 0.0)
 
 
 def build_format_models(
@@ -79,6 +112,8 @@ def build_format_models(
     settings: AutoSettings,
     table: KernelTable,
     measure_ms: Callable[[Predictor], float],
+    layers: LayerHarms | None = None,
+    deadline: float = math.inf,
 ) -> list[FormatModel]:
     """Measure kernels over a grid of widths, and fit their sum to whole models in each runtime.
 
@@ -94,6 +129,8 @@ def build_format_models(
         settings: which groups may lose channels.
         table: measured kernels, to which further ones are added.
         measure_ms: measures the latency of a file as those of candidates are measured.
+        layers: those that may be left in float, of which some that are worth it are.
+        deadline: on the clock of :func:`time.monotonic`, for what is measured of these layers.
 
     Raises:
         StageFailed: the model cannot be exported or resized, or the machine is too busy.
@@ -102,40 +139,65 @@ def build_format_models(
     context.progress(title, 0, 1, "export")
     with TemporaryDirectory(prefix="compress-auto-") as name:
         folder = Path(name)
-        whole, exports = export_at_random_widths(format, model, context, settings, folder)
-        resizable = ResizableModel.fit(exports)
+        whole: Choice = {}
+        if grid or layers is None:
+            whole, exports = export_at_random_widths(format, model, context, settings, folder)
+            resizable = ResizableModel.fit(exports)
+        else:
+            resizable = ResizableModel.of_one_size(read(layers.file, weights=True))
+        mixed = None if layers is None else layers.mixed(resizable)
         batch = settings.batch or model.signature.smallest_batch
         inputs = context.measured_batches(model.signature, batch)
         specs = model.signature.inputs
         arrays = {s.name: x.numpy() for s, x in zip(specs, inputs[0], strict=True)}
-        costs = WidthCosts(resizable, whole, arrays, table)
-        pairs = sorted(p for p in resizable.groups_together() if p[0] in grid and p[1] in grid)
+        costs = WidthCosts(mixed or resizable, whole, arrays, table)
+        scopes: list[tuple[str, ...]] = [
+            pair for pair in resizable.groups_together() if {*pair} <= grid.keys()
+        ]
+        decided = DecidedLayers((), {}, ())
+        if layers is not None and mixed is not None:
+            most = settings.space.float_layers
+            decided = decide_layers(
+                layers, mixed, costs, grid, most, deadline, context.progress, title
+            )
         seconds, weight_bytes, file_bytes = measure_grid(
-            costs, grid, pairs, lambda done, total: context.progress(title, done, total, "kernels")
+            costs,
+            {**grid, **decided.grid},
+            [*sorted(scopes), *decided.scopes],
+            lambda done, total: context.progress(title, done, total, "kernels"),
         )
-        chosen = _spread(grid, FITTED, context.seed)
+        chosen = _spread(grid, [*decided.grid], FITTED, context.seed)
         measured: dict[Runtime, list[float]] = {runtime: [] for runtime in runtimes}
         sizes: dict[Runtime, list[int]] = {runtime: [] for runtime in runtimes}
-        for number, widths in enumerate(chosen):
+        for number, choice in enumerate(chosen):
             context.progress(title, number, FITTED, "whole models")
             file = folder / f"fitted{number}" / "model.onnx"
             file.parent.mkdir()
-            write(resizable.resize(whole | widths), file)
+            write(costs.model.resize({**whole, **choice}), file)
             for runtime in runtimes:
                 served = open_as_served(file, runtime, model.signature, context.threads)
                 measured[runtime].append(1e-3 * measure_ms(served.predict))
                 sizes[runtime].append(served.bytes)
-    kernel_costs = [costs.at(widths).kernels for widths in chosen]
+    kernel_costs = [costs.at(choice).kernels for choice in chosen]
+    quantized = dict.fromkeys(decided.grid, QUANTIZED)
     found = []
     for runtime in runtimes:
         fitted = LatencyModel.fit(kernel_costs, measured[runtime])
         parts = [(1e3 * fitted.per_kernel_second, seconds)]
         parts.append((1e3 * fitted.per_weight_byte, weight_bytes))
-        predicted_ms = PairwiseSum.combine(parts, 1e3 * fitted.per_call)
+        predicted_ms = InteractionSum.combine(parts, 1e3 * fitted.per_call)
         # Each weight is as large in any runtime; what is written besides differs.
-        ratio, constant = np.polyfit([file_bytes(w) for w in chosen], sizes[runtime], 1).tolist()
-        served_bytes = PairwiseSum.combine([(ratio, file_bytes)], constant)
-        found.append(FormatModel(format, predicted_ms, served_bytes, runtime))
+        ratio, constant = np.polyfit([file_bytes(c) for c in chosen], sizes[runtime], 1).tolist()
+        built = FormatModel(
+            format,
+            predicted_ms,
+            InteractionSum.combine([(ratio, file_bytes)], constant),
+            runtime,
+            layers=decided,
+            whole={group: widths[0] for group, widths in grid.items()} | quantized,
+            smallest={group: widths[-1] for group, widths in grid.items()} | quantized,
+        )
+        found.append(built)
     return found
 
 
@@ -147,7 +209,11 @@ def export_at_random_widths(
     chosen: dict[str, Any] = {}
     if widths is not None:
         chosen = widths.model_dump(include={"include", "exclude", "across_norms"})
-    variants = width_variants(model, folder, EXPORTS + 1, round_to=1, seed=context.seed, **chosen)
+    # Zero points of 4 bits stand two in a byte, and each group of inputs has one.
+    round_to = 32 if format.startswith("weights") else 1
+    variants = width_variants(
+        model, folder, EXPORTS + 1, round_to=round_to, seed=context.seed, **chosen
+    )
     # The first one has all its channels, and so perhaps not the rewrites that pruning makes.
     whole, _ = next(variants)
 
@@ -166,20 +232,24 @@ def export_at_random_widths(
 
 
 def _quantized(format: Format, model: EagerModel, context: Context) -> Any:
-    from compress.quantization.stages.dynamic import QuantizeDynamic
-    from compress.quantization.stages.static import QuantizeStatic
-
+    settings = QUANTIZING[format]
     if format == "int8_static":
-        return QuantizeStatic(calibration_samples=CALIBRATED_ON)(model, context)
-    return QuantizeDynamic()(model, context)
+        settings = {**settings, "calibration_samples": CALIBRATED_ON}
+    return stages()[settings["stage"]].model_validate(settings)(model, context)
 
 
-def _spread(grid: Grid, count: int, seed: int) -> list[dict[str, int]]:
-    """Return the largest and the smallest widths of a grid, and random ones between."""
+def _spread(grid: Grid, layers: Sequence[str], count: int, seed: int) -> list[dict[str, Value]]:
+    """Return the largest and the smallest widths of a grid, and random ones between.
+
+    Every second one has random layers in float.
+    """
     generator = random.Random(seed)
     drawn = [
         {group: generator.choice(widths) for group, widths in grid.items()}
         for _ in range(count - 2)
     ]
     largest = {group: widths[0] for group, widths in grid.items()}
-    return [largest, {group: widths[-1] for group, widths in grid.items()}, *drawn]
+    chosen = [largest, {group: widths[-1] for group, widths in grid.items()}, *drawn]
+    for choice in chosen[2::2]:
+        choice |= {decision: generator.choice((QUANTIZED, FLOAT)) for decision in layers}
+    return [{**dict.fromkeys(layers, QUANTIZED), **choice} for choice in chosen]

@@ -13,6 +13,7 @@ from compress.common.atomic_files import write_atomically
 from compress.common.errors import StageFailed
 from compress.pruning.width_harms import WidthSpace, measure_harms
 from export.latency.kernel_table import TABLES, KernelTable
+from pipelines.auto import float_layers
 from pipelines.auto.candidates import Candidate, CheckedModel, candidate_of, rungs
 from pipelines.auto.front import Front
 from pipelines.auto.judge import Judge
@@ -104,14 +105,16 @@ class Search:
             self.checked = {model.name: model for model in earlier.checked}
             self.judge.base_ms = earlier.base_ms
         self.check_whole(deadline)
-        widths = self.settings.space.widths
-        if widths is not None and time.monotonic() < deadline:
-            chosen = widths.model_dump(exclude={"calibration_samples"})
-            space = WidthSpace.of_model(self.judge.model, self.judge.context, **chosen)
+        widths, context = self.settings.space.widths, self.judge.context
+        if time.monotonic() < deadline:
+            space = WidthSpace.empty(context.device)
+            if widths is not None:
+                chosen = widths.model_dump(exclude={"calibration_samples"})
+                space = WidthSpace.of_model(self.judge.model, context, **chosen)
             if self.judge.tables is not None:
                 self.judge.tables.refuse_other_model(space.grid, self.judge.batch)
-            if space.grid and self._is_feasible(space):
-                self.measure_kernels(space)
+            if self._is_feasible(space):
+                self.measure_kernels(space, deadline)
                 self._check_cut(space, deadline)
         return self._finish()
 
@@ -131,18 +134,18 @@ class Search:
             programme = Programme(space.grid, harms)
             if not self.models or time.monotonic() >= deadline:
                 return
-            is_left = self._check_next(space, programme)
+            is_left = self._check_next(programme)
         while is_left and time.monotonic() < begin + untrained_share * self.settings.time:
-            is_left = self._check_next(space, programme)
+            is_left = self._check_next(programme)
         if recovery is not None:
             while time.monotonic() < deadline and self._train_best(
-                self._contenders(space, programme), rungs(recovery.epochs), deadline
+                self._contenders(programme), rungs(recovery.epochs), deadline
             ):
                 pass
 
     def _is_feasible(self, space: WidthSpace) -> bool:
         """Check the smallest model as each whole one; return whether one meets latency and size."""
-        whole = [model for model in self._offered() if not model.widths]
+        whole = [m for m in self._offered() if not m.widths and not m.float_layers]
         smallest = {group: widths[-1] for group, widths in space.grid.items()}
         for model in sorted(whole, key=lambda model: model.latency_ms):
             candidate = candidate_of(model.format, smallest, space.whole, model.runtime)
@@ -152,8 +155,11 @@ class Search:
                 return True
         return False
 
-    def measure_kernels(self, space: WidthSpace) -> None:
-        """Measure kernels over the grid of widths, in each format and runtime."""
+    def measure_kernels(self, space: WidthSpace, deadline: float | None = None) -> None:
+        """Measure kernels over the grid of widths, in each format and runtime.
+
+        Without a deadline, on the clock of :func:`time.monotonic`, no layer is left in float.
+        """
         judge = self.judge
         table = KernelTable(self.out / TABLES, machine(), judge.context.threads)
         for format in self.settings.space.formats:
@@ -164,22 +170,29 @@ class Search:
             }
             if not whole:
                 continue
+            until = time.monotonic() + float_layers.SHARE * self.settings.time
+            layers = None
+            if deadline is not None and judge.tables is None and "onnx" in whole:
+                until = min(deadline, until)
+                layers = float_layers.measure_layer_harms(judge, whole["onnx"], until)
+            if not space.grid and layers is None:
+                continue
             try:
                 if judge.tables is not None:
                     built = judge.tables.format_models(format, [*whole])
                 else:
                     built = build_format_models(
                         *(format, [*whole], space.grid, judge.model, judge.context, self.settings),
-                        *(table, judge.measure_latency_ms),
+                        *(table, judge.measure_latency_ms, layers, until),
                     )
             except StageFailed as error:  # the other formats may do
                 self.judge.options.announce(f"warning: {format} is not cut: {error}")
                 continue
             for model in built:
-                model.harm = whole[model.runtime].loss
+                model.harm = whole[model.runtime].loss - model.layers.total_harm
                 self.models[format, model.runtime] = model
         for checked in self.checked.values():
-            self._correct(checked, space)
+            self._correct(checked)
 
     def _measure_harms(self, space: WidthSpace, deadline: float) -> Harms:
         """Measure what each single cut loses; what an earlier search measured is read."""
@@ -199,22 +212,24 @@ class Search:
             deadline,
         )
 
-    def _check_next(self, space: WidthSpace, programme: Programme) -> bool:
+    def _check_next(self, programme: Programme) -> bool:
         """Check the next model, and correct the prediction; return whether there was one."""
-        for target_ms in self._targets():
+        targets: list[float | None] = [*self._targets()]
+        if not any(map(self._keeps_drop, self._offered())):
+            # A format that loses too much as a whole may do with some layers in float.
+            targets.append(None)
+        for target_ms in targets:
             known = [*(model.candidate for model in self.checked.values()), *self.failed]
-            found = self._solve(space, programme, target_ms, known)
+            found = self._solve(programme, target_ms, known)
             if found is not None:
                 candidate, predicted_ms = found
                 self._check(candidate, predicted_ms)
                 if candidate.name in self.checked:
-                    self._correct(self.checked[candidate.name], space)
+                    self._correct(self.checked[candidate.name])
                 return True
         return False
 
-    def _contenders(
-        self, space: WidthSpace, programme: Programme
-    ) -> list[tuple[Candidate, float | None]]:
+    def _contenders(self, programme: Programme) -> list[tuple[Candidate, float | None]]:
         """Return the cut models that may be the best once they are trained.
 
         Where the loss decides, those that lose least within the limits; where latency does, some
@@ -247,8 +262,8 @@ class Search:
             # The slowest first: they need the least training, if time is short.
             targets = [best_ms / step ** (i + 1) for i in range(count)]
         for target_ms in targets:
-            solved = self._solve(space, programme, target_ms, [*known, *(c for c, _ in found)])
-            if solved is not None:
+            solved = self._solve(programme, target_ms, [*known, *(c for c, _ in found)])
+            if solved is not None and solved[0].widths:
                 found.append(solved)
         return found
 
@@ -297,12 +312,12 @@ class Search:
 
         return sorted(models, key=order)[: math.ceil(len(models) / 2)]
 
-    def _correct(self, checked: CheckedModel, space: WidthSpace) -> None:
+    def _correct(self, checked: CheckedModel) -> None:
         """Take a measured latency into account in the model of its format and runtime."""
         model = self.models.get((checked.format, checked.runtime))
-        if model is not None and checked.widths.keys() <= space.grid.keys():
-            predicted_ms = model.latency_ms({**space.whole, **checked.widths})
-            model.correct(predicted_ms, checked.latency_ms)
+        choice = None if model is None else model.choice_of(checked.candidate)
+        if model is not None and choice is not None:
+            model.correct(model.latency_ms(choice), checked.latency_ms)
 
     def _targets(self) -> list[float]:
         """Return the latencies to look for models at, the most wanted first."""
@@ -330,19 +345,10 @@ class Search:
 
     def _smallest_ms(self) -> float:
         """Return the smallest latency that the models predict."""
-        return min(
-            model.corrected()(
-                {group: min(widths) for group, widths in model.latency_ms.single.items()}
-            )
-            for model in self.models.values()
-        )
+        return min(model.corrected()(model.smallest) for model in self.models.values())
 
     def _solve(
-        self,
-        space: WidthSpace,
-        programme: Programme,
-        latency_ms: float | None,
-        known: Sequence[Candidate],
+        self, programme: Programme, latency_ms: float | None, known: Sequence[Candidate]
     ) -> tuple[Candidate, float] | None:
         """Return the model that loses least below a latency, if it has one, besides known ones."""
         best: tuple[float, Candidate, float] | None = None
@@ -351,18 +357,15 @@ class Search:
             limits = [] if latency_ms is None else [Limit(corrected, ROOM * latency_ms)]
             if self.settings.limits.size is not None:
                 limits.append(Limit(model.bytes, ROOM * self.settings.limits.size))
-            tried = [
-                {**space.whole, **dict(c.widths)}
-                for c in known
-                if (c.format, c.runtime) == (format, runtime)
-            ]
-            widths = programme.solve(limits, tried)
-            if widths is None:
+            same = (c for c in known if (c.format, c.runtime) == (format, runtime))
+            choices = map(model.choice_of, same)
+            mixed = programme.extended(model.layers.grid, model.layers.harm)
+            choice = mixed.solve(limits, [tried for tried in choices if tried is not None])
+            if choice is None:
                 continue
-            harm = programme.total_harm(widths) + model.harm
+            harm = mixed.total_harm(choice) + model.harm
             if best is None or harm < best[0]:
-                candidate = candidate_of(format, widths, space.whole, runtime)
-                best = harm, candidate, corrected(widths)
+                best = harm, model.candidate(choice), corrected(choice)
         return None if best is None else best[1:]
 
     def _check(self, candidate: Candidate, predicted_ms: float | None = None) -> None:
@@ -372,7 +375,7 @@ class Search:
         try:
             found = self.judge.check(candidate, predicted_ms)
         except StageFailed as error:
-            if not candidate.widths and candidate.runtime == "onnx":
+            if not candidate.widths and not candidate.float_layers and candidate.runtime == "onnx":
                 raise
             if not candidate.widths:
                 self.judge.options.announce(f"warning: {candidate.name} is left out: {error}")

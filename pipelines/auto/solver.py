@@ -1,10 +1,10 @@
-"""The widths that lose least under limits, as a mixed-integer linear programme."""
+"""The widths and formats that lose least under limits, as a mixed-integer linear programme."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
@@ -13,10 +13,10 @@ from scipy.sparse import csr_array
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from export.latency.width_costs import PairwiseSum
+    from export.latency.width_costs import Choice, InteractionSum, Value
 
-    Widths = Mapping[str, int]
     Row = dict[int, float]
+    Meeting = tuple[tuple[str, ...], tuple[Value, ...]]
 
 SECONDS = 10.0
 """Most time for one programme: on random ones, 50 groups of 16 widths took 9 s."""
@@ -28,40 +28,44 @@ GAP = 1e-4
 class Limit:
     """The most that a quantity may be."""
 
-    quantity: PairwiseSum
+    quantity: InteractionSum
     most: float
 
 
 @dataclass(frozen=True)
 class Programme:
-    """Widths to choose for groups of channels, and how much each choice loses."""
+    """Widths of groups of channels and formats of layers to choose, and how much each loses."""
 
-    grid: Mapping[str, Sequence[int]]
-    """Group → its widths."""
-    harm: Mapping[str, Mapping[int, float]]
-    """Group → width → what is lost where it is chosen; harms are assumed to add up."""
+    grid: Mapping[str, Sequence[Value]]
+    """Decision → its values."""
+    harm: Mapping[str, Mapping[Any, float]]
+    """Decision → value → what is lost where it is chosen; harms are assumed to add up."""
 
     def solve(
-        self, limits: Sequence[Limit], forbidden: Iterable[Widths] = (), tie: float = 1e-6
-    ) -> dict[str, int] | None:
-        """Return the widths of least harm that meet all limits; None where none do.
+        self, limits: Sequence[Limit], forbidden: Iterable[Choice] = (), tie: float = 1e-6
+    ) -> dict[str, Value] | None:
+        """Return the values of least harm that meet all limits; None where none do.
 
         Args:
             limits: of quantities over the grid.
-            forbidden: widths that are not returned, as they are known already.
+            forbidden: choices that are not returned, as they are known already.
             tie: weight of the first limit's quantity, relative to its most, in the harm, so that
                 of two choices that lose the same the cheaper one is returned.
         """
-        choices = [(group, width) for group, widths in self.grid.items() for width in widths]
+        choices = [(decision, value) for decision, own in self.grid.items() for value in own]
         index = {choice: i for i, choice in enumerate(choices)}
-        meetings = {
-            (both, widths)
+        scopes = _largest(
+            scope
             for limit in limits
-            for both, own in limit.quantity.pair.items()
-            if any(own.values())
-            for widths in product(self.grid[both[0]], self.grid[both[1]])
-        }
-        joint = {meeting: len(choices) + i for i, meeting in enumerate(sorted(meetings))}
+            for scope, own in limit.quantity.terms.items()
+            if len(scope) > 1 and any(own.values())
+        )
+        # A variable for each combination of values of decisions that meet, between 0 and 1: sums
+        # over those with one value are that value's own variable, and so it is their product.
+        joint: dict[Meeting, int] = {}
+        for scope in scopes:
+            for values in product(*(self.grid[decision] for decision in scope)):
+                joint[scope, values] = len(choices) + len(joint)
         count = len(choices) + len(joint)
         rows: list[Row] = []
         lows: list[float] = []
@@ -72,30 +76,32 @@ class Programme:
             lows.append(low)
             highs.append(high)
 
-        for group, widths in self.grid.items():
-            constrain({index[group, width]: 1.0 for width in widths}, 1, 1)
-        for a, b in sorted({both for both, _ in joint}):
-            for x in self.grid[a]:
-                row = {joint[(a, b), (x, y)]: 1.0 for y in self.grid[b]}
-                constrain({**row, index[a, x]: -1.0}, 0, 0)
-            for y in self.grid[b]:
-                row = {joint[(a, b), (x, y)]: 1.0 for x in self.grid[a]}
-                constrain({**row, index[b, y]: -1.0}, 0, 0)
-        costs = [self._row(limit.quantity, index, joint) for limit in limits]
+        for decision, own in self.grid.items():
+            constrain({index[decision, value]: 1.0 for value in own}, 1, 1)
+        for scope in scopes:
+            for place, decision in enumerate(scope):
+                margins: dict[Value, Row] = {
+                    value: {index[decision, value]: -1.0} for value in self.grid[decision]
+                }
+                for values in product(*(self.grid[other] for other in scope)):
+                    margins[values[place]][joint[scope, values]] = 1.0
+                for row in margins.values():
+                    constrain(row, 0, 0)
+        costs = [self._row(limit.quantity, index, scopes, joint) for limit in limits]
         for limit, row in zip(limits, costs, strict=True):
             # In shares of what is allowed, so that bytes and seconds weigh the same.
             scale = abs(limit.most) or 1.0
-            room = (limit.most - limit.quantity.whole) / scale
-            constrain({i: value / scale for i, value in row.items()}, -np.inf, room)
+            room = (limit.most - limit.quantity.base) / scale
+            constrain({i: cost / scale for i, cost in row.items()}, -np.inf, room)
         for tried in forbidden:
             if all(choice in index for choice in tried.items()):
                 constrain({index[choice]: 1.0 for choice in tried.items()}, -np.inf, len(tried) - 1)
         objective = np.zeros(count)
-        for (group, width), i in index.items():
-            objective[i] = self.harm[group][width]
+        for (decision, value), i in index.items():
+            objective[i] = self.harm[decision][value]
         if limits:
-            for i, value in costs[0].items():
-                objective[i] += tie * value / (abs(limits[0].most) or 1.0)
+            for i, cost in costs[0].items():
+                objective[i] += tie * cost / (abs(limits[0].most) or 1.0)
         found = milp(
             objective,
             integrality=np.array([1] * len(choices) + [0] * len(joint)),
@@ -105,24 +111,50 @@ class Programme:
         )
         if found.x is None:
             return None
-        return {group: width for (group, width), i in index.items() if found.x[i] > 0.5}
+        return {decision: value for (decision, value), i in index.items() if found.x[i] > 0.5}
 
-    def total_harm(self, widths: Widths) -> float:
-        """Return what some widths lose together, as the programme assumes."""
-        return sum(self.harm[group][width] for group, width in widths.items())
+    def total_harm(self, choice: Choice) -> float:
+        """Return what some values lose together, as the programme assumes."""
+        return sum(self.harm[decision][value] for decision, value in choice.items())
 
-    @staticmethod
+    def extended(
+        self, grid: Mapping[str, Sequence[Value]], harm: Mapping[str, Mapping[Any, float]]
+    ) -> Programme:
+        """Return a programme of more decisions."""
+        return Programme({**self.grid, **grid}, {**self.harm, **harm})
+
     def _row(
-        quantity: PairwiseSum,
-        index: Mapping[tuple[str, int], int],
-        joint: Mapping[tuple[tuple[str, str], tuple[int, int]], int],
+        self,
+        quantity: InteractionSum,
+        index: Mapping[tuple[str, Value], int],
+        scopes: Sequence[tuple[str, ...]],
+        joint: Mapping[Meeting, int],
     ) -> Row:
-        row = {index[g, w]: value for g, own in quantity.single.items() for w, value in own.items()}
-        for both, own in quantity.pair.items():
-            for widths, value in own.items():
-                if (both, widths) in joint:
-                    row[joint[both, widths]] = value
+        row: Row = {}
+        for scope, own in quantity.terms.items():
+            if len(scope) == 1:
+                row |= {index[scope[0], value]: change for (value,), change in own.items()}
+                continue
+            around = next((one for one in scopes if {*scope} <= {*one}), None)
+            if around is None:  # all of its changes are 0
+                continue
+            places = [around.index(decision) for decision in scope]
+            for values in product(*(self.grid[decision] for decision in around)):
+                change = own.get(tuple(values[place] for place in places), 0.0)
+                if change:
+                    column = joint[around, values]
+                    row[column] = row.get(column, 0.0) + change
         return row
+
+
+def _largest(scopes: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Return the sets of decisions that are not in a larger one, each once."""
+    ordered = sorted({*scopes}, key=lambda scope: (-len(scope), scope))
+    largest: list[tuple[str, ...]] = []
+    for scope in ordered:
+        if not any({*scope} <= {*other} for other in largest):
+            largest.append(scope)
+    return largest
 
 
 def _matrix(rows: Sequence[Row], columns: int) -> csr_array:

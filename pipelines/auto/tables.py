@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from compress.common.atomic_files import write_atomically
 from compress.common.config import Settings
 from compress.common.errors import PipelineInvalid
-from export.latency.width_costs import PairwiseSum
+from export.latency.width_costs import InteractionSum
 from pipelines.auto.latency_models import FormatModel
 from pipelines.config.auto_settings import Format, Runtime
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
+    from export.latency.width_costs import Value
     from pipelines.auto.candidates import Candidate
     from pipelines.config.auto_settings import AutoSettings
 
@@ -27,37 +28,31 @@ FILE = "latency_tables.json"
 
 
 class StoredSum(Settings):
-    """A quantity by widths, as JSON holds it; see `PairwiseSum`."""
+    """A quantity by widths, as JSON holds it; see `InteractionSum`."""
 
-    whole: float
-    single: tuple[tuple[str, int, float], ...]
-    """Group, width, and what changes there."""
-    pair: tuple[tuple[str, str, int, int, float], ...]
-    """Two groups, their widths, and what changes there beyond the single ones."""
+    base: float
+    terms: tuple[tuple[tuple[str, ...], tuple[int, ...], float], ...]
+    """Groups, their widths, and what changes there beyond what fewer of them change."""
 
     @classmethod
-    def from_sum(cls, quantity: PairwiseSum) -> Self:
+    def from_sum(cls, quantity: InteractionSum) -> Self:
         """Return a quantity in the form that is stored."""
         return cls(
-            whole=quantity.whole,
-            single=tuple((g, w, v) for g, own in quantity.single.items() for w, v in own.items()),
-            pair=tuple(
-                (*both, *widths, value)
-                for both, own in quantity.pair.items()
+            base=quantity.base,
+            terms=tuple(
+                (scope, tuple(map(int, widths)), change)
+                for scope, own in quantity.terms.items()
                 if any(own.values())
-                for widths, value in own.items()
+                for widths, change in own.items()
             ),
         )
 
-    def to_sum(self) -> PairwiseSum:
+    def to_sum(self) -> InteractionSum:
         """Return the quantity."""
-        single: dict[str, dict[int, float]] = {}
-        for group, width, value in self.single:
-            single.setdefault(group, {})[width] = value
-        pair: dict[tuple[str, str], dict[tuple[int, int], float]] = {}
-        for a, b, x, y, value in self.pair:
-            pair.setdefault((a, b), {})[x, y] = value
-        return PairwiseSum(self.whole, single, pair)
+        terms: dict[tuple[str, ...], dict[tuple[Value, ...], float]] = {}
+        for scope, widths, change in self.terms:
+            terms.setdefault(scope, {})[widths] = change
+        return InteractionSum(self.base, terms)
 
 
 class ModelTable(Settings):
@@ -78,10 +73,15 @@ class ModelTable(Settings):
             bytes=StoredSum.from_sum(model.bytes),
         )
 
-    def to_model(self) -> FormatModel:
+    def to_model(self, grid: Mapping[str, Sequence[int]]) -> FormatModel:
         """Return what the solver works with."""
         return FormatModel(
-            self.format, self.latency_ms.to_sum(), self.bytes.to_sum(), runtime=self.runtime
+            self.format,
+            self.latency_ms.to_sum(),
+            self.bytes.to_sum(),
+            runtime=self.runtime,
+            whole={group: widths[0] for group, widths in grid.items()},
+            smallest={group: widths[-1] for group, widths in grid.items()},
         )
 
 
@@ -141,7 +141,7 @@ class LatencyTables(Settings):
     def format_models(self, format: Format, runtimes: Sequence[Runtime]) -> list[FormatModel]:
         """Return the models of a format in some runtimes, with figures that are predictions."""
         return [
-            table.to_model()
+            table.to_model(self.grid)
             for table in self.models
             if table.format == format and table.runtime in runtimes
         ]

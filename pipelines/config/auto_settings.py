@@ -11,7 +11,7 @@ from compress.common.config import Count, Settings
 from compress.pruning.finetune import AnyFinetune
 from compress.pruning.importance.criteria import Criterion
 
-Format: TypeAlias = Literal["float", "int8_static", "int8_dynamic"]
+Format: TypeAlias = Literal["float", "int8_static", "int8_dynamic", "weights_8", "weights_4"]
 Runtime: TypeAlias = Literal["onnx", "openvino"]
 
 MILLISECONDS = {"us": 1e-3, "µs": 1e-3, "ms": 1.0, "s": 1e3}
@@ -77,7 +77,11 @@ class AutoSpace(Settings):
     widths: WidthSettings | None = WidthSettings()
     """How many channels of each group stay; null leaves all of them."""
     formats: Annotated[tuple[Format, ...], Field(min_length=1)] = ("float", "int8_static")
-    """Numbers that the model computes with, one of these for all its layers."""
+    """Numbers that the model computes with, one of these for all its layers but those that
+    `float_layers` allows."""
+    float_layers: Annotated[int, Field(ge=0)] = 8
+    """Layers of a quantized format about which is decided one by one whether they stay in float, at
+    most: those that are faster so, and those that lose most. With 0 no format is mixed."""
     runtimes: Annotated[tuple[Runtime, ...], Field(min_length=1)] = ("onnx",)
     """What runs the file: ONNX Runtime (`onnx`), OpenVINO, or either; each format is tried in each
     of these."""

@@ -9,7 +9,7 @@ import yaml
 import cli
 from compress.common.errors import PipelineInvalid
 from export.latency import kernel_table
-from export.latency.width_costs import PairwiseSum
+from export.latency.width_costs import InteractionSum
 from pipelines.auto import judge
 from pipelines.auto.candidates import Candidate, CheckedModel
 from pipelines.auto.front import Front
@@ -111,9 +111,8 @@ def test_a_search_for_another_machine_predicts_its_latencies(
 
 
 def tables(**changes: object) -> LatencyTables:
-    latency = PairwiseSum(4.0, {"a": {8: 0.0, 4: -1.0}, "b": {8: 0.0, 4: -1.0}}, {})
-    pair = {("a", "b"): {(8, 8): 0.0, (8, 4): 0.0, (4, 8): 0.0, (4, 4): 0.5}}
-    size = PairwiseSum(100.0, latency.single, pair)
+    latency = InteractionSum(4.0, {("a",): {(4,): -1.0}, ("b",): {(4,): -1.0}})
+    size = InteractionSum(100.0, {**latency.terms, ("a", "b"): {(4, 4): 0.5}})
     content = {
         "machine": {"processor": "a processor", "cores": 4},
         "versions": {"onnxruntime": "1.32.0", "openvino": "2026.4.1"},
@@ -167,8 +166,8 @@ def test_a_predicted_latency_is_told_as_one() -> None:
     predicted = model.model_copy(update={"is_predicted": True})
     assert Front.line(predicted) == line.replace("2 ms (predicted 2.5)", "2 ms as predicted")
     front = Front(limits=AutoLimits(), checked=(model,), points=(), conditions="", base_ms=5.0)
-    assert cells_of(front, model)[2:4] == ("2", "2.5")
-    assert cells_of(front, predicted)[2:4] == ("", "2")
+    assert cells_of(front, model)[3:5] == ("2", "2.5")
+    assert cells_of(front, predicted)[3:5] == ("", "2")
 
 
 def test_tables_and_measuring_them_exclude_each_other(pipeline: Path, capfd) -> None:
