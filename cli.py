@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -172,15 +173,12 @@ def init(
         draft = write_draft(file, options, force, get_prompter())
         print_result(draft.content(), draft.lines(), warnings=draft.warnings)
         return
-    from pipelines.executors.slurm import Cluster, write_script
+    from pipelines.executors.slurm import Cluster, written_script
 
     cluster = Cluster(
         nodes=nodes, gpus_per_node=gpus_per_node, cpus_per_node=cpus_per_node, hours=hours
     )
-    found = write_script(script, file, out or Path("runs") / file.stem, cluster)
-    to_do = [f"to do: {line}" for line in found]
-    submit = f"{script}: submit it with `sbatch {script}`"
-    print_result({"file": str(script), "to_do": to_do}, [submit], warnings=to_do)
+    print_result(**written_script(script, file, out or Path("runs") / file.stem, cluster))
 
 
 @command("compress check pipeline.yaml")
@@ -210,6 +208,7 @@ def run(
     ] = "local",
     store: StoreUrl = None,
     dry_run: Annotated[bool, typer.Option(help="Show what would run, and run nothing.")] = False,
+    repair: Annotated[bool, typer.Option(help="Try repairs where a gate refuses.")] = False,
 ) -> None:
     """Run a pipeline; write the report and the artifacts."""
     with fast_imports():
@@ -219,6 +218,7 @@ def run(
         pipeline = Pipeline.from_yaml(file)  # refused before torch is imported
         with fast_imports():
             from pipelines.config.run_options import RunOptions
+            from pipelines.explain.repaired_on_refusal import repaired_on_refusal
             from pipelines.runner.run import forked_measurement_process, preview_run
             from pipelines.terminal.progress_bars import show_progress
         directory = out or pipeline.default_out
@@ -228,6 +228,7 @@ def run(
             print_result(actions, (f"{name}: {action}" for name, action in actions.items()))
             return
         with (
+            repaired_on_refusal(directory) if repair else nullcontext(),
             forked_measurement_process(pipeline, directory, options),
             show_progress(quiet=current_mode().silent) as (progress, announce),
         ):
@@ -252,6 +253,35 @@ def report(
     print_report(found, out=directory)
     if open_it:
         typer.launch(str((directory / "report.html").resolve()))
+
+
+@command("compress explain runs/pipeline", "compress explain runs/pipeline --stage int8")
+def explain(
+    directory: RunDirectory,
+    stage: Annotated[str | None, typer.Option(help="Gates of it alone.", **STAGE_ARGUMENT)] = None,
+    gate: Annotated[str | None, typer.Option(help="This gate alone: max_drop.")] = None,
+    time: Annotated[str, typer.Option(help="How long to search: 3m.")] = "3m",
+) -> None:
+    """Explain why a gate refused: the stage, its layers, the cause."""
+    with fast_imports():
+        from pipelines.explain.command import explain_and_print
+
+    explain_and_print(directory, stage, gate, time)
+
+
+@command("compress repair runs/pipeline", "compress repair runs/pipeline --time 10m --best")
+def repair(
+    directory: RunDirectory,
+    time: Annotated[str, typer.Option(help="How long to try: 10m.")] = "10m",
+    best: Annotated[bool, typer.Option("--best", help="Go on for the fastest.")] = False,
+    allow: Annotated[Literal["train"] | None, typer.Option(help="What else may be tried.")] = None,
+    apply: Annotated[bool, typer.Option("--apply", help="Change the pipeline file.")] = False,
+) -> None:
+    """Try what would make a refused run pass all of its gates."""
+    with fast_imports():
+        from pipelines.explain.command import repair_and_print
+
+    repair_and_print(directory, time, best, allow == "train", apply)
 
 
 @command("compress why pipeline.yaml prune_channels")
@@ -360,21 +390,10 @@ def bench(
 ) -> None:
     """Measure artifacts in turn, and name the fastest."""
     with fast_imports():
-        from compress.common.atomic_files import write_atomically
-        from pipelines.bench import bench as measure
-        from pipelines.bench import parse_numbers
-        from pipelines.reporting.bench_page import bench_page, bench_table
+        from pipelines.commands.analysis.bench import measure_and_write
+        from pipelines.reporting.bench_page import bench_table
 
-    found = measure(
-        *artifacts,
-        runtimes=[name.strip() for name in runtimes.split(",") if name.strip()],
-        batch=parse_numbers("--batch", batch),
-        threads=parse_numbers("--threads", threads),
-        seconds=seconds,
-        web=web,
-    )
-    if html is not None:
-        write_atomically(html, bench_page(found))
+    found = measure_and_write(artifacts, runtimes, batch, threads, seconds, html, web)
     print_result(found, found.lines(), lambda _: bench_table(found))
 
 
@@ -396,28 +415,9 @@ def package(
 ) -> None:
     """Write a container image, or a folder that transformers opens."""
     with fast_imports():
-        from pipelines.commands.verify import verify_command
-        from serve.image.build_folder import write_build_folder
-        from serve.image.oci_layout import write_image_layout
+        from pipelines.commands.package import write_package
 
-    def attest(file: Path) -> None:
-        verify_command(artifact, attest=file, sign_key=sign_key)
-
-    if (image is None) == (transformers is None):
-        raise PipelineInvalid("name one folder to write: --image DIR or --transformers DIR")
-    if transformers is not None:
-        if base or sign_key:
-            raise PipelineInvalid("--base and --sign-key are for --image")
-        from compress.artifacts.libraries.transformers_folder import write_transformers_folder
-
-        packaged = write_transformers_folder(artifact, transformers)
-        print_result(asdict(packaged), packaged.lines())
-        return
-    assert image is not None
-    if base is None:
-        written = write_build_folder(artifact, image, attest)
-    else:
-        written = write_image_layout(artifact, image, base, attest)
+    written = write_package(artifact, image, transformers, base, sign_key)
     print_result(asdict(written), written.lines())
 
 

@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 
 
 def halves_of_val(
-    model: Artifact, context: Context, why: str, metric: Metric
+    model: Artifact, context: Context, why: str, metric: Metric, most: int | None = None
 ) -> tuple[HalfOfVal, HalfOfVal]:
     """Measure a model on every other sample of `val`, and on the others.
 
     The best of many models on some samples is worse on others, so those by which it was chosen do
-    not tell how good it is.
+    not tell how good it is. With `most`, each half has about so many samples and no more.
 
     Raises:
         StageFailed: there is no data, one sample alone, or no metric; the message says that `why`
             needs it.
     """
-    first, second = context.need_data(why).alternating_halves("val", why)
+    first, second = context.need_data(why).alternating_halves("val", why, most)
     return HalfOfVal(first, metric, context, model), HalfOfVal(second, metric, context, model)
 
 

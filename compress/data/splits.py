@@ -168,21 +168,29 @@ class Splits:
         views = (*self.views, view)
         return replace(self, views=views, _kept_readers=[], _lengths={}, _viewed=[], _hashes=hashes)
 
-    def alternating_halves(self, name: str, why: str) -> tuple[Splits, Splits]:
+    def alternating_halves(
+        self, name: str, why: str, most: int | None = None
+    ) -> tuple[Splits, Splits]:
         """Return every other sample of a split, and the others, each as a split of that name.
 
-        StageFailed, naming what needs them, where there is only one sample.
+        Each has at most about `most` samples, evenly spaced. StageFailed, naming what needs them,
+        where there is only one sample.
         """
         dataset: Any = self.split(name)
         if len(dataset) < 2:
             raise StageFailed(f"{why} halves split {name!r}, which has one sample; bring more")
         loading = self.loading.model_copy(update={"cache": None})  # the dataset reads through it
+        stride = 2 * max(1, round(len(dataset) / (2 * most))) if most else 2
         halves = (
             Splits(
-                *({name: Subset(dataset, range(first, len(dataset), 2))}, self.batch_size, loading),
+                *(
+                    {name: Subset(dataset, range(first, len(dataset), stride))},
+                    self.batch_size,
+                    loading,
+                ),
                 *(self.input_names, self.source),
             )
-            for first in range(2)
+            for first in (0, stride // 2)
         )
         return next(halves), next(halves)
 

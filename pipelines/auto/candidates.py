@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ from compress.common.atomic_files import write_atomically
 from compress.common.config import Settings
 from pipelines.api import Pipeline
 from pipelines.config.auto_settings import Format
+from pipelines.config.relative_paths import relocated
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 QUANTIZING = {"int8_static": "quantize_static", "int8_dynamic": "quantize_dynamic"}
 EXPORT = "export_onnx"
 """Stage that writes the file to serve; its name too."""
-PATHS = ("checkpoint", "huggingface", "file")
-"""Settings of `model:` that are paths relative to the pipeline file."""
 
 
 @dataclass(frozen=True)
@@ -74,14 +72,7 @@ class Candidate:
 
     def write_pipeline(self, base: PipelineConfig, settings: AutoSettings, file: Path) -> None:
         """Write the pipeline file that makes it and judges it by the limits, without a search."""
-        content = self._content(base, settings)
-        content["code"] = _relative(base.folder, content.get("code", "."), file.parent)
-        for name in PATHS:
-            if content["model"].get(name):
-                content["model"] = {
-                    **content["model"],
-                    name: _relative(base.folder, content["model"][name], file.parent),
-                }
+        content = relocated(self._content(base, settings), base.folder, file.parent)
         gates: list[dict[str, Any]] = []
         if settings.limits.max_drop is not None:
             gates.append(
@@ -135,7 +126,3 @@ def candidate_of(format: Format, widths: Mapping[str, int], whole: Mapping[str, 
 
 def _last(base: PipelineConfig) -> str:
     return base.stages[-1].title if base.stages else "source"
-
-
-def _relative(folder: Path, path: str, to: Path) -> str:
-    return os.path.relpath((folder / path).resolve(), to.resolve())
