@@ -11,14 +11,13 @@ import torch
 
 from compress.core.cause import Cause, Repair
 from compress.quantization.diagnosis.diagnosis import QuantizationDiagnosis
-from compress.quantization.diagnosis.rounding_switches import Rounded
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from compress.core.cause import RefusedStage
     from compress.quantization.diagnosis.layer_evidence import LayerEvidence
-    from compress.quantization.diagnosis.rounding_switches import RoundingSwitch
+    from compress.quantization.diagnosis.rounding_switches import Rounded, RoundingSwitch
 
     Refused = RefusedStage[QuantizationDiagnosis]
     Range = tuple[torch.Tensor, torch.Tensor]

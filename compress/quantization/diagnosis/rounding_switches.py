@@ -65,8 +65,7 @@ class RoundingSwitch(nn.Module):
             least, largest = least.clamp(max=0), largest.clamp(min=0)
             scale = ((largest - least) / (high - low)).clamp(min=torch.finfo(torch.float32).tiny)
             zero = low - (least / scale).round()
-        rounded: torch.Tensor = (values / scale + zero).round_().clamp_(low, high)
-        rounded = (rounded - zero) * scale
+        rounded: torch.Tensor = ((values / scale + zero).round_().clamp_(low, high) - zero) * scale
         return rounded
 
     def observed_range(self) -> tuple[float, float]:

@@ -1,0 +1,253 @@
+"""Injected faults of known place and cause: does `explain` name them, and `repair` mend them?
+
+    python benchmarks/explain.py                   # sixty faults on six families, ten clean controls
+    python benchmarks/explain.py chain residual    # some families alone
+    python benchmarks/explain.py --no-repair
+
+Faults with an even number are those that thresholds were set on, the others judge them. How long
+models take is not measured: the limit on what repairs may cost is the gate `min_integer_macs`, nine
+tenths of the refused model's share.
+"""
+
+import argparse
+import json
+import math
+import os
+import sys
+import tempfile
+import time
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
+sys.path.append(str(HERE))
+
+import torch  # noqa: E402
+import yaml  # noqa: E402
+from explainer.families import FAMILIES, net, trained  # noqa: E402
+from explainer.faults import Fault, faults_of, inject  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
+
+from compress.common.errors import CompressError, GateRefused  # noqa: E402
+from compress.core.progress import silent  # noqa: E402
+from compress.profiling import benchmark, peak_memory, quantiles  # noqa: E402
+from compress.quantization.diagnosis.guilty_layers import most_judgings  # noqa: E402
+from pipelines import Pipeline  # noqa: E402
+from pipelines.config.run_options import RunOptions  # noqa: E402
+from pipelines.explain.explain import explain_run  # noqa: E402
+from pipelines.explain.finished_run import FinishedRun  # noqa: E402
+from pipelines.explain.repair import repair_run  # noqa: E402
+from pipelines.results import measurements  # noqa: E402
+
+POINTS = 1.0
+CONTROLS = 10
+SECONDS = 600.0
+
+
+@dataclass
+class Outcome:
+    """What was found of one fault."""
+
+    family: str
+    fault: Fault
+    judges: bool
+    """Whether it was left out when thresholds were set."""
+    lost: float = 0.0
+    stage: str | None = None
+    layers: tuple[str, ...] = ()
+    causes: tuple[str, ...] = ()
+    repaired_by: str | None = None
+    float_passes: bool | None = None
+    """Whether the guilty layers in float pass all gates."""
+    judgings: int = 0
+    most_judgings: int = 0
+    seconds: float = 0.0
+    repair_seconds: float = 0.0
+    refused: bool = True
+
+    def line(self) -> str:
+        fault = self.fault
+        found = f"{self.layers[:2]} {self.causes[:3]}" if self.refused else "passed: no fault"
+        return (
+            f"{self.family:11} {fault.name:13} {fault.layer:15} lost {self.lost:5.1f}  {found}  "
+            f"{self.repaired_by or '-':30} {self.judgings}/{self.most_judgings} judged "
+            f"{self.seconds:.1f} + {self.repair_seconds:.1f} s"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser("explain.py", description=__doc__)
+    parser.add_argument("families", nargs="*", choices=[*FAMILIES, []], default=[])
+    parser.add_argument("--no-repair", action="store_true", help="explain alone")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    _measure_briefly()
+    outcomes = []
+    for family in options.families or FAMILIES:
+        module = trained(family, 0)
+        faults = faults_of(family, [*module.pairs()])
+        controls = [Fault("clean", "") for _ in range(2 if family in ("chain", "residual", "pooled", "sequence") else 1)]
+        for number, fault in enumerate([*faults, *controls]):
+            if fault.name == "clean" and number > len(faults):
+                module = trained(family, 1)
+            outcome = judge(family, module, fault, number % 2 == 1, not options.no_repair)
+            outcomes.append(outcome)
+            print(outcome.line(), flush=True)
+    print_goals(outcomes)
+
+
+def judge(
+    family: str, trained_module: torch.nn.Module, fault: Fault, judges: bool, repairs: bool
+) -> Outcome:
+    """Run a pipeline with a fault, explain what is refused, and repair it."""
+    outcome = Outcome(family, fault, judges)
+    module = net(family)
+    module.load_state_dict(trained_module.state_dict())
+    inject(module.eval(), fault)
+    with tempfile.TemporaryDirectory() as name:
+        file = write_pipeline(Path(name), family, module, fault)
+        out = Path(name) / "out"
+        quiet = RunOptions(test=False)
+        try:
+            Pipeline.from_yaml(file).run(out, quiet)
+            outcome.refused = False
+        except GateRefused:
+            pass
+        share = json.loads((out / "report.json").read_text())["stages"][-1]["verdicts"]
+        (kept,) = (v["value"] for v in share if v["gate"] == "min_integer_macs")
+        write_pipeline(Path(name), family, module, fault, 0.9 * kept)
+        try:
+            Pipeline.from_yaml(file).run(out, quiet)
+        except GateRefused:
+            pass
+        run = FinishedRun.open(out, silent)
+        began = time.monotonic()
+        gate = None if outcome.refused else "max_drop"
+        stage = None if outcome.refused else "onnx"
+        (explained, *_) = explain_run(run, stage, gate, began + SECONDS)
+        outcome.seconds = time.monotonic() - began
+        found = explained.explanation
+        outcome.lost = float(explained.judged.verdict.value or 0.0)
+        outcome.stage, outcome.judgings = found.culprit, found.judgings
+        outcome.layers = tuple(guilty.layer for guilty in found.guilty)
+        outcome.causes = tuple(cause.cause for cause in found.causes)
+        outcome.most_judgings = most_judgings(found.layers)
+        if repairs and outcome.refused:
+            began = time.monotonic()
+            try:
+                search = repair_run(run, [explained], began + SECONDS, lambda line: None)
+            except CompressError as error:
+                print(error)
+                search = None
+            outcome.repair_seconds = time.monotonic() - began
+            if search is not None:
+                outcome.repaired_by = search.found.name if search.found else None
+                (float_repair, *_) = [r for r in search.repairs if "exclude" in r.settings] or [None]
+                tried = {t.name: t.passed for t in search.tried}
+                if float_repair is not None:
+                    trial = search._try(float_repair)
+                    outcome.float_passes = tried.get(trial.name, trial.passed)
+    return outcome
+
+
+def write_pipeline(
+    folder: Path, family: str, module: torch.nn.Module, fault: Fault, share: float = 1e-6
+) -> Path:
+    """Write the pipeline of a faulty network, and its weights."""
+    weights = {name: value.contiguous() for name, value in module.state_dict().items()}
+    save_file(weights, folder / "net.safetensors")
+    content = {
+        "version": 1,
+        "name": "net",
+        "code": str(HERE),
+        "model": {
+            "factory": "explainer.families:net",
+            "arguments": {"family": family},
+            "checkpoint": "net.safetensors",
+            "inputs": [{"name": "image", "shape": ["batch", 1, 8, 8]}],
+        },
+        "data": {
+            "factory": "explainer.families:data",
+            "arguments": {"calibration": fault.calibration},
+        },
+        "metric": "accuracy",
+        "stages": [
+            {"name": "int8", "stage": "quantize_static", **dict(fault.settings)},
+            {
+                "name": "onnx",
+                "stage": "export_onnx",
+                "gates": [
+                    {"gate": "max_drop", "points": POINTS, "against": "source"},
+                    {"gate": "min_integer_macs", "share": share},
+                ],
+            },
+        ],
+    }
+    (folder / "net.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
+    return folder / "net.yaml"
+
+
+def print_goals(outcomes: list[Outcome]) -> None:
+    """Print the goals' table, over the faults that thresholds were set on and the others."""
+    print(f"\n{'':44}{'goal':>10}{'set on':>9}{'judging':>9}{'all':>7}")
+    rows = {
+        "faults that a gate refused": ("", lambda o: bool(o.fault.cause), lambda o: o.refused),
+        "right stage": ("100 %", _faulty, lambda o: o.stage == "int8"),
+        "guilty layer first": (
+            ">= 90 %",
+            lambda o: _faulty(o) and o.fault.layer,
+            lambda o: o.layers[:1] == (o.fault.layer,),
+        ),
+        "right cause first": (">= 80 %", _faulty, lambda o: o.causes[:1] == (o.fault.cause,)),
+        "right cause among three": (">= 95 %", _faulty, lambda o: o.fault.cause in o.causes[:3]),
+        "clean controls explained as faults": (
+            "0",
+            lambda o: not o.fault.cause,
+            lambda o: bool(o.causes),
+        ),
+        "a repair passes all gates": (">= 70 %", _faulty, lambda o: o.repaired_by is not None),
+        "guilty layers in float pass all gates": (
+            "<= 40 %",
+            _faulty,
+            lambda o: bool(o.float_passes),
+        ),
+        "within 3 log2(layers) + 10 judgings": (
+            "100 %",
+            _faulty,
+            lambda o: o.judgings <= o.most_judgings,
+        ),
+    }
+    for name, (goal, counts, holds) in rows.items():
+        shares = []
+        for some in (
+            [o for o in outcomes if not o.judges],
+            [o for o in outcomes if o.judges],
+            outcomes,
+        ):
+            chosen = [o for o in some if counts(o)]
+            share = f"{100 * sum(map(holds, chosen)) / len(chosen):.0f} %" if chosen else "–"
+            shares.append(f"{share} of {len(chosen)}" if some is outcomes else share)
+        print(f"{name:44}{goal:>10}{shares[0]:>9}{shares[1]:>9}  {shares[2]}")
+    times = sorted(o.seconds for o in outcomes if _faulty(o))
+    if times:
+        middle = times[math.floor(len(times) / 2)]
+        print(f"seconds to explain: median {middle:.1f}, most {times[-1]:.1f}")
+
+
+def _faulty(outcome: Outcome) -> bool:
+    return bool(outcome.fault.cause) and outcome.refused
+
+
+def _measure_briefly() -> None:
+    benchmark.compare_latency.__defaults__ = (0.001,)
+    quantiles.WIDEST = math.inf
+    peak_memory.peak_memory = lambda *_: 0.0
+    measurements.SELF_SPEEDUP_TOLERANCE = math.inf
+
+
+if __name__ == "__main__":
+    main()
