@@ -11,6 +11,7 @@ tenths of the refused model's share.
 
 import argparse
 import json
+import logging
 import math
 import os
 import sys
@@ -85,12 +86,16 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
     _measure_briefly()
     outcomes = []
     for family in options.families or FAMILIES:
         module = trained(family, 0)
         faults = faults_of(family, [*module.pairs()])
-        controls = [Fault("clean", "") for _ in range(2 if family in ("chain", "residual", "pooled", "sequence") else 1)]
+        controls = [
+            Fault("clean", "")
+            for _ in range(2 if family in ("chain", "residual", "pooled", "sequence") else 1)
+        ]
         for number, fault in enumerate([*faults, *controls]):
             if fault.name == "clean" and number > len(faults):
                 module = trained(family, 1)
@@ -146,7 +151,9 @@ def judge(
             outcome.repair_seconds = time.monotonic() - began
             if search is not None:
                 outcome.repaired_by = search.found.name if search.found else None
-                (float_repair, *_) = [r for r in search.repairs if "exclude" in r.settings] or [None]
+                (float_repair, *_) = [r for r in search.repairs if "exclude" in r.settings] or [
+                    None
+                ]
                 tried = {t.name: t.passed for t in search.tried}
                 if float_repair is not None:
                     trial = search._try(float_repair)

@@ -84,9 +84,7 @@ class Perceptron(nn.Module):
     def __init__(self, width: int = 96) -> None:
         super().__init__()
         sizes = (64, width, width, width)
-        self.layers = nn.ModuleList(
-            nn.Linear(a, b) for a, b in zip(sizes, sizes[1:], strict=False)
-        )
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(sizes, sizes[1:], strict=False))
         self.head = nn.Linear(width, 10)
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:

@@ -81,14 +81,14 @@ def faults_of(family: str, places: list[str]) -> list[Fault]:
     """Return ten faults of a family."""
     a, b, c = places[0], places[1], places[-1]
     return [
-        Fault("unlike 64", "unlike_channels", a),
-        Fault("unlike 200", "unlike_channels", b),
-        Fault("unlike 500", "unlike_channels", c),
-        Fault("outliers 30", "outliers", a),
-        Fault("outliers 100", "outliers", c),
-        Fault("weights 60", "weight_bits", b),
-        Fault("weights 200", "weight_bits", c),
-        Fault("cut 64", "range_cut_off", b, (("observer", "percentile"), ("percentile", 97.0))),
+        Fault("unlike 300", "unlike_channels", a),
+        Fault("unlike 1000", "unlike_channels", b),
+        Fault("unlike 3000", "unlike_channels", c),
+        Fault("outliers 300", "outliers", a),
+        Fault("outliers 1000", "outliers", c),
+        Fault("weights 1000", "weight_bits", b),
+        Fault("weights 5000", "weight_bits", c),
+        Fault("cut 300", "range_cut_off", b, (("observer", "percentile"), ("percentile", 97.0))),
         Fault("dark sample", "sample_too_narrow", calibration="dark"),
         Fault("raw sample", "sample_too_wide", calibration="raw"),
     ]

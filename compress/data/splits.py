@@ -171,28 +171,19 @@ class Splits:
     def alternating_halves(
         self, name: str, why: str, most: int | None = None
     ) -> tuple[Splits, Splits]:
-        """Return every other sample of a split, and the others, each as a split of that name.
+        """Return every other sample of a split, and the others; of a long one about `most` each.
 
-        Each has at most about `most` samples, evenly spaced. StageFailed, naming what needs them,
-        where there is only one sample.
+        StageFailed, naming what needs them, where there is only one sample.
         """
         dataset: Any = self.split(name)
         if len(dataset) < 2:
             raise StageFailed(f"{why} halves split {name!r}, which has one sample; bring more")
         loading = self.loading.model_copy(update={"cache": None})  # the dataset reads through it
+        common = self.batch_size, loading, self.input_names, self.source
         stride = 2 * max(1, round(len(dataset) / (2 * most))) if most else 2
-        halves = (
-            Splits(
-                *(
-                    {name: Subset(dataset, range(first, len(dataset), stride))},
-                    self.batch_size,
-                    loading,
-                ),
-                *(self.input_names, self.source),
-            )
-            for first in (0, stride // 2)
-        )
-        return next(halves), next(halves)
+        starts = (0, stride // 2)
+        parts = [Subset(dataset, range(start, len(dataset), stride)) for start in starts]
+        return Splits({name: parts[0]}, *common), Splits({name: parts[1]}, *common)
 
     def split(self, name: str) -> Dataset[Any]:
         """Return one dataset, with the sample cache and the views applied; see :meth:`stored`."""
