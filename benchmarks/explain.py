@@ -1,7 +1,7 @@
 """Injected faults of known place and cause: does `explain` name them, and `repair` mend them?
 
-    python benchmarks/explain.py                   # sixty faults on six families, ten clean controls
-    python benchmarks/explain.py chain residual    # some families alone
+    python benchmarks/explain.py              # sixty faults on six families, ten clean controls
+    python benchmarks/explain.py chain residual   # some families alone
     python benchmarks/explain.py --no-repair
 
 Faults with an even number are those that thresholds were set on, the others judge them. How long
@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 import warnings
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -125,10 +126,8 @@ def judge(
         share = json.loads((out / "report.json").read_text())["stages"][-1]["verdicts"]
         (kept,) = (v["value"] for v in share if v["gate"] == "min_integer_macs")
         write_pipeline(Path(name), family, module, fault, 0.9 * kept)
-        try:
+        with suppress(GateRefused):
             Pipeline.from_yaml(file).run(out, quiet)
-        except GateRefused:
-            pass
         run = FinishedRun.open(out, silent)
         began = time.monotonic()
         gate = None if outcome.refused else "max_drop"

@@ -1,6 +1,7 @@
 """Six families of small networks on scikit-learn's digits, and samples that are unlike them."""
 
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -32,7 +33,7 @@ class Chain(nn.Module):
         widths = (1, 24, 32, 32, 48)
         self.convs = nn.ModuleList(
             nn.Conv2d(a, b, 3, 1 if i % 2 else 2, 1, bias=False)
-            for i, (a, b) in enumerate(zip(widths, widths[1:], strict=False))
+            for i, (a, b) in enumerate(pairwise(widths))
         )
         self.norms = nn.ModuleList(nn.BatchNorm2d(b) for b in widths[1:])
         self.head = nn.Linear(widths[-1], 10)
@@ -84,7 +85,7 @@ class Perceptron(nn.Module):
     def __init__(self, width: int = 96) -> None:
         super().__init__()
         sizes = (64, width, width, width)
-        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(sizes, sizes[1:], strict=False))
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(sizes))
         self.head = nn.Linear(width, 10)
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:

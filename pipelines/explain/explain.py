@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from compress.common.atomic_files import temporary_folder
-from compress.core.cause import RefusedStage, Repair
+from compress.core.diagnosis.cause import RefusedStage, Repair
 from compress.quantization.diagnosis.diagnosis import QuantizationDiagnosis
 from compress.quantization.stages.static import QuantizeStatic
 from pipelines.explain.registry import causes_of
@@ -22,7 +22,7 @@ from pipelines.system.jsonl_log import log_event
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from compress.core.cause import Cause
+    from compress.core.diagnosis.cause import Cause
     from pipelines.explain.finished_run import FinishedRun, JudgedStage
     from pipelines.results.explanation import TriedRepair
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from compress.common.errors import Unavailable
 from compress.common.requirements import load_entry_point
-from compress.core.cause import ENTRY_POINT_GROUP, Cause
+from compress.core.diagnosis.cause import ENTRY_POINT_GROUP, Cause
 from compress.quantization.diagnosis.causes import CAUSES
 
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from compress.core.cause import Repair
+    from compress.core.diagnosis.cause import Repair
     from pipelines.explain.explain import Explained
     from pipelines.explain.finished_run import FinishedRun
 

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from compress.core.cause import Cause, Repair
+from compress.core.diagnosis.cause import Cause, Repair
 from compress.quantization.diagnosis.diagnosis import QuantizationDiagnosis
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from compress.core.cause import RefusedStage
+    from compress.core.diagnosis.cause import RefusedStage
     from compress.quantization.diagnosis.layer_evidence import LayerEvidence
     from compress.quantization.diagnosis.rounding_switches import Rounded, RoundingSwitch
 
