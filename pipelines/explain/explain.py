@@ -8,8 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from compress.common.atomic_files import temporary_folder
 from compress.core.diagnosis.cause import RefusedStage, Repair
-from compress.quantization.diagnosis.diagnosis import QuantizationDiagnosis
+from compress.quantization.diagnosis.diagnosis import (
+    ExcludedLayers,
+    LayerDiagnosis,
+    QuantizationDiagnosis,
+)
+from compress.quantization.stages.dynamic import QuantizeDynamic
 from compress.quantization.stages.static import QuantizeStatic
+from compress.quantization.stages.weight_only import QuantizeWeights
 from pipelines.explain.registry import causes_of
 from pipelines.results.explanation import (
     Explanation,
@@ -91,9 +97,12 @@ def _explain_stage(
     after = run.state.artifacts[name]
     found: dict[str, Any] = {}
     layers: tuple[str, ...] = ()
-    measured = None
+    measured: LayerDiagnosis | None = None
     if isinstance(stage, QuantizeStatic):
         measured = QuantizationDiagnosis.create(stage, before, context, allowed)  # type: ignore[arg-type]
+    elif isinstance(stage, QuantizeDynamic | QuantizeWeights):
+        measured = ExcludedLayers.create(stage, before, after, context, allowed)  # type: ignore[arg-type]
+    if measured is not None:
         measured.search.deadline = deadline
         if measured.search.lost < measured.resolution:
             return {
@@ -125,7 +134,7 @@ def _explain_stage(
     return found, repairs
 
 
-def _guilty_layers(measured: QuantizationDiagnosis) -> tuple[dict[str, Any], tuple[str, ...]]:
+def _guilty_layers(measured: LayerDiagnosis) -> tuple[dict[str, Any], tuple[str, ...]]:
     search = measured.search
     layers = search.guilty()
     spread = not layers
@@ -144,7 +153,7 @@ def _guilty_layers(measured: QuantizationDiagnosis) -> tuple[dict[str, Any], tup
             GuiltyLayer(
                 layer=name,
                 alone=round(known[name], 4) if name in known else None,
-                own_sqnr_db=round(measured.evidence[name].own.sqnr_db, 1),
+                own_sqnr_db=round(measured.own_sqnr_db(name), 1),
             )
             for name in layers
         ),

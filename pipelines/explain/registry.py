@@ -10,6 +10,9 @@ from compress.common.errors import Unavailable
 from compress.common.requirements import load_entry_point
 from compress.core.diagnosis.cause import ENTRY_POINT_GROUP, Cause
 from compress.quantization.diagnosis.causes import CAUSES
+from compress.quantization.diagnosis.setting_causes import SETTING_CAUSES
+
+BUILT_IN: tuple[type[Cause[Any]], ...] = (*CAUSES, *SETTING_CAUSES)
 
 
 @cache
@@ -19,7 +22,7 @@ def causes() -> tuple[Cause[Any], ...]:
     Raises:
         Unavailable: an installed package announces one that cannot be imported or clashes.
     """
-    known: dict[str, Cause[Any]] = {cause.key: cause() for cause in CAUSES}
+    known: dict[str, Cause[Any]] = {cause.key: cause() for cause in BUILT_IN}
     for entry in entry_points(group=ENTRY_POINT_GROUP):
         added = load_entry_point(entry, "cause")
         if added.key in known:

@@ -28,7 +28,7 @@ def net():
 
 def data():
     generator = torch.Generator().manual_seed(0)
-    y = torch.arange(480) % 4
+    y = torch.randint(4, (480,), generator=generator)
     x = 0.7 * torch.randn(480, 1, 6, 6, generator=generator)
     x[torch.arange(480), 0, (y // 2) * 3 + 1, (y % 2) * 3 + 1] += 6
     x[torch.arange(480), 0, :, 0] += y[:, None]
@@ -174,3 +174,59 @@ def test_a_stage_without_layers_to_put_back_says_so(project, capfd) -> None:
     said = capfd.readouterr()
     assert code == 3
     assert "points lost" in said.out and "no cause was found" in said.err
+
+
+MLP = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+def net():
+    layers = [nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32)]
+    return nn.Sequential(*layers, nn.ReLU(), nn.Linear(32, 4))
+
+def data():
+    generator = torch.Generator().manual_seed(0)
+    y = torch.randint(4, (480,), generator=generator)
+    x = torch.randn(480, 32, generator=generator) + 3 * torch.eye(32)[y]
+    parts = {"train": slice(0, 120), "val": slice(120, 480)}
+    return {name: TensorDataset(x[s], y[s]) for name, s in parts.items()}
+"""
+WEIGHTS = """\
+version: 1
+name: mlp
+model:
+  factory: mlp:net
+  checkpoint: mlp.safetensors
+  inputs: [{name: x, shape: [batch, 32]}]
+data: {factory: "mlp:data"}
+stages:
+  - {stage: quantize_weights, group_size: 32, gates: [{gate: max_drop, points: 1.0}]}
+"""
+
+
+@pytest.mark.slow
+def test_a_stage_is_run_again_without_layers_and_with_other_bits(tmp_path: Path, capfd) -> None:
+    (tmp_path / "mlp.py").write_text(MLP)
+    (tmp_path / "mlp.yaml").write_text(WEIGHTS)
+    scope: dict = {}
+    exec(MLP, scope)
+    torch.manual_seed(0)
+    model = scope["net"]()
+    x, y = scope["data"]()["train"].tensors
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for _ in range(60):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    with torch.no_grad():  # an input that is always 0, with weights that widen each group's range
+        model[0].weight[5], model[0].bias[5] = 0, -1
+        model[2].weight[:, 5] = 60 * model[2].weight.abs().amax()
+    save_file(model.state_dict(), tmp_path / "mlp.safetensors")
+    out = tmp_path / "out"
+    assert compress("run", tmp_path / "mlp.yaml", "--out", out) == 3
+    capfd.readouterr()
+    assert compress("explain", out) == 0
+    (found,) = Explanations.read(out, Report.read(out)).explanations
+    assert [guilty.layer for guilty in found.guilty] == ["2"]
+    assert found.recovered > 0.8 and found.causes[0].cause == "few_weight_bits"
