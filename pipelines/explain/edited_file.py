@@ -16,7 +16,7 @@ KEPT = ("name", "input", "gates")
 def changed_content(
     content: Mapping[str, Any], index: int, settings: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return a file's content with other settings of the stage at an index."""
+    """Return a file's content with other settings of the stage at an index; None removes one."""
     stages = [dict(stage) for stage in content["stages"]]
     stage = stages[index]
     if "stage" in settings:
@@ -25,6 +25,7 @@ def changed_content(
         stages[index] = {"stage": settings["stage"], **kept, **settings}
     else:
         stages[index] = {**stage, **settings}
+    stages[index] = {name: value for name, value in stages[index].items() if value is not None}
     return {**content, "stages": stages}
 
 
@@ -50,11 +51,22 @@ def _with_lines(text: str, index: int, settings: Mapping[str, Any]) -> str:
     stage = stages.value[index]
     changes: list[tuple[int, int, str]] = []
     known = {key.value: value for key, value in stage.value}
-    for name, value in settings.items():
-        if name in known:
-            node = known[name]
-            changes.append((node.start_mark.index, node.end_mark.index, _written(value)))
-    added = {name: _written(value) for name, value in settings.items() if name not in known}
+    keys = {key.value: key for key, _ in stage.value}
+    for name in settings.keys() & known.keys():
+        start, end = known[name].start_mark.index, known[name].end_mark.index
+        if settings[name] is not None:
+            changes.append((start, end, _written(settings[name])))
+        elif stage.flow_style:  # it is not the first: that is the stage's kind or name
+            start = text.rindex(",", 0, keys[name].start_mark.index)
+            changes.append((start, end, ""))
+        else:  # its whole line
+            start = text.rindex("\n", 0, keys[name].start_mark.index)
+            changes.append((start, text.find("\n", end), ""))
+    added = {
+        name: _written(value)
+        for name, value in settings.items()
+        if name not in known and value is not None
+    }
     if stage.flow_style:
         end = stage.end_mark.index - 1  # before the brace
         changes.append((end, end, "".join(f", {name}: {value}" for name, value in added.items())))

@@ -81,7 +81,7 @@ class TriedRepair(Settings):
     @property
     def name(self) -> str:
         """The changed settings in a line."""
-        return ", ".join(f"{k}: {_short(v)}" for k, v in self.settings.items())
+        return ", ".join(f"{k}: {_short(v)}" for k, v in self.settings.items() if v is not None)
 
 
 class Explanation(Settings):

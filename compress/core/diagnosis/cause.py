@@ -30,8 +30,8 @@ class Repair:
     """A change of a stage's settings that may mend a cause."""
 
     settings: Mapping[str, JsonValue]
-    """Settings to change; with `stage`, it becomes another stage of the same name, input and
-    gates."""
+    """Settings to change; None removes one. With `stage`, it becomes another stage of the same
+    name, input and gates."""
     cost: int
     """What it costs the other gates: 0 nothing, 1 size, 2 some latency, 3 more of both, 4 training.
     Cheaper ones are tried first."""

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     Range = tuple[torch.Tensor, torch.Tensor]
 
 WEIGHT: tuple[Rounded, ...] = ("weight",)
+KEPT_IN_TRAINING = ("target", "weight_bits", "exclude", "embeddings", "calibration_samples")
+"""Settings that quantization-aware training has too."""
+EPOCHS = 4
+"""Of that training, where it is allowed."""
 
 
 class QuantizationCause(Cause[QuantizationDiagnosis]):
@@ -43,7 +47,7 @@ class QuantizationCause(Cause[QuantizationDiagnosis]):
     def repairs(self, refused: Refused, layers: Sequence[str]) -> tuple[Repair, ...]:
         """Return changes of the settings, then formats of more bits, then float layers."""
         own = refused.stage.own_settings()
-        found = [Repair(settings, cost) for settings, cost in self.settings]
+        found = [Repair(_complete(settings, own), cost) for settings, cost in self.settings]
         found += self.more_repairs(refused, layers)
         modules = sorted(
             {refused.measured.switched.modules.get(name, "") for name in layers} - {""}
@@ -53,6 +57,9 @@ class QuantizationCause(Cause[QuantizationDiagnosis]):
             found.append(Repair({"exclude": excluded}, 2))
         if own["activation_bits"] == 8 and own["target"] == "onnxruntime-cpu":
             found.append(Repair({"activation_bits": 16}, 3))
+        written = refused.stage.model_fields_set
+        trained = {name: own[name] for name in KEPT_IN_TRAINING if name in written}
+        found.append(Repair({"stage": "quantize_aware_training", "epochs": EPOCHS, **trained}, 4))
         return tuple(r for r in found if any(own.get(k) != v for k, v in r.settings.items()))
 
     def more_repairs(self, refused: Refused, layers: Sequence[str]) -> list[Repair]:
@@ -260,6 +267,12 @@ CAUSES: tuple[type[QuantizationCause], ...] = (
     MeanShift,
 )
 """Where two of them explain as much, the one that stands first is named first."""
+
+
+def _complete(settings: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """Return settings without the share of an observer that they replace."""
+    replaces = own["observer"] == "percentile" and "percentile" not in settings
+    return {**settings, "percentile": None} if "observer" in settings and replaces else settings
 
 
 def _more_samples(refused: Refused) -> list[Repair]:

@@ -21,6 +21,8 @@ CHANGES = [
     (1, {"observer": "mse"}),
     (1, {"observer": "percentile", "percentile": 99.9}),
     (1, {"exclude": ["a.b", "c"]}),
+    (1, {"observer": None, "equalize": True}),
+    (0, {"epochs": None}),
     (0, {"epochs": 5, "batch_size": 8}),
     (2, {"name": "onnx"}),
     (1, {"stage": "quantize_mixed", "max_drop_points": 0.5}),
@@ -32,7 +34,7 @@ def test_the_text_has_the_changed_content(index: int, settings: dict) -> None:
     edited = yaml.safe_load(changed_text(TEXT, index, settings))
     assert edited == changed_content(yaml.safe_load(TEXT), index, settings)
     for name, value in settings.items():
-        assert edited["stages"][index][name] == value
+        assert edited["stages"][index].get(name) == value
 
 
 def test_other_lines_and_comments_stay() -> None:
@@ -42,6 +44,13 @@ def test_other_lines_and_comments_stay() -> None:
     assert [line for line in before if line not in after] == []
     replaced = changed_text(TEXT, 1, {"observer": "mse"})
     assert "    observer: mse                   # extremes" in replaced.splitlines()
+
+
+def test_a_setting_is_removed_with_its_line() -> None:
+    edited = changed_text(TEXT, 1, {"observer": None})
+    assert edited == TEXT.replace("    observer: minmax                   # extremes\n", "")
+    edited = changed_text(TEXT, 0, {"epochs": None})
+    assert edited == TEXT.replace(", epochs: 3", "")
 
 
 def test_another_stage_keeps_name_and_gates() -> None:
