@@ -168,22 +168,17 @@ class Splits:
         views = (*self.views, view)
         return replace(self, views=views, _kept_readers=[], _lengths={}, _viewed=[], _hashes=hashes)
 
-    def alternating_halves(
-        self, name: str, why: str, most: int | None = None
-    ) -> tuple[Splits, Splits]:
-        """Return every other sample of a split, and the others; of a long one about `most` each.
-
-        StageFailed, naming what needs them, where there is only one sample.
-        """
+    def interleaved_parts(self, name: str, count: int) -> list[Splits]:
+        """Return every `count`-th sample of a split, from each of its first ones on."""
         dataset: Any = self.split(name)
-        if len(dataset) < 2:
-            raise StageFailed(f"{why} halves split {name!r}, which has one sample; bring more")
         loading = self.loading.model_copy(update={"cache": None})  # the dataset reads through it
-        common = self.batch_size, loading, self.input_names, self.source
-        stride = 2 * max(1, round(len(dataset) / (2 * most))) if most else 2
-        starts = (0, stride // 2)
-        parts = [Subset(dataset, range(start, len(dataset), stride)) for start in starts]
-        return Splits({name: parts[0]}, *common), Splits({name: parts[1]}, *common)
+        return [
+            Splits(
+                {name: Subset(dataset, range(first, len(dataset), count))},
+                *(self.batch_size, loading, self.input_names, self.source),
+            )
+            for first in range(count)
+        ]
 
     def split(self, name: str) -> Dataset[Any]:
         """Return one dataset, with the sample cache and the views applied; see :meth:`stored`."""
