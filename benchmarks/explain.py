@@ -18,7 +18,6 @@ import sys
 import tempfile
 import time
 import warnings
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,7 +44,10 @@ from pipelines.explain.repair import repair_run  # noqa: E402
 from pipelines.results import measurements  # noqa: E402
 
 POINTS = 1.0
-CONTROLS = 10
+CONTROLS = dict.fromkeys(FAMILIES, 2) | {"depthwise": 1, "perceptron": 1}
+"""Clean networks of each family: ten."""
+KEPT_SHARE = 0.9
+"""Share of the integer kernels' multiply-accumulates that a repair must keep."""
 SECONDS = 600.0
 
 
@@ -82,52 +84,65 @@ class Outcome:
 
 def main() -> None:
     parser = argparse.ArgumentParser("explain.py", description=__doc__)
-    parser.add_argument("families", nargs="*", choices=[*FAMILIES, []], default=[])
+    parser.add_argument("families", nargs="*", metavar="family")
     parser.add_argument("--no-repair", action="store_true", help="explain alone")
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     _measure_briefly()
-    outcomes = []
-    for family in options.families or FAMILIES:
-        module = trained(family, 0)
-        faults = faults_of(family, [*module.pairs()])
-        controls = [
-            Fault("clean", "")
-            for _ in range(2 if family in ("chain", "residual", "pooled", "sequence") else 1)
-        ]
-        for number, fault in enumerate([*faults, *controls]):
-            if fault.name == "clean" and number > len(faults):
-                module = trained(family, 1)
-            outcome = judge(family, module, fault, number % 2 == 1, not options.no_repair)
-            outcomes.append(outcome)
-            print(outcome.line(), flush=True)
-    print_goals(outcomes)
+    outcomes: list[Outcome] = []
+    try:
+        for family in options.families or FAMILIES:
+            judge_family(family, outcomes, repairs=not options.no_repair)
+    finally:  # also of what was judged until it was interrupted
+        print_goals(outcomes)
+
+
+def judge_family(family: str, outcomes: list[Outcome], *, repairs: bool) -> None:
+    """Judge ten faults of a family, and its clean controls."""
+    module = trained(family, 0)
+    faults = faults_of(family, [*module.pairs()])
+    clean = [Fault("clean", "") for _ in range(CONTROLS[family])]
+    share = None
+    for number, fault in enumerate([*faults, *clean]):
+        if number > len(faults):
+            module = trained(family, 1)
+        outcome, share = judge(family, module, fault, number % 2 == 1, repairs, share)
+        outcomes.append(outcome)
+        print(outcome.line(), flush=True)
 
 
 def judge(
-    family: str, trained_module: torch.nn.Module, fault: Fault, judges: bool, repairs: bool
-) -> Outcome:
-    """Run a pipeline with a fault, explain what is refused, and repair it."""
+    family: str,
+    trained_module: torch.nn.Module,
+    fault: Fault,
+    judges: bool,
+    repairs: bool,
+    share: float | None,
+) -> tuple[Outcome, float]:
+    """Run a pipeline with a fault, explain what is refused, and repair it.
+
+    `share` is that of the integer kernels in a model of the family, where it is known.
+    """
     outcome = Outcome(family, fault, judges)
     module = net(family)
     module.load_state_dict(trained_module.state_dict())
     inject(module.eval(), fault)
     with tempfile.TemporaryDirectory() as name:
-        file = write_pipeline(Path(name), family, module, fault)
         out = Path(name) / "out"
-        quiet = RunOptions(test=False)
-        try:
-            Pipeline.from_yaml(file).run(out, quiet)
+        # Once with a limit that all pass, to know the share.
+        for limit in [1e-6, None] if share is None else [None]:
+            file = write_pipeline(Path(name), family, module, fault, limit or KEPT_SHARE * share)
             outcome.refused = False
-        except GateRefused:
-            pass
-        share = json.loads((out / "report.json").read_text())["stages"][-1]["verdicts"]
-        (kept,) = (v["value"] for v in share if v["gate"] == "min_integer_macs")
-        write_pipeline(Path(name), family, module, fault, 0.9 * kept)
-        with suppress(GateRefused):
-            Pipeline.from_yaml(file).run(out, quiet)
+            try:
+                Pipeline.from_yaml(file).run(out, RunOptions(test=False))
+            except GateRefused:
+                outcome.refused = True
+            if share is None:
+                report = json.loads((out / "report.json").read_text())
+                verdicts = {v["gate"]: v["value"] for v in report["stages"][-1]["verdicts"]}
+                share = verdicts["min_integer_macs"]
         run = FinishedRun.open(out, silent)
         began = time.monotonic()
         gate = None if outcome.refused else "max_drop"
@@ -150,18 +165,14 @@ def judge(
             outcome.repair_seconds = time.monotonic() - began
             if search is not None:
                 outcome.repaired_by = search.found.name if search.found else None
-                (float_repair, *_) = [r for r in search.repairs if "exclude" in r.settings] or [
-                    None
-                ]
-                tried = {t.name: t.passed for t in search.tried}
-                if float_repair is not None:
-                    trial = search._try(float_repair)
-                    outcome.float_passes = tried.get(trial.name, trial.passed)
-    return outcome
+                in_float = next((r for r in search.repairs if "exclude" in r.settings), None)
+                if in_float is not None:
+                    outcome.float_passes = search.run_repaired(in_float).passed
+    return outcome, share
 
 
 def write_pipeline(
-    folder: Path, family: str, module: torch.nn.Module, fault: Fault, share: float = 1e-6
+    folder: Path, family: str, module: torch.nn.Module, fault: Fault, share: float
 ) -> Path:
     """Write the pipeline of a faulty network, and its weights."""
     weights = {name: value.contiguous() for name, value in module.state_dict().items()}

@@ -91,7 +91,7 @@ class RepairSearch:
         for repair in self._in_turn():
             if time.monotonic() > self.deadline:
                 break
-            found = self._try(repair)
+            found = self.run_repaired(repair)
             self.tried.append(found)
             outcome = "passes" if found.passed else found.error
             self.announce(f"{found.name}: {outcome}")
@@ -132,7 +132,7 @@ class RepairSearch:
         """The repair after which the refused gate misses its limit by least."""
         return min(self.tried, key=self._excess, default=None)
 
-    def _try(self, repair: Repair) -> TriedRepair:
+    def run_repaired(self, repair: Repair) -> TriedRepair:
         """Run the pipeline with changed settings, and judge it by all of its gates."""
         began = time.monotonic()
         settings: dict[str, Any] = dict(repair.settings)
