@@ -14,10 +14,12 @@ import json
 import logging
 import math
 import os
+import signal
 import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,13 +34,13 @@ from explainer.families import FAMILIES, net, trained  # noqa: E402
 from explainer.faults import Fault, faults_of, inject  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
-from compress.common.errors import CompressError, GateRefused  # noqa: E402
+from compress.common.errors import GateRefused  # noqa: E402
 from compress.core.progress import silent  # noqa: E402
 from compress.profiling import benchmark, peak_memory, quantiles  # noqa: E402
 from compress.quantization.diagnosis.guilty_layers import most_judgings  # noqa: E402
 from pipelines import Pipeline  # noqa: E402
 from pipelines.config.run_options import RunOptions  # noqa: E402
-from pipelines.explain.explain import explain_run  # noqa: E402
+from pipelines.explain.explain import Explained, explain_run  # noqa: E402
 from pipelines.explain.finished_run import FinishedRun  # noqa: E402
 from pipelines.explain.repair import repair_run  # noqa: E402
 from pipelines.results import measurements  # noqa: E402
@@ -56,19 +58,23 @@ class Outcome:
     """What was found of one fault."""
 
     family: str
+    number: int
+    """Within the family; those with odd ones were left out when thresholds were set."""
     fault: Fault
-    judges: bool
-    """Whether it was left out when thresholds were set."""
+    run: FinishedRun | None = None
+    explained: Explained | None = None
     lost: float = 0.0
     stage: str | None = None
     layers: tuple[str, ...] = ()
     causes: tuple[str, ...] = ()
     repaired_by: str | None = None
-    float_passes: bool | None = None
+    float_passes: bool = False
     """Whether the guilty layers in float pass all gates."""
     judgings: int = 0
     most_judgings: int = 0
     seconds: float = 0.0
+    is_tried: bool = False
+    """Whether repairs were tried."""
     repair_seconds: float = 0.0
     refused: bool = True
 
@@ -86,21 +92,35 @@ def main() -> None:
     parser = argparse.ArgumentParser("explain.py", description=__doc__)
     parser.add_argument("families", nargs="*", metavar="family")
     parser.add_argument("--no-repair", action="store_true", help="explain alone")
+    parser.add_argument("--minutes", type=float, default=60, help="for repairs")
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     _measure_briefly()
     outcomes: list[Outcome] = []
-    try:
+    with tempfile.TemporaryDirectory() as folder:
         for family in options.families or FAMILIES:
-            judge_family(family, outcomes, repairs=not options.no_repair)
-    finally:  # also of what was judged until it was interrupted
+            for outcome in explain_family(family, Path(folder)):
+                outcomes.append(outcome)
+                print(outcome.line(), flush=True)
         print_goals(outcomes)
+        if options.no_repair:
+            return
+        deadline = time.monotonic() + 60 * options.minutes
+        try:
+            # Each family's first ones first, so that fewer minutes leave none out.
+            for outcome in sorted(outcomes, key=lambda o: o.number):
+                if outcome.refused and outcome.fault.cause and time.monotonic() < deadline:
+                    repair(outcome)
+                    print(outcome.line(), flush=True)
+        finally:
+            print_goals(outcomes)
 
 
-def judge_family(family: str, outcomes: list[Outcome], *, repairs: bool) -> None:
-    """Judge ten faults of a family, and its clean controls."""
+def explain_family(family: str, folder: Path) -> Iterator[Outcome]:
+    """Run and explain ten faults of a family, and its clean controls."""
     module = trained(family, 0)
     faults = faults_of(family, [*module.pairs()])
     clean = [Fault("clean", "") for _ in range(CONTROLS[family])]
@@ -108,67 +128,62 @@ def judge_family(family: str, outcomes: list[Outcome], *, repairs: bool) -> None
     for number, fault in enumerate([*faults, *clean]):
         if number > len(faults):
             module = trained(family, 1)
-        outcome, share = judge(family, module, fault, number % 2 == 1, repairs, share)
-        outcomes.append(outcome)
-        print(outcome.line(), flush=True)
+        own = folder / f"{family}-{number}"
+        own.mkdir()
+        outcome = Outcome(family, number, fault)
+        share = explain(outcome, own, module, share)
+        yield outcome
 
 
-def judge(
-    family: str,
-    trained_module: torch.nn.Module,
-    fault: Fault,
-    judges: bool,
-    repairs: bool,
-    share: float | None,
-) -> tuple[Outcome, float]:
-    """Run a pipeline with a fault, explain what is refused, and repair it.
+def explain(
+    outcome: Outcome, folder: Path, trained_module: torch.nn.Module, share: float | None
+) -> float:
+    """Run a pipeline with a fault, and explain what is refused.
 
-    `share` is that of the integer kernels in a model of the family, where it is known.
+    `share` is that of the integer kernels in a model of the family, where it is known; it is
+    returned.
     """
-    outcome = Outcome(family, fault, judges)
+    family, fault = outcome.family, outcome.fault
     module = net(family)
     module.load_state_dict(trained_module.state_dict())
     inject(module.eval(), fault)
-    with tempfile.TemporaryDirectory() as name:
-        out = Path(name) / "out"
-        # Once with a limit that all pass, to know the share.
-        for limit in [1e-6, None] if share is None else [None]:
-            file = write_pipeline(Path(name), family, module, fault, limit or KEPT_SHARE * share)
-            outcome.refused = False
-            try:
-                Pipeline.from_yaml(file).run(out, RunOptions(test=False))
-            except GateRefused:
-                outcome.refused = True
-            if share is None:
-                report = json.loads((out / "report.json").read_text())
-                verdicts = {v["gate"]: v["value"] for v in report["stages"][-1]["verdicts"]}
-                share = verdicts["min_integer_macs"]
-        run = FinishedRun.open(out, silent)
-        began = time.monotonic()
-        gate = None if outcome.refused else "max_drop"
-        stage = None if outcome.refused else "onnx"
-        (explained, *_) = explain_run(run, stage, gate, began + SECONDS)
-        outcome.seconds = time.monotonic() - began
-        found = explained.explanation
-        outcome.lost = float(explained.judged.verdict.value or 0.0)
-        outcome.stage, outcome.judgings = found.culprit, found.judgings
-        outcome.layers = tuple(guilty.layer for guilty in found.guilty)
-        outcome.causes = tuple(cause.cause for cause in found.causes)
-        outcome.most_judgings = most_judgings(found.layers)
-        if repairs and outcome.refused:
-            began = time.monotonic()
-            try:
-                search = repair_run(run, [explained], began + SECONDS, lambda line: None)
-            except CompressError as error:
-                print(error)
-                search = None
-            outcome.repair_seconds = time.monotonic() - began
-            if search is not None:
-                outcome.repaired_by = search.found.name if search.found else None
-                in_float = next((r for r in search.repairs if "exclude" in r.settings), None)
-                if in_float is not None:
-                    outcome.float_passes = search.run_repaired(in_float).passed
-    return outcome, share
+    out = folder / "out"
+    # Once with a limit that all pass, to know the share.
+    for limit in [1e-6, None] if share is None else [None]:
+        file = write_pipeline(folder, family, module, fault, limit or KEPT_SHARE * share)
+        outcome.refused = False
+        try:
+            Pipeline.from_yaml(file).run(out, RunOptions(test=False))
+        except GateRefused:
+            outcome.refused = True
+        if share is None:
+            report = json.loads((out / "report.json").read_text())
+            verdicts = {v["gate"]: v["value"] for v in report["stages"][-1]["verdicts"]}
+            share = verdicts["min_integer_macs"]
+    outcome.run = FinishedRun.open(out, silent)
+    began = time.monotonic()
+    named = (None, None) if outcome.refused else ("onnx", "max_drop")
+    (outcome.explained, *_) = explain_run(outcome.run, *named, began + SECONDS)
+    outcome.seconds = time.monotonic() - began
+    found = outcome.explained.explanation
+    outcome.lost = float(outcome.explained.judged.verdict.value or 0.0)
+    outcome.stage, outcome.judgings = found.culprit, found.judgings
+    outcome.layers = tuple(guilty.layer for guilty in found.guilty)
+    outcome.causes = tuple(cause.cause for cause in found.causes)
+    outcome.most_judgings = most_judgings(found.layers)
+    return share
+
+
+def repair(outcome: Outcome) -> None:
+    """Try repairs, and the guilty layers in float."""
+    began = time.monotonic()
+    search = repair_run(outcome.run, [outcome.explained], began + SECONDS, lambda line: None)
+    outcome.is_tried = True
+    outcome.repair_seconds = time.monotonic() - began
+    if search is not None:
+        outcome.repaired_by = search.found.name if search.found else None
+        in_float = next((r for r in search.repairs if "exclude" in r.settings), None)
+        outcome.float_passes = in_float is not None and search.run_repaired(in_float).passed
 
 
 def write_pipeline(
@@ -226,11 +241,15 @@ def print_goals(outcomes: list[Outcome]) -> None:
             lambda o: not o.fault.cause,
             lambda o: bool(o.causes),
         ),
-        "a repair passes all gates": (">= 70 %", _faulty, lambda o: o.repaired_by is not None),
+        "a repair passes all gates": (
+            ">= 70 %",
+            lambda o: o.is_tried,
+            lambda o: o.repaired_by is not None,
+        ),
         "guilty layers in float pass all gates": (
             "<= 40 %",
-            _faulty,
-            lambda o: bool(o.float_passes),
+            lambda o: o.is_tried,
+            lambda o: o.float_passes,
         ),
         "within 3 log2(layers) + 10 judgings": (
             "100 %",
@@ -241,8 +260,8 @@ def print_goals(outcomes: list[Outcome]) -> None:
     for name, (goal, counts, holds) in rows.items():
         shares = []
         for some in (
-            [o for o in outcomes if not o.judges],
-            [o for o in outcomes if o.judges],
+            [o for o in outcomes if o.number % 2 == 0],
+            [o for o in outcomes if o.number % 2],
             outcomes,
         ):
             chosen = [o for o in some if counts(o)]

@@ -186,10 +186,21 @@ def _test(cause: Cause[Any], refused: RefusedStage[Any]) -> FoundCause | None:
 def _repairs(
     refused: RefusedStage[Any], causes: Sequence[tuple[Cause[Any], FoundCause]]
 ) -> list[Repair]:
-    """Return what the causes name, cheapest first, and of equal cost by the likeliest cause."""
-    named: dict[str, Repair] = {}
+    """Return what the causes name, cheapest first, and of equal cost by the likeliest cause.
+
+    What the other causes of the stage name follows: a test may miss, and each repair is judged.
+    """
+    likely: dict[str, Repair] = {}
     for cause, result in causes:
         layers = [layer for layer in result.layers if layer] or refused.layers
         for repair in cause.repairs(refused, layers):
-            named.setdefault(str(sorted(repair.settings.items())), repair)
-    return sorted(named.values(), key=lambda repair: repair.cost)
+            likely.setdefault(str(sorted(repair.settings.items())), repair)
+    others: dict[str, Repair] = {}
+    for cause in causes_of(refused.stage.stage) if refused.measured is not None else ():
+        for repair in cause.repairs(refused, refused.layers):
+            others.setdefault(str(sorted(repair.settings.items())), repair)
+    rest = [repair for key, repair in others.items() if key not in likely]
+    return [
+        *sorted(likely.values(), key=lambda repair: repair.cost),
+        *sorted(rest, key=lambda repair: repair.cost),
+    ]
