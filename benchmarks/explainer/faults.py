@@ -21,7 +21,8 @@ class Fault:
 
     name: str
     cause: str
-    """Key of the cause; empty for a clean control."""
+    """Beginning of the cause's key; empty for a clean control. A sample that is unlike `val` may be
+    too narrow at one end and too wide at the other."""
     layer: str = ""
     """The layer that loses accuracy; empty where no single one does."""
     settings: tuple[tuple[str, Any], ...] = ()
@@ -32,19 +33,21 @@ class Fault:
 def inject(module: nn.Module, fault: Fault) -> None:
     """Put a fault into a network, in place."""
     kind, _, amount = fault.name.partition(" ")
-    if kind not in ("unlike", "cut", "outliers", "weights"):
+    if kind not in ("unlike", "outliers", "weights"):
         return
     first, second = module.pairs()[fault.layer]
     with torch.no_grad():
-        if kind in ("unlike", "cut"):
-            scale_channels(first, second, (0, 3) if kind == "unlike" else (0,), float(amount))
+        if kind == "unlike":
+            scale_channels(first, second, (0, 3), float(amount))
         elif kind == "outliers":
             add_outliers(module, first, second, float(amount))
         else:
             add_wide_weights(first, second, float(amount))
 
 
-def scale_channels(first: nn.Module, second: nn.Module, channels: Any, factor: float) -> None:
+def scale_channels(
+    first: nn.Module, second: nn.Module, channels: tuple[int, ...], factor: float
+) -> None:
     """Scale channels between two layers."""
     for channel in channels:
         first.weight[channel] *= factor
@@ -88,7 +91,7 @@ def faults_of(family: str, places: list[str]) -> list[Fault]:
         Fault("outliers 1000", "outliers", c),
         Fault("weights 1000", "weight_bits", b),
         Fault("weights 5000", "weight_bits", c),
-        Fault("cut 300", "range_cut_off", b, (("observer", "percentile"), ("percentile", 97.0))),
-        Fault("dark sample", "sample_too_narrow", calibration="dark"),
-        Fault("raw sample", "sample_too_wide", calibration="raw"),
+        Fault("cut", "range_cut_off", settings=(("observer", "percentile"), ("percentile", 60.0))),
+        Fault("dark sample", "sample", calibration="dark"),
+        Fault("raw sample", "sample", calibration="raw"),
     ]

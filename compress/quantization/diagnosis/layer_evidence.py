@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from compress.data.batch import Batch
     from compress.quantization.diagnosis.rounding_switches import SwitchedGraph
 
-CHANNEL_QUANTILE = 0.99
-"""The range of a channel is that of the middle values: a few outliers are another cause."""
+CHANNEL_QUANTILE = 0.95
+"""The range of a channel leaves out its largest values: a few outliers are another cause."""
 MOST_VALUES = 4096
 """Values of a channel in a batch of which quantiles are taken."""
 
@@ -44,7 +44,7 @@ class LayerEvidence:
     trailing: int = 0
     """Axes of what it reads that follow the channels'."""
     spreads: torch.Tensor | None = None
-    """Sum over batches of the 99 % quantile of each channel's absolute values."""
+    """Sum over batches of the 95 % quantile of each channel's absolute values."""
     errors: torch.Tensor | None = None
     """Sum of the error of each channel that it writes."""
     squared_errors: torch.Tensor | None = None
