@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -143,7 +144,7 @@ def _guilty_layers(measured: LayerDiagnosis) -> tuple[dict[str, Any], tuple[str,
     for judged in search.judged:
         log_event("patched", f"{len(judged.layers)} layers in float return {judged.recovered:.0%}")
     return {
-        "points": round(search.lost, 6),
+        "points": round(search.lost, 6) if math.isfinite(search.lost) else None,
         "samples": measured.samples,
         "layers": len(search.ranking),
         "sets": tuple(

@@ -102,7 +102,7 @@ class Explanation(Settings):
     samples: int = 0
     """Samples of `val` that decided."""
     points: float | None = None
-    """What the culprit loses on these samples."""
+    """What the culprit loses on these samples; None where its metric is not finite."""
     sets: tuple[LayerSet, ...] = ()
     """All sets of layers that were put back, in order."""
     guilty: tuple[GuiltyLayer, ...] = ()
@@ -136,10 +136,11 @@ class Explanation(Settings):
             names = [g.layer for g in self.guilty]
             shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
             back = "" if self.recovered is None else f"{self.recovered:.0%}"
+            lost = "all" if self.points is None else f"{self.points:.3g}"
             other = "" if self.confirmed is None else f", {self.confirmed:.0%} on the other half"
             yield f"  layers  {shown}: {len(names)} of {self.layers}"
             yield (
-                f"          in float they return {back} of {self.points:.3g} points on "
+                f"          in float they return {back} of {lost} points on "
                 f"{self.samples} samples{other}"
             )
         if self.spread:

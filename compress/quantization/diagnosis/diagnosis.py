@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,7 +61,7 @@ class LayerDiagnosis:
         search = self.search
         search.drop = lambda layers: self._drop_on(self.decided_on, layers)
         lost = search.lost
-        search.wanted = (search.points(frozenset()) - points) / lost if lost > 0 else 0.0
+        search.wanted = search.share_returned(points) if lost > 0 else 0.0
         search.least_points = max(points, self.resolution)
 
     @property
@@ -78,12 +79,13 @@ class LayerDiagnosis:
         total, left, none = (
             self._drop_on(self.confirmed_on, some) for some in ((), layers, self.search.ranking)
         )
+        if not (math.isfinite(left) and math.isfinite(total)):
+            return 1.0 if math.isfinite(left) else 0.0
         return (total - left) / (total - none) if total > none else 0.0
 
     def returned(self, points: float) -> float:
         """Return the share of the loss that is mended where so many points are lost."""
-        search = self.search
-        return (search.points(frozenset()) - points) / search.lost
+        return self.search.share_returned(points)
 
     def own_sqnr_db(self, layer: str) -> float:
         """Return the signal to quantization noise ratio of a layer with float inputs."""

@@ -81,11 +81,19 @@ class GuiltSearch:
         """Points that rounding loses: those of all layers rounded, less those of none."""
         return self.points(frozenset()) - self.points(frozenset(self.ranking))
 
+    def share_returned(self, points: float) -> float:
+        """Return the share of the loss that is mended where so many points are lost.
+
+        A model without a finite metric has lost infinitely many.
+        """
+        if not (math.isfinite(points) and math.isfinite(self.lost)):
+            return 1.0 if math.isfinite(points) else 0.0
+        return (self.points(frozenset()) - points) / self.lost
+
     def recovered(self, layers: Sequence[str]) -> float:
         """Return the share of the loss that returns with some layers in float."""
         known = frozenset(layers) in self._drops
-        left = self.points(frozenset(layers)) - self.points(frozenset(self.ranking))
-        share = 1 - left / self.lost if math.isfinite(left) else 0.0
+        share = self.share_returned(self.points(frozenset(layers)))
         if not known:
             self.judged.append(Judged(tuple(layers), share))
         return share
@@ -93,7 +101,7 @@ class GuiltSearch:
     def alone(self, layer: str) -> float:
         """Return the share of the loss that a layer costs when all others are in float."""
         others = frozenset(self.ranking) - {layer}
-        return (self.points(others) - self.points(frozenset(self.ranking))) / self.lost
+        return 1 - self.share_returned(self.points(others))
 
     def known_alone(self) -> dict[str, float]:
         """Return what layers cost alone, of those that were judged so."""

@@ -1,5 +1,6 @@
 """The search for guilty layers, on losses that are known."""
 
+import math
 import time
 from collections.abc import Callable, Collection
 
@@ -68,6 +69,13 @@ def test_the_judgings_are_within_their_budget(layers: int) -> None:
     found = search(lambda rounded: float(len(bad & {*rounded})), ranking)
     found.guilty()
     assert found.judgings <= most_judgings(layers)
+
+
+def test_a_model_without_a_finite_metric_is_explained() -> None:
+    found = search(lambda rounded: math.inf if "layer3" in rounded else 0.0)
+    assert found.guilty() == ("layer3",)
+    assert found.recovered(["layer3"]) == 1
+    assert found.recovered(["layer4"]) == 0
 
 
 def test_after_the_deadline_the_set_is_not_reduced() -> None:
