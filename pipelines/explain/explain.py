@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from compress.common.atomic_files import temporary_folder
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
     from compress.core.diagnosis.cause import Cause
     from pipelines.explain.finished_run import FinishedRun, JudgedStage
-    from pipelines.results.explanation import TriedRepair
 
 LEAST_RETURNED = 0.1
 """Share of the loss that must return without a cause; with less, it is there and does no harm."""
@@ -44,12 +43,6 @@ class Explained:
     judged: JudgedStage
     explanation: Explanation
     repairs: tuple[Repair, ...]
-
-    def with_tried(self, tried: Sequence[TriedRepair]) -> Explained:
-        """Return the same with the repairs that were tried."""
-        return replace(
-            self, explanation=self.explanation.model_copy(update={"tried": tuple(tried)})
-        )
 
 
 def explain_run(

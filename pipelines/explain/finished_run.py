@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
 from compress.common.errors import ArtifactInvalid, PipelineInvalid, StageFailed
-from compress.core.gates import gate_class
 from compress.core.metrics import Metric
 from pipelines.api import Pipeline
 from pipelines.config.model_spec import SOURCE
@@ -152,11 +151,6 @@ class FinishedRun:
             "label_agreement": lambda: 100 * (1 - verdict.limit),
         }
         return float(allowed[verdict.gate]())
-
-    def rule(self, judged: JudgedStage) -> str:
-        """Return a gate's rule for people."""
-        metric = self.state.plan.metric.name
-        return gate_class(judged.verdict.gate).rule_in_words(judged.verdict, metric)
 
     def _score(self, name: str) -> float:
         stage: Any = next((s for s in self.report.stages if s.name == name), None)

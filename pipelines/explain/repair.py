@@ -35,9 +35,11 @@ if TYPE_CHECKING:
     from compress.core.diagnosis.cause import Repair
     from pipelines.explain.explain import Explained
     from pipelines.explain.finished_run import FinishedRun
+    from pipelines.results.explanation import Explanation
 
 FOLDER, TRIED = "repair", "tried"
 """In the run's folder: the repaired pipeline, and the runs of all repairs that were tried."""
+REPAIRED, DIFFERENCE = "pipeline.yaml", "repair.diff"
 STORE = ".store"
 PAIRED = 4
 """Single changes of which pairs are tried: those after which least was lost."""
@@ -105,10 +107,9 @@ class RepairSearch:
         passed = [tried for tried in self.tried if tried.passed]
         return min(passed, key=lambda tried: tried.latency_ms or float("inf"), default=None)
 
-    @property
-    def file(self) -> Path:
-        """The pipeline file of the run."""
-        return self._source.path
+    def with_tried(self) -> Explanation:
+        """Return the explanation with the repairs that were tried."""
+        return self.explained.explanation.model_copy(update={"tried": tuple(self.tried)})
 
     def _in_turn(self) -> Iterator[Repair]:
         yield from self.repairs
@@ -202,8 +203,8 @@ class RepairSearch:
         pipeline._source = source  # paths are relative to its file
         return pipeline
 
-    def write(self, found: TriedRepair, *, apply: bool) -> Path:
-        """Write the repaired pipeline and the difference to the original; return its file.
+    def write(self, found: TriedRepair, *, apply: bool) -> None:
+        """Write the repaired pipeline and the difference to the original.
 
         With `apply` the original file is changed too.
         """
@@ -217,12 +218,11 @@ class RepairSearch:
             f"{original} (repaired)",
         )
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / "repair.diff", "".join(difference))
+        write_atomically(folder / DIFFERENCE, "".join(difference))
         content = {"name": original.stem, **yaml.safe_load(after)}
         moved = relocated(content, original.parent, folder)
         write_atomically(
-            folder / "pipeline.yaml", yaml.safe_dump(moved, sort_keys=False, allow_unicode=True)
+            folder / REPAIRED, yaml.safe_dump(moved, sort_keys=False, allow_unicode=True)
         )
         if apply:
             write_atomically(original, after)
-        return folder / "pipeline.yaml"

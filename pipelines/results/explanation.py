@@ -174,6 +174,8 @@ class Explanations(Settings):
     explanations: tuple[Explanation, ...]
     chosen: dict[str, JsonValue] | None = None
     """The changed settings with which all gates pass; None where none were found."""
+    nearest: str | None = None
+    """Of the repairs that were tried, the one after which the gate misses its limit by least."""
 
     def write(self, out: Path) -> None:
         """Write `explain.json` into a run's folder."""

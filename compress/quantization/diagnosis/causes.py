@@ -260,9 +260,9 @@ class MeanShift(QuantizationCause):
 CAUSES: tuple[type[QuantizationCause], ...] = (
     RangeCutOff,
     SampleTooNarrow,
-    SampleTooWide,
     UnlikeChannels,
     Outliers,
+    SampleTooWide,
     WeightBits,
     MeanShift,
 )
