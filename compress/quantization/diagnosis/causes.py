@@ -123,10 +123,13 @@ class Outliers(QuantizationCause):
     )
 
     def measure_layer(self, measured: QuantizationDiagnosis, layer: str) -> float | None:
-        """Return by how many times a thousandth of the values widens the range."""
-        if not measured.switched.activation_switches(layer):
+        """Return by how many times few values widen the range: on `val`, or of calibration."""
+        switches = measured.switched.activation_switches(layer)
+        inner = measured.calibrated[layer].inner_width()
+        if not switches or inner <= 0:
             return None
-        return measured.evidence[layer].outlier_ratio()
+        calibrated = max(width / inner for width in _widths(switches))
+        return max(measured.evidence[layer].outlier_ratio(), calibrated)
 
     def mended_range(self, evidence: LayerEvidence, observed: Range) -> Range:
         """Return the range of all but a thousandth of the values."""
@@ -204,13 +207,11 @@ class SampleTooWide(SampleTooNarrow):
     settings = (({"observer": "percentile", "percentile": 99.9}, 0), ({"observer": "mse"}, 0))
 
     def measure_layer(self, measured: QuantizationDiagnosis, layer: str) -> float | None:
-        """Return the range of the calibration sample over that on `val`."""
-        width = measured.evidence[layer].width()
-        switches = measured.switched.activation_switches(layer)
-        if width <= 0:
+        """Return the width of the middle values of the calibration sample over that on `val`."""
+        width = measured.evidence[layer].inner_width()
+        if not measured.switched.activation_switches(layer) or width <= 0:
             return None
-        ratios = (max(high, 0.0) - min(low, 0.0) for low, high in _observed(switches))
-        return max((ratio / width for ratio in ratios), default=None)
+        return measured.calibrated[layer].inner_width() / width
 
 
 class WeightBits(QuantizationCause):
@@ -285,5 +286,8 @@ def _more_samples(refused: Refused) -> list[Repair]:
     return [Repair({"calibration_samples": n}, 0) for n in wanted if n > drawn]
 
 
-def _observed(switches: Sequence[RoundingSwitch]) -> Iterator[tuple[float, float]]:
-    return (switch.observed_range() for switch in switches)
+def _widths(switches: Sequence[RoundingSwitch]) -> Iterator[float]:
+    """Yield the width of each range of the calibration sample, zero included."""
+    for switch in switches:
+        low, high = switch.observed_range()
+        yield max(high, 0.0) - min(low, 0.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import tempfile
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -12,7 +13,11 @@ from compress.common.forward import accept_any_batch, torch_predictor
 from compress.core.metrics import FRACTIONS
 from compress.core.val_halves import halves_of_val
 from compress.quantization.diagnosis.guilty_layers import GuiltSearch
-from compress.quantization.diagnosis.layer_evidence import LayerEvidence, collect_evidence
+from compress.quantization.diagnosis.layer_evidence import (
+    LayerEvidence,
+    collect_evidence,
+    collect_inputs,
+)
 from compress.quantization.diagnosis.rounding_switches import ALL, SwitchedGraph
 from compress.quantization.numeric_debug.sqnr import LARGEST_DB
 from compress.quantization.stages.base import FIDELITY
@@ -35,6 +40,8 @@ MOST_SAMPLES = 1024
 """Samples that models are judged on."""
 EVIDENCE_SAMPLES, EVIDENCE_BATCH = 128, 32
 """Samples on which layers are measured, and how many of them at once."""
+CALIBRATION_BATCHES = 4
+"""Batches of the calibration sample of which the middle values are measured."""
 
 
 @dataclass
@@ -106,6 +113,9 @@ class QuantizationDiagnosis(LayerDiagnosis):
 
     switched: SwitchedGraph
     evidence: dict[str, LayerEvidence]
+    """Of each layer, on samples of `val`."""
+    calibrated: dict[str, LayerEvidence]
+    """What each layer reads of the calibration sample."""
     weights_returned: dict[tuple[str, ...], float] = field(default_factory=dict)
     """Layers → the share of the loss that returned with their weights in float."""
 
@@ -130,12 +140,14 @@ class QuantizationDiagnosis(LayerDiagnosis):
         )
         whole = (batch for batch in batches if len(batch) % size == 0)
         evidence = collect_evidence(switched, whole, context.seed)
+        calibration = islice(stage.calibration_data(model, context), CALIBRATION_BATCHES)
+        calibrated = collect_inputs(switched, calibration)
         # Where no gradient reaches a layer, its own noise is all that is known.
         ranking = sorted(
             switched.layers, key=lambda name: (-evidence[name].effect, evidence[name].own.sqnr_db)
         )
         search = GuiltSearch(ranking, lambda layers: 0.0)
-        found = cls(model, context, *halves, search, switched, evidence)
+        found = cls(model, context, *halves, search, switched, evidence, calibrated)
         found.begin(points)
         return found
 

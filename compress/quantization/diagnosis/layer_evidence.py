@@ -93,12 +93,16 @@ class LayerEvidence:
         alive = self.spreads[self.spreads > 0]
         return float(alive.max() / alive.median()) if len(alive) > 1 else 1.0
 
+    def inner_width(self) -> float:
+        """Return the width of the range of all but a thousandth of the values, zero included."""
+        low, high = self.values.quantiles(0.0005, 0.9995)
+        return max(float(high), 0.0) - min(float(low), 0.0)
+
     def outlier_ratio(self) -> float:
         """Return by how many times a thousandth of the values widens the range."""
         low, high = self._extremes()
-        inner = self.values.quantiles(0.0005, 0.9995)
-        width = max(float(inner[1]), 0.0) - min(float(inner[0]), 0.0)
-        return (high - low) / width if width > 0 else 1.0
+        inner = self.inner_width()
+        return (high - low) / inner if inner > 0 else 1.0
 
     def share_outside(self, low: float, high: float) -> float:
         """Return the share of the values outside of a range, by more than rounding explains."""
@@ -121,11 +125,6 @@ class LayerEvidence:
             return None
         shape = (-1, *[1] * self.trailing)
         return self.lows.view(shape), self.highs.view(shape)
-
-    def width(self) -> float:
-        """Return the width of the values' range, zero included."""
-        low, high = self._extremes()
-        return high - low
 
     def shift(self) -> float:
         """Return the mean error of the output's channels, as a share of its deviation."""
@@ -173,13 +172,38 @@ def collect_evidence(
     return found
 
 
-class _EvidenceRun(fx.Interpreter):
-    """Runs the float graph, and each layer once more with rounded operands."""
+def collect_inputs(switched: SwitchedGraph, batches: Iterable[Batch]) -> dict[str, LayerEvidence]:
+    """Run batches through a graph in float, and measure what each layer reads alone."""
+    found = {name: LayerEvidence() for name in switched.layers}
+    with switched.in_float(switched.layers), torch.no_grad():
+        for batch in batches:
+            _InputRun(switched, found).run(*batch.inputs)
+    return found
+
+
+class _InputRun(fx.Interpreter):
+    """Runs the float graph, and adds up what each layer reads."""
 
     def __init__(self, switched: SwitchedGraph, found: dict[str, LayerEvidence]) -> None:
         super().__init__(switched.graph)
         self.found = found
         self.names = {node: name for name, node in switched.operators.items()}
+
+    def run_node(self, n: fx.Node) -> Any:
+        name, source = self.names.get(n), n.args[0] if n.args else None
+        if name is not None and isinstance(source, fx.Node):
+            read = self.env[source]
+            is_float = isinstance(read, torch.Tensor) and read.is_floating_point()
+            if is_float and read.dim() > 1:
+                self.found[name].add_input(read.detach(), _channel_axis(n, read))
+        return super().run_node(n)
+
+
+class _EvidenceRun(_InputRun):
+    """Runs the float graph, and each layer once more with rounded operands."""
+
+    def __init__(self, switched: SwitchedGraph, found: dict[str, LayerEvidence]) -> None:
+        super().__init__(switched, found)
         self.probes: list[tuple[str, torch.Tensor, torch.Tensor]] = []
 
     def run_node(self, n: fx.Node) -> Any:
@@ -191,11 +215,6 @@ class _EvidenceRun(fx.Interpreter):
         with torch.no_grad():
             rounded = super().call_function(n.target, *self._rounded_arguments(n))
             evidence.add_error(value.detach(), rounded, _channel_axis(n, value))
-            source = n.args[0]
-            if isinstance(source, fx.Node) and isinstance(self.env[source], torch.Tensor):
-                read = self.env[source].detach()
-                if read.is_floating_point() and read.dim() > 1:
-                    evidence.add_input(read, _channel_axis(n, read))
             error = rounded - value.detach()
         probe = torch.zeros_like(value, requires_grad=True)
         self.probes.append((name, probe, error))
