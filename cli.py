@@ -258,7 +258,7 @@ def report(
 @command("compress explain runs/pipeline", "compress explain runs/pipeline --stage int8")
 def explain(
     directory: RunDirectory,
-    stage: Annotated[str | None, typer.Option(help="Gates of it alone.", **STAGE_ARGUMENT)] = None,
+    stage: Annotated[str | None, typer.Option(metavar="STAGE", help="Its gates alone.")] = None,
     gate: Annotated[str | None, typer.Option(help="This gate alone: max_drop.")] = None,
     time: Annotated[str, typer.Option(help="How long to search: 3m.")] = "3m",
 ) -> None:
