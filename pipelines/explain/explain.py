@@ -98,14 +98,17 @@ def _explain_stage(
         measured = ExcludedLayers.create(stage, before, after, context, allowed)  # type: ignore[arg-type]
     if measured is not None:
         measured.search.deadline = deadline
-        if measured.search.lost < measured.resolution:
-            return {
-                "points": round(measured.search.lost, 6),
+        lost = measured.search.lost
+        if lost <= 0 or lost < measured.resolution:
+            found = {
+                "points": round(lost, 6),
                 "samples": measured.samples,
                 "layers": len(measured.search.ranking),
                 "judgings": measured.judgings,
                 "notice": "so little is lost on these samples that it may be chance",
-            }, []
+            }
+            refused = RefusedStage(stage, before, after, context, (), measured, allowed)
+            return found, _repairs(refused, ())
         found, layers = _guilty_layers(measured)
     refused = RefusedStage(stage, before, after, context, layers, measured, allowed)
     tested = [(cause, _test(cause, refused)) for cause in causes_of(stage.stage)]
