@@ -114,11 +114,7 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-VERSION_OPTION: dict[str, Any] = {
-    "callback": _version,
-    "is_eager": True,
-    "help": "Show the version.",
-}
+VERSION_OPTION: Any = {"callback": _version, "is_eager": True, "help": "Show the version."}
 
 
 @app.callback()
@@ -263,8 +259,7 @@ def explain(
     time: Annotated[str, typer.Option(help="How long to search: 3m.")] = "3m",
 ) -> None:
     """Explain why a gate refused: the stage, its layers, the cause."""
-    with fast_imports():
-        from pipelines.explain.command import explain_and_print
+    from pipelines.explain.command import explain_and_print
 
     explain_and_print(directory, stage, gate, time)
 
@@ -278,8 +273,7 @@ def repair(
     apply: Annotated[bool, typer.Option("--apply", help="Change the pipeline file.")] = False,
 ) -> None:
     """Try what would make a refused run pass all of its gates."""
-    with fast_imports():
-        from pipelines.explain.command import repair_and_print
+    from pipelines.explain.command import repair_and_print
 
     repair_and_print(directory, time, best, allow == "train", apply)
 
@@ -335,11 +329,10 @@ def verify(
     from pipelines.commands.verify import verify_command
     from pipelines.commands.verify_anchors import VerifierInputs
 
-    given = VerifierInputs(sha256, attestation, key)
-    written: Any = {"report": report, "attest": attest, "sign_key": sign_key}
-    proof = verify_command(artifact, given, replay=replay, **written)
-    content = {"artifact": str(artifact), **proof.model_dump(mode="json")}
-    print_result(content, proof.summary_lines())
+    options: Any = {"report": report, "attest": attest, "sign_key": sign_key, "replay": replay}
+    proof = verify_command(artifact, VerifierInputs(sha256, attestation, key), **options)
+    found = {"artifact": str(artifact)} | proof.model_dump(mode="json")
+    print_result(found, proof.summary_lines())
 
 
 @command(
@@ -364,8 +357,8 @@ def serve(
     with fast_imports():
         from serve.http.options import Limits, Options
         from serve.serve_command import serve_artifact
-    sizes: Any = {"workers": workers, "processes": processes, "threads": threads, "sha256": sha256}
-    sizes |= {"report": report}
+    sizes: Any = {"workers": workers, "processes": processes, "threads": threads, "report": report}
+    sizes["sha256"] = sha256
     options = Options(host, port, limits=Limits(max_mib * 2**20, max_rows, queue, seconds), **sizes)
     serve_artifact(
         artifact, options, token_file, lambda p: print_result(asdict(p), p.lines(), indent=None)
@@ -417,8 +410,8 @@ def package(
     with fast_imports():
         from pipelines.commands.package import write_package
 
-    written = write_package(artifact, image, transformers, base, sign_key)
-    print_result(asdict(written), written.lines())
+    packaged = write_package(artifact, image, transformers, base, sign_key)
+    print_result(asdict(packaged), packaged.lines())
 
 
 @command("compress sensitivity pipeline.yaml --ratio 0.25 --ratio 0.5")
@@ -449,7 +442,10 @@ def latency(
     show(analysis, file, out, batch=batch)
 
 
-@command("compress auto pipeline.yaml --max-drop 0.5 --latency 2ms --time 10m")
+@command(
+    "compress auto pipeline.yaml --max-drop 0.5 --latency 2ms --time 10m",
+    "compress auto pipeline.yaml --tables latency_tables.json",
+)
 def auto(
     file: PipelineFile,
     out: Out = None,
@@ -457,11 +453,14 @@ def auto(
     latency: Annotated[str | None, typer.Option(help="Longest median call: 2ms, 500us.")] = None,
     size: Annotated[str | None, typer.Option(help="Largest file: 1MB.")] = None,
     time: Annotated[str | None, typer.Option(help="How long to search: 10m.")] = None,
+    tables: Annotated[Path | None, typer.Option(help="Latency tables of what will serve.")] = None,
+    tables_only: Annotated[bool, typer.Option("--tables-only", help="Measure, and end.")] = False,
 ) -> None:
     """Search the widths and formats that lose least under limits."""
     from pipelines.auto.command import search_and_print
 
-    search_and_print(file, out, max_drop=max_drop, latency=latency, size=size, time=time)
+    limits: Any = {"max_drop": max_drop, "latency": latency, "size": size, "time": time}
+    search_and_print(file, out, tables, tables_only, **limits)
 
 
 @command("compress doctor")
