@@ -92,6 +92,7 @@ def _explain_stage(
     found: dict[str, Any] = {}
     layers: tuple[str, ...] = ()
     measured: LayerDiagnosis | None = None
+    refused: RefusedStage[Any]
     if isinstance(stage, QuantizeStatic):
         measured = QuantizationDiagnosis.create(stage, before, context, allowed)  # type: ignore[arg-type]
     elif isinstance(stage, QuantizeDynamic | QuantizeWeights):
