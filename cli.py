@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -113,11 +114,7 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-VERSION_OPTION: dict[str, Any] = {
-    "callback": _version,
-    "is_eager": True,
-    "help": "Show the version.",
-}
+VERSION_OPTION: Any = {"callback": _version, "is_eager": True, "help": "Show the version."}
 
 
 @app.callback()
@@ -172,15 +169,12 @@ def init(
         draft = write_draft(file, options, force, get_prompter())
         print_result(draft.content(), draft.lines(), warnings=draft.warnings)
         return
-    from pipelines.executors.slurm import Cluster, write_script
+    from pipelines.executors.slurm import Cluster, written_script
 
     cluster = Cluster(
         nodes=nodes, gpus_per_node=gpus_per_node, cpus_per_node=cpus_per_node, hours=hours
     )
-    found = write_script(script, file, out or Path("runs") / file.stem, cluster)
-    to_do = [f"to do: {line}" for line in found]
-    submit = f"{script}: submit it with `sbatch {script}`"
-    print_result({"file": str(script), "to_do": to_do}, [submit], warnings=to_do)
+    print_result(**written_script(script, file, out or Path("runs") / file.stem, cluster))
 
 
 @command("compress check pipeline.yaml")
@@ -210,6 +204,7 @@ def run(
     ] = "local",
     store: StoreUrl = None,
     dry_run: Annotated[bool, typer.Option(help="Show what would run, and run nothing.")] = False,
+    repair: Annotated[bool, typer.Option(help="Try repairs where a gate refuses.")] = False,
 ) -> None:
     """Run a pipeline; write the report and the artifacts."""
     with fast_imports():
@@ -219,6 +214,7 @@ def run(
         pipeline = Pipeline.from_yaml(file)  # refused before torch is imported
         with fast_imports():
             from pipelines.config.run_options import RunOptions
+            from pipelines.explain.repaired_on_refusal import repaired_on_refusal
             from pipelines.runner.run import forked_measurement_process, preview_run
             from pipelines.terminal.progress_bars import show_progress
         directory = out or pipeline.default_out
@@ -228,6 +224,7 @@ def run(
             print_result(actions, (f"{name}: {action}" for name, action in actions.items()))
             return
         with (
+            repaired_on_refusal(directory) if repair else nullcontext(),
             forked_measurement_process(pipeline, directory, options),
             show_progress(quiet=current_mode().silent) as (progress, announce),
         ):
@@ -252,6 +249,33 @@ def report(
     print_report(found, out=directory)
     if open_it:
         typer.launch(str((directory / "report.html").resolve()))
+
+
+@command("compress explain runs/pipeline", "compress explain runs/pipeline --stage int8")
+def explain(
+    directory: RunDirectory,
+    stage: Annotated[str | None, typer.Option(metavar="STAGE", help="Its gates alone.")] = None,
+    gate: Annotated[str | None, typer.Option(help="This gate alone: max_drop.")] = None,
+    time: Annotated[str, typer.Option(help="How long to search: 3m.")] = "3m",
+) -> None:
+    """Explain why a gate refused: the stage, its layers, the cause."""
+    from pipelines.explain.command import explain_and_print
+
+    explain_and_print(directory, stage, gate, time)
+
+
+@command("compress repair runs/pipeline", "compress repair runs/pipeline --time 10m --best")
+def repair(
+    directory: RunDirectory,
+    time: Annotated[str, typer.Option(help="How long to try: 10m.")] = "10m",
+    best: Annotated[bool, typer.Option("--best", help="Go on for the fastest.")] = False,
+    allow: Annotated[Literal["train"] | None, typer.Option(help="What else may be tried.")] = None,
+    apply: Annotated[bool, typer.Option("--apply", help="Change the pipeline file.")] = False,
+) -> None:
+    """Try what would make a refused run pass all of its gates."""
+    from pipelines.explain.command import repair_and_print
+
+    repair_and_print(directory, time, best, allow == "train", apply)
 
 
 @command("compress why pipeline.yaml prune_channels")
@@ -305,11 +329,10 @@ def verify(
     from pipelines.commands.verify import verify_command
     from pipelines.commands.verify_anchors import VerifierInputs
 
-    given = VerifierInputs(sha256, attestation, key)
-    written: Any = {"report": report, "attest": attest, "sign_key": sign_key}
-    proof = verify_command(artifact, given, replay=replay, **written)
-    content = {"artifact": str(artifact), **proof.model_dump(mode="json")}
-    print_result(content, proof.summary_lines())
+    options: Any = {"report": report, "attest": attest, "sign_key": sign_key, "replay": replay}
+    proof = verify_command(artifact, VerifierInputs(sha256, attestation, key), **options)
+    found = {"artifact": str(artifact)} | proof.model_dump(mode="json")
+    print_result(found, proof.summary_lines())
 
 
 @command(
@@ -334,8 +357,8 @@ def serve(
     with fast_imports():
         from serve.http.options import Limits, Options
         from serve.serve_command import serve_artifact
-    sizes: Any = {"workers": workers, "processes": processes, "threads": threads, "sha256": sha256}
-    sizes |= {"report": report}
+    sizes: Any = {"workers": workers, "processes": processes, "threads": threads, "report": report}
+    sizes["sha256"] = sha256
     options = Options(host, port, limits=Limits(max_mib * 2**20, max_rows, queue, seconds), **sizes)
     serve_artifact(
         artifact, options, token_file, lambda p: print_result(asdict(p), p.lines(), indent=None)
@@ -360,21 +383,10 @@ def bench(
 ) -> None:
     """Measure artifacts in turn, and name the fastest."""
     with fast_imports():
-        from compress.common.atomic_files import write_atomically
-        from pipelines.bench import bench as measure
-        from pipelines.bench import parse_numbers
-        from pipelines.reporting.bench_page import bench_page, bench_table
+        from pipelines.commands.analysis.bench import measure_and_write
+        from pipelines.reporting.bench_page import bench_table
 
-    found = measure(
-        *artifacts,
-        runtimes=[name.strip() for name in runtimes.split(",") if name.strip()],
-        batch=parse_numbers("--batch", batch),
-        threads=parse_numbers("--threads", threads),
-        seconds=seconds,
-        web=web,
-    )
-    if html is not None:
-        write_atomically(html, bench_page(found))
+    found = measure_and_write(artifacts, runtimes, batch, threads, seconds, html, web)
     print_result(found, found.lines(), lambda _: bench_table(found))
 
 
@@ -441,12 +453,8 @@ def auto(
     latency: Annotated[str | None, typer.Option(help="Longest median call: 2ms, 500us.")] = None,
     size: Annotated[str | None, typer.Option(help="Largest file: 1MB.")] = None,
     time: Annotated[str | None, typer.Option(help="How long to search: 10m.")] = None,
-    tables: Annotated[
-        Path | None, typer.Option(help="Latency tables of the machine that will serve.")
-    ] = None,
-    tables_only: Annotated[
-        bool, typer.Option("--tables-only", help="Measure these for this machine, and end.")
-    ] = False,
+    tables: Annotated[Path | None, typer.Option(help="Latency tables of what will serve.")] = None,
+    tables_only: Annotated[bool, typer.Option("--tables-only", help="Measure, and end.")] = False,
 ) -> None:
     """Search the widths and formats that lose least under limits."""
     from pipelines.auto.command import search_and_print

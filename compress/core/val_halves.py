@@ -26,21 +26,25 @@ SMALLEST_PART = 8
 
 
 def halves_of_val(
-    model: Artifact, context: Context, why: str, metric: Metric
+    model: Artifact, context: Context, why: str, metric: Metric, most: int | None = None
 ) -> tuple[HalfOfVal, HalfOfVal]:
     """Measure a model on every other sample of `val`, and on the others.
 
     The best of many models on some samples is worse on others, so those by which it was chosen do
     not tell how good it is.
 
+    With `most`, of a long `val` each half has about so many samples.
+
     Raises:
         StageFailed: there is no data, one sample alone, or no metric; the message says that `why`
             needs it.
     """
     data = context.need_data(why)
-    if len(data.split("val")) < 2:  # type: ignore[arg-type]  # Splits admits none without
+    samples = len(data.split("val"))  # type: ignore[arg-type]  # Splits admits none without
+    if samples < 2:
         raise StageFailed(f"{why} halves split 'val', which has one sample; bring more")
-    first, second = data.interleaved_parts("val", 2)
+    parts = data.interleaved_parts("val", 2 * max(1, round(samples / (2 * most))) if most else 2)
+    first, second = parts[0], parts[len(parts) // 2]
     return HalfOfVal(first, metric, context, model), HalfOfVal(second, metric, context, model)
 
 

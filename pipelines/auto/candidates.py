@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ from compress.common.config import Settings
 from export.fastest.runtimes import RUNTIMES
 from pipelines.api import Pipeline
 from pipelines.config.auto_settings import Format, Runtime
+from pipelines.config.relative_paths import relocated
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -34,8 +34,6 @@ QUANTIZING: dict[Format, dict[str, Any]] = {
 """Format → its stage."""
 FLOAT_FILE = "float_onnx"
 """Stage that writes the float ONNX file, with which another machine measures a point in turn."""
-PATHS = ("checkpoint", "huggingface", "file")
-"""Settings of `model:` that are paths relative to the pipeline file."""
 
 
 @dataclass(frozen=True)
@@ -108,14 +106,7 @@ class Candidate:
 
         `speedup_gate` judges a latency that was not measured here, beside the float ONNX file's.
         """
-        content = self._content(base, settings)
-        content["code"] = _relative(base.folder, content.get("code", "."), file.parent)
-        for name in PATHS:
-            if content["model"].get(name):
-                content["model"] = {
-                    **content["model"],
-                    name: _relative(base.folder, content["model"][name], file.parent),
-                }
+        content = relocated(self._content(base, settings), base.folder, file.parent)
         gates: list[dict[str, Any]] = []
         if settings.limits.max_drop is not None:
             gates.append(
@@ -225,7 +216,3 @@ def _training_stages(recovery: Finetune, trained: int, teacher: str) -> list[dic
 
 def _last(base: PipelineConfig) -> str:
     return base.stages[-1].title if base.stages else "source"
-
-
-def _relative(folder: Path, path: str, to: Path) -> str:
-    return os.path.relpath((folder / path).resolve(), to.resolve())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
@@ -33,6 +33,21 @@ class Cluster(Settings):
     def processes(self) -> int:
         """Training processes of a node: one for each GPU."""
         return max(1, self.gpus_per_node)
+
+
+def written_script(script: Path, pipeline: Path, out: Path, cluster: Cluster) -> dict[str, Any]:
+    """Write the batch script; return the content, lines and warnings that the command prints.
+
+    Raises:
+        PipelineInvalid: see :func:`write_script`.
+    """
+    to_do = [f"to do: {line}" for line in write_script(script, pipeline, out, cluster)]
+    submit = f"{script}: submit it with `sbatch {script}`"
+    return {
+        "content": {"file": str(script), "to_do": to_do},
+        "lines": [submit],
+        "warnings": to_do,
+    }
 
 
 def write_script(script: Path, pipeline: Path, out: Path, cluster: Cluster) -> list[str]:

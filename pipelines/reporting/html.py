@@ -21,6 +21,7 @@ from pipelines.reporting.stage_rows import (
     sameness_of,
 )
 from pipelines.reporting.training_curves import trainings_of
+from pipelines.results.explanation import Explanations
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -74,6 +75,7 @@ def render(report: Report, out: Path | None = None) -> str:
         not_shown=not_shown,
         has_sensitivity_page=out is not None and (out / "sensitivity.html").is_file(),
         spreads=latency_spreads(rows),
+        explanations=None if out is None else Explanations.read(out, report),
         source=source_hashes(report),
         links=proof_chain(report, rows, out),
         lineages=lineage_paths(rows, ends[:SHOWN_FIRST]),

@@ -53,8 +53,26 @@ def quantize(
     """Return a captured graph with integer weights and fixed activation ranges; it is changed.
 
     Post-training quantization after Jacob et al., "Quantization and Training of Neural Networks for
-    Efficient Integer-Arithmetic-Only Inference" (2018). `report` is called with the number of
-    samples seen so far.
+    Efficient Integer-Arithmetic-Only Inference" (2018).
+
+    Raises:
+        StageFailed: see :func:`prepare_calibrated`.
+    """
+    common = (graph, signature, quantizer, batches, report, corrections)
+    return export_program(convert(prepare_calibrated(*common)), signature)
+
+
+def prepare_calibrated(
+    graph: GraphModule,
+    signature: Signature,
+    quantizer: OnnxRuntimeQuantizer,
+    batches: Iterable[Batch],
+    report: Callable[[int], None],
+    corrections: Corrections,
+) -> GraphModule:
+    """Return a captured graph with calibrated observers, ready to be converted; it is changed.
+
+    `report` is called with the number of samples seen so far.
 
     Raises:
         StageFailed: nothing can be quantized, the data does not fit the signature or does not vary,
@@ -68,7 +86,7 @@ def quantize(
     fit_ranges_(prepared)
     quantizer.ranges = range_facts(monitors) | {"vanishing_ranges": vanishing}
     corrections.round_(prepared, batches)
-    return export_program(convert(prepared), signature)
+    return prepared
 
 
 def prepare(graph: GraphModule, quantizer: OnnxRuntimeQuantizer) -> GraphModule:

@@ -20,9 +20,13 @@ from compress.quantization.config.dtype_scheme import (
 from compress.quantization.stages.base import IntegerStage
 
 if TYPE_CHECKING:
+    from torch.fx import GraphModule
+
     from compress.artifacts.eager_model import EagerModel
     from compress.artifacts.graph_model import GraphModel
     from compress.core.context import Context
+    from compress.quantization.pt2e.quantizer import OnnxRuntimeQuantizer
+    from compress.quantization.ptq.algorithm_sequence import Corrections
 
 
 class QuantizeStatic(IntegerStage):
@@ -79,12 +83,30 @@ class QuantizeStatic(IntegerStage):
 
     def run(self, model: EagerModel | GraphModel, context: Context) -> GraphModel:
         """Calibrate, convert, and save the integer graph."""
+        from compress.graph.torch_export import export_program
+        from compress.quantization.ptq.calibrate import convert
+
+        prepared, quantizer, corrections = self.prepare(model, context)
+        program = export_program(convert(prepared), model.signature)
+        facts = {
+            "target": self.target,
+            "float_modules": quantizer.float_modules,
+            **quantizer.ranges,
+            **corrections.facts,
+        }
+        return self.save_graph(
+            model, program, quantizer.quantized, facts, context, corrections.rescaled
+        )
+
+    def prepare(
+        self, model: EagerModel | GraphModel, context: Context
+    ) -> tuple[GraphModule, OnnxRuntimeQuantizer, Corrections]:
+        """Return the graph with calibrated observers, and what quantized and corrected it."""
         from compress.quantization.pt2e.graph_capture import capture
         from compress.quantization.pt2e.quantizer import OnnxRuntimeQuantizer
         from compress.quantization.ptq.algorithm_sequence import Corrections
-        from compress.quantization.ptq.calibrate import quantize
+        from compress.quantization.ptq.calibrate import prepare_calibrated
 
-        graph = capture(self.load_float(model), model.signature)
         quantizer = OnnxRuntimeQuantizer(
             scheme_for(self.target, self.weight_bits, self.activation_bits),
             self.observer,
@@ -95,20 +117,12 @@ class QuantizeStatic(IntegerStage):
         corrections = Corrections(
             self.smooth, self.equalize, self.rounding, self.rounding_steps, self.bias_correction
         )
-        program = quantize(
-            graph,
+        prepared = prepare_calibrated(
+            capture(self.load_float(model), model.signature),
             model.signature,
             quantizer,
             self.calibration_data(model, context),
             self.calibration_progress(context),
             corrections,
         )
-        facts = {
-            "target": self.target,
-            "float_modules": quantizer.float_modules,
-            **quantizer.ranges,
-            **corrections.facts,
-        }
-        return self.save_graph(
-            model, program, quantizer.quantized, facts, context, corrections.rescaled
-        )
+        return prepared, quantizer, corrections

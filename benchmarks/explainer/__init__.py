@@ -1,0 +1,1 @@
+"""Networks and faults of `benchmarks/explain.py`."""

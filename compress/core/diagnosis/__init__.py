@@ -1,0 +1,1 @@
+"""What explains a refusal: causes, and changes that may mend them."""

@@ -1,0 +1,100 @@
+"""The base class of causes: a test with a number and a threshold of why a stage loses accuracy.
+
+`compress explain` runs the tests on a stage whose result a gate refused, and `compress repair`
+tries what they name. A cause of another package is a subclass that declares the same attributes,
+and an entry point of the group ``compress.causes``, so that a stage of one's own brings its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from pydantic import JsonValue
+
+    from compress.artifacts.artifact import Artifact
+    from compress.core.context import Context
+    from compress.core.stage import Stage
+
+ENTRY_POINT_GROUP = "compress.causes"
+"""Where installed packages announce causes of their own."""
+
+Measured = TypeVar("Measured")
+
+
+@dataclass(frozen=True)
+class Repair:
+    """A change of a stage's settings that may mend a cause."""
+
+    settings: Mapping[str, JsonValue]
+    """Settings to change; None removes one. With `stage`, it becomes another stage of the same
+    name, input and gates."""
+    cost: int
+    """What it costs the other gates: 0 nothing, 1 size, 2 some latency, 3 more of both, 4 training.
+    Cheaper ones are tried first."""
+
+    @property
+    def trains(self) -> bool:
+        """Whether it trains, which is not tried unless that is allowed."""
+        return self.cost >= 4
+
+    def joined(self, other: Repair) -> Repair | None:
+        """Return both changes as one; None where they set the same."""
+        if self.settings.keys() & other.settings.keys() or "stage" in {
+            *self.settings,
+            *other.settings,
+        }:
+            return None
+        return Repair({**self.settings, **other.settings}, max(self.cost, other.cost))
+
+
+@dataclass(frozen=True)
+class RefusedStage(Generic[Measured]):
+    """A stage that loses more than a gate allows, and what was measured of it."""
+
+    stage: Stage[Any, Any]
+    before: Artifact
+    """What it read."""
+    after: Artifact
+    """What it made."""
+    context: Context
+    layers: tuple[str, ...]
+    """The layers that lose it, worst first; empty where they are not known."""
+    measured: Measured
+    """What the stage's own diagnosis measured; None where it has none."""
+    max_points: float
+    """What the refused gate allows."""
+
+
+class Cause(Generic[Measured]):
+    """A reason why a stage loses accuracy."""
+
+    key: ClassVar[str]
+    stages: ClassVar[tuple[str, ...]]
+    """Kinds of stages that it is tested on."""
+    limit: ClassVar[float]
+    """The cause is there where the measured value is above."""
+    text: ClassVar[str]
+    """What is found, with `{value}` and `{limit}`."""
+
+    def measure(self, refused: RefusedStage[Measured], layer: str) -> float | None:
+        """Return the value for a layer, or for the stage as a whole (`layer` is empty).
+
+        None where the test does not apply.
+        """
+        raise NotImplementedError
+
+    def returned(self, refused: RefusedStage[Measured], layers: Sequence[str]) -> float | None:
+        """Return the share of the loss that would return without the cause; None where unknown."""
+        return None
+
+    def repairs(self, refused: RefusedStage[Measured], layers: Sequence[str]) -> tuple[Repair, ...]:
+        """Return what may mend it in the layers that have it, cheapest first."""
+        return ()
+
+    def in_words(self, value: float) -> str:
+        """Describe the cause with its value and its threshold."""
+        return self.text.format(value=value, limit=self.limit)

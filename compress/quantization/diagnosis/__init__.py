@@ -1,0 +1,1 @@
+"""Why an integer model loses accuracy: which layers, and for what reason."""

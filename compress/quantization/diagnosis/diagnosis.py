@@ -1,0 +1,233 @@
+"""Find the layers by which a quantized model loses accuracy."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from compress.common.forward import accept_any_batch, torch_predictor
+from compress.core.metrics import FRACTIONS
+from compress.core.val_halves import halves_of_val
+from compress.quantization.diagnosis.guilty_layers import GuiltSearch
+from compress.quantization.diagnosis.layer_evidence import (
+    LayerEvidence,
+    collect_evidence,
+    collect_inputs,
+)
+from compress.quantization.diagnosis.rounding_switches import ALL, SwitchedGraph
+from compress.quantization.numeric_debug.sqnr import LARGEST_DB
+from compress.quantization.stages.base import FIDELITY
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from compress.artifacts.artifact import Artifact
+    from compress.artifacts.eager_model import EagerModel
+    from compress.artifacts.graph_model import GraphModel
+    from compress.common.forward import Predictor
+    from compress.core.context import Context
+    from compress.core.val_halves import HalfOfVal
+    from compress.quantization.diagnosis.rounding_switches import Rounded
+    from compress.quantization.stages.base import QuantizationStage
+    from compress.quantization.stages.static import QuantizeStatic
+
+WHY = "compress explain"
+MOST_SAMPLES = 1024
+"""Samples that models are judged on."""
+EVIDENCE_SAMPLES, EVIDENCE_BATCH = 128, 32
+"""Samples on which layers are measured, and how many of them at once."""
+CALIBRATION_BATCHES = 4
+"""Batches of the calibration sample of which the middle values are measured."""
+
+
+@dataclass
+class LayerDiagnosis:
+    """A quantized model of which layers can be put back to float, and the search for the guilty."""
+
+    model: EagerModel | GraphModel
+    """The float model."""
+    context: Context
+    decided_on: HalfOfVal
+    confirmed_on: HalfOfVal
+    search: GuiltSearch
+    judgings: int = field(default=0, init=False)
+    """How many models were judged on half of `val`."""
+
+    @staticmethod
+    def halves(model: Artifact, context: Context) -> tuple[HalfOfVal, HalfOfVal]:
+        """Measure the float model on both halves of `val`."""
+        metric = context.metric.for_model(model.signature).with_inferred_loss(context.data)
+        return halves_of_val(model, context, WHY, metric, MOST_SAMPLES)
+
+    def begin(self, points: float) -> None:
+        """Measure the loss, given what the refused gate allows."""
+        search = self.search
+        search.drop = lambda layers: self._drop_on(self.decided_on, layers)
+        lost = search.lost
+        search.wanted = search.share_returned(points) if lost > 0 else 0.0
+        search.least_points = max(points, self.resolution)
+
+    @property
+    def samples(self) -> int:
+        """How many samples decide."""
+        return len(self.decided_on.data.split("val"))  # type: ignore[arg-type]
+
+    @property
+    def resolution(self) -> float:
+        """Points that two samples are worth, of a fraction of them: less may be chance."""
+        return 200 / self.samples if self.context.metric.name in FRACTIONS else 0.0
+
+    def confirm(self, layers: Collection[str]) -> float:
+        """Return the share of the loss that layers return on the half that did not decide."""
+        total, left, none = (
+            self._drop_on(self.confirmed_on, some) for some in ((), layers, self.search.ranking)
+        )
+        if not (math.isfinite(left) and math.isfinite(total)):
+            return 1.0 if math.isfinite(left) else 0.0
+        return (total - left) / (total - none) if total > none else 0.0
+
+    def returned(self, points: float) -> float:
+        """Return the share of the loss that is mended where so many points are lost."""
+        return self.search.share_returned(points)
+
+    def own_sqnr_db(self, layer: str) -> float:
+        """Return the signal to quantization noise ratio of a layer with float inputs."""
+        raise NotImplementedError
+
+    def _drop_on(self, half: HalfOfVal, layers: Collection[str]) -> float:
+        """Return the points lost on some samples with layers in float."""
+        raise NotImplementedError
+
+    def _judge(self, half: HalfOfVal, predict: Predictor) -> float:
+        self.judgings += 1
+        return half.drop_points(accept_any_batch(predict, self.model.signature))
+
+
+@dataclass
+class QuantizationDiagnosis(LayerDiagnosis):
+    """A model of `quantize_static` with a switch at each rounding."""
+
+    switched: SwitchedGraph
+    evidence: dict[str, LayerEvidence]
+    """Of each layer, on samples of `val`."""
+    calibrated: dict[str, LayerEvidence]
+    """What each layer reads of the calibration sample."""
+    weights_returned: dict[tuple[str, ...], float] = field(default_factory=dict)
+    """Layers → the share of the loss that returned with their weights in float."""
+
+    @classmethod
+    def create(
+        cls, stage: QuantizeStatic, model: EagerModel | GraphModel, context: Context, points: float
+    ) -> Self:
+        """Calibrate a stage's model again, and measure all layers once.
+
+        Args:
+            stage: the stage with its settings.
+            model: the float model that it reads.
+            context: data, metric and seed of the run.
+            points: what the refused gate allows.
+        """
+        halves = cls.halves(model, context)
+        prepared, _, _ = stage.prepare(model, context)
+        switched = SwitchedGraph.from_prepared(prepared)
+        size = model.signature.smallest_batch
+        batches = halves[0].data.batches(
+            "val", EVIDENCE_BATCH if size == 1 else size, EVIDENCE_SAMPLES
+        )
+        whole = (batch for batch in batches if len(batch) % size == 0)
+        evidence = collect_evidence(switched, whole, context.seed)
+        calibration = islice(stage.calibration_data(model, context), CALIBRATION_BATCHES)
+        calibrated = collect_inputs(switched, calibration)
+        # Where no gradient reaches a layer, its own noise is all that is known.
+        ranking = sorted(
+            switched.layers, key=lambda name: (-evidence[name].effect, evidence[name].own.sqnr_db)
+        )
+        search = GuiltSearch(ranking, lambda layers: 0.0)
+        found = cls(model, context, *halves, search, switched, evidence, calibrated)
+        found.begin(points)
+        return found
+
+    def drop(self, layers: Collection[str], rounds: Collection[Rounded] = ALL) -> float:
+        """Return the points lost with some layers, or some of their operands, in float."""
+        with (
+            self.switched.in_float(layers, rounds) as graph,
+            torch_predictor(graph, "cpu", self.context.threads) as predict,
+        ):
+            return self._judge(self.decided_on, predict)
+
+    def own_sqnr_db(self, layer: str) -> float:
+        """Return what was measured of the layer."""
+        return self.evidence[layer].own.sqnr_db
+
+    def _drop_on(self, half: HalfOfVal, layers: Collection[str]) -> float:
+        with (
+            self.switched.in_float(layers) as graph,
+            torch_predictor(graph, "cpu", self.context.threads) as predict,
+        ):
+            return self._judge(half, predict)
+
+
+@dataclass
+class ExcludedLayers(LayerDiagnosis):
+    """A model of a stage that is run again for each set of layers, with these in `exclude`."""
+
+    stage: QuantizationStage
+    fidelity: dict[str, float]
+    """Layer → the signal to noise ratio that the stage has recorded, the worst first."""
+    known: dict[str, float] = field(default_factory=dict)
+    """Other settings → the points lost with them."""
+
+    @classmethod
+    def create(
+        cls,
+        stage: QuantizationStage,
+        model: EagerModel | GraphModel,
+        after: Artifact,
+        context: Context,
+        points: float,
+    ) -> Self:
+        """Rank the layers by what the stage's artifact records of them.
+
+        Args:
+            stage: the stage with its settings.
+            model: the float model that it reads.
+            after: what it made.
+            context: data, metric and seed of the run.
+            points: what the refused gate allows.
+        """
+        recorded: Any = after.manifest.facts[FIDELITY]
+        fidelity = {layer["module"]: layer["own_sqnr_db"] for layer in recorded["layers"]}
+        # Float layers are recorded too, without an error.
+        rounded = [name for name, value in fidelity.items() if value < LARGEST_DB]
+        search = GuiltSearch(rounded, lambda layers: 0.0)
+        found = cls(model, context, *cls.halves(model, context), search, stage, fidelity)
+        found.begin(points)
+        return found
+
+    def drop_with(self, settings: dict[str, Any]) -> float:
+        """Return the points lost with other settings of the stage, measured once."""
+        key = str(settings)
+        if key not in self.known:
+            self.known[key] = self._run(self.decided_on, settings)
+        return self.known[key]
+
+    def own_sqnr_db(self, layer: str) -> float:
+        """Return what the stage has recorded."""
+        return self.fidelity[layer]
+
+    def _drop_on(self, half: HalfOfVal, layers: Collection[str]) -> float:
+        if len(layers) == len(self.search.ranking):
+            return 0.0  # the float model, whose score is that which is compared with
+        return self._run(half, {"exclude": [*self.stage.exclude, *layers]})
+
+    def _run(self, half: HalfOfVal, settings: dict[str, Any]) -> float:
+        content = {**self.stage.model_dump(exclude={"gates"}, exclude_unset=True), **settings}
+        stage = type(self.stage).model_validate({"stage": self.stage.stage, **content})
+        with tempfile.TemporaryDirectory() as folder:
+            made = stage.run(self.model, self.context.with_root(Path(folder) / "made"))
+            with made.open("cpu", self.context.threads) as predict:
+                return self._judge(half, predict)

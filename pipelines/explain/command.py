@@ -1,0 +1,85 @@
+"""`compress explain` and `compress repair`: explain refusals, try repairs, and print both."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pydantic import TypeAdapter, ValidationError
+
+from compress.common.errors import GateRefused, PipelineInvalid
+from compress.core.gates import rule_in_words
+from pipelines.config.auto_settings import Seconds
+from pipelines.explain.function import explain, repair
+from pipelines.explain.repair import DIFFERENCE, FOLDER, REPAIRED
+from pipelines.terminal.console import current_mode, notify, print_result
+from pipelines.terminal.progress_bars import show_progress
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from pipelines.results.explanation import Explanations
+
+
+def explain_and_print(
+    directory: Path, stage: str | None = None, gate: str | None = None, time_limit: str = "3m"
+) -> None:
+    """Explain a run's refusals, or the gates that are named, and print what was found.
+
+    Raises:
+        PipelineInvalid: nothing refused and no gate is named, or the time has no unit.
+        GateRefused: no cause was found.
+    """
+    seconds = _seconds(time_limit)
+    with show_progress(quiet=current_mode().silent) as (progress, _):
+        found = explain(directory, stage, gate, seconds=seconds, progress=progress)
+    print_result(found, _lines(found))
+    if not any(explanation.causes for explanation in found.explanations):
+        raise GateRefused(f"{directory}: no cause was found")
+
+
+def repair_and_print(
+    directory: Path,
+    time_limit: str = "10m",
+    best: bool = False,
+    trains: bool = False,
+    apply: bool = False,
+    prints: bool = True,
+) -> None:
+    """Try repairs of a run's refusals, and print what was tried unless that is not wanted.
+
+    Raises:
+        PipelineInvalid: nothing refused, or the time has no unit.
+        GateRefused: no repair that was tried passes; the message names the nearest.
+    """
+    seconds = _seconds(time_limit)
+    with show_progress(quiet=current_mode().silent) as (progress, _):
+        options = {"best": best, "trains": trains, "apply": apply}
+        found = repair(directory, seconds=seconds, progress=progress, announce=notify, **options)
+    lines = [*_lines(found)]
+    if found.chosen is not None:
+        folder = directory / FOLDER
+        lines.append(f"  written {folder / DIFFERENCE}; compress run {folder / REPAIRED}")
+    if prints:
+        print_result(found, lines)
+    if found.chosen is None:
+        tried = sum(len(explanation.tried) for explanation in found.explanations)
+        if not tried:
+            raise GateRefused(f"{directory}: no repair is known for what was found")
+        raise GateRefused(
+            f"{directory}: none of {tried} repairs passes all gates; the nearest is "
+            f"{found.nearest}; try more --time"
+        )
+
+
+def _lines(found: Explanations) -> Iterator[str]:
+    for explanation in found.explanations:
+        yield from explanation.lines(rule_in_words(explanation.verdict, explanation.metric))
+
+
+def _seconds(text: str) -> float:
+    try:
+        return float(TypeAdapter(Seconds).validate_python(text))
+    except ValidationError as error:
+        message = str(error.errors()[0]["msg"]).removeprefix("Value error, ")
+        raise PipelineInvalid(f"--time {text}: {message}") from None

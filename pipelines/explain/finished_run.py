@@ -1,0 +1,166 @@
+"""A run that has ended: its report, its pipeline, and the artifacts in its store."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Self
+
+from compress.common.errors import ArtifactInvalid, PipelineInvalid, StageFailed
+from compress.core.metrics import Metric
+from pipelines.api import Pipeline
+from pipelines.config.model_spec import SOURCE
+from pipelines.config.run_options import RunOptions
+from pipelines.results.explanation import StageShare
+from pipelines.results.schema import Report
+from pipelines.runner.run import preview_state
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from compress.core.context import Context
+    from compress.core.progress import Progress
+    from compress.core.verdict import Verdict
+    from pipelines.results.stage_reports import StageReport
+    from pipelines.runner.run_state import RunState
+
+EXPLAINED = ("max_drop", "max_relative_drop", "min_metric", "label_agreement")
+"""Gates whose value is points of a metric, or follows from them."""
+
+
+@dataclass(frozen=True)
+class JudgedStage:
+    """A stage and one of its verdicts."""
+
+    report: StageReport
+    verdict: Verdict
+
+
+@dataclass
+class FinishedRun:
+    """What a run has left in its folder."""
+
+    out: Path
+    report: Report
+    pipeline: Pipeline
+    state: RunState
+
+    @classmethod
+    def open(cls, out: Path, progress: Progress) -> Self:
+        """Read a run's report, its pipeline file, and which artifacts are cached.
+
+        Raises:
+            ArtifactInvalid: there is no report.
+            PipelineInvalid: the pipeline file is not where it was, or is invalid.
+        """
+        report = Report.read(out)
+        command = shlex.split(str(report.lock.get("command", "")))
+        if command[:2] != ["compress", "run"]:
+            raise PipelineInvalid(
+                f"{out}: the run was not made from a pipeline file that is still there "
+                f"({report.lock.get('file')}); run the file again"
+            )
+        pipeline = Pipeline.from_yaml(command[2])
+        _, state = preview_state(pipeline, out, RunOptions(progress=progress))
+        state.progress = progress
+        return cls(out, report, pipeline, state)
+
+    def judged(self, stage: str | None, gate: str | None) -> list[JudgedStage]:
+        """Return the verdicts to explain: those that are named, else all that refused.
+
+        Raises:
+            PipelineInvalid: there is none.
+        """
+        every = [JudgedStage(s, v) for s in self.report.stages for v in s.verdicts]
+        named = [
+            j for j in every if stage in (None, j.report.name) and gate in (None, j.verdict.gate)
+        ]
+        if stage or gate:
+            found = [j for j in named if not j.verdict.passed] or named
+        else:
+            found = [j for j in named if not j.verdict.passed]
+        if not found:
+            known = ", ".join(f"{j.report.name}/{j.verdict.gate}" for j in every) or "none"
+            problem = "no such gate was judged" if stage or gate else "no gate refused"
+            raise PipelineInvalid(
+                f"{self.out}: {problem}; name one that passed by --stage and --gate ({known})"
+            )
+        explained = [j for j in found if j.verdict.gate in EXPLAINED]
+        if not explained:
+            names = ", ".join(sorted({j.verdict.gate for j in found}))
+            raise PipelineInvalid(
+                f"{self.out}: {names} is not explained; expected a gate on accuracy "
+                f"({', '.join(EXPLAINED)})"
+            )
+        return explained
+
+    def chain(self, judged: JudgedStage) -> list[str]:
+        """Return the names of the artifacts from what a gate compares with to its stage."""
+        names = [*judged.report.branch, judged.report.name]
+        against = judged.verdict.against
+        if against in (None, "input"):
+            return names if judged.verdict.gate == "min_metric" else names[-2:]
+        return names[names.index(against) :] if against in names else names
+
+    def context(self, name: str, judged: JudgedStage, root: Path) -> Context:
+        """Return the context in which a stage of the chain is measured.
+
+        Raises:
+            ArtifactInvalid: the run's artifacts are not in the store any more, or the pipeline
+                file has changed.
+        """
+        planned = self.state.plan.stage(name)
+        missing = [n for n in (*planned.reads, name) if n not in self.state.artifacts]
+        digests = {stage.name: stage.artifact.digest for stage in self.report.stages}
+        changed = [
+            n
+            for n in (name, planned.input)
+            if n in digests and n not in missing and self.state.artifacts[n].digest != digests[n]
+        ]
+        if missing or changed:
+            raise ArtifactInvalid(
+                f"{self.out}: {', '.join(missing or changed)} would be made anew: the pipeline "
+                f"file, the data or the code have changed since the run; run it again"
+            )
+        context = self.state.context(name, root)
+        if judged.verdict.gate != "label_agreement":
+            return context
+        # How many labels are equal is the metric `fidelity`, of the model that is compared with.
+        artifacts = {**context.artifacts, SOURCE: self.state.artifacts[planned.input]}
+        return replace(context, metric=Metric("fidelity"), artifacts=artifacts)
+
+    def split(self, judged: JudgedStage) -> tuple[StageShare, ...]:
+        """Return by how many points each stage of the chain changes the metric on `val`."""
+        chain, metric = self.chain(judged), self.state.plan.metric
+        if judged.verdict.gate == "label_agreement" and judged.verdict.value is not None:
+            return (StageShare(stage=chain[-1], points=100 * (1 - judged.verdict.value)),)
+        values = [self._score(name) for name in chain]
+        return tuple(
+            StageShare(stage=name, points=round(metric.drop_points(before, after), 6))
+            for name, before, after in zip(chain[1:], values, values[1:], strict=False)
+        )
+
+    def max_points(self, judged: JudgedStage) -> float:
+        """Return how many points the gate allows between the ends of the chain."""
+        verdict, metric = judged.verdict, self.state.plan.metric
+        before = self._score(self.chain(judged)[0])
+        allowed = {
+            "max_drop": lambda: verdict.limit,
+            "max_relative_drop": lambda: verdict.limit * abs(before),
+            "min_metric": lambda: metric.drop_points(before, verdict.limit),
+            "label_agreement": lambda: 100 * (1 - verdict.limit),
+        }
+        return float(allowed[verdict.gate]())
+
+    def _score(self, name: str) -> float:
+        stage: Any = next((s for s in self.report.stages if s.name == name), None)
+        measured = stage.measurements if stage else None
+        if stage is None and name == self.report.baseline_name:
+            measured = self.report.baseline
+        if measured is not None and measured.metric is not None:
+            return float(measured.metric.value)
+        if name not in self.state.artifacts:
+            raise StageFailed(f"{self.out}: the metric of {name} was not measured")
+        return self.state.context(self.report.stages[-1].name, self.out / "work").score(
+            self.state.artifacts[name]
+        )

@@ -1,0 +1,112 @@
+"""`explain` and `repair`: what both commands do, from Python."""
+
+from __future__ import annotations
+
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from compress.core.progress import silent
+from pipelines.explain.explain import explain_run
+from pipelines.explain.finished_run import FinishedRun
+from pipelines.explain.repair import repair_run
+from pipelines.reporting.html import render
+from pipelines.results.explanation import Explanations
+from pipelines.system.jsonl_log import LOG, LogFile, log_handler
+from pipelines.system.temp_files import temporary_files
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from compress.core.progress import Progress
+
+
+def explain(
+    out: Path | str,
+    stage: str | None = None,
+    gate: str | None = None,
+    *,
+    seconds: float = 180.0,
+    progress: Progress = silent,
+) -> Explanations:
+    """Explain a run's refusals, or the gates that are named; write `explain.json` and the page.
+
+    Args:
+        out: the run's folder.
+        stage: name of a stage whose gates are explained, whether they passed or not.
+        gate: type of the gates that are explained.
+        seconds: after which sets of layers are not reduced further.
+        progress: called with the progress.
+
+    Raises:
+        PipelineInvalid: nothing refused and no gate is named.
+        ArtifactInvalid: there is no report, or what the run made is not in its store any more.
+        StageFailed: there is no data to judge by.
+    """
+    with _opened(Path(out), progress) as run:
+        explained = explain_run(run, stage, gate, time.monotonic() + seconds)
+        found = Explanations(explanations=tuple(e.explanation for e in explained))
+        _write(run, found)
+    return found
+
+
+def repair(
+    out: Path | str,
+    *,
+    seconds: float = 600.0,
+    best: bool = False,
+    trains: bool = False,
+    apply: bool = False,
+    progress: Progress = silent,
+    announce: Callable[[str], None] = lambda line: None,
+) -> Explanations:
+    """Explain a run's refusals, and try repairs until one passes all gates; `chosen` is that one.
+
+    Args:
+        out: the run's folder.
+        seconds: after which no further repair is begun.
+        best: whether to go on for the fastest of those that pass.
+        trains: whether repairs that train are tried too.
+        apply: whether the pipeline file itself is changed.
+        progress: called with the progress.
+        announce: receives a line for each repair.
+
+    Raises:
+        PipelineInvalid: nothing refused.
+        ArtifactInvalid: there is no report, or what the run made is not in its store any more.
+        StageFailed: there is no data to judge by.
+    """
+    deadline = time.monotonic() + seconds
+    with _opened(Path(out), progress) as run:
+        explained = explain_run(run, None, None, deadline)
+        search = repair_run(run, explained, deadline, announce, trains=trains, finds_best=best)
+        if search is None:
+            found = Explanations(explanations=tuple(e.explanation for e in explained))
+        else:
+            if search.found is not None:
+                search.write(search.found, apply=apply)
+            found = Explanations(
+                explanations=tuple(
+                    search.with_tried() if e is search.explained else e.explanation
+                    for e in explained
+                ),
+                chosen=None if search.found is None else search.found.settings,
+                nearest=None if search.nearest is None else search.nearest.name,
+            )
+        _write(run, found)
+    return found
+
+
+@contextmanager
+def _opened(out: Path, progress: Progress) -> Iterator[FinishedRun]:
+    """Open a finished run and its log."""
+    with temporary_files():
+        run = FinishedRun.open(out, progress)
+        with log_handler(LogFile(out / LOG, "explain", lambda: "")):
+            yield run
+
+
+def _write(run: FinishedRun, found: Explanations) -> None:
+    found.write(run.out)
+    run.report.write(run.out, render(run.report, run.out))

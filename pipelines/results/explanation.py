@@ -1,0 +1,199 @@
+"""`explain.json`: why gates refused a stage, and the repairs that were tried."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Self
+
+from pydantic import JsonValue
+
+from compress.common.atomic_files import write_atomically
+from compress.common.config import Settings
+from compress.core.verdict import Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from pipelines.results.schema import Report
+
+FILE = "explain.json"
+
+
+class StageShare(Settings):
+    """What one stage brings of a loss."""
+
+    stage: str
+    points: float
+    """Points by which the metric on `val` gets worse in this stage; negative where better."""
+
+
+class LayerSet(Settings):
+    """Layers that were put back to float."""
+
+    layers: tuple[str, ...]
+    recovered: float
+    """Share of the stage's loss that returned, on the half of `val` that decides."""
+
+
+class GuiltyLayer(Settings):
+    """A layer that loses accuracy."""
+
+    layer: str
+    alone: float | None
+    """Share of the loss that it costs when all other layers are in float; None where more layers
+    are guilty than could be judged alone."""
+    own_sqnr_db: float
+    """Signal to quantization noise ratio of its output, with float inputs."""
+
+
+class FoundCause(Settings):
+    """A test of a cause whose value is above its threshold."""
+
+    cause: str
+    layers: dict[str, float]
+    """Layer → the measured value, the largest first; the stage as a whole has an empty name."""
+    limit: float
+    returned: float | None
+    """Share of the loss that returns where these layers are computed without the cause; None where
+    that cannot be computed."""
+    text: str
+    """The cause in words, with the largest value and the limit."""
+
+
+class TriedRepair(Settings):
+    """A repair that was run and judged by the gates."""
+
+    settings: dict[str, JsonValue]
+    """What was changed in the settings of the stage."""
+    passed: bool
+    """Whether every gate of the pipeline passed."""
+    verdicts: dict[str, tuple[Verdict, ...]] = {}
+    """Stage → what its gates found."""
+    value: float | None = None
+    """What the refused gate found; None where it was not measured."""
+    latency_ms: float | None = None
+    bytes: int | None = None
+    """Size of the file that the last stage which ran has written."""
+    error: str = ""
+    """Which gate refused what came of it, or why a stage failed."""
+    seconds: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """The changed settings in a line."""
+        return ", ".join(f"{k}: {_short(v)}" for k, v in self.settings.items() if v is not None)
+
+
+class Explanation(Settings):
+    """Why a gate refused a stage, or what one that passed costs."""
+
+    stage: str
+    """The stage that has the gate."""
+    verdict: Verdict
+    artifact: str
+    """Digest of what the stage made."""
+    metric: str
+    split: tuple[StageShare, ...]
+    """The loss between what the gate compares with and the stage, by the stages between."""
+    culprit: str | None
+    """The stage that brings most of it; None where nothing is lost."""
+    layers: int = 0
+    """How many layers of the culprit could be put back."""
+    samples: int = 0
+    """Samples of `val` that decided."""
+    points: float | None = None
+    """What the culprit loses on these samples; None where its metric is not finite."""
+    sets: tuple[LayerSet, ...] = ()
+    """All sets of layers that were put back, in order."""
+    guilty: tuple[GuiltyLayer, ...] = ()
+    """The layers that lose it, worst first."""
+    recovered: float | None = None
+    """Share of the loss that returns with all of them in float."""
+    confirmed: float | None = None
+    """The same on the other half of `val`."""
+    spread: bool = False
+    """Whether no quarter of the layers returns half of the loss."""
+    causes: tuple[FoundCause, ...] = ()
+    """The likeliest first."""
+    repairs: tuple[dict[str, JsonValue], ...] = ()
+    """Changes of the culprit's settings that may mend it, in the order in which they are tried."""
+    tried: tuple[TriedRepair, ...] = ()
+    notice: str = ""
+    """Why there is no more to say."""
+    judgings: int = 0
+    """How many models were judged."""
+    seconds: float = 0.0
+
+    def lines(self, rule: str) -> Iterator[str]:
+        """Yield the explanation in lines, given the gate's rule in words."""
+        found = "not measured" if self.verdict.value is None else f"{self.verdict.value:.3g}"
+        outcome = "passed" if self.verdict.passed else "refused"
+        yield f"{self.stage}: {rule}: found {found}, {outcome}"
+        brought = [f"{s.stage} {s.points:+.3g}" for s in self.split]
+        if brought:
+            yield f"  stage   points lost: {', '.join(brought)}"
+        if self.guilty:
+            names = [g.layer for g in self.guilty]
+            shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+            back = "" if self.recovered is None else f"{self.recovered:.0%}"
+            lost = "all" if self.points is None else f"{self.points:.3g}"
+            other = "" if self.confirmed is None else f", {self.confirmed:.0%} on the other half"
+            yield f"  layers  {shown}: {len(names)} of {self.layers}"
+            yield (
+                f"          in float they return {back} of {lost} points on "
+                f"{self.samples} samples{other}"
+            )
+        if self.spread:
+            yield "  layers  spread over the model: no quarter of the layers returns half of it"
+        for cause in self.causes:
+            where = f"{', '.join([*cause.layers][:3])}: " if any(cause.layers) else ""
+            more = f" (and {len(cause.layers) - 3} more layers)" if len(cause.layers) > 3 else ""
+            returned = (
+                "" if cause.returned is None else f"; without it {cause.returned:.0%} returns"
+            )
+            yield f"  cause   {where}{cause.text}{more}{returned}"
+        if self.notice:
+            yield f"  note    {self.notice}"
+        for repair in self.tried:
+            yield f"  tried   {self._tried_line(repair)}"
+        if self.repairs and not self.tried:
+            names_of = [TriedRepair(settings=r, passed=False).name for r in self.repairs]
+            yield f"  to try  {'; '.join(names_of[:3])}"
+        yield f"          {self.judgings} models judged, {self.seconds:.1f} s"
+
+    def _tried_line(self, repair: TriedRepair) -> str:
+        value = "" if repair.value is None else f" found {repair.value:.3g},"
+        outcome = "passes" if repair.passed else repair.error or "refused"
+        latency = "" if repair.latency_ms is None else f", {repair.latency_ms:.3g} ms"
+        return f"{repair.name}:{value} {outcome}{latency}"
+
+
+class Explanations(Settings):
+    """All explanations of a run."""
+
+    explanations: tuple[Explanation, ...]
+    chosen: dict[str, JsonValue] | None = None
+    """The changed settings with which all gates pass; None where none were found."""
+    nearest: str | None = None
+    """Of the repairs that were tried, the one after which the gate misses its limit by least."""
+
+    def write(self, out: Path) -> None:
+        """Write `explain.json` into a run's folder."""
+        write_atomically(out / FILE, self.model_dump_json(indent=1) + "\n")
+
+    @classmethod
+    def read(cls, out: Path, report: Report) -> Self | None:
+        """Read what explains a report's artifacts; None where there is none, or of another run."""
+        try:
+            found = cls.model_validate_json((out / FILE).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        digests = {stage.name: stage.artifact.digest for stage in report.stages}
+        same = all(digests.get(e.stage) == e.artifact for e in found.explanations)
+        return found if same else None
+
+
+def _short(value: JsonValue) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(str, value[:3]))}{', …' if len(value) > 3 else ''}]"
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,65 @@
+"""A cause of another package, as docs/explain.md shows it."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+import cli
+from compress.common.errors import GateRefused, Unavailable
+from pipelines.explain import registry
+from pipelines.results.explanation import Explanations
+from pipelines.results.schema import Report
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Install a cause as pip would, with other values of its attributes."""
+
+    def install(**values: str) -> None:
+        text = (ROOT / "docs" / "explain.md").read_text()
+        (code,) = re.findall(r'```python title="halved_input.py"\n(.*?)```', text, re.DOTALL)
+        (entry,) = re.findall(r'title="pyproject.toml"\n\[.*?\]\n(.*?)```', text, re.DOTALL)
+        for name, value in values.items():
+            code, found = re.subn(rf"    {name} = .*", f"    {name} = {value}", code)
+            assert found == 1
+        code = code.replace("refused.stage.scale", "2")
+        (tmp_path / "halved_input.py").write_text(code)
+        (installed := tmp_path / "halved-1.0.dist-info").mkdir()
+        (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: halved\nVersion: 1.0\n")
+        entry = entry.replace('"', "")
+        (installed / "entry_points.txt").write_text(f"[compress.causes]\n{entry}")
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.delitem(sys.modules, "halved_input", raising=False)
+        registry.causes.cache_clear()
+
+    yield install
+    registry.causes.cache_clear()
+
+
+def test_a_cause_of_a_package_explains_its_stage(project, install) -> None:
+    install(stages='("prune_channels",)')
+    # Of this little to learn, only the loss is worse.
+    project.edit("stages:", "metric: loss\nstages:")
+    project.edit("ratio: 0.4", "ratio: 0.9")
+    project.edit("points: 50", "points: 0.001")
+    with pytest.raises(GateRefused):
+        project.run()
+    with pytest.raises(SystemExit) as end:
+        cli.app(["explain", str(project.out)])
+    found = Explanations.read(project.out, Report.read(project.out))
+    assert not end.value.code
+    (explanation,) = found.explanations
+    assert explanation.culprit == "prune_channels"
+    assert [cause.cause for cause in explanation.causes] == ["halved_input"]
+    assert explanation.causes[0].text == "images are read at 1/2 of their size (limit 1.5)"
+    assert explanation.repairs == ({"scale": 1},)
+
+
+def test_a_name_that_is_taken_is_refused(install) -> None:
+    install(key='"outliers"')
+    with pytest.raises(Unavailable, match="the name is taken"):
+        registry.causes()
