@@ -17,6 +17,8 @@ from .core.gate_kinds.call_cost import MaxMemory as MaxMemory
 from .core.gate_kinds.call_cost import MinSpeedup as MinSpeedup
 from .core.gate_kinds.kernel_shares import MinDelegated as MinDelegated
 from .core.gate_kinds.kernel_shares import MinIntegerMacs as MinIntegerMacs
+from .core.gate_kinds.next_tokens import MaxDivergence as MaxDivergence
+from .core.gate_kinds.next_tokens import MinEqualTokens as MinEqualTokens
 from .core.gate_kinds.other_runtime import RunsIn as RunsIn
 from .core.gates import LabelAgreement as LabelAgreement
 from .core.gates import MaxDrop as MaxDrop

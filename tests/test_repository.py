@@ -39,9 +39,9 @@ SHIPPED = [
 
 PUBLIC = {
     compress: "Artifact ArtifactInvalid CompressError Context ConvertPrecision Distill EagerModel "
-    "Finetune GateRefused GraphModel LabelAgreement Loss MaxDrop MaxFileSize MaxLatency MaxMemory "
-    "MaxParameters MaxRelativeDrop MaxSize Metric MinCosine MinDelegated MinIntegerMacs MinMetric "
-    "MinSpeedup Parallel Parity PipelineInvalid Predictor "
+    "Finetune GateRefused GraphModel LabelAgreement Loss MaxDivergence MaxDrop MaxFileSize "
+    "MaxLatency MaxMemory MaxParameters MaxRelativeDrop MaxSize Metric MinCosine MinDelegated "
+    "MinEqualTokens MinIntegerMacs MinMetric MinSpeedup Parallel Parity PipelineInvalid Predictor "
     "PruneChannels PruneLayers PruneWeights QuantizeAwareTraining QuantizeDynamic QuantizeMixed "
     "QuantizeStatic QuantizeWeights RunsIn Signature Splits Stage StageFailed Target "
     "TensorSpec Train Training Unavailable Verdict consolidate "

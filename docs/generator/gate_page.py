@@ -19,6 +19,8 @@ LIMITS = {
     "parity": 1e-4,
     "label_agreement": 0.99,
     "min_cosine": 0.99,
+    "max_divergence": 0.05,
+    "min_equal_tokens": 16.0,
     "max_drop": 1.0,
     "max_relative_drop": 2.0,
     "min_metric": 0.975,
