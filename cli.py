@@ -342,6 +342,20 @@ def serve(
     )
 
 
+@command('compress generate runs/lm/artifacts/export_genai "The "')
+def generate(
+    artifact: ArtifactPath,
+    prompt: Annotated[str, typer.Argument(help="The text to continue.")],
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens to add.")] = 64,
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
+) -> None:
+    """Continue a text with a model of export_genai."""
+    with fast_imports():
+        from export.genai.generate import continue_text
+    found = continue_text(artifact, prompt, tokens, threads)
+    print_result(asdict(found), found.lines())
+
+
 @command(
     "compress bench runs/pipeline/artifacts/onnx runs/pipeline/artifacts/torchscript",
     "compress bench runs/pipeline/artifacts/train --runtimes onnx,aot --html bench.html",
@@ -396,28 +410,8 @@ def package(
 ) -> None:
     """Write a container image, or a folder that transformers opens."""
     with fast_imports():
-        from pipelines.commands.verify import verify_command
-        from serve.image.build_folder import write_build_folder
-        from serve.image.oci_layout import write_image_layout
-
-    def attest(file: Path) -> None:
-        verify_command(artifact, attest=file, sign_key=sign_key)
-
-    if (image is None) == (transformers is None):
-        raise PipelineInvalid("name one folder to write: --image DIR or --transformers DIR")
-    if transformers is not None:
-        if base or sign_key:
-            raise PipelineInvalid("--base and --sign-key are for --image")
-        from compress.artifacts.libraries.transformers_folder import write_transformers_folder
-
-        packaged = write_transformers_folder(artifact, transformers)
-        print_result(asdict(packaged), packaged.lines())
-        return
-    assert image is not None
-    if base is None:
-        written = write_build_folder(artifact, image, attest)
-    else:
-        written = write_image_layout(artifact, image, base, attest)
+        from pipelines.commands.package import package_artifact
+    written = package_artifact(artifact, image, transformers, base, sign_key)
     print_result(asdict(written), written.lines())
 
 

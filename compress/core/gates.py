@@ -15,6 +15,7 @@ from compress.common.errors import StageFailed, Unavailable
 from compress.common.requirements import load_entry_point
 from compress.core.gate import Gate
 from compress.core.gate_kinds.call_cost import MaxLatency, MaxMemory, MinSpeedup
+from compress.core.gate_kinds.generation_speed import MaxFirstToken, MinTokensPerSecond
 from compress.core.gate_kinds.kernel_shares import MinDelegated, MinIntegerMacs
 from compress.core.gate_kinds.next_tokens import MaxDivergence, MinEqualTokens
 from compress.core.gate_kinds.other_runtime import RunsIn
@@ -351,6 +352,8 @@ AnyGate = Annotated[
     | MaxMemory
     | MinDelegated
     | MinIntegerMacs
+    | MinTokensPerSecond
+    | MaxFirstToken
     | RunsIn,
     Field(discriminator="gate"),
     AddedGates(),

@@ -33,6 +33,8 @@ LIMITS = {
     "min_delegated": 0.99,
     "runs_in": 0.0001,
     "min_integer_macs": 0.9,
+    "min_tokens_per_second": 30.0,
+    "max_first_token": 500.0,
 }
 """The limit in each gate's example."""
 

@@ -67,7 +67,9 @@ class MaxDivergence(_NextTokenGate):
                     f"and {tuple(b.shape)}"
                 )
             # In parts: float64 scores of a whole batch would take much memory.
-            for one, other in zip(*(x.flatten(0, 1).split(256) for x in (a, b)), strict=True):
+            for one, other in zip(
+                *(torch.split(x.flatten(0, 1), 256) for x in (a, b)), strict=True
+            ):
                 p, q = (log_softmax(x.double(), -1) for x in (one, other))
                 total += float(kl_div(q, p, reduction="sum", log_target=True))
             positions += a.shape[0] * a.shape[1]
