@@ -68,13 +68,13 @@ def decoder_weights(model: EagerModel | GraphModel, context: Context, title: str
         return DecoderWeights(module, {}, False)
     program = model.program()
     state = program.state_dict
-    if not any(name.endswith("_packed") for name in state) and model.manifest.facts:
-        kinds = {str(node.target).partition(".")[0] for node in program.graph.nodes}
-        if "quantized_decomposed" in kinds or "fidelity" in model.manifest.facts:
-            raise StageFailed(
-                f"{title}: takes float models and those of quantize_weights, found a graph that "
-                "was quantized otherwise"
-            )
+    is_packed = any(name.endswith("_packed") for name in state)
+    # Every quantization stage records how near to the float model its graph is.
+    if "fidelity" in model.manifest.facts and not is_packed:
+        raise StageFailed(
+            f"{title}: takes float models and those of quantize_weights, found a graph that was "
+            "quantized otherwise"
+        )
     packed: dict[tuple[str, bool], PackedWeight] = {}
     for names, parameter in _shared_parameters(module):
         found = False

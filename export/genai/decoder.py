@@ -19,6 +19,7 @@ from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.graph.library_cache import patched_attribute
 from compress.graph.torch_export import export_program
 from export.onnx.lowering import lower
+from export.onnx.passes.rms_norm import use_fused_rms_norms_
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -225,7 +226,9 @@ def _rotary_table(model: Any, context: int) -> tuple[torch.Tensor, torch.Tensor]
 def lower_decoder(decoder: CachedDecoder, shape: CacheShape) -> onnx.ModelProto:
     """Return a decoder in ONNX; raise StageFailed where it cannot be traced or translated."""
     signature = cache_signature(shape)
-    return lower(export_program(decoder, signature), signature, None, free_weights=True)
+    graph = lower(export_program(decoder, signature), signature, None, free_weights=True)
+    use_fused_rms_norms_(graph)
+    return graph
 
 
 def cache_signature(shape: CacheShape) -> Signature:

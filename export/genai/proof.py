@@ -158,9 +158,8 @@ class CacheProof:
 
 def check_runtime_text(expected: Sequence[int], found: Sequence[int]) -> None:
     """Raise StageFailed if onnxruntime-genai generates other tokens than onnxruntime does."""
-    pairs = enumerate(zip(expected, found, strict=False))
-    if place := next((i for i, (a, b) in pairs if a != b), None if expected == found else 0):
-        raise StageFailed(
-            f"onnxruntime-genai generates another token {place + 1} than onnxruntime: "
-            f"{found[place]}, expected {expected[place]}"
-        )
+    for place, (a, b) in enumerate(zip(expected, found, strict=True)):
+        if a != b:
+            raise StageFailed(
+                f"onnxruntime-genai generates {b} as token {place + 1}, and onnxruntime {a}"
+            )

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ENGLISH = "export_genai takes float32 models, and those of quantize_weights; found {}"
+TAKES = "export_genai takes float32 models, and those of quantize_weights; found {}"
 LONGEST = 4096
 """Tokens of a text where neither the setting nor the model's config limits them."""
 
@@ -86,7 +86,7 @@ class ExportGenai(Stage[EagerModel | GraphModel, GenaiModel]):
         """Return why a format has no place in such a folder; empty where it has."""
         if "bfloat16" in formats:
             return NO_BFLOAT16
-        return ENGLISH.format(", ".join(sorted(formats))) if formats else ""
+        return TAKES.format(", ".join(sorted(formats))) if formats else ""
 
     def run(self, model: EagerModel | GraphModel, context: Context) -> GenaiModel:
         """Trace with the cache, translate, write, compare with the source."""
