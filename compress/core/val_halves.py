@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,12 @@ if TYPE_CHECKING:
     from compress.data.splits import Splits
 
 
+INTERVAL_PARTS = 20
+"""Parts of the samples, from whose differences a confidence interval follows."""
+SMALLEST_PART = 8
+"""Samples of a part at least."""
+
+
 def halves_of_val(
     model: Artifact, context: Context, why: str, metric: Metric
 ) -> tuple[HalfOfVal, HalfOfVal]:
@@ -30,7 +37,10 @@ def halves_of_val(
         StageFailed: there is no data, one sample alone, or no metric; the message says that `why`
             needs it.
     """
-    first, second = context.need_data(why).alternating_halves("val", why)
+    data = context.need_data(why)
+    if len(data.split("val")) < 2:  # type: ignore[arg-type]  # Splits admits none without
+        raise StageFailed(f"{why} halves split 'val', which has one sample; bring more")
+    first, second = data.interleaved_parts("val", 2)
     return HalfOfVal(first, metric, context, model), HalfOfVal(second, metric, context, model)
 
 
@@ -50,14 +60,14 @@ class HalfOfVal:
         with self.context.predictor(self.model) as predict:
             self.float_score = self.score(predict)
 
-    def score(self, predict: Predictor) -> float:
-        """Measure the metric of a predictor that takes any number of samples."""
+    def score(self, predict: Predictor, data: Splits | None = None) -> float:
+        """Measure the metric of a predictor that takes any number of samples, on all by default."""
         with ExitStack() as stack:
             reference = None
             if self.metric.name == "fidelity":
                 source = self.context.artifact("source")
                 reference = stack.enter_context(self.context.predictor(source))
-            return evaluate(predict, self.data, "val", self.metric, reference)
+            return evaluate(predict, data or self.data, "val", self.metric, reference)
 
     def drop_points(self, predict: Predictor) -> float:
         """Return by how many points a predictor's metric is worse; infinite without one."""
@@ -67,6 +77,30 @@ class HalfOfVal:
             return math.inf
         # Rounded: 0.98 - 0.97 must not exceed one point by a float's last bit.
         return round(self.metric.drop_points(self.float_score, score), 9)
+
+    def drop_interval(self, predict: Predictor) -> tuple[float, float] | None:
+        """Return the 95 % confidence interval of a predictor's drop, from its drops on parts.
+
+        The parts are independent, so their mean has a t distribution; None where they are too few,
+        or the drop is the same on all of them.
+        """
+        count = min(INTERVAL_PARTS, len(self.data.split("val")) // SMALLEST_PART)  # type: ignore[arg-type]  # Splits admits none without
+        if count < 2:
+            return None
+        drops = []
+        with self.context.predictor(self.model) as reference:
+            for part in self.data.interleaved_parts("val", count):
+                try:
+                    scores = self.score(reference, part), self.score(predict, part)
+                except StageFailed:  # too few samples for the metric, such as one class of two
+                    return None
+                drops.append(self.metric.drop_points(*scores))
+        middle, error = statistics.fmean(drops), statistics.stdev(drops) / math.sqrt(count)
+        # Imported here, as it takes longer than all else in this module.
+        from scipy.stats import t
+
+        reach = float(t.ppf(0.975, count - 1)) * error
+        return (middle - reach, middle + reach) if reach else None
 
     def facts(self, drop: float) -> dict[str, Any]:
         """Return what was measured on these samples, for a manifest."""

@@ -168,23 +168,17 @@ class Splits:
         views = (*self.views, view)
         return replace(self, views=views, _kept_readers=[], _lengths={}, _viewed=[], _hashes=hashes)
 
-    def alternating_halves(self, name: str, why: str) -> tuple[Splits, Splits]:
-        """Return every other sample of a split, and the others, each as a split of that name.
-
-        StageFailed, naming what needs them, where there is only one sample.
-        """
+    def interleaved_parts(self, name: str, count: int) -> list[Splits]:
+        """Return every `count`-th sample of a split, from each of its first ones on."""
         dataset: Any = self.split(name)
-        if len(dataset) < 2:
-            raise StageFailed(f"{why} halves split {name!r}, which has one sample; bring more")
         loading = self.loading.model_copy(update={"cache": None})  # the dataset reads through it
-        halves = (
+        return [
             Splits(
-                *({name: Subset(dataset, range(first, len(dataset), 2))}, self.batch_size, loading),
-                *(self.input_names, self.source),
+                {name: Subset(dataset, range(first, len(dataset), count))},
+                *(self.batch_size, loading, self.input_names, self.source),
             )
-            for first in range(2)
-        )
-        return next(halves), next(halves)
+            for first in range(count)
+        ]
 
     def split(self, name: str) -> Dataset[Any]:
         """Return one dataset, with the sample cache and the views applied; see :meth:`stored`."""

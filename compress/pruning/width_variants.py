@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 LARGEST_CUT = 0.8
 """Largest fraction of a group's channels that a variant lacks."""
+TRIES = 10
+"""Draws of a group's width, so that it differs from those of the variants before."""
 
 
 def width_variants(
@@ -56,11 +58,16 @@ def width_variants(
     widths = {one.group.name: len(one.scores) for one in ranking.ranked}
     yield widths, model
     generator, limits = random.Random(seed), Limits(round_to=round_to)
+    used: list[set[int]] = [set() for _ in ranking.ranked]
     for number in range(1, count):
-        keep = [
-            ranking.allocate(generator.uniform(0, LARGEST_CUT), limits)[i]
-            for i in range(len(ranking.ranked))
-        ]
+        keep = []
+        for i, before in enumerate(used):
+            for _ in range(TRIES):
+                width = ranking.allocate(generator.uniform(0, LARGEST_CUT), limits)[i]
+                if width not in before:
+                    break
+            before.add(width)
+            keep.append(width)
         plan = ranking.verify(keep)
         cut = {one.group.name: len(one.group.channels) - len(one.removed) for one in plan.groups}
         sliced = sliced_copy(module, plan.kept, plan.attributes)

@@ -20,7 +20,7 @@ from scipy.optimize import nnls
 from compress.common.errors import StageFailed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     Widths = Mapping[str, int]
 
@@ -53,29 +53,31 @@ class ResizableModel:
     """Place of an integer, in the order of :func:`_integers` → how it follows from widths."""
 
     @classmethod
-    def fit(cls, exports: Sequence[tuple[Widths, onnx.ModelProto]]) -> Self:
+    def fit(cls, exports: Iterable[tuple[Widths, onnx.ModelProto]]) -> Self:
         """Find how the integers of a model follow from its widths.
 
         Args:
             exports: widths by group of channels, and the model that was exported at these; the
-                first is the one that is resized.
+                first is the one that is resized. The third and later ones are only asked for where
+                an integer follows from several groups, or two leave a doubt.
 
         Raises:
             StageFailed: the exports differ in more than integers, or these are no sums of widths.
         """
-        widths = [each for each, _ in exports]
-        models = [_canonical(model) for _, model in exports]
-        columns = [[*_integers(model)] for model in models]
-        structures = {_structure(model) for model in models}
-        if len(structures) > 1 or len({len(column) for column in columns}) > 1:
-            raise StageFailed("exports at other widths have other operators")
+        left = iter(exports)
+        widths, models, columns = _compared([next(left), next(left)])
+        two = {numbers for numbers in zip(*columns, strict=True) if len({*numbers}) > 1}
+        is_unclear = any(a == b for a, b in zip(*(each.values() for each in widths), strict=True))
+        if is_unclear or any(_as_multiple(numbers, widths) is None for numbers in two):
+            further = [(each, model) for each, model in left]
+            widths, models, columns = _compared([*zip(widths, models, strict=True), *further])
         known: dict[tuple[int, ...], Sum | None] = {}
         sums: dict[int, Sum] = {}
         for place, numbers in enumerate(zip(*columns, strict=True)):
             if len({*numbers}) == 1:
                 continue
             if numbers not in known:
-                known[numbers] = _as_sum(numbers, widths)
+                known[numbers] = _as_multiple(numbers, widths) or _as_sum(numbers, widths)
             found = known[numbers]
             if found is None:
                 raise StageFailed(
@@ -106,6 +108,32 @@ class ResizableModel:
             groups = {group for one in sums if one for group, _ in one.coefficients}
             pairs |= set(combinations(sorted(groups), 2))
         return pairs
+
+
+def _compared(
+    exports: Sequence[tuple[Widths, onnx.ModelProto]],
+) -> tuple[list[Widths], list[onnx.ModelProto], list[list[int]]]:
+    """Return widths, models with canonical names, and the integers of each.
+
+    Raises:
+        StageFailed: the models differ in more than integers.
+    """
+    models = [_canonical(model) for _, model in exports]
+    columns = [[*_integers(model)] for model in models]
+    if len({*map(_structure, models)}) > 1 or len({*map(len, columns)}) > 1:
+        raise StageFailed("exports at other widths have other operators")
+    return [widths for widths, _ in exports], models, columns
+
+
+def _as_multiple(numbers: Sequence[int], widths: Sequence[Widths]) -> Sum | None:
+    """Return the width of which some numbers are a multiple or a part, if it is one alone."""
+    found = []
+    for group, width in widths[0].items():
+        factor = Fraction(numbers[0], width)
+        is_whole = 1 in (factor.numerator, factor.denominator)
+        if is_whole and all(factor * w[group] == n for w, n in zip(widths, numbers, strict=True)):
+            found.append(Sum(((group, factor),), Fraction(0)))
+    return found[0] if len(found) == 1 else None
 
 
 def _as_sum(numbers: Sequence[int], widths: Sequence[Widths]) -> Sum | None:

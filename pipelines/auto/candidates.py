@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    from compress.pruning.finetune import Finetune
     from pipelines.config.auto_settings import AutoSettings
     from pipelines.config.pipeline import PipelineConfig
 
@@ -36,6 +37,8 @@ class Candidate:
     format: Format
     widths: tuple[tuple[str, int], ...] = ()
     """Group of coupled channels → how many stay; groups that lose none are left out."""
+    trained: int = 0
+    """Epochs of `space.recovery` that it was trained for after it was cut."""
 
     @property
     def name(self) -> str:
@@ -43,10 +46,11 @@ class Candidate:
         if not self.widths:
             return f"{self.format}-whole"
         digest = hashlib.sha256(json.dumps([self.format, self.widths]).encode()).hexdigest()
-        return f"{self.format}-{digest[:8]}"
+        trained = f"-{self.trained}-epochs" if self.trained else ""
+        return f"{self.format}-{digest[:8]}{trained}"
 
-    def stages(self, settings: AutoSettings) -> list[dict[str, Any]]:
-        """Return the stages that make it, as a pipeline file has them."""
+    def stages(self, base: PipelineConfig, settings: AutoSettings) -> list[dict[str, Any]]:
+        """Return the stages that make it after those of `base`, as a pipeline file has them."""
         made: list[dict[str, Any]] = []
         space = settings.space
         if self.widths and space.widths is not None:
@@ -58,10 +62,9 @@ class Candidate:
             importance = space.widths.importance
             widths = dict(self.widths)
             stage = {"stage": "prune_channels", "widths": widths, "importance": importance, **kept}
-            if space.finetune is not None:
-                finetune = space.finetune.model_dump(mode="json", exclude_unset=True)
-                stage["finetune"] = finetune
             made.append(stage)
+        if self.trained and space.recovery is not None:
+            made += _training_stages(space.recovery, self.trained, _last(base))
         if self.format != "float":
             made.append({"stage": QUANTIZING[self.format]})
         return [*made, {"stage": EXPORT}]
@@ -97,7 +100,7 @@ class Candidate:
     def _content(self, base: PipelineConfig, settings: AutoSettings) -> dict[str, Any]:
         content = base.model_dump(mode="json", exclude_unset=True, exclude={"auto", "stages"})
         stages = [s.model_dump(mode="json", exclude_unset=True) for s in base.stages]
-        return {**content, "name": base.name, "stages": [*stages, *self.stages(settings)]}
+        return {**content, "name": base.name, "stages": [*stages, *self.stages(base, settings)]}
 
 
 class CheckedModel(Settings):
@@ -107,6 +110,8 @@ class CheckedModel(Settings):
     format: Format
     widths: dict[str, int]
     """Group of coupled channels → how many stay, of groups that lose some."""
+    trained: int = 0
+    """Epochs that it was trained for after it was cut."""
     predicted_ms: float | None
     """Median time of a call by the latency model, before it was measured."""
     latency_ms: float
@@ -120,17 +125,49 @@ class CheckedModel(Settings):
     metric is not finite."""
     confirmed_drop: float | None = None
     """The same on the other half, of models that were chosen."""
+    confirmed_between: tuple[float, float] | None = None
+    """95 % confidence interval of `confirmed_drop`; None where too few samples differ."""
 
     @property
     def candidate(self) -> Candidate:
         """The choice itself."""
-        return Candidate(self.format, tuple(sorted(self.widths.items())))
+        return Candidate(self.format, tuple(sorted(self.widths.items())), self.trained)
 
 
 def candidate_of(format: Format, widths: Mapping[str, int], whole: Mapping[str, int]) -> Candidate:
     """Return the candidate of a format and widths, of which some may be those of the whole."""
     cut = {group: width for group, width in widths.items() if width != whole[group]}
     return Candidate(format, tuple(sorted(cut.items())))
+
+
+def rungs(epochs: int) -> list[int]:
+    """Return after how many epochs, of all that a model is trained for, some are dropped.
+
+    Each rung of successive halving has three times the epochs of the one before (Jamieson and
+    Talwalkar, "Non-stochastic best arm identification and hyperparameter optimization", 2016).
+    """
+    ends = [1]
+    while ends[-1] < epochs:
+        ends.append(min(epochs, 3 * ends[-1] + 1))
+    return ends
+
+
+def _training_stages(recovery: Finetune, trained: int, teacher: str) -> list[dict[str, Any]]:
+    """Return a stage for each rung, so that a longer training goes on where a shorter one ended."""
+    training = recovery.model_dump(mode="json", exclude_unset=True, exclude={"teaching", "epochs"})
+    # The best epoch by `val` would flatter a model before it is confirmed on a half of it.
+    training = {"keep": "last", **training}
+    taught: dict[str, Any] = {"stage": "train"}
+    if recovery.teaching is not None:
+        settings = recovery.teaching.model_dump(mode="json", exclude_unset=True)
+        taught = {"stage": "distill", "teacher": teacher, **settings}
+    stages, before = [], 0
+    for end in rungs(recovery.epochs):
+        if end <= trained:
+            name = f"recovery-{end}"
+            stages.append({"name": name, **taught, "epochs": end - before, **training})
+            before = end
+    return stages
 
 
 def _last(base: PipelineConfig) -> str:

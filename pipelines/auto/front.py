@@ -58,12 +58,13 @@ class Front(Settings):
         """Describe a checked model in a line."""
         drop = "no finite metric" if model.drop is None else f"drop {model.drop:.3g} points"
         cut = f", {len(model.widths)} groups cut" if model.widths else ""
+        trained = f", trained for {model.trained} epochs" if model.trained else ""
         predicted = "" if model.predicted_ms is None else f" (predicted {model.predicted_ms:.3g})"
         size = f"{model.bytes / 1e6:.3g} MB"
-        return f"{model.format}{cut}: {model.latency_ms:.3g} ms{predicted}, {size}, {drop}"
+        return f"{model.format}{cut}{trained}: {model.latency_ms:.3g} ms{predicted}, {size}, {drop}"
 
-    def missed_limits(self, model: CheckedModel) -> tuple[str, ...]:
-        """Return the limits that a model does not keep to: `max_drop`, `latency`, `size`."""
+    def missed_limits(self, model: CheckedModel, but: str = "") -> tuple[str, ...]:
+        """Return the limits that a model misses, of `max_drop`, `latency`, `size` but one."""
         limits = self.limits
         drops = (model.drop, model.confirmed_drop or 0.0)
         missed = {
@@ -72,7 +73,7 @@ class Front(Settings):
             "latency": limits.latency is not None and model.latency_ms > limits.latency,
             "size": limits.size is not None and model.bytes > limits.size,
         }
-        return tuple(name for name, is_missed in missed.items() if is_missed)
+        return tuple(name for name, is_missed in missed.items() if is_missed and name != but)
 
     @classmethod
     def read(cls, out: Path) -> Front | None:

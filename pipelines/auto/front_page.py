@@ -41,6 +41,9 @@ def cells_of(front: Front, model: CheckedModel) -> tuple[str, ...]:
         "" if value is None else f"{value:.3g}"
         for value in (model.predicted_ms, model.drop, model.confirmed_drop)
     )
+    if model.confirmed_between is not None:
+        low, high = model.confirmed_between
+        confirmed += f" ({low:.2g} to {high:.2g})"
     figures = (f"{model.latency_ms:.3g}", predicted, f"{model.bytes / 1e6:.3g}", drop, confirmed)
     return (model.name, str(len(model.widths)), *figures, ", ".join(front.missed_limits(model)))
 

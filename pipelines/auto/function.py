@@ -68,7 +68,7 @@ def auto(
     time: str = "10m",
     formats: Sequence[Format] = ("float", "int8_static"),
     widths: dict[str, Any] | None = None,
-    finetune: dict[str, Any] | None = None,
+    recovery: dict[str, Any] | None = None,
     task: TaskName | None = None,
     metric: str | None = None,
     out: Path | str | None = None,
@@ -88,7 +88,7 @@ def auto(
         time: how long to search, with its unit.
         formats: numbers that the model may compute with.
         widths: settings of `space.widths` in a pipeline file.
-        finetune: how every smaller model is trained; by default none is.
+        recovery: settings of `space.recovery` in a pipeline file; by default nothing is trained.
         task: what the model is for.
         metric: name of a metric; by default it follows from the targets.
         out: folder of the results; by default a temporary one, removed when the process ends.
@@ -104,7 +104,7 @@ def auto(
     settings: dict[str, Any] = {
         "limits": {name: value for name, value in limits.items() if value is not None},
         "time": time,
-        "space": {"formats": list(formats), "widths": widths or {}, "finetune": finetune},
+        "space": {"formats": list(formats), "widths": widths or {}, "recovery": recovery},
     }
     given = {"task": task, "metric": metric}
     content |= {name: value for name, value in given.items() if value is not None}

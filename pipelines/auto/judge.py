@@ -86,7 +86,8 @@ class Judge:
         """A hash of all that figures depend on, besides the candidate."""
         space = self.settings.model_dump(mode="json", include={"space"})
         metric, threads = self.context.metric.identity(), self.context.threads
-        content = [self.model.digest, space, metric, threads, self.context.seed, machine()]
+        measured = [threads, self.settings.batch, machine()]
+        content = [self.model.digest, space, metric, self.context.seed, measured]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def check(self, candidate: Candidate, predicted_ms: float | None = None) -> CheckedModel:
@@ -103,6 +104,7 @@ class Judge:
             name=candidate.name,
             format=candidate.format,
             widths=dict(candidate.widths),
+            trained=candidate.trained,
             predicted_ms=predicted_ms,
             latency_ms=self._latency_ms(candidate),
             bytes=report.stages[-1].measurements.bytes,
@@ -114,7 +116,9 @@ class Judge:
         """Return a chosen model with its drop on the half of `val` that the search did not see."""
         with self._opened(model.candidate) as predict:
             drop = self.confirmed_on.drop_points(predict)
-        return model.model_copy(update={"confirmed_drop": drop if math.isfinite(drop) else None})
+            between = self.confirmed_on.drop_interval(predict)
+        confirmed = drop if math.isfinite(drop) else None
+        return model.model_copy(update={"confirmed_drop": confirmed, "confirmed_between": between})
 
     def loss_of(self, module: nn.Module) -> float:
         """Return the squared distance of a module's outputs, relative to the float model's."""
@@ -127,7 +131,7 @@ class Judge:
         model's weights leave the processor's caches.
         """
         base, own = self._artifact(Candidate("float")), self._artifact(candidate)
-        batch = self.model.signature.smallest_batch
+        batch = self.settings.batch or self.model.signature.smallest_batch
         compared = self.context.compare_latency(base, own, batch)
         if compared.interval.unreliable_reason:
             raise StageFailed(unmeasurable("the latency", compared.interval.unreliable_reason))

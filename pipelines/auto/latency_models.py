@@ -19,7 +19,7 @@ from export.onnx.proto_io import write
 from export.onnx.translate import translate
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     import onnx
 
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     Grid = Mapping[str, Sequence[int]]
 
 EXPORTS = 4
-"""Models at random widths that are exported; files at all other widths follow from these."""
+"""Models at random widths that are exported at most; files at all other widths follow from these,
+and mostly from the first two."""
 FITTED = 16
 """Models at widths of the grid whose latencies the kernels' sum is fitted to."""
 CALIBRATED_ON = 32
@@ -83,7 +84,8 @@ def build_format_model(
         folder = Path(name)
         whole, exports = export_at_random_widths(format, model, context, settings, folder)
         resizable = ResizableModel.fit(exports)
-        inputs = context.measured_batches(model.signature, model.signature.smallest_batch)
+        batch = settings.batch or model.signature.smallest_batch
+        inputs = context.measured_batches(model.signature, batch)
         specs = model.signature.inputs
         arrays = {s.name: x.numpy() for s, x in zip(specs, inputs[0], strict=True)}
         costs = WidthCosts(resizable, whole, arrays, table)
@@ -109,29 +111,28 @@ def build_format_model(
 
 def export_at_random_widths(
     format: Format, model: EagerModel, context: Context, settings: AutoSettings, folder: Path
-) -> tuple[dict[str, int], list[tuple[dict[str, int], onnx.ModelProto]]]:
-    """Return the model's own widths, and exports of it in a format at a few random ones."""
+) -> tuple[dict[str, int], Iterator[tuple[dict[str, int], onnx.ModelProto]]]:
+    """Return the model's own widths, and yield exports of it in a format at a few random ones."""
     widths = settings.space.widths
     chosen: dict[str, Any] = {}
     if widths is not None:
         chosen = widths.model_dump(include={"include", "exclude", "across_norms"})
-    whole: dict[str, int] = {}
-    exports = []
-    # The first one has all its channels, and so perhaps not the rewrites that pruning makes.
     variants = width_variants(model, folder, EXPORTS + 1, round_to=1, seed=context.seed, **chosen)
-    for number, (own, variant) in enumerate(variants):
-        if number == 0:
-            whole = own
-            continue
-        context.progress(f"latency of {format}", number - 1, EXPORTS, "export")
-        source: Any = variant
-        if format != "float":
-            source = _quantized(format, variant, context.with_root(folder / f"int8-{number}"))
-        graph, _ = translate(source, None, "auto")
-        compact_(graph)
-        strip_(graph)
-        exports.append((own, graph))
-    return whole, exports
+    # The first one has all its channels, and so perhaps not the rewrites that pruning makes.
+    whole, _ = next(variants)
+
+    def exports() -> Iterator[tuple[dict[str, int], onnx.ModelProto]]:
+        for number, (own, variant) in enumerate(variants):
+            context.progress(f"latency of {format}", number, EXPORTS, "export")
+            source: Any = variant
+            if format != "float":
+                source = _quantized(format, variant, context.with_root(folder / f"int8-{number}"))
+            graph, _ = translate(source, None, "auto")
+            compact_(graph)
+            strip_(graph)
+            yield own, graph
+
+    return whole, exports()
 
 
 def _quantized(format: Format, model: EagerModel, context: Context) -> Any:

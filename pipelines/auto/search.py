@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,7 @@ from compress.common.errors import PipelineInvalid, StageFailed
 from compress.core.stage import members_of
 from compress.pruning.width_harms import WidthSpace, measure_harms
 from export.latency.kernel_table import TABLES, KernelTable
-from pipelines.auto.candidates import Candidate, CheckedModel, candidate_of
+from pipelines.auto.candidates import Candidate, CheckedModel, candidate_of, rungs
 from pipelines.auto.front import Front
 from pipelines.auto.judge import Judge
 from pipelines.auto.latency_models import FormatModel, build_format_model
@@ -22,17 +22,23 @@ from pipelines.auto.solver import Limit, Programme
 from pipelines.system.machine_info import machine
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
+    from compress.pruning.width_harms import Harms
     from pipelines.config.auto_settings import AutoSettings, Format
     from pipelines.config.pipeline import PipelineConfig
     from pipelines.config.run_options import RunOptions
 
 POINTS, HARMS = "points", "harms.json"
 """In the results' folder: the pipelines of the front, and what single cuts lose."""
-HARMS_SHARE = 0.35
-"""Share of the time that is spent on what single cuts lose."""
+HARMS_SHARES = (0.1, 0.35)
+"""Shares of the time after which what single cuts lose is taken as it is known: early, for a first
+model, and once more."""
+UNTRAINED_SHARE = 0.5
+"""Share of the time after which models are trained, where `recovery` says so."""
+TRAINED_AT_ONCE = 6
+"""Models of which successive halving trains the best to the end."""
 CHECKS_AT_LIMIT = 5
 """Models that are checked at the asked latency before other latencies are looked at."""
 NARROW = 1.03
@@ -108,14 +114,28 @@ class Search:
         if widths is not None and time.monotonic() < deadline:
             space = WidthSpace.of_model(self.judge.model, self.judge.context, **widths.model_dump())
             if space.grid and self._is_feasible(space):
-                programme = self._measure_space(space, deadline)
-                while (
-                    self.models
-                    and time.monotonic() < deadline
-                    and self._check_next(space, programme)
-                ):
-                    pass
+                self._measure_kernels(space)
+                self._check_cut(space, deadline)
         return self._finish()
+
+    def _check_cut(self, space: WidthSpace, deadline: float) -> None:
+        """Check smaller models, first as they are after a refit, then trained."""
+        begin = deadline - self.settings.time
+        for share in HARMS_SHARES:
+            harms = self._measure_harms(space, min(deadline, begin + share * self.settings.time))
+            programme = Programme(space.grid, harms)
+            if not self.models or time.monotonic() >= deadline:
+                return
+            is_left = self._check_next(space, programme)
+        recovery = self.settings.space.recovery
+        untrained_until = begin + UNTRAINED_SHARE * self.settings.time if recovery else deadline
+        while is_left and time.monotonic() < untrained_until:
+            is_left = self._check_next(space, programme)
+        if recovery is not None:
+            while time.monotonic() < deadline and self._train_best(
+                self._contenders(space, programme), rungs(recovery.epochs), deadline
+            ):
+                pass
 
     def _is_feasible(self, space: WidthSpace) -> bool:
         """Check the smallest model in the fastest format; return whether it meets the limits."""
@@ -132,8 +152,8 @@ class Search:
             limits.size is None or found.bytes <= limits.size
         )
 
-    def _measure_space(self, space: WidthSpace, deadline: float) -> Programme:
-        """Measure kernels over the grid of widths, and what each single cut loses."""
+    def _measure_kernels(self, space: WidthSpace) -> None:
+        """Measure kernels over the grid of widths, in each format."""
         judge = self.judge
         table = KernelTable(self.out / TABLES, machine(), judge.context.threads)
         for format in self.settings.space.formats:
@@ -151,27 +171,30 @@ class Search:
             self.models[format] = built
         for model in self.checked.values():
             self._correct(model, space)
-        file = self.out / HARMS
+
+    def _measure_harms(self, space: WidthSpace, deadline: float) -> Harms:
+        """Measure what each single cut loses; what an earlier search measured is read."""
+        judge, file = self.judge, self.out / HARMS
         key = f"{judge.model.digest} {self.settings.space.widths}"
         try:
             content = json.loads(file.read_bytes())
             known = content["harms"] if content["key"] == key else {}
         except (OSError, ValueError, KeyError, TypeError):
             known = {}
-        harms = measure_harms(
+        return measure_harms(
             space,
             judge.context.progress,
             judge.loss_of,
             known,
             lambda: write_atomically(file, json.dumps({"key": key, "harms": known}, indent=1)),
-            min(deadline, time.monotonic() + HARMS_SHARE * self.settings.time),
+            deadline,
         )
-        return Programme(space.grid, harms)
 
     def _check_next(self, space: WidthSpace, programme: Programme) -> bool:
         """Check the next model, and correct the prediction; return whether there was one."""
         for target_ms in self._targets():
-            found = self._solve(space, programme, target_ms)
+            known = [*(model.candidate for model in self.checked.values()), *self.failed]
+            found = self._solve(space, programme, target_ms, known)
             if found is not None:
                 candidate, predicted_ms = found
                 self._check(candidate, predicted_ms)
@@ -179,6 +202,90 @@ class Search:
                     self._correct(self.checked[candidate.name], space)
                 return True
         return False
+
+    def _contenders(
+        self, space: WidthSpace, programme: Programme
+    ) -> list[tuple[Candidate, float | None]]:
+        """Return the cut models that may be the best once they are trained.
+
+        Where the loss decides, those that lose least within the limits; where latency does, some
+        between the fastest model that keeps `max_drop` and the fastest of all.
+        """
+        trained = {replace(m.candidate, trained=0) for m in self.checked.values() if m.trained}
+        known = {*trained, *self.failed, *(Candidate(format) for format in self.models)}
+        found: list[tuple[Candidate, float | None]] = []
+        if self._loss_decides:
+            kept = [
+                model
+                for model in self._offered()
+                if model.widths
+                and not model.trained
+                and model.candidate not in known
+                and not self._front().missed_limits(model, but="max_drop")
+            ]
+            kept.sort(key=lambda model: model.loss)
+            found = [(model.candidate, model.predicted_ms) for model in kept[:TRAINED_AT_ONCE]]
+            targets = [self.settings.limits.latency] * (TRAINED_AT_ONCE - len(found))
+        else:
+            offered = self._offered()
+            best_ms = min((m.latency_ms for m in offered if self._keeps_drop(m)), default=math.inf)
+            best_ms = min(best_ms, max(model.latency_ms for model in offered))
+            beaten = [m.latency_ms for m in offered if m.trained and m.latency_ms < best_ms]
+            low_ms = max(beaten, default=min(best_ms, self._smallest_ms()))
+            step = (best_ms / low_ms) ** (1 / (TRAINED_AT_ONCE + 1))
+            count = TRAINED_AT_ONCE if step**TRAINED_AT_ONCE > NARROW else 0
+            # The slowest first: they need the least training, if time is short.
+            targets = [best_ms / step ** (i + 1) for i in range(count)]
+        for target_ms in targets:
+            solved = self._solve(space, programme, target_ms, [*known, *(c for c, _ in found)])
+            if solved is not None:
+                found.append(solved)
+        return found
+
+    def _train_best(
+        self, contenders: list[tuple[Candidate, float | None]], ends: list[int], deadline: float
+    ) -> bool:
+        """Train models by successive halving; return whether there was one and time for it.
+
+        Args:
+            contenders: models, and their predicted latencies.
+            ends: epochs after which the better half goes on.
+            deadline: on the clock of :func:`time.monotonic`.
+        """
+        seconds_per_epoch, before = 0.0, 0
+        for end in ends:
+            reached = []
+            for candidate, predicted_ms in contenders:
+                start = time.monotonic()
+                if start + seconds_per_epoch * (end - before) > deadline:
+                    break
+                trained = replace(candidate, trained=end)
+                self._check(trained, predicted_ms)
+                taken = (time.monotonic() - start) / (end - before)
+                seconds_per_epoch = max(seconds_per_epoch, taken)
+                if trained.name in self.checked:
+                    reached.append((candidate, predicted_ms))
+            if not reached:
+                return end > ends[0]
+            contenders, before = self._better_half(reached, end), end
+        return True
+
+    def _better_half(
+        self, trained: list[tuple[Candidate, float | None]], epochs: int
+    ) -> list[tuple[Candidate, float | None]]:
+        """Return the half of some trained models that is to be trained on, the best first."""
+        offered = self._offered()
+        best_ms = min((m.latency_ms for m in offered if self._keeps_drop(m)), default=math.inf)
+        models = {one: self.checked[replace(one[0], trained=epochs).name] for one in trained}
+        if not self._loss_decides:
+            # No more training makes a model faster.
+            models = {one: model for one, model in models.items() if model.latency_ms < best_ms}
+
+        def order(one: tuple[Candidate, float | None]) -> tuple[float, float]:
+            drop = models[one].drop
+            return (math.inf if drop is None else drop), models[one].loss
+
+        return sorted(models, key=order)[: math.ceil(len(models) / 2)]
 
     def _correct(self, checked: CheckedModel, space: WidthSpace) -> None:
         """Take a measured latency into account in the model of its format."""
@@ -221,16 +328,19 @@ class Search:
         )
 
     def _solve(
-        self, space: WidthSpace, programme: Programme, latency_ms: float
+        self,
+        space: WidthSpace,
+        programme: Programme,
+        latency_ms: float | None,
+        known: Sequence[Candidate],
     ) -> tuple[Candidate, float] | None:
-        """Return the model that loses least below a latency, of those that were not tried."""
+        """Return the model that loses least below a latency, if it has one, besides known ones."""
         best: tuple[float, Candidate, float] | None = None
         for format, model in self.models.items():
             corrected = model.corrected()
-            limits = [Limit(corrected, ROOM * latency_ms)]
+            limits = [] if latency_ms is None else [Limit(corrected, ROOM * latency_ms)]
             if self.settings.limits.size is not None:
                 limits.append(Limit(model.bytes, ROOM * self.settings.limits.size))
-            known = [*(c.candidate for c in self.checked.values()), *self.failed]
             tried = [{**space.whole, **dict(c.widths)} for c in known if c.format == format]
             widths = programme.solve(limits, tried)
             if widths is None:
@@ -260,6 +370,12 @@ class Search:
         formats = self.settings.space.formats
         return [model for model in self.checked.values() if model.format in formats]
 
+    @property
+    def _loss_decides(self) -> bool:
+        """Whether the best model is the one that loses least, and not the fastest."""
+        limits = self.settings.limits
+        return limits.latency is not None or limits.max_drop is None
+
     def _keeps_drop(self, model: CheckedModel) -> bool:
         most = self.settings.limits.max_drop
         return model.drop is not None and (most is None or model.drop <= most)
@@ -278,9 +394,9 @@ class Search:
         """Confirm the models that meet all limits, the best first, and write their pipelines."""
         front = self._front()
         wanted = [model for model in self._offered() if not front.missed_limits(model)]
-        by_drop = self.settings.limits.latency is not None
+        by_loss = self._loss_decides
         wanted.sort(
-            key=lambda m: (m.drop or 0.0, m.loss) if by_drop else (m.latency_ms, m.drop or 0.0)
+            key=lambda m: (m.drop or 0.0, m.loss) if by_loss else (m.latency_ms, m.drop or 0.0)
         )
         most, best = self.settings.limits.max_drop, None
         for model in wanted:

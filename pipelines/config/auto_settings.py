@@ -74,9 +74,10 @@ class AutoSpace(Settings):
     """How many channels of each group stay; null leaves all of them."""
     formats: Annotated[tuple[Format, ...], Field(min_length=1)] = ("float", "int8_static")
     """Numbers that the model computes with, one of these for all its layers."""
-    finetune: AnyFinetune | None = None
-    """How every smaller model is trained; by default layers are refitted, and nothing is
-    trained."""
+    recovery: AnyFinetune | None = None
+    """How the most promising of the smaller models are trained, by successive halving: some for one
+    epoch, the better half of them on, the best for all `epochs`. By default layers are refitted,
+    and nothing is trained."""
 
 
 class AutoSettings(Settings):
@@ -84,6 +85,9 @@ class AutoSettings(Settings):
 
     limits: AutoLimits = AutoLimits()
     """What a model must keep to."""
+    batch: Count | None = None
+    """Samples of a call whose latency is measured; by default one, or as many as the model
+    takes."""
     time: Annotated[Seconds, Field(json_schema_extra={"default": "10m"})] = 600.0
     """For how long the search goes on, with its unit: `10m`. What is measured then is finished."""
     space: AutoSpace = AutoSpace()

@@ -65,6 +65,25 @@ def test_sizes_are_those_of_an_export_at_these_widths(exports, tmp_path: Path) -
     assert found.shape == (1, 5)
 
 
+def test_two_exports_are_enough_where_each_size_has_one_group(tmp_path: Path) -> None:
+    def chain(a: int, b: int) -> onnx.ModelProto:
+        layers = nn.Conv2d(3, a, 3), nn.Conv2d(a, b, 3), nn.Flatten(), nn.Linear(16 * b, 5)
+        return export(tmp_path, 0, 0, nn.Sequential(*layers))
+
+    def exports(*widths: tuple[int, int]) -> Iterator[tuple[dict[str, int], onnx.ModelProto]]:
+        yield from (({"a": a, "b": b}, chain(a, b)) for a, b in widths)
+        yield {"a": 9, "b": 4}, chain(9, 4)
+        pytest.fail("a fourth export was asked for")
+
+    resized = ResizableModel.fit(exports((16, 12), (7, 9))).resize({"a": 6, "b": 11})
+    assert [*sizes(resized)] == [*sizes(chain(6, 11))]
+    # Two groups whose widths are alike, or the same, cannot be told apart by two exports.
+    with pytest.raises(pytest.fail.Exception):
+        ResizableModel.fit(exports((16, 16), (7, 7)))
+    with pytest.raises(pytest.fail.Exception):
+        ResizableModel.fit(exports((16, 12), (16, 9)))
+
+
 def test_groups_that_meet_in_a_weight_are_found(exports) -> None:
     assert ResizableModel.fit(exports).groups_together() == {("a", "b")}
 

@@ -97,6 +97,29 @@ def test_a_search_finds_a_faster_model_and_goes_on_where_it_was(
 
 
 @pytest.mark.slow
+def test_the_better_half_of_trained_models_is_trained_on(file: Path, tmp_path: Path, capfd) -> None:
+    recovery = "recovery: {epochs: 3, batch_size: 20, learning_rate: 0.05, teaching: {}}"
+    space = f"space: {{widths: {{values: 2}}, formats: [float], {recovery}}}"
+    content = FILE.replace("space: {widths: {values: 3}, formats: [float, int8_static]}", space)
+    # One epoch leaves the net at chance, so that its cuts lose nothing until they are trained.
+    file.write_text(content.replace("epochs: 6}", "epochs: 1}").replace("time: 20s", "time: 5m"))
+    out = tmp_path / "out"
+    assert auto(file, "--out", out, "--json", "--latency", "1s") == 0
+    models = json.loads(capfd.readouterr().out)["checked"]
+    after = {
+        epochs: {str(m["widths"]) for m in models if m["trained"] == epochs} for epochs in (1, 3)
+    }
+    assert after[1] and after[3] < after[1] and len(after[3]) <= (len(after[1]) + 1) // 2
+    assert after[1] <= {str(m["widths"]) for m in models if not m["trained"]}
+    # A longer training begins with the shorter one, which is not done again.
+    (trained, *_) = (m["name"] for m in models if m["trained"] == 3)
+    report = json.loads((out / "candidates" / trained / "report.json").read_text())
+    stages = {stage["name"]: stage for stage in report["stages"]}
+    assert [*stages] == ["train", "prune_channels", "recovery-1", "recovery-3", "export_onnx"]
+    assert stages["recovery-1"]["cached"] and not stages["recovery-3"]["cached"]
+
+
+@pytest.mark.slow
 def test_limits_that_cannot_be_met_are_told_with_the_nearest_model(
     file: Path, tmp_path: Path, capfd
 ) -> None:
