@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import onnx
 
 ATTENTION = "group_query_attention"
-"""Name of the attention that is registered with transformers while a decoder is traced."""
+"""Name of the attention that transformers knows while a decoder is traced."""
 ROTARY = "apply_rotary_pos_emb"
 """Function of transformers' modules that turns queries and keys."""
 ROTARY_MULTIPLE = 16
@@ -56,9 +56,9 @@ class CachedDecoder(nn.Module):
     def __init__(self, model: Any, context: int) -> None:
         super().__init__()
         self.model, self.calls = model, AttentionCalls()
-        self.rotary = _rotary_table(model, context)
-        self.register_buffer("cos", None if self.rotary is None else self.rotary[0])
-        self.register_buffer("sin", None if self.rotary is None else self.rotary[1])
+        cos, sin = _rotary_table(model, context) or (None, None)
+        self.register_buffer("cos", cos)
+        self.register_buffer("sin", sin)
 
     @torch.no_grad()
     def cache_shape(self) -> CacheShape:
@@ -101,10 +101,11 @@ class CachedDecoder(nn.Module):
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         module: Any = sys.modules[type(self.model).__module__]
-        ALL_ATTENTION_FUNCTIONS.register(ATTENTION, self.calls)
         self.model.config._attn_implementation = ATTENTION
         with ExitStack() as restore:
-            if self.rotary is not None:
+            ALL_ATTENTION_FUNCTIONS[ATTENTION] = self.calls
+            restore.callback(ALL_ATTENTION_FUNCTIONS.__delitem__, ATTENTION)
+            if self.cos is not None:
                 turn = self.calls.skip_rotary
                 restore.enter_context(patched_attribute(module, ROTARY, turn))
             yield

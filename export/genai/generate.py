@@ -22,8 +22,8 @@ class GeneratedText:
     prompt: str
     text: str
     """What comes after the prompt."""
-    tokens: int
-    """Tokens of the text."""
+    token_ids: tuple[int, ...]
+    """The tokens of the text."""
     first_token_ms: float
     tokens_per_second: float | None
     """Tokens after the first in a second; None where there is none."""
@@ -34,7 +34,7 @@ class GeneratedText:
         speed = "" if rate is None else f", {rate:.3g} tokens a second after it"
         return (
             f"{self.prompt}{self.text}",
-            f"{self.tokens} tokens, the first in {self.first_token_ms:.3g} ms{speed}",
+            f"{len(self.token_ids)} tokens, the first in {self.first_token_ms:.3g} ms{speed}",
         )
 
 
@@ -65,7 +65,7 @@ def continue_text(path: Path, prompt: str, tokens: int, threads: int) -> Generat
             f"the prompt has {len(ids)} tokens, expected 1 to {len(ids) + room - 1}: a text of "
             f"{artifact.path} has at most {artifact.fact('context')}"
         )
-    times, found = [perf_counter()], []
+    times, found = [perf_counter()], list[int]()
     for token in next_tokens(model, ids, min(tokens, room)):
         times.append(perf_counter())
         found.append(token)
@@ -73,7 +73,7 @@ def continue_text(path: Path, prompt: str, tokens: int, threads: int) -> Generat
     return GeneratedText(
         prompt=prompt,
         text=tokenizer.decode(found),
-        tokens=len(found),
+        token_ids=tuple(found),
         first_token_ms=1000 * (times[1] - times[0]),
         tokens_per_second=(len(found) - 1) / spent if len(found) > 1 else None,
     )
