@@ -21,10 +21,8 @@ if TYPE_CHECKING:
 PERPLEXITY = Metric("perplexity", (("context", 256), ("stride", 128)))
 METHODS = {
     "RTN, groups of 32": {"method": "rtn"},
-    "RTN, groups of 128": {"method": "rtn", "group_size": 128},
-    "HQQ, groups of 32": {"method": "hqq"},
-    "AWQ, groups of 32": {"method": "awq"},
     "GPTQ, groups of 32": {"method": "gptq"},
+    "RTN, groups of 128": {"method": "rtn", "group_size": 128},
     "GPTQ, groups of 128": {"method": "gptq", "group_size": 128},
 }
 """Rows of the table: settings of `quantize_weights`."""
@@ -71,9 +69,12 @@ def quality(folder: Path) -> None:
     print("| 4 bits | perplexity | rise | KL, nats | MB |\n|---|---|---|---|---|")
     exported = {"float32": source}
     for name, settings in METHODS.items():
-        stage = QuantizeWeights(bits=4, calibration_samples=32, **settings)
         root = folder / name.replace(", groups of ", "-")
-        found = stage(source, context.with_root(root))
+        if (root / "manifest.json").exists():
+            found: Artifact = Artifact.from_directory(root)
+        else:
+            stage = QuantizeWeights(bits=4, calibration_samples=24, **settings)
+            found = stage(source, context.with_root(root))
         after, size = context.score(found), found.payload_bytes / 1e6
         divergence = MaxDivergence(nats=1).measure(source, found, context)
         rise = 100 * (after / before - 1)

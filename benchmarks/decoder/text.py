@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 VOCABULARY = 1024
 TRAINED, MEASURED = 128, 512
 """Tokens of a sample of `train` and of `val`."""
-SAMPLES = {"train": 2240, "val": 24, "calibration": 128}
+SAMPLES = {"train": 2240, "val": 8, "calibration": 24}
 
 
 def pages() -> list[str]:
