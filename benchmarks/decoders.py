@@ -3,8 +3,9 @@
 Trains a Llama of 24 million weights on Python's manual and sources, some ten minutes on one core,
 unless FOLDER (build/decoders) has it from an earlier run. Then prints perplexity and KL divergence
 of the next token by method, and size and speed of the folders of `export_genai`, measured in one
-process; with `--speed` the speed of the folders of an earlier run alone. It needs the extras
-`transformers` and `genai`. One thread.
+process; with `--speed` the speed of the folders of an earlier run alone. With `--architectures` it
+prints which decoders of transformers become proven folders instead, tiny ones made from configs.
+It needs the extras `transformers` and `genai`. One thread.
 """
 
 import logging
@@ -21,6 +22,9 @@ def main() -> None:
     here = Path(__file__).parent
     sys.path[:1] = [str(here.parent), str(here)]  # `export` is the package, not a file beside this
     logging.disable(logging.WARNING)
+    if "--architectures" in sys.argv:
+        import_module("decoder.architectures").main()
+        return
     folder = next((a for a in sys.argv[1:] if not a.startswith("-")), "build/decoders")
     benchmark = import_module("decoder.compression")
     benchmark.main(Path(folder), speed_alone="--speed" in sys.argv)

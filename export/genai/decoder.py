@@ -91,6 +91,7 @@ class CachedDecoder(nn.Module):
         )
         length = ids.shape[1]
         positions = mask.sum(1, keepdim=True) - length + torch.arange(length)
+        positions = positions.clamp(min=0)  # of the drawn masks that it is traced with
         with self._attention_replaced():
             scores = self.model(input_ids=ids, position_ids=positions, use_cache=False).logits
         return (scores, *self.calls.present)

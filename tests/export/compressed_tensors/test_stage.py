@@ -13,12 +13,14 @@ from export import CompressedTensorsModel, ExportCompressedTensors
 from export.common.packed_weights import PackedWeight, decoder_weights
 from export.compressed_tensors.stage import COMPRESSED_TENSORS
 from export.compressed_tensors.tensors import packed_state, unpacked
-from tests.export.genai.conftest import context_for, decoder
+from tests.export.tiny_decoder import context_for, decoder
 
 needs_library = pytest.mark.skipif(
     COMPRESSED_TENSORS.missing(),
     reason="to run these tests: pip install -e '.[compressed-tensors]'",
 )
+
+pytest.importorskip("transformers")
 
 
 @pytest.fixture(scope="module")

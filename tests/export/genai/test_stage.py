@@ -15,7 +15,7 @@ from export import ExportGenai, GenaiModel, OnnxModel
 from export.genai.proof import CacheProof
 from export.genai.runtime import GENAI
 from export.genai.session import CachedSession
-from tests.export.genai.conftest import (
+from tests.export.tiny_decoder import (
     LONGEST,
     SIZES,
     VOCABULARY,
@@ -27,6 +27,8 @@ from tests.export.genai.conftest import (
 needs_genai = pytest.mark.skipif(
     GENAI.missing(), reason="to run these tests: pip install -e '.[genai]'"
 )
+
+pytest.importorskip("transformers")
 
 
 @pytest.fixture(scope="module")
