@@ -57,7 +57,7 @@ class Candidate:
             kept = space.widths.model_dump(
                 mode="json",
                 exclude_defaults=True,
-                include={"include", "exclude", "across_norms"},
+                include={"calibration_samples", "include", "exclude", "across_norms"},
             )
             importance = space.widths.importance
             widths = dict(self.widths)

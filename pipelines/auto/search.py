@@ -32,11 +32,12 @@ if TYPE_CHECKING:
 
 POINTS, HARMS = "points", "harms.json"
 """In the results' folder: the pipelines of the front, and what single cuts lose."""
-HARMS_SHARES = (0.1, 0.35)
+FIRST_SHARE, HARMS_SHARE = 0.1, 0.35
 """Shares of the time after which what single cuts lose is taken as it is known: early, for a first
 model, and once more."""
-UNTRAINED_SHARE = 0.5
-"""Share of the time after which models are trained, where `recovery` says so."""
+UNTRAINED_SHARE = 0.25
+"""Share of the time after which models are trained, where `recovery` says so; what single cuts lose
+matters less then."""
 TRAINED_AT_ONCE = 6
 """Models of which successive halving trains the best to the end."""
 CHECKS_AT_LIMIT = 5
@@ -112,7 +113,8 @@ class Search:
                 self._check(Candidate(format))
         widths = self.settings.space.widths
         if widths is not None and time.monotonic() < deadline:
-            space = WidthSpace.of_model(self.judge.model, self.judge.context, **widths.model_dump())
+            chosen = widths.model_dump(exclude={"calibration_samples"})
+            space = WidthSpace.of_model(self.judge.model, self.judge.context, **chosen)
             if space.grid and self._is_feasible(space):
                 self._measure_kernels(space)
                 self._check_cut(space, deadline)
@@ -120,16 +122,15 @@ class Search:
 
     def _check_cut(self, space: WidthSpace, deadline: float) -> None:
         """Check smaller models, first as they are after a refit, then trained."""
-        begin = deadline - self.settings.time
-        for share in HARMS_SHARES:
+        begin, recovery = deadline - self.settings.time, self.settings.space.recovery
+        untrained_share = UNTRAINED_SHARE if recovery else 1.0
+        for share in (FIRST_SHARE, min(HARMS_SHARE, untrained_share)):
             harms = self._measure_harms(space, min(deadline, begin + share * self.settings.time))
             programme = Programme(space.grid, harms)
             if not self.models or time.monotonic() >= deadline:
                 return
             is_left = self._check_next(space, programme)
-        recovery = self.settings.space.recovery
-        untrained_until = begin + UNTRAINED_SHARE * self.settings.time if recovery else deadline
-        while is_left and time.monotonic() < untrained_until:
+        while is_left and time.monotonic() < begin + untrained_share * self.settings.time:
             is_left = self._check_next(space, programme)
         if recovery is not None:
             while time.monotonic() < deadline and self._train_best(
@@ -138,19 +139,16 @@ class Search:
                 pass
 
     def _is_feasible(self, space: WidthSpace) -> bool:
-        """Check the smallest model in the fastest format; return whether it meets the limits."""
-        limits = self.settings.limits
+        """Check the smallest model in each format; return whether one meets latency and size."""
         whole = [model for model in self._offered() if not model.widths]
-        format = min(whole, key=lambda model: model.latency_ms).format
         smallest = {group: widths[-1] for group, widths in space.grid.items()}
-        candidate = candidate_of(format, smallest, space.whole)
-        self._check(candidate)
-        found = self.checked.get(candidate.name)
-        if found is None:
-            return True
-        return (limits.latency is None or found.latency_ms <= limits.latency) and (
-            limits.size is None or found.bytes <= limits.size
-        )
+        for model in sorted(whole, key=lambda model: model.latency_ms):
+            candidate = candidate_of(model.format, smallest, space.whole)
+            self._check(candidate)
+            found = self.checked.get(candidate.name)
+            if found is None or not self._front().missed_limits(found, but="max_drop"):
+                return True
+        return False
 
     def _measure_kernels(self, space: WidthSpace) -> None:
         """Measure kernels over the grid of widths, in each format."""
@@ -231,8 +229,9 @@ class Search:
             best_ms = min((m.latency_ms for m in offered if self._keeps_drop(m)), default=math.inf)
             best_ms = min(best_ms, max(model.latency_ms for model in offered))
             beaten = [m.latency_ms for m in offered if m.trained and m.latency_ms < best_ms]
-            low_ms = max(beaten, default=min(best_ms, self._smallest_ms()))
-            step = (best_ms / low_ms) ** (1 / (TRAINED_AT_ONCE + 1))
+            low_ms = max(beaten, default=min(best_ms, self._smallest_ms() / ROOM))
+            # The fastest of all among them, unless something as fast was trained already.
+            step = (best_ms / low_ms) ** (1 / (TRAINED_AT_ONCE + bool(beaten)))
             count = TRAINED_AT_ONCE if step**TRAINED_AT_ONCE > NARROW else 0
             # The slowest first: they need the least training, if time is short.
             targets = [best_ms / step ** (i + 1) for i in range(count)]
@@ -360,6 +359,7 @@ class Search:
             if not candidate.widths:
                 raise
             self.failed[candidate] = str(error)
+            self.judge.options.announce(f"warning: {candidate.name} could not be made: {error}")
             return
         self.checked[candidate.name] = found
         self.judge.options.announce(Front.line(found))

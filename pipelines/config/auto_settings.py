@@ -59,6 +59,9 @@ class WidthSettings(Settings):
     """As in `prune_channels`, as are the others."""
     importance: Criterion = "obs"
     """How channels are ranked."""
+    calibration_samples: Count | None = None
+    """Samples on which channels are ranked and layers are refitted, in each model; fewer take less
+    time."""
     include: tuple[str, ...] = ()
     """Names of modules; if given, only channels that they produce are removed."""
     exclude: tuple[str, ...] = ()
