@@ -79,7 +79,7 @@ def quality(folder: Path) -> None:
         divergence = MaxDivergence(nats=1).measure(source, found, context)
         rise = 100 * (after / before - 1)
         print(
-            f"| {name} | {after:.3f} | {rise:+.2f} % | {divergence:.4f} | {size:.1f} |", flush=True
+            f"| {name} | {after:.3f} | {rise:+.2f} % | {divergence:.2g} | {size:.1f} |", flush=True
         )
         if name == "GPTQ, groups of 32":
             exported["int4"] = found
