@@ -82,6 +82,8 @@ def write_untrained(folder: Path) -> None:
     """Write a Llama of 24 million random weights, and the tokenizer, as `save_pretrained` does."""
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+    from compress.artifacts.hf_folder import transformers_silenced
+
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=512,
@@ -95,6 +97,7 @@ def write_untrained(folder: Path) -> None:
         tie_word_embeddings=False,
     )
     torch.manual_seed(0)
-    LlamaForCausalLM(config).save_pretrained(folder)
+    with transformers_silenced():
+        LlamaForCausalLM(config).save_pretrained(folder)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer(), eos_token="<|end|>")
     fast.save_pretrained(folder)
