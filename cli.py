@@ -410,9 +410,10 @@ def package(
 ) -> None:
     """Write a container image, or a folder that transformers opens."""
     with fast_imports():
-        from pipelines.commands.package import package_artifact
-    written = package_artifact(artifact, image, transformers, base, sign_key)
-    print_result(asdict(written), written.lines())
+        from pipelines.commands.package import write_package
+
+    packaged = write_package(artifact, image, transformers, base, sign_key)
+    print_result(asdict(packaged), packaged.lines())
 
 
 @command("compress sensitivity pipeline.yaml --ratio 0.25 --ratio 0.5")
@@ -443,7 +444,10 @@ def latency(
     show(analysis, file, out, batch=batch)
 
 
-@command("compress auto pipeline.yaml --max-drop 0.5 --latency 2ms --time 10m")
+@command(
+    "compress auto pipeline.yaml --max-drop 0.5 --latency 2ms --time 10m",
+    "compress auto pipeline.yaml --tables latency_tables.json",
+)
 def auto(
     file: PipelineFile,
     out: Out = None,
@@ -451,11 +455,18 @@ def auto(
     latency: Annotated[str | None, typer.Option(help="Longest median call: 2ms, 500us.")] = None,
     size: Annotated[str | None, typer.Option(help="Largest file: 1MB.")] = None,
     time: Annotated[str | None, typer.Option(help="How long to search: 10m.")] = None,
+    tables: Annotated[
+        Path | None, typer.Option(help="Latency tables of the machine that will serve.")
+    ] = None,
+    tables_only: Annotated[
+        bool, typer.Option("--tables-only", help="Measure these for this machine, and end.")
+    ] = False,
 ) -> None:
     """Search the widths and formats that lose least under limits."""
     from pipelines.auto.command import search_and_print
 
-    search_and_print(file, out, max_drop=max_drop, latency=latency, size=size, time=time)
+    limits: Any = {"max_drop": max_drop, "latency": latency, "size": size, "time": time}
+    search_and_print(file, out, tables, tables_only, **limits)
 
 
 @command("compress doctor")

@@ -34,7 +34,7 @@ from compress.artifacts.recipe import Recipe  # noqa: E402
 from compress.common.forward import run_in_eval  # noqa: E402
 from compress.core.progress import silent  # noqa: E402
 from compress.data.splits import DataReference  # noqa: E402
-from compress.profiling.benchmark import compare_latencies  # noqa: E402
+from compress.profiling.benchmark import compare_latencies, compare_latency  # noqa: E402
 from compress.pruning.depth.output_error import OutputErrorMeter  # noqa: E402
 from compress.pruning.recovery.recovery import recover_  # noqa: E402
 from compress.pruning.verification.masked_equivalence import sliced_copy  # noqa: E402
@@ -43,8 +43,9 @@ from export.latency.kernel_table import KernelTable  # noqa: E402
 from export.latency.width_costs import PairwiseSum  # noqa: E402
 from export.onnx.proto_io import write  # noqa: E402
 from export.onnx.session import session_predictor  # noqa: E402
+from export.onnx.translate import translate  # noqa: E402
 from pipelines.auto import latency_models  # noqa: E402
-from pipelines.auto.latency_models import FormatModel, build_format_model  # noqa: E402
+from pipelines.auto.latency_models import FormatModel, build_format_models  # noqa: E402
 from pipelines.auto.solver import Limit, Programme  # noqa: E402
 from pipelines.config.auto_settings import AutoSettings  # noqa: E402
 from pipelines.system.machine_info import machine  # noqa: E402
@@ -87,7 +88,16 @@ def build() -> None:
         )
         table = KernelTable(folder, machine(), 1)
         settings = AutoSettings()
-        built = build_format_model("float", space.grid, model, context, settings, table)
+        whole_file = folder / "whole.onnx"
+        write(translate(model, None, "auto")[0], whole_file)
+        whole, batches = session_predictor(whole_file, 1), context.measured_batches(signature, 1)
+
+        def measure_ms(predict) -> float:
+            return compare_latency(whole, predict, batches).after.p50
+
+        (built,) = build_format_models(
+            "float", ["onnx"], space.grid, model, context, settings, table, measure_ms
+        )
         choices = [*product(*space.grid.values())]
         losses = [_loss(space, context, choice) for choice in choices]
         latencies = _latencies(model, context, settings, [*space.grid], choices, folder)

@@ -45,7 +45,21 @@ def write(onnx_file: Path, file: Path, signature: Signature) -> None:
             model.reshape(shapes)
     except Exception as error:
         raise StageFailed(f"OpenVINO cannot read the model: {_reason(error)}") from error
+    _number_unnamed_(model)
     openvino.save_model(model, file, compress_to_fp16=False)
+
+
+def _number_unnamed_(model: Any) -> None:
+    """Name operators that have no name by their place, so that a model is always written alike.
+
+    OpenVINO numbers them by how many the process has made, of all models.
+    """
+    operators = model.get_ordered_ops()
+    unnamed = {i for i, op in enumerate(operators) if op.get_friendly_name() == op.get_name()}
+    taken = {op.get_friendly_name() for i, op in enumerate(operators) if i not in unnamed}
+    for i in sorted(unnamed):
+        name = f"{operators[i].get_type_name()}_{i}"
+        operators[i].set_friendly_name(f"{name}_unnamed" if name in taken else name)
 
 
 def compiled(file: Path, threads: int) -> Any:

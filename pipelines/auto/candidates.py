@@ -12,8 +12,9 @@ import yaml
 
 from compress.common.atomic_files import write_atomically
 from compress.common.config import Settings
+from export.fastest.runtimes import RUNTIMES
 from pipelines.api import Pipeline
-from pipelines.config.auto_settings import Format
+from pipelines.config.auto_settings import Format, Runtime
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,30 +25,38 @@ if TYPE_CHECKING:
     from pipelines.config.pipeline import PipelineConfig
 
 QUANTIZING = {"int8_static": "quantize_static", "int8_dynamic": "quantize_dynamic"}
-EXPORT = "export_onnx"
-"""Stage that writes the file to serve; its name too."""
+FLOAT_FILE = "float_onnx"
+"""Stage that writes the float ONNX file, with which another machine measures a point in turn."""
 PATHS = ("checkpoint", "huggingface", "file")
 """Settings of `model:` that are paths relative to the pipeline file."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """Widths and format of a model."""
+    """Widths, format and runtime of a model."""
 
     format: Format
     widths: tuple[tuple[str, int], ...] = ()
     """Group of coupled channels → how many stay; groups that lose none are left out."""
     trained: int = 0
     """Epochs of `space.recovery` that it was trained for after it was cut."""
+    runtime: Runtime = "onnx"
 
     @property
     def name(self) -> str:
         """A name for its folder, which tells it from all others."""
+        # Without the runtime for ONNX Runtime, which the results of earlier versions are for.
+        kind = self.format if self.runtime == "onnx" else f"{self.format}-{self.runtime}"
         if not self.widths:
-            return f"{self.format}-whole"
+            return f"{kind}-whole"
         digest = hashlib.sha256(json.dumps([self.format, self.widths]).encode()).hexdigest()
         trained = f"-{self.trained}-epochs" if self.trained else ""
-        return f"{self.format}-{digest[:8]}{trained}"
+        return f"{kind}-{digest[:8]}{trained}"
+
+    @property
+    def export(self) -> str:
+        """The stage that writes the file to serve, and its name."""
+        return RUNTIMES[self.runtime]().title
 
     def stages(self, base: PipelineConfig, settings: AutoSettings) -> list[dict[str, Any]]:
         """Return the stages that make it after those of `base`, as a pipeline file has them."""
@@ -67,7 +76,7 @@ class Candidate:
             made += _training_stages(space.recovery, self.trained, _last(base))
         if self.format != "float":
             made.append({"stage": QUANTIZING[self.format]})
-        return [*made, {"stage": EXPORT}]
+        return [*made, {"stage": self.export}]
 
     def pipeline(self, base: PipelineConfig, settings: AutoSettings) -> Pipeline:
         """Return the pipeline that makes it, after the stages of another one."""
@@ -75,8 +84,17 @@ class Candidate:
         pipeline._source = base._source  # paths are relative to its file
         return pipeline
 
-    def write_pipeline(self, base: PipelineConfig, settings: AutoSettings, file: Path) -> None:
-        """Write the pipeline file that makes it and judges it by the limits, without a search."""
+    def write_pipeline(
+        self,
+        base: PipelineConfig,
+        settings: AutoSettings,
+        file: Path,
+        speedup_gate: dict[str, Any] | None = None,
+    ) -> None:
+        """Write the pipeline file that makes it and judges it by the limits, without a search.
+
+        `speedup_gate` judges a latency that was not measured here, beside the float ONNX file's.
+        """
         content = self._content(base, settings)
         content["code"] = _relative(base.folder, content.get("code", "."), file.parent)
         for name in PATHS:
@@ -92,6 +110,12 @@ class Candidate:
             )
         if settings.limits.size is not None:
             gates.append({"gate": "max_file_size", "mebibytes": settings.limits.size / 2**20})
+        if speedup_gate is not None:
+            *before, export = content["stages"]
+            last = before[-1].get("name", before[-1]["stage"]) if before else "source"
+            float_file = {"name": FLOAT_FILE, "stage": "export_onnx", "input": _last(base)}
+            content["stages"] = [*before, float_file, {**export, "input": last}]
+            gates.append({**speedup_gate, "against": FLOAT_FILE})
         if gates:
             content["stages"][-1]["gates"] = gates
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -108,6 +132,7 @@ class CheckedModel(Settings):
 
     name: str
     format: Format
+    runtime: Runtime = "onnx"
     widths: dict[str, int]
     """Group of coupled channels → how many stay, of groups that lose some."""
     trained: int = 0
@@ -116,6 +141,8 @@ class CheckedModel(Settings):
     """Median time of a call by the latency model, before it was measured."""
     latency_ms: float
     """Median time of a call, measured in turn with the float ONNX file."""
+    is_predicted: bool = False
+    """Whether `latency_ms` was not measured, but is what tables of another machine predict."""
     bytes: int
     """Of the file to serve."""
     loss: float
@@ -129,15 +156,26 @@ class CheckedModel(Settings):
     """95 % confidence interval of `confirmed_drop`; None where too few samples differ."""
 
     @property
+    def latency(self) -> str:
+        """The latency in words."""
+        return f"{self.latency_ms:.3g} ms{' as predicted' if self.is_predicted else ''}"
+
+    @property
     def candidate(self) -> Candidate:
         """The choice itself."""
-        return Candidate(self.format, tuple(sorted(self.widths.items())), self.trained)
+        widths = tuple(sorted(self.widths.items()))
+        return Candidate(self.format, widths, self.trained, self.runtime)
 
 
-def candidate_of(format: Format, widths: Mapping[str, int], whole: Mapping[str, int]) -> Candidate:
+def candidate_of(
+    format: Format,
+    widths: Mapping[str, int],
+    whole: Mapping[str, int],
+    runtime: Runtime = "onnx",
+) -> Candidate:
     """Return the candidate of a format and widths, of which some may be those of the whole."""
     cut = {group: width for group, width in widths.items() if width != whole[group]}
-    return Candidate(format, tuple(sorted(cut.items())))
+    return Candidate(format, tuple(sorted(cut.items())), runtime=runtime)
 
 
 def rungs(epochs: int) -> list[int]:

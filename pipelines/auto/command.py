@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
 from compress.common.atomic_files import write_atomically
-from compress.common.errors import GateRefused, PipelineInvalid
+from compress.common.errors import GateRefused, PipelineInvalid, StageFailed
 from pipelines.config.auto_settings import AutoSettings
 from pipelines.config.pipeline import PipelineConfig
 from pipelines.config.run_options import RunOptions
+from pipelines.system.machine_info import machine, versions
 from pipelines.terminal.console import current_mode, print_result
 from pipelines.terminal.progress_bars import show_progress
 
@@ -18,34 +20,94 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pipelines.auto.front import Front
+    from pipelines.auto.tables import LatencyTables
 
 
-def search_and_print(file: Path, out: Path | None, **given: Any) -> None:
+def search_and_print(
+    file: Path, out: Path | None, tables: Path | None, tables_only: bool, **given: Any
+) -> None:
     """Search a pipeline file's models, and print those that no other one beats.
 
     Args:
         file: the pipeline file.
         out: folder of the results; that of the pipeline's runs by default.
+        tables: latency tables of another machine, whose latencies are predicted by them.
+        tables_only: whether these are measured for this machine, and nothing is searched.
         **given: `max_drop`, `latency`, `size` and `time` of the command line, None where the
             file's own count.
 
     Raises:
-        PipelineInvalid: the file or a limit is invalid.
+        PipelineInvalid: the file, a limit or the tables are invalid.
         GateRefused: no model that was checked meets all limits.
     """
     pipeline = PipelineConfig.from_yaml(file)
     settings = with_limits(pipeline.auto or AutoSettings(), given)
+    if tables_only and tables is not None:
+        raise PipelineInvalid("--tables-only measures this machine, and --tables is of another one")
     folder = out or pipeline.default_out
     from pipelines.auto.front_page import PAGE, front_page, front_table, lines_below
     from pipelines.auto.search import search
+    from pipelines.auto.tables import LatencyTables
 
+    if tables_only:
+        measured = measure_tables(pipeline, settings, folder)
+        print_result(measured, measured.lines(folder))
+        return
+    known = None if tables is None else LatencyTables.read(tables)
     with show_progress(quiet=current_mode().silent) as (progress, announce):
         options = RunOptions(progress=progress, announce=announce)
-        front = search(pipeline, settings, folder, options)
+        front = search(pipeline, settings, folder, options, known)
         write_atomically(folder / PAGE, front_page(front))
     print_result(front, lines_below(front, folder), lambda _: front_table(front))
     if front.best is None:
         raise GateRefused(nothing_found(front))
+
+
+def measure_tables(pipeline: PipelineConfig, settings: AutoSettings, out: Path) -> LatencyTables:
+    """Measure what a search on another machine predicts latencies of this one by, and write it.
+
+    Args:
+        pipeline: what is made once, and data.
+        settings: what is decided; limits and time are those of the search.
+        out: folder of the results.
+
+    Raises:
+        PipelineInvalid: the pipeline has stages that the search itself adds, or no data, or no
+            widths to decide.
+        StageFailed: the model cannot be traced or exported, or the machine is too busy.
+        Unavailable: a runtime is not installed.
+    """
+    from compress.pruning.width_harms import WidthSpace
+    from pipelines.auto.judge import Judge
+    from pipelines.auto.search import Search
+    from pipelines.auto.tables import LatencyTables, ModelTable
+
+    if settings.space.widths is None:
+        raise PipelineInvalid("--tables-only: auto.space.widths is null, so nothing depends on it")
+    with show_progress(quiet=current_mode().silent) as (progress, announce):
+        options = RunOptions(progress=progress, announce=announce)
+        judge = Judge.from_pipeline(pipeline, settings, out, options)
+        searched = Search(judge, settings, out)
+        searched.check_whole(math.inf)
+        # Which channels stay does not change the latency, so they need not be ranked by data.
+        chosen = settings.space.widths.model_dump(exclude={"calibration_samples", "importance"})
+        space = WidthSpace.of_model(judge.model, judge.context, importance="random", **chosen)
+        if not space.grid:
+            raise StageFailed("--tables-only: no channels of the model can be removed")
+        searched.measure_kernels(space)
+        if not searched.models:
+            raise StageFailed("--tables-only: no format could be measured; see the warnings")
+    tables = LatencyTables(
+        machine=machine(),
+        versions=versions(),
+        threads=judge.context.threads,
+        batch=judge.batch,
+        base_ms=judge.base_ms,
+        grid=dict(space.grid),
+        models=tuple(map(ModelTable.from_model, searched.models.values())),
+    )
+    tables.write(out)
+    return tables
 
 
 def with_limits(settings: AutoSettings, given: dict[str, Any]) -> AutoSettings:
@@ -90,6 +152,6 @@ def nothing_found(front: Front) -> str:
     asked += [] if limits.size is None else [f"{limits.size / 1e6:g} MB"]
     return (
         f"no model within {', '.join(asked)} was found and confirmed; the nearest has "
-        f"{nearest.latency_ms:.3g} ms, {nearest.bytes / 1e6:.3g} MB and a drop of "
+        f"{nearest.latency}, {nearest.bytes / 1e6:.3g} MB and a drop of "
         f"{nearest.drop:.3g} points; allow more, or more --time"
     )

@@ -31,6 +31,8 @@ class Front(Settings):
     """Hash of the model and of what figures depend on besides; a search with the same goes on."""
     base_ms: float
     """Median time of a call of the float ONNX file, with which others were measured in turn."""
+    predicted_for: str | None = None
+    """The machine whose latency tables all latencies follow from; None where they were measured."""
     best: str | None = None
     """The model that meets all limits, confirmed on samples that the search did not decide by; None
     where there is none."""
@@ -59,9 +61,11 @@ class Front(Settings):
         drop = "no finite metric" if model.drop is None else f"drop {model.drop:.3g} points"
         cut = f", {len(model.widths)} groups cut" if model.widths else ""
         trained = f", trained for {model.trained} epochs" if model.trained else ""
-        predicted = "" if model.predicted_ms is None else f" (predicted {model.predicted_ms:.3g})"
+        is_beside = model.predicted_ms is not None and not model.is_predicted
+        predicted = f" (predicted {model.predicted_ms:.3g})" if is_beside else ""
         size = f"{model.bytes / 1e6:.3g} MB"
-        return f"{model.format}{cut}{trained}: {model.latency_ms:.3g} ms{predicted}, {size}, {drop}"
+        kind = model.format if model.runtime == "onnx" else f"{model.format} in {model.runtime}"
+        return f"{kind}{cut}{trained}: {model.latency}{predicted}, {size}, {drop}"
 
     def missed_limits(self, model: CheckedModel, but: str = "") -> tuple[str, ...]:
         """Return the limits that a model misses, of `max_drop`, `latency`, `size` but one."""

@@ -24,7 +24,10 @@ COLUMNS = ("model", "groups cut", "ms", "predicted", "MB", "drop", "confirmed", 
 
 def front_table(front: Front) -> Table:
     """Build a table of the models that no other one beats."""
-    rows = Table(title="models that no other one beats; * the best within all limits")
+    title = "models that no other one beats; * the best within all limits"
+    if front.predicted_for is not None:
+        title += f"; latencies are predicted for {front.predicted_for}"
+    rows = Table(title=title)
     rows.add_column("point", no_wrap=True)
     for name in COLUMNS:
         rows.add_column(name, justify="left" if name in ("model", "misses") else "right")
@@ -44,7 +47,9 @@ def cells_of(front: Front, model: CheckedModel) -> tuple[str, ...]:
     if model.confirmed_between is not None:
         low, high = model.confirmed_between
         confirmed += f" ({low:.2g} to {high:.2g})"
-    figures = (f"{model.latency_ms:.3g}", predicted, f"{model.bytes / 1e6:.3g}", drop, confirmed)
+    latency = "" if model.is_predicted else f"{model.latency_ms:.3g}"
+    predicted = f"{model.latency_ms:.3g}" if model.is_predicted else predicted
+    figures = (latency, predicted, f"{model.bytes / 1e6:.3g}", drop, confirmed)
     return (model.name, str(len(model.widths)), *figures, ", ".join(front.missed_limits(model)))
 
 
@@ -56,6 +61,8 @@ def lines_below(front: Front, out: Path) -> Iterator[str]:
         yield f"its run: {out / CANDIDATES / front.best}"
     else:
         yield "no model that was checked meets all limits"
+    if front.predicted_for is not None:
+        yield f"latencies are predicted for {front.predicted_for}; run the points' pipelines there"
     yield f"page: {out / PAGE}; figures: {out / FILE}; pipelines: {out / 'points'}"
 
 
@@ -89,6 +96,6 @@ def _plot(front: Front) -> Plot | None:
         points,
         {i for i, model in enumerate(models) if model.name in front.points},
         title="Drop of the metric against latency",
-        names=("ms a call", "points lost"),
+        names=("predicted ms a call" if front.predicted_for else "ms a call", "points lost"),
         shown="{:g}".format,
     )

@@ -12,7 +12,6 @@ from compress.artifacts.artifact import Artifact
 from compress.common.atomic_files import temporary_folder
 from compress.common.errors import GateRefused, PipelineInvalid
 from compress.core.progress import show_bars
-from pipelines.auto.candidates import EXPORT
 from pipelines.auto.command import nothing_found
 from pipelines.auto.judge import CANDIDATES
 from pipelines.auto.search import search
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
     from compress.core.task import TaskName
     from pipelines.auto.front import Front
-    from pipelines.config.auto_settings import Format
+    from pipelines.config.auto_settings import Format, Runtime
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,9 @@ class Found:
 
     def artifact_of(self, name: str) -> Artifact:
         """Return the file of a checked model."""
-        return Artifact.from_directory(self.folder / CANDIDATES / name / "artifacts" / EXPORT)
+        candidate = next(one.candidate for one in self.front.checked if one.name == name)
+        folder = self.folder / CANDIDATES / name / "artifacts" / candidate.export
+        return Artifact.from_directory(folder)
 
 
 def auto(
@@ -67,6 +68,7 @@ def auto(
     size: str | None = None,
     time: str = "10m",
     formats: Sequence[Format] = ("float", "int8_static"),
+    runtimes: Sequence[Runtime] = ("onnx",),
     widths: dict[str, Any] | None = None,
     recovery: dict[str, Any] | None = None,
     task: TaskName | None = None,
@@ -87,6 +89,7 @@ def auto(
         size: largest file, with its unit, as `1MB`.
         time: how long to search, with its unit.
         formats: numbers that the model may compute with.
+        runtimes: what the file may be for: `onnx`, `openvino`.
         widths: settings of `space.widths` in a pipeline file.
         recovery: settings of `space.recovery` in a pipeline file; by default nothing is trained.
         task: what the model is for.
@@ -104,7 +107,12 @@ def auto(
     settings: dict[str, Any] = {
         "limits": {name: value for name, value in limits.items() if value is not None},
         "time": time,
-        "space": {"formats": list(formats), "widths": widths or {}, "recovery": recovery},
+        "space": {
+            "formats": list(formats),
+            "runtimes": list(runtimes),
+            "widths": widths or {},
+            "recovery": recovery,
+        },
     }
     given = {"task": task, "metric": metric}
     content |= {name: value for name, value in given.items() if value is not None}

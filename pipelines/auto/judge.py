@@ -7,16 +7,18 @@ import json
 import math
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from compress.artifacts.artifact import Artifact
 from compress.artifacts.eager_model import EagerModel
-from compress.common.errors import StageFailed
+from compress.common.errors import PipelineInvalid, StageFailed, Unavailable
 from compress.common.forward import split_batches
+from compress.core.stage import members_of
 from compress.core.val_halves import HalfOfVal, halves_of_val
-from compress.profiling.benchmark import unmeasurable
+from compress.profiling.benchmark import compare_latency, unmeasurable
 from compress.pruning.depth.output_error import OutputErrorMeter
-from pipelines.auto.candidates import EXPORT, Candidate, CheckedModel
+from export.fastest.runtimes import RUNTIMES
+from pipelines.auto.candidates import Candidate, CheckedModel
 from pipelines.runner.inputs import measuring_context
 from pipelines.system.machine_info import machine
 
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
     from compress.common.forward import Predictor
     from compress.core.context import Context
+    from pipelines.auto.tables import LatencyTables
     from pipelines.config.auto_settings import AutoSettings
     from pipelines.config.pipeline import PipelineConfig
     from pipelines.config.run_options import RunOptions
@@ -35,6 +38,33 @@ if TYPE_CHECKING:
 
 CANDIDATES, STORE = "candidates", ".store"
 """In the results' folder: runs of all candidates, and the stages' results that they share."""
+PREDICTED_WITHIN = 1.1
+"""Measured over predicted latency, at most, where there is no limit of latency."""
+
+
+def refuse_other_stages(pipeline: PipelineConfig) -> None:
+    """Raise PipelineInvalid for stages that do not leave an eager model, and without data."""
+    for index, stage in enumerate(pipeline.stages):
+        if "eager" not in {kind.kind for kind in members_of(stage.writes())}:
+            raise PipelineInvalid(
+                f"{pipeline.place('stages', index)} is {stage.stage}, and `compress auto` itself "
+                "prunes, quantizes and exports; keep only stages before these, such as train"
+            )
+    if pipeline.data is None:
+        raise PipelineInvalid(
+            f"{pipeline.file}: `compress auto` decides by `val`; add a `data:` section"
+        )
+
+
+def refuse_missing_runtimes(pipeline: PipelineConfig, settings: AutoSettings) -> None:
+    """Raise Unavailable for a runtime that is not installed here."""
+    for runtime in settings.space.runtimes:
+        for need in RUNTIMES[runtime]().all_requirements():
+            if need.missing():
+                raise Unavailable(
+                    f"{pipeline.place('auto', 'space', 'runtimes')}: {runtime} needs {need.what}, "
+                    f"which is not installed; {need.install}"
+                )
 
 
 @dataclass
@@ -56,6 +86,8 @@ class Judge:
     base_ms: float = 0.0
     """Median time of a call of the float ONNX file, once it is measured; others are measured in
     turn with it."""
+    tables: LatencyTables | None = None
+    """Latencies of another machine; none are measured then."""
 
     @classmethod
     def from_pipeline(
@@ -64,8 +96,12 @@ class Judge:
         """Run a pipeline's own stages, and measure the float model that they make.
 
         Raises:
+            PipelineInvalid: the pipeline has stages that the search itself adds, or no data.
             StageFailed: they make no eager model, or the machine is too busy to measure it.
+            Unavailable: a runtime is not installed.
         """
+        refuse_other_stages(base)
+        refuse_missing_runtimes(base, settings)
         whole = Candidate("float")
         _run(whole, base, settings, out, options)
         pipeline = whole.pipeline(base, settings)
@@ -82,11 +118,20 @@ class Judge:
         return cls(base, settings, out, options, model, context, *halves, meter)
 
     @property
+    def batch(self) -> int:
+        """Samples of a measured call."""
+        return self.settings.batch or self.model.signature.smallest_batch
+
+    @property
     def conditions(self) -> str:
         """A hash of all that figures depend on, besides the candidate."""
-        space = self.settings.model_dump(mode="json", include={"space"})
+        # Not on which runtimes are tried: a candidate names its own.
+        space = self.settings.model_dump(
+            mode="json", include={"space"}, exclude={"space": {"runtimes"}}
+        )
         metric, threads = self.context.metric.identity(), self.context.threads
-        measured = [threads, self.settings.batch, machine()]
+        measured_on = machine() if self.tables is None else self.tables.digest
+        measured = [threads, self.settings.batch, measured_on]
         content = [self.model.digest, space, metric, self.context.seed, measured]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -103,10 +148,12 @@ class Judge:
         return CheckedModel(
             name=candidate.name,
             format=candidate.format,
+            runtime=candidate.runtime,
             widths=dict(candidate.widths),
             trained=candidate.trained,
             predicted_ms=predicted_ms,
             latency_ms=self._latency_ms(candidate),
+            is_predicted=self.tables is not None,
             bytes=report.stages[-1].measurements.bytes,
             loss=loss,
             drop=drop if math.isfinite(drop) else None,
@@ -120,19 +167,41 @@ class Judge:
         confirmed = drop if math.isfinite(drop) else None
         return model.model_copy(update={"confirmed_drop": confirmed, "confirmed_between": between})
 
+    def speedup_gate(self, model: CheckedModel) -> dict[str, Any] | None:
+        """Return the gate by which the machine of the tables judges a predicted latency.
+
+        It is the limit of latency, or the prediction with a margin where there is none, as a
+        speedup over the float ONNX file, with which latencies are measured in turn.
+        """
+        if self.tables is None:
+            return None
+        most_ms = self.settings.limits.latency or PREDICTED_WITHIN * model.latency_ms
+        ratio = float(f"{self.tables.base_ms / most_ms:.4g}")
+        return {"gate": "min_speedup", "ratio": ratio, "batch": self.tables.batch}
+
     def loss_of(self, module: nn.Module) -> float:
         """Return the squared distance of a module's outputs, relative to the float model's."""
         return self.meter.measure(module).distance ** 2
 
     def _latency_ms(self, candidate: Candidate) -> float:
-        """Measure a candidate's file in turn with the float one.
+        if self.tables is not None:
+            return self.tables.latency_ms(candidate)
+        with self._artifact(candidate).open(self.context.device, self.context.threads) as predict:
+            return self.measure_latency_ms(predict)
 
-        Not in turn with the model in PyTorch, as a run does: between two of its calls, a small
-        model's weights leave the processor's caches.
+    def measure_latency_ms(self, predict: Predictor) -> float:
+        """Measure a file's latency in turn with the float ONNX file.
+
+        Not in turn with the model in PyTorch, as a run does, nor with many others: between two of
+        its calls, a small model's weights would leave the processor's caches.
+
+        Raises:
+            StageFailed: the machine is too busy.
         """
-        base, own = self._artifact(Candidate("float")), self._artifact(candidate)
-        batch = self.settings.batch or self.model.signature.smallest_batch
-        compared = self.context.compare_latency(base, own, batch)
+        context = self.context
+        batches = context.measured_batches(self.model.signature, self.batch)
+        with self._artifact(Candidate("float")).open(context.device, context.threads) as base:
+            compared = compare_latency(base, predict, batches)
         if compared.interval.unreliable_reason:
             raise StageFailed(unmeasurable("the latency", compared.interval.unreliable_reason))
         # Once: the machine's speed drifts, and ratios do not.
@@ -140,7 +209,7 @@ class Judge:
         return self.base_ms / compared.speedup
 
     def _artifact(self, candidate: Candidate) -> Artifact:
-        folder = self.out / CANDIDATES / candidate.name / "artifacts" / EXPORT
+        folder = self.out / CANDIDATES / candidate.name / "artifacts" / candidate.export
         return Artifact.from_directory(folder)
 
     @contextmanager

@@ -9,9 +9,12 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from compress.pruning.width_variants import width_variants
-from export.latency.latency_model import LatencyModel, measure_files
+from export.latency.latency_model import LatencyModel
 from export.latency.resizing import ResizableModel
+from export.latency.served_files import open_as_served
 from export.latency.width_costs import PairwiseSum, WidthCosts, measure_grid
 from export.onnx.graph import strip_
 from export.onnx.passes.stored_integers import compact_
@@ -19,14 +22,15 @@ from export.onnx.proto_io import write
 from export.onnx.translate import translate
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     import onnx
 
     from compress.artifacts.eager_model import EagerModel
+    from compress.common.forward import Predictor
     from compress.core.context import Context
     from export.latency.kernel_table import KernelTable
-    from pipelines.config.auto_settings import AutoSettings, Format
+    from pipelines.config.auto_settings import AutoSettings, Format, Runtime
 
     Grid = Mapping[str, Sequence[int]]
 
@@ -41,11 +45,12 @@ CALIBRATED_ON = 32
 
 @dataclass
 class FormatModel:
-    """Latency and size of a model in one format, by its widths."""
+    """Latency and size of a model in one format and runtime, by its widths."""
 
     format: Format
     latency_ms: PairwiseSum
     bytes: PairwiseSum
+    runtime: Runtime = "onnx"
     harm: float = 0.0
     """Squared distance of the whole model in this format from the float one."""
     _ratios: list[float] = field(default_factory=list)
@@ -65,15 +70,30 @@ class FormatModel:
         return PairwiseSum.combine([(self.correction, self.latency_ms)], 0.0)
 
 
-def build_format_model(
+def build_format_models(
     format: Format,
+    runtimes: Sequence[Runtime],
     grid: Grid,
     model: EagerModel,
     context: Context,
     settings: AutoSettings,
     table: KernelTable,
-) -> FormatModel:
-    """Measure the kernels of a model over a grid of widths, and fit their sum to whole models.
+    measure_ms: Callable[[Predictor], float],
+) -> list[FormatModel]:
+    """Measure kernels over a grid of widths, and fit their sum to whole models in each runtime.
+
+    The kernels are ONNX Runtime's. What another runtime takes follows from the same figures by
+    other coefficients: both compute the same products and read the same weights.
+
+    Args:
+        format: numbers that the model computes with.
+        runtimes: what runs it, each with a model of its own.
+        grid: group → its widths, the model's own first.
+        model: the model.
+        context: data, threads and seed.
+        settings: which groups may lose channels.
+        table: measured kernels, to which further ones are added.
+        measure_ms: measures the latency of a file as those of candidates are measured.
 
     Raises:
         StageFailed: the model cannot be exported or resized, or the machine is too busy.
@@ -94,19 +114,29 @@ def build_format_model(
             costs, grid, pairs, lambda done, total: context.progress(title, done, total, "kernels")
         )
         chosen = _spread(grid, FITTED, context.seed)
-        files = []
+        measured: dict[Runtime, list[float]] = {runtime: [] for runtime in runtimes}
+        sizes: dict[Runtime, list[int]] = {runtime: [] for runtime in runtimes}
         for number, widths in enumerate(chosen):
-            files.append(folder / f"fitted{number}.onnx")
-            write(resizable.resize(whole | widths), files[-1])
-        measured = measure_files(files, inputs, context.threads)
+            context.progress(title, number, FITTED, "whole models")
+            file = folder / f"fitted{number}" / "model.onnx"
+            file.parent.mkdir()
+            write(resizable.resize(whole | widths), file)
+            for runtime in runtimes:
+                served = open_as_served(file, runtime, model.signature, context.threads)
+                measured[runtime].append(1e-3 * measure_ms(served.predict))
+                sizes[runtime].append(served.bytes)
     kernel_costs = [costs.at(widths).kernels for widths in chosen]
-    fitted = LatencyModel.fit(kernel_costs, measured)
-    per_byte = 1e3 * fitted.per_weight_byte
-    latency_ms = PairwiseSum.combine(
-        [(1e3 * fitted.per_kernel_second, seconds), (per_byte, weight_bytes)],
-        1e3 * fitted.per_call,
-    )
-    return FormatModel(format, latency_ms, file_bytes)
+    found = []
+    for runtime in runtimes:
+        fitted = LatencyModel.fit(kernel_costs, measured[runtime])
+        parts = [(1e3 * fitted.per_kernel_second, seconds)]
+        parts.append((1e3 * fitted.per_weight_byte, weight_bytes))
+        predicted_ms = PairwiseSum.combine(parts, 1e3 * fitted.per_call)
+        # Each weight is as large in any runtime; what is written besides differs.
+        ratio, constant = np.polyfit([file_bytes(w) for w in chosen], sizes[runtime], 1).tolist()
+        served_bytes = PairwiseSum.combine([(ratio, file_bytes)], constant)
+        found.append(FormatModel(format, predicted_ms, served_bytes, runtime))
+    return found
 
 
 def export_at_random_widths(

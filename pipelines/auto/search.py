@@ -6,18 +6,17 @@ import json
 import math
 import time
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import TYPE_CHECKING
 
 from compress.common.atomic_files import write_atomically
-from compress.common.errors import PipelineInvalid, StageFailed
-from compress.core.stage import members_of
+from compress.common.errors import StageFailed
 from compress.pruning.width_harms import WidthSpace, measure_harms
 from export.latency.kernel_table import TABLES, KernelTable
 from pipelines.auto.candidates import Candidate, CheckedModel, candidate_of, rungs
 from pipelines.auto.front import Front
 from pipelines.auto.judge import Judge
-from pipelines.auto.latency_models import FormatModel, build_format_model
+from pipelines.auto.latency_models import FormatModel, build_format_models
 from pipelines.auto.solver import Limit, Programme
 from pipelines.system.machine_info import machine
 
@@ -26,7 +25,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from compress.pruning.width_harms import Harms
-    from pipelines.config.auto_settings import AutoSettings, Format
+    from pipelines.auto.tables import LatencyTables
+    from pipelines.config.auto_settings import AutoSettings, Format, Runtime
     from pipelines.config.pipeline import PipelineConfig
     from pipelines.config.run_options import RunOptions
 
@@ -51,7 +51,11 @@ ROOM = 0.99
 
 
 def search(
-    pipeline: PipelineConfig, settings: AutoSettings, out: Path, options: RunOptions
+    pipeline: PipelineConfig,
+    settings: AutoSettings,
+    out: Path,
+    options: RunOptions,
+    tables: LatencyTables | None = None,
 ) -> Front:
     """Look for the models that lose least under limits, until the time is over.
 
@@ -60,29 +64,21 @@ def search(
         settings: limits, time and what is decided.
         out: folder of the results; a search that was stopped goes on where it was.
         options: who is notified.
+        tables: latencies of another machine, which are taken instead of measuring any here.
 
     Raises:
-        PipelineInvalid: the pipeline has stages that the search itself adds, or no data.
+        PipelineInvalid: the pipeline has stages that the search itself adds, or no data, or the
+            tables are of another model or of other calls.
         StageFailed: the model cannot be traced, exported or judged, or the machine is too busy.
+        Unavailable: a runtime is not installed.
     """
-    refuse_other_stages(pipeline)
+    if tables is not None:
+        tables.refuse_other_settings(settings, pipeline.threads)
     deadline = time.monotonic() + settings.time
     judge = Judge.from_pipeline(pipeline, settings, out, options)
+    if tables is not None:
+        judge.tables, judge.base_ms = tables, tables.base_ms
     return Search(judge, settings, out).run(deadline)
-
-
-def refuse_other_stages(pipeline: PipelineConfig) -> None:
-    """Raise PipelineInvalid for stages that do not leave an eager model, and without data."""
-    for index, stage in enumerate(pipeline.stages):
-        if "eager" not in {kind.kind for kind in members_of(stage.writes())}:
-            raise PipelineInvalid(
-                f"{pipeline.place('stages', index)} is {stage.stage}, and `compress auto` itself "
-                "prunes, quantizes and exports; keep only stages before these, such as train"
-            )
-    if pipeline.data is None:
-        raise PipelineInvalid(
-            f"{pipeline.file}: `compress auto` decides by `val`; add a `data:` section"
-        )
 
 
 @dataclass
@@ -96,7 +92,7 @@ class Search:
     """By name, in the order in which they were checked."""
     failed: dict[Candidate, str] = field(default_factory=dict)
     """Candidates that could not be built → why."""
-    models: dict[Format, FormatModel] = field(default_factory=dict)
+    models: dict[tuple[Format, Runtime], FormatModel] = field(default_factory=dict)
 
     def run(self, deadline: float) -> Front:
         """Search until a deadline, or until nothing is left to try; return the front.
@@ -107,18 +103,24 @@ class Search:
         if earlier is not None and earlier.conditions == self.judge.conditions:
             self.checked = {model.name: model for model in earlier.checked}
             self.judge.base_ms = earlier.base_ms
-        self._check(Candidate("float"))
-        for format in self.settings.space.formats:
-            if time.monotonic() < deadline:
-                self._check(Candidate(format))
+        self.check_whole(deadline)
         widths = self.settings.space.widths
         if widths is not None and time.monotonic() < deadline:
             chosen = widths.model_dump(exclude={"calibration_samples"})
             space = WidthSpace.of_model(self.judge.model, self.judge.context, **chosen)
+            if self.judge.tables is not None:
+                self.judge.tables.refuse_other_model(space.grid, self.judge.batch)
             if space.grid and self._is_feasible(space):
-                self._measure_kernels(space)
+                self.measure_kernels(space)
                 self._check_cut(space, deadline)
         return self._finish()
+
+    def check_whole(self, deadline: float) -> None:
+        """Check the whole model in each format and runtime, the float ONNX file first."""
+        self._check(Candidate("float"))
+        for runtime, format in product(self.settings.space.runtimes, self.settings.space.formats):
+            if time.monotonic() < deadline:
+                self._check(Candidate(format, runtime=runtime))
 
     def _check_cut(self, space: WidthSpace, deadline: float) -> None:
         """Check smaller models, first as they are after a refit, then trained."""
@@ -139,36 +141,45 @@ class Search:
                 pass
 
     def _is_feasible(self, space: WidthSpace) -> bool:
-        """Check the smallest model in each format; return whether one meets latency and size."""
+        """Check the smallest model as each whole one; return whether one meets latency and size."""
         whole = [model for model in self._offered() if not model.widths]
         smallest = {group: widths[-1] for group, widths in space.grid.items()}
         for model in sorted(whole, key=lambda model: model.latency_ms):
-            candidate = candidate_of(model.format, smallest, space.whole)
+            candidate = candidate_of(model.format, smallest, space.whole, model.runtime)
             self._check(candidate)
             found = self.checked.get(candidate.name)
             if found is None or not self._front().missed_limits(found, but="max_drop"):
                 return True
         return False
 
-    def _measure_kernels(self, space: WidthSpace) -> None:
-        """Measure kernels over the grid of widths, in each format."""
+    def measure_kernels(self, space: WidthSpace) -> None:
+        """Measure kernels over the grid of widths, in each format and runtime."""
         judge = self.judge
         table = KernelTable(self.out / TABLES, machine(), judge.context.threads)
         for format in self.settings.space.formats:
-            whole = self.checked.get(Candidate(format).name)
-            if whole is None:
+            whole = {
+                runtime: checked
+                for runtime in self.settings.space.runtimes
+                if (checked := self.checked.get(Candidate(format, runtime=runtime).name))
+            }
+            if not whole:
                 continue
             try:
-                built = build_format_model(
-                    format, space.grid, judge.model, judge.context, self.settings, table
-                )
+                if judge.tables is not None:
+                    built = judge.tables.format_models(format, [*whole])
+                else:
+                    built = build_format_models(
+                        *(format, [*whole], space.grid, judge.model, judge.context, self.settings),
+                        *(table, judge.measure_latency_ms),
+                    )
             except StageFailed as error:  # the other formats may do
                 self.judge.options.announce(f"warning: {format} is not cut: {error}")
                 continue
-            built.harm = whole.loss
-            self.models[format] = built
-        for model in self.checked.values():
-            self._correct(model, space)
+            for model in built:
+                model.harm = whole[model.runtime].loss
+                self.models[format, model.runtime] = model
+        for checked in self.checked.values():
+            self._correct(checked, space)
 
     def _measure_harms(self, space: WidthSpace, deadline: float) -> Harms:
         """Measure what each single cut loses; what an earlier search measured is read."""
@@ -210,7 +221,7 @@ class Search:
         between the fastest model that keeps `max_drop` and the fastest of all.
         """
         trained = {replace(m.candidate, trained=0) for m in self.checked.values() if m.trained}
-        known = {*trained, *self.failed, *(Candidate(format) for format in self.models)}
+        known = {*trained, *self.failed, *(Candidate(f, runtime=r) for f, r in self.models)}
         found: list[tuple[Candidate, float | None]] = []
         if self._loss_decides:
             kept = [
@@ -287,8 +298,8 @@ class Search:
         return sorted(models, key=order)[: math.ceil(len(models) / 2)]
 
     def _correct(self, checked: CheckedModel, space: WidthSpace) -> None:
-        """Take a measured latency into account in the model of its format."""
-        model = self.models.get(checked.format)
+        """Take a measured latency into account in the model of its format and runtime."""
+        model = self.models.get((checked.format, checked.runtime))
         if model is not None and checked.widths.keys() <= space.grid.keys():
             predicted_ms = model.latency_ms({**space.whole, **checked.widths})
             model.correct(predicted_ms, checked.latency_ms)
@@ -335,18 +346,23 @@ class Search:
     ) -> tuple[Candidate, float] | None:
         """Return the model that loses least below a latency, if it has one, besides known ones."""
         best: tuple[float, Candidate, float] | None = None
-        for format, model in self.models.items():
+        for (format, runtime), model in self.models.items():
             corrected = model.corrected()
             limits = [] if latency_ms is None else [Limit(corrected, ROOM * latency_ms)]
             if self.settings.limits.size is not None:
                 limits.append(Limit(model.bytes, ROOM * self.settings.limits.size))
-            tried = [{**space.whole, **dict(c.widths)} for c in known if c.format == format]
+            tried = [
+                {**space.whole, **dict(c.widths)}
+                for c in known
+                if (c.format, c.runtime) == (format, runtime)
+            ]
             widths = programme.solve(limits, tried)
             if widths is None:
                 continue
             harm = programme.total_harm(widths) + model.harm
             if best is None or harm < best[0]:
-                best = harm, candidate_of(format, widths, space.whole), corrected(widths)
+                candidate = candidate_of(format, widths, space.whole, runtime)
+                best = harm, candidate, corrected(widths)
         return None if best is None else best[1:]
 
     def _check(self, candidate: Candidate, predicted_ms: float | None = None) -> None:
@@ -356,8 +372,10 @@ class Search:
         try:
             found = self.judge.check(candidate, predicted_ms)
         except StageFailed as error:
-            if not candidate.widths:
+            if not candidate.widths and candidate.runtime == "onnx":
                 raise
+            if not candidate.widths:
+                self.judge.options.announce(f"warning: {candidate.name} is left out: {error}")
             self.failed[candidate] = str(error)
             self.judge.options.announce(f"warning: {candidate.name} could not be made: {error}")
             return
@@ -366,9 +384,13 @@ class Search:
         self._front().write(self.out)
 
     def _offered(self) -> list[CheckedModel]:
-        """Return the checked models in the formats that are asked for."""
-        formats = self.settings.space.formats
-        return [model for model in self.checked.values() if model.format in formats]
+        """Return the checked models in the formats and runtimes that are asked for."""
+        space = self.settings.space
+        return [
+            model
+            for model in self.checked.values()
+            if model.format in space.formats and model.runtime in space.runtimes
+        ]
 
     @property
     def _loss_decides(self) -> bool:
@@ -388,6 +410,7 @@ class Search:
             points=tuple(model.name for model in Front.pareto(self._offered())),
             conditions=self.judge.conditions,
             base_ms=self.judge.base_ms,
+            predicted_for=self.judge.tables.where if self.judge.tables else None,
         )
 
     def _finish(self) -> Front:
@@ -409,7 +432,9 @@ class Search:
         front = self._front().model_copy(update={"best": best.name if best else None})
         for number, name in enumerate(front.points, 1):
             file = self.out / POINTS / str(number) / "pipeline.yaml"
-            self.checked[name].candidate.write_pipeline(self.judge.base, self.settings, file)
+            model = self.checked[name]
+            gate = self.judge.speedup_gate(model)
+            model.candidate.write_pipeline(self.judge.base, self.settings, file, gate)
         front.write(self.out)
         return front
 

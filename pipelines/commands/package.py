@@ -1,10 +1,13 @@
-"""`compress package`: an artifact as a container image, or as a folder that transformers opens."""
+"""`compress package`: a container image, or a folder that transformers opens."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from compress.common.errors import PipelineInvalid
+from pipelines.commands.verify import verify_command
+from serve.image.build_folder import write_build_folder
+from serve.image.oci_layout import write_image_layout
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -13,41 +16,37 @@ if TYPE_CHECKING:
     from serve.image.build_folder import ImageFiles
 
 
-def package_artifact(
+def write_package(
     artifact: Path,
     image: Path | None,
     transformers: Path | None,
     base: Path | None,
     sign_key: Path | None,
-) -> TransformersFolder | ImageFiles:
-    """Write an artifact as the one folder that is named.
+) -> ImageFiles | TransformersFolder:
+    """Write the one folder that is named, an image's or one for `from_pretrained`.
 
     Args:
-        artifact: directory of the artifact.
-        image: folder to write, of an image.
-        transformers: folder to write, for `from_pretrained`.
-        base: OCI layout that the image adds a layer to; without it a Dockerfile is written.
-        sign_key: private key that signs the image's attestation.
+        artifact: an artifact's directory.
+        image: folder to write an image to.
+        transformers: folder to write for transformers.
+        base: OCI layout that the image adds a layer to.
+        sign_key: private key that signs the image's attestation, PEM.
 
     Raises:
-        PipelineInvalid: none or both of the folders are named, or options of the other.
+        PipelineInvalid: none or both folders are named, or an option does not go with it.
     """
-    from pipelines.commands.verify import verify_command
-    from serve.image.build_folder import write_build_folder
-    from serve.image.oci_layout import write_image_layout
 
     def attest(file: Path) -> None:
         verify_command(artifact, attest=file, sign_key=sign_key)
 
-    if (image is None) == (transformers is None):
-        raise PipelineInvalid("name one folder to write: --image DIR or --transformers DIR")
-    if image is not None:
+    if image is not None and transformers is None:
         if base is None:
             return write_build_folder(artifact, image, attest)
         return write_image_layout(artifact, image, base, attest)
+    if transformers is None or image is not None:
+        raise PipelineInvalid("name one folder to write: --image DIR or --transformers DIR")
     if base or sign_key:
         raise PipelineInvalid("--base and --sign-key are for --image")
     from compress.artifacts.libraries.transformers_folder import write_transformers_folder
 
-    assert transformers is not None
     return write_transformers_folder(artifact, transformers)

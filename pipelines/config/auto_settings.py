@@ -12,6 +12,7 @@ from compress.pruning.finetune import AnyFinetune
 from compress.pruning.importance.criteria import Criterion
 
 Format: TypeAlias = Literal["float", "int8_static", "int8_dynamic"]
+Runtime: TypeAlias = Literal["onnx", "openvino"]
 
 MILLISECONDS = {"us": 1e-3, "µs": 1e-3, "ms": 1.0, "s": 1e3}
 SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
@@ -77,6 +78,9 @@ class AutoSpace(Settings):
     """How many channels of each group stay; null leaves all of them."""
     formats: Annotated[tuple[Format, ...], Field(min_length=1)] = ("float", "int8_static")
     """Numbers that the model computes with, one of these for all its layers."""
+    runtimes: Annotated[tuple[Runtime, ...], Field(min_length=1)] = ("onnx",)
+    """What runs the file: ONNX Runtime (`onnx`), OpenVINO, or either; each format is tried in each
+    of these."""
     recovery: AnyFinetune | None = None
     """How the most promising of the smaller models are trained, by successive halving: some for one
     epoch, the better half of them on, the best for all `epochs`. By default layers are refitted,

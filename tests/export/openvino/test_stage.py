@@ -40,6 +40,9 @@ def test_every_input_and_output_keeps_its_name_and_place(tmp_path: Path) -> None
     files = {"model.xml", "model.bin"}
     assert exported.model_files.keys() == files
     assert exported.payload_bytes == sum((exported.path / f).stat().st_size for f in files)
+    # OpenVINO itself numbers operators by how many there were before in the process.
+    again = ExportOpenVINO()(model, Context(root=tmp_path / "again"))
+    assert again.model_files == exported.model_files
 
 
 def test_a_quantized_graph_and_its_onnx_file_run_in_integers(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from torch import nn
 
 import cli
 import compress
+from compress.common.requirements import Requirement
 from pipelines.auto import judge
 
 NETS = """
@@ -143,6 +144,18 @@ def test_values_without_a_known_unit_are_refused(
 ) -> None:
     assert auto(file, *arguments) == 2
     assert message in capfd.readouterr().err
+
+
+def test_a_runtime_that_is_unknown_or_not_installed_is_refused(
+    file: Path, capfd, monkeypatch
+) -> None:
+    file.write_text(FILE.replace("formats:", "runtimes: [tensorrt], formats:"))
+    assert auto(file) == 2
+    assert "auto.space.runtimes[0]: input should be 'onnx' or 'openvino'" in capfd.readouterr().err
+    file.write_text(FILE.replace("formats:", "runtimes: [onnx, openvino], formats:"))
+    monkeypatch.setattr(Requirement, "missing", lambda self: self.what == "openvino")
+    assert auto(file) == 4
+    assert "net.yaml:10: auto.space.runtimes: openvino needs openvino" in capfd.readouterr().err
 
 
 def test_stages_that_the_search_adds_itself_are_refused(file: Path, capfd) -> None:
