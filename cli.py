@@ -399,19 +399,14 @@ def bench(
 )
 def package(
     artifact: ArtifactPath,
-    image: Annotated[
-        Path | None, typer.Option(help="Folder to write: an image; onnx, openvino.")
-    ] = None,
-    transformers: Annotated[
-        Path | None, typer.Option(help="Folder to write for from_pretrained.")
-    ] = None,
+    image: Annotated[Path | None, typer.Option(help="Folder of an image (onnx, openvino).")] = None,
+    transformers: Annotated[Path | None, typer.Option(help="Folder for from_pretrained.")] = None,
     base: Annotated[Path | None, typer.Option(help="OCI layout to add a layer to.")] = None,
     sign_key: Annotated[Path | None, typer.Option(help="Signs the attestation, PEM.")] = None,
 ) -> None:
     """Write a container image, or a folder that transformers opens."""
     with fast_imports():
         from pipelines.commands.package import write_package
-
     packaged = write_package(artifact, image, transformers, base, sign_key)
     print_result(asdict(packaged), packaged.lines())
 
