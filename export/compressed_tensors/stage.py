@@ -59,11 +59,13 @@ class ExportCompressedTensors(Stage[GraphModel, CompressedTensorsModel]):
     """Write the result of quantize_weights as a Hugging Face folder for transformers and vLLM.
 
     Linear layers keep their integers, which are read back and compared; tables of embeddings become
-    floats. Activations are not rounded: what reads such folders multiplies floats. Where
-    compressed-tensors is installed, transformers opens the folder and has to answer alike.
+    floats. Activations are not rounded: what reads such folders multiplies floats. transformers
+    opens the folder and has to answer alike.
     """
 
     stage: Literal["export_compressed_tensors"] = "export_compressed_tensors"
+    # Without it, what a run measures of the folder could not be opened.
+    requirements: ClassVar[tuple[Requirement, ...]] = (COMPRESSED_TENSORS,)
 
     @property
     def machine_parts(self) -> dict[str, Any]:
