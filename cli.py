@@ -365,6 +365,20 @@ def serve(
     )
 
 
+@command('compress generate runs/lm/artifacts/export_genai "The "')
+def generate(
+    artifact: ArtifactPath,
+    prompt: Annotated[str, typer.Argument(help="The text to continue.")],
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens to add.")] = 64,
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
+) -> None:
+    """Continue a text with a model of export_genai."""
+    with fast_imports():
+        from export.genai.generate import continue_text
+    found = continue_text(artifact, prompt, tokens, threads)
+    print_result(asdict(found), found.lines())
+
+
 @command(
     "compress bench runs/pipeline/artifacts/onnx runs/pipeline/artifacts/torchscript",
     "compress bench runs/pipeline/artifacts/train --runtimes onnx,aot --html bench.html",
@@ -397,19 +411,14 @@ def bench(
 )
 def package(
     artifact: ArtifactPath,
-    image: Annotated[
-        Path | None, typer.Option(help="Folder to write: an image; onnx, openvino.")
-    ] = None,
-    transformers: Annotated[
-        Path | None, typer.Option(help="Folder to write for from_pretrained.")
-    ] = None,
+    image: Annotated[Path | None, typer.Option(help="Folder of an image (onnx, openvino).")] = None,
+    transformers: Annotated[Path | None, typer.Option(help="Folder for from_pretrained.")] = None,
     base: Annotated[Path | None, typer.Option(help="OCI layout to add a layer to.")] = None,
     sign_key: Annotated[Path | None, typer.Option(help="Signs the attestation, PEM.")] = None,
 ) -> None:
     """Write a container image, or a folder that transformers opens."""
     with fast_imports():
         from pipelines.commands.package import write_package
-
     packaged = write_package(artifact, image, transformers, base, sign_key)
     print_result(asdict(packaged), packaged.lines())
 

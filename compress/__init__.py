@@ -18,8 +18,10 @@ _own_attribute, _own_names, _own = lazy_loader.attach_stub(__name__, __file__)
 # place nevertheless, so these names alone are looked up there, when somebody asks for them.
 _OF_OTHER_PACKAGES = {
     "export_aot": "export.functional",
+    "export_compressed_tensors": "export.functional",
     "export_executorch": "export.functional",
     "export_fastest": "export.functional",
+    "export_genai": "export.functional",
     "export_onnx": "export.functional",
     "export_openvino": "export.functional",
     "export_program": "export.functional",

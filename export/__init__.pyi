@@ -1,9 +1,13 @@
 from .aotinductor.stage import AotModel as AotModel
 from .aotinductor.stage import ExportAot as ExportAot
+from .compressed_tensors.stage import CompressedTensorsModel as CompressedTensorsModel
+from .compressed_tensors.stage import ExportCompressedTensors as ExportCompressedTensors
 from .executorch.stage import ExecuTorchModel as ExecuTorchModel
 from .executorch.stage import ExportExecuTorch as ExportExecuTorch
 from .exported_program import ExportProgram as ExportProgram
 from .fastest.stage import ExportFastest as ExportFastest
+from .genai.stage import ExportGenai as ExportGenai
+from .genai.stage import GenaiModel as GenaiModel
 from .onnx.stage import ExportOnnx as ExportOnnx
 from .onnx.stage import OnnxModel as OnnxModel
 from .openvino.stage import ExportOpenVINO as ExportOpenVINO

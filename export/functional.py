@@ -2,9 +2,11 @@
 
 from compress.functional.stage_function import stage_function
 from export.aotinductor.stage import ExportAot
+from export.compressed_tensors.stage import ExportCompressedTensors
 from export.executorch.stage import ExportExecuTorch
 from export.exported_program import ExportProgram
 from export.fastest.stage import ExportFastest
+from export.genai.stage import ExportGenai
 from export.onnx.stage import ExportOnnx
 from export.openvino.stage import ExportOpenVINO
 from export.tensorrt.stage import ExportTensorRT
@@ -17,4 +19,6 @@ export_torchscript = stage_function(ExportTorchScript, takes_file=True)
 export_aot = stage_function(ExportAot, takes_file=True)
 export_openvino = stage_function(ExportOpenVINO, takes_file=True)
 export_executorch = stage_function(ExportExecuTorch, takes_file=True)
+export_genai = stage_function(ExportGenai)
+export_compressed_tensors = stage_function(ExportCompressedTensors)
 export_tensorrt = stage_function(ExportTensorRT, takes_file=True)

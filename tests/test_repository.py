@@ -39,20 +39,22 @@ SHIPPED = [
 
 PUBLIC = {
     compress: "Artifact ArtifactInvalid CompressError Context ConvertPrecision Distill EagerModel "
-    "Finetune GateRefused GraphModel LabelAgreement Loss MaxDrop MaxFileSize MaxLatency MaxMemory "
-    "MaxParameters MaxRelativeDrop MaxSize Metric MinCosine MinDelegated MinIntegerMacs MinMetric "
-    "MinSpeedup Parallel Parity PipelineInvalid Predictor "
-    "PruneChannels PruneLayers PruneWeights QuantizeAwareTraining QuantizeDynamic QuantizeMixed "
-    "QuantizeStatic QuantizeWeights RunsIn Signature Splits Stage StageFailed Target "
-    "TensorSpec Train Training Unavailable Verdict consolidate "
-    "convert_precision distill prune_channels prune_layers prune_weights quantize_aware_training "
-    "quantize_dynamic quantize_mixed quantize_static quantize_weights train "
-    "export_aot export_executorch export_fastest export_onnx export_openvino export_program "
-    "export_tensorrt export_torchscript package_kserve package_torchserve package_triton "
-    "auto optimize bench",
-    export: "AotModel ExecuTorchModel ExportAot ExportExecuTorch ExportFastest ExportOnnx "
-    "ExportOpenVINO ExportProgram ExportTensorRT ExportTorchScript OnnxModel OpenVINOModel "
-    "TensorRTEngine TorchScriptModel",
+    "Finetune GateRefused GraphModel LabelAgreement Loss MaxDivergence MaxDrop MaxFileSize "
+    "MaxFirstToken MaxLatency MaxMemory MaxParameters MaxRelativeDrop MaxSize Metric "
+    "MinCosine MinDelegated MinEqualTokens MinIntegerMacs MinMetric MinSpeedup "
+    "MinTokensPerSecond Parallel Parity PipelineInvalid Predictor PruneChannels PruneLayers "
+    "PruneWeights QuantizeAwareTraining QuantizeDynamic QuantizeMixed QuantizeStatic "
+    "QuantizeWeights RunsIn Signature Splits Stage StageFailed Target TensorSpec Train "
+    "Training Unavailable Verdict consolidate convert_precision distill prune_channels "
+    "prune_layers prune_weights quantize_aware_training quantize_dynamic quantize_mixed "
+    "quantize_static quantize_weights train export_aot export_compressed_tensors "
+    "export_executorch export_fastest export_genai export_onnx export_openvino "
+    "export_program export_tensorrt export_torchscript package_kserve package_torchserve "
+    "package_triton auto optimize bench",
+    export: "AotModel CompressedTensorsModel ExecuTorchModel ExportAot ExportCompressedTensors "
+    "ExportExecuTorch ExportFastest ExportGenai ExportOnnx "
+    "ExportOpenVINO ExportProgram ExportTensorRT ExportTorchScript GenaiModel OnnxModel "
+    "OpenVINOModel TensorRTEngine TorchScriptModel",
     serve: "Client KServeService PackageKServe PackageTorchServe PackageTriton TorchServe "
     "TorchServeArchive TritonRepository",
 }

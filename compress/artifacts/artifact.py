@@ -96,6 +96,8 @@ class Artifact:
     """Whether the fact `delegated_share` says how much a backend computes."""
     reports_integer_share: ClassVar[bool] = False
     """Whether the fact `integer_share` says how much is multiplied by integer kernels."""
+    generates: ClassVar[bool] = False
+    """Whether it generates text by itself, with a cache; see :meth:`generation_speed`."""
     _kinds: ClassVar[dict[str, type[Artifact]]] = {}
 
     def __init__(self, path: Path, manifest: Manifest, digest: str) -> None:
@@ -326,6 +328,16 @@ class Artifact:
         ``with artifact.open() as predict: predict(x)``, or ``artifact.open()(x)``.
         """
         raise NotImplementedError(f"{self.kind} artifacts cannot answer")
+
+    def generation_speed(
+        self, prompt_tokens: int, tokens: int, threads: int
+    ) -> tuple[float, float]:
+        """Return milliseconds to the first generated token, and tokens a second after it.
+
+        Raises:
+            Unavailable: the runtime that generates is not installed.
+        """
+        raise NotImplementedError(f"{self.kind} artifacts cannot generate")
 
     def load(self, device: str = "cpu") -> torch.nn.Module:
         """Return a new module that computes as the artifact does, in whatever runtime."""

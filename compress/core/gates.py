@@ -15,15 +15,16 @@ from compress.common.errors import StageFailed, Unavailable
 from compress.common.requirements import load_entry_point
 from compress.core.gate import Gate
 from compress.core.gate_kinds.call_cost import MaxLatency, MaxMemory, MinSpeedup
+from compress.core.gate_kinds.generation_speed import MaxFirstToken, MinTokensPerSecond
 from compress.core.gate_kinds.kernel_shares import MinDelegated, MinIntegerMacs
+from compress.core.gate_kinds.next_tokens import MaxDivergence, MinEqualTokens
 from compress.core.gate_kinds.other_runtime import RunsIn
-from compress.core.metrics import FALLING, FRACTIONS, IN_POINTS, predicted_decisions
+from compress.core.gate_kinds.paired_outputs import paired_outputs
+from compress.core.metric_kinds.checked_values import predicted_decisions
+from compress.core.metrics import FALLING, FRACTIONS, IN_POINTS
 from compress.core.task import NO_METRIC
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    import torch
     from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
 
     from compress.artifacts.artifact import Artifact
@@ -58,7 +59,7 @@ class Parity(Gate):
         from compress.common.tensor_difference import largest, largest_difference
 
         differences, elements = [], 0
-        for expected, got in _paired_outputs(before, after, context):
+        for expected, got in paired_outputs(before, after, context):
             if len(expected) != len(got):
                 raise StageFailed(f"{len(expected)} outputs against {len(got)}")
             for a, b in zip(expected, got, strict=True):
@@ -95,7 +96,7 @@ class LabelAgreement(Gate):
     def measure(self, before: Artifact, after: Artifact, context: Context) -> float:
         """Return the fraction of equal labels."""
         equal = total = 0
-        for expected, got in _paired_outputs(before, after, context):
+        for expected, got in paired_outputs(before, after, context):
             labels = predicted_decisions(expected[0], context.task)
             equal += int((labels == predicted_decisions(got[0], context.task)).sum())
             total += labels.numel()
@@ -132,7 +133,7 @@ class MinCosine(Gate):
         from torch.nn.functional import cosine_similarity
 
         cosines = []
-        for pair in _paired_outputs(before, after, context):
+        for pair in paired_outputs(before, after, context):
             a, b = (outputs[0].double() for outputs in pair)
             if a.shape != b.shape:
                 raise StageFailed(f"outputs have shapes {tuple(a.shape)} and {tuple(b.shape)}")
@@ -338,6 +339,8 @@ AnyGate = Annotated[
     Parity
     | LabelAgreement
     | MinCosine
+    | MaxDivergence
+    | MinEqualTokens
     | MaxDrop
     | MaxRelativeDrop
     | MinMetric
@@ -349,6 +352,8 @@ AnyGate = Annotated[
     | MaxMemory
     | MinDelegated
     | MinIntegerMacs
+    | MinTokensPerSecond
+    | MaxFirstToken
     | RunsIn,
     Field(discriminator="gate"),
     AddedGates(),
@@ -409,14 +414,3 @@ def unlikely_points(points: float) -> str:
             f"are percentage points, expected at most {MOST_POINTS:g}"
         )
     return ""
-
-
-def _paired_outputs(
-    before: Artifact, after: Artifact, context: Context
-) -> Iterator[tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]]:
-    """Yield both models' outputs for the same batches, on the CPU."""
-    with context.predictor(before) as expected, context.predictor(after) as got:
-        batch_size = context.judged_batch_size(before, after)
-        for inputs in context.comparison_inputs(before.signature, batch_size):
-            outputs = expected(*inputs), got(*inputs)
-            yield tuple(t.cpu() for t in outputs[0]), tuple(t.cpu() for t in outputs[1])

@@ -15,8 +15,15 @@ from compress.common.errors import (
 )
 from compress.common.forward import first_output, output_argument
 from compress.core.loss import INFERRED_LOSS, Loss
-from compress.core.metric_kinds.checked_values import count_equal, not_finite, one_number
+from compress.core.metric_kinds.checked_values import (
+    count_equal,
+    not_finite,
+    one_number,
+    predicted_decisions,
+    predicted_labels,
+)
 from compress.core.metric_kinds.r2 import add_r2, r2, r2_sums
+from compress.core.metric_kinds.sliding_window import SlidingWindow
 from compress.core.progress import Progress, silent
 from compress.core.task import NO_METRIC
 from compress.core.task_targets import (
@@ -31,14 +38,13 @@ from compress.core.task_targets import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     import torch
     from pydantic import JsonValue
 
     from compress.common.forward import Outputs, Predictor
     from compress.common.signature import Signature
-    from compress.core.task import Task
     from compress.data.batch import Batch
     from compress.data.splits import Splits
     from compress.data.targets import Targets
@@ -68,9 +74,10 @@ class Metric:
 
     ``accuracy`` is the fraction of right labels, ``loss`` the mean of the task's loss, ``fidelity``
     the fraction of labels equal to the reference model's, ``perplexity`` the exponential of the
-    mean cross-entropy. For numbers there are ``mse``, ``mae``, ``r2``, the coefficient of
-    determination, and ``spearman``, the correlation of ranks; ``f1`` and ``miou`` are means over
-    the classes, and ``map`` is that of COCO for boxes. Classes such as
+    mean cross-entropy, with arguments ``context`` and ``stride`` over windows. For numbers there
+    are ``mse``, ``mae``, ``r2``, the coefficient of determination, and ``spearman``, the
+    correlation of ranks; ``f1`` and ``miou`` are means over the classes, and ``map`` is that of
+    COCO for boxes. Classes such as
     ``torchmetrics.classification.BinaryF1Score`` are imported by their name, and so is
     ``module:callable``: a function of all outputs and targets that returns a float, or a subclass
     of ``torchmetrics.Metric``. The user's own get several outputs of a model as a mapping by name,
@@ -168,6 +175,22 @@ class Metric:
             raise StageFailed(f"metric {self.name} needs targets and split {split!r} has none")
         return batch.target
 
+    @property
+    def window(self) -> SlidingWindow | None:
+        """Windows that perplexity is measured in; None where samples are read as they are."""
+        if self.name != "perplexity" or not self.arguments:
+            return None
+        return SlidingWindow.from_arguments(dict(self.arguments))
+
+    def parts(
+        self, inputs: tuple[torch.Tensor, ...], targets: Targets
+    ) -> Iterator[tuple[tuple[torch.Tensor, ...], Targets]]:
+        """Yield what a model is called with for a batch, and its targets: the batch, or windows."""
+        if self.window is None:
+            yield inputs, targets
+        else:
+            yield from self.window.of(inputs, need_tensor("metric perplexity", targets))
+
     def require_finite(self, value: float, split: str) -> float:
         """Return a value of the metric; raise StageFailed if it is NaN or infinite."""
         if not math.isfinite(value):
@@ -231,7 +254,7 @@ class Metric:
                     f"{task.answer}; use metric: {task.metric}"
                 )
         if self.name in (*BUILT_IN, NO_METRIC):
-            if self.arguments or self.direction is not None:
+            if (self.window is None and self.arguments) or self.direction is not None:
                 raise PipelineInvalid(f"metric {self.name!r} takes no settings")
             return
         if self.name in TORCHMETRICS:
@@ -421,34 +444,6 @@ def default_metric(loss: Loss) -> Metric:
     return Metric("loss" if loss.targets == "nested" else "accuracy", loss=loss)
 
 
-def predicted_labels(outputs: torch.Tensor) -> torch.Tensor:
-    """Return each sample's class of the largest output; raise StageFailed if none is defined."""
-    if outputs.dim() < 2 or outputs.shape[1] < 2:
-        raise StageFailed(
-            f"outputs of shape {tuple(outputs.shape)} hold no classes to choose from; labels need "
-            "at least two outputs a sample"
-        )
-    if problem := not_finite(outputs):
-        raise StageFailed(problem)
-    return outputs.argmax(1)
-
-
-def predicted_decisions(outputs: torch.Tensor, task: Task | None = None) -> torch.Tensor:
-    """Return the predicted classes, or whether each output is above 0.
-
-    The latter where a sample has one output, and where labels do not exclude each other. A task
-    says on which axis the classes are; by default on axis 1.
-    """
-    if task is not None:
-        outputs = task.classes_first(outputs)
-    exclusive = task is None or task.labels != "each output"
-    if exclusive and outputs.dim() > 1 and outputs.shape[1] > 1:
-        return predicted_labels(outputs)
-    if not bool(outputs.isfinite().all()):
-        raise StageFailed("the model's outputs are not all finite")
-    return outputs > 0
-
-
 def _decisions(
     name: str, outputs: torch.Tensor, targets: torch.Tensor, loss: Loss
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -490,7 +485,8 @@ def evaluate(
     done, total = 0, len(splits.split(split))  # type: ignore[arg-type]  # Splits admits sized datasets only
     for batch in splits.batches(split, batch_size):
         targets = metric.targets_of(batch, split, reference)
-        meter.update(metric.outputs_read(predict(*batch.inputs)), targets)
+        for inputs, known in metric.parts(batch.inputs, targets):
+            meter.update(metric.outputs_read(predict(*inputs)), known)
         done += len(batch)
         progress(f"evaluate on {split}", done, total)
     return metric.require_finite(meter.compute(), split)

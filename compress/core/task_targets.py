@@ -255,6 +255,11 @@ def suggest_targets(outputs: torch.Tensor, targets: torch.Tensor) -> str:
         return "for numbers use mse, l1 or smooth_l1"
     if kind in ("labels", "binary") and is_same:
         return "for one yes or no per output use binary_cross_entropy"
+    if outputs.dim() == 3 and kind == "labels" and outputs.shape[:-1] == targets.shape:
+        return (
+            "for labels of tokens write task: causal-lm (a label at each position is the token "
+            "there, and the scores before it are for it) or task: token-classification"
+        )
     if outputs.dim() > 1 and outputs.shape[1] > 1:
         return (
             f"for classes return labels as whole numbers of shape {_shape_of(outputs[:, 0])}, "

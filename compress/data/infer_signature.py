@@ -96,6 +96,16 @@ def _specs(names: list[str], columns: list[tuple[torch.Tensor, ...]]) -> Iterato
             ) from None
 
 
+def with_named_length(inputs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
+    """Return inputs whose rows of integers, such as token ids, have any length, the same one."""
+    return tuple(
+        spec.model_copy(update={"shape": (spec.shape[0], LENGTH)})
+        if len(spec.shape) == 2 and "int" in spec.dtype
+        else spec
+        for spec in inputs
+    )
+
+
 def described(inputs: Sequence[TensorSpec]) -> str:
     """Describe inputs by name, shape and element type."""
     return ", ".join(

@@ -19,6 +19,8 @@ LIMITS = {
     "parity": 1e-4,
     "label_agreement": 0.99,
     "min_cosine": 0.99,
+    "max_divergence": 0.05,
+    "min_equal_tokens": 16.0,
     "max_drop": 1.0,
     "max_relative_drop": 2.0,
     "min_metric": 0.975,
@@ -31,6 +33,8 @@ LIMITS = {
     "min_delegated": 0.99,
     "runs_in": 0.0001,
     "min_integer_macs": 0.9,
+    "min_tokens_per_second": 30.0,
+    "max_first_token": 500.0,
 }
 """The limit in each gate's example."""
 

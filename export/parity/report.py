@@ -19,7 +19,8 @@ from compress.common.atomic_files import partial_path, remove_leftovers
 from compress.common.errors import CompressError, StageFailed, first_line
 from compress.common.forward import accept_any_batch
 from compress.common.tensor_difference import largest, largest_difference, relative_error
-from compress.core.metrics import evaluate, predicted_labels
+from compress.core.metric_kinds.checked_values import predicted_labels
+from compress.core.metrics import evaluate
 from export.common.int8_sums import has_16_bit_sums
 from export.parity import repro_script
 from export.parity.bisect import LayerSearch

@@ -61,8 +61,8 @@ class MetricSpec(Settings):
     """accuracy, loss, fidelity, f1, miou, perplexity; for numbers mse, mae, r2, spearman; for boxes
     map; torchmetrics.… or module:callable."""
     arguments: dict[str, JsonValue] = {}
-    """Keyword arguments of a torchmetrics class, of map, f1, miou and spearman, or of the
-    callable."""
+    """Keyword arguments of a torchmetrics class, of map, f1, miou, spearman and perplexity, or of
+    the callable."""
     higher_is_better: bool | None = None
     """Whether a larger value is better, for a metric that does not declare it itself."""
 

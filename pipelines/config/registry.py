@@ -20,9 +20,11 @@ from compress.quantization.stages.static import QuantizeStatic
 from compress.quantization.stages.weight_only import QuantizeWeights
 from compress.training.stage import Train
 from export.aotinductor.stage import ExportAot
+from export.compressed_tensors.stage import ExportCompressedTensors
 from export.executorch.stage import ExportExecuTorch
 from export.exported_program import ExportProgram
 from export.fastest.stage import ExportFastest
+from export.genai.stage import ExportGenai
 from export.onnx.stage import ExportOnnx
 from export.openvino.stage import ExportOpenVINO
 from export.tensorrt.stage import ExportTensorRT
@@ -54,6 +56,8 @@ OURS: tuple[type[Stage[Any, Any]], ...] = (
     ExportProgram,
     ExportOpenVINO,
     ExportExecuTorch,
+    ExportGenai,
+    ExportCompressedTensors,
     ExportTensorRT,
     ExportFastest,
     PackageTorchServe,

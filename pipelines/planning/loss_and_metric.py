@@ -29,7 +29,7 @@ from pipelines.planning.requirement_checks import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     import torch
 
@@ -104,7 +104,7 @@ def fitting_loss(plan: Plan, pipeline: PipelineConfig, source: Artifact, context
                 _check_metric(metric, pipeline, predict, data, split)
             else:
                 for batch in _samples(pipeline, data, split, 1):
-                    _outputs_for(pipeline, predict, batch, split)
+                    _outputs_for(pipeline, predict, batch.inputs, split)
     return "\n".join(lines)
 
 
@@ -122,7 +122,7 @@ def _fitting_loss(
     with _located_errors(pipeline, "data"):
         count = min(SAMPLES, len(data.stored(split)))  # type: ignore[arg-type]  # Splits admits sized datasets only
         batch, targets = next(data.read(split, range(count), count)), sampled_targets(data)
-    outputs = _outputs_for(pipeline, predict, batch, split)
+    outputs = _outputs_for(pipeline, predict, batch.inputs, split)
     if batch.target is None or targets is None:
         return []
     known = has_target(batch.target)
@@ -160,9 +160,12 @@ def _check_metric(
     def compute(samples: int) -> None:
         meter = MetricMeter(metric)
         for batch in _samples(pipeline, data, split, samples):
-            outputs = _outputs_for(pipeline, predict, batch, split)
             with _located_errors(pipeline, "metric", f"on split {split!r}: "):
-                meter.update(metric.outputs_read(outputs), metric.targets_of(batch, split, predict))
+                parts = [*metric.parts(batch.inputs, metric.targets_of(batch, split, predict))]
+            for inputs, targets in parts:
+                outputs = _outputs_for(pipeline, predict, inputs, split)
+                with _located_errors(pipeline, "metric", f"on split {split!r}: "):
+                    meter.update(metric.outputs_read(outputs), targets)
         with _located_errors(pipeline, "metric", f"on split {split!r}: "):
             meter.compute()
 
@@ -184,15 +187,15 @@ def _samples(pipeline: PipelineConfig, data: Splits, split: str, count: int) -> 
 
 
 def _outputs_for(
-    pipeline: PipelineConfig, predict: Predictor, batch: Batch, split: str
+    pipeline: PipelineConfig, predict: Predictor, inputs: Sequence[torch.Tensor], split: str
 ) -> list[torch.Tensor]:
-    """Return the model's outputs for a batch; raise PipelineInvalid if it does not take it."""
+    """Return the model's outputs for inputs; raise PipelineInvalid if it does not take them."""
     try:
-        return [x.cpu() for x in predict(*batch.inputs)]
+        return [x.cpu() for x in predict(*inputs)]
     except CompressError:
         raise
     except Exception as error:
-        shapes = ", ".join(describe_tensor(x) for x in batch.inputs)
+        shapes = ", ".join(describe_tensor(x) for x in inputs)
         raise PipelineInvalid(
             f"{pipeline.place('data')}: the model does not take the samples of split {split!r}, "
             f"{shapes}: {type(error).__name__}: {first_line(error)}"

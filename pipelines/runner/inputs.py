@@ -27,6 +27,7 @@ from pipelines.config.model_spec import (
 )
 from pipelines.planning.loss_and_metric import fitting_loss, infer_loss_and_metric
 from pipelines.planning.planner import build_plan
+from pipelines.planning.task_inference import task_of
 from pipelines.system.machine_info import version_of
 from pipelines.system.temp_files import temporary_files
 
@@ -46,7 +47,7 @@ def resolve_inputs(pipeline: PipelineConfig) -> tuple[PipelineConfig, Splits | N
     Returns:
         The pipeline with `model.inputs`, its data if any, and a line that names what was inferred.
     """
-    from compress.data.infer_signature import described, inputs_of
+    from compress.data.infer_signature import described, inputs_of, with_named_length
 
     data = load_data(pipeline)
     if pipeline.model.inputs is not None:
@@ -69,6 +70,12 @@ def resolve_inputs(pipeline: PipelineConfig) -> tuple[PipelineConfig, Splits | N
                     "inputs are not declared, and there is no `data:` whose samples show them"
                 )
             inputs = inputs_of(data, lambda: _parameters(pipeline))
+            task, _ = task_of(pipeline)
+            if task is not None and task.next_token:
+                # Samples of one length are cut from a text; the model reads any.
+                inputs = with_named_length(inputs)
+                if isinstance(spec, HuggingFaceModel) and not spec.axes:
+                    spec = spec.model_copy(update={"axes": _declared_inputs(pipeline, spec)[1]})
     except CompressError as error:
         raise type(error)(f"{pipeline.place('model')}: {error}") from error
     if data is not None:

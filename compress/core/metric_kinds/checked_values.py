@@ -9,6 +9,8 @@ from compress.common.errors import StageFailed
 if TYPE_CHECKING:
     import torch
 
+    from compress.core.task import Task
+
 
 def not_finite(outputs: torch.Tensor) -> str:
     """Return why no metric can be computed from outputs; empty where one can."""
@@ -51,3 +53,31 @@ def one_number(name: str, value: Any) -> float:
     is_tensor = isinstance(value, torch.Tensor)
     found = f"a tensor of shape {list(value.shape)}" if is_tensor else f"a {type(value).__name__}"
     raise StageFailed(f"metric {name!r} returned {found}, expected one number")
+
+
+def predicted_labels(outputs: torch.Tensor) -> torch.Tensor:
+    """Return each sample's class of the largest output; raise StageFailed if none is defined."""
+    if outputs.dim() < 2 or outputs.shape[1] < 2:
+        raise StageFailed(
+            f"outputs of shape {tuple(outputs.shape)} hold no classes to choose from; labels need "
+            "at least two outputs a sample"
+        )
+    if problem := not_finite(outputs):
+        raise StageFailed(problem)
+    return outputs.argmax(1)
+
+
+def predicted_decisions(outputs: torch.Tensor, task: Task | None = None) -> torch.Tensor:
+    """Return the predicted classes, or whether each output is above 0.
+
+    The latter where a sample has one output, and where labels do not exclude each other. A task
+    says on which axis the classes are; by default on axis 1.
+    """
+    if task is not None:
+        outputs = task.classes_first(outputs)
+    exclusive = task is None or task.labels != "each output"
+    if exclusive and outputs.dim() > 1 and outputs.shape[1] > 1:
+        return predicted_labels(outputs)
+    if not bool(outputs.isfinite().all()):
+        raise StageFailed("the model's outputs are not all finite")
+    return outputs > 0

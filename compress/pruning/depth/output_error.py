@@ -11,7 +11,8 @@ import torch
 from compress.common.errors import StageFailed
 from compress.common.forward import accept_any_batch, torch_predictor
 from compress.common.tensor_difference import relative_error_of_batches
-from compress.core.metrics import MetricMeter, predicted_decisions
+from compress.core.metric_kinds.checked_values import predicted_decisions
+from compress.core.metrics import MetricMeter
 from compress.data.batch import Batch
 
 if TYPE_CHECKING:

@@ -50,10 +50,11 @@ def evaluate(job: Job, module: torch.nn.Module, strategy: Strategy) -> float | N
     remaining = len(share)
     with _reference(job) as reference:
         for batch in job.data.read("val", padded, job.data.batch_size):
-            outputs = predict(*batch.inputs)
             targets = job.metric.targets_of(batch, "val", reference)
             own = slice(remaining)
-            meter.update(job.metric.outputs_read(outputs, own), select(targets, own))
+            for inputs, known in job.metric.parts(batch.inputs, targets):
+                outputs = predict(*inputs)
+                meter.update(job.metric.outputs_read(outputs, own), select(known, own))
             remaining = max(0, remaining - len(batch))
     strategy.release_buffers_(module)
     shares, value = strategy.gather_shares(meter.state()), 0.0

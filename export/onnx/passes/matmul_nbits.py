@@ -109,16 +109,24 @@ def gather_block_quantized(
     return rows
 
 
+def matmul_operands(
+    packed_NK: torch.Tensor, zero_NG: torch.Tensor, bits: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a weight's bytes and zero points as MatMulNBits takes them."""
+    # It takes zero points as floats, or packed like the weight.
+    is_packed = bits == 4 and not zero_NG.is_floating_point()
+    zeros = pack_pairs(zero_NG) if is_packed else zero_NG
+    return packed_NK.view(*zero_NG.shape, -1).clone(), zeros.flatten()
+
+
 def _use_matmul_nbits_(graph: fx.GraphModule, layer: fx.Node, packed: fx.Node) -> None:
     stem = str(packed.target).removesuffix(PACKED)
     packed_weight, scale_NG, zero_NG = _parts(graph, stem)
     bits = 4 if _reads_halves(packed) else 8
     group_size = packed_weight.shape[1] * 8 // bits // scale_NG.shape[1]
-    graph.register_buffer(f"{stem}_blocks", packed_weight.view(*scale_NG.shape, -1).clone())
-    # MatMulNBits takes zero points as floats, or packed like the weight.
-    is_packed = bits == 4 and not zero_NG.is_floating_point()
-    zeros = _pack_pairs(zero_NG) if is_packed else zero_NG
-    graph.register_buffer(f"{stem}_zeros", zeros.flatten())
+    blocks, zeros = matmul_operands(packed_weight, zero_NG, bits)
+    graph.register_buffer(f"{stem}_blocks", blocks)
+    graph.register_buffer(f"{stem}_zeros", zeros)
     with graph.graph.inserting_before(layer):
         names = (f"{stem}_blocks", f"{stem}_scale", f"{stem}_zeros")
         operands: list[Any] = [graph.graph.get_attr(name) for name in names]
@@ -146,7 +154,7 @@ def _use_gather_(graph: fx.GraphModule, lookup: fx.Node, packed: fx.Node) -> Non
     stem = str(packed.target).removesuffix(PACKED)
     packed_table, scale_VG, zero_VG = _parts(graph, stem)
     group_size = packed_table.shape[1] * 2 // scale_VG.shape[1]
-    graph.register_buffer(f"{stem}_zeros", _pack_pairs(zero_VG))
+    graph.register_buffer(f"{stem}_zeros", pack_pairs(zero_VG))
     rows = lookup
     while rows.target is not aten.mul.Tensor:  # what is scaled is flattened from groups into rows
         rows = next(reader for reader in rows.users if reader.users)
@@ -170,7 +178,7 @@ def _reads_halves(node: fx.Node) -> bool:
     return any(reader.target is aten.bitwise_and.Scalar for reader in node.users)
 
 
-def _pack_pairs(zero_NG: torch.Tensor) -> torch.Tensor:
+def pack_pairs(zero_NG: torch.Tensor) -> torch.Tensor:
     """Return 4-bit zero points in bytes, each row padded to whole bytes."""
     padded = torch.nn.functional.pad(zero_NG, (0, zero_NG.shape[1] % 2))
     return padded[:, ::2] | (padded[:, 1::2] << 4)

@@ -28,7 +28,8 @@ from compress.core.gates import (
     MinSpeedup,
     Parity,
 )
-from compress.core.metrics import Metric, predicted_decisions
+from compress.core.metric_kinds.checked_values import predicted_decisions
+from compress.core.metrics import Metric
 from compress.core.stage import Stage
 from compress.core.verdict import explain
 from compress.data.splits import Splits

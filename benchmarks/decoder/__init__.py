@@ -1,0 +1,1 @@
+"""A decoder trained on this machine's own text, and what compression does to it."""

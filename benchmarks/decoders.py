@@ -1,0 +1,34 @@
+"""What 4 bits cost a decoder and what they gain: `python benchmarks/decoders.py [FOLDER]`.
+
+Trains a Llama of 24 million weights on Python's manual and sources, some ten minutes on one core,
+unless FOLDER (build/decoders) has it from an earlier run. Then prints perplexity and KL divergence
+of the next token by method, and size and speed of the folders of `export_genai`, measured in one
+process; with `--speed` the speed of the folders of an earlier run alone. With `--architectures` it
+prints which decoders of transformers become proven folders instead, tiny ones made from configs.
+It needs the extras `transformers` and `genai`. One thread.
+"""
+
+import logging
+import os
+import sys
+from importlib import import_module
+from pathlib import Path
+
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is imported
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def main() -> None:
+    here = Path(__file__).parent
+    sys.path[:1] = [str(here.parent), str(here)]  # `export` is the package, not a file beside this
+    logging.disable(logging.WARNING)
+    if "--architectures" in sys.argv:
+        import_module("decoder.architectures").main()
+        return
+    folder = next((a for a in sys.argv[1:] if not a.startswith("-")), "build/decoders")
+    benchmark = import_module("decoder.compression")
+    benchmark.main(Path(folder), speed_alone="--speed" in sys.argv)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Decoders with a cache of keys and values, as onnxruntime-genai reads them."""

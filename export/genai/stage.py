@@ -1,0 +1,182 @@
+"""The artifact `GenaiModel`, and the stage `export_genai` that writes it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from compress.artifacts.artifact import Artifact
+from compress.artifacts.eager_model import EagerModel
+from compress.artifacts.graph_model import GraphModel
+from compress.common.config import Count
+from compress.common.errors import StageFailed
+from compress.common.forward import opened_model
+from compress.core.stage import Stage
+from export.common.targets import NO_BFLOAT16
+from export.genai.runtime import GENAI
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Set
+    from pathlib import Path
+
+    from compress.common.forward import Predictor
+    from compress.core.context import Context
+
+logger = logging.getLogger(__name__)
+
+TAKES = "export_genai takes float32 models, and those of quantize_weights; found {}"
+LONGEST = 4096
+"""Tokens of a text where neither the setting nor the model's config limits them."""
+
+
+class GenaiModel(Artifact):
+    """A decoder with its cache as ONNX, in a folder that onnxruntime-genai opens."""
+
+    kind: ClassVar[str] = "genai"
+    payload: ClassVar[str] = "model.onnx"
+    opened_with: ClassVar[tuple[str, ...]] = ("export.onnx.session",)
+    generates: ClassVar[bool] = True
+
+    @opened_model
+    def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:
+        """Open the file in onnxruntime as a predictor of the scores of whole inputs."""
+        from export.genai.session import prefill_predictor
+
+        self.verify_cached()
+        yield prefill_predictor(self.payload_path, threads, self.signature)
+
+    @property
+    def payload_bytes(self) -> int:
+        """Size in bytes of the file, and of the weights beside it where it is large."""
+        return sum(file.bytes for file in self.model_files.values())
+
+    def generation_speed(
+        self, prompt_tokens: int, tokens: int, threads: int
+    ) -> tuple[float, float]:
+        """Return milliseconds to the first token, and tokens a second after it."""
+        from export.common.host_check import require_all
+        from export.genai.runtime import measure_speed
+
+        require_all([GENAI], str(self.path))
+        self.verify_cached()
+        vocabulary = int(self.fact("vocabulary"))
+        return measure_speed(self.path, vocabulary, prompt_tokens, tokens, threads)
+
+
+class ExportGenai(Stage[EagerModel | GraphModel, GenaiModel]):
+    """Write a folder for onnxruntime-genai: a decoder of transformers with its cache, in ONNX.
+
+    Compared with its source: scores of whole texts, of the same read token by token, and 256 tokens
+    of greedy text. Where onnxruntime-genai is installed, it has to generate the same.
+    """
+
+    stage: Literal["export_genai"] = "export_genai"
+    context: Count | None = None
+    """Tokens of a prompt and its continuation together, at most; by default what the model's config
+    allows, up to 4096."""
+
+    @property
+    def machine_parts(self) -> dict[str, Any]:
+        """Whether onnxruntime-genai opened the folder, and which version."""
+        return {"onnxruntime-genai": None if GENAI.missing() else version("onnxruntime-genai")}
+
+    def unsupported_input_reason(self, formats: Set[str]) -> str:
+        """Return why a format has no place in such a folder; empty where it has."""
+        if "bfloat16" in formats:
+            return NO_BFLOAT16
+        return TAKES.format(", ".join(sorted(formats))) if formats else ""
+
+    def run(self, model: EagerModel | GraphModel, context: Context) -> GenaiModel:
+        """Trace with the cache, translate, write, compare with the source."""
+        import torch
+
+        from export.common.packed_weights import decoder_weights
+        from export.genai.decoder import CachedDecoder, lower_decoder
+        from export.genai.folder import CONFIG, genai_config
+        from export.genai.packed_layers import use_packed_layers_
+        from export.onnx.graph import count_operators, strip_
+        from export.onnx.passes.stored_integers import compact_
+        from export.onnx.proto_io import write
+
+        weights = decoder_weights(model, context, self.title)
+        module: Any = weights.module
+        most = self._longest(module)
+        use_packed_layers_(weights)
+        decoder = CachedDecoder(module, most)
+        shape = decoder.cache_shape()
+        facts: dict[str, Any] = {
+            "parameters": model.parameters(),
+            "macs": model.macs(),
+            "context": most,
+            "vocabulary": module.config.vocab_size,
+        }
+        carried = model.carried_files()
+        if "tokenizer.json" not in carried:
+            logger.warning(
+                "%s: the model has no tokenizer.json, so the folder reads and writes token ids "
+                "alone; load the model from a Hugging Face folder that has one",
+                self.title,
+            )
+        with GenaiModel.atomic_write(
+            context.root,
+            model.signature,
+            lineage=self.lineage(model),
+            facts=facts,
+            carried=carried,
+        ) as partial:
+            with torch.no_grad():
+                graph = lower_decoder(decoder, shape)
+            compact_(graph)
+            strip_(graph)
+            facts["operators"] = count_operators(graph)
+            write(graph, partial / GenaiModel.payload)
+            config = genai_config(module, shape, most, GenaiModel.payload)
+            (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+            facts["rotary_in_attention"] = f"{shape.rotary_layers} of {shape.layers} layers"
+            facts |= self._proof(model, partial, context, module.config.vocab_size, most)
+        logger.info(
+            "%s: %d of %d greedy tokens equal, scores differ by %.2g of their norm; opened by %s",
+            *(self.title, facts["equal_tokens"], facts["greedy_tokens"], facts["scores_error"]),
+            facts["opened_by"] or f"onnxruntime alone ({GENAI.install} opens it in genai too)",
+        )
+        return GenaiModel.from_directory(context.root)
+
+    def check_parity(self, model: Artifact, artifact: Artifact, context: Context) -> None:
+        """Raise StageFailed where a stored folder answers otherwise than the model."""
+        sizes = (int(artifact.fact(name)) for name in ("vocabulary", "context"))
+        self._proof(model, artifact.path, context, *sizes)
+
+    def _longest(self, module: Any) -> int:
+        """Return the tokens of a text; raise StageFailed where the model has fewer positions."""
+        positions = getattr(module.config, "max_position_embeddings", None)
+        if self.context is None:
+            return min(positions or LONGEST, LONGEST)
+        if positions is not None and self.context > positions:
+            raise StageFailed(
+                f"{self.title}: context: found {self.context}, and the model has {positions} "
+                "positions (max_position_embeddings); lower it"
+            )
+        return self.context
+
+    def _proof(
+        self, model: Artifact, folder: Path, context: Context, vocabulary: int, longest: int
+    ) -> dict[str, Any]:
+        """Compare a folder with its source, and return what was found."""
+        import torch
+
+        from export.genai.proof import GREEDY, CacheProof, check_runtime_text
+        from export.genai.runtime import next_tokens, open_folder
+        from export.genai.session import CachedSession
+
+        session = CachedSession(folder / GenaiModel.payload, context.threads)
+        facts = CacheProof(model, session, context, vocabulary).check()
+        if GENAI.missing():
+            return {**facts, "opened_by": None}
+        prompt = [1 % vocabulary]
+        runtime = open_folder(folder, context.threads)
+        found = [*next_tokens(runtime, prompt, min(GREEDY, longest - 1))]
+        expected, _ = session.continue_greedily(torch.tensor([prompt]), len(found))
+        check_runtime_text(expected[0].tolist(), found)
+        return {**facts, "opened_by": f"onnxruntime-genai {version('onnxruntime-genai')}"}

@@ -1,0 +1,114 @@
+"""Integers of `quantize_weights` as compressed-tensors, read back by us and by transformers."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from compress import QuantizeWeights
+from compress.common.errors import StageFailed
+from compress.common.tensor_difference import relative_error
+from export import CompressedTensorsModel, ExportCompressedTensors
+from export.common.packed_weights import PackedWeight, decoder_weights
+from export.compressed_tensors.stage import COMPRESSED_TENSORS
+from export.compressed_tensors.tensors import packed_state, unpacked
+from tests.export.tiny_decoder import context_for, decoder
+
+needs_library = pytest.mark.skipif(
+    COMPRESSED_TENSORS.missing(),
+    reason="to run these tests: pip install -e '.[compressed-tensors]'",
+)
+
+pytest.importorskip("transformers")
+
+
+@pytest.fixture(scope="module")
+def quantized(tmp_path_factory):
+    """Return a tiny Llama whose table is tied to its last layer, and its weights in 4 bits."""
+    root = tmp_path_factory.mktemp("tensors")
+    source = decoder(root, tie_word_embeddings=True)
+    stage = QuantizeWeights(exclude=("*.o_proj",), activation_bits=32)
+    return source, stage(source, context_for(source, root / "quantized"))
+
+
+@pytest.fixture(scope="module")
+def folder(quantized, tmp_path_factory) -> CompressedTensorsModel:
+    source, model = quantized
+    root = tmp_path_factory.mktemp("folder") / "folder"
+    return ExportCompressedTensors()(model, context_for(source, root))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_integers_come_back_for_any_number_of_outputs(bits) -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randint(0, 2**bits, shape, generator=generator).to(torch.uint8)
+
+    integers = drawn(13, 64)
+    packed = integers if bits == 8 else integers[:, ::2] | (integers[:, 1::2] << 4)
+    weight = PackedWeight(packed, torch.rand(13, 2), drawn(13, 2), bits, is_table=False)
+    state = packed_state("layer.weight", weight)
+    words = state["weight_packed"]
+    assert (words.dtype, words.shape) == (torch.int32, (13, 64 * bits // 32))
+    # Element i of a row begins at bit i * bits of its words.
+    unsigned = words.long() & 0xFFFFFFFF
+    per_word = 32 // bits
+    for i in (0, 5, 63):
+        found = (unsigned[:, i // per_word] >> (bits * (i % per_word))) & (2**bits - 1)
+        assert found.tolist() == integers[:, i].tolist()
+    assert state["weight_zero_point"].shape == (-(-13 // per_word), 2)
+    read = unpacked({f"layer.{name}": x for name, x in state.items()}, "layer", bits)
+    assert torch.equal(read.integers(), integers)
+    assert torch.equal(read.zero_point, weight.zero_point)
+
+
+def test_the_config_says_what_is_packed(folder, quantized) -> None:
+    config = json.loads((folder.path / "config.json").read_text())
+    quantization = config["quantization_config"]
+    weights = quantization["config_groups"]["group_0"]["weights"]
+    assert (weights["num_bits"], weights["group_size"], weights["symmetric"]) == (4, 32, False)
+    assert quantization["ignore"] == [f"model.layers.{i}.self_attn.o_proj" for i in range(2)]
+    assert config["tie_word_embeddings"] is False
+    stored = load_file(folder.payload_path)
+    assert "lm_head.weight_packed" in stored
+    assert "model.layers.0.self_attn.o_proj.weight" in stored
+    packed = [x for name, x in stored.items() if name.endswith("_packed")]
+    assert folder.manifest.facts["equal_integers"] == sum(x.numel() * 8 for x in packed)
+    assert (folder.path / "tokenizer.json").is_file()
+    ours = decoder_weights(quantized[1], context_for(quantized[0], folder.path), "test").packed
+    assert ("lm_head.weight", False) in ours
+    assert ("model.embed_tokens.weight", True) in ours
+
+
+def test_an_integer_that_changed_is_found(quantized, folder, tmp_path) -> None:
+    source, model = quantized
+    stored = load_file(folder.payload_path)
+    stored["lm_head.weight_packed"][3, 1] += 1
+    save_file(stored, tmp_path / "model.safetensors")
+    weights = decoder_weights(model, context_for(source, tmp_path), "test")
+    with pytest.raises(StageFailed, match=r"lm_head\.weight: packed differs in the file"):
+        ExportCompressedTensors()._compare_integers(tmp_path / "model.safetensors", weights)
+
+
+def test_what_the_format_has_not_is_refused(quantized, tmp_path) -> None:
+    source, _ = quantized
+    context = context_for(source, tmp_path / "tables")
+    tables = QuantizeWeights(exclude=("model.layers.*", "lm_head"))(source, context)
+    with pytest.raises(StageFailed, match="found none in few bits"):
+        ExportCompressedTensors()(tables, context_for(source, tmp_path / "out"))
+    weight = PackedWeight(
+        torch.zeros(2, 16, dtype=torch.uint8), torch.ones(2, 1), torch.ones(2, 1) / 2, 4, False
+    )
+    with pytest.raises(StageFailed, match="method hqq fits them"):
+        packed_state("layer.weight", weight)
+
+
+@needs_library
+def test_transformers_answers_as_the_quantized_graph(quantized, folder) -> None:
+    facts = folder.manifest.facts
+    assert facts["opened_by"].startswith("compressed-tensors ")
+    assert facts["scores_error"] < 1e-5
+    ids = torch.arange(24)[None]
+    assert relative_error(quantized[1].open()(ids)[0], folder.open()(ids)[0]) < 1e-5

@@ -1,0 +1,219 @@
+"""Decoders with a cache: the same scores, the same text, in a folder of onnxruntime-genai."""
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import compress
+from cli import app
+from compress import MaxFirstToken, MinTokensPerSecond, QuantizeStatic
+from compress.artifacts.artifact import Artifact
+from compress.common.errors import StageFailed
+from export import ExportGenai, GenaiModel, OnnxModel
+from export.genai.proof import CacheProof
+from export.genai.runtime import GENAI
+from export.genai.session import CachedSession
+from tests.export.tiny_decoder import (
+    LONGEST,
+    SIZES,
+    VOCABULARY,
+    context_for,
+    decoder,
+    texts,
+)
+
+needs_genai = pytest.mark.skipif(
+    GENAI.missing(), reason="to run these tests: pip install -e '.[genai]'"
+)
+
+pytest.importorskip("transformers")
+
+
+@pytest.fixture(scope="module")
+def folder(llama, tmp_path_factory: pytest.TempPathFactory) -> GenaiModel:
+    root = tmp_path_factory.mktemp("genai") / "genai"
+    return ExportGenai()(llama, context_for(llama, root))
+
+
+@pytest.fixture(scope="module")
+def folder_in_four_bits(llama, in_four_bits, tmp_path_factory) -> GenaiModel:
+    root = tmp_path_factory.mktemp("genai4") / "genai"
+    return ExportGenai()(in_four_bits, context_for(llama, root))
+
+
+def test_the_float_decoder_writes_the_models_text(llama, folder) -> None:
+    facts = folder.manifest.facts
+    assert facts["greedy_tokens"] == facts["equal_tokens"] == LONGEST - 16
+    assert max(facts["scores_error"], facts["steps_error"], facts["greedy_error"]) < 1e-5
+    assert facts["operators"]["GroupQueryAttention"] == SIZES["num_hidden_layers"]
+    assert facts["rotary_in_attention"] == "2 of 2 layers"
+    # onnxruntime fuses a norm that divides by its root: two in each layer, and the last.
+    assert facts["operators"]["Div"] == 2 * SIZES["num_hidden_layers"] + 1
+    session = CachedSession(folder.payload_path, threads=1)
+    ids, module = torch.tensor([[72, 101, 108]]), llama.load()
+    for _ in range(20):
+        ids = torch.cat([ids, module(ids).logits[:, -1:].argmax(-1)], 1)
+    assert session.continue_greedily(ids[:, :3], 20)[0].tolist() == ids[:, 3:].tolist()
+
+
+def test_the_folder_says_what_it_holds(folder) -> None:
+    model = json.loads((folder.path / "genai_config.json").read_text())["model"]
+    assert (model["vocab_size"], model["context_length"]) == (VOCABULARY, LONGEST)
+    assert (model["bos_token_id"], model["eos_token_id"]) == (256, 256)
+    inputs, outputs = model["decoder"]["inputs"], model["decoder"]["outputs"]
+    named = [i.name for i in CachedSession(folder.payload_path, 1).session.get_inputs()]
+    assert named[:4] == [
+        *(inputs["input_ids"], inputs["attention_mask"]),
+        *(inputs["past_key_names"] % 0, inputs["past_value_names"] % 0),
+    ]
+    assert outputs["present_key_names"] % 1 == "present.1.key"
+    assert (folder.path / "tokenizer.json").is_file()
+
+
+def test_it_opens_as_a_model_without_a_cache(llama, folder, tmp_path) -> None:
+    context = context_for(llama, tmp_path / "any")
+    assert context.score(folder) == pytest.approx(context.score(llama), rel=1e-5)
+    Artifact.from_directory(folder.path).verify()
+
+
+def test_four_bits_stay_in_the_file(llama, folder, in_four_bits, folder_in_four_bits) -> None:
+    facts = folder_in_four_bits.manifest.facts
+    assert facts["operators"]["MatMulNBits"] == 2 * 7 + 1
+    assert facts["operators"]["GatherBlockQuantized"] == 1
+    assert folder_in_four_bits.payload_bytes < 0.4 * folder.payload_bytes
+    assert facts["equal_tokens"] == facts["greedy_tokens"] or "near_tie" in facts
+    # Far nearer to the quantized graph than that is to the float model.
+    ids = next(texts().batches("val")).inputs[0]
+    scores = [model.open()(ids)[0] for model in (llama, in_four_bits, folder_in_four_bits)]
+    of_rounding = (scores[0] - scores[1]).norm()
+    assert (scores[1] - scores[2]).norm() < 0.2 * of_rounding
+
+
+def test_a_cached_folder_is_compared_again(llama, folder, tmp_path) -> None:
+    context = context_for(llama, tmp_path / "any")
+    ExportGenai().check_parity(llama, folder, context)
+    module = llama.load()
+    with torch.no_grad():
+        module.lm_head.weight[5] += 1
+    other = llama.derive(tmp_path / "other", module)
+    with pytest.raises(StageFailed, match="scores differ from the source's by"):
+        ExportGenai().check_parity(other, folder, context)
+
+
+class Forgetful(CachedSession):
+    """A decoder that loses its cache."""
+
+    def __call__(self, ids, cache=None):
+        return super().__call__(ids, None)
+
+
+class Stubborn(CachedSession):
+    """A decoder that generates another token than its scores say."""
+
+    def continue_greedily(self, prompt, count):
+        tokens, scores = super().continue_greedily(prompt, count)
+        tokens[0, -1] = scores[0, -1].argmin()
+        return tokens, scores
+
+
+@pytest.mark.parametrize(
+    ("kind", "problem"),
+    [
+        (Forgetful, "16 tokens in 16 calls have other scores than in one"),
+        (Stubborn, f"generated token {LONGEST - 16} is .* whose score is higher"),
+    ],
+)
+def test_what_a_cache_may_break_is_found(llama, folder, tmp_path, kind, problem) -> None:
+    session = kind(folder.payload_path, 1)
+    context = context_for(llama, tmp_path / "any")
+    with pytest.raises(StageFailed, match=problem):
+        CacheProof(llama, session, context, VOCABULARY).check()
+
+
+def test_masks_that_pad_at_the_beginning_are_refused(tmp_path) -> None:
+    from export.genai.session import prefill_predictor
+
+    names = ("input_ids", "attention_mask")
+    spec = compress.TensorSpec(name="input_ids", shape=("batch", "length"), dtype="int64")
+    signature = compress.Signature(inputs=[spec.model_copy(update={"name": n}) for n in names])
+    source = decoder(tmp_path / "masked", hidden_size=32, num_hidden_layers=1)
+    made = ExportGenai()(source, context_for(source, tmp_path / "genai"))
+    predict = prefill_predictor(made.payload_path, 1, signature)
+    ids, mask = torch.tensor([[1, 2, 3, 4]]), torch.tensor([[1, 1, 1, 0]])
+    full = predict(ids, torch.ones_like(mask))[0]
+    assert torch.equal(predict(ids, mask)[0][:, :3], full[:, :3])
+    with pytest.raises(ValueError, match="pad at the end"):
+        predict(ids, mask.flip(1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "sizes", "rotary"),
+    [
+        ("Mistral", {"sliding_window": 8}, "2 of 2"),
+        ("Qwen2", {"tie_word_embeddings": True}, "2 of 2"),
+        ("Phi", {"partial_rotary_factor": 0.5, "hidden_size": 128}, "2 of 2"),
+        ("Gemma", {"head_dim": 16}, "2 of 2"),
+        ("GPT2", {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": LONGEST}, "0 of 2"),
+    ],
+)
+def test_other_architectures(tmp_path, kind, sizes, rotary) -> None:
+    source = decoder(tmp_path, kind, **sizes)
+    made = ExportGenai()(source, context_for(source, tmp_path / "genai"))
+    facts = made.manifest.facts
+    assert facts["equal_tokens"] == facts["greedy_tokens"]
+    assert facts["scores_error"] < 1e-4
+    assert facts["rotary_in_attention"] == f"{rotary} layers"
+
+
+def test_what_is_no_decoder_is_refused(mlp, llama, tmp_path) -> None:
+    context = context_for(llama, tmp_path / "genai")
+    with pytest.raises(StageFailed, match="takes a language model of transformers, found"):
+        ExportGenai()(mlp, context)
+    with pytest.raises(StageFailed, match="context: found 97, and the model has 96 positions"):
+        ExportGenai(context=97)(llama, context)
+    reason = ExportGenai().unsupported_input_reason(QuantizeStatic().activation_formats)
+    assert "takes float32 models, and those of quantize_weights; found uint8" in reason
+    problem = MinTokensPerSecond(at=1).unsuitable_artifact(OnnxModel)
+    assert problem == "is for export_genai, found onnx"
+
+
+@needs_genai
+def test_genai_opens_the_folder_and_generates(folder, folder_in_four_bits, capfd) -> None:
+    for made in (folder, folder_in_four_bits):
+        assert str(made.manifest.facts["opened_by"]).startswith("onnxruntime-genai ")
+    arguments = ["generate", str(folder.path), "Hé", "--tokens", "9", "--json"]
+    with pytest.raises(SystemExit) as ended:
+        app(arguments)
+    assert ended.value.code == 0
+    found = json.loads(capfd.readouterr().out)
+    assert found["prompt"] == "Hé"
+    tokenizer = compress.Artifact.from_directory(folder.path).carried_files()["tokenizer.json"]
+    from tokenizers import Tokenizer
+
+    read = Tokenizer.from_str(tokenizer.decode())
+    ids = torch.tensor([read.encode("Hé").ids])
+    expected, _ = CachedSession(folder.payload_path, 1).continue_greedily(ids, 9)
+    assert found["token_ids"] == expected[0].tolist()
+    assert found["text"]  # of bytes that are no text its detokenizer makes another one
+
+
+@needs_genai
+def test_speed_is_measured(llama, folder, tmp_path) -> None:
+    context = context_for(llama, tmp_path / "any")
+    sizes = {"prompt_tokens": 8, "tokens": 8}
+    assert MinTokensPerSecond(at=1e-3, **sizes).evaluate(llama, folder, context).passed
+    assert MaxFirstToken(ms=1e6, **sizes).evaluate(llama, folder, context).passed
+    assert not MaxFirstToken(ms=1e-6, **sizes).evaluate(llama, folder, context).passed
+
+
+@pytest.mark.skipif(not GENAI.missing(), reason="onnxruntime-genai is installed")
+def test_without_genai_it_is_named(folder, llama, tmp_path) -> None:
+    assert folder.manifest.facts["opened_by"] is None
+    run = CliRunner().invoke(app, ["generate", str(folder.path), "a"])
+    assert "pip install -e '.[genai]'" in run.output + run.stderr
+    verdict = MinTokensPerSecond(at=1)
+    with pytest.raises(compress.Unavailable, match="genai"):
+        verdict.evaluate(llama, folder, context_for(llama, tmp_path / "any"))

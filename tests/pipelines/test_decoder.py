@@ -1,0 +1,71 @@
+"""A pipeline of a language model, from a Hugging Face folder to folders of other runtimes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from compress.artifacts.artifact import Artifact
+from export.compressed_tensors.stage import COMPRESSED_TENSORS
+from pipelines import Pipeline
+from pipelines.runner.inputs import resolve_inputs
+from tests.export.tiny_decoder import LONGEST, decoder
+
+pytest.importorskip("transformers")
+
+CORPUS = """
+import torch
+from pydoc_data.topics import topics
+
+
+def splits():
+    text = "\\n".join(topics.values()).encode()[: 40 * 64]
+    rows = torch.frombuffer(bytearray(text), dtype=torch.uint8).long().view(40, 64)
+    samples = [{"input_ids": row, "labels": row} for row in rows]
+    return {"train": samples[:30], "val": samples[30:]}
+"""
+
+
+@pytest.fixture
+def pipeline(tmp_path: Path) -> Pipeline:
+    decoder(tmp_path)
+    (tmp_path / "corpus.py").write_text(CORPUS)
+    drop = {"gate": "max_relative_drop", "percent": 20, "against": "source"}
+    alike = [{"gate": "max_divergence", "nats": 0.5}, {"gate": "min_equal_tokens", "at": 0.01}]
+    content: dict[str, Any] = {
+        "version": 1,
+        "model": {"huggingface": "hf"},
+        "data": {"factory": "corpus:splits", "batch_size": 10},
+        "metric": {"name": "perplexity", "arguments": {"context": 32, "stride": 16}},
+        "stages": [
+            {"stage": "quantize_weights", "method": "gptq", "calibration_samples": 20},
+            {"stage": "export_genai", "gates": [drop, *alike]},
+        ],
+    }
+    if not COMPRESSED_TENSORS.missing():
+        stage = {"stage": "export_compressed_tensors", "input": "quantize_weights"}
+        content["stages"].append(stage)
+    (tmp_path / "p.yaml").write_text(yaml.safe_dump(content))
+    return Pipeline.from_yaml(tmp_path / "p.yaml")
+
+
+def test_samples_of_one_length_do_not_fix_it(pipeline) -> None:
+    found, data, line = resolve_inputs(pipeline)
+    assert data is not None
+    assert line == ("model.inputs, from the samples of the data: input_ids [batch, length] int64")
+    assert found.model.axes["length"].max == LONGEST
+
+
+@pytest.mark.slow
+def test_a_language_model_becomes_folders_of_other_runtimes(pipeline, tmp_path) -> None:
+    report = pipeline.run(tmp_path / "out")
+    assert report.status == "passed", report
+    files = {"export_genai": "genai_config.json", "export_compressed_tensors": "model.safetensors"}
+    for stage, file in [(stage.name, files.get(stage.name)) for stage in report.stages]:
+        if file is None:
+            continue
+        made = Artifact.from_directory(tmp_path / "out" / "artifacts" / stage)
+        made.verify()
+        assert (made.path / file).is_file()
+        assert (made.path / "tokenizer.json").is_file()
