@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from typer.core import TyperGroup
 
 from compress import __version__
 from compress.common.errors import PipelineInvalid
 from pipelines.commands.completion import run_names, stage_names
+from pipelines.terminal.command_group import CommandGroup
 from pipelines.terminal.console import (
     current_mode,
     fast_imports,
@@ -28,22 +28,6 @@ from pipelines.terminal.console import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-
-class CommandGroup(TyperGroup):
-    """The commands; absent flags of `compress` itself are False rather than None."""
-
-    def get_params(self, ctx: Any) -> list[Any]:
-        """Return the options that are parsed before the command's name.
-
-        typer validates None with pydantic, whose import takes longer than all else that
-        `compress run --help` does.
-        """
-        found = super().get_params(ctx)
-        for option in found:
-            if getattr(option, "is_flag", False) and option.default is None:
-                option.default = False
-        return found
 
 
 def _examples(*lines: str) -> str:
