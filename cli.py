@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from typer.core import TyperGroup
 
 from compress import __version__
-from compress.common.errors import PipelineInvalid
 from pipelines.commands.completion import run_names, stage_names
-from pipelines.terminal.command_group import CommandGroup
 from pipelines.terminal.console import (
     current_mode,
     fast_imports,
@@ -28,6 +27,22 @@ from pipelines.terminal.console import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+
+class CommandGroup(TyperGroup):
+    """The commands; absent flags of `compress` itself are False rather than None."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the options that are parsed before the command's name.
+
+        typer validates None with pydantic, whose import takes longer than all else that
+        `compress run --help` does.
+        """
+        found = super().get_params(ctx)
+        for option in found:
+            if getattr(option, "is_flag", False) and option.default is None:
+                option.default = False
+        return found
 
 
 def _examples(*lines: str) -> str:
@@ -115,9 +130,7 @@ def _options(version: Annotated[bool, typer.Option("--version", **VERSION_OPTION
 )
 def init(
     what: Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP)] = None,
-    file: Annotated[
-        Path | None, typer.Argument(metavar="PIPELINE.YAML", help="To write; pipeline.yaml.")
-    ] = None,
+    file: Annotated[Path | None, typer.Argument(metavar="PIPELINE.YAML", help="To write.")] = None,
     model: Annotated[str | None, typer.Option(help="The same as MODEL.")] = None,
     argument: Annotated[list[str], typer.Option(help="Of the model, as classes=10.")] = [],  # noqa: B006
     checkpoint: Annotated[Path | None, typer.Option(help="Its weights.")] = None,
@@ -140,14 +153,11 @@ def init(
     script: Annotated[Path, typer.Option(help="The file to write.")] = Path("compress.sbatch"),
 ) -> None:
     """Write a pipeline file for your model."""
-    if what is not None and file is None and what.endswith((".yaml", ".yml")):
-        file, what = Path(what), None
-    if what is not None and model is not None:
-        raise PipelineInvalid(f"the model is given twice: {what} and --model {model}")
-    file, model = file or Path("pipeline.yaml"), model or what
+    from pipelines.commands.init_options import InitOptions, model_and_file
+
+    model, file = model_and_file(what, file, model)
     if not slurm:
         from pipelines.commands.init import write_draft
-        from pipelines.commands.init_options import InitOptions
 
         options = InitOptions(model, argument, checkpoint, inputs, data, target, goal, task)
         draft = write_draft(file, options, force, get_prompter())
@@ -183,9 +193,7 @@ def run(
     until: Until = None,
     force: Annotated[bool, typer.Option(help="Run every stage again.")] = False,
     jobs: Annotated[int | None, typer.Option(min=1, help="Branches at a time; 1.")] = None,
-    engine: Annotated[
-        Literal["local", "ray"], typer.Option(help="What runs the branches.")
-    ] = "local",
+    engine: Annotated[Literal["local", "ray"], typer.Option(help="What runs branches.")] = "local",
     store: StoreUrl = None,
     dry_run: Annotated[bool, typer.Option(help="Show what would run, and run nothing.")] = False,
     repair: Annotated[bool, typer.Option(help="Try repairs where a gate refuses.")] = False,

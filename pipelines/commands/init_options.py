@@ -30,6 +30,21 @@ FORMS = (
 )
 
 
+def model_and_file(
+    what: str | None, file: Path | None, model: str | None
+) -> tuple[str | None, Path]:
+    """Return the model and the file to write, of arguments of which each may be left out.
+
+    Raises:
+        PipelineInvalid: the model is given twice.
+    """
+    if what is not None and file is None and what.endswith((".yaml", ".yml")):
+        file, what = Path(what), None
+    if what is not None and model is not None:
+        raise PipelineInvalid(f"the model is given twice: {what} and --model {model}")
+    return model or what, file or Path("pipeline.yaml")
+
+
 @dataclass(frozen=True)
 class InitOptions:
     """Options of `compress init`."""
