@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -160,6 +161,11 @@ class CheckedModel(Settings):
     """The same on the other half, of models that were chosen."""
     confirmed_between: tuple[float, float] | None = None
     """95 % confidence interval of `confirmed_drop`; None where too few samples differ."""
+
+    @property
+    def loss_order(self) -> tuple[float, float]:
+        """A key by which the model that loses least comes first."""
+        return (math.inf if self.drop is None else self.drop), self.loss
 
     @property
     def latency(self) -> str:

@@ -232,13 +232,14 @@ def _run(
     out: Path,
     options: RunOptions,
 ) -> Report:
-    """Run a candidate's pipeline, without a look at `test`."""
+    """Run a candidate's pipeline; only its last stage is measured, and not on `test`."""
     folder = out / CANDIDATES / candidate.name
     folder.mkdir(parents=True, exist_ok=True)
     quiet = replace(
         options,
         cache=out / STORE,
         test=False,
+        intermediate=False,
         announce=lambda line: None,
         finished=lambda report: None,
     )

@@ -129,23 +129,28 @@ class Search:
         """Check smaller models, first as they are after a refit, then trained."""
         begin, recovery = deadline - self.settings.time, self.settings.space.recovery
         untrained_share = UNTRAINED_SHARE if recovery else 1.0
+        until, is_left = begin + untrained_share * self.settings.time, True
         for share in (FIRST_SHARE, min(HARMS_SHARE, untrained_share)):
             harms = self._measure_harms(space, min(deadline, begin + share * self.settings.time))
             programme = Programme(space.grid, harms)
-            if not self.models or time.monotonic() >= deadline:
-                return
+            if self.models and time.monotonic() < until:
+                is_left = self._check_next(programme)
+        while self.models and is_left and time.monotonic() < until:
             is_left = self._check_next(programme)
-        while is_left and time.monotonic() < begin + untrained_share * self.settings.time:
-            is_left = self._check_next(programme)
-        if recovery is not None:
-            while time.monotonic() < deadline and self._train_best(
-                self._contenders(programme), rungs(recovery.epochs), deadline
-            ):
-                pass
+        while self.models and recovery is not None and time.monotonic() < deadline:
+            ends = rungs(recovery.epochs)
+            if self._loss_decides:
+                is_left = self._train_best(self._contenders(programme), ends, deadline)
+            else:
+                is_left = self._train_fastest(programme, ends, deadline)
+            if not is_left:
+                break
 
     def _is_feasible(self, space: WidthSpace) -> bool:
         """Check the smallest model as each whole one; return whether one meets latency and size."""
         whole = [m for m in self._offered() if not m.widths and not m.float_layers]
+        if self.settings.limits.latency is None and self.settings.limits.size is None:
+            return True
         smallest = {group: widths[-1] for group, widths in space.grid.items()}
         for model in sorted(whole, key=lambda model: model.latency_ms):
             candidate = candidate_of(model.format, smallest, space.whole, model.runtime)
@@ -215,7 +220,7 @@ class Search:
     def _check_next(self, programme: Programme) -> bool:
         """Check the next model, and correct the prediction; return whether there was one."""
         targets: list[float | None] = [*self._targets()]
-        if not any(map(self._keeps_drop, self._offered())):
+        if not any(map(self._is_good, self._offered())):
             # A format that loses too much as a whole may do with some layers in float.
             targets.append(None)
         for target_ms in targets:
@@ -230,42 +235,59 @@ class Search:
         return False
 
     def _contenders(self, programme: Programme) -> list[tuple[Candidate, float | None]]:
-        """Return the cut models that may be the best once they are trained.
-
-        Where the loss decides, those that lose least within the limits; where latency does, some
-        between the fastest model that keeps `max_drop` and the fastest of all.
-        """
-        trained = {replace(m.candidate, trained=0) for m in self.checked.values() if m.trained}
-        known = {*trained, *self.failed, *(Candidate(f, runtime=r) for f, r in self.models)}
-        found: list[tuple[Candidate, float | None]] = []
-        if self._loss_decides:
-            kept = [
-                model
-                for model in self._offered()
-                if model.widths
-                and not model.trained
-                and model.candidate not in known
-                and not self._front().missed_limits(model, but="max_drop")
-            ]
-            kept.sort(key=lambda model: model.loss)
-            found = [(model.candidate, model.predicted_ms) for model in kept[:TRAINED_AT_ONCE]]
-            targets = [self.settings.limits.latency] * (TRAINED_AT_ONCE - len(found))
-        else:
-            offered = self._offered()
-            best_ms = min((m.latency_ms for m in offered if self._keeps_drop(m)), default=math.inf)
-            best_ms = min(best_ms, max(model.latency_ms for model in offered))
-            beaten = [m.latency_ms for m in offered if m.trained and m.latency_ms < best_ms]
-            low_ms = max(beaten, default=min(best_ms, self._smallest_ms() / ROOM))
-            # The fastest of all among them, unless something as fast was trained already.
-            step = (best_ms / low_ms) ** (1 / (TRAINED_AT_ONCE + bool(beaten)))
-            count = TRAINED_AT_ONCE if step**TRAINED_AT_ONCE > NARROW else 0
-            # The slowest first: they need the least training, if time is short.
-            targets = [best_ms / step ** (i + 1) for i in range(count)]
-        for target_ms in targets:
-            solved = self._solve(programme, target_ms, [*known, *(c for c, _ in found)])
-            if solved is not None and solved[0].widths:
-                found.append(solved)
+        """Return the cut models within the limits that lose least, and are not trained yet."""
+        known = self._untrained(model for model in self.checked.values() if model.trained)
+        kept = [
+            model
+            for model in self._offered()
+            if model.widths
+            and not model.trained
+            and model.candidate not in known
+            and not self._front().missed_limits(model, but="max_drop")
+        ]
+        kept.sort(key=lambda model: model.loss)
+        found: list[tuple[Candidate, float | None]]
+        found = [(model.candidate, model.predicted_ms) for model in kept[:TRAINED_AT_ONCE]]
+        while len(found) < TRAINED_AT_ONCE:
+            asked = self.settings.limits.latency
+            solved = self._solve(programme, asked, [*known, *(one for one, _ in found)])
+            if solved is None or not solved[0].widths:
+                break
+            found.append(solved)
         return found
+
+    def _untrained(self, models: Iterable[CheckedModel]) -> set[Candidate]:
+        """Return models as they are before training, and what is never trained."""
+        whole = {Candidate(format, runtime=runtime) for format, runtime in self.models}
+        return {replace(model.candidate, trained=0) for model in models} | {*self.failed} | whole
+
+    def _train_fastest(self, programme: Programme, ends: list[int], deadline: float) -> bool:
+        """Train a model that is faster than the fastest good one, until it is good itself.
+
+        It is halfway to the slowest one that was trained to the end in vain, so that the fastest
+        good one is found as by bisection. Returns whether there was one and time for it.
+        """
+        offered = self._offered()
+        slowest_ms = max(model.latency_ms for model in offered)
+        good = (model.latency_ms for model in offered if self._is_good(model))
+        best_ms = min(good, default=slowest_ms)
+        over = [model for model in offered if model.trained == ends[-1] or self._is_good(model)]
+        vain = [m.latency_ms for m in over if m.trained and m.latency_ms < best_ms]
+        low_ms = max(vain, default=self._smallest_ms() / ROOM)
+        if best_ms < NARROW * low_ms:
+            return False
+        known = self._untrained(model for model in over if model.trained)
+        solved = self._solve(programme, math.sqrt(best_ms * low_ms), [*known])
+        if solved is None or not solved[0].widths:
+            return False
+        for end in ends:
+            trained = replace(solved[0], trained=end)
+            if time.monotonic() < deadline:
+                self._check(trained, solved[1])
+            found = self.checked.get(trained.name)
+            if found is None or self._is_good(found):
+                break
+        return True
 
     def _train_best(
         self, contenders: list[tuple[Candidate, float | None]], ends: list[int], deadline: float
@@ -292,25 +314,11 @@ class Search:
                     reached.append((candidate, predicted_ms))
             if not reached:
                 return end > ends[0]
-            contenders, before = self._better_half(reached, end), end
+            models = [self.checked[replace(one, trained=end).name] for one, _ in reached]
+            order = sorted((model.loss_order, i) for i, model in enumerate(models))
+            contenders = [reached[i] for _, i in order[: math.ceil(len(order) / 2)]]
+            before = end
         return True
-
-    def _better_half(
-        self, trained: list[tuple[Candidate, float | None]], epochs: int
-    ) -> list[tuple[Candidate, float | None]]:
-        """Return the half of some trained models that is to be trained on, the best first."""
-        offered = self._offered()
-        best_ms = min((m.latency_ms for m in offered if self._keeps_drop(m)), default=math.inf)
-        models = {one: self.checked[replace(one[0], trained=epochs).name] for one in trained}
-        if not self._loss_decides:
-            # No more training makes a model faster.
-            models = {one: model for one, model in models.items() if model.latency_ms < best_ms}
-
-        def order(one: tuple[Candidate, float | None]) -> tuple[float, float]:
-            drop = models[one].drop
-            return (math.inf if drop is None else drop), models[one].loss
-
-        return sorted(models, key=order)[: math.ceil(len(models) / 2)]
 
     def _correct(self, checked: CheckedModel) -> None:
         """Take a measured latency into account in the model of its format and runtime."""
@@ -328,14 +336,14 @@ class Search:
             near = [m for m in found if m.predicted_ms and m.latency_ms <= 1.1 * limits.latency]
             if len(near) < CHECKS_AT_LIMIT:
                 targets.append(limits.latency)
-        good = [model for model in found if self._keeps_drop(model)]
+        good = [model for model in found if self._is_good(model)]
         # A metric on some hundred samples has steps, and a model that loses a sample too many may
         # have a faster neighbour that does not: so wherever nothing was checked yet, and most
         # where the slower end of a gap is good.
         fastest = good[0].latency_ms if good else math.inf
         faster = [model for model in found if model.latency_ms <= fastest]
         below = [(self._smallest_ms(), False)]
-        below += [(model.latency_ms, self._keeps_drop(model)) for model in faster]
+        below += [(model.latency_ms, self._is_good(model)) for model in faster]
         targets += _middles(
             (a, b, 1.0 if is_good else BEHIND_BAD) for (a, _), (b, is_good) in pairwise(below)
         )
@@ -401,9 +409,9 @@ class Search:
         limits = self.settings.limits
         return limits.latency is not None or limits.max_drop is None
 
-    def _keeps_drop(self, model: CheckedModel) -> bool:
-        most = self.settings.limits.max_drop
-        return model.drop is not None and (most is None or model.drop <= most)
+    def _is_good(self, model: CheckedModel) -> bool:
+        """Whether a model meets all limits but that of latency."""
+        return not self._front().missed_limits(model, but="latency")
 
     def _front(self) -> Front:
         return Front(
@@ -421,9 +429,7 @@ class Search:
         front = self._front()
         wanted = [model for model in self._offered() if not front.missed_limits(model)]
         by_loss = self._loss_decides
-        wanted.sort(
-            key=lambda m: (m.drop or 0.0, m.loss) if by_loss else (m.latency_ms, m.drop or 0.0)
-        )
+        wanted.sort(key=lambda m: m.loss_order if by_loss else (m.latency_ms, m.drop or 0.0))
         most, best = self.settings.limits.max_drop, None
         for model in wanted:
             confirmed = self.judge.confirm(model)

@@ -138,6 +138,23 @@ class Measurements(Settings):
             bytes_ratio=baseline.payload_bytes / artifact.payload_bytes,
         )
 
+    @classmethod
+    def sizes(cls, artifact: Artifact, baseline: Artifact, reason: str) -> Measurements:
+        """Return the sizes of an artifact, and a reason why nothing else was measured."""
+        batch = artifact.signature.smallest_batch
+        return cls(
+            metric=None,
+            parameters=artifact.parameters(),
+            macs=artifact.macs(),
+            bytes=artifact.payload_bytes,
+            latency_ms=LatencyReport(batch=batch, p50=None, p95=None, reason=reason, outliers=0.0),
+            speedup=None,
+            speedup_interval=None,
+            speedup_reason=reason,
+            bytes_ratio=baseline.payload_bytes / artifact.payload_bytes,
+            peak_reason=reason,
+        )
+
     def with_peak(self, measure: Callable[[], float]) -> Measurements:
         """Return a copy with the peak memory in MiB, or with the reason why it is unknown."""
         try:

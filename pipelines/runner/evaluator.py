@@ -93,10 +93,13 @@ def evaluate_stage(state: RunState, planned: PlannedStage, lookup: CacheLookup) 
     publish(artifact, state.out / "artifacts" / name)
     # Gates and measurements open the model once.
     with artifact.keep_loaded():
-        batch_dependence(state, name, cache)
         evaluate = functools.partial(_evaluate_gate, state, planned, cache)
         verdicts = evaluate_gates(planned.stage.gates, model, artifact, context, evaluate)
-        measurements = measure_artifact(state, name, cache)
+        if name in state.unmeasured:
+            baseline = state.artifacts[state.plan.baseline]
+            measurements = Measurements.sizes(artifact, baseline, "not asked for")
+        else:
+            measurements = measure_artifact(state, name, cache)
     return StageReport(
         name=name,
         stage=planned.stage.stage,

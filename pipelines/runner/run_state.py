@@ -158,6 +158,8 @@ class RunState:
     scores: dict[tuple[Any, ...], tuple[float, Recording]] = field(default_factory=dict)
     batch_dependences: dict[str, BatchDependence] = field(default_factory=dict)
     comparisons: dict[tuple[Any, ...], tuple[Comparison, Recording]] = field(default_factory=dict)
+    unmeasured: frozenset[str] = frozenset()
+    """Stages of whose results only the size is measured."""
     baseline: Measurements | None = None
     test: TestReport | None = None
 

@@ -97,14 +97,17 @@ def test_a_search_finds_a_faster_model_and_goes_on_where_it_was(
     assert not built and json.loads(capfd.readouterr().out)["checked"] == front["checked"]
 
 
-@pytest.mark.slow
-def test_the_better_half_of_trained_models_is_trained_on(file: Path, tmp_path: Path, capfd) -> None:
+def with_recovery(file: Path) -> Path:
     recovery = "recovery: {epochs: 3, batch_size: 20, learning_rate: 0.05, teaching: {}}"
     space = f"space: {{widths: {{values: 2}}, formats: [float], {recovery}}}"
     content = FILE.replace("space: {widths: {values: 3}, formats: [float, int8_static]}", space)
-    # One epoch leaves the net at chance, so that its cuts lose nothing until they are trained.
-    file.write_text(content.replace("epochs: 6}", "epochs: 1}").replace("time: 20s", "time: 5m"))
-    out = tmp_path / "out"
+    file.write_text(content.replace("time: 20s", "time: 5m"))
+    return file
+
+
+@pytest.mark.slow
+def test_the_better_half_of_trained_models_is_trained_on(file: Path, tmp_path: Path, capfd) -> None:
+    file, out = with_recovery(file), tmp_path / "out"
     assert auto(file, "--out", out, "--json", "--latency", "1s") == 0
     models = json.loads(capfd.readouterr().out)["checked"]
     after = {
@@ -118,6 +121,23 @@ def test_the_better_half_of_trained_models_is_trained_on(file: Path, tmp_path: P
     stages = {stage["name"]: stage for stage in report["stages"]}
     assert [*stages] == ["train", "prune_channels", "recovery-1", "recovery-3", "export_onnx"]
     assert stages["recovery-1"]["cached"] and not stages["recovery-3"]["cached"]
+
+
+@pytest.mark.slow
+def test_a_training_ends_where_the_model_is_good(
+    file: Path, tmp_path: Path, capfd, monkeypatch
+) -> None:
+    monkeypatch.setattr("pipelines.auto.search.UNTRAINED_SHARE", 0.0)
+    file, out = with_recovery(file), tmp_path / "out"
+    assert auto(file, "--out", out, "--json") == 0
+    models = json.loads(capfd.readouterr().out)["checked"]
+    trained = [model for model in models if model["trained"]]
+    good = {str(model["widths"]) for model in trained if model["drop"] <= 5}
+    longer = [model for model in trained if model["trained"] > 1]
+    assert good and all(
+        any(m["widths"] == one["widths"] and m["trained"] == 1 and m["drop"] > 5 for m in trained)
+        for one in longer
+    )
 
 
 @pytest.mark.slow
