@@ -47,6 +47,18 @@ def test_a_second_run_computes_nothing_and_changes_nothing(project) -> None:
     assert [s.measurements for s in second.stages] == [s.measurements for s in report.stages]
 
 
+def test_stages_before_the_last_are_left_unmeasured_where_that_is_asked_for(project) -> None:
+    before = Report.read(project.out)
+    project.edit("ratio: 0.4", "ratio: 0.5")
+    train, pruned, onnx = (s.measurements for s in project.run(intermediate=False).stages)
+    assert train.metric is pruned.metric is pruned.speedup is pruned.peak_mebibytes is None
+    assert pruned.latency_ms.reason == pruned.peak_reason == "not asked for"
+    assert pruned.parameters < train.parameters == before.stages[0].measurements.parameters
+    assert onnx.metric is not None and onnx.latency_ms.p50 and onnx.peak_mebibytes
+    # A later run measures what this one left out.
+    assert all(s.measurements.metric is not None for s in project.run().stages)
+
+
 def test_equal_runs_give_byte_identical_artifacts(finished_run, project) -> None:
     project.run(force=True)
     assert set(project.ran()) == {"source", "train", "prune_channels", "export_onnx"}
