@@ -1,6 +1,6 @@
 """What 4 bits cost a decoder and what they gain: `python benchmarks/decoders.py [FOLDER]`.
 
-Trains a Llama of 24 million weights on Python's manual and sources, some ten minutes on one core,
+Trains a Llama of 24 million weights on Python's manual and sources, which takes most of the time,
 unless FOLDER (build/decoders) has it from an earlier run. Then prints perplexity and KL divergence
 of the next token by method, and size and speed of the folders of `export_genai`, measured in one
 process; with `--speed` the speed of the folders of an earlier run alone. With `--architectures` it
