@@ -69,6 +69,7 @@ def auto(
     time: str = "10m",
     formats: Sequence[Format] = ("float", "int8_static"),
     runtimes: Sequence[Runtime] = ("onnx",),
+    float_layers: int = 8,
     widths: dict[str, Any] | None = None,
     recovery: dict[str, Any] | None = None,
     task: TaskName | None = None,
@@ -90,6 +91,7 @@ def auto(
         time: how long to search, with its unit.
         formats: numbers that the model may compute with.
         runtimes: what the file may be for: `onnx`, `openvino`.
+        float_layers: most layers that may stay float in a quantized format.
         widths: settings of `space.widths` in a pipeline file.
         recovery: settings of `space.recovery` in a pipeline file; by default nothing is trained.
         task: what the model is for.
@@ -109,6 +111,7 @@ def auto(
         "time": time,
         "space": {
             "formats": list(formats),
+            "float_layers": float_layers,
             "runtimes": list(runtimes),
             "widths": widths or {},
             "recovery": recovery,
