@@ -48,7 +48,8 @@ NARROW = 1.03
 BEHIND_BAD = 0.5
 """Weight of a gap of latencies whose slower end loses too much."""
 ROOM = 0.99
-"""Share of a limit that the solver aims at, as half of all models are slower than predicted."""
+"""Share of a limit of latency that the solver aims at, as half of all models are slower than
+predicted. Sizes follow from the widths."""
 
 
 def search(
@@ -264,8 +265,9 @@ class Search:
     def _train_fastest(self, programme: Programme, ends: list[int], deadline: float) -> bool:
         """Train a model that is faster than the fastest good one, until it is good itself.
 
-        It is halfway to the slowest one that was trained to the end in vain, so that the fastest
-        good one is found as by bisection. Returns whether there was one and time for it.
+        The first is as fast as can be, as nothing else need be trained where this one is good. Each
+        further one is halfway to the slowest that was trained to the end in vain, so that the
+        fastest good one is found as by bisection. Returns whether there was one and time for it.
         """
         offered = self._offered()
         slowest_ms = max(model.latency_ms for model in offered)
@@ -273,11 +275,16 @@ class Search:
         best_ms = min(good, default=slowest_ms)
         over = [model for model in offered if model.trained == ends[-1] or self._is_good(model)]
         vain = [m.latency_ms for m in over if m.trained and m.latency_ms < best_ms]
-        low_ms = max(vain, default=self._smallest_ms() / ROOM)
-        if best_ms < NARROW * low_ms:
+        target_ms = NARROW * self._smallest_ms() / ROOM
+        if vain:
+            target_ms = math.sqrt(best_ms * max(vain))
+        if best_ms < NARROW * max(vain, default=target_ms):
             return False
         known = self._untrained(model for model in over if model.trained)
-        solved = self._solve(programme, math.sqrt(best_ms * low_ms), [*known])
+        solved = self._solve(programme, target_ms, [*known])
+        while solved is None and target_ms * NARROW < best_ms:  # none that fast is small enough
+            target_ms = math.sqrt(best_ms * target_ms)
+            solved = self._solve(programme, target_ms, [*known])
         if solved is None or not solved[0].widths:
             return False
         for end in ends:
@@ -364,7 +371,7 @@ class Search:
             corrected = model.corrected()
             limits = [] if latency_ms is None else [Limit(corrected, ROOM * latency_ms)]
             if self.settings.limits.size is not None:
-                limits.append(Limit(model.bytes, ROOM * self.settings.limits.size))
+                limits.append(Limit(model.bytes, self.settings.limits.size))
             same = (c for c in known if (c.format, c.runtime) == (format, runtime))
             choices = map(model.choice_of, same)
             mixed = programme.extended(model.layers.grid, model.layers.harm)
