@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from compress.common.atomic_files import write_atomically
 from compress.common.errors import StageFailed
+from compress.core.metrics import FRACTIONS
 from compress.pruning.width_harms import WidthSpace, measure_harms
 from export.latency.kernel_table import TABLES, KernelTable
 from pipelines.auto import float_layers
@@ -105,6 +106,7 @@ class Search:
         if earlier is not None and earlier.conditions == self.judge.conditions:
             self.checked = {model.name: model for model in earlier.checked}
             self.judge.base_ms = earlier.base_ms
+        self._warn_of_few_samples()
         self.check_whole(deadline)
         widths, context = self.settings.space.widths, self.judge.context
         if time.monotonic() < deadline:
@@ -118,6 +120,16 @@ class Search:
                 self.measure_kernels(space, deadline)
                 self._check_cut(space, deadline)
         return self._finish()
+
+    def _warn_of_few_samples(self) -> None:
+        """Warn where `max_drop` is less than what one sample of half of `val` is worth."""
+        half, most = self.judge.decided_on, self.settings.limits.max_drop
+        samples = len(half.data.split("val"))  # type: ignore[arg-type]  # Splits admits none without
+        if half.metric.name in FRACTIONS and most and most < 100 / samples:
+            self.judge.options.announce(
+                f"warning: half of val has {samples} samples, and one of them is worth "
+                f"{100 / samples:.3g} points, more than max_drop {most:g}: no sample may be lost"
+            )
 
     def check_whole(self, deadline: float) -> None:
         """Check the whole model in each format and runtime, the float ONNX file first."""
