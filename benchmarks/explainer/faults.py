@@ -1,7 +1,7 @@
 """Faults with a known place and a known cause, put into a trained network.
 
 In each pair of neighbouring layers, with a relu between them, the first one is changed, and the
-second one changed back or made deaf to it, so that the float network answers as before.
+second one changed back or made to ignore it, so that the float network answers as before.
 """
 
 from dataclasses import dataclass

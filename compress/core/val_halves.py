@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from compress.common.errors import StageFailed
-from compress.core.metrics import evaluate
+from compress.core.metrics import FRACTIONS, evaluate
 
 if TYPE_CHECKING:
     from compress.artifacts.artifact import Artifact
@@ -64,6 +64,16 @@ class HalfOfVal:
         with self.context.predictor(self.model) as predict:
             self.float_score = self.score(predict)
 
+    @property
+    def samples(self) -> int:
+        """How many samples there are."""
+        return len(self.data.split("val"))  # type: ignore[arg-type]  # Splits admits none without
+
+    @property
+    def points_of_sample(self) -> float:
+        """Points that one sample is worth, where the metric is a fraction of them; else 0."""
+        return 100 / self.samples if self.metric.name in FRACTIONS else 0.0
+
     def score(self, predict: Predictor, data: Splits | None = None) -> float:
         """Measure the metric of a predictor that takes any number of samples, on all by default."""
         with ExitStack() as stack:
@@ -88,7 +98,7 @@ class HalfOfVal:
         The parts are independent, so their mean has a t distribution; None where they are too few,
         or the drop is the same on all of them.
         """
-        count = min(INTERVAL_PARTS, len(self.data.split("val")) // SMALLEST_PART)  # type: ignore[arg-type]  # Splits admits none without
+        count = min(INTERVAL_PARTS, self.samples // SMALLEST_PART)
         if count < 2:
             return None
         drops = []
@@ -109,7 +119,7 @@ class HalfOfVal:
     def facts(self, drop: float) -> dict[str, Any]:
         """Return what was measured on these samples, for a manifest."""
         return {
-            "samples": len(self.data.split("val")),  # type: ignore[arg-type]  # Splits admits none without
+            "samples": self.samples,
             "before": round(self.float_score, 6),
             "drop_points": None if drop == math.inf else round(drop, 6),
         }

@@ -16,6 +16,18 @@ if TYPE_CHECKING:
 FILE = "front.json"
 
 
+def missed_limits(limits: AutoLimits, model: CheckedModel, but: str = "") -> tuple[str, ...]:
+    """Return the limits that a model misses, of `max_drop`, `latency`, `size` but one."""
+    drops = (model.drop, model.confirmed_drop or 0.0)
+    missed = {
+        "max_drop": model.drop is None
+        or (limits.max_drop is not None and max(d or 0.0 for d in drops) > limits.max_drop),
+        "latency": limits.latency is not None and model.latency_ms > limits.latency,
+        "size": limits.size is not None and model.bytes > limits.size,
+    }
+    return tuple(name for name, is_missed in missed.items() if is_missed and name != but)
+
+
 class Front(Settings):
     """All models that were checked, and the best of them."""
 
@@ -67,18 +79,6 @@ class Front(Settings):
         size = f"{model.bytes / 1e6:.3g} MB"
         kind = model.format if model.runtime == "onnx" else f"{model.format} in {model.runtime}"
         return f"{kind}{cut}{trained}: {model.latency}{predicted}, {size}, {drop}"
-
-    def missed_limits(self, model: CheckedModel, but: str = "") -> tuple[str, ...]:
-        """Return the limits that a model misses, of `max_drop`, `latency`, `size` but one."""
-        limits = self.limits
-        drops = (model.drop, model.confirmed_drop or 0.0)
-        missed = {
-            "max_drop": model.drop is None
-            or (limits.max_drop is not None and max(d or 0.0 for d in drops) > limits.max_drop),
-            "latency": limits.latency is not None and model.latency_ms > limits.latency,
-            "size": limits.size is not None and model.bytes > limits.size,
-        }
-        return tuple(name for name, is_missed in missed.items() if is_missed and name != but)
 
     @classmethod
     def read(cls, out: Path) -> Front | None:

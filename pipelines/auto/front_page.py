@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from pipelines.auto.front import FILE
+from pipelines.auto.front import FILE, missed_limits
 from pipelines.auto.judge import CANDIDATES
 from pipelines.reporting.html_page import render_page
 from pipelines.reporting.svg_plots import Plot, Point, scatter_plot
@@ -61,7 +61,7 @@ def cells_of(front: Front, model: CheckedModel) -> tuple[str, ...]:
     predicted = f"{model.latency_ms:.3g}" if model.is_predicted else predicted
     figures = (latency, predicted, f"{model.bytes / 1e6:.3g}", drop, confirmed)
     counts = (str(len(model.widths)), str(len(model.float_layers)))
-    return (model.name, *counts, *figures, ", ".join(front.missed_limits(model)))
+    return (model.name, *counts, *figures, ", ".join(missed_limits(front.limits, model)))
 
 
 def lines_below(front: Front, out: Path) -> Iterator[str]:
@@ -97,7 +97,7 @@ def _plot(front: Front) -> Plot | None:
             title=front.line(model),
             x=model.latency_ms,
             y=model.drop or 0.0,
-            refused=bool(front.missed_limits(model)),
+            refused=bool(missed_limits(front.limits, model)),
         )
         for model in models
     ]

@@ -126,11 +126,7 @@ class Judge:
     def conditions(self) -> str:
         """A hash of all that figures depend on, besides the candidate."""
         # Not on which runtimes and layers in float are tried: a candidate names its own.
-        space = {
-            "space": self.settings.space.model_dump(
-                mode="json", exclude={"runtimes", "float_layers"}
-            )
-        }
+        space = self.settings.space.model_dump(mode="json", exclude={"runtimes", "float_layers"})
         metric, threads = self.context.metric.identity(), self.context.threads
         measured_on = machine() if self.tables is None else self.tables.digest
         measured = [threads, self.settings.batch, measured_on]

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING
 
 from compress.common.atomic_files import write_atomically
 from compress.common.errors import StageFailed
-from compress.core.metrics import FRACTIONS
 from compress.pruning.width_harms import WidthSpace, measure_harms
 from export.latency.kernel_table import TABLES, KernelTable
 from pipelines.auto import float_layers
 from pipelines.auto.candidates import Candidate, CheckedModel, candidate_of, rungs
-from pipelines.auto.front import Front
+from pipelines.auto.front import Front, missed_limits
 from pipelines.auto.judge import Judge
 from pipelines.auto.latency_models import FormatModel, build_format_models
 from pipelines.auto.solver import Limit, Programme
@@ -124,11 +123,11 @@ class Search:
     def _warn_of_few_samples(self) -> None:
         """Warn where `max_drop` is less than what one sample of half of `val` is worth."""
         half, most = self.judge.decided_on, self.settings.limits.max_drop
-        samples = len(half.data.split("val"))  # type: ignore[arg-type]  # Splits admits none without
-        if half.metric.name in FRACTIONS and most and most < 100 / samples:
+        points = half.points_of_sample
+        if most and most < points:
             self.judge.options.announce(
-                f"warning: half of val has {samples} samples, and one of them is worth "
-                f"{100 / samples:.3g} points, more than max_drop {most:g}: no sample may be lost"
+                f"warning: half of val has {half.samples} samples, and one of them is worth "
+                f"{points:.3g} points, more than max_drop {most:g}: no sample may be lost"
             )
 
     def check_whole(self, deadline: float) -> None:
@@ -161,15 +160,15 @@ class Search:
 
     def _is_feasible(self, space: WidthSpace) -> bool:
         """Check the smallest model as each whole one; return whether one meets latency and size."""
-        whole = [m for m in self._offered() if not m.widths and not m.float_layers]
         if self.settings.limits.latency is None and self.settings.limits.size is None:
             return True
+        whole = [m for m in self._offered() if not m.widths and not m.float_layers]
         smallest = {group: widths[-1] for group, widths in space.grid.items()}
         for model in sorted(whole, key=lambda model: model.latency_ms):
             candidate = candidate_of(model.format, smallest, space.whole, model.runtime)
             self._check(candidate)
             found = self.checked.get(candidate.name)
-            if found is None or not self._front().missed_limits(found, but="max_drop"):
+            if found is None or not missed_limits(self.settings.limits, found, but="max_drop"):
                 return True
         return False
 
@@ -256,7 +255,7 @@ class Search:
             if model.widths
             and not model.trained
             and model.candidate not in known
-            and not self._front().missed_limits(model, but="max_drop")
+            and not missed_limits(self.settings.limits, model, but="max_drop")
         ]
         kept.sort(key=lambda model: model.loss)
         found: list[tuple[Candidate, float | None]]
@@ -430,7 +429,7 @@ class Search:
 
     def _is_good(self, model: CheckedModel) -> bool:
         """Whether a model meets all limits but that of latency."""
-        return not self._front().missed_limits(model, but="latency")
+        return not missed_limits(self.settings.limits, model, but="latency")
 
     def _front(self) -> Front:
         return Front(
@@ -445,8 +444,8 @@ class Search:
 
     def _finish(self) -> Front:
         """Confirm the models that meet all limits, the best first, and write their pipelines."""
-        front = self._front()
-        wanted = [model for model in self._offered() if not front.missed_limits(model)]
+        limits = self.settings.limits
+        wanted = [model for model in self._offered() if not missed_limits(limits, model)]
         by_loss = self._loss_decides
         wanted.sort(key=lambda m: m.loss_order if by_loss else (m.latency_ms, m.drop or 0.0))
         most, best = self.settings.limits.max_drop, None

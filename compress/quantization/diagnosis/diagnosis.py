@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from compress.common.forward import accept_any_batch, torch_predictor
-from compress.core.metrics import FRACTIONS
 from compress.core.val_halves import halves_of_val
 from compress.quantization.diagnosis.guilty_layers import GuiltSearch
 from compress.quantization.diagnosis.layer_evidence import (
@@ -74,12 +73,12 @@ class LayerDiagnosis:
     @property
     def samples(self) -> int:
         """How many samples decide."""
-        return len(self.decided_on.data.split("val"))  # type: ignore[arg-type]
+        return self.decided_on.samples
 
     @property
     def resolution(self) -> float:
         """Points that two samples are worth, of a fraction of them: less may be chance."""
-        return 200 / self.samples if self.context.metric.name in FRACTIONS else 0.0
+        return 2 * self.decided_on.points_of_sample
 
     def confirm(self, layers: Collection[str]) -> float:
         """Return the share of the loss that layers return on the half that did not decide."""

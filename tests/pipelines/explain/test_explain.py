@@ -58,22 +58,28 @@ def compress(*arguments: object) -> int:
     return int(end.value.code or 0)
 
 
+def trained(source: str, steps: int) -> nn.Module:
+    """Return the network that a source defines, trained on the data that it defines."""
+    scope: dict = {}
+    exec(source, scope)
+    torch.manual_seed(0)
+    model = scope["net"]()
+    x, y = scope["data"]()["train"].tensors
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    return model
+
+
 @pytest.fixture(scope="module")
 def refused(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a trained network and a run that a gate has refused."""
     folder = tmp_path_factory.mktemp("refused")
     (folder / "nets.py").write_text(NETS)
     (folder / "net.yaml").write_text(FILE)
-    scope: dict = {}
-    exec(NETS, scope)
-    torch.manual_seed(0)
-    model = scope["net"]()
-    x, y = scope["data"]()["train"].tensors
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    for _ in range(80):
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
+    model = trained(NETS, steps=80)
     with torch.no_grad():
         for channels in (slice(0, 2),):
             model[0].weight[channels] *= 500
@@ -202,16 +208,7 @@ stages:
 def test_a_stage_is_run_again_without_layers_and_with_other_bits(tmp_path: Path, capfd) -> None:
     (tmp_path / "mlp.py").write_text(MLP)
     (tmp_path / "mlp.yaml").write_text(WEIGHTS)
-    scope: dict = {}
-    exec(MLP, scope)
-    torch.manual_seed(0)
-    model = scope["net"]()
-    x, y = scope["data"]()["train"].tensors
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    for _ in range(60):
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
+    model = trained(MLP, steps=60)
     with torch.no_grad():  # an input that is always 0, with weights that widen each group's range
         model[0].weight[5], model[0].bias[5] = 0, -1
         model[2].weight[:, 5] = 60 * model[2].weight.abs().amax()
