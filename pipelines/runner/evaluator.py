@@ -132,8 +132,10 @@ def _evaluate_gate(
     # The limit is no part of the key: a changed limit is held against the stored value.
     key = {**gate.measurement_key(), "against": before.digest, **state.measurement_conditions()}
     if gate.depends_on_batch:
+        # Stored in the entries of both artifacts, where later runs find them.
+        batch_dependence(state, planned.name, cache)
         if gate.compares and state.artifacts.get(compared) is before:
-            batch_dependence(state, compared)  # in its own entry, where later runs find it
+            batch_dependence(state, compared)
         key |= _batch_size_part(state, planned.name, before, after)
     verdict = cache.get_or_measure(
         key,

@@ -101,9 +101,12 @@ def test_a_trace_has_memory_shapes_and_stack_of_the_scheduled_steps(tmp_path, so
     assert not any("(" in cost.name or cost.name.startswith("<") for cost in table.operators)
     assert sorted(table.shares, reverse=True) == table.shares
     assert 0 < sum(table.shares) <= 1
-    listed = {cost.name: cost for cost in table.operators}
-    linear = listed["aten::addmm"]
-    assert linear.calls == 3 and linear.shapes.startswith("[[16], [16, 4], [4, 16]")
+    # One row a layer, told apart by its shapes; either may be the slower one.
+    products = [cost for cost in table.operators if cost.name == "aten::addmm"]
+    layers = ("[[16], [16, 4], [4, 16]", "[[3], [16, 16], [16, 3]")
+    assert products and all(cost.shapes.startswith(layers) for cost in products)
+    linear = products[0]
+    assert linear.calls == 3
     assert linear.self_mebibytes is not None and linear.self_device_ms is None
     assert 0 < linear.self_cpu_ms <= linear.cpu_ms
 
