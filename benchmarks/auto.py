@@ -44,8 +44,8 @@ from export.latency.width_costs import InteractionSum  # noqa: E402
 from export.onnx.proto_io import write  # noqa: E402
 from export.onnx.session import session_predictor  # noqa: E402
 from export.onnx.translate import translate  # noqa: E402
-from pipelines.auto import latency_models  # noqa: E402
-from pipelines.auto.latency_models import FormatModel, build_format_models  # noqa: E402
+from pipelines.auto.cost_models import latency_models  # noqa: E402
+from pipelines.auto.cost_models.latency_models import FormatModel, build_format_models  # noqa: E402
 from pipelines.auto.solver import Limit, Programme  # noqa: E402
 from pipelines.config.auto_settings import AutoSettings  # noqa: E402
 from pipelines.system.machine_info import machine  # noqa: E402

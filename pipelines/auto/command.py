@@ -19,8 +19,8 @@ from pipelines.terminal.progress_bars import show_progress
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from pipelines.auto.cost_models.tables import LatencyTables
     from pipelines.auto.front import Front
-    from pipelines.auto.tables import LatencyTables
 
 
 def search_and_print(
@@ -45,9 +45,9 @@ def search_and_print(
     if tables_only and tables is not None:
         raise PipelineInvalid("--tables-only measures this machine, and --tables is of another one")
     folder = out or pipeline.default_out
+    from pipelines.auto.cost_models.tables import LatencyTables
     from pipelines.auto.front_page import PAGE, front_page, front_table, lines_below
     from pipelines.auto.search import search
-    from pipelines.auto.tables import LatencyTables
 
     if tables_only:
         measured = measure_tables(pipeline, settings, folder)
@@ -78,9 +78,9 @@ def measure_tables(pipeline: PipelineConfig, settings: AutoSettings, out: Path) 
         Unavailable: a runtime is not installed.
     """
     from compress.pruning.width_harms import WidthSpace
+    from pipelines.auto.cost_models.tables import LatencyTables, ModelTable
     from pipelines.auto.judge import Judge
     from pipelines.auto.search import Search
-    from pipelines.auto.tables import LatencyTables, ModelTable
 
     if settings.space.widths is None:
         raise PipelineInvalid("--tables-only: auto.space.widths is null, so nothing depends on it")

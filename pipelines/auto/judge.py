@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from compress.common.forward import Predictor
     from compress.core.context import Context
-    from pipelines.auto.tables import LatencyTables
+    from pipelines.auto.cost_models.tables import LatencyTables
     from pipelines.config.auto_settings import AutoSettings
     from pipelines.config.pipeline import PipelineConfig
     from pipelines.config.run_options import RunOptions

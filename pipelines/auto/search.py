@@ -13,11 +13,11 @@ from compress.common.atomic_files import write_atomically
 from compress.common.errors import StageFailed
 from compress.pruning.width_harms import WidthSpace, measure_harms
 from export.latency.kernel_table import TABLES, KernelTable
-from pipelines.auto import float_layers
 from pipelines.auto.candidates import Candidate, CheckedModel, candidate_of, rungs
+from pipelines.auto.cost_models import float_layers
+from pipelines.auto.cost_models.latency_models import FormatModel, build_format_models
 from pipelines.auto.front import Front, missed_limits
 from pipelines.auto.judge import Judge
-from pipelines.auto.latency_models import FormatModel, build_format_models
 from pipelines.auto.solver import Limit, Programme
 from pipelines.system.machine_info import machine
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from compress.pruning.width_harms import Harms
-    from pipelines.auto.tables import LatencyTables
+    from pipelines.auto.cost_models.tables import LatencyTables
     from pipelines.config.auto_settings import AutoSettings, Format, Runtime
     from pipelines.config.pipeline import PipelineConfig
     from pipelines.config.run_options import RunOptions

@@ -12,10 +12,10 @@ from export.latency import kernel_table
 from export.latency.width_costs import InteractionSum
 from pipelines.auto import judge
 from pipelines.auto.candidates import Candidate, CheckedModel
+from pipelines.auto.cost_models.latency_models import FormatModel
+from pipelines.auto.cost_models.tables import LatencyTables, ModelTable
 from pipelines.auto.front import Front
 from pipelines.auto.front_page import cells_of
-from pipelines.auto.latency_models import FormatModel
-from pipelines.auto.tables import LatencyTables, ModelTable
 from pipelines.config.auto_settings import AutoLimits, AutoSettings
 from tests.pipelines.auto.test_auto import FILE, NETS, auto
 

@@ -12,7 +12,7 @@ from compress.common.atomic_files import write_atomically
 from compress.common.config import Settings
 from compress.common.errors import PipelineInvalid
 from export.latency.width_costs import InteractionSum
-from pipelines.auto.latency_models import FormatModel
+from pipelines.auto.cost_models.latency_models import FormatModel
 from pipelines.config.auto_settings import Format, Runtime
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from export.onnx.passes.stored_integers import compact_
 from export.onnx.proto_io import read, write
 from export.onnx.translate import translate
 from pipelines.auto.candidates import QUANTIZING, Candidate
-from pipelines.auto.float_layers import (
+from pipelines.auto.cost_models.float_layers import (
     QUANTIZED,
     DecidedLayers,
     decide_layers,
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from compress.core.context import Context
     from export.latency.kernel_table import KernelTable
     from export.latency.width_costs import Choice, Value
-    from pipelines.auto.float_layers import LayerHarms
+    from pipelines.auto.cost_models.float_layers import LayerHarms
     from pipelines.config.auto_settings import AutoSettings, Format, Runtime
 
     Grid = Mapping[str, Sequence[Value]]
