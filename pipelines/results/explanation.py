@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from pipelines.results.schema import Report
 
 FILE = "explain.json"
+MOST_COSTS = 6
+"""Modules whose cost is shown in the text; the file has all."""
 
 
 class StageShare(Settings):
@@ -44,6 +46,15 @@ class GuiltyLayer(Settings):
     are guilty than could be judged alone."""
     own_sqnr_db: float
     """Signal to quantization noise ratio of its output, with float inputs."""
+
+
+class ModuleCost(Settings):
+    """What one module of the user's costs in the refused file."""
+
+    module: str
+    before: float | None
+    """In the plain export of the float model; None where that has no such module."""
+    now: float
 
 
 class FoundCause(Settings):
@@ -113,6 +124,10 @@ class Explanation(Settings):
     """The same on the other half of `val`."""
     spread: bool = False
     """Whether no quarter of the layers returns half of the loss."""
+    costs: tuple[ModuleCost, ...] = ()
+    """Of gates on speed, size and memory: what each module costs, the dearest first."""
+    unit: str = ""
+    """Of these: `ms` or `bytes`."""
     causes: tuple[FoundCause, ...] = ()
     """The likeliest first."""
     repairs: tuple[dict[str, JsonValue], ...] = ()
@@ -145,6 +160,16 @@ class Explanation(Settings):
             )
         if self.spread:
             yield "  layers  spread over the model: no quarter of the layers returns half of it"
+        if self.costs:
+            total = sum(cost.now for cost in self.costs)
+            shown = [
+                f"{c.module or 'the rest'} {c.now / total:.0%}"
+                + (f" ({c.now / c.before:.2g}×)" if c.before and c.now else "")
+                for c in self.costs[:MOST_COSTS]
+            ]
+            kind = "time" if self.unit == "ms" else "bytes"
+            yield f"  {kind:7} {', '.join(shown)} of {total:.4g} {self.unit}"
+            yield "          (×: as much as in the plain export of the float model)"
         for cause in self.causes:
             where = f"{', '.join([*cause.layers][:3])}: " if any(cause.layers) else ""
             more = f" (and {len(cause.layers) - 3} more layers)" if len(cause.layers) > 3 else ""
@@ -159,7 +184,8 @@ class Explanation(Settings):
         if self.repairs and not self.tried:
             names_of = [TriedRepair(settings=r, passed=False).name for r in self.repairs]
             yield f"  to try  {'; '.join(names_of[:3])}"
-        yield f"          {self.judgings} models judged, {self.seconds:.1f} s"
+        verb = "measured" if self.costs else "judged"
+        yield f"          {self.judgings} models {verb}, {self.seconds:.1f} s"
 
     def _tried_line(self, repair: TriedRepair) -> str:
         value = "" if repair.value is None else f" found {repair.value:.3g},"

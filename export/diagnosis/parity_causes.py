@@ -1,0 +1,3 @@
+"""Causes of outputs that differ."""
+
+PARITY_CAUSES = ()
