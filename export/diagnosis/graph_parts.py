@@ -175,11 +175,7 @@ def without(model: onnx.ModelProto, names: Collection[str]) -> onnx.ModelProto:
 
 def _is_float(node: ProfiledNode) -> bool:
     operator = node.node.op_type
-    return (
-        node.written == "float"
-        and operator != DEQUANTIZE
-        and not is_integer_kernel(operator)
-    )
+    return node.written == "float" and operator != DEQUANTIZE and not is_integer_kernel(operator)
 
 
 def _is_conversion(node: ProfiledNode) -> bool:

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from compress.core.diagnosis.cause import RefusedStage
 
     Refused = RefusedStage[SizeDiagnosis]
+    Change = tuple[dict[str, Any], int]
+    """Settings, and what they cost the other gates."""
 
 
 class SizeCause(Cause[SizeDiagnosis]):
@@ -21,7 +23,7 @@ class SizeCause(Cause[SizeDiagnosis]):
 
     gates: ClassVar[tuple[str, ...]] = (*SIZE_GATES, *MEMORY_GATES)
 
-    def changes(self, refused: Refused, layers: Sequence[str]) -> Iterator[tuple[dict[str, Any], int]]:
+    def changes(self, refused: Refused, layers: Sequence[str]) -> Iterator[Change]:
         """Yield changes of the settings that mend it, and what they cost."""
         yield from ()
 
@@ -52,7 +54,7 @@ class FloatTables(SizeCause):
         own = [t.bytes for t in measured.tensors if t.is_table and t.is_float and t.module == layer]
         return sum(own) / measured.file_bytes if own else None
 
-    def changes(self, refused: Refused, layers: Sequence[str]) -> Iterator[tuple[dict[str, Any], int]]:
+    def changes(self, refused: Refused, layers: Sequence[str]) -> Iterator[Change]:
         """Yield tables in 8 bits."""
         own = refused.stage.own_settings()
         excluded = excluding(own.get("exclude", ()), layers)
@@ -86,7 +88,7 @@ class ExcludedLayers(SizeCause):
         ]
         return sum(own) / measured.file_bytes if own else None
 
-    def changes(self, refused: Refused, layers: Sequence[str]) -> Iterator[tuple[dict[str, Any], int]]:
+    def changes(self, refused: Refused, layers: Sequence[str]) -> Iterator[Change]:
         """Yield the stage without these patterns."""
         own = refused.stage.own_settings()["exclude"]
         excluded = excluding(own, layers)

@@ -50,7 +50,9 @@ def stored_tensors(model: onnx.ModelProto, names: Sequence[str]) -> list[StoredT
     tables = {node.input[0] for node in tables_of(model)}
     found, seen = [], set[bytes]()
     for tensor in model.graph.initializer:
-        content = numpy_helper.to_array(tensor).tobytes() if not tensor.raw_data else tensor.raw_data
+        content = (
+            numpy_helper.to_array(tensor).tobytes() if not tensor.raw_data else tensor.raw_data
+        )
         key = repr([tensor.data_type, *sorted(tensor.dims)]).encode() + content
         is_copy = len(content) >= SMALL and key in seen
         seen.add(key)

@@ -101,9 +101,7 @@ class SpeedDiagnosis:
         model = as_onnx(file)
         plain, names = plain_export(source)
         batches = context.measured_batches(file.signature, gate.batch)
-        profiles = [
-            Profile.measure(m, names, batches[0], context.threads) for m in (model, plain)
-        ]
+        profiles = [Profile.measure(m, names, batches[0], context.threads) for m in (model, plain)]
         names = fitting_names(model, names)
         return cls(model, names, gate, ms, *profiles, rerun, context, batches)
 
@@ -154,7 +152,9 @@ class SpeedDiagnosis:
         """Time of a call of a model with the same inputs that computes nothing."""
         empty = type(self.model)()
         empty.CopyFrom(self.model)
-        empty.graph.node.insert(0, make_node("Identity", [empty.graph.input[0].name], ["unchanged"]))
+        empty.graph.node.insert(
+            0, make_node("Identity", [empty.graph.input[0].name], ["unchanged"])
+        )
         empty.graph.output.add().CopyFrom(empty.graph.input[0])
         empty.graph.output[-1].name = "unchanged"
         keep_outputs_(empty, ["unchanged"])

@@ -1,7 +1,7 @@
 """Causes of a file that is too slow: what they measure, and what mends them.
 
-Thresholds were set on half of the injected faults of `benchmarks/explain_costs.py`. A cause is named
-only where the file without it was timed, and is faster.
+Thresholds were set on half of the injected faults of `benchmarks/explain_costs.py`. A cause is
+named only where the file without it was timed, and is faster.
 """
 
 from __future__ import annotations
@@ -172,7 +172,11 @@ class OddWidths(SpeedCause):
         own = refused.stage.own_settings()
         if own["widths"]:
             return [
-                {"widths": {g: max(block, round(n / block) * block) for g, n in own["widths"].items()}}
+                {
+                    "widths": {
+                        g: max(block, round(n / block) * block) for g, n in own["widths"].items()
+                    }
+                }
                 for block in (BLOCK, BLOCK // 2)
             ]
         return [{"round_to": b} for b in (BLOCK, BLOCK // 2) if own["round_to"] % b]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch.onnx import ONNXProgram
 
 SCOPES = "pkg.torch.onnx.name_scopes"
-"""Property that torch's exporter gives each operator: the names of its modules, as a list's text."""
+"""Property that torch's exporter gives each operator: names of its modules, as a list's text."""
 WEIGHTS = "model.onnx.data"
 """File of a large model's weights, beside the model's file."""
 LARGEST = 2**31 - 2**20

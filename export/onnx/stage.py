@@ -147,7 +147,7 @@ class ExportOnnx(ComparesStoredFile, Stage[EagerModel | GraphModel, OnnxModel]):
                             logger.warning(NOT_EXACT, self.title, error)
                 facts |= kernels
                 parity = ParityContext(
-                    self.title, model, exported, file, None, self._reexport, ONNX, context
+                    self.title, model, exported, file, None, self.reexport, ONNX, context
                 )
                 with report_on_mismatch(parity), translation.explaining_failure():
                     compare_outputs(
@@ -166,9 +166,7 @@ class ExportOnnx(ComparesStoredFile, Stage[EagerModel | GraphModel, OnnxModel]):
             logger.warning("%s: quantized, yet computed in floats: %s", self.title, unfused)
         return OnnxModel.from_directory(context.root)
 
-    def translated(
-        self, model: EagerModel | GraphModel
-    ) -> tuple[onnx.ModelProto, Translation]:
+    def translated(self, model: EagerModel | GraphModel) -> tuple[onnx.ModelProto, Translation]:
         """Return a model as ONNX, with names that :meth:`run` shortens."""
         from export.onnx.passes.stored_integers import compact_
         from export.onnx.session import optimize
@@ -207,7 +205,7 @@ class ExportOnnx(ComparesStoredFile, Stage[EagerModel | GraphModel, OnnxModel]):
         release_memory()
         return translation
 
-    def _reexport(
+    def reexport(
         self, program: ExportedProgram, signature: Signature, file: Path, inputs: Tensors
     ) -> Tensors:
         """Export a part of the graph and return its outputs."""

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from pipelines.explain.finished_run import FinishedRun, JudgedStage
     from pipelines.results.explanation import FoundCause
 
+
 def explain_run(
     run: FinishedRun, stage: str | None, gate: str | None, deadline: float
 ) -> list[Explained]:

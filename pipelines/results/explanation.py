@@ -102,7 +102,7 @@ class Explanation(Settings):
     """The stage that has the gate."""
     verdict: Verdict
     artifact: str
-    """Digest of what the stage made."""
+    """Digest of what the stage made; empty for an export that failed."""
     metric: str
     split: tuple[StageShare, ...]
     """The loss between what the gate compares with and the stage, by the stages between."""
@@ -215,7 +215,7 @@ class Explanations(Settings):
         except (OSError, ValueError):
             return None
         digests = {stage.name: stage.artifact.digest for stage in report.stages}
-        same = all(digests.get(e.stage) == e.artifact for e in found.explanations)
+        same = all(digests.get(e.stage, "") == e.artifact for e in found.explanations)
         return found if same else None
 
 
