@@ -21,6 +21,7 @@ QUANTIZE, DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
 MOVES = {"Transpose", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "ReorderInput", "ReorderOutput"}
 """Operators that change the layout of what others read."""
 NORM = "BatchNormalization"
+"""Which onnxruntime may compute as a convolution of single channels."""
 ACTIVATIONS = {"Relu", "Clip", "LeakyRelu", "HardSigmoid", "HardSwish", "Sigmoid", "Tanh", "Elu"}
 """Operators that runtimes compute within the kernel before them, where they can."""
 
@@ -39,13 +40,14 @@ class FloatIsland:
 
     @property
     def modules(self) -> frozenset[str]:
-        """Modules of its operators, without those of the conversions."""
-        return frozenset(node.module for node in self.nodes)
+        """Modules of its operators, without those that move values or convert them."""
+        return frozenset(n.module for n in self.nodes if n.node.op_type not in MOVES)
 
     @property
     def around(self) -> frozenset[str]:
         """Modules that give it what it reads, or read what it gives."""
-        return frozenset(node.module for node in self.conversions) - self.modules
+        nodes = (*self.nodes, *self.conversions)
+        return frozenset(node.module for node in nodes) - self.modules
 
 
 @dataclass
@@ -118,11 +120,23 @@ class ProfiledGraph:
         return tuple(
             node
             for node in self.profile.nodes
-            if node.node.op_type == NORM
+            if self._is_norm(node)
             or (node.node.op_type in ACTIVATIONS and any(map(self._feeds_alone, self.before(node))))
         )
 
+    def _is_norm(self, node: ProfiledNode) -> bool:
+        """Whether a kernel computes a normalisation alone, be it as a convolution."""
+        if node.origin is None or node.origin.op_type != NORM:
+            return False
+        graph = self.profile.model.graph
+        name = node.origin.input[0]
+        before = next((n for n in graph.node if name in n.output), None)
+        readers = sum(name in n.input for n in graph.node)
+        return before is None or before.op_type not in CONVOLUTIONS or readers > 1
+
     def _feeds_alone(self, node: ProfiledNode) -> bool:
+        if node.node.op_type in MOVES:
+            return any(map(self._feeds_alone, self.before(node)))
         is_product = node.node.op_type in COUNTED | CONVOLUTIONS | {NORM}
         return is_product and len([*self.after(node)]) == 1
 

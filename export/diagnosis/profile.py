@@ -25,6 +25,8 @@ CALLS, WARM_UP = 60, 10
 COUNTED = 0.75
 """Share of an operator's calls, the shortest ones, of which the mean is taken: other load on the
 machine only ever makes a call longer."""
+IN_BLOCKS = ("_nchwc", "_bn_nchwc")
+"""What onnxruntime adds to a value's name for the kernel that computes it in blocks of channels."""
 CUT_OFF_MS = 0.5e-3
 """onnxruntime writes whole microseconds, cut off."""
 
@@ -35,6 +37,8 @@ class ProfiledNode:
 
     node: onnx.NodeProto
     """Of the model as onnxruntime rewrote it."""
+    origin: onnx.NodeProto | None
+    """The file's operator that it has its name of; None where it was put in."""
     module: str
     ms: float
     """Of one call."""
@@ -91,10 +95,15 @@ class Profile:
                 types = [kind for value in event["args"]["output_type_shape"] for kind in value]
                 size = int(event["args"].get("output_size", 0))
                 written[name] = (types[0] if types else "", size)
+        origins = {key: n for n in named.graph.node for key in (*n.output, n.name)}
         producers = {name: node for node in rewritten.graph.node for name in node.output if name}
         nodes = tuple(
             ProfiledNode(
-                node, _module_of(node, producers), _mean(times[node.name]), *written[node.name]
+                node,
+                _origin(node.name, origins),
+                _module_of(node, producers),
+                _mean(times[node.name]),
+                *written[node.name],
             )
             for node in rewritten.graph.node
             if node.name in times
@@ -119,6 +128,11 @@ def _mean(times: list[float]) -> float:
     shortest = sorted(times[WARM_UP:])
     counted = shortest[: max(1, int(COUNTED * len(shortest)))]
     return sum(counted) / len(counted)
+
+
+def _origin(name: str, origins: dict[str, onnx.NodeProto]) -> onnx.NodeProto | None:
+    names = (name, *(name.removesuffix(ending) for ending in IN_BLOCKS))
+    return next((origins[key] for key in names if key in origins), None)
 
 
 def _module_of(node: onnx.NodeProto, producers: dict[str, onnx.NodeProto]) -> str:

@@ -122,7 +122,11 @@ class LonePairs(SpeedCause):
     def returned(self, refused: Refused, layers: Sequence[str]) -> float | None:
         """Return the share that is saved without the pairs."""
         measured = refused.measured
-        pairs = [n.node.name for n in measured.graph.lone_pairs if n.node.op_type == QUANTIZE]
+        pairs = [
+            n.origin.name
+            for n in measured.graph.lone_pairs
+            if n.origin is not None and n.node.op_type == QUANTIZE
+        ]
         model = measured.profile.model
         saved = measured.saved_by(f"without {pairs}", lambda: without(model, pairs))
         return measured.returned(saved)
@@ -202,7 +206,7 @@ class Unfused(SpeedCause):
     def returned(self, refused: Refused, layers: Sequence[str]) -> float | None:
         """Return the share that is saved without them: what a kernel that fuses them may save."""
         measured = refused.measured
-        names = [node.node.name for node in measured.graph.unfused]
+        names = [n.origin.name for n in measured.graph.unfused if n.origin is not None]
         model = measured.profile.model
         saved = measured.saved_by(f"without {names}", lambda: without(model, names))
         return measured.returned(saved)
