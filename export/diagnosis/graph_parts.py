@@ -22,7 +22,10 @@ MOVES = {"Transpose", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "ReorderInpu
 """Operators that change the layout of what others read."""
 NORM = "BatchNormalization"
 """Which onnxruntime may compute as a convolution of single channels."""
-ACTIVATIONS = {"Relu", "Clip", "LeakyRelu", "HardSigmoid", "HardSwish", "Sigmoid", "Tanh", "Elu"}
+ACTIVATIONS = {
+    *("Relu", "Clip", "LeakyRelu", "HardSigmoid", "HardSwish", "Sigmoid", "Tanh", "Elu"),
+    *("Gelu", "QuickGelu", "Selu", "Celu", "PRelu", "Softplus", "Softsign", "Mish"),
+}
 """Operators that runtimes compute within the kernel before them, where they can."""
 
 

@@ -112,11 +112,11 @@ class LonePairs(SpeedCause):
     )
 
     def measure(self, refused: Refused, layer: str) -> float | None:
-        """Return the share of the time that the pairs behind a layer take."""
+        """Return the share of the time that the pairs behind a layer take, or all pairs."""
         measured = refused.measured
-        if layer == "" or (refused.stage.stage == "export_onnx" and refused.before.kind == "graph"):
+        if refused.stage.stage == "export_onnx" and refused.before.kind == "graph":
             return None  # of its quantization
-        own = [node.ms for node in measured.graph.lone_pairs if node.module == layer]
+        own = [node.ms for node in measured.graph.lone_pairs if layer in ("", node.module)]
         return measured.share(sum(own)) if own else None
 
     def returned(self, refused: Refused, layers: Sequence[str]) -> float | None:

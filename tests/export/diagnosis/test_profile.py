@@ -18,6 +18,7 @@ from tests.export.builders import IMAGE, images, network_of, samples
 
 NETS = """
 import torch
+import torch.ao.quantization.fx._decomposed  # registers quantize_per_tensor
 from torch import nn
 
 class Net(nn.Module):
@@ -31,7 +32,9 @@ class Net(nn.Module):
     def forward(self, image):
         x = self.stem(image).relu()
         if self.rounds:
-            x = torch.fake_quantize_per_tensor_affine(x, 0.05, 0, -128, 127)
+            grid = (0.05, 0, -128, 127, torch.int8)
+            x = torch.ops.quantized_decomposed.quantize_per_tensor(x, *grid)
+            x = torch.ops.quantized_decomposed.dequantize_per_tensor(x, *grid)
         x = self.last(self.norm(self.inner(x).relu())).relu()
         return self.head(x.mean((2, 3)))
 
