@@ -76,17 +76,18 @@ class ProfiledGraph:
         yield from (reader for name in node.node.output for reader in self._readers[name])
 
     @cached_property
-    def has_integer_kernels(self) -> bool:
-        """Whether integers are multiplied anywhere."""
-        return any(
-            is_integer_kernel(n.node.op_type) and n.node.op_type in COUNTED | {"QLinearConv"}
-            for n in self.profile.nodes
+    def integer_modules(self) -> frozenset[str]:
+        """Modules whose products integer kernels compute."""
+        return frozenset(
+            node.module
+            for node in self.profile.nodes
+            if node.node.op_type in COUNTED and is_integer_kernel(node.node.op_type)
         )
 
     @cached_property
     def float_islands(self) -> tuple[FloatIsland, ...]:
         """All islands, of a graph with integer kernels."""
-        if not self.has_integer_kernels:
+        if not self.integer_modules:
             return ()
         left = [node for node in self.profile.nodes if _is_float(node)]
         found = []

@@ -45,12 +45,25 @@ class SpeedGate:
     limit: float
     higher_passes: bool
     batch: int
+    earlier: float | None
+    """What the gate found in the run."""
+
+    @property
+    def value(self) -> float:
+        """What is held against the limit."""
+        return self.interval.low if self.higher_passes else self.middle
 
     @property
     def spread_in_margin(self) -> float:
-        """Half the interval's width, as a multiple of the distance to the limit; 0 beyond it."""
-        half, margin = (self.interval.high - self.interval.low) / 2, abs(self.middle - self.limit)
-        return half / margin if margin else float("inf")
+        """How far measurements lie apart, as a multiple of the distance to the limit.
+
+        It is half the interval's width, or the distance to what the run has found.
+        """
+        spread = (self.interval.high - self.interval.low) / 2
+        if self.earlier is not None:
+            spread = max(spread, abs(self.value - self.earlier))
+        margin = abs(self.value - self.limit)
+        return spread / margin if margin else float("inf")
 
     @property
     def factor(self) -> float:

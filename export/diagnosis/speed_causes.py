@@ -87,8 +87,7 @@ class SlowIntegers(SpeedCause):
         measured = refused.measured
         before = measured.float_profile.by_module.get(layer, 0.0)
         now = measured.profile.by_module.get(layer, 0.0)
-        is_excluded = excluding(refused.stage.own_settings().get("exclude", ()), [layer])
-        return now / before if before and layer in measured.names and not is_excluded else None
+        return now / before if before and layer in measured.graph.integer_modules else None
 
     def returned(self, refused: Refused, layers: Sequence[str]) -> float | None:
         """Return the share that is saved with these layers in float."""
@@ -240,19 +239,19 @@ class CallOverhead(SpeedCause):
 
 
 class Noise(SpeedCause):
-    """An interval that is wider than the distance to the limit."""
+    """Measurements that lie further apart than the limit is away."""
 
     key: ClassVar[str] = "noise"
     stages: ClassVar[tuple[str, ...]] = ()
     """None: it is tested before all others, whatever the stage."""
     limit: ClassVar[float] = 1.0
     text: ClassVar[str] = (
-        "cannot be told on this machine now: half the 95 % interval is {value:.3g} times the "
-        "distance to the limit (limit {limit:g}); run again when it has less to do"
+        "cannot be told on this machine now: measurements lie {value:.3g} times as far apart as "
+        "the limit is away (limit {limit:g}); run again when it has less to do"
     )
 
     def measure(self, refused: Refused, layer: str) -> float | None:
-        """Return half the interval's width over the distance of its middle to the limit."""
+        """Return how far measurements lie apart over the distance to the limit."""
         return None if layer else refused.measured.gate.spread_in_margin
 
 
