@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 SECONDS = 60.0
 """How long the wrong layer is searched for."""
-LEAST_ERROR = 1e-7
-"""Relative error below which float32 knows no difference."""
+LEAST_ERROR = 1e-5
+"""Relative error of an operator below which it may be the order in which floats are added."""
 
 
 @dataclass

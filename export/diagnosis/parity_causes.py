@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, ClassVar
 
 from compress.core.diagnosis.cause import PARITY_GATES, Cause, Repair
-from export.diagnosis.parity import ParityDiagnosis
+from export.diagnosis.parity import LEAST_ERROR, ParityDiagnosis
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     Refused = RefusedStage[ParityDiagnosis]
 
+LARGEST_RATIO = 1e9
 IN_PYTORCH = Repair({"stage": "export_torchscript"}, 2)
 """A file that PyTorch's own operators run."""
 
@@ -41,7 +42,8 @@ class BakedAxis(ParityCause):
         measured = refused.measured
         if layer not in measured.axis_errors:
             return None
-        return measured.axis_errors[layer] / max(measured.own_size_error, 1e-7)
+        ratio = measured.axis_errors[layer] / max(measured.own_size_error, 1e-7)
+        return min(ratio, LARGEST_RATIO)  # infinite where the file fails
 
 
 class OtherGraph(ParityCause):
@@ -124,7 +126,7 @@ class WrongOperator(ParityCause):
     """An operator whose ONNX form computes something else."""
 
     key: ClassVar[str] = "wrong_operator"
-    limit: ClassVar[float] = 1e-5
+    limit: ClassVar[float] = LEAST_ERROR
     text: ClassVar[str] = (
         "the first operator out of tolerance (error {value:.2g} of its norm; limit {limit:g})"
     )

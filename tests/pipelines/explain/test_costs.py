@@ -19,7 +19,8 @@ from torch.utils.data import TensorDataset
 class Net(nn.Module):
     def __init__(self, otherwise=False):
         super().__init__()
-        self.table, self.inner, self.head = nn.Embedding(400, 16), nn.Linear(16, 16), nn.Linear(16, 4)
+        self.table = nn.Embedding(400, 16)
+        self.inner, self.head = nn.Linear(16, 16), nn.Linear(16, 4)
         self.otherwise = otherwise
 
     def forward(self, tokens):
@@ -80,7 +81,7 @@ def test_a_table_left_in_float_is_named_and_mended(folder: Path, capfd) -> None:
     assert "tables of embeddings left in float" in said and "embeddings: true" in said
     found = explanation(out)
     assert (found.culprit, found.unit) == ("int8", "bytes")
-    assert [cost.module for cost in found.costs][0] == "table"
+    assert found.costs[0].module == "table"
     table = 400 * 16 * 4
     assert found.costs[0].before == table <= found.costs[0].now < 1.01 * table
     assert [cause.cause for cause in found.causes] == ["float_tables"]
@@ -104,6 +105,7 @@ def test_time_is_given_by_module(folder: Path, capfd) -> None:
     }
     assert all(cost.now > 0 for cost in found.costs)
     assert "as much as in the plain export" in capfd.readouterr().out
+    assert "What each module of onnx costs, in ms" in (out / "report.html").read_text()
 
 
 @pytest.mark.slow
