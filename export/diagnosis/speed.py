@@ -60,9 +60,10 @@ class SpeedGate:
         It is half the interval's width, or the distance to what the run has found.
         """
         spread = (self.interval.high - self.interval.low) / 2
+        margin = abs(self.value - self.limit)
         if self.earlier is not None:
             spread = max(spread, abs(self.value - self.earlier))
-        margin = abs(self.value - self.limit)
+            margin = min(margin, abs(self.earlier - self.limit))
         return spread / margin if margin else float("inf")
 
     @property

@@ -67,6 +67,7 @@ def test_what_is_missing_follows_from_the_lower_end_of_the_speedup(
         (1.4, 1.6, 1.5, 1.4, 1.0),  # half as wide as the distance
         (1.4, 1.5, 2.4, 1.4, 0.05),
         (1.4, 1.5, 1.9, 1.0, 0.8),  # the run found another value
+        (1.4, 1.5, 1.9, 1.8, 4.0),  # which was nearer
         (1.4, 1.5, 1.4, None, math.inf),
     ],
 )
