@@ -124,9 +124,9 @@ def named_copy(model: onnx.ModelProto, modules: Sequence[str]) -> onnx.ModelProt
 
 def _module_of(node: onnx.NodeProto, modules: set[str]) -> str:
     for name in node.input:
-        module = name.rpartition(".")[0]
+        module = str(name).rpartition(".")[0]
         if module and (not modules or module in modules):
             return module
     scopes = next((p.value for p in node.metadata_props if p.key == SCOPES), "[]")
     inner = [name for name in ast.literal_eval(scopes)[:-1] if name]
-    return str(inner[-1]) if inner else node.op_type
+    return str(inner[-1] if inner else node.op_type)

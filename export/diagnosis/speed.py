@@ -115,9 +115,11 @@ class SpeedDiagnosis:
         model = as_onnx(file)
         plain, names = plain_export(source)
         batches = context.measured_batches(file.signature, gate.batch)
-        profiles = [Profile.measure(m, names, batches[0], context.threads) for m in (model, plain)]
+        profile, float_profile = (
+            Profile.measure(m, names, batches[0], context.threads) for m in (model, plain)
+        )
         names = fitting_names(model, names)
-        return cls(model, names, gate, ms, *profiles, rerun, context, batches)
+        return cls(model, names, gate, ms, profile, float_profile, rerun, context, batches)
 
     @cached_property
     def graph(self) -> ProfiledGraph:

@@ -53,7 +53,7 @@ def explain_verdict(run: FinishedRun, judged: JudgedStage, deadline: float) -> E
     explanation = Explanation(
         stage=judged.report.name,
         verdict=judged.verdict,
-        artifact=judged.report.artifact.digest,
+        artifact=judged.digest,
         metric=run.state.plan.metric.name,
         split=split,
         culprit=worst.stage if worst and worst.points > 0 else None,

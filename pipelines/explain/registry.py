@@ -16,8 +16,11 @@ from export.diagnosis.size_causes import SIZE_CAUSES
 from export.diagnosis.speed_causes import SPEED_CAUSES
 
 BUILT_IN: tuple[type[Cause[Any]], ...] = (
-    *(*CAUSES, *SETTING_CAUSES),
-    *(*SPEED_CAUSES, *SIZE_CAUSES, *PARITY_CAUSES),
+    *CAUSES,
+    *SETTING_CAUSES,
+    *SPEED_CAUSES,
+    *SIZE_CAUSES,
+    *PARITY_CAUSES,
 )
 
 

@@ -162,13 +162,13 @@ class Explanation(Settings):
             yield "  layers  spread over the model: no quarter of the layers returns half of it"
         if self.costs:
             total = sum(cost.now for cost in self.costs)
-            shown = [
+            dearest = [
                 f"{c.module or 'the rest'} {c.now / total:.0%}"
                 + (f" ({c.now / c.before:.2g}×)" if c.before and c.now else "")
                 for c in self.costs[:MOST_COSTS]
             ]
             kind = "time" if self.unit == "ms" else "bytes"
-            yield f"  {kind:7} {', '.join(shown)} of {total:.4g} {self.unit}"
+            yield f"  {kind:7} {', '.join(dearest)} of {total:.4g} {self.unit}"
             yield "          (×: as much as in the plain export of the float model)"
         for cause in self.causes:
             where = f"{', '.join([*cause.layers][:3])}: " if any(cause.layers) else ""
