@@ -2,7 +2,8 @@
 
     python benchmarks/explain_costs.py            # all faults, and ten clean controls
     python benchmarks/explain_costs.py island width   # those whose name begins so
-    python benchmarks/explain_costs.py --repair   # also runs the first repair of each
+    python benchmarks/explain_costs.py --gate min_speedup --minutes 4   # wants a quiet machine
+    python benchmarks/explain_costs.py --repair   # also tries repairs
 
 Each fault is put into a network or into the settings of its stages. What the pipeline reaches with
 other settings, a little weakened, is the limit of the gate that then refuses; where the network has
@@ -87,6 +88,8 @@ class Outcome:
 def main() -> None:
     parser = argparse.ArgumentParser("explain_costs.py", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="name")
+    parser.add_argument("--gate", choices=[*LIMIT], help="faults that this gate refuses alone")
+    parser.add_argument("--minutes", type=float, default=60, help="after which none is begun")
     parser.add_argument("--repair", action="store_true", help="run repairs too")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -98,16 +101,22 @@ def main() -> None:
     real_peak = peak_memory.peak_memory
     outcomes: list[Outcome] = []
     kinds: Counter[str] = Counter()
+    chosen = []
     for number, fault in enumerate([*cost_faults(), *clean_controls()]):
-        is_judging = kinds[fault.cause] % 2 == 1
+        is_named = any(fault.name.startswith(name) for name in options.names)
+        if options.gate in (None, fault.gate) and (is_named or not options.names):
+            chosen.append((kinds[fault.cause], number, fault))
         kinds[fault.cause] += 1
-        if options.names and not any(fault.name.startswith(name) for name in options.names):
-            continue
+    deadline = time.monotonic() + 60 * options.minutes
+    # Each cause's first ones first, so that fewer minutes leave none out.
+    for place, number, fault in sorted(chosen, key=lambda one: one[:2]):
+        if time.monotonic() > deadline:
+            break
         is_memory = fault.gate == "max_memory"
         peak_memory.peak_memory = real_peak if is_memory else lambda *_: 0.0
         with tempfile.TemporaryDirectory() as folder:
             outcome = explain(fault, number, Path(folder), repairs=options.repair)
-        outcome.is_judging = is_judging
+        outcome.is_judging = place % 2 == 1
         outcomes.append(outcome)
         print(outcome.line(), flush=True)
     print_goals(outcomes)
