@@ -9,6 +9,7 @@ from pydantic import JsonValue
 from compress.common.atomic_files import write_atomically
 from compress.common.config import Settings
 from compress.core.verdict import Verdict
+from pipelines.results.schema import readable_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 FILE = "explain.json"
 MOST_COSTS = 6
 """Modules whose cost is shown in the text; the file has all."""
+LEAST_COST = 0.01
+"""Share of the whole that is shown."""
 
 
 class StageShare(Settings):
@@ -166,9 +169,11 @@ class Explanation(Settings):
                 f"{c.module or 'the rest'} {c.now / total:.0%}"
                 + (f" ({c.now / c.before:.2g}×)" if c.before and c.now else "")
                 for c in self.costs[:MOST_COSTS]
+                if c.now >= LEAST_COST * total
             ]
-            kind = "time" if self.unit == "ms" else "bytes"
-            yield f"  {kind:7} {', '.join(dearest)} of {total:.4g} {self.unit}"
+            is_time = self.unit == "ms"
+            whole = f"{total:.3g} ms" if is_time else readable_bytes(round(total))
+            yield f"  {'time' if is_time else 'bytes':7} {', '.join(dearest)} of {whole}"
             yield "          (×: as much as in the plain export of the float model)"
         for cause in self.causes:
             where = f"{', '.join([*cause.layers][:3])}: " if any(cause.layers) else ""
