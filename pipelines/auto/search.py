@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
 import time
-from dataclasses import dataclass, field, replace
-from itertools import pairwise, product
+from dataclasses import dataclass, field
+from itertools import product
 from typing import TYPE_CHECKING
 
 from compress.common.atomic_files import write_atomically
@@ -18,11 +17,13 @@ from pipelines.auto.cost_models import float_layers
 from pipelines.auto.cost_models.latency_models import FormatModel, build_format_models
 from pipelines.auto.front import Front, missed_limits
 from pipelines.auto.judge import Judge
+from pipelines.auto.latency_targets import ROOM, latency_targets
+from pipelines.auto.recovery import Recovery
 from pipelines.auto.solver import Limit, Programme
 from pipelines.system.machine_info import machine
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
     from compress.pruning.width_harms import Harms
@@ -39,17 +40,6 @@ model, and once more."""
 UNTRAINED_SHARE = 0.25
 """Share of the time after which models are trained, where `recovery` says so; what single cuts lose
 matters less then."""
-TRAINED_AT_ONCE = 6
-"""Models of which successive halving trains the best to the end."""
-CHECKS_AT_LIMIT = 5
-"""Models that are checked at the asked latency before other latencies are looked at."""
-NARROW = 1.03
-"""Ratio of two latencies between which no further model is looked for."""
-BEHIND_BAD = 0.5
-"""Weight of a gap of latencies whose slower end loses too much."""
-ROOM = 0.99
-"""Share of a limit of latency that the solver aims at, as half of all models are slower than
-predicted. Sizes follow from the widths."""
 
 
 def search(
@@ -132,10 +122,10 @@ class Search:
 
     def check_whole(self, deadline: float) -> None:
         """Check the whole model in each format and runtime, the float ONNX file first."""
-        self._check(Candidate("float"))
+        self.check(Candidate("float"))
         for runtime, format in product(self.settings.space.runtimes, self.settings.space.formats):
             if time.monotonic() < deadline:
-                self._check(Candidate(format, runtime=runtime))
+                self.check(Candidate(format, runtime=runtime))
 
     def _check_cut(self, space: WidthSpace, deadline: float) -> None:
         """Check smaller models, first as they are after a refit, then trained."""
@@ -150,23 +140,18 @@ class Search:
         while self.models and is_left and time.monotonic() < until:
             is_left = self._check_next(programme)
         while self.models and recovery is not None and time.monotonic() < deadline:
-            ends = rungs(recovery.epochs)
-            if self._loss_decides:
-                is_left = self._train_best(self._contenders(programme), ends, deadline)
-            else:
-                is_left = self._train_fastest(programme, ends, deadline)
-            if not is_left:
+            if not Recovery(self, programme, rungs(recovery.epochs)).train_next(deadline):
                 break
 
     def _is_feasible(self, space: WidthSpace) -> bool:
         """Check the smallest model as each whole one; return whether one meets latency and size."""
         if self.settings.limits.latency is None and self.settings.limits.size is None:
             return True
-        whole = [m for m in self._offered() if not m.widths and not m.float_layers]
+        whole = [m for m in self.offered() if not m.widths and not m.float_layers]
         smallest = {group: widths[-1] for group, widths in space.grid.items()}
         for model in sorted(whole, key=lambda model: model.latency_ms):
             candidate = candidate_of(model.format, smallest, space.whole, model.runtime)
-            self._check(candidate)
+            self.check(candidate)
             found = self.checked.get(candidate.name)
             if found is None or not missed_limits(self.settings.limits, found, but="max_drop"):
                 return True
@@ -231,112 +216,23 @@ class Search:
 
     def _check_next(self, programme: Programme) -> bool:
         """Check the next model, and correct the prediction; return whether there was one."""
-        targets: list[float | None] = [*self._targets()]
-        if not any(map(self._is_good, self._offered())):
+        offered = self.offered()
+        targets: list[float | None] = [
+            *latency_targets(offered, self.is_good, self.asked_ms, self.smallest_ms())
+        ]
+        if not any(map(self.is_good, offered)):
             # A format that loses too much as a whole may do with some layers in float.
             targets.append(None)
         for target_ms in targets:
             known = [*(model.candidate for model in self.checked.values()), *self.failed]
-            found = self._solve(programme, target_ms, known)
+            found = self.solve(programme, target_ms, known)
             if found is not None:
                 candidate, predicted_ms = found
-                self._check(candidate, predicted_ms)
+                self.check(candidate, predicted_ms)
                 if candidate.name in self.checked:
                     self._correct(self.checked[candidate.name])
                 return True
         return False
-
-    def _contenders(self, programme: Programme) -> list[tuple[Candidate, float | None]]:
-        """Return the cut models within the limits that lose least, and are not trained yet."""
-        known = self._untrained(model for model in self.checked.values() if model.trained)
-        kept = [
-            model
-            for model in self._offered()
-            if model.widths
-            and not model.trained
-            and model.candidate not in known
-            and not missed_limits(self.settings.limits, model, but="max_drop")
-        ]
-        kept.sort(key=lambda model: model.loss)
-        found: list[tuple[Candidate, float | None]]
-        found = [(model.candidate, model.predicted_ms) for model in kept[:TRAINED_AT_ONCE]]
-        while len(found) < TRAINED_AT_ONCE:
-            asked = self.settings.limits.latency
-            solved = self._solve(programme, asked, [*known, *(one for one, _ in found)])
-            if solved is None or not solved[0].widths:
-                break
-            found.append(solved)
-        return found
-
-    def _untrained(self, models: Iterable[CheckedModel]) -> set[Candidate]:
-        """Return models as they are before training, and what is never trained."""
-        whole = {Candidate(format, runtime=runtime) for format, runtime in self.models}
-        return {replace(model.candidate, trained=0) for model in models} | {*self.failed} | whole
-
-    def _train_fastest(self, programme: Programme, ends: list[int], deadline: float) -> bool:
-        """Train a model that is faster than the fastest good one, until it is good itself.
-
-        The first is as fast as can be, as nothing else need be trained where this one is good. Each
-        further one is halfway to the slowest that was trained to the end in vain, so that the
-        fastest good one is found as by bisection. Returns whether there was one and time for it.
-        """
-        offered = self._offered()
-        slowest_ms = max(model.latency_ms for model in offered)
-        good = (model.latency_ms for model in offered if self._is_good(model))
-        best_ms = min(good, default=slowest_ms)
-        over = [model for model in offered if model.trained == ends[-1] or self._is_good(model)]
-        vain = [m.latency_ms for m in over if m.trained and m.latency_ms < best_ms]
-        target_ms = NARROW * self._smallest_ms() / ROOM
-        if vain:
-            target_ms = math.sqrt(best_ms * max(vain))
-        if best_ms < NARROW * max(vain, default=target_ms):
-            return False
-        known = self._untrained(model for model in over if model.trained)
-        solved = self._solve(programme, target_ms, [*known])
-        while solved is None and target_ms * NARROW < best_ms:  # none that fast is small enough
-            target_ms = math.sqrt(best_ms * target_ms)
-            solved = self._solve(programme, target_ms, [*known])
-        if solved is None or not solved[0].widths:
-            return False
-        for end in ends:
-            trained = replace(solved[0], trained=end)
-            if time.monotonic() < deadline:
-                self._check(trained, solved[1])
-            found = self.checked.get(trained.name)
-            if found is None or self._is_good(found):
-                break
-        return True
-
-    def _train_best(
-        self, contenders: list[tuple[Candidate, float | None]], ends: list[int], deadline: float
-    ) -> bool:
-        """Train models by successive halving; return whether there was one and time for it.
-
-        Args:
-            contenders: models, and their predicted latencies.
-            ends: epochs after which the better half goes on.
-            deadline: on the clock of :func:`time.monotonic`.
-        """
-        seconds_per_epoch, before = 0.0, 0
-        for end in ends:
-            reached = []
-            for candidate, predicted_ms in contenders:
-                start = time.monotonic()
-                if start + seconds_per_epoch * (end - before) > deadline:
-                    break
-                trained = replace(candidate, trained=end)
-                self._check(trained, predicted_ms)
-                taken = (time.monotonic() - start) / (end - before)
-                seconds_per_epoch = max(seconds_per_epoch, taken)
-                if trained.name in self.checked:
-                    reached.append((candidate, predicted_ms))
-            if not reached:
-                return end > ends[0]
-            models = [self.checked[replace(one, trained=end).name] for one, _ in reached]
-            order = sorted((model.loss_order, i) for i, model in enumerate(models))
-            contenders = [reached[i] for _, i in order[: math.ceil(len(order) / 2)]]
-            before = end
-        return True
 
     def _correct(self, checked: CheckedModel) -> None:
         """Take a measured latency into account in the model of its format and runtime."""
@@ -345,35 +241,16 @@ class Search:
         if model is not None and choice is not None:
             model.correct(model.latency_ms(choice), checked.latency_ms)
 
-    def _targets(self) -> list[float]:
-        """Return the latencies to look for models at, the most wanted first."""
-        limits = self.settings.limits
-        found = sorted(self._offered(), key=lambda model: model.latency_ms)
-        targets = []
-        if limits.latency is not None:
-            near = [m for m in found if m.predicted_ms and m.latency_ms <= 1.1 * limits.latency]
-            if len(near) < CHECKS_AT_LIMIT:
-                targets.append(limits.latency)
-        good = [model for model in found if self._is_good(model)]
-        # A metric on some hundred samples has steps, and a model that loses a sample too many may
-        # have a faster neighbour that does not: so wherever nothing was checked yet, and most
-        # where the slower end of a gap is good.
-        fastest = good[0].latency_ms if good else math.inf
-        faster = [model for model in found if model.latency_ms <= fastest]
-        below = [(self._smallest_ms(), False)]
-        below += [(model.latency_ms, self._is_good(model)) for model in faster]
-        targets += _middles(
-            (a, b, 1.0 if is_good else BEHIND_BAD) for (a, _), (b, is_good) in pairwise(below)
-        )
-        # Then where the front is thinnest.
-        front = [model.latency_ms for model in Front.pareto(good)]
-        return targets + _middles((a, b, 1.0) for a, b in pairwise(front))
+    @property
+    def asked_ms(self) -> float | None:
+        """The limit of latency, for predictions; None where there is none."""
+        return self.settings.limits.latency
 
-    def _smallest_ms(self) -> float:
+    def smallest_ms(self) -> float:
         """Return the smallest latency that the models predict."""
         return min(model.corrected()(model.smallest) for model in self.models.values())
 
-    def _solve(
+    def solve(
         self, programme: Programme, latency_ms: float | None, known: Sequence[Candidate]
     ) -> tuple[Candidate, float] | None:
         """Return the model that loses least below a latency, if it has one, besides known ones."""
@@ -394,7 +271,7 @@ class Search:
                 best = harm, model.candidate(choice), corrected(choice)
         return None if best is None else best[1:]
 
-    def _check(self, candidate: Candidate, predicted_ms: float | None = None) -> None:
+    def check(self, candidate: Candidate, predicted_ms: float | None = None) -> None:
         """Check a candidate, unless that was done, and write the front."""
         if candidate.name in self.checked or candidate in self.failed:
             return
@@ -412,7 +289,7 @@ class Search:
         self.judge.options.announce(Front.line(found))
         self._front().write(self.out)
 
-    def _offered(self) -> list[CheckedModel]:
+    def offered(self) -> list[CheckedModel]:
         """Return the checked models in the formats and runtimes that are asked for."""
         space = self.settings.space
         return [
@@ -422,12 +299,12 @@ class Search:
         ]
 
     @property
-    def _loss_decides(self) -> bool:
+    def loss_decides(self) -> bool:
         """Whether the best model is the one that loses least, and not the fastest."""
         limits = self.settings.limits
         return limits.latency is not None or limits.max_drop is None
 
-    def _is_good(self, model: CheckedModel) -> bool:
+    def is_good(self, model: CheckedModel) -> bool:
         """Whether a model meets all limits but that of latency."""
         return not missed_limits(self.settings.limits, model, but="latency")
 
@@ -436,7 +313,7 @@ class Search:
             limits=self.settings.limits,
             checked=tuple(self.checked.values()),
             failed={candidate.name: why for candidate, why in self.failed.items()},
-            points=tuple(model.name for model in Front.pareto(self._offered())),
+            points=tuple(model.name for model in Front.pareto(self.offered())),
             conditions=self.judge.conditions,
             base_ms=self.judge.base_ms,
             predicted_for=self.judge.tables.where if self.judge.tables else None,
@@ -445,8 +322,8 @@ class Search:
     def _finish(self) -> Front:
         """Confirm the models that meet all limits, the best first, and write their pipelines."""
         limits = self.settings.limits
-        wanted = [model for model in self._offered() if not missed_limits(limits, model)]
-        by_loss = self._loss_decides
+        wanted = [model for model in self.offered() if not missed_limits(limits, model)]
+        by_loss = self.loss_decides
         wanted.sort(key=lambda m: m.loss_order if by_loss else (m.latency_ms, m.drop or 0.0))
         most, best = self.settings.limits.max_drop, None
         for model in wanted:
@@ -464,12 +341,3 @@ class Search:
             model.candidate.write_pipeline(self.judge.base, self.settings, file, gate)
         front.write(self.out)
         return front
-
-
-def _middles(gaps: Iterable[tuple[float, float, float]]) -> list[float]:
-    """Return the middle of each gap between two latencies that is not narrow, the widest first.
-
-    A gap is a lower and an upper end, and the weight of its width.
-    """
-    wide = [(weight * math.log(b / a), a, b) for a, b, weight in gaps if b / a > NARROW]
-    return [math.sqrt(a * b) for _, a, b in sorted(wide, reverse=True)]

@@ -1,0 +1,167 @@
+"""Trains the most promising of the smaller models, within the time that is left."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
+
+from pipelines.auto.candidates import Candidate, CheckedModel
+from pipelines.auto.front import missed_limits
+from pipelines.auto.latency_targets import NARROW, ROOM
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from pipelines.auto.cost_models.latency_models import FormatModel
+    from pipelines.auto.solver import Programme
+    from pipelines.config.auto_settings import AutoSettings, Format, Runtime
+
+TRAINED_AT_ONCE = 6
+"""Models of which successive halving trains the best to the end."""
+
+
+class Searching(Protocol):
+    """What is needed of a search, which imports this module."""
+
+    settings: AutoSettings
+    checked: dict[str, CheckedModel]
+    failed: dict[Candidate, str]
+    models: dict[tuple[Format, Runtime], FormatModel]
+
+    def check(self, candidate: Candidate, predicted_ms: float | None = None) -> None:
+        """Check a candidate, unless that was done."""
+
+    def solve(
+        self, programme: Programme, latency_ms: float | None, known: Sequence[Candidate]
+    ) -> tuple[Candidate, float] | None:
+        """Return the model that loses least below a latency, besides known ones."""
+
+    def offered(self) -> list[CheckedModel]:
+        """Return the checked models in the formats and runtimes that are asked for."""
+
+    def is_good(self, model: CheckedModel) -> bool:
+        """Whether a model meets all limits but that of latency."""
+
+    def smallest_ms(self) -> float:
+        """Return the smallest latency that the models predict."""
+
+    @property
+    def asked_ms(self) -> float | None:
+        """The limit of latency, for predictions; None where there is none."""
+
+    @property
+    def loss_decides(self) -> bool:
+        """Whether the best model is the one that loses least, and not the fastest."""
+
+
+@dataclass
+class Recovery:
+    """Trains models of a search by `space.recovery`."""
+
+    search: Searching
+    programme: Programme
+    ends: list[int]
+    """Epochs of training after which some of the models are dropped."""
+
+    def train_next(self, deadline: float) -> bool:
+        """Train further models; return whether there were any, and time for it.
+
+        The deadline is on the clock of :func:`time.monotonic`.
+        """
+        if self.search.loss_decides:
+            return self._train_best(self._contenders(), deadline)
+        return self._train_fastest(deadline)
+
+    def _contenders(self) -> list[tuple[Candidate, float | None]]:
+        """Return the cut models within the limits that lose least, and are not trained yet."""
+        known = self._untrained(model for model in self.search.checked.values() if model.trained)
+        kept = [
+            model
+            for model in self.search.offered()
+            if model.widths
+            and not model.trained
+            and model.candidate not in known
+            and not missed_limits(self.search.settings.limits, model, but="max_drop")
+        ]
+        kept.sort(key=lambda model: model.loss)
+        found: list[tuple[Candidate, float | None]]
+        found = [(model.candidate, model.predicted_ms) for model in kept[:TRAINED_AT_ONCE]]
+        while len(found) < TRAINED_AT_ONCE:
+            tried = [*known, *(candidate for candidate, _ in found)]
+            solved = self.search.solve(self.programme, self.search.asked_ms, tried)
+            if solved is None or not solved[0].widths:
+                break
+            found.append(solved)
+        return found
+
+    def _train_fastest(self, deadline: float) -> bool:
+        """Train a model that is faster than the fastest good one, until it is good itself.
+
+        The first is as fast as can be, as nothing else need be trained where this one is good. Each
+        further one is halfway to the slowest that was trained to the end in vain, so that the
+        fastest good one is found as by bisection. Returns whether there was one and time for it.
+        """
+        offered = self.search.offered()
+        slowest_ms = max(model.latency_ms for model in offered)
+        good = (model.latency_ms for model in offered if self.search.is_good(model))
+        best_ms = min(good, default=slowest_ms)
+        over = [m for m in offered if m.trained == self.ends[-1] or self.search.is_good(m)]
+        vain = [m.latency_ms for m in over if m.trained and m.latency_ms < best_ms]
+        target_ms = NARROW * self.search.smallest_ms() / ROOM
+        if vain:
+            target_ms = math.sqrt(best_ms * max(vain))
+        if best_ms < NARROW * max(vain, default=target_ms):
+            return False
+        known = self._untrained(model for model in over if model.trained)
+        solved = self.search.solve(self.programme, target_ms, [*known])
+        while solved is None and target_ms * NARROW < best_ms:  # none that fast is small enough
+            target_ms = math.sqrt(best_ms * target_ms)
+            solved = self.search.solve(self.programme, target_ms, [*known])
+        if solved is None or not solved[0].widths:
+            return False
+        for end in self.ends:
+            trained = replace(solved[0], trained=end)
+            if time.monotonic() < deadline:
+                self.search.check(trained, solved[1])
+            found = self.search.checked.get(trained.name)
+            if found is None or self.search.is_good(found):
+                break
+        return True
+
+    def _train_best(
+        self, contenders: list[tuple[Candidate, float | None]], deadline: float
+    ) -> bool:
+        """Train models by successive halving; return whether there was one and time for it.
+
+        Args:
+            contenders: models, and their predicted latencies.
+            deadline: on the clock of :func:`time.monotonic`.
+        """
+        seconds_per_epoch, before = 0.0, 0
+        for end in self.ends:
+            reached = []
+            for candidate, predicted_ms in contenders:
+                start = time.monotonic()
+                if start + seconds_per_epoch * (end - before) > deadline:
+                    break
+                trained = replace(candidate, trained=end)
+                self.search.check(trained, predicted_ms)
+                taken = (time.monotonic() - start) / (end - before)
+                seconds_per_epoch = max(seconds_per_epoch, taken)
+                if trained.name in self.search.checked:
+                    reached.append((candidate, predicted_ms))
+            if not reached:
+                return end > self.ends[0]
+            models = [self.search.checked[replace(one, trained=end).name] for one, _ in reached]
+            order = sorted((model.loss_order, i) for i, model in enumerate(models))
+            contenders = [reached[i] for _, i in order[: math.ceil(len(order) / 2)]]
+            before = end
+        return True
+
+    def _untrained(self, models: Iterable[CheckedModel]) -> set[Candidate]:
+        """Return models as they are before training, and what is never trained."""
+        whole = {Candidate(format, runtime=runtime) for format, runtime in self.search.models}
+        before = {replace(model.candidate, trained=0) for model in models}
+        return before | {*self.search.failed} | whole
