@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 from math import floor
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from compress.artifacts.recipe import KeepBlocks
 from compress.common.config import Count, Ratio
@@ -28,18 +28,20 @@ log = logging.getLogger(__name__)
 class PruneLayers(PruningStage):
     """Remove whole blocks, such as transformer layers or residual blocks, by measured output error.
 
-    Each removal is tried on the model itself, and the block with the least error is removed; then
+    Unless `blocks` names them, each removal is tried on the model itself, and the block with the least error is removed; then
     the next one is searched among the others. A block whose output has another shape than its input
     stays, and the artifact's facts say why.
     """
 
     stage: Literal["prune_layers"] = "prune_layers"
     remove: Count | None = None
-    """Blocks to remove; or give `keep` or `ratio`."""
+    """Blocks to remove; or give `keep`, `ratio` or `blocks`."""
     keep: Count | None = None
     """Blocks to keep, of all."""
     ratio: Ratio | None = None
     """Fraction of all blocks to remove, rounded down."""
+    blocks: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
+    """Names of the blocks to remove, without a search, such as `encoder.layer.3`."""
     exclude: tuple[str, ...] = ()
     """Names of blocks, or of modules around them, that stay; `*` matches any characters."""
     judged_by: Literal["metric", "outputs"] | None = None
@@ -53,10 +55,13 @@ class PruneLayers(PruningStage):
 
     @model_validator(mode="after")
     def _exactly_one_count(self) -> Self:
-        given = [name for name in ("remove", "keep", "ratio") if getattr(self, name) is not None]
+        names = ("remove", "keep", "ratio", "blocks")
+        given = [name for name in names if getattr(self, name) is not None]
         if len(given) != 1:
             found = " and ".join(given) or "none of them"
-            raise ValueError(f"give one of remove, keep and ratio, found {found}")
+            raise ValueError(f"give one of remove, keep, ratio and blocks, found {found}")
+        if self.blocks and self.exclude:
+            raise ValueError("exclude is for a search, and blocks names what is removed; drop one")
         return self
 
     @property
@@ -74,8 +79,8 @@ class PruneLayers(PruningStage):
 
         Raises:
             PipelineInvalid: a pattern of ``exclude`` matches no module.
-            StageFailed: the model has no repeated blocks or fewer that can be removed, or a setting
-                requires data and there is none.
+            StageFailed: the model has no repeated blocks or fewer that can be removed, a named one
+                is none of them or has to stay, or a setting requires data and there is none.
         """
         if self.needs_data:
             context.need_data(f"{self.title} with finetune or judged_by: metric")
@@ -109,10 +114,14 @@ class PruneLayers(PruningStage):
             module, inputs, [b for b in blocks if b.name not in refused]
         )
         free = [block for block in blocks if block.name not in refused]
-        count = self._count(blocks, len(free))
+        count = None if self.blocks else self._count(blocks, len(free))
         meter = OutputErrorMeter(module, model.signature, context, self.judged_by, self.samples)
         try:
-            removal = block_search.search(module, free, count, meter, refused, context.progress)
+            if self.blocks is not None:
+                named = block_search.blocks_named(self.blocks, blocks, refused)
+                removal = block_search.remove_in_order(module, named, meter)
+            else:
+                removal = block_search.search(module, free, count, meter, refused, context.progress)
         except StageFailed as error:
             raise StageFailed(f"{self.title}: {error}") from None
         removed = [block for block, _ in removal.steps]
