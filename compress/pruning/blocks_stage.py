@@ -28,9 +28,9 @@ log = logging.getLogger(__name__)
 class PruneLayers(PruningStage):
     """Remove whole blocks, such as transformer layers or residual blocks, by measured output error.
 
-    Unless `blocks` names them, each removal is tried on the model itself, and the block with the least error is removed; then
-    the next one is searched among the others. A block whose output has another shape than its input
-    stays, and the artifact's facts say why.
+    Unless `blocks` names them, each removal is tried on the model itself, and the block with the
+    least error is removed; then the next one is searched among the others. A block whose output has
+    another shape than its input stays, and the artifact's facts say why.
     """
 
     stage: Literal["prune_layers"] = "prune_layers"

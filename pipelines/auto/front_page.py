@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 PAGE = "front.html"
 COLUMNS = (
     "model",
+    "blocks removed",
     "groups cut",
     "float layers",
     "ms",
@@ -60,8 +61,9 @@ def cells_of(front: Front, model: CheckedModel) -> tuple[str, ...]:
     latency = "" if model.is_predicted else f"{model.latency_ms:.3g}"
     predicted = f"{model.latency_ms:.3g}" if model.is_predicted else predicted
     figures = (latency, predicted, f"{model.bytes / 1e6:.3g}", drop, confirmed)
-    counts = (str(len(model.widths)), str(len(model.float_layers)))
-    return (model.name, *counts, *figures, ", ".join(missed_limits(front.limits, model)))
+    counts = (len(own) for own in (model.removed_blocks, model.widths, model.float_layers))
+    missed = ", ".join(missed_limits(front.limits, model))
+    return (model.name, *map(str, counts), *figures, missed)
 
 
 def lines_below(front: Front, out: Path) -> Iterator[str]:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import dataclass, field
 from itertools import product
 from typing import TYPE_CHECKING
 
-from compress.common.atomic_files import write_atomically
 from compress.common.errors import StageFailed
-from compress.pruning.width_harms import WidthSpace, measure_harms
 from export.latency.kernel_table import TABLES, KernelTable
 from pipelines.auto.candidates import Candidate, CheckedModel, candidate_of, rungs
 from pipelines.auto.cost_models import float_layers
 from pipelines.auto.cost_models.latency_models import FormatModel, build_format_models
+from pipelines.auto.depths import ORDER_SHARE, Depth, depths_to_try
 from pipelines.auto.front import Front, missed_limits
 from pipelines.auto.judge import Judge
 from pipelines.auto.latency_targets import ROOM, latency_targets
@@ -26,17 +24,20 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from compress.pruning.width_harms import Harms
     from pipelines.auto.cost_models.tables import LatencyTables
-    from pipelines.config.auto_settings import AutoSettings, Format, Runtime
+    from pipelines.auto.recovery import ModelKey, Programmes
+    from pipelines.config.auto_settings import AutoSettings
     from pipelines.config.pipeline import PipelineConfig
     from pipelines.config.run_options import RunOptions
 
-POINTS, HARMS = "points", "harms.json"
-"""In the results' folder: the pipelines of the front, and what single cuts lose."""
+POINTS = "points"
+"""In the results' folder: the pipelines of the front."""
 FIRST_SHARE, HARMS_SHARE = 0.1, 0.35
 """Shares of the time after which what single cuts lose is taken as it is known: early, for a first
 model, and once more."""
+DEPTHS_SHARE = 0.5
+"""Share of the time for models that are not trained after which no further depth is looked at; half
+of what is left of it is for what single cuts lose there."""
 UNTRAINED_SHARE = 0.25
 """Share of the time after which models are trained, where `recovery` says so; what single cuts lose
 matters less then."""
@@ -84,7 +85,10 @@ class Search:
     """By name, in the order in which they were checked."""
     failed: dict[Candidate, str] = field(default_factory=dict)
     """Candidates that could not be built → why."""
-    models: dict[tuple[Format, Runtime], FormatModel] = field(default_factory=dict)
+    models: dict[ModelKey, FormatModel] = field(default_factory=dict)
+    """By format, runtime and removed blocks."""
+    depths: list[Depth] = field(default_factory=list)
+    """Those whose widths are decided, the model's own first."""
 
     def run(self, deadline: float) -> Front:
         """Search until a deadline, or until nothing is left to try; return the front.
@@ -97,17 +101,18 @@ class Search:
             self.judge.base_ms = earlier.base_ms
         self._warn_of_few_samples()
         self.check_whole(deadline)
-        widths, context = self.settings.space.widths, self.judge.context
         if time.monotonic() < deadline:
-            space = WidthSpace.empty(context.device)
-            if widths is not None:
-                chosen = widths.model_dump(exclude={"calibration_samples"})
-                space = WidthSpace.of_model(self.judge.model, context, **chosen)
+            whole = Depth.of_model(self.judge, self.judge.model, ())
             if self.judge.tables is not None:
-                self.judge.tables.refuse_other_model(space.grid, self.judge.batch)
-            if self._is_feasible(space):
-                self.measure_kernels(space, deadline)
-                self._check_cut(space, deadline)
+                self.judge.tables.refuse_other_model(whole.space.grid, self.judge.batch)
+            shallower: list[tuple[str, ...]] = []
+            if self.settings.space.blocks:
+                until = time.monotonic() + ORDER_SHARE * self.settings.time
+                shallower = depths_to_try(self.judge, min(deadline, until))
+            if self._is_feasible(whole) or self._is_feasible_without(shallower, deadline):
+                self.measure_kernels(whole, deadline)
+                self.depths.append(whole)
+                self._check_cut(shallower, deadline)
         return self._finish()
 
     def _warn_of_few_samples(self) -> None:
@@ -120,61 +125,119 @@ class Search:
                 f"{points:.3g} points, more than max_drop {most:g}: no sample may be lost"
             )
 
-    def check_whole(self, deadline: float) -> None:
-        """Check the whole model in each format and runtime, the float ONNX file first."""
+    def check_whole(self, deadline: float, removed_blocks: tuple[str, ...] = ()) -> None:
+        """Check a model of whole widths in each format and runtime, the float ONNX file first."""
         self.check(Candidate("float"))
         for runtime, format in product(self.settings.space.runtimes, self.settings.space.formats):
             if time.monotonic() < deadline:
-                self.check(Candidate(format, runtime=runtime))
+                self.check(Candidate(format, runtime=runtime, removed_blocks=removed_blocks))
 
-    def _check_cut(self, space: WidthSpace, deadline: float) -> None:
-        """Check smaller models, first as they are after a refit, then trained."""
+    def _check_cut(self, shallower: Sequence[tuple[str, ...]], deadline: float) -> None:
+        """Check smaller models, first as they are after a refit, then trained.
+
+        Args:
+            shallower: blocks that may be removed together, each time with the ones before.
+            deadline: on the clock of :func:`time.monotonic`.
+        """
         begin, recovery = deadline - self.settings.time, self.settings.space.recovery
         untrained_share = UNTRAINED_SHARE if recovery else 1.0
         until, is_left = begin + untrained_share * self.settings.time, True
         for share in (FIRST_SHARE, min(HARMS_SHARE, untrained_share)):
-            harms = self._measure_harms(space, min(deadline, begin + share * self.settings.time))
-            programme = Programme(space.grid, harms)
+            measured_until = begin + share * self.settings.time
+            if len(self.depths) > 1:  # each with cuts of its own, of which nothing is known yet
+                now = time.monotonic()
+                measured_until = max(measured_until, now + DEPTHS_SHARE * (until - now))
+            programmes = self._measure_harms(min(deadline, measured_until))
             if self.models and time.monotonic() < until:
-                is_left = self._check_next(programme)
+                is_left = self._check_next(programmes)
+            if len(self.depths) == 1:
+                self._add_depths(shallower, begin + DEPTHS_SHARE * (until - begin))
         while self.models and is_left and time.monotonic() < until:
-            is_left = self._check_next(programme)
+            is_left = self._check_next(programmes)
         while self.models and recovery is not None and time.monotonic() < deadline:
-            if not Recovery(self, programme, rungs(recovery.epochs)).train_next(deadline):
+            if not Recovery(self, programmes, rungs(recovery.epochs)).train_next(deadline):
                 break
 
-    def _is_feasible(self, space: WidthSpace) -> bool:
+    def _add_depths(self, shallower: Sequence[tuple[str, ...]], deadline: float) -> None:
+        """Prepare widths without some blocks, and then more of them, as long as that may do."""
+        for removed_blocks in shallower:
+            if time.monotonic() > deadline:
+                break
+            self.check_whole(deadline, removed_blocks)
+            whole = self._whole_without(removed_blocks)
+            # Widths and further blocks only lose more, unless training returns it.
+            limits, recovery = self.settings.limits, self.settings.space.recovery
+            is_kept = any("max_drop" not in missed_limits(limits, model) for model in whole)
+            if not whole or not (is_kept or recovery):
+                break
+            pruned = self.judge.pruned_model(whole[0].candidate)
+            depth = Depth.of_model(self.judge, pruned, removed_blocks)
+            self.measure_kernels(depth, deadline)
+            self.depths.append(depth)
+
+    def _measure_harms(self, deadline: float) -> Programmes:
+        """Measure what single cuts lose at each depth, in equal shares of the time until then."""
+        programmes = {}
+        for done, depth in enumerate(self.depths):
+            now = time.monotonic()
+            until = now + (deadline - now) / (len(self.depths) - done)
+            harms = depth.measure_harms(self.judge, until)
+            programmes[depth.removed_blocks] = Programme(depth.space.grid, harms)
+        return programmes
+
+    def _whole_without(self, removed_blocks: tuple[str, ...]) -> list[CheckedModel]:
+        """Return the checked models without some blocks that are as wide as before, untrained."""
+        return [
+            model
+            for model in self.offered()
+            if model.removed_blocks == removed_blocks
+            and not (model.widths or model.float_layers or model.trained)
+        ]
+
+    def _is_feasible_without(self, shallower: Sequence[tuple[str, ...]], deadline: float) -> bool:
+        """Return whether the smallest model without most blocks meets latency and size."""
+        if not shallower:
+            return False
+        self.check_whole(deadline, shallower[-1])
+        whole = self._whole_without(shallower[-1])
+        if not whole:
+            return False
+        pruned = self.judge.pruned_model(whole[0].candidate)
+        return self._is_feasible(Depth.of_model(self.judge, pruned, shallower[-1]))
+
+    def _is_feasible(self, depth: Depth) -> bool:
         """Check the smallest model as each whole one; return whether one meets latency and size."""
         if self.settings.limits.latency is None and self.settings.limits.size is None:
             return True
-        whole = [m for m in self.offered() if not m.widths and not m.float_layers]
-        smallest = {group: widths[-1] for group, widths in space.grid.items()}
+        whole = self._whole_without(depth.removed_blocks)
         for model in sorted(whole, key=lambda model: model.latency_ms):
-            candidate = candidate_of(model.format, smallest, space.whole, model.runtime)
+            candidate = candidate_of(
+                *(model.format, depth.smallest, depth.space.whole, model.runtime),
+                depth.removed_blocks,
+            )
             self.check(candidate)
             found = self.checked.get(candidate.name)
             if found is None or not missed_limits(self.settings.limits, found, but="max_drop"):
                 return True
         return False
 
-    def measure_kernels(self, space: WidthSpace, deadline: float | None = None) -> None:
+    def measure_kernels(self, depth: Depth, deadline: float | None = None) -> None:
         """Measure kernels over the grid of widths, in each format and runtime.
 
-        Without a deadline, on the clock of :func:`time.monotonic`, no layer is left in float.
+        Without a deadline, on the clock of :func:`time.monotonic`, or without some blocks, no layer
+        is left in float.
         """
-        judge = self.judge
+        judge, space, removed_blocks = self.judge, depth.space, depth.removed_blocks
         table = KernelTable(self.out / TABLES, machine(), judge.context.threads)
         for format in self.settings.space.formats:
             whole = {
-                runtime: checked
-                for runtime in self.settings.space.runtimes
-                if (checked := self.checked.get(Candidate(format, runtime=runtime).name))
+                m.runtime: m for m in self._whole_without(removed_blocks) if m.format == format
             }
             if not whole:
                 continue
             until = time.monotonic() + float_layers.SHARE * self.settings.time
-            layers = None
-            if deadline is not None and judge.tables is None and "onnx" in whole:
+            layers, is_mixed = None, deadline is not None and not removed_blocks
+            if deadline is not None and is_mixed and judge.tables is None and "onnx" in whole:
                 until = min(deadline, until)
                 layers = float_layers.measure_layer_harms(judge, whole["onnx"], until)
             if not space.grid and layers is None:
@@ -183,38 +246,24 @@ class Search:
                 if judge.tables is not None:
                     built = judge.tables.format_models(format, [*whole])
                 else:
+                    deeper = (self.models.get((format, runtime, ())) for runtime in whole)
                     built = build_format_models(
-                        *(format, [*whole], space.grid, judge.model, judge.context, self.settings),
+                        *(format, [*whole], space.grid, depth.model, judge.context, self.settings),
                         *(table, judge.measure_latency_ms, layers, until),
+                        {m.runtime: m.fit for m in deeper if m is not None and m.fit is not None},
                     )
             except StageFailed as error:  # the other formats may do
                 self.judge.options.announce(f"warning: {format} is not cut: {error}")
                 continue
             for model in built:
                 model.harm = whole[model.runtime].loss - model.layers.total_harm
-                self.models[format, model.runtime] = model
+                model.removed_blocks = removed_blocks
+                self.models[format, model.runtime, removed_blocks] = model
         for checked in self.checked.values():
-            self._correct(checked)
+            if checked.removed_blocks == removed_blocks:
+                self._correct(checked)
 
-    def _measure_harms(self, space: WidthSpace, deadline: float) -> Harms:
-        """Measure what each single cut loses; what an earlier search measured is read."""
-        judge, file = self.judge, self.out / HARMS
-        key = f"{judge.model.digest} {self.settings.space.widths}"
-        try:
-            content = json.loads(file.read_bytes())
-            known = content["harms"] if content["key"] == key else {}
-        except (OSError, ValueError, KeyError, TypeError):
-            known = {}
-        return measure_harms(
-            space,
-            judge.context.progress,
-            judge.loss_of,
-            known,
-            lambda: write_atomically(file, json.dumps({"key": key, "harms": known}, indent=1)),
-            deadline,
-        )
-
-    def _check_next(self, programme: Programme) -> bool:
+    def _check_next(self, programmes: Programmes) -> bool:
         """Check the next model, and correct the prediction; return whether there was one."""
         offered = self.offered()
         targets: list[float | None] = [
@@ -225,7 +274,7 @@ class Search:
             targets.append(None)
         for target_ms in targets:
             known = [*(model.candidate for model in self.checked.values()), *self.failed]
-            found = self.solve(programme, target_ms, known)
+            found = self.solve(programmes, target_ms, known)
             if found is not None:
                 candidate, predicted_ms = found
                 self.check(candidate, predicted_ms)
@@ -235,8 +284,8 @@ class Search:
         return False
 
     def _correct(self, checked: CheckedModel) -> None:
-        """Take a measured latency into account in the model of its format and runtime."""
-        model = self.models.get((checked.format, checked.runtime))
+        """Take a measured latency into account in the model of its format, runtime and blocks."""
+        model = self.models.get((checked.format, checked.runtime, checked.removed_blocks))
         choice = None if model is None else model.choice_of(checked.candidate)
         if model is not None and choice is not None:
             model.correct(model.latency_ms(choice), checked.latency_ms)
@@ -251,18 +300,18 @@ class Search:
         return min(model.corrected()(model.smallest) for model in self.models.values())
 
     def solve(
-        self, programme: Programme, latency_ms: float | None, known: Sequence[Candidate]
+        self, programmes: Programmes, latency_ms: float | None, known: Sequence[Candidate]
     ) -> tuple[Candidate, float] | None:
         """Return the model that loses least below a latency, if it has one, besides known ones."""
         best: tuple[float, Candidate, float] | None = None
-        for (format, runtime), model in self.models.items():
+        for (format, runtime, removed_blocks), model in self.models.items():
             corrected = model.corrected()
             limits = [] if latency_ms is None else [Limit(corrected, ROOM * latency_ms)]
             if self.settings.limits.size is not None:
                 limits.append(Limit(model.bytes, self.settings.limits.size))
             same = (c for c in known if (c.format, c.runtime) == (format, runtime))
             choices = map(model.choice_of, same)
-            mixed = programme.extended(model.layers.grid, model.layers.harm)
+            mixed = programmes[removed_blocks].extended(model.layers.grid, model.layers.harm)
             choice = mixed.solve(limits, [tried for tried in choices if tried is not None])
             if choice is None:
                 continue
@@ -278,9 +327,10 @@ class Search:
         try:
             found = self.judge.check(candidate, predicted_ms)
         except StageFailed as error:
-            if not candidate.widths and not candidate.float_layers and candidate.runtime == "onnx":
+            is_whole = not candidate.is_smaller and not candidate.float_layers
+            if is_whole and candidate.runtime == "onnx":
                 raise
-            if not candidate.widths:
+            if not candidate.is_smaller:
                 self.judge.options.announce(f"warning: {candidate.name} is left out: {error}")
             self.failed[candidate] = str(error)
             self.judge.options.announce(f"warning: {candidate.name} could not be made: {error}")
@@ -290,12 +340,14 @@ class Search:
         self._front().write(self.out)
 
     def offered(self) -> list[CheckedModel]:
-        """Return the checked models in the formats and runtimes that are asked for."""
+        """Return the checked models of the formats, runtimes and depths that are asked for."""
         space = self.settings.space
         return [
             model
             for model in self.checked.values()
-            if model.format in space.formats and model.runtime in space.runtimes
+            if model.format in space.formats
+            and model.runtime in space.runtimes
+            and (space.blocks or not model.removed_blocks)
         ]
 
     @property

@@ -55,6 +55,17 @@ CALIBRATED_ON = 32
 """Samples with which exports are quantized: their speed is looked at, not their answers."""
 
 
+@dataclass(frozen=True)
+class RuntimeFit:
+    """How latency and file size in a runtime follow from kernels and weights."""
+
+    latency: LatencyModel
+    bytes_ratio: float
+    """Bytes of the file for each byte of the ONNX file."""
+    bytes_added: float
+    """Bytes of each file."""
+
+
 @dataclass
 class FormatModel:
     """Latency and size in one format and runtime, by widths and the layers left in float."""
@@ -63,6 +74,8 @@ class FormatModel:
     latency_ms: InteractionSum
     bytes: InteractionSum
     runtime: Runtime = "onnx"
+    removed_blocks: tuple[str, ...] = ()
+    """Blocks that the model lacks at all widths."""
     harm: float = 0.0
     """Squared distance of the whole model in this format from the float one."""
     layers: DecidedLayers = field(default_factory=lambda: DecidedLayers((), {}, ()))
@@ -71,11 +84,15 @@ class FormatModel:
     """The model's own widths, and no layer in float."""
     smallest: Choice = field(default_factory=dict)
     """The smallest widths, and no layer in float."""
+    fit: RuntimeFit | None = None
+    """What the figures follow by; None for tables."""
     _ratios: list[float] = field(default_factory=list)
     """Measured over predicted latency of checked models."""
 
     def choice_of(self, candidate: Candidate) -> dict[str, Value] | None:
         """Return a candidate's values of all decisions; None where it has others."""
+        if candidate.removed_blocks != self.removed_blocks:
+            return None
         layers = (decision_of(name) for name in candidate.float_layers)
         chosen: dict[str, Value] = {**dict(candidate.widths), **dict.fromkeys(layers, FLOAT)}
         return {**self.whole, **chosen} if chosen.keys() <= self.whole.keys() else None
@@ -86,7 +103,9 @@ class FormatModel:
         widths = ((name, int(value)) for name, value in changed.items() if value != FLOAT)
         layers = (name for name in self.layers.names if decision_of(name) in changed)
         return Candidate(
-            self.format, tuple(sorted(widths)), tuple(sorted(layers)), runtime=self.runtime
+            *(self.format, tuple(sorted(widths)), tuple(sorted(layers))),
+            runtime=self.runtime,
+            removed_blocks=self.removed_blocks,
         )
 
     @property
@@ -114,6 +133,7 @@ def build_format_models(
     measure_ms: Callable[[Predictor], float],
     layers: LayerHarms | None = None,
     deadline: float = math.inf,
+    fits: Mapping[Runtime, RuntimeFit] | None = None,
 ) -> list[FormatModel]:
     """Measure kernels over a grid of widths, and fit their sum to whole models in each runtime.
 
@@ -131,6 +151,8 @@ def build_format_models(
         measure_ms: measures the latency of a file as those of candidates are measured.
         layers: those that may be left in float, of which some that are worth it are.
         deadline: on the clock of :func:`time.monotonic`, for what is measured of these layers.
+        fits: how latency and size follow in some of the runtimes, as fitted to a model with more
+            of the same blocks. No whole models are measured for these.
 
     Raises:
         StageFailed: the model cannot be exported or resized, or the machine is too busy.
@@ -167,32 +189,38 @@ def build_format_models(
             lambda done, total: context.progress(title, done, total, "kernels"),
         )
         chosen = _spread(grid, [*decided.grid], FITTED, context.seed)
-        measured: dict[Runtime, list[float]] = {runtime: [] for runtime in runtimes}
-        sizes: dict[Runtime, list[int]] = {runtime: [] for runtime in runtimes}
-        for number, choice in enumerate(chosen):
+        fitted = dict(fits or {})
+        unfitted = [runtime for runtime in runtimes if runtime not in fitted]
+        measured: dict[Runtime, list[float]] = {runtime: [] for runtime in unfitted}
+        sizes: dict[Runtime, list[int]] = {runtime: [] for runtime in unfitted}
+        for number, choice in enumerate(chosen if unfitted else []):
             context.progress(title, number, FITTED, "whole models")
             file = folder / f"fitted{number}" / "model.onnx"
             file.parent.mkdir()
             write(costs.model.resize({**whole, **choice}), file)
-            for runtime in runtimes:
+            for runtime in unfitted:
                 served = open_as_served(file, runtime, model.signature, context.threads)
                 measured[runtime].append(1e-3 * measure_ms(served.predict))
                 sizes[runtime].append(served.bytes)
-    kernel_costs = [costs.at(choice).kernels for choice in chosen]
+    for runtime in unfitted:
+        kernel_costs = [costs.at(choice).kernels for choice in chosen]
+        # Each weight is as large in any runtime; what is written besides differs.
+        ratio, added = np.polyfit([file_bytes(c) for c in chosen], sizes[runtime], 1).tolist()
+        fitted[runtime] = RuntimeFit(
+            LatencyModel.fit(kernel_costs, measured[runtime]), ratio, added
+        )
     quantized = dict.fromkeys(decided.grid, QUANTIZED)
     found = []
     for runtime in runtimes:
-        fitted = LatencyModel.fit(kernel_costs, measured[runtime])
-        parts = [(1e3 * fitted.per_kernel_second, seconds)]
-        parts.append((1e3 * fitted.per_weight_byte, weight_bytes))
-        predicted_ms = InteractionSum.combine(parts, 1e3 * fitted.per_call)
-        # Each weight is as large in any runtime; what is written besides differs.
-        ratio, constant = np.polyfit([file_bytes(c) for c in chosen], sizes[runtime], 1).tolist()
+        fit = fitted[runtime]
+        parts = [(1e3 * fit.latency.per_kernel_second, seconds)]
+        parts.append((1e3 * fit.latency.per_weight_byte, weight_bytes))
         built = FormatModel(
             format,
-            predicted_ms,
-            InteractionSum.combine([(ratio, file_bytes)], constant),
+            InteractionSum.combine(parts, 1e3 * fit.latency.per_call),
+            InteractionSum.combine([(fit.bytes_ratio, file_bytes)], fit.bytes_added),
             runtime,
+            fit=fit,
             layers=decided,
             whole={group: widths[0] for group, widths in grid.items()} | quantized,
             smallest={group: widths[-1] for group, widths in grid.items()} | quantized,
