@@ -54,7 +54,7 @@ class Depth:
         return {group: widths[-1] for group, widths in self.space.grid.items()}
 
     def measure_harms(self, judge: Judge, deadline: float) -> Harms:
-        """Measure what each single cut loses; what an earlier search measured is read.
+        """Measure what each single cut loses beyond the blocks; what is known already is read.
 
         The deadline is on the clock of :func:`time.monotonic`.
         """
@@ -66,10 +66,11 @@ class Depth:
             known = content["harms"] if content["key"] == key else {}
         except (OSError, ValueError, KeyError, TypeError):
             known = {}
+        without_blocks = judge.loss_of(self.model.load()) if removed else 0.0
         return measure_harms(
             self.space,
             judge.context.progress,
-            judge.loss_of,
+            lambda module: max(0.0, judge.loss_of(module) - without_blocks),
             known,
             lambda: write_atomically(file, json.dumps({"key": key, "harms": known}, indent=1)),
             deadline,
@@ -113,4 +114,8 @@ def _measured_order(judge: Judge, deadline: float) -> list[str]:
     meter = OutputErrorMeter(module, model.signature, half, "outputs", COMPARED_ON)
     progress = judge.context.progress
     removal = block_search.search(module, free, None, meter, refused, progress, deadline)
+    if not removal.steps:
+        reasons = [f"{name}: {reason}" for name, reason in removal.refused.items()]
+        why = reasons[0] if reasons else "no list or sequence holds two modules of one class"
+        judge.options.announce(f"warning: auto.space.blocks: no block can be removed ({why})")
     return [block.name for block, _ in removal.steps]
