@@ -50,6 +50,11 @@ class PruneLayers(PruningStage):
     inputs are compared."""
     samples: Count = 512
     """Samples of `val` on which each removal is measured, at most."""
+    refit: bool = False
+    """Whether the layers behind a removed block are refitted by least squares to their earlier
+    outputs: no training and no labels, but a forward pass up to each of them."""
+    calibration_samples: Count | None = None
+    """Samples on which layers are refitted. By default 512, or all there are."""
     finetune: AnyFinetune | None = None
     """How the smaller model is trained; its weights change only if an epoch improves the metric."""
 
@@ -62,12 +67,19 @@ class PruneLayers(PruningStage):
             raise ValueError(f"give one of remove, keep, ratio and blocks, found {found}")
         if self.blocks and self.exclude:
             raise ValueError("exclude is for a search, and blocks names what is removed; drop one")
+        if self.calibration_samples and not self.refit:
+            raise ValueError("calibration_samples are those of a refit; add refit: true")
         return self
 
     @property
     def needs_data(self) -> bool:
-        """Whether there is fine-tuning, or a metric to measure."""
-        return self.finetune is not None or self.judged_by == "metric"
+        """Whether there is fine-tuning, a refit, or a metric to measure."""
+        return self.finetune is not None or self.refit or self.judged_by == "metric"
+
+    @property
+    def drawn_samples(self) -> int:
+        """None without a refit."""
+        return super().drawn_samples if self.refit else 0
 
     @property
     def uses_data(self) -> bool:
@@ -75,7 +87,7 @@ class PruneLayers(PruningStage):
         return True
 
     def run(self, model: EagerModel, context: Context) -> EagerModel:
-        """Search the blocks to remove, remove them, and fine-tune.
+        """Search the blocks unless they are named, remove them, refit, and fine-tune.
 
         Raises:
             PipelineInvalid: a pattern of ``exclude`` matches no module.
@@ -83,10 +95,18 @@ class PruneLayers(PruningStage):
                 is none of them or has to stay, or a setting requires data and there is none.
         """
         if self.needs_data:
-            context.need_data(f"{self.title} with finetune or judged_by: metric")
+            context.need_data(f"{self.title} with finetune, refit or judged_by: metric")
         edit, facts = self._search(model, context)
         module = model.load()
         edit.apply_(module)
+        if self.refit:
+            from compress.pruning.recovery.removed_blocks import recover_without_blocks_
+
+            data = context.need_data(self.title)
+            batches = [*data.calibration(self.available_samples(data), context.seed)]
+            facts["refit"] = recover_without_blocks_(
+                module, model.load(), edit.kept, batches, context.device
+            )
         weights: torch.nn.Module | Weights = module
         if self.finetune is not None:
             start = model.derive(context.work / "cut", module, edits=[edit])

@@ -83,7 +83,9 @@ class Candidate:
         made: list[dict[str, Any]] = []
         space = settings.space
         if self.removed_blocks:
-            made.append({"stage": "prune_layers", "blocks": list(self.removed_blocks)})
+            removal = {"stage": "prune_layers", "blocks": list(self.removed_blocks), "refit": True}
+            samples = None if space.widths is None else space.widths.calibration_samples
+            made.append(removal | ({"calibration_samples": samples} if samples else {}))
         if self.widths and space.widths is not None:
             kept = space.widths.model_dump(
                 mode="json",

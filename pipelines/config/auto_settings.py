@@ -84,8 +84,8 @@ class AutoSpace(Settings):
     most: those that are faster so, and those that lose most. With 0 no format is mixed."""
     blocks: bool = False
     """Whether whole blocks, such as transformer layers or residual blocks, may be removed as by
-    `prune_layers`: none, 1, 2, 4, and so on, those first that lose least. Widths are decided anew
-    for each of these numbers, which takes time for each."""
+    `prune_layers` with `refit`: none, 1, 2, 4, and so on, those first that lose least. Widths are
+    decided anew for each of these numbers, which takes time for each."""
     runtimes: Annotated[tuple[Runtime, ...], Field(min_length=1)] = ("onnx",)
     """What runs the file: ONNX Runtime (`onnx`), OpenVINO, or either; each format is tried in each
     of these."""

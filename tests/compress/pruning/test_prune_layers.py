@@ -133,6 +133,29 @@ def test_errors_are_metric_drops_if_there_are_targets(
         )
 
 
+def test_layers_behind_removed_blocks_are_refitted(
+    deep: EagerModel, blobs: Splits, tmp_path: Path
+) -> None:
+    names = ("blocks.1", "blocks.3")
+    cut, refitted = (
+        PruneLayers(blocks=names, refit=refit)(
+            deep, Context(root=tmp_path / str(refit), data=blobs)
+        )
+        for refit in (False, True)
+    )
+    x = blobs.datasets["val"].tensors[0]
+    expected, far, near = (model.load()(x) for model in (deep, cut, refitted))
+    assert (near - expected).norm() < 0.5 * (far - expected).norm()
+    facts = refitted.manifest.facts["refit"]
+    assert facts["output_error"]["refit"] < 0.25 * facts["output_error"]["cut"]
+    # What runs before the first removed block is as it was.
+    assert not any(name.startswith("blocks.0") for name in facts["layers"])
+    assert torch.equal(refitted.load().blocks[0].first.weight, deep.load().blocks[0].first.weight)
+    fewer = PruneLayers(blocks=names, refit=True, calibration_samples=10**6)
+    with pytest.raises(StageFailed, match="1000000 calibration samples asked for and split"):
+        fewer(deep, Context(root=tmp_path / "none", data=blobs))
+
+
 def test_it_learns_from_the_unpruned_model(deep: EagerModel, blobs: Splits, tmp_path: Path) -> None:
     x = {name: TensorDataset(split.tensors[0]) for name, split in blobs.datasets.items()}
     context = Context(root=tmp_path / "tuned", data=Splits(x))
@@ -164,6 +187,10 @@ def test_wrong_input_is_refused(deep: EagerModel, mlp: EagerModel, tmp_path: Pat
         PruneLayers(remove=1, finetune=Training(epochs=1))(deep, context)
     with pytest.raises(ValueError, match="give one of remove, keep, ratio and blocks, found none"):
         PruneLayers()
+    with pytest.raises(ValueError, match="calibration_samples are those of a refit"):
+        PruneLayers(remove=1, calibration_samples=8)
+    with pytest.raises(StageFailed, match="needs data"):
+        PruneLayers(remove=1, refit=True)(deep, context)
     with pytest.raises(ValueError, match="exclude is for a search, and blocks names what is"):
         PruneLayers(blocks=("blocks.1",), exclude=("blocks.2",))
 

@@ -67,7 +67,7 @@ def test_blocks_and_widths_are_decided_together(
     number = front["points"].index(point["name"]) + 1
     pipeline = out / "points" / str(number) / "pipeline.yaml"
     _, blocks, widths, _ = yaml.safe_load(pipeline.read_text())["stages"]
-    assert blocks == {"stage": "prune_layers", "blocks": point["removed_blocks"]}
+    assert blocks == {"stage": "prune_layers", "blocks": point["removed_blocks"], "refit": True}
     assert widths["widths"] == point["widths"]
     assert run(pipeline, tmp_path / "again") == 0
     again = tmp_path / "again" / "artifacts" / "export_onnx" / "model.onnx"
@@ -89,7 +89,7 @@ def test_removed_blocks_are_a_stage_before_widths(file: Path) -> None:
     candidate = candidate_of("float", {"a": 8, "b": 4}, {"a": 8, "b": 8}, "onnx", ("2.3", "2.1"))
     assert candidate.widths == (("b", 4),)
     assert candidate.stages(base, base.auto or AutoSettings()) == [
-        {"stage": "prune_layers", "blocks": ["2.3", "2.1"]},
+        {"stage": "prune_layers", "blocks": ["2.3", "2.1"], "refit": True},
         {"stage": "prune_channels", "widths": {"b": 4}, "importance": "obs"},
         {"stage": "export_onnx"},
     ]
