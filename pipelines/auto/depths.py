@@ -6,9 +6,11 @@ import json
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
+from compress.artifacts.recipe import KeepBlocks
 from compress.common.atomic_files import write_atomically
 from compress.pruning.depth import block_search
 from compress.pruning.depth.output_error import OutputErrorMeter
+from compress.pruning.recovery.removed_blocks import name_before
 from compress.pruning.width_harms import WidthSpace, measure_harms
 
 if TYPE_CHECKING:
@@ -53,10 +55,14 @@ class Depth:
         """The smallest width of each group."""
         return {group: widths[-1] for group, widths in self.space.grid.items()}
 
-    def measure_harms(self, judge: Judge, deadline: float) -> Harms:
+    def measure_harms(self, judge: Judge, deadline: float, deeper: Harms | None = None) -> Harms:
         """Measure what each single cut loses beyond the blocks; what is known already is read.
 
-        The deadline is on the clock of :func:`time.monotonic`.
+        Args:
+            judge: the model before the search, and its data.
+            deadline: on the clock of :func:`time.monotonic`.
+            deeper: what cuts lose in the model with all blocks, as is assumed of a group until one
+                of its widths is measured.
         """
         removed = len(self.removed_blocks)
         file = judge.out / (f"harms-{removed}-blocks-removed.json" if removed else "harms.json")
@@ -74,7 +80,17 @@ class Depth:
             known,
             lambda: write_atomically(file, json.dumps({"key": key, "harms": known}, indent=1)),
             deadline,
+            self._renamed(deeper or {}),
         )
+
+    def _renamed(self, deeper: Harms) -> Harms:
+        """Return harms of the model with all blocks by the names that groups have here."""
+        if not self.removed_blocks:
+            return {}
+        removal = self.model.recipe.edits[-1]
+        kept = removal.kept if isinstance(removal, KeepBlocks) else {}
+        before = {group: name_before(group, kept) for group in self.space.grid}
+        return {group: deeper[name] for group, name in before.items() if name in deeper}
 
 
 def depths_to_try(judge: Judge, deadline: float) -> list[tuple[str, ...]]:

@@ -40,7 +40,7 @@ DEPTHS_SHARE = 0.5
 of what is left of it is for what single cuts lose there."""
 UNTRAINED_SHARE = 0.25
 """Share of the time after which models are trained, where `recovery` says so; what single cuts lose
-matters less then."""
+matters less then. Twice as much where blocks may be removed."""
 
 
 def search(
@@ -140,18 +140,18 @@ class Search:
             deadline: on the clock of :func:`time.monotonic`.
         """
         begin, recovery = deadline - self.settings.time, self.settings.space.recovery
-        untrained_share = UNTRAINED_SHARE if recovery else 1.0
+        untrained_share = UNTRAINED_SHARE * (1 + bool(shallower)) if recovery else 1.0
         until, is_left = begin + untrained_share * self.settings.time, True
         for share in (FIRST_SHARE, min(HARMS_SHARE, untrained_share)):
+            if share != FIRST_SHARE:
+                self._add_depths(shallower, begin + DEPTHS_SHARE * (until - begin))
             measured_until = begin + share * self.settings.time
-            if len(self.depths) > 1:  # each with cuts of its own, of which nothing is known yet
+            if len(self.depths) > 1:  # each with cuts of its own
                 now = time.monotonic()
                 measured_until = max(measured_until, now + DEPTHS_SHARE * (until - now))
             programmes = self._measure_harms(min(deadline, measured_until))
             if self.models and time.monotonic() < until:
                 is_left = self._check_next(programmes)
-            if len(self.depths) == 1:
-                self._add_depths(shallower, begin + DEPTHS_SHARE * (until - begin))
         while self.models and is_left and time.monotonic() < until:
             is_left = self._check_next(programmes)
         while self.models and recovery is not None and time.monotonic() < deadline:
@@ -159,17 +159,17 @@ class Search:
                 break
 
     def _add_depths(self, shallower: Sequence[tuple[str, ...]], deadline: float) -> None:
-        """Prepare widths without some blocks, and then more of them, as long as that may do."""
+        """Prepare widths without some blocks, and without more of them, where that may do."""
         for removed_blocks in shallower:
             if time.monotonic() > deadline:
                 break
             self.check_whole(deadline, removed_blocks)
             whole = self._whole_without(removed_blocks)
-            # Widths and further blocks only lose more, unless training returns it.
+            # Where fewer channels lose even more, unless training returns it.
             limits, recovery = self.settings.limits, self.settings.space.recovery
             is_kept = any("max_drop" not in missed_limits(limits, model) for model in whole)
             if not whole or not (is_kept or recovery):
-                break
+                continue
             pruned = self.judge.pruned_model(whole[0].candidate)
             depth = Depth.of_model(self.judge, pruned, removed_blocks)
             self.measure_kernels(depth, deadline)
@@ -177,11 +177,12 @@ class Search:
 
     def _measure_harms(self, deadline: float) -> Programmes:
         """Measure what single cuts lose at each depth, in equal shares of the time until then."""
-        programmes = {}
+        programmes: dict[tuple[str, ...], Programme] = {}
         for done, depth in enumerate(self.depths):
             now = time.monotonic()
             until = now + (deadline - now) / (len(self.depths) - done)
-            harms = depth.measure_harms(self.judge, until)
+            deeper = programmes[()].harm if programmes else None
+            harms = depth.measure_harms(self.judge, until, deeper)
             programmes[depth.removed_blocks] = Programme(depth.space.grid, harms)
         return programmes
 

@@ -39,8 +39,8 @@ def residual():
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     (tmp_path / "nets.py").write_text(NETS + BLOCKS)
-    content = FILE.replace("nets:net", "nets:residual").replace("time: 20s", "time: 1m")
-    widths = "{values: 2}, formats: [float]"
+    content = FILE.replace("nets:net", "nets:residual").replace("time: 20s", "time: 5m")
+    widths = '{values: 2, include: ["2.0.first"]}, formats: [float]'
     content = content.replace(
         "{values: 3}, formats: [float, int8_static]", f"{widths}, blocks: true"
     )
