@@ -81,11 +81,11 @@ class Candidate:
     def stages(self, base: PipelineConfig, settings: AutoSettings) -> list[dict[str, Any]]:
         """Return the stages that make it after those of `base`, as a pipeline file has them."""
         made: list[dict[str, Any]] = []
-        space = settings.space
         if self.removed_blocks:
             removal = {"stage": "prune_layers", "blocks": list(self.removed_blocks), "refit": True}
-            samples = None if space.widths is None else space.widths.calibration_samples
+            samples = settings.space.widths and settings.space.widths.calibration_samples
             made.append(removal | ({"calibration_samples": samples} if samples else {}))
+        space = settings.without_blocks(self.removed_blocks).space
         if self.widths and space.widths is not None:
             kept = space.widths.model_dump(
                 mode="json",

@@ -44,7 +44,8 @@ class Depth:
             PipelineInvalid: a pattern of `space.widths` matches no module.
             StageFailed: the model cannot be traced, or there are no samples to rank channels by.
         """
-        widths, context = judge.settings.space.widths, judge.context
+        space, context = judge.settings.without_blocks(removed_blocks).space, judge.context
+        widths = space.widths
         if widths is None:
             return cls(removed_blocks, model, WidthSpace.empty(context.device))
         chosen = widths.model_dump(exclude={"calibration_samples"})

@@ -248,8 +248,9 @@ class Search:
                     built = judge.tables.format_models(format, [*whole])
                 else:
                     deeper = (self.models.get((format, runtime, ())) for runtime in whole)
+                    settings = self.settings.without_blocks(removed_blocks)
                     built = build_format_models(
-                        *(format, [*whole], space.grid, depth.model, judge.context, self.settings),
+                        *(format, [*whole], space.grid, depth.model, judge.context, settings),
                         *(table, judge.measure_latency_ms, layers, until),
                         {m.runtime: m.fit for m in deeper if m is not None and m.fit is not None},
                     )

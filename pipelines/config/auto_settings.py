@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import BeforeValidator, Field, PlainSerializer
 
 from compress.common.config import Count, Settings
 from compress.pruning.finetune import AnyFinetune
 from compress.pruning.importance.criteria import Criterion
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 Format: TypeAlias = Literal["float", "int8_static", "int8_dynamic", "weights_8", "weights_4"]
 Runtime: TypeAlias = Literal["onnx", "openvino"]
@@ -107,3 +110,36 @@ class AutoSettings(Settings):
     """For how long the search goes on, with its unit: `10m`. What is measured then is finished."""
     space: AutoSpace = AutoSpace()
     """What is decided."""
+
+    def without_blocks(self, removed: Sequence[str]) -> Self:
+        """Return settings whose names of modules are those after blocks were removed from lists."""
+        widths = self.space.widths
+        if widths is None or not removed:
+            return self
+        include, exclude = (
+            tuple(name for name in names if name is not None)
+            for names in (
+                [name_without_blocks(pattern, removed) for pattern in patterns]
+                for patterns in (widths.include, widths.exclude)
+            )
+        )
+        # Without a pattern all groups would be included, and here none is left.
+        is_empty = widths.include and not include
+        changed = widths.model_copy(update={"include": include, "exclude": exclude})
+        space = self.space.model_copy(update={"widths": None if is_empty else changed})
+        return self.model_copy(update={"space": space})
+
+
+def name_without_blocks(pattern: str, removed: Sequence[str]) -> str | None:
+    """Return the name that a module has once blocks are removed; None for what is inside them."""
+    if any(f"{pattern}.".startswith(f"{block}.") for block in removed):
+        return None
+    blocks = [block.rpartition(".") for block in removed]
+    for container in sorted({container for container, _, _ in blocks}, key=len, reverse=True):
+        prefix = f"{container}." if container else ""
+        index, dot, rest = pattern.removeprefix(prefix).partition(".")
+        if pattern.startswith(prefix) and index.isdigit():
+            gone = [int(i) for around, _, i in blocks if around == container and i.isdigit()]
+            place = int(index) - sum(i < int(index) for i in gone)
+            pattern = f"{prefix}{place}{dot}{rest}"
+    return pattern

@@ -13,7 +13,7 @@ from pipelines.auto.candidates import Candidate, CheckedModel, candidate_of
 from pipelines.auto.cost_models.latency_models import FormatModel
 from pipelines.auto.cost_models.tables import LatencyTables
 from pipelines.auto.front import Front
-from pipelines.config.auto_settings import AutoSettings
+from pipelines.config.auto_settings import AutoSettings, name_without_blocks
 from pipelines.config.pipeline import PipelineConfig
 from tests.pipelines.auto.test_auto import FILE, NETS, auto
 from tests.pipelines.auto.test_runtimes import run
@@ -84,13 +84,40 @@ def test_blocks_and_widths_are_decided_together(
     assert not built and not any(checked[name]["removed_blocks"] for name in front["points"])
 
 
+@pytest.mark.parametrize(
+    ("pattern", "after"),
+    [
+        ("2.0.first", "2.0.first"),
+        ("2.4.first", "2.2.first"),
+        ("2.*.first", "2.*.first"),
+        ("2.1.first", None),
+        ("3", "3"),
+        ("21.4", "21.4"),
+    ],
+)
+def test_patterns_of_names_are_those_after_the_removal(pattern: str, after: str | None) -> None:
+    assert name_without_blocks(pattern, ("2.3", "2.1")) == after
+
+
+def test_included_groups_that_leave_are_not_all_groups() -> None:
+    space = {"widths": {"include": ["2.1.*", "2.2.first"], "exclude": ["2.1.second"]}}
+    settings = AutoSettings.model_validate({"space": space})
+    widths = settings.without_blocks(["2.1"]).space.widths
+    assert widths is not None and (widths.include, widths.exclude) == (("2.1.first",), ())
+    assert settings.without_blocks(["2.1", "2.2"]).space.widths is None
+    assert settings.without_blocks([]) == settings
+
+
 def test_removed_blocks_are_a_stage_before_widths(file: Path) -> None:
     base = PipelineConfig.from_yaml(file)
     candidate = candidate_of("float", {"a": 8, "b": 4}, {"a": 8, "b": 8}, "onnx", ("2.3", "2.1"))
     assert candidate.widths == (("b", 4),)
     assert candidate.stages(base, base.auto or AutoSettings()) == [
         {"stage": "prune_layers", "blocks": ["2.3", "2.1"], "refit": True},
-        {"stage": "prune_channels", "widths": {"b": 4}, "importance": "obs"},
+        {
+            **{"stage": "prune_channels", "widths": {"b": 4}, "importance": "obs"},
+            "include": ["2.0.first"],
+        },
         {"stage": "export_onnx"},
     ]
     names = {c.name for c in (candidate, Candidate("float", candidate.widths), Candidate("float"))}
