@@ -36,8 +36,8 @@ FIRST_SHARE, HARMS_SHARE = 0.1, 0.35
 """Shares of the time after which what single cuts lose is taken as it is known: early, for a first
 model, and once more."""
 DEPTHS_SHARE = 0.5
-"""Share of the time for models that are not trained after which no further depth is looked at; half
-of what is left of it is for what single cuts lose there."""
+"""Share of the time that is left after a first model, until training, for models without some
+blocks; of what is left then, the same share is for what single cuts lose there."""
 UNTRAINED_SHARE = 0.25
 """Share of the time after which models are trained, where `recovery` says so; what single cuts lose
 matters less then. Twice as much where blocks may be removed."""
@@ -144,7 +144,8 @@ class Search:
         until, is_left = begin + untrained_share * self.settings.time, True
         for share in (FIRST_SHARE, min(HARMS_SHARE, untrained_share)):
             if share != FIRST_SHARE:
-                self._add_depths(shallower, begin + DEPTHS_SHARE * (until - begin))
+                now = time.monotonic()
+                self._add_depths(shallower, now + DEPTHS_SHARE * (until - now))
             measured_until = begin + share * self.settings.time
             if len(self.depths) > 1:  # each with cuts of its own
                 now = time.monotonic()

@@ -40,7 +40,7 @@ def residual():
 def file(tmp_path: Path) -> Path:
     (tmp_path / "nets.py").write_text(NETS + BLOCKS)
     content = FILE.replace("nets:net", "nets:residual").replace("time: 20s", "time: 5m")
-    widths = '{values: 2, include: ["2.0.first"]}, formats: [float]'
+    widths = '{values: 2, exclude: ["2.*.first"]}, formats: [float]'
     content = content.replace(
         "{values: 3}, formats: [float, int8_static]", f"{widths}, blocks: true"
     )
@@ -116,7 +116,7 @@ def test_removed_blocks_are_a_stage_before_widths(file: Path) -> None:
         {"stage": "prune_layers", "blocks": ["2.3", "2.1"], "refit": True},
         {
             **{"stage": "prune_channels", "widths": {"b": 4}, "importance": "obs"},
-            "include": ["2.0.first"],
+            "exclude": ["2.*.first"],
         },
         {"stage": "export_onnx"},
     ]
