@@ -139,7 +139,7 @@ def measure_harms(
     known: dict[str, float],
     save: Callable[[], Any],
     deadline: float,
-    assumed: Harms | None = None,
+    assumed: Mapping[str, Mapping[int, float]] | None = None,
 ) -> Harms:
     """Measure what cutting each group alone loses, the smallest widths first.
 

@@ -14,6 +14,7 @@ from compress.pruning.recovery.removed_blocks import name_before
 from compress.pruning.width_harms import WidthSpace, measure_harms
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from compress.artifacts.eager_model import EagerModel
@@ -56,7 +57,9 @@ class Depth:
         """The smallest width of each group."""
         return {group: widths[-1] for group, widths in self.space.grid.items()}
 
-    def measure_harms(self, judge: Judge, deadline: float, deeper: Harms | None = None) -> Harms:
+    def measure_harms(
+        self, judge: Judge, deadline: float, deeper: Mapping[str, Mapping[int, float]] | None = None
+    ) -> Harms:
         """Measure what each single cut loses beyond the blocks; what is known already is read.
 
         Args:
@@ -81,17 +84,15 @@ class Depth:
             known,
             lambda: write_atomically(file, json.dumps({"key": key, "harms": known}, indent=1)),
             deadline,
-            self._renamed(deeper or {}),
+            {g: deeper[name] for g, name in self.names_before.items() if deeper and name in deeper},
         )
 
-    def _renamed(self, deeper: Harms) -> Harms:
-        """Return harms of the model with all blocks by the names that groups have here."""
-        if not self.removed_blocks:
-            return {}
-        removal = self.model.recipe.edits[-1]
+    @property
+    def names_before(self) -> dict[str, str]:
+        """Names that groups have in the model with all blocks."""
+        removal = self.model.recipe.edits[-1] if self.removed_blocks else None
         kept = removal.kept if isinstance(removal, KeepBlocks) else {}
-        before = {group: name_before(group, kept) for group in self.space.grid}
-        return {group: deeper[name] for group, name in before.items() if name in deeper}
+        return {group: name_before(group, kept) for group in self.space.grid}
 
 
 def depths_to_try(judge: Judge, deadline: float) -> list[tuple[str, ...]]:

@@ -11,7 +11,11 @@ from compress.common.errors import StageFailed
 from export.latency.kernel_table import TABLES, KernelTable
 from pipelines.auto.candidates import Candidate, CheckedModel, candidate_of, rungs
 from pipelines.auto.cost_models import float_layers
-from pipelines.auto.cost_models.latency_models import FormatModel, build_format_models
+from pipelines.auto.cost_models.latency_models import (
+    DeeperModels,
+    FormatModel,
+    build_format_models,
+)
 from pipelines.auto.depths import ORDER_SHARE, Depth, depths_to_try
 from pipelines.auto.front import Front, missed_limits
 from pipelines.auto.judge import Judge
@@ -248,12 +252,13 @@ class Search:
                 if judge.tables is not None:
                     built = judge.tables.format_models(format, [*whole])
                 else:
-                    deeper = (self.models.get((format, runtime, ())) for runtime in whole)
+                    known = {r: m for r in whole if (m := self.models.get((format, r, ())))}
+                    deeper = DeeperModels(known, depth.names_before) if removed_blocks else None
                     settings = self.settings.without_blocks(removed_blocks)
                     built = build_format_models(
                         *(format, [*whole], space.grid, depth.model, judge.context, settings),
                         *(table, judge.measure_latency_ms, layers, until),
-                        {m.runtime: m.fit for m in deeper if m is not None and m.fit is not None},
+                        deeper,
                     )
             except StageFailed as error:  # the other formats may do
                 self.judge.options.announce(f"warning: {format} is not cut: {error}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass, field
+from itertools import combinations, product
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -122,6 +123,51 @@ class FormatModel:
         return InteractionSum.combine([(self.correction, self.latency_ms)], 0.0)
 
 
+@dataclass(frozen=True)
+class DeeperModels:
+    """Models of a network with more blocks, from which those with fewer of them follow.
+
+    What two groups that meet in a layer change together is the same in both, as the layer is. What
+    a group changes alone is not: the residual stream has fewer readers.
+    """
+
+    models: Mapping[Runtime, FormatModel]
+    names: Mapping[str, str]
+    """Group of the network with fewer blocks → its name where there are more."""
+
+    def fits(self) -> dict[Runtime, RuntimeFit]:
+        """Return how latency and size follow in each runtime."""
+        return {r: model.fit for r, model in self.models.items() if model.fit is not None}
+
+    def has_pair(self, pair: tuple[str, ...], grid: Grid) -> bool:
+        """Whether it is known what two groups change together, at the widths of a grid."""
+        return all(
+            self._terms(model.latency_ms, pair, grid) is not None for model in self.models.values()
+        )
+
+    def with_pairs(
+        self, quantity: InteractionSum, deeper: InteractionSum, grid: Grid
+    ) -> InteractionSum:
+        """Return a quantity of single groups, and what pairs change in the deeper network."""
+        terms = dict(quantity.terms)
+        for pair in combinations(sorted(grid), 2):
+            known = self._terms(deeper, pair, grid)
+            if known is not None:
+                terms[pair] = known
+        return InteractionSum(quantity.base, terms)
+
+    def _terms(
+        self, deeper: InteractionSum, pair: tuple[str, ...], grid: Grid
+    ) -> dict[tuple[Value, ...], float] | None:
+        """Return what two groups change together, by their widths; None where that is unknown."""
+        a, b = (self.names.get(group, "") for group in pair)
+        own = deeper.terms.get((a, b))
+        if own is None and (b, a) in deeper.terms:
+            own = {(first, second): c for (second, first), c in deeper.terms[b, a].items()}
+        asked = {*product(*(grid[group][1:] for group in pair))}
+        return dict(own) if own is not None and {*own} == asked else None
+
+
 def build_format_models(
     format: Format,
     runtimes: Sequence[Runtime],
@@ -133,7 +179,7 @@ def build_format_models(
     measure_ms: Callable[[Predictor], float],
     layers: LayerHarms | None = None,
     deadline: float = math.inf,
-    fits: Mapping[Runtime, RuntimeFit] | None = None,
+    deeper: DeeperModels | None = None,
 ) -> list[FormatModel]:
     """Measure kernels over a grid of widths, and fit their sum to whole models in each runtime.
 
@@ -151,8 +197,8 @@ def build_format_models(
         measure_ms: measures the latency of a file as those of candidates are measured.
         layers: those that may be left in float, of which some that are worth it are.
         deadline: on the clock of :func:`time.monotonic`, for what is measured of these layers.
-        fits: how latency and size follow in some of the runtimes, as fitted to a model with more
-            of the same blocks. No whole models are measured for these.
+        deeper: the same for a model with more of the same blocks, in some of the runtimes. No whole
+            models are measured for these.
 
     Raises:
         StageFailed: the model cannot be exported or resized, or the machine is too busy.
@@ -173,8 +219,13 @@ def build_format_models(
         specs = model.signature.inputs
         arrays = {s.name: x.numpy() for s, x in zip(specs, inputs[0], strict=True)}
         costs = WidthCosts(mixed or resizable, whole, arrays, table)
+        fitted = {} if deeper is None else deeper.fits()
+        unfitted = [runtime for runtime in runtimes if runtime not in fitted]
         scopes: list[tuple[str, ...]] = [
-            pair for pair in resizable.groups_together() if {*pair} <= grid.keys()
+            pair
+            for pair in resizable.groups_together()
+            if {*pair} <= grid.keys()
+            and (deeper is None or unfitted or not deeper.has_pair(pair, grid))
         ]
         decided = DecidedLayers((), {}, ())
         if layers is not None and mixed is not None:
@@ -189,8 +240,6 @@ def build_format_models(
             lambda done, total: context.progress(title, done, total, "kernels"),
         )
         chosen = _spread(grid, [*decided.grid], FITTED, context.seed)
-        fitted = dict(fits or {})
-        unfitted = [runtime for runtime in runtimes if runtime not in fitted]
         measured: dict[Runtime, list[float]] = {runtime: [] for runtime in unfitted}
         sizes: dict[Runtime, list[int]] = {runtime: [] for runtime in unfitted}
         for number, choice in enumerate(chosen if unfitted else []):
@@ -215,10 +264,16 @@ def build_format_models(
         fit = fitted[runtime]
         parts = [(1e3 * fit.latency.per_kernel_second, seconds)]
         parts.append((1e3 * fit.latency.per_weight_byte, weight_bytes))
+        predicted_ms = InteractionSum.combine(parts, 1e3 * fit.latency.per_call)
+        size = InteractionSum.combine([(fit.bytes_ratio, file_bytes)], fit.bytes_added)
+        if deeper is not None and not unfitted:
+            known = deeper.models[runtime]
+            predicted_ms = deeper.with_pairs(predicted_ms, known.latency_ms, grid)
+            size = deeper.with_pairs(size, known.bytes, grid)
         built = FormatModel(
             format,
-            InteractionSum.combine(parts, 1e3 * fit.latency.per_call),
-            InteractionSum.combine([(fit.bytes_ratio, file_bytes)], fit.bytes_added),
+            predicted_ms,
+            size,
             runtime,
             fit=fit,
             layers=decided,

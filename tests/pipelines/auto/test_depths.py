@@ -10,7 +10,7 @@ from compress.common.errors import PipelineInvalid
 from export.latency.width_costs import InteractionSum
 from pipelines.auto import judge
 from pipelines.auto.candidates import Candidate, CheckedModel, candidate_of
-from pipelines.auto.cost_models.latency_models import FormatModel
+from pipelines.auto.cost_models.latency_models import DeeperModels, FormatModel
 from pipelines.auto.cost_models.tables import LatencyTables
 from pipelines.auto.front import Front
 from pipelines.config.auto_settings import AutoSettings, name_without_blocks
@@ -151,3 +151,16 @@ def test_latency_tables_know_no_removed_blocks(file: Path, tmp_path: Path, capfd
         LatencyTables.refuse_blocks(settings)
     assert auto(file, "--tables-only", "--out", tmp_path / "out") == 2
     assert "leave it out with --tables and --tables-only" in capfd.readouterr().err
+
+
+def test_what_two_groups_change_together_is_that_of_the_deeper_network() -> None:
+    terms = {("a", "b"): {(4, 3): -0.5}, ("a",): {(4,): -1.0}, ("b",): {(3,): -2.0}}
+    deeper = FormatModel("float", InteractionSum(9.0, terms), InteractionSum(90.0, terms))
+    known = DeeperModels({"onnx": deeper}, {"x": "b", "y": "a", "z": "c"})
+    grid = {"x": (6, 3), "y": (8, 4), "z": (8, 4)}
+    assert known.has_pair(("x", "y"), grid) and not known.has_pair(("x", "z"), grid)
+    assert not known.has_pair(("x", "y"), grid | {"x": (6, 2)}), "another width"
+    alone = InteractionSum(5.0, {("x",): {(3,): -1.5}, ("y",): {(4,): -0.5}})
+    quantity = known.with_pairs(alone, deeper.latency_ms, grid)
+    assert quantity({"x": 3, "y": 4, "z": 8}) == 5 - 1.5 - 0.5 - 0.5
+    assert quantity({"x": 3, "y": 8, "z": 4}) == 3.5
