@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from dataclasses import dataclass, field
 from itertools import product
+from statistics import median
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from compress.common.atomic_files import write_atomically
 from compress.common.errors import StageFailed
+from compress.profiling.peak_memory import measurement_process
 from compress.pruning.width_harms import WidthSpace, measure_harms
 from export.latency.kernel_table import TABLES, KernelTable
+from pipelines.auto import search_events
 from pipelines.auto.candidates import Candidate, CheckedModel, candidate_of, rungs
 from pipelines.auto.cost_models import float_layers
 from pipelines.auto.cost_models.latency_models import FormatModel, build_format_models
-from pipelines.auto.front import Front, missed_limits
+from pipelines.auto.front import Front, missed_limits, shares_of_limits
 from pipelines.auto.judge import Judge
-from pipelines.auto.latency_targets import ROOM, latency_targets
-from pipelines.auto.recovery import Recovery
+from pipelines.auto.points import run_point, write_point, write_points
+from pipelines.auto.search_events import search_log
 from pipelines.auto.solver import Limit, Programme
+from pipelines.auto.strategy.latency_targets import ROOM, latency_targets
+from pipelines.auto.strategy.recovery import Recovery
+from pipelines.runner.events import RunEvent, event_listener
 from pipelines.system.machine_info import machine
 
 if TYPE_CHECKING:
@@ -27,13 +36,15 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from compress.pruning.width_harms import Harms
+    from pipelines.auto.cost_models.float_layers import LayerHarms
     from pipelines.auto.cost_models.tables import LatencyTables
     from pipelines.config.auto_settings import AutoSettings, Format, Runtime
     from pipelines.config.pipeline import PipelineConfig
     from pipelines.config.run_options import RunOptions
+    from pipelines.runner.events import EventListener
 
-POINTS, HARMS = "points", "harms.json"
-"""In the results' folder: the pipelines of the front, and what single cuts lose."""
+HARMS = "harms.json"
+"""In the results' folder: what single cuts lose."""
 FIRST_SHARE, HARMS_SHARE = 0.1, 0.35
 """Shares of the time after which what single cuts lose is taken as it is known: early, for a first
 model, and once more."""
@@ -66,11 +77,17 @@ def search(
     """
     if tables is not None:
         tables.refuse_other_settings(settings, pipeline.threads)
-    deadline = time.monotonic() + settings.time
-    judge = Judge.from_pipeline(pipeline, settings, out, options)
-    if tables is not None:
-        judge.tables, judge.base_ms = tables, tables.base_ms
-    return Search(judge, settings, out).run(deadline)
+    start = time.monotonic()
+    # Of all candidates in one process, which imports the libraries once.
+    with search_log(out), measurement_process():
+        listener = event_listener(options.announce)
+        listener(search_events.search_started(pipeline, settings))
+        judge = Judge.from_pipeline(pipeline, settings, out, options)
+        if tables is not None:
+            judge.tables, judge.base_ms = tables, tables.base_ms
+        front = Search(judge, settings, out, emit=listener).run(start + settings.time)
+        listener(search_events.search_finished(front, time.monotonic() - start))
+    return front
 
 
 @dataclass
@@ -85,6 +102,12 @@ class Search:
     failed: dict[Candidate, str] = field(default_factory=dict)
     """Candidates that could not be built → why."""
     models: dict[tuple[Format, Runtime], FormatModel] = field(default_factory=dict)
+    is_infeasible: bool = False
+    """Whether even the smallest models miss limits."""
+    not_searched: list[str] = field(default_factory=list)
+    """What is left out, and why."""
+    emit: EventListener = lambda event: None
+    """Receives the events."""
 
     def run(self, deadline: float) -> Front:
         """Search until a deadline, or until nothing is left to try; return the front.
@@ -93,7 +116,12 @@ class Search:
         """
         earlier = Front.read(self.out)
         if earlier is not None and earlier.conditions == self.judge.conditions:
-            self.checked = {model.name: model for model in earlier.checked}
+            # Figures of earlier versions, or of other limits, may lack what is needed now.
+            self.checked = {
+                model.name: model
+                for model in earlier.checked
+                if math.inf not in shares_of_limits(self.settings.limits, model).values()
+            }
             self.judge.base_ms = earlier.base_ms
         self._warn_of_few_samples()
         self.check_whole(deadline)
@@ -105,7 +133,8 @@ class Search:
                 space = WidthSpace.of_model(self.judge.model, context, **chosen)
             if self.judge.tables is not None:
                 self.judge.tables.refuse_other_model(space.grid, self.judge.batch)
-            if self._is_feasible(space):
+            self.is_infeasible = not self._is_feasible(space)
+            if not self.is_infeasible:
                 self.measure_kernels(space, deadline)
                 self._check_cut(space, deadline)
         return self._finish()
@@ -115,8 +144,8 @@ class Search:
         half, most = self.judge.decided_on, self.settings.limits.max_drop
         points = half.points_of_sample
         if most and most < points:
-            self.judge.options.announce(
-                f"warning: half of val has {half.samples} samples, and one of them is worth "
+            self._warn(
+                f"half of val has {half.samples} samples, and one of them is worth "
                 f"{points:.3g} points, more than max_drop {most:g}: no sample may be lost"
             )
 
@@ -144,8 +173,9 @@ class Search:
                 break
 
     def _is_feasible(self, space: WidthSpace) -> bool:
-        """Check the smallest model as each whole one; return whether one meets latency and size."""
-        if self.settings.limits.latency is None and self.settings.limits.size is None:
+        """Check the smallest model as each whole one; return whether one meets all but the drop."""
+        limits = self.settings.limits
+        if limits.latency is None and limits.size is None and limits.memory is None:
             return True
         whole = [m for m in self.offered() if not m.widths and not m.float_layers]
         smallest = {group: widths[-1] for group, widths in space.grid.items()}
@@ -153,7 +183,7 @@ class Search:
             candidate = candidate_of(model.format, smallest, space.whole, model.runtime)
             self.check(candidate)
             found = self.checked.get(candidate.name)
-            if found is None or not missed_limits(self.settings.limits, found, but="max_drop"):
+            if found is None or not missed_limits(limits, found, but="max_drop"):
                 return True
         return False
 
@@ -167,16 +197,16 @@ class Search:
         for format in self.settings.space.formats:
             whole = {
                 runtime: checked
-                for runtime in self.settings.space.runtimes
+                for runtime in sorted(self.settings.space.runtimes, key="onnx".__ne__)
                 if (checked := self.checked.get(Candidate(format, runtime=runtime).name))
             }
             if not whole:
                 continue
             until = time.monotonic() + float_layers.SHARE * self.settings.time
             layers = None
-            if deadline is not None and judge.tables is None and "onnx" in whole:
+            if deadline is not None:
                 until = min(deadline, until)
-                layers = float_layers.measure_layer_harms(judge, whole["onnx"], until)
+                layers = self._measure_layer_harms(next(iter(whole.values())), until)
             if not space.grid and layers is None:
                 continue
             try:
@@ -188,13 +218,42 @@ class Search:
                         *(table, judge.measure_latency_ms, layers, until),
                     )
             except StageFailed as error:  # the other formats may do
-                self.judge.options.announce(f"warning: {format} is not cut: {error}")
+                self._leave_out(f"{format} is not cut: {error}")
                 continue
+            if layers is not None and built[0].layers.unsuitable:
+                self._leave_out(
+                    f"no layer of {format} is left in float: {built[0].layers.unsuitable}"
+                )
             for model in built:
                 model.harm = whole[model.runtime].loss - model.layers.total_harm
                 self.models[format, model.runtime] = model
         for checked in self.checked.values():
             self._correct(checked)
+
+    def _measure_layer_harms(self, whole: CheckedModel, deadline: float) -> LayerHarms | None:
+        """Measure what quantizing single layers loses; None where none may stay in float."""
+        judge = self.judge
+        if whole.format == "float" or not self.settings.space.float_layers:
+            return None
+        try:
+            if judge.tables is not None:
+                raise StageFailed("the latency tables have no such layers")
+            # The ONNX file, from which those with layers in float are made, is no point by itself.
+            self.check(Candidate(whole.format))
+            return float_layers.measure_layer_harms(judge, whole, deadline)
+        except StageFailed as error:
+            self._leave_out(f"no layer of {whole.format} is left in float: {error}")
+            return None
+
+    def _leave_out(self, what: str) -> None:
+        """Warn that something is not searched, and remember it for the front."""
+        if what not in self.not_searched:
+            self.not_searched.append(what)
+            self._warn(what)
+
+    def _warn(self, message: str) -> None:
+        line = f"warning: {message}"
+        self.emit(RunEvent("message", None, line, level="warning"))
 
     def _measure_harms(self, space: WidthSpace, deadline: float) -> Harms:
         """Measure what each single cut loses; what an earlier search measured is read."""
@@ -239,12 +298,34 @@ class Search:
         model = self.models.get((checked.format, checked.runtime))
         choice = None if model is None else model.choice_of(checked.candidate)
         if model is not None and choice is not None:
-            model.correct(model.latency_ms(choice), checked.latency_ms)
+            uncorrected_ms = model.latency_ms(choice)
+            model.correct(uncorrected_ms, checked.latency_ms)
+            self.emit(search_events.model_corrected(checked, uncorrected_ms, model.correction))
 
     @property
     def asked_ms(self) -> float | None:
-        """The limit of latency, for predictions; None where there is none."""
-        return self.settings.limits.latency
+        """The limit of median latency, or what keeps to that of the 95th percentile."""
+        limit = self.settings.limits.latency
+        if limit is None or limit.p95_ms is None:
+            return None if limit is None else limit.p50_ms
+        ratios = [m.p95_ms / m.latency_ms for m in self.offered() if m.p95_ms is not None]
+        asked_ms = limit.p95_ms / (median(ratios) if ratios else 1.0)
+        return asked_ms if limit.p50_ms is None else min(asked_ms, limit.p50_ms)
+
+    def _most_bytes(self, format: Format, runtime: Runtime) -> float | None:
+        """Return the largest file within the limits of size and memory; None without these.
+
+        Memory is a straight line through what the checked models of a format and runtime take.
+        """
+        limits = self.settings.limits
+        same = [m for m in self.offered() if (m.format, m.runtime) == (format, runtime)]
+        taken = {m.bytes: m.peak_mebibytes for m in same if m.peak_mebibytes is not None}
+        most = [] if limits.size is None else [limits.size]
+        if limits.memory is not None and len(taken) > 1:
+            slope, constant = np.polyfit([*taken], [*taken.values()], 1).tolist()
+            if slope > 0:
+                most.append((limits.memory / 2**20 - constant) / slope)
+        return min(most, default=None)
 
     def smallest_ms(self) -> float:
         """Return the smallest latency that the models predict."""
@@ -258,8 +339,9 @@ class Search:
         for (format, runtime), model in self.models.items():
             corrected = model.corrected()
             limits = [] if latency_ms is None else [Limit(corrected, ROOM * latency_ms)]
-            if self.settings.limits.size is not None:
-                limits.append(Limit(model.bytes, self.settings.limits.size))
+            most_bytes = self._most_bytes(format, runtime)
+            if most_bytes is not None:
+                limits.append(Limit(model.bytes, most_bytes))
             same = (c for c in known if (c.format, c.runtime) == (format, runtime))
             choices = map(model.choice_of, same)
             mixed = programme.extended(model.layers.grid, model.layers.harm)
@@ -275,19 +357,22 @@ class Search:
         """Check a candidate, unless that was done, and write the front."""
         if candidate.name in self.checked or candidate in self.failed:
             return
+        self.emit(search_events.candidate_chosen(candidate, predicted_ms))
         try:
             found = self.judge.check(candidate, predicted_ms)
         except StageFailed as error:
             if not candidate.widths and not candidate.float_layers and candidate.runtime == "onnx":
                 raise
-            if not candidate.widths:
-                self.judge.options.announce(f"warning: {candidate.name} is left out: {error}")
             self.failed[candidate] = str(error)
-            self.judge.options.announce(f"warning: {candidate.name} could not be made: {error}")
+            self.emit(search_events.candidate_failed(candidate, str(error)))
             return
+        before = self._front().points
         self.checked[candidate.name] = found
-        self.judge.options.announce(Front.line(found))
-        self._front().write(self.out)
+        self.emit(search_events.candidate_checked(found, self.settings.limits))
+        front = self._front()
+        if front.points != before:
+            self.emit(search_events.front_changed(front.points))
+        front.write(self.out)
 
     def offered(self) -> list[CheckedModel]:
         """Return the checked models in the formats and runtimes that are asked for."""
@@ -308,36 +393,41 @@ class Search:
         """Whether a model meets all limits but that of latency."""
         return not missed_limits(self.settings.limits, model, but="latency")
 
-    def _front(self) -> Front:
+    def _front(self, best: str | None = None) -> Front:
+        points = Front.pareto(self.offered())
+        if best is not None and best not in {model.name for model in points}:
+            points = sorted([*points, self.checked[best]], key=lambda model: model.latency_ms)
         return Front(
             limits=self.settings.limits,
             checked=tuple(self.checked.values()),
             failed={candidate.name: why for candidate, why in self.failed.items()},
-            points=tuple(model.name for model in Front.pareto(self.offered())),
+            points=tuple(model.name for model in points),
             conditions=self.judge.conditions,
             base_ms=self.judge.base_ms,
             predicted_for=self.judge.tables.where if self.judge.tables else None,
+            best=best,
+            is_infeasible=self.is_infeasible,
+            not_searched=tuple(self.not_searched),
         )
 
     def _finish(self) -> Front:
-        """Confirm the models that meet all limits, the best first, and write their pipelines."""
+        """Confirm the models that meet all limits, the best first, and write the front's points."""
         limits = self.settings.limits
         wanted = [model for model in self.offered() if not missed_limits(limits, model)]
         by_loss = self.loss_decides
         wanted.sort(key=lambda m: m.loss_order if by_loss else (m.latency_ms, m.drop or 0.0))
-        most, best = self.settings.limits.max_drop, None
-        for model in wanted:
-            confirmed = self.judge.confirm(model)
-            self.checked[model.name] = confirmed
-            drop = confirmed.confirmed_drop
-            if drop is not None and (most is None or drop <= most):
-                best = confirmed
-                break
-        front = self._front().model_copy(update={"best": best.name if best else None})
-        for number, name in enumerate(front.points, 1):
-            file = self.out / POINTS / str(number) / "pipeline.yaml"
-            model = self.checked[name]
-            gate = self.judge.speedup_gate(model)
-            model.candidate.write_pipeline(self.judge.base, self.settings, file, gate)
+        best = next((model.name for model in wanted if self._passes(model)), None)
+        front = write_points(self._front(best), self.judge, best)
         front.write(self.out)
         return front
+
+    def _passes(self, model: CheckedModel) -> bool:
+        """Confirm a model, and run its pipeline; return whether it keeps to all limits."""
+        confirmed = self.judge.confirm(model)
+        self.checked[model.name] = confirmed
+        if confirmed.confirmed_drop is None or missed_limits(self.settings.limits, confirmed):
+            return False
+        front = self._front(best=model.name)
+        front.write(self.out)
+        write_point(front, self.judge, confirmed)
+        return run_point(front, self.judge, confirmed)

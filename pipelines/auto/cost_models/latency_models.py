@@ -154,7 +154,10 @@ def build_format_models(
         scopes: list[tuple[str, ...]] = [
             pair for pair in resizable.groups_together() if {*pair} <= grid.keys()
         ]
-        decided = DecidedLayers((), {}, ())
+        unsuitable = (
+            "the file has other layers with weights once it is cut" if mixed is None else ""
+        )
+        decided = DecidedLayers((), {}, (), unsuitable)
         if layers is not None and mixed is not None:
             most = settings.space.float_layers
             decided = decide_layers(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from pipelines.auto.candidates import Candidate, CheckedModel
 from pipelines.auto.front import missed_limits
-from pipelines.auto.latency_targets import NARROW, ROOM
+from pipelines.auto.strategy.latency_targets import NARROW, ROOM
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
