@@ -160,6 +160,11 @@ def candidate_of(
     return Candidate(format, tuple(sorted(cut.items())), runtime=runtime)
 
 
+def after_stages(settings: AutoSettings) -> list[dict[str, Any]]:
+    """Return the stages that a point has after its export, as a pipeline file has them."""
+    return [stage.model_dump(mode="json", exclude_unset=True) for stage in settings.after]
+
+
 def rungs(epochs: int) -> list[int]:
     """Return after how many epochs, of all that a model is trained for, some are dropped.
 

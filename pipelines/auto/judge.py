@@ -18,7 +18,9 @@ from compress.core.val_halves import HalfOfVal, halves_of_val
 from compress.profiling.benchmark import compare_latency, unmeasurable
 from compress.pruning.depth.output_error import OutputErrorMeter
 from export.fastest.runtimes import RUNTIMES
-from pipelines.auto.candidates import Candidate, CheckedModel
+from pipelines.api import Pipeline
+from pipelines.auto.candidates import Candidate, CheckedModel, after_stages
+from pipelines.planning.planner import build_plan
 from pipelines.runner.inputs import measuring_context
 from pipelines.system.machine_info import machine
 
@@ -54,6 +56,23 @@ def refuse_other_stages(pipeline: PipelineConfig) -> None:
         raise PipelineInvalid(
             f"{pipeline.file}: `compress auto` decides by `val`; add a `data:` section"
         )
+
+
+def refuse_unfit_packages(base: PipelineConfig, settings: AutoSettings) -> None:
+    """Raise PipelineInvalid for stages of `auto.after` that cannot follow an export."""
+    for runtime in settings.space.runtimes if settings.after else ():
+        content = Candidate("float", runtime=runtime).content(base, settings)
+        stages = [*content["stages"], *after_stages(settings)]
+        pipeline = Pipeline.model_validate({**content, "stages": stages})
+        pipeline._source = base._source
+        try:
+            build_plan(pipeline)
+        except PipelineInvalid as error:
+            message = str(error)
+            for number in range(len(settings.after)):
+                place = pipeline.place("stages", len(content["stages"]) + number)
+                message = message.replace(place, base.place("auto", "after", number))
+            raise PipelineInvalid(message) from None
 
 
 def refuse_missing_runtimes(pipeline: PipelineConfig, settings: AutoSettings) -> None:
@@ -102,6 +121,7 @@ class Judge:
         """
         refuse_other_stages(base)
         refuse_missing_runtimes(base, settings)
+        refuse_unfit_packages(base, settings)
         whole = Candidate("float")
         _run(whole, base, settings, out, options)
         pipeline = whole.pipeline(base, settings)

@@ -11,7 +11,7 @@ import yaml
 from compress.common.atomic_files import write_atomically
 from compress.common.errors import CompressError
 from pipelines.api import Pipeline
-from pipelines.auto.candidates import last_stage
+from pipelines.auto.candidates import after_stages, last_stage
 from pipelines.auto.front import Front, missed_limits
 from pipelines.auto.judge import STORE
 from pipelines.config.relative_paths import relocated
@@ -120,8 +120,7 @@ def _content(judge: Judge, model: CheckedModel) -> dict[str, Any]:
         export = {**export, "input": last}
     if gates:
         export = {**export, "gates": gates}
-    after = [stage.model_dump(mode="json", exclude_unset=True) for stage in settings.after]
-    return {**content, "stages": [*before, export, *after]}
+    return {**content, "stages": [*before, export, *after_stages(settings)]}
 
 
 def _gates(judge: Judge, model: CheckedModel) -> list[dict[str, Any]]:

@@ -20,13 +20,14 @@ from export.latency.kernel_table import TABLES, KernelTable
 from pipelines.auto import search_events
 from pipelines.auto.candidates import Candidate, CheckedModel, candidate_of, rungs
 from pipelines.auto.cost_models import float_layers
-from pipelines.auto.cost_models.latency_models import FormatModel, build_format_models
+from pipelines.auto.cost_models.latency_models import FormatModel, WholeModels, build_format_models
 from pipelines.auto.front import Front, missed_limits, shares_of_limits
 from pipelines.auto.judge import Judge
 from pipelines.auto.points import run_point, write_point, write_points
 from pipelines.auto.search_events import search_log
 from pipelines.auto.solver import Limit, Programme
 from pipelines.auto.strategy.latency_targets import ROOM, latency_targets
+from pipelines.auto.strategy.recovery import FILE as HALVINGS
 from pipelines.auto.strategy.recovery import Recovery
 from pipelines.runner.events import RunEvent, event_listener
 from pipelines.system.machine_info import machine
@@ -43,8 +44,8 @@ if TYPE_CHECKING:
     from pipelines.config.run_options import RunOptions
     from pipelines.runner.events import EventListener
 
-HARMS = "harms.json"
-"""In the results' folder: what single cuts lose."""
+HARMS, WHOLE_MODELS = "harms.json", "whole_models.json"
+"""In the results' folder: what single cuts lose, and models that latencies are fitted to."""
 FIRST_SHARE, HARMS_SHARE = 0.1, 0.35
 """Shares of the time after which what single cuts lose is taken as it is known: early, for a first
 model, and once more."""
@@ -168,9 +169,10 @@ class Search:
                 is_left = self._check_next(programme)
         while self.models and is_left and time.monotonic() < until:
             is_left = self._check_next(programme)
-        while self.models and recovery is not None and time.monotonic() < deadline:
-            if not Recovery(self, programme, rungs(recovery.epochs)).train_next(deadline):
-                break
+        if self.models and recovery is not None:
+            ends, key = rungs(recovery.epochs), self.judge.conditions
+            key += self.settings.limits.model_dump_json()
+            Recovery(self, programme, ends, self.out / HALVINGS, key).train(deadline)
 
     def _is_feasible(self, space: WidthSpace) -> bool:
         """Check the smallest model as each whole one; return whether one meets all but the drop."""
@@ -194,6 +196,9 @@ class Search:
         """
         judge = self.judge
         table = KernelTable(self.out / TABLES, machine(), judge.context.threads)
+        # Relative to that of the float file, which is measured once.
+        key = f"{judge.conditions} {judge.base_ms!r}"
+        fitted = WholeModels.read(self.out / WHOLE_MODELS, key)
         for format in self.settings.space.formats:
             whole = {
                 runtime: checked
@@ -215,7 +220,7 @@ class Search:
                 else:
                     built = build_format_models(
                         *(format, [*whole], space.grid, judge.model, judge.context, self.settings),
-                        *(table, judge.measure_latency_ms, layers, until),
+                        *(table, judge.measure_latency_ms, layers, until, fitted),
                     )
             except StageFailed as error:  # the other formats may do
                 self._leave_out(f"{format} is not cut: {error}")
@@ -288,8 +293,6 @@ class Search:
             if found is not None:
                 candidate, predicted_ms = found
                 self.check(candidate, predicted_ms)
-                if candidate.name in self.checked:
-                    self._correct(self.checked[candidate.name])
                 return True
         return False
 
@@ -373,6 +376,7 @@ class Search:
         if front.points != before:
             self.emit(search_events.front_changed(front.points))
         front.write(self.out)
+        self._correct(found)
 
     def offered(self) -> list[CheckedModel]:
         """Return the checked models in the formats and runtimes that are asked for."""

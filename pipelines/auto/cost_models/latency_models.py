@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
 import random
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from compress.common.atomic_files import write_atomically
 from compress.pruning.width_variants import width_variants
 from export.latency.float_layers import FLOAT
 from export.latency.latency_model import LatencyModel
@@ -103,6 +106,33 @@ class FormatModel:
         return InteractionSum.combine([(self.correction, self.latency_ms)], 0.0)
 
 
+@dataclass(frozen=True)
+class WholeModels:
+    """Latencies and sizes of whole models that predictions are fitted to, in a file if given."""
+
+    file: Path | None = None
+    key: str = ""
+    """What they depend on, besides format, runtime, widths and layers in float."""
+    known: dict[str, tuple[float, int]] = field(default_factory=dict)
+    """Format, runtime and choice → latency in milliseconds, and bytes."""
+
+    @classmethod
+    def read(cls, file: Path, key: str) -> Self:
+        """Read what an earlier search measured; nothing where that is not there, or of another."""
+        known: dict[str, tuple[float, int]] = {}
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            content = json.loads(file.read_bytes())
+            known = content["measured"] if content["key"] == key else {}
+        return cls(file, key, known)
+
+    def add(self, model: str, milliseconds: float, size: int) -> None:
+        """Add a measured model, and write the file, if any."""
+        self.known[model] = milliseconds, size
+        if self.file is not None:
+            content = {"key": self.key, "measured": self.known}
+            write_atomically(self.file, json.dumps(content, indent=1))
+
+
 def build_format_models(
     format: Format,
     runtimes: Sequence[Runtime],
@@ -114,6 +144,7 @@ def build_format_models(
     measure_ms: Callable[[Predictor], float],
     layers: LayerHarms | None = None,
     deadline: float = math.inf,
+    fitted: WholeModels | None = None,
 ) -> list[FormatModel]:
     """Measure kernels over a grid of widths, and fit their sum to whole models in each runtime.
 
@@ -131,11 +162,12 @@ def build_format_models(
         measure_ms: measures the latency of a file as those of candidates are measured.
         layers: those that may be left in float, of which some that are worth it are.
         deadline: on the clock of :func:`time.monotonic`, for what is measured of these layers.
+        fitted: whole models that were measured before, to which further ones are added.
 
     Raises:
         StageFailed: the model cannot be exported or resized, or the machine is too busy.
     """
-    title = f"latency of {format}"
+    title, fitted = f"latency of {format}", fitted or WholeModels()
     context.progress(title, 0, 1, "export")
     with TemporaryDirectory(prefix="compress-auto-") as name:
         folder = Path(name)
@@ -178,9 +210,13 @@ def build_format_models(
             file.parent.mkdir()
             write(costs.model.resize({**whole, **choice}), file)
             for runtime in runtimes:
-                served = open_as_served(file, runtime, model.signature, context.threads)
-                measured[runtime].append(1e-3 * measure_ms(served.predict))
-                sizes[runtime].append(served.bytes)
+                key = json.dumps([format, runtime, choice], sort_keys=True)
+                if key not in fitted.known:
+                    served = open_as_served(file, runtime, model.signature, context.threads)
+                    fitted.add(key, measure_ms(served.predict), served.bytes)
+                measured_ms, size = fitted.known[key]
+                measured[runtime].append(1e-3 * measured_ms)
+                sizes[runtime].append(size)
     kernel_costs = [costs.at(choice).kernels for choice in chosen]
     quantized = dict.fromkeys(decided.grid, QUANTIZED)
     found = []
