@@ -47,6 +47,7 @@ def search_and_print(
         raise PipelineInvalid("--tables-only measures this machine, and --tables is of another one")
     folder = out or pipeline.default_out
     from pipelines.auto.cost_models.tables import LatencyTables
+    from pipelines.auto.front import Front
     from pipelines.auto.front_page import PAGE, front_page, front_table, lines_below
     from pipelines.auto.search import search
 
@@ -57,7 +58,14 @@ def search_and_print(
     known = None if tables is None else LatencyTables.read(tables)
     with show_progress(quiet=current_mode().silent) as (progress, announce):
         options = RunOptions(progress=progress, announce=announce)
-        front = search(pipeline, settings, folder, options, known)
+        try:
+            front = search(pipeline, settings, folder, options, known)
+        except KeyboardInterrupt:
+            front_so_far = Front.read(folder)
+            if front_so_far is not None:
+                write_atomically(folder / PAGE, front_page(front_so_far))
+                announce(f"{len(front_so_far.checked)} models until now: {folder / PAGE}")
+            raise
         write_atomically(folder / PAGE, front_page(front))
     print_result(front, lines_below(front, folder), lambda _: front_table(front))
     if front.best is None:

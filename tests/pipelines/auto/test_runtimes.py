@@ -142,6 +142,9 @@ def test_tables_of_other_calls_formats_or_models_are_refused(tmp_path: Path) -> 
         tables().refuse_other_settings(settings, threads=2)
     with pytest.raises(PipelineInvalid, match="no float in onnx, only int8_static in onnx"):
         tables().refuse_other_settings(AutoSettings(), threads=1)
+    tail = settings.model_copy(update={"limits": AutoLimits(latency={"p95_ms": 2})})
+    with pytest.raises(PipelineInvalid, match="latency tables hold medians"):
+        tables().refuse_other_settings(tail, threads=1)
     tables().refuse_other_model({"b": (8, 4), "a": (8, 4)}, batch=1)
     with pytest.raises(PipelineInvalid, match="of calls with batch 1, and those of the search"):
         tables().refuse_other_model(tables().grid, batch=2)
