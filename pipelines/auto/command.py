@@ -13,6 +13,7 @@ from pipelines.config.auto_settings import AutoLimits, AutoSettings, LatencyLimi
 from pipelines.config.pipeline import PipelineConfig
 from pipelines.config.run_options import RunOptions
 from pipelines.system.machine_info import machine, versions
+from pipelines.system.signals import INTERRUPTED
 from pipelines.terminal.console import current_mode, print_result
 from pipelines.terminal.progress_bars import show_progress
 
@@ -60,11 +61,13 @@ def search_and_print(
         options = RunOptions(progress=progress, announce=announce)
         try:
             front = search(pipeline, settings, folder, options, known)
-        except KeyboardInterrupt:
-            front_so_far = Front.read(folder)
-            if front_so_far is not None:
-                write_atomically(folder / PAGE, front_page(front_so_far))
-                announce(f"{len(front_so_far.checked)} models until now: {folder / PAGE}")
+        except KeyboardInterrupt as error:
+            so_far = Front.read(folder)
+            if so_far is not None:
+                write_atomically(folder / PAGE, front_page(so_far))
+                note = f"{INTERRUPTED} after {len(so_far.checked)} models, see {folder / PAGE}"
+                # Before that of a candidate's run, as the first one is shown.
+                error.__notes__ = [note, *getattr(error, "__notes__", ())]
             raise
         write_atomically(folder / PAGE, front_page(front))
     print_result(front, lines_below(front, folder), lambda _: front_table(front))
