@@ -165,8 +165,8 @@ def nothing_found(front: Front) -> str:
         nearest = min(front.checked, key=distance)
         missed = missed_limits(limits, nearest, but="max_drop")
         return (
-            f"no model can be within {limits.described}: the nearest of the whole and the smallest "
-            f"ones is {front.line(nearest, limits)}; allow more {' and '.join(missed)}"
+            f"no model can be within {limits.described}: the nearest is "
+            f"{front.line(nearest, limits)}; allow more {' and '.join(missed)}"
         )
     kept = [
         model

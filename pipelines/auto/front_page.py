@@ -96,7 +96,7 @@ def front_page(front: Front) -> str:
         compared=_compared_with_float(front),
         plot=_plot(front),
         shares=lambda model: ", ".join(
-            f"{100 * share:.0f} % of {name}"
+            f"{100 * share:.0f} % of {name}" if share < 2 else f"{share:.3g} times the {name}"
             for name, share in shares_of_limits(front.limits, model).items()
         ),
         cells_of=cells_of,
@@ -134,6 +134,6 @@ def _plot(front: Front) -> Plot | None:
         points,
         {i for i, model in enumerate(models) if model.name in front.points},
         title="Drop of the metric against latency",
-        names=("predicted ms a call" if front.predicted_for else "ms a call", "points lost"),
+        names=("predicted ms a call" if front.predicted_for else "ms a call", "drop, in points"),
         shown="{:g}".format,
     )

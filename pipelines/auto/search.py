@@ -198,7 +198,7 @@ class Search:
         table = KernelTable(self.out / TABLES, machine(), judge.context.threads)
         # Relative to that of the float file, which is measured once.
         key = f"{judge.conditions} {judge.base_ms!r}"
-        fitted = WholeModels.read(self.out / WHOLE_MODELS, key)
+        whole_models = WholeModels.read(self.out / WHOLE_MODELS, key)
         for format in self.settings.space.formats:
             whole = {
                 runtime: checked
@@ -220,7 +220,7 @@ class Search:
                 else:
                     built = build_format_models(
                         *(format, [*whole], space.grid, judge.model, judge.context, self.settings),
-                        *(table, judge.measure_latency_ms, layers, until, fitted),
+                        *(table, judge.measure_latency_ms, layers, until, whole_models),
                     )
             except StageFailed as error:  # the other formats may do
                 self._leave_out(f"{format} is not cut: {error}")

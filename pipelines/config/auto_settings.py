@@ -59,7 +59,7 @@ class LatencyLimit(Settings):
     @property
     def described(self) -> str:
         """The limits in words."""
-        words = [] if self.p50_ms is None else [f"{self.p50_ms:g} ms"]
+        words = [] if self.p50_ms is None else [f"{self.p50_ms:g} ms a call"]
         words += [] if self.p95_ms is None else [f"{self.p95_ms:g} ms in 95 of 100 calls"]
         return ", ".join(words)
 

@@ -144,7 +144,7 @@ def build_format_models(
     measure_ms: Callable[[Predictor], float],
     layers: LayerHarms | None = None,
     deadline: float = math.inf,
-    fitted: WholeModels | None = None,
+    whole_models: WholeModels | None = None,
 ) -> list[FormatModel]:
     """Measure kernels over a grid of widths, and fit their sum to whole models in each runtime.
 
@@ -162,12 +162,12 @@ def build_format_models(
         measure_ms: measures the latency of a file as those of candidates are measured.
         layers: those that may be left in float, of which some that are worth it are.
         deadline: on the clock of :func:`time.monotonic`, for what is measured of these layers.
-        fitted: whole models that were measured before, to which further ones are added.
+        whole_models: those that were measured before, to which further ones are added.
 
     Raises:
         StageFailed: the model cannot be exported or resized, or the machine is too busy.
     """
-    title, fitted = f"latency of {format}", fitted or WholeModels()
+    title, whole_models = f"latency of {format}", whole_models or WholeModels()
     context.progress(title, 0, 1, "export")
     with TemporaryDirectory(prefix="compress-auto-") as name:
         folder = Path(name)
@@ -211,10 +211,10 @@ def build_format_models(
             write(costs.model.resize({**whole, **choice}), file)
             for runtime in runtimes:
                 key = json.dumps([format, runtime, choice], sort_keys=True)
-                if key not in fitted.known:
+                if key not in whole_models.known:
                     served = open_as_served(file, runtime, model.signature, context.threads)
-                    fitted.add(key, measure_ms(served.predict), served.bytes)
-                measured_ms, size = fitted.known[key]
+                    whole_models.add(key, measure_ms(served.predict), served.bytes)
+                measured_ms, size = whole_models.known[key]
                 measured[runtime].append(1e-3 * measured_ms)
                 sizes[runtime].append(size)
     kernel_costs = [costs.at(choice).kernels for choice in chosen]

@@ -104,7 +104,7 @@ def test_limits_that_cannot_be_met_are_told_with_the_nearest_model(
     arguments = (file, "--out", tmp_path / "out", "--latency", "1us", "--max-drop", "3")
     assert auto(*arguments) == 3
     printed = capfd.readouterr()
-    assert "no model can be within a drop of 3 points, 0.001 ms: the nearest" in printed.err
+    assert "no model can be within a drop of 3 points, 0.001 ms a call: the nearest" in printed.err
     assert printed.err.strip().endswith("allow more latency")
     assert "no model that was checked meets all limits" in printed.out
 

@@ -36,7 +36,7 @@ def test_latency_is_a_median_with_its_unit_or_has_the_keys_of_the_gate() -> None
     limits = AutoLimits.model_validate({"latency": "500us", "memory": "64MiB"})
     assert limits.latency is not None and limits.latency.p50_ms == 0.5
     assert limits.memory == 64 * 2**20
-    assert limits.described == "0.5 ms, 64 MiB of memory"
+    assert limits.described == "0.5 ms a call, 64 MiB of memory"
     tail = AutoLimits.model_validate({"latency": {"p95_ms": 2}})
     assert tail.described == "2 ms in 95 of 100 calls"
     for written in (limits, tail):
@@ -123,10 +123,12 @@ def test_the_nearest_model_is_told_and_what_to_allow() -> None:
     large = checked("large", 0.9, peak_mebibytes=3.0)
     bad = checked("bad", 0.5, drop=9.0, peak_mebibytes=0.5)
     message = nothing_found(front_of(slow, large, bad, limits=limits))
-    assert "no model within a drop of 1 points, 1 ms, 1 MiB of memory was found" in message
+    assert "no model within a drop of 1 points, 1 ms a call, 1 MiB of memory was found" in message
     assert "the nearest is float: 2 ms" in message and "allow more latency, or more" in message
     impossible = nothing_found(front_of(slow, large, limits=limits, is_infeasible=True))
-    assert impossible.startswith("no model can be within a drop of 1 points, 1 ms, 1 MiB of memory")
+    assert impossible.startswith(
+        "no model can be within a drop of 1 points, 1 ms a call, 1 MiB of memory"
+    )
     assert impossible.endswith("allow more latency")
     flattered = checked("f", 0.5, drop=0.5, confirmed_drop=2.0, peak_mebibytes=0.5)
     message = nothing_found(front_of(flattered, limits=limits))
