@@ -74,7 +74,7 @@ def lines_below(front: Front, out: Path) -> Iterator[str]:
     known = {model.name: model for model in front.checked}
     if front.best is not None:
         yield f"best: {front.line(known[front.best], front.limits)}"
-        folder = front.folders.get(front.best)
+        folder = front.folders.get(front.best) if front.predicted_for is None else None
         yield f"its run: {out / folder if folder else out / CANDIDATES / front.best}"
     else:
         yield "no model that was checked meets all limits"

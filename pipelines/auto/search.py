@@ -326,8 +326,10 @@ class Search:
         most = [] if limits.size is None else [limits.size]
         if limits.memory is not None and len(taken) > 1:
             slope, constant = np.polyfit([*taken], [*taken.values()], 1).tolist()
+            allowed = limits.memory / 2**20
             if slope > 0:
-                most.append((limits.memory / 2**20 - constant) / slope)
+                within = [size for size, peak in taken.items() if peak <= allowed]
+                most.append(max([(allowed - constant) / slope, *within]))
         return min(most, default=None)
 
     def smallest_ms(self) -> float:
