@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
 import random
 from dataclasses import dataclass, field
@@ -9,10 +11,11 @@ from itertools import combinations, product
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from compress.common.atomic_files import write_atomically
 from compress.pruning.width_variants import width_variants
 from export.latency.float_layers import FLOAT
 from export.latency.latency_model import LatencyModel
@@ -168,6 +171,33 @@ class DeeperModels:
         return dict(own) if own is not None and {*own} == asked else None
 
 
+@dataclass(frozen=True)
+class WholeModels:
+    """Latencies and sizes of whole models that predictions are fitted to, in a file if given."""
+
+    file: Path | None = None
+    key: str = ""
+    """What they depend on, besides format, runtime, widths and layers in float."""
+    known: dict[str, tuple[float, int]] = field(default_factory=dict)
+    """Format, runtime and choice → latency in milliseconds, and bytes."""
+
+    @classmethod
+    def read(cls, file: Path, key: str) -> Self:
+        """Read what an earlier search measured; nothing where that is not there, or of another."""
+        known: dict[str, tuple[float, int]] = {}
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            content = json.loads(file.read_bytes())
+            known = content["measured"] if content["key"] == key else {}
+        return cls(file, key, known)
+
+    def add(self, model: str, milliseconds: float, size: int) -> None:
+        """Add a measured model, and write the file, if any."""
+        self.known[model] = milliseconds, size
+        if self.file is not None:
+            content = {"key": self.key, "measured": self.known}
+            write_atomically(self.file, json.dumps(content, indent=1))
+
+
 def build_format_models(
     format: Format,
     runtimes: Sequence[Runtime],
@@ -180,6 +210,7 @@ def build_format_models(
     layers: LayerHarms | None = None,
     deadline: float = math.inf,
     deeper: DeeperModels | None = None,
+    whole_models: WholeModels | None = None,
 ) -> list[FormatModel]:
     """Measure kernels over a grid of widths, and fit their sum to whole models in each runtime.
 
@@ -199,11 +230,12 @@ def build_format_models(
         deadline: on the clock of :func:`time.monotonic`, for what is measured of these layers.
         deeper: the same for a model with more of the same blocks, in some of the runtimes. No whole
             models are measured for these.
+        whole_models: those that were measured before, to which further ones are added.
 
     Raises:
         StageFailed: the model cannot be exported or resized, or the machine is too busy.
     """
-    title = f"latency of {format}"
+    title, whole_models = f"latency of {format}", whole_models or WholeModels()
     context.progress(title, 0, 1, "export")
     with TemporaryDirectory(prefix="compress-auto-") as name:
         folder = Path(name)
@@ -227,7 +259,10 @@ def build_format_models(
             if {*pair} <= grid.keys()
             and (deeper is None or unfitted or not deeper.has_pair(pair, grid))
         ]
-        decided = DecidedLayers((), {}, ())
+        unsuitable = (
+            "the file has other layers with weights once it is cut" if mixed is None else ""
+        )
+        decided = DecidedLayers((), {}, (), unsuitable)
         if layers is not None and mixed is not None:
             most = settings.space.float_layers
             decided = decide_layers(
@@ -248,9 +283,13 @@ def build_format_models(
             file.parent.mkdir()
             write(costs.model.resize({**whole, **choice}), file)
             for runtime in unfitted:
-                served = open_as_served(file, runtime, model.signature, context.threads)
-                measured[runtime].append(1e-3 * measure_ms(served.predict))
-                sizes[runtime].append(served.bytes)
+                key = json.dumps([format, runtime, choice], sort_keys=True)
+                if key not in whole_models.known:
+                    served = open_as_served(file, runtime, model.signature, context.threads)
+                    whole_models.add(key, measure_ms(served.predict), served.bytes)
+                measured_ms, size = whole_models.known[key]
+                measured[runtime].append(1e-3 * measured_ms)
+                sizes[runtime].append(size)
     for runtime in unfitted:
         kernel_costs = [costs.at(choice).kernels for choice in chosen]
         # Each weight is as large in any runtime; what is written besides differs.
