@@ -304,15 +304,15 @@ def build_format_models(
         parts = [(1e3 * fit.latency.per_kernel_second, seconds)]
         parts.append((1e3 * fit.latency.per_weight_byte, weight_bytes))
         predicted_ms = InteractionSum.combine(parts, 1e3 * fit.latency.per_call)
-        size = InteractionSum.combine([(fit.bytes_ratio, file_bytes)], fit.bytes_added)
+        predicted_bytes = InteractionSum.combine([(fit.bytes_ratio, file_bytes)], fit.bytes_added)
         if deeper is not None and not unfitted:
             known = deeper.models[runtime]
             predicted_ms = deeper.with_pairs(predicted_ms, known.latency_ms, grid)
-            size = deeper.with_pairs(size, known.bytes, grid)
+            predicted_bytes = deeper.with_pairs(predicted_bytes, known.bytes, grid)
         built = FormatModel(
             format,
             predicted_ms,
-            size,
+            predicted_bytes,
             runtime,
             fit=fit,
             layers=decided,
