@@ -1,4 +1,4 @@
-"""One choice of widths and formats: as stages of a pipeline, and what was measured of it."""
+"""One choice of blocks, widths and formats: as stages, and what was measured of it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ QUANTIZING: dict[Format, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Candidate:
-    """Widths, formats and runtime of a model."""
+    """Blocks, widths, formats and runtime of a model."""
 
     format: Format
     widths: tuple[tuple[str, int], ...] = ()
@@ -42,17 +42,26 @@ class Candidate:
     trained: int = 0
     """Epochs of `space.recovery` that it was trained for after it was cut."""
     runtime: Runtime = "onnx"
+    removed_blocks: tuple[str, ...] = ()
+    """Names of the blocks that are removed before channels are, in this order."""
+
+    @property
+    def is_smaller(self) -> bool:
+        """Whether it has fewer channels or blocks than the model before the search."""
+        return bool(self.widths or self.removed_blocks)
 
     @property
     def name(self) -> str:
         """A name for its folder, which tells it from all others."""
         # Without the runtime for ONNX Runtime, which the results of earlier versions are for.
         kind = self.format if self.runtime == "onnx" else f"{self.format}-{self.runtime}"
-        if not self.widths and not self.float_layers:
+        if not self.is_smaller and not self.float_layers:
             return f"{kind}-whole"
         chosen: list[Any] = [self.format, self.widths]
         if self.float_layers:
             chosen.append(self.float_layers)
+        if self.removed_blocks:
+            chosen.append({"removed_blocks": self.removed_blocks})
         digest = hashlib.sha256(json.dumps(chosen).encode()).hexdigest()
         trained = f"-{self.trained}-epochs" if self.trained else ""
         return f"{kind}-{digest[:8]}{trained}"
@@ -65,7 +74,11 @@ class Candidate:
     def stages(self, base: PipelineConfig, settings: AutoSettings) -> list[dict[str, Any]]:
         """Return the stages that make it after those of `base`, as a pipeline file has them."""
         made: list[dict[str, Any]] = []
-        space = settings.space
+        if self.removed_blocks:
+            removal = {"stage": "prune_layers", "blocks": list(self.removed_blocks), "refit": True}
+            samples = settings.space.widths and settings.space.widths.calibration_samples
+            made.append(removal | ({"calibration_samples": samples} if samples else {}))
+        space = settings.without_blocks(self.removed_blocks).space
         if self.widths and space.widths is not None:
             kept = space.widths.model_dump(
                 mode="json",
@@ -106,6 +119,8 @@ class CheckedModel(Settings):
     """Group of coupled channels → how many stay, of groups that lose some."""
     float_layers: tuple[str, ...] = ()
     """Layers that are left in float, in a quantized format."""
+    removed_blocks: tuple[str, ...] = ()
+    """Names of the blocks that are removed."""
     trained: int = 0
     """Epochs that it was trained for after it was cut."""
     predicted_ms: float | None
@@ -146,7 +161,10 @@ class CheckedModel(Settings):
     def candidate(self) -> Candidate:
         """The choice itself."""
         widths = tuple(sorted(self.widths.items()))
-        return Candidate(self.format, widths, self.float_layers, self.trained, self.runtime)
+        return Candidate(
+            *(self.format, widths, self.float_layers, self.trained, self.runtime),
+            self.removed_blocks,
+        )
 
 
 def candidate_of(
@@ -154,10 +172,12 @@ def candidate_of(
     widths: Mapping[str, int],
     whole: Mapping[str, int],
     runtime: Runtime = "onnx",
+    removed_blocks: tuple[str, ...] = (),
 ) -> Candidate:
     """Return the candidate of a format and widths, of which some may be those of the whole."""
     cut = {group: width for group, width in widths.items() if width != whole[group]}
-    return Candidate(format, tuple(sorted(cut.items())), runtime=runtime)
+    widths_cut = tuple(sorted(cut.items()))
+    return Candidate(format, widths_cut, runtime=runtime, removed_blocks=removed_blocks)
 
 
 def after_stages(settings: AutoSettings) -> list[dict[str, Any]]:

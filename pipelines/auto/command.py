@@ -93,9 +93,11 @@ def measure_tables(pipeline: PipelineConfig, settings: AutoSettings, out: Path) 
     from pipelines.auto.cost_models.tables import LatencyTables, ModelTable
     from pipelines.auto.judge import Judge
     from pipelines.auto.search import Search
+    from pipelines.auto.strategy.depths import Depth
 
     if settings.space.widths is None:
         raise PipelineInvalid("--tables-only: auto.space.widths is null, so nothing depends on it")
+    LatencyTables.refuse_blocks(settings)
     with show_progress(quiet=current_mode().silent) as (progress, announce):
         options = RunOptions(progress=progress, announce=announce)
         judge = Judge.from_pipeline(pipeline, settings, out, options)
@@ -106,7 +108,7 @@ def measure_tables(pipeline: PipelineConfig, settings: AutoSettings, out: Path) 
         space = WidthSpace.of_model(judge.model, judge.context, importance="random", **chosen)
         if not space.grid:
             raise StageFailed("--tables-only: no channels of the model can be removed")
-        searched.measure_kernels(space)
+        searched.measure_kernels(Depth((), judge.model, space))
         if not searched.models:
             raise StageFailed("--tables-only: no format could be measured; see the warnings")
     tables = LatencyTables(

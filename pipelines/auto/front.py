@@ -96,7 +96,9 @@ class Front(Settings):
     def line(model: CheckedModel, limits: AutoLimits | None = None) -> str:
         """Describe a checked model in a line, with figures for the limits that there are."""
         drop = "no finite metric" if model.drop is None else f"drop {model.drop:.3g} points"
-        cut = f", {len(model.widths)} groups cut" if model.widths else ""
+        removed = len(model.removed_blocks)
+        cut = f", {removed} block{'s' if removed > 1 else ''} removed" if removed else ""
+        cut += f", {len(model.widths)} groups cut" if model.widths else ""
         cut += f", {len(model.float_layers)} layers in float" if model.float_layers else ""
         trained = f", trained for {model.trained} epochs" if model.trained else ""
         is_beside = model.predicted_ms is not None and not model.is_predicted

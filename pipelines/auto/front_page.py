@@ -52,6 +52,7 @@ def cells_of(front: Front, model: CheckedModel) -> dict[str, str]:
     is_tail_limited = limits.latency is not None and limits.latency.p95_ms is not None
     return {
         "model": model.name,
+        "blocks removed": str(len(model.removed_blocks)),
         "groups cut": str(len(model.widths)),
         "float layers": str(len(model.float_layers)),
         "ms": "" if model.is_predicted else _text(model.latency_ms),

@@ -71,6 +71,7 @@ def auto(
     formats: Sequence[Format] = ("float", "int8_static"),
     runtimes: Sequence[Runtime] = ("onnx",),
     float_layers: int = 8,
+    blocks: bool = False,
     widths: dict[str, Any] | None = None,
     recovery: dict[str, Any] | None = None,
     task: TaskName | None = None,
@@ -78,7 +79,7 @@ def auto(
     out: Path | str | None = None,
     progress: bool | None = None,
 ) -> Found:
-    """Search the widths and formats of a trained model that lose least under limits.
+    """Search the depth, widths and formats of a trained model that lose least under limits.
 
     Args:
         model: a trained torch.nn.Module, or an artifact of one; it is not changed.
@@ -94,6 +95,7 @@ def auto(
         formats: numbers that the model may compute with.
         runtimes: what the file may be for: `onnx`, `openvino`.
         float_layers: most layers that may stay float in a quantized format.
+        blocks: whether whole blocks may be removed.
         widths: settings of `space.widths` in a pipeline file.
         recovery: settings of `space.recovery` in a pipeline file; by default nothing is trained.
         task: what the model is for.
@@ -114,6 +116,7 @@ def auto(
         "space": {
             "formats": list(formats),
             "float_layers": float_layers,
+            "blocks": blocks,
             "runtimes": list(runtimes),
             "widths": widths or {},
             "recovery": recovery,

@@ -145,8 +145,9 @@ class Judge:
     @property
     def conditions(self) -> str:
         """A hash of all that figures depend on, besides the candidate."""
-        # Not on which runtimes and layers in float are tried: a candidate names its own.
-        space = self.settings.space.model_dump(mode="json", exclude={"runtimes", "float_layers"})
+        # Not on which runtimes, layers in float and blocks are tried: a candidate names its own.
+        tried = {"runtimes", "float_layers", "blocks"}
+        space = self.settings.space.model_dump(mode="json", exclude=tried)
         metric, threads = self.context.metric.identity(), self.context.threads
         measured_on = machine() if self.tables is None else self.tables.digest
         measured = [threads, self.settings.batch, measured_on]
@@ -171,6 +172,7 @@ class Judge:
             runtime=candidate.runtime,
             widths=dict(candidate.widths),
             float_layers=candidate.float_layers,
+            removed_blocks=candidate.removed_blocks,
             trained=candidate.trained,
             predicted_ms=predicted_ms,
             latency_ms=latency_ms,
@@ -238,6 +240,11 @@ class Judge:
         # Once: the machine's speed drifts, and ratios do not.
         self.base_ms = self.base_ms or compared.before.p50
         return compared
+
+    def pruned_model(self, candidate: Candidate) -> EagerModel:
+        """Return a candidate that was built as it is once its blocks are removed."""
+        folder = self.out / CANDIDATES / candidate.name / "artifacts" / "prune_layers"
+        return EagerModel.from_directory(folder)
 
     def artifact(self, candidate: Candidate) -> Artifact:
         """Return the file of a candidate that was built."""

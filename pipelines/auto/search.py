@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from dataclasses import dataclass, field
@@ -12,20 +11,24 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from compress.common.atomic_files import write_atomically
 from compress.common.errors import StageFailed
 from compress.profiling.peak_memory import measurement_process
-from compress.pruning.width_harms import WidthSpace, measure_harms
 from export.latency.kernel_table import TABLES, KernelTable
 from pipelines.auto import search_events
-from pipelines.auto.candidates import Candidate, CheckedModel, candidate_of, rungs
+from pipelines.auto.candidates import Candidate, CheckedModel, rungs
 from pipelines.auto.cost_models import float_layers
-from pipelines.auto.cost_models.latency_models import FormatModel, WholeModels, build_format_models
+from pipelines.auto.cost_models.latency_models import (
+    DeeperModels,
+    FormatModel,
+    WholeModels,
+    build_format_models,
+)
 from pipelines.auto.front import Front, missed_limits, shares_of_limits
 from pipelines.auto.judge import Judge
 from pipelines.auto.points import run_point, write_point, write_points
 from pipelines.auto.search_events import search_log
-from pipelines.auto.solver import Limit, Programme
+from pipelines.auto.solver import Limit
+from pipelines.auto.strategy.depths import Depth, Depths, whole_models_of
 from pipelines.auto.strategy.latency_targets import ROOM, latency_targets
 from pipelines.auto.strategy.recovery import FILE as HALVINGS
 from pipelines.auto.strategy.recovery import Recovery
@@ -36,22 +39,25 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from compress.pruning.width_harms import Harms
     from pipelines.auto.cost_models.float_layers import LayerHarms
     from pipelines.auto.cost_models.tables import LatencyTables
+    from pipelines.auto.strategy.recovery import ModelKey, Programmes
     from pipelines.config.auto_settings import AutoSettings, Format, Runtime
     from pipelines.config.pipeline import PipelineConfig
     from pipelines.config.run_options import RunOptions
     from pipelines.runner.events import EventListener
 
-HARMS, WHOLE_MODELS = "harms.json", "whole_models.json"
-"""In the results' folder: what single cuts lose, and models that latencies are fitted to."""
+WHOLE_MODELS = "whole_models.json"
+"""In the results' folder: models that latencies are fitted to."""
 FIRST_SHARE, HARMS_SHARE = 0.1, 0.35
 """Shares of the time after which what single cuts lose is taken as it is known: early, for a first
 model, and once more."""
+DEPTHS_SHARE = 0.5
+"""Share of the time that is left after a first model, until training, for models without some
+blocks; of what is left then, the same share is for what single cuts lose there."""
 UNTRAINED_SHARE = 0.25
 """Share of the time after which models are trained, where `recovery` says so; what single cuts lose
-matters less then."""
+matters less then. Twice as much where blocks may be removed."""
 
 
 def search(
@@ -102,7 +108,8 @@ class Search:
     """By name, in the order in which they were checked."""
     failed: dict[Candidate, str] = field(default_factory=dict)
     """Candidates that could not be built → why."""
-    models: dict[tuple[Format, Runtime], FormatModel] = field(default_factory=dict)
+    models: dict[ModelKey, FormatModel] = field(default_factory=dict)
+    """By format, runtime and removed blocks."""
     is_infeasible: bool = False
     """Whether even the smallest models miss limits."""
     not_searched: list[str] = field(default_factory=list)
@@ -126,18 +133,17 @@ class Search:
             self.judge.base_ms = earlier.base_ms
         self._warn_of_few_samples()
         self.check_whole(deadline)
-        widths, context = self.settings.space.widths, self.judge.context
         if time.monotonic() < deadline:
-            space = WidthSpace.empty(context.device)
-            if widths is not None:
-                chosen = widths.model_dump(exclude={"calibration_samples"})
-                space = WidthSpace.of_model(self.judge.model, context, **chosen)
+            whole = Depth.of_model(self.judge, self.judge.model, ())
             if self.judge.tables is not None:
-                self.judge.tables.refuse_other_model(space.grid, self.judge.batch)
-            self.is_infeasible = not self._is_feasible(space)
+                self.judge.tables.refuse_other_model(whole.space.grid, self.judge.batch)
+            depths = Depths(self, whole)
+            if self.settings.space.blocks:
+                depths.find_order(deadline)
+            self.is_infeasible = not depths.are_feasible(deadline)
             if not self.is_infeasible:
-                self.measure_kernels(space, deadline)
-                self._check_cut(space, deadline)
+                self.measure_kernels(whole, deadline)
+                self._check_cut(depths, deadline)
         return self._finish()
 
     def _warn_of_few_samples(self) -> None:
@@ -150,66 +156,56 @@ class Search:
                 f"{points:.3g} points, more than max_drop {most:g}: no sample may be lost"
             )
 
-    def check_whole(self, deadline: float) -> None:
-        """Check the whole model in each format and runtime, the float ONNX file first."""
+    def check_whole(self, deadline: float, removed_blocks: tuple[str, ...] = ()) -> None:
+        """Check a model of whole widths in each format and runtime, the float ONNX file first."""
         self.check(Candidate("float"))
         for runtime, format in product(self.settings.space.runtimes, self.settings.space.formats):
             if time.monotonic() < deadline:
-                self.check(Candidate(format, runtime=runtime))
+                self.check(Candidate(format, runtime=runtime, removed_blocks=removed_blocks))
 
-    def _check_cut(self, space: WidthSpace, deadline: float) -> None:
+    def _check_cut(self, depths: Depths, deadline: float) -> None:
         """Check smaller models, first as they are after a refit, then trained."""
         begin, recovery = deadline - self.settings.time, self.settings.space.recovery
-        untrained_share = UNTRAINED_SHARE if recovery else 1.0
+        untrained_share = UNTRAINED_SHARE * (1 + bool(depths.shallower)) if recovery else 1.0
         until, is_left = begin + untrained_share * self.settings.time, True
         for share in (FIRST_SHARE, min(HARMS_SHARE, untrained_share)):
-            harms = self._measure_harms(space, min(deadline, begin + share * self.settings.time))
-            programme = Programme(space.grid, harms)
+            if share != FIRST_SHARE:
+                now = time.monotonic()
+                depths.add(now + DEPTHS_SHARE * (until - now))
+            measured_until = begin + share * self.settings.time
+            if len(depths.added) > 1:  # each with cuts of its own
+                now = time.monotonic()
+                measured_until = max(measured_until, now + DEPTHS_SHARE * (until - now))
+            programmes = depths.programmes(min(deadline, measured_until))
             if self.models and time.monotonic() < until:
-                is_left = self._check_next(programme)
+                is_left = self._check_next(programmes)
         while self.models and is_left and time.monotonic() < until:
-            is_left = self._check_next(programme)
+            is_left = self._check_next(programmes)
         if self.models and recovery is not None:
             ends, key = rungs(recovery.epochs), self.judge.conditions
             key += self.settings.limits.model_dump_json()
-            Recovery(self, programme, ends, self.out / HALVINGS, key).train(deadline)
+            Recovery(self, programmes, ends, self.out / HALVINGS, key).train(deadline)
 
-    def _is_feasible(self, space: WidthSpace) -> bool:
-        """Check the smallest model as each whole one; return whether one meets all but the drop."""
-        limits = self.settings.limits
-        if limits.latency is None and limits.size is None and limits.memory is None:
-            return True
-        whole = [m for m in self.offered() if not m.widths and not m.float_layers]
-        smallest = {group: widths[-1] for group, widths in space.grid.items()}
-        for model in sorted(whole, key=lambda model: model.latency_ms):
-            candidate = candidate_of(model.format, smallest, space.whole, model.runtime)
-            self.check(candidate)
-            found = self.checked.get(candidate.name)
-            if found is None or not missed_limits(limits, found, but="max_drop"):
-                return True
-        return False
-
-    def measure_kernels(self, space: WidthSpace, deadline: float | None = None) -> None:
+    def measure_kernels(self, depth: Depth, deadline: float | None = None) -> None:
         """Measure kernels over the grid of widths, in each format and runtime.
 
-        Without a deadline, on the clock of :func:`time.monotonic`, no layer is left in float.
+        Without a deadline, on the clock of :func:`time.monotonic`, or without some blocks, no layer
+        is left in float.
         """
-        judge = self.judge
+        judge, space, removed_blocks = self.judge, depth.space, depth.removed_blocks
         table = KernelTable(self.out / TABLES, machine(), judge.context.threads)
         # Relative to that of the float file, which is measured once.
         key = f"{judge.conditions} {judge.base_ms!r}"
-        whole_models = WholeModels.read(self.out / WHOLE_MODELS, key)
+        fitted = None if removed_blocks else WholeModels.read(self.out / WHOLE_MODELS, key)
         for format in self.settings.space.formats:
-            whole = {
-                runtime: checked
-                for runtime in sorted(self.settings.space.runtimes, key="onnx".__ne__)
-                if (checked := self.checked.get(Candidate(format, runtime=runtime).name))
-            }
+            same = (m for m in whole_models_of(self.offered(), depth) if m.format == format)
+            # ONNX Runtime first, whose file those with layers in float are made from.
+            whole = {m.runtime: m for m in sorted(same, key=lambda m: m.runtime != "onnx")}
             if not whole:
                 continue
             until = time.monotonic() + float_layers.SHARE * self.settings.time
             layers = None
-            if deadline is not None:
+            if deadline is not None and not removed_blocks:
                 until = min(deadline, until)
                 layers = self._measure_layer_harms(next(iter(whole.values())), until)
             if not space.grid and layers is None:
@@ -218,9 +214,12 @@ class Search:
                 if judge.tables is not None:
                     built = judge.tables.format_models(format, [*whole])
                 else:
+                    known = {r: m for r in whole if (m := self.models.get((format, r, ())))}
+                    deeper = DeeperModels(known, depth.names_before) if removed_blocks else None
+                    settings = self.settings.without_blocks(removed_blocks)
                     built = build_format_models(
-                        *(format, [*whole], space.grid, judge.model, judge.context, self.settings),
-                        *(table, judge.measure_latency_ms, layers, until, whole_models),
+                        *(format, [*whole], space.grid, depth.model, judge.context, settings),
+                        *(table, judge.measure_latency_ms, layers, until, deeper, fitted),
                     )
             except StageFailed as error:  # the other formats may do
                 self._leave_out(f"{format} is not cut: {error}")
@@ -231,9 +230,11 @@ class Search:
                 )
             for model in built:
                 model.harm = whole[model.runtime].loss - model.layers.total_harm
-                self.models[format, model.runtime] = model
+                model.removed_blocks = removed_blocks
+                self.models[format, model.runtime, removed_blocks] = model
         for checked in self.checked.values():
-            self._correct(checked)
+            if checked.removed_blocks == removed_blocks:
+                self._correct(checked)
 
     def _measure_layer_harms(self, whole: CheckedModel, deadline: float) -> LayerHarms | None:
         """Measure what quantizing single layers loses; None where none may stay in float."""
@@ -260,25 +261,7 @@ class Search:
         line = f"warning: {message}"
         self.emit(RunEvent("message", None, line, level="warning"))
 
-    def _measure_harms(self, space: WidthSpace, deadline: float) -> Harms:
-        """Measure what each single cut loses; what an earlier search measured is read."""
-        judge, file = self.judge, self.out / HARMS
-        key = f"{judge.model.digest} {self.settings.space.widths}"
-        try:
-            content = json.loads(file.read_bytes())
-            known = content["harms"] if content["key"] == key else {}
-        except (OSError, ValueError, KeyError, TypeError):
-            known = {}
-        return measure_harms(
-            space,
-            judge.context.progress,
-            judge.loss_of,
-            known,
-            lambda: write_atomically(file, json.dumps({"key": key, "harms": known}, indent=1)),
-            deadline,
-        )
-
-    def _check_next(self, programme: Programme) -> bool:
+    def _check_next(self, programmes: Programmes) -> bool:
         """Check the next model, and correct the prediction; return whether there was one."""
         offered = self.offered()
         targets: list[float | None] = [
@@ -289,7 +272,7 @@ class Search:
             targets.append(None)
         for target_ms in targets:
             known = [*(model.candidate for model in self.checked.values()), *self.failed]
-            found = self.solve(programme, target_ms, known)
+            found = self.solve(programmes, target_ms, known)
             if found is not None:
                 candidate, predicted_ms = found
                 self.check(candidate, predicted_ms)
@@ -297,8 +280,8 @@ class Search:
         return False
 
     def _correct(self, checked: CheckedModel) -> None:
-        """Take a measured latency into account in the model of its format and runtime."""
-        model = self.models.get((checked.format, checked.runtime))
+        """Take a measured latency into account in the model of its format, runtime and blocks."""
+        model = self.models.get((checked.format, checked.runtime, checked.removed_blocks))
         choice = None if model is None else model.choice_of(checked.candidate)
         if model is not None and choice is not None:
             uncorrected_ms = model.latency_ms(choice)
@@ -337,11 +320,11 @@ class Search:
         return min(model.corrected()(model.smallest) for model in self.models.values())
 
     def solve(
-        self, programme: Programme, latency_ms: float | None, known: Sequence[Candidate]
+        self, programmes: Programmes, latency_ms: float | None, known: Sequence[Candidate]
     ) -> tuple[Candidate, float] | None:
         """Return the model that loses least below a latency, if it has one, besides known ones."""
         best: tuple[float, Candidate, float] | None = None
-        for (format, runtime), model in self.models.items():
+        for (format, runtime, removed_blocks), model in self.models.items():
             corrected = model.corrected()
             limits = [] if latency_ms is None else [Limit(corrected, ROOM * latency_ms)]
             most_bytes = self._most_bytes(format, runtime)
@@ -349,7 +332,7 @@ class Search:
                 limits.append(Limit(model.bytes, most_bytes))
             same = (c for c in known if (c.format, c.runtime) == (format, runtime))
             choices = map(model.choice_of, same)
-            mixed = programme.extended(model.layers.grid, model.layers.harm)
+            mixed = programmes[removed_blocks].extended(model.layers.grid, model.layers.harm)
             choice = mixed.solve(limits, [tried for tried in choices if tried is not None])
             if choice is None:
                 continue
@@ -366,7 +349,8 @@ class Search:
         try:
             found = self.judge.check(candidate, predicted_ms)
         except StageFailed as error:
-            if not candidate.widths and not candidate.float_layers and candidate.runtime == "onnx":
+            is_whole = not candidate.is_smaller and not candidate.float_layers
+            if is_whole and candidate.runtime == "onnx":
                 raise
             self.failed[candidate] = str(error)
             self.emit(search_events.candidate_failed(candidate, str(error)))
@@ -381,12 +365,14 @@ class Search:
         self._correct(found)
 
     def offered(self) -> list[CheckedModel]:
-        """Return the checked models in the formats and runtimes that are asked for."""
+        """Return the checked models of the formats, runtimes and depths that are asked for."""
         space = self.settings.space
         return [
             model
             for model in self.checked.values()
-            if model.format in space.formats and model.runtime in space.runtimes
+            if model.format in space.formats
+            and model.runtime in space.runtimes
+            and (space.blocks or not model.removed_blocks)
         ]
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import partial
-from typing import Annotated, Any, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
 
@@ -12,6 +12,9 @@ from compress.common.config import Count, Positive, Settings
 from compress.pruning.finetune import AnyFinetune
 from compress.pruning.importance.criteria import Criterion
 from pipelines.config.registry import AnyStage
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 Format: TypeAlias = Literal["float", "int8_static", "int8_dynamic", "weights_8", "weights_4"]
 Runtime: TypeAlias = Literal["onnx", "openvino"]
@@ -128,6 +131,10 @@ class AutoSpace(Settings):
     float_layers: Annotated[int, Field(ge=0)] = 8
     """Layers of a quantized format about which is decided one by one whether they stay in float, at
     most: those that are faster so, and those that lose most. With 0 no format is mixed."""
+    blocks: bool = False
+    """Whether whole blocks, such as transformer layers or residual blocks, may be removed as by
+    `prune_layers` with `refit`: none, 1, 2, 4, and so on, those first that lose least. Widths are
+    decided anew for each of these numbers, which takes time for each."""
     runtimes: Annotated[tuple[Runtime, ...], Field(min_length=1)] = ("onnx",)
     """What runs the file: ONNX Runtime (`onnx`), OpenVINO, or either; each format is tried in each
     of these."""
@@ -155,3 +162,36 @@ class AutoSettings(Settings):
     after: tuple[AnyStage, ...] = ()
     """Stages that each point's pipeline has after its export, such as `package_triton`; the search
     leaves them out."""
+
+    def without_blocks(self, removed: Sequence[str]) -> Self:
+        """Return settings whose names of modules are those after blocks were removed from lists."""
+        widths = self.space.widths
+        if widths is None or not removed:
+            return self
+        include, exclude = (
+            tuple(name for name in names if name is not None)
+            for names in (
+                [name_without_blocks(pattern, removed) for pattern in patterns]
+                for patterns in (widths.include, widths.exclude)
+            )
+        )
+        # Without a pattern all groups would be included, and here none is left.
+        is_empty = widths.include and not include
+        changed = widths.model_copy(update={"include": include, "exclude": exclude})
+        space = self.space.model_copy(update={"widths": None if is_empty else changed})
+        return self.model_copy(update={"space": space})
+
+
+def name_without_blocks(pattern: str, removed: Sequence[str]) -> str | None:
+    """Return the name that a module has once blocks are removed; None for what is inside them."""
+    if any(f"{pattern}.".startswith(f"{block}.") for block in removed):
+        return None
+    blocks = [block.rpartition(".") for block in removed]
+    for container in sorted({container for container, _, _ in blocks}, key=len, reverse=True):
+        prefix = f"{container}." if container else ""
+        index, dot, rest = pattern.removeprefix(prefix).partition(".")
+        if pattern.startswith(prefix) and index.isdigit():
+            gone = [int(i) for around, _, i in blocks if around == container and i.isdigit()]
+            place = int(index) - sum(i < int(index) for i in gone)
+            pattern = f"{prefix}{place}{dot}{rest}"
+    return pattern

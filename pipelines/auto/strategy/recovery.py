@@ -16,12 +16,17 @@ from pipelines.auto.front import missed_limits
 from pipelines.auto.strategy.latency_targets import NARROW, ROOM
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
     from pipelines.auto.cost_models.latency_models import FormatModel
     from pipelines.auto.solver import Programme
     from pipelines.config.auto_settings import AutoSettings, Format, Runtime
+
+    ModelKey = tuple[Format, Runtime, tuple[str, ...]]
+    """Format, runtime and removed blocks."""
+    Programmes = Mapping[tuple[str, ...], Programme]
+    """Removed blocks → the widths to choose without them."""
 
 TRAINED_AT_ONCE = 6
 """Models of which successive halving trains the best to the end."""
@@ -41,13 +46,13 @@ class Searching(Protocol):
     settings: AutoSettings
     checked: dict[str, CheckedModel]
     failed: dict[Candidate, str]
-    models: dict[tuple[Format, Runtime], FormatModel]
+    models: dict[ModelKey, FormatModel]
 
     def check(self, candidate: Candidate, predicted_ms: float | None = None) -> None:
         """Check a candidate, unless that was done."""
 
     def solve(
-        self, programme: Programme, latency_ms: float | None, known: Sequence[Candidate]
+        self, programmes: Programmes, latency_ms: float | None, known: Sequence[Candidate]
     ) -> tuple[Candidate, float] | None:
         """Return the model that loses least below a latency, besides known ones."""
 
@@ -74,7 +79,7 @@ class Recovery:
     """Trains models of a search by `space.recovery`."""
 
     search: Searching
-    programme: Programme
+    programmes: Programmes
     ends: list[int]
     """Epochs of training after which some of the models are dropped."""
     file: Path
@@ -113,7 +118,7 @@ class Recovery:
         kept = [
             model
             for model in self.search.offered()
-            if model.widths
+            if model.candidate.is_smaller
             and not model.trained
             and model.candidate not in known
             and not missed_limits(self.search.settings.limits, model, but="max_drop")
@@ -124,8 +129,8 @@ class Recovery:
         ]
         while len(found) < TRAINED_AT_ONCE:
             tried = [*known, *(candidate for candidate, _ in found)]
-            solved = self.search.solve(self.programme, self.search.asked_ms, tried)
-            if solved is None or not solved[0].widths:
+            solved = self.search.solve(self.programmes, self.search.asked_ms, tried)
+            if solved is None or not solved[0].is_smaller:
                 break
             found.append(solved)
         return found
@@ -149,11 +154,11 @@ class Recovery:
         if best_ms < NARROW * max(vain, default=target_ms):
             return False
         known = self._untrained(model for model in over if model.trained)
-        solved = self.search.solve(self.programme, target_ms, [*known])
+        solved = self.search.solve(self.programmes, target_ms, [*known])
         while solved is None and target_ms * NARROW < best_ms:  # none that fast is small enough
             target_ms = math.sqrt(best_ms * target_ms)
-            solved = self.search.solve(self.programme, target_ms, [*known])
-        if solved is None or not solved[0].widths:
+            solved = self.search.solve(self.programmes, target_ms, [*known])
+        if solved is None or not solved[0].is_smaller:
             return False
         for end in self.ends:
             trained = replace(solved[0], trained=end)
@@ -194,6 +199,6 @@ class Recovery:
 
     def _untrained(self, models: Iterable[CheckedModel]) -> set[Candidate]:
         """Return models as they are before training, and what is never trained."""
-        whole = {Candidate(format, runtime=runtime) for format, runtime in self.search.models}
+        whole = {Candidate(format, runtime=runtime) for format, runtime, _ in self.search.models}
         before = {replace(model.candidate, trained=0) for model in models}
         return before | {*self.search.failed} | whole
