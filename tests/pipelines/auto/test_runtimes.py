@@ -9,7 +9,6 @@ import yaml
 
 import cli
 from compress.common.errors import PipelineInvalid
-from compress.pruning.width_harms import WidthSpace
 from export.latency import kernel_table
 from export.latency.width_costs import InteractionSum
 from pipelines.auto import judge
@@ -21,6 +20,7 @@ from pipelines.auto.front_page import cells_of
 from pipelines.auto.judge import Judge
 from pipelines.auto.search import Search
 from pipelines.auto.solver import Programme
+from pipelines.auto.strategy.depths import Depth
 from pipelines.config.auto_settings import AutoLimits, AutoSettings
 from pipelines.config.pipeline import PipelineConfig
 from pipelines.config.run_options import RunOptions
@@ -130,13 +130,14 @@ def test_layers_may_stay_in_float_for_openvino_alone(pipeline: Path, tmp_path: P
     assert base.auto is not None
     search = Search(Judge.from_pipeline(base, base.auto, out, RunOptions()), base.auto, out)
     search.check_whole(math.inf)
-    search.measure_kernels(WidthSpace.empty("cpu"), math.inf)
-    assert search.models["int8_static", "openvino"].layers.names and not search.not_searched
+    search.measure_kernels(Depth.of_model(search.judge, search.judge.model, ()), math.inf)
+    assert search.models["int8_static", "openvino", ()].layers.names
+    assert not search.not_searched
     # The ONNX file that the losses are measured with is no point.
     assert "int8_static-whole" in search.checked
     whole = Candidate("int8_static", runtime="openvino")
     assert [model.candidate for model in search.offered()] == [whole]
-    solved = search.solve(Programme({}, {}), None, [whole])
+    solved = search.solve({(): Programme({}, {})}, None, [whole])
     assert solved is not None and solved[0].float_layers
     search.check(*solved)
     assert solved[0].name in {model.name for model in search.offered()}
