@@ -11,7 +11,12 @@ from pydantic import model_validator
 from compress.artifacts.recipe import KeepBlocks
 from compress.common.config import Count, Ratio
 from compress.common.errors import StageFailed
-from compress.pruning.finetune import AnyFinetune, PruningStage, finetune
+from compress.pruning.finetune import (
+    AnyFinetune,
+    BatchNormStatistics,
+    PruningStage,
+    finetune,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -48,6 +53,9 @@ class PruneLayers(PruningStage):
     inputs are compared."""
     samples: Count = 512
     """Samples of `val` on which each removal is measured, at most."""
+    batch_norm: BatchNormStatistics = "keep"
+    """Whether BatchNorm statistics are those of the model before (`keep`), or are re-estimated over
+    up to 512 calibration samples (`reestimate`): later layers read what is left."""
     finetune: AnyFinetune | None = None
     """How the smaller model is trained; its weights change only if an epoch improves the metric."""
 
@@ -62,7 +70,8 @@ class PruneLayers(PruningStage):
     @property
     def needs_data(self) -> bool:
         """Whether there is fine-tuning, or a metric to measure."""
-        return self.finetune is not None or self.judged_by == "metric"
+        needed = self.finetune is not None or self.batch_norm == "reestimate"
+        return needed or self.judged_by == "metric"
 
     @property
     def uses_data(self) -> bool:
@@ -78,10 +87,14 @@ class PruneLayers(PruningStage):
                 requires data and there is none.
         """
         if self.needs_data:
-            context.need_data(f"{self.title} with finetune or judged_by: metric")
+            context.need_data(f"{self.title} with finetune, batch_norm or judged_by: metric")
         edit, facts = self._search(model, context)
         module = model.load()
         edit.apply_(module)
+        if self.batch_norm == "reestimate":
+            from compress.pruning.recovery.recovery import reestimate_on_calibration_
+
+            reestimate_on_calibration_(module, context)
         weights: torch.nn.Module | Weights = module
         if self.finetune is not None:
             start = model.derive(context.work / "cut", module, edits=[edit])

@@ -28,7 +28,7 @@ class StageShare(Settings):
 
 
 class LayerSet(Settings):
-    """Layers that were put back to float."""
+    """Layers that were put back as they were before the stage."""
 
     layers: tuple[str, ...]
     recovered: float
@@ -36,14 +36,15 @@ class LayerSet(Settings):
 
 
 class GuiltyLayer(Settings):
-    """A layer that loses accuracy."""
+    """A layer, a group of channels or a block that loses accuracy."""
 
     layer: str
     alone: float | None
     """Share of the loss that it costs when all other layers are in float; None where more layers
     are guilty than could be judged alone."""
-    own_sqnr_db: float
-    """Signal to quantization noise ratio of its output, with float inputs."""
+    own_sqnr_db: float | None = None
+    """Signal to quantization noise ratio of its output, with float inputs; None where nothing was
+    quantized."""
 
 
 class FoundCause(Settings):
@@ -97,6 +98,10 @@ class Explanation(Settings):
     """The loss between what the gate compares with and the stage, by the stages between."""
     culprit: str | None
     """The stage that brings most of it; None where nothing is lost."""
+    parts: str = "layers"
+    """What was put back, in words: `layers`, `groups` of channels, `blocks`."""
+    put_back: str = "in float"
+    """How these are then, in words."""
     layers: int = 0
     """How many layers of the culprit could be put back."""
     samples: int = 0
@@ -138,13 +143,16 @@ class Explanation(Settings):
             back = "" if self.recovered is None else f"{self.recovered:.0%}"
             lost = "all" if self.points is None else f"{self.points:.3g}"
             other = "" if self.confirmed is None else f", {self.confirmed:.0%} on the other half"
-            yield f"  layers  {shown}: {len(names)} of {self.layers}"
+            yield f"  {self.parts:7} {shown}: {len(names)} of {self.layers}"
             yield (
-                f"          in float they return {back} of {lost} points on "
+                f"          {self.put_back} they return {back} of {lost} points on "
                 f"{self.samples} samples{other}"
             )
         if self.spread:
-            yield "  layers  spread over the model: no quarter of the layers returns half of it"
+            yield (
+                f"  {self.parts:7} spread over the model: no quarter of the {self.parts} returns "
+                "half of it"
+            )
         for cause in self.causes:
             where = f"{', '.join([*cause.layers][:3])}: " if any(cause.layers) else ""
             more = f" (and {len(cause.layers) - 3} more layers)" if len(cause.layers) > 3 else ""
