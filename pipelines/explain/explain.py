@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from compress.common.atomic_files import temporary_folder
 from compress.core.diagnosis.cause import RefusedStage, Repair
 from pipelines.explain.diagnoses import diagnose, rerun_of, trained_stages
 from pipelines.explain.registry import causes_of
-from pipelines.results.explanation import (
-    Explanation,
-    FoundCause,
-    GuiltyLayer,
-    LayerSet,
-)
+from pipelines.explain.tested_causes import Explained, check_cause
+from pipelines.results.explanation import Explanation, GuiltyLayer, LayerSet
 from pipelines.system.jsonl_log import log_event
 
 if TYPE_CHECKING:
@@ -25,18 +21,7 @@ if TYPE_CHECKING:
     from compress.core.diagnosis.cause import Cause
     from compress.core.diagnosis.layer_diagnosis import LayerDiagnosis
     from pipelines.explain.finished_run import FinishedRun, JudgedStage
-
-LEAST_RETURNED = 0.1
-"""Share of the loss that must return without a cause; with less, it is there and does no harm."""
-
-
-@dataclass(frozen=True)
-class Explained:
-    """A verdict with its explanation, and the repairs that its causes name, cheapest first."""
-
-    judged: JudgedStage
-    explanation: Explanation
-    repairs: tuple[Repair, ...]
+    from pipelines.results.explanation import FoundCause
 
 
 def explain_run(
@@ -150,7 +135,7 @@ def _refused(
 def _tested_causes(refused: RefusedStage[Any]) -> list[tuple[Cause[Any], FoundCause]]:
     """Return the causes above their thresholds, the likeliest first."""
     kind = refused.stage.stage
-    tested = [(cause, _test(cause, refused)) for cause in causes_of(kind)]
+    tested = [(cause, check_cause(cause, refused)) for cause in causes_of(kind)]
     causes = [(cause, result) for cause, result in tested if result is not None]
     # Equal ones in their own order: a twentieth of the loss is some samples.
     causes.sort(key=lambda pair: -round(20 * (pair[1].returned or 0.0)))
@@ -200,26 +185,6 @@ def _guilty_layers(measured: LayerDiagnosis) -> tuple[dict[str, Any], tuple[str,
         "confirmed": round(measured.confirm(layers), 4),
         "spread": spread,
     }, layers
-
-
-def _test(cause: Cause[Any], refused: RefusedStage[Any]) -> FoundCause | None:
-    """Test a cause on the guilty layers; None where no value is above the threshold."""
-    measured = {layer: cause.measure(refused, layer) for layer in (*refused.layers, "")}
-    values = {n: value for n, value in measured.items() if value is not None}
-    above = {n: value for n, value in values.items() if value > cause.limit}
-    if not above:
-        return None
-    returned = cause.returned(refused, [n for n in above if n] or refused.layers)
-    if returned is not None and returned < LEAST_RETURNED:
-        return None
-    worst = dict(sorted(above.items(), key=lambda item: -item[1]))
-    return FoundCause(
-        cause=cause.key,
-        layers={layer: float(f"{value:.4g}") for layer, value in worst.items()},
-        limit=cause.limit,
-        returned=None if returned is None else round(returned, 4),
-        text=cause.in_words(next(iter(worst.values()))),
-    )
 
 
 def _repairs(

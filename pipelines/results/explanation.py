@@ -11,12 +11,14 @@ from compress.common.config import Settings
 from compress.core.verdict import Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from pipelines.results.schema import Report
 
 FILE = "explain.json"
+SAID_IF_REMOVED = ("calibration_samples", "learning_rate", "temperature", "soft_weight")
+"""Settings whose removal is said in the line of a repair; others only make room."""
 
 
 class StageShare(Settings):
@@ -66,6 +68,10 @@ class TriedRepair(Settings):
 
     settings: dict[str, JsonValue]
     """What was changed in the settings of the stage."""
+    stage: str = ""
+    """The stage's name."""
+    beside: dict[str, dict[str, JsonValue]] = {}
+    """Stage → settings that were changed before, to mend another refusal."""
     passed: bool
     """Whether every gate of the pipeline passed."""
     verdicts: dict[str, tuple[Verdict, ...]] = {}
@@ -80,9 +86,17 @@ class TriedRepair(Settings):
     seconds: float = 0.0
 
     @property
+    def edits(self) -> dict[str, dict[str, JsonValue]]:
+        """All changes: stage → settings."""
+        own = {**self.beside.get(self.stage, {}), **self.settings}
+        return {**self.beside, self.stage: own}
+
+    @property
     def name(self) -> str:
-        """The changed settings in a line."""
-        return ", ".join(f"{k}: {_short(v)}" for k, v in self.settings.items() if v is not None)
+        """The changed settings in a line, with the stages' names where there are several."""
+        if not self.beside:
+            return _in_a_line(self.settings)
+        return "; ".join(f"{stage}: {_in_a_line(s)}" for stage, s in self.edits.items())
 
 
 class Explanation(Settings):
@@ -180,8 +194,8 @@ class Explanations(Settings):
     """All explanations of a run."""
 
     explanations: tuple[Explanation, ...]
-    chosen: dict[str, JsonValue] | None = None
-    """The changed settings with which all gates pass; None where none were found."""
+    chosen: dict[str, dict[str, JsonValue]] | None = None
+    """Stage → the changed settings with which all gates pass; None where none were found."""
     nearest: str | None = None
     """Of the repairs that were tried, the one after which the gate misses its limit by least."""
 
@@ -201,7 +215,20 @@ class Explanations(Settings):
         return found if same else None
 
 
+def _in_a_line(settings: Mapping[str, JsonValue]) -> str:
+    # A removed setting is that of its default.
+    return ", ".join(
+        f"{name}: {'default' if value is None else _short(value)}"
+        for name, value in settings.items()
+        if value is not None or len(settings) == 1 or name in SAID_IF_REMOVED
+    )
+
+
 def _short(value: JsonValue) -> str:
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{k}: {_short(v)}' for k, v in value.items())}}}"
+    if isinstance(value, float):
+        return f"{value:.4g}"
     if isinstance(value, list):
         return f"[{', '.join(map(str, value[:3]))}{', …' if len(value) > 3 else ''}]"
     return str(value).lower() if isinstance(value, bool) else str(value)
