@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from compress.common.atomic_files import temporary_folder
 from compress.core.diagnosis.cause import RefusedStage, Repair
 from pipelines.explain.diagnoses import diagnose, rerun_of, trained_stages
-from pipelines.explain.registry import causes_of
+from pipelines.explain.registry import BUILT_IN, causes_of
 from pipelines.explain.tested_causes import Explained, check_cause
 from pipelines.results.explanation import Explanation, GuiltyLayer, LayerSet
 from pipelines.system.jsonl_log import log_event
@@ -140,9 +140,12 @@ def _tested_causes(refused: RefusedStage[Any]) -> list[tuple[Cause[Any], FoundCa
     # Equal ones in their own order: a twentieth of the loss is some samples.
     causes.sort(key=lambda pair: -round(20 * (pair[1].returned or 0.0)))
     known = [pair for pair in causes if pair[1].returned is not None]
-    for cause, result in known or causes:
+    # What packages add is named in any case: they may not be able to compute what returns.
+    added = [p for p in causes if p not in known and type(p[0]) not in BUILT_IN]
+    named = [*known, *added] if known else causes
+    for cause, result in named:
         log_event("cause_found", f"{kind}: {result.text}", stage=kind, cause=cause.key)
-    return known or causes
+    return named
 
 
 def _with_causes(
