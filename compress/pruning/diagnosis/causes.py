@@ -33,9 +33,10 @@ class PruningCause(Cause[Diagnosis]):
 
     def measure(self, refused: RefusedStage[Diagnosis], layer: str) -> float | None:
         """Return the value for a part, or for the stage; None where it cannot be the cause."""
-        if self.key not in refused.measured.shares(refused.layers):
-            return None
         measured = refused.measured
+        # Of a stage that was to recover a loss, the training alone is tested.
+        if measured is None or self.key not in measured.shares(refused.layers):
+            return None
         return self.measure_part(measured, layer) if layer else self.measure_stage(measured)
 
     def measure_part(self, measured: Diagnosis, part: str) -> float | None:
@@ -262,7 +263,7 @@ class PoorMethod(PruningCause[ZeroedWeights]):
 
     def measure(self, refused: RefusedStage[ZeroedWeights], layer: str) -> float | None:
         """Return what the best method returns, for the stage as a whole."""
-        return None if layer else refused.measured.shares(refused.layers).get(self.key)
+        return None if layer or refused.measured is None else self.returned(refused, ())
 
 
 class LayerTooSparse(PruningCause[ZeroedWeights]):
@@ -318,7 +319,7 @@ class BlockNeeded(PruningCause[RemovedBlocks]):
 
     def measure(self, refused: RefusedStage[RemovedBlocks], layer: str) -> float | None:
         """Return what the guilty blocks return together, for the stage as a whole."""
-        return None if layer else refused.measured.shares(refused.layers).get(self.key)
+        return None if layer or refused.measured is None else self.returned(refused, ())
 
     def more_repairs(
         self, refused: RefusedStage[RemovedBlocks], own: dict[str, Any], layers: Sequence[str]

@@ -5,12 +5,19 @@ Thresholds were set on half of the injected faults of `benchmarks/explain.py`.
 
 from __future__ import annotations
 
+import statistics
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
+
+from compress.artifacts.eager_model import EagerModel
+from compress.common.forward import flatten_outputs
 from compress.core.diagnosis.cause import Cause, Repair
 from compress.core.diagnosis.input_ranges import UNLIKE
 from compress.training.config.training import DEFAULT_LEARNING_RATE, Training
 from compress.training.diagnosis.history import fall_at_the_end, largest_rise, recorded_losses
+from compress.training.objectives.objective import TargetLoss
+from compress.training.stage import Train
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,6 +37,8 @@ TRAINING_STAGES = (
     "prune_layers",
 )
 """Stages that train, or fine-tune if `finetune` is set."""
+LOSS_SAMPLES = 512
+"""Samples on which the loss before the training is measured."""
 MORE_EPOCHS = 3
 LOWER_RATE = 10.0
 
@@ -126,7 +135,10 @@ class LearningRateTooHigh(TrainingCause):
 
     def measure_training(self, rerun: RerunStage, losses: list[float]) -> float | None:
         """Return the largest rise; None where the model has learnt `train` well enough."""
-        return largest_rise(losses) if is_underfit(rerun) else None
+        if not is_underfit(rerun):
+            return None
+        start = loss_before(rerun)
+        return largest_rise(losses if start is None else [start, *losses])
 
     def changes(self, training: Training) -> tuple[tuple[dict[str, Any], float], ...]:
         """Return lower rates, and a limit of the gradient."""
@@ -191,6 +203,23 @@ class Overfit(TrainingCause):
     def returned(self, refused: Refused, layers: Sequence[str]) -> float | None:
         """Return None: more data is what is missing, and there is none."""
         return None
+
+
+def loss_before(rerun: RerunStage) -> float | None:
+    """Return the loss on some samples of `train` before the first step; None where it is another.
+
+    A first epoch of too long steps is followed by a fall alone.
+    """
+    stage, model = rerun.stage, rerun.before
+    if not (isinstance(stage, Train) and isinstance(model, EagerModel)):
+        return None
+    loss = TargetLoss.for_training(stage, rerun.context, model.signature).prepare("cpu")
+    data, module = rerun.context.need_data("compress explain"), model.load().train()
+    losses = []
+    with torch.no_grad():
+        for batch in data.batches("train", stage.batch_size, LOSS_SAMPLES):
+            losses.append(float(loss(flatten_outputs(module(*batch.inputs)), batch)))
+    return statistics.fmean(losses)
 
 
 def is_underfit(rerun: RerunStage) -> bool:
