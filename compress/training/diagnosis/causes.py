@@ -61,7 +61,8 @@ def with_training(stage: Stage[Any, Any], settings: dict[str, Any]) -> dict[str,
 
 def learning_rate(training: Training) -> float:
     """Return the highest learning rate."""
-    return training.learning_rate or DEFAULT_LEARNING_RATE[training.optimizer]
+    own = training.hyper_parameters()  # a stage may have a default of its own
+    return own.learning_rate or DEFAULT_LEARNING_RATE[training.optimizer]
 
 
 class TrainingCause(Cause[Any]):
@@ -99,8 +100,12 @@ class TrainingCause(Cause[Any]):
         training = training_of(refused.stage)
         if training is None:
             return ()
-        changed = (settings for settings, _ in self.changes(training))
-        return tuple(Repair(with_training(refused.stage, settings), 4) for settings in changed)
+        written = training.model_dump(mode="json")
+        return tuple(
+            Repair(with_training(refused.stage, settings), 4)
+            for settings, _ in self.changes(training)
+            if any(written.get(name) != value for name, value in settings.items())
+        )
 
 
 class TrainUnlikeVal(TrainingCause):
