@@ -14,7 +14,7 @@ from torch import nn
 from compress.data.batch import Batch
 from compress.pruning.allocation.ranking import rank
 from compress.pruning.recovery.recovery import reestimate_batch_norms_
-from explainer.families import digits, net, trained
+from explainer.families import digits, net
 from explainer.faults import scale_channels
 
 FEW = 48
@@ -86,11 +86,6 @@ def poor_teacher(family: str) -> nn.Module:
             nn.functional.cross_entropy(module(x[rows]), y[rows]).backward()
             optimizer.step()
     return module.eval()
-
-
-def good_teacher(family: str) -> nn.Module:
-    """Return a trained network of another seed."""
-    return trained(family, 3)
 
 
 def _batches() -> list[Batch]:
@@ -261,7 +256,7 @@ def _distillation(family: str) -> list[StageFault]:
         return StageFault(name, cause, _distil(family, **settings), "taught")
 
     return [
-        fault("poor teacher", "teacher_worse", teacher=teacher("poor_teacher")),
+        fault("poor teacher", "teacher_worse", teacher=teacher("poor_teacher"), hard_weight=0.0),
         fault("few epochs", "not_converged", teacher="source", epochs=2, learning_rate=0.0003),
         fault(
             "weights",
