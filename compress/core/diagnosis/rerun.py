@@ -18,6 +18,7 @@ from compress.core.diagnosis.input_ranges import (
     unlikeness,
     with_ranges,
 )
+from compress.core.diagnosis.layer_diagnosis import MOST_SAMPLES, WHY
 from compress.core.metrics import evaluate
 from compress.data.batch import Batch
 
@@ -75,9 +76,17 @@ class RerunStage:
     @cached_property
     def gap(self) -> float | None:
         """Points by which the metric is better on `train` than on `val`; None if unknown."""
+        data = self.context.need_data(WHY)
+        if "train" not in data.datasets or data.stream is not None:
+            return None
+        samples = len(data.split("train"))  # type: ignore[arg-type]  # Splits admits none without
+        part, *_ = data.interleaved_parts("train", max(1, round(samples / MOST_SAMPLES)))
+        metric = self.context.metric.for_model(self.after.signature)
+        metric = metric.with_inferred_loss(self.context.data)
         try:
-            on_train = self.context.score(self.after, "train")
-        except CompressError:
+            with self.context.predictor(self.after) as predict:
+                on_train = evaluate(predict, part, "train", metric)
+        except CompressError:  # such as a metric that needs a reference
             return None
         return self.context.metric.drop_points(on_train, self.score)
 
@@ -89,7 +98,7 @@ class RerunStage:
     def returned_in_range(self) -> float:
         """Return the share of the missing points that return on `val` in the range of `train`."""
         train, val = self._ranges
-        data = self.context.need_data("compress explain")
+        data = self.context.need_data(WHY)
         metric = self.context.metric.for_model(self.after.signature)
         with self.context.predictor(self.after) as predict:
 
@@ -103,7 +112,7 @@ class RerunStage:
 
     @cached_property
     def _ranges(self) -> tuple[list[InputRange | None], list[InputRange | None]]:
-        data = self.context.need_data("compress explain")
+        data = self.context.need_data(WHY)
         train, val = (input_ranges(data.batches(name, limit=SAMPLES)) for name in ("train", "val"))
         return train, val
 

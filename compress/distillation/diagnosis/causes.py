@@ -17,6 +17,7 @@ import torch
 from compress.common.errors import CompressError, StageFailed
 from compress.common.forward import flatten_outputs
 from compress.core.diagnosis.cause import Cause, Repair
+from compress.core.diagnosis.layer_diagnosis import WHY
 from compress.distillation.stage import Distill
 from compress.distillation.teacher import OnnxFile
 
@@ -151,7 +152,7 @@ def gradient_ratio(stage: Distill, rerun: RerunStage) -> float:
         student, objective, _ = stage.student_and_objective(rerun.before, context)  # type: ignore[arg-type]
         if objective.teacher_modules:
             raise StageFailed("the loss compares features, which the module does not return here")
-        batch = next(context.need_data("compress explain").batches("train", GRADIENT_SAMPLES))
+        batch = next(context.need_data(WHY).batches("train", GRADIENT_SAMPLES))
         norms = []
         for loss in (objective.prepare("cpu"), objective.targets.prepare("cpu")):
             module = student.load().eval()

@@ -16,6 +16,7 @@ from compress.core.diagnosis.input_ranges import (
     unlikeness,
     with_ranges,
 )
+from compress.core.diagnosis.layer_diagnosis import WHY
 from compress.core.stage import DEFAULT_CALIBRATION_SAMPLES
 from compress.pruning.allocation.ranking import rank
 from compress.pruning.dependency.channel_groups import SlicePlan
@@ -182,7 +183,7 @@ class CutChannels(PruningDiagnosis[Cut]):
     @cached_property
     def usual_samples(self) -> int:
         """Calibration samples that the stage draws by default."""
-        data: Any = self.context.need_data("compress explain")
+        data: Any = self.context.need_data(WHY)
         return min(DEFAULT_CALIBRATION_SAMPLES, len(data.split(data.calibration_split)))
 
     @cached_property
@@ -230,7 +231,7 @@ class CutChannels(PruningDiagnosis[Cut]):
         """Return calibration samples, brought to the range of `val` if asked for."""
         key = samples, matched
         if key not in self._batches:
-            data = self.context.need_data("compress explain")
+            data = self.context.need_data(WHY)
             batches = list(data.calibration(samples, self.context.seed))
             if matched:
                 batches = [with_ranges(batch, *self._ranges) for batch in batches]
@@ -244,7 +245,7 @@ class CutChannels(PruningDiagnosis[Cut]):
 
     @cached_property
     def _ranges(self) -> tuple[Any, Any]:
-        data = self.context.need_data("compress explain")
+        data = self.context.need_data(WHY)
         samples = self.calibration(self._own_samples or self.usual_samples)
         return input_ranges(samples), input_ranges(data.batches("val", limit=SAMPLES))
 

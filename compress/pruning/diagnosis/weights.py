@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import torch
 
 from compress.core.diagnosis.guilty_layers import GuiltSearch
+from compress.core.diagnosis.layer_diagnosis import WHY
 from compress.pruning.diagnosis.attribution import PruningDiagnosis, batch_norm_shift
 from compress.pruning.recovery.recovery import (
     batch_norms,
@@ -159,7 +160,7 @@ class ZeroedWeights(PruningDiagnosis[Zeros]):
                 content["amount"] = self.stage.amount / 2
             if method == BEST_METHOD:
                 content.pop("scope", None)
-                data: Any = self.context.need_data("compress explain")
+                data: Any = self.context.need_data(WHY)
                 available = len(data.split(data.calibration_split))
                 content["calibration_samples"] = min(self.stage.calibration_samples, available)
             stage = type(self.stage).model_validate(content)

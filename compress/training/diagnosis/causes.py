@@ -14,6 +14,7 @@ from compress.artifacts.eager_model import EagerModel
 from compress.common.forward import flatten_outputs
 from compress.core.diagnosis.cause import Cause, Repair
 from compress.core.diagnosis.input_ranges import UNLIKE
+from compress.core.diagnosis.layer_diagnosis import WHY
 from compress.training.config.training import DEFAULT_LEARNING_RATE, Training
 from compress.training.diagnosis.history import fall_at_the_end, largest_rise, recorded_losses
 from compress.training.objectives.objective import TargetLoss
@@ -219,7 +220,7 @@ def loss_before(rerun: RerunStage) -> float | None:
     if not (isinstance(stage, Train) and isinstance(model, EagerModel)):
         return None
     loss = TargetLoss.for_training(stage, rerun.context, model.signature).prepare("cpu")
-    data, module = rerun.context.need_data("compress explain"), model.load().train()
+    data, module = rerun.context.need_data(WHY), model.load().train()
     losses = []
     with torch.no_grad():
         for batch in data.batches("train", stage.batch_size, LOSS_SAMPLES):
