@@ -130,7 +130,13 @@ def add_constant_channels(family: str) -> Callable[[nn.Module], None]:
 
 def stage_faults(family: str) -> list[StageFault]:
     """Return the faults of a family, and its clean controls."""
-    return [*_pruning(family), *_training(family), *_distillation(family), *_controls(family)]
+    return [
+        *_pruning(family),
+        *_training(family),
+        *_distillation(family),
+        *_both(family),
+        *_controls(family),
+    ]
 
 
 def _prune(size: float, points: float = 2.0, **settings: Any) -> tuple[dict[str, Any], ...]:
@@ -267,6 +273,23 @@ def _distillation(family: str) -> list[StageFault]:
             optimizer="sgd",
             learning_rate=0.05,
         ),
+    ]
+
+
+def _both(family: str) -> list[StageFault]:
+    """Return cuts that are then taught by the model before, with a fault in either stage."""
+    a, _ = GROUPS[family]
+    narrow, half = {"widths": {a: 1}}, {"ratio": 0.7}
+    (cut,), (half_cut,) = _prune(0.99, **narrow), _prune(0.9, **half)
+    (teaching,) = _distil(family, teacher="source", epochs=6, student=None)
+    (short,) = _distil(family, teacher="source", epochs=2, learning_rate=1e-6, student=None)
+    cut, half_cut = ({**stage, "gates": []} for stage in (cut, half_cut))
+    teaching, short = (
+        {k: v for k, v in stage.items() if v is not None} for stage in (teaching, short)
+    )
+    return [
+        StageFault("narrow, then taught", "group_too_narrow", (cut, teaching), "pruned", a),
+        StageFault("cut, then taught little", "not_converged", (half_cut, short), "taught"),
     ]
 
 

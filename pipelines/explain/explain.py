@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from compress.common.atomic_files import temporary_folder
 from compress.core.diagnosis.cause import RefusedStage, Repair
+from compress.core.diagnosis.guilty_layers import LEAST_RECOVERED
 from pipelines.explain.diagnoses import diagnose, rerun_of, trained_stages
 from pipelines.explain.registry import BUILT_IN, causes_of
 from pipelines.explain.tested_causes import Explained, check_cause
@@ -51,7 +52,9 @@ def explain_verdict(run: FinishedRun, judged: JudgedStage, deadline: float) -> E
         found, found_repairs = _explain_training(
             run, judged, name, _allowed(run, judged, name), deadline
         )
-        if found["causes"]:
+        causes: tuple[FoundCause, ...] = found["causes"]
+        # Half of what is missing: training more mends a little of most losses.
+        if causes and (culprit is None or (causes[0].returned or 0.0) >= LEAST_RECOVERED):
             culprit, changes, repairs = name, found, found_repairs
             break
     else:

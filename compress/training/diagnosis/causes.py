@@ -229,8 +229,13 @@ def loss_before(rerun: RerunStage) -> float | None:
 
 
 def is_underfit(rerun: RerunStage) -> bool:
-    """Whether the metric misses on `train` as well what the gate asks for on `val`."""
-    return rerun.missing > 0 and (rerun.gap is None or rerun.gap < rerun.missing)
+    """Whether the metric misses on `train` as well what the gate asks for on `val`.
+
+    A model that is a little better on `train` may still be undertrained.
+    """
+    return rerun.missing > 0 and (
+        rerun.gap is None or rerun.gap < max(rerun.missing, Overfit.limit)
+    )
 
 
 TRAINING_CAUSES: tuple[type[TrainingCause], ...] = (
