@@ -88,7 +88,8 @@ def main() -> None:
     parser.add_argument("families", nargs="*", metavar="family")
     parser.add_argument("--only", default="", help="faults whose name contains this")
     parser.add_argument("--no-repair", action="store_true", help="explain alone")
-    parser.add_argument("--json", type=Path, help="file that the outcomes are added to")
+    parser.add_argument("--json", type=Path, help="file of outcomes: known ones are not made anew")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="no fault begins later")
     parser.add_argument("--read", type=Path, nargs="*", help="print the goals of such files")
     options = parser.parse_args()
     if options.read:
@@ -103,13 +104,20 @@ def main() -> None:
     quantiles.WIDEST = math.inf
     peak_memory.peak_memory = lambda *_: 0.0
     measurements.SELF_SPEEDUP_TOLERANCE = math.inf
-    outcomes = []
+    outcomes, began = [], time.monotonic()
+    if options.json and options.json.exists():
+        outcomes = [Outcome(**json.loads(line)) for line in options.json.read_text().splitlines()]
+    known = {(o.family, o.name, o.cause) for o in outcomes}
     try:
         for family in options.families or FAMILIES:
-            module = trained(family, 0)
+            module = None
             for fault in stage_faults(family):
-                if options.only not in fault.name:
+                is_known = (family, fault.name, fault.cause) in known
+                if options.only not in fault.name or is_known:
                     continue
+                if time.monotonic() - began > options.seconds:
+                    return
+                module = module or trained(family, 0)
                 outcome = judge(family, fault, module, repairs=not options.no_repair)
                 outcomes.append(outcome)
                 print(outcome.line(), flush=True)

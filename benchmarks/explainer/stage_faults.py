@@ -263,7 +263,7 @@ def _distillation(family: str) -> list[StageFault]:
 
     return [
         fault("poor teacher", "teacher_worse", teacher=teacher("poor_teacher"), hard_weight=0.0),
-        fault("few epochs", "not_converged", teacher="source", epochs=2, learning_rate=0.0003),
+        fault("few lessons", "not_converged", teacher="source", epochs=2, learning_rate=0.0003),
         fault(
             "weights",
             "loss_weights",
