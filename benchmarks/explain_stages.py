@@ -99,7 +99,7 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(1))  # user code would be blamed for an exit
     benchmark.compare_latency.__defaults__ = (0.001,)
     quantiles.WIDEST = math.inf
     peak_memory.peak_memory = lambda *_: 0.0
