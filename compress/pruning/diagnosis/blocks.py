@@ -12,9 +12,11 @@ from compress.pruning.depth.block_search import all_blocks, kept_without
 from compress.pruning.diagnosis.attribution import PruningDiagnosis, batch_norm_shift
 from compress.pruning.recovery.recovery import (
     batch_norms,
+    output_error,
     reestimate_batch_norms_,
     usual_calibration,
 )
+from compress.pruning.recovery.removed_blocks import recover_without_blocks_
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
@@ -37,6 +39,8 @@ class Removed:
     """Blocks that are there again."""
     batch_norm: bool = False
     """Whether BatchNorm statistics are re-estimated."""
+    refit: bool = False
+    """Whether the layers behind are refitted, and the statistics re-estimated."""
 
 
 @dataclass
@@ -79,7 +83,7 @@ class RemovedBlocks(PruningDiagnosis[Removed]):
     @property
     def own(self) -> Removed:
         """The blocks that the stage removes."""
-        return Removed(batch_norm=self.stage.batch_norm == "reestimate")
+        return Removed(refit=self.stage.refit)
 
     @property
     def notice(self) -> str:  # type: ignore[override]
@@ -87,9 +91,11 @@ class RemovedBlocks(PruningDiagnosis[Removed]):
         return "blocks are judged before fine-tuning" if self.stage.finetune else ""
 
     def remedies(self, layers: Sequence[str]) -> Iterator[tuple[str, Callable[[Removed], Removed]]]:
-        """Yield BatchNorm statistics, then the blocks themselves."""
-        if not self.own.batch_norm and batch_norms(self.model_module):
+        """Yield BatchNorm statistics, a refit, then the blocks themselves."""
+        if not self.own.refit and batch_norms(self.model_module):
             yield "stale_batch_norm", lambda removed: replace(removed, batch_norm=True)
+        if not self.own.refit:
+            yield "no_refit", lambda removed: replace(removed, refit=True)
         if layers:
             yield "block_needed", lambda removed: replace(removed, back=frozenset(layers))
 
@@ -107,11 +113,25 @@ class RemovedBlocks(PruningDiagnosis[Removed]):
         """Return the module without the blocks of a variant."""
         module = self._load()
         gone = [b for b in all_blocks(module) if b.name in {*self.removed} - variant.back]
+        kept = kept_without(module, gone)
         if gone:
-            KeepBlocks(kept=kept_without(module, gone)).apply_(module)
-        if variant.batch_norm:
+            KeepBlocks(kept=kept).apply_(module)
+        if variant.refit and gone:
+            device = self.context.device
+            recover_without_blocks_(module, self._load(), kept, self._calibration, device)
+        elif variant.batch_norm:
             reestimate_batch_norms_(module, self._calibration, self.context.device)
         return module.eval()
+
+    def refit_gain(self) -> float:
+        """Return by how many times a refit lowers the error of the outputs."""
+        errors = [
+            output_error(
+                self.changed(variant), self._load(), self._calibration, self.context.device
+            )
+            for variant in (self.own, replace(self.own, refit=True))
+        ]
+        return errors[0] / max(errors[1], 1e-12)
 
     @cached_property
     def model_module(self) -> nn.Module:

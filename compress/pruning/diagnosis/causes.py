@@ -108,31 +108,34 @@ class StaleBatchNorm(PruningCause[PruningDiagnosis[Any]]):
         layers: Sequence[str],
     ) -> list[Repair]:
         """Return what re-estimates them."""
-        if refused.stage.stage != "prune_channels":
+        if refused.stage.stage == "prune_weights":
             return [Repair({"batch_norm": "reestimate"}, 0)]
+        if refused.stage.stage == "prune_layers":
+            return [Repair({"refit": True}, 0)]
         return [
             Repair({"calibration_samples": None, "refit": False}, 0),
             Repair({"calibration_samples": None, "refit": None}, 0),
         ]
 
 
-class NoRefit(PruningCause[CutChannels]):
+class NoRefit(PruningCause[Any]):
     """Layers were not refitted to their earlier outputs."""
 
     key: ClassVar[str] = "no_refit"
-    stages: ClassVar[tuple[str, ...]] = ("prune_channels",)
+    stages: ClassVar[tuple[str, ...]] = ("prune_channels", "prune_layers")
     limit: ClassVar[float] = 1.25
     text: ClassVar[str] = (
         "layers are not refitted (the outputs' error is {value:.3g} times that of refitted ones; "
         "limit {limit:g})"
     )
 
-    def measure_stage(self, measured: CutChannels) -> float | None:
+    def measure_stage(self, measured: Any) -> float | None:
         """Return by how many times a refit lowers the error."""
-        return measured.refit_gain()
+        gain: float = measured.refit_gain()
+        return gain
 
     def more_repairs(
-        self, refused: RefusedStage[CutChannels], own: dict[str, Any], layers: Sequence[str]
+        self, refused: RefusedStage[Any], own: dict[str, Any], layers: Sequence[str]
     ) -> list[Repair]:
         """Return a refit, with samples where there are none."""
         samples = {"calibration_samples": None} if own["calibration_samples"] == 0 else {}
@@ -328,7 +331,7 @@ class BlockNeeded(PruningCause[RemovedBlocks]):
         found = [Repair({"exclude": [*own["exclude"], *layers]}, 1)] if layers else []
         fewer = len(refused.measured.removed) - 1
         if fewer:
-            found.append(Repair({"remove": fewer, "keep": None, "ratio": None}, 3))
+            found.append(Repair({"remove": fewer, "keep": None, "ratio": None, "blocks": None}, 3))
         return found
 
 
