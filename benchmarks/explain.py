@@ -35,9 +35,9 @@ from explainer.faults import Fault, faults_of, inject  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
 from compress.common.errors import GateRefused  # noqa: E402
+from compress.core.diagnosis.guilty_layers import most_judgings  # noqa: E402
 from compress.core.progress import silent  # noqa: E402
 from compress.profiling import benchmark, peak_memory, quantiles  # noqa: E402
-from compress.quantization.diagnosis.guilty_layers import most_judgings  # noqa: E402
 from pipelines import Pipeline  # noqa: E402
 from pipelines.config.run_options import RunOptions  # noqa: E402
 from pipelines.explain.explain import explain_run  # noqa: E402

@@ -160,53 +160,64 @@ class Distill(Stage[EagerModel, EagerModel], Teaching, Training):
     def run(self, model: EagerModel, context: Context) -> EagerModel:
         """Train the student; its initial weights are the result if no epoch improves on them."""
         from compress.data.splits import with_unlabelled
-        from compress.distillation.distillation_objective import DistillationObjective, distance_to
-        from compress.distillation.feature_hooks import pairs_of
         from compress.training.fit import fit
-        from compress.training.objectives.objective import TargetLoss
 
         context = replace(context, data=with_unlabelled(context.need_data(self.title)))
         try:
-            teacher = self._teacher(model, context)
-            student, where = model, context.work / "student"
-            facts: dict[str, JsonValue] = {}
-            if isinstance(self.student, Origin):
-                student = self.student.seal(where, model.signature, context.seed)
-            elif self.student is not None:
-                distance = partial(distance_to, teacher, self.terms, context)
-                student, facts = self.student.cut(model, where, distance)
-
-            terms = self.terms
-            targets = TargetLoss.for_training(self, context, student.signature)
-            self.check_loss(targets.loss)
-            pairs: tuple[Pairs, ...] = ((("", ""),),) * len(terms)
-            if self._names_modules:
-                pairs = pairs_of(terms, student.load(), teacher.module)
-            objective = DistillationObjective(teacher, terms, pairs, targets)
+            student, objective, facts = self.student_and_objective(model, context)
             context = replace(context, data=self._with_teacher_outputs(objective, context))
         except CompressError as error:
             raise type(error)(f"{self.title}: {error}") from error
         trained = fit(student, self, objective, context, self.title, accept_start=True)
-        inputs = {"input": model.digest, "teacher": teacher.digest}
+        inputs = {"input": model.digest, "teacher": objective.teacher.digest}
         step = Step(stage=self.stage, settings=self.own_settings(), inputs=inputs)
         lineage = (*model.manifest.lineage, step)
         facts |= trained.facts()
         return student.derive(context.root, trained.weights, lineage=lineage, facts=facts)
 
-    @property
-    def _names_modules(self) -> bool:
-        return any(term.modules is not None for term in self.losses)
+    def student_and_objective(
+        self, model: EagerModel, context: Context
+    ) -> tuple[EagerModel, DistillationObjective, dict[str, JsonValue]]:
+        """Return the student before its training, what it minimizes, and facts about its blocks.
 
-    def _teacher(self, model: EagerModel, context: Context) -> Teacher:
+        Raises:
+            CompressError: teacher, student or losses do not fit each other.
+        """
+        from compress.distillation.distillation_objective import DistillationObjective, distance_to
+        from compress.distillation.feature_hooks import pairs_of
+        from compress.training.objectives.objective import TargetLoss
+
+        taught_by = self.teacher_model(model, context)
+        teacher = Teacher.from_model(taught_by)
+        student, where = model, context.work / "student"
+        facts: dict[str, JsonValue] = {}
+        if isinstance(self.student, Origin):
+            student = self.student.seal(where, model.signature, context.seed)
+        elif self.student is not None:
+            distance = partial(distance_to, teacher, self.terms, context)
+            student, facts = self.student.cut(model, where, distance)
+
+        terms = self.terms
+        targets = TargetLoss.for_training(self, context, student.signature)
+        self.check_loss(targets.loss)
+        pairs: tuple[Pairs, ...] = ((("", ""),),) * len(terms)
+        if self._names_modules:
+            pairs = pairs_of(terms, student.load(), teacher.module)
+        return student, DistillationObjective(teacher, terms, pairs, targets), facts
+
+    def teacher_model(self, model: EagerModel, context: Context) -> Artifact | OnnxFile:
+        """Return the teacher: an earlier stage's artifact, another model's, or an ONNX file."""
         if isinstance(self.teacher, OnnxFile):
-            return Teacher.from_model(self.teacher)
+            return self.teacher
         if isinstance(self.teacher, Origin):
             # The teacher's outputs may have other names, and be more or fewer than the student's.
             inputs = Signature(inputs=model.signature.inputs)
-            return Teacher.from_model(
-                self.teacher.seal(context.work / "teacher", inputs, context.seed)
-            )
-        return Teacher.from_model(context.artifact(self.teacher))
+            return self.teacher.seal(context.work / "teacher", inputs, context.seed)
+        return context.artifact(self.teacher)
+
+    @property
+    def _names_modules(self) -> bool:
+        return any(term.modules is not None for term in self.losses)
 
     def _with_teacher_outputs(self, objective: DistillationObjective, context: Context) -> Splits:
         """Return the data with cached teacher outputs, if they can and should be cached."""

@@ -9,7 +9,12 @@ from pydantic import Field, field_validator, model_validator
 
 from compress.common.config import Count, Ratio
 from compress.common.errors import StageFailed
-from compress.pruning.finetune import AnyFinetune, PruningStage, finetune
+from compress.pruning.finetune import (
+    AnyFinetune,
+    BatchNormStatistics,
+    PruningStage,
+    finetune,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -53,6 +58,9 @@ class PruneWeights(PruningStage):
     """Names of those that get none."""
     calibration_samples: Count = 128
     """Calibration samples of `wanda` and `sparsegpt`."""
+    batch_norm: BatchNormStatistics = "keep"
+    """Whether BatchNorm statistics are those of the model before (`keep`), or are re-estimated over
+    up to 512 calibration samples (`reestimate`): zeros shift what later layers read."""
     finetune: AnyFinetune | None = None
     """How the other weights are trained. Zeros stay zero; the weights change only if an epoch
     improves the metric."""
@@ -95,6 +103,15 @@ class PruneWeights(PruningStage):
             raise ValueError(
                 f"schedule: {self.schedule} takes the smallest weights while they are trained; use "
                 f"method: l1, or schedule: one_shot for {self.method}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _batch_norm_fits_schedule(self) -> Self:
+        if self.batch_norm == "reestimate" and self.schedule != "one_shot":
+            raise ValueError(
+                f"batch_norm: reestimate is for zeros that are set before finetune, and schedule: "
+                f"{self.schedule} sets them in it, which re-estimates them too; leave it out"
             )
         return self
 
@@ -145,7 +162,7 @@ class PruneWeights(PruningStage):
     @property
     def needs_data(self) -> bool:
         """Whether there is fine-tuning or calibration."""
-        return self.finetune is not None or self.calibrates
+        return self.finetune is not None or self.calibrates or self.batch_norm == "reestimate"
 
     def run(self, model: EagerModel, context: Context) -> EagerModel:
         """Select weights, set zeros, fine-tune, and measure the compressed size.
@@ -155,12 +172,13 @@ class PruneWeights(PruningStage):
             StageFailed: there is nothing to prune, or a setting requires data and there is none.
         """
         # Imported here, because settings are validated without loading torch.
+        from compress.pruning.recovery.recovery import reestimate_on_calibration_
         from compress.pruning.unstructured.sparsity_report import sparsity_facts
         from compress.pruning.unstructured.sparsity_schedule import AddZeros, KeepZeros
         from compress.pruning.unstructured.weight_layout import prunable_weights
 
         if self.needs_data:
-            context.need_data(f"{self.title} with finetune or method: {self.method}")
+            context.need_data(f"{self.title} with finetune, batch_norm or method: {self.method}")
         module = model.load()
         prunable = prunable_weights(
             module, model.signature.example(seed=context.seed), self.include, self.exclude
@@ -172,6 +190,8 @@ class PruneWeights(PruningStage):
             prunable = self._set_calibrated_zeros_(module, prunable, context)
         elif self.schedule == "one_shot":
             self._set_uncalibrated_zeros_(module, prunable, context.seed)
+        if self.batch_norm == "reestimate":
+            reestimate_on_calibration_(module, context)
         weights: torch.nn.Module | Weights = module
         training: dict[str, JsonValue] = {}
         if self.finetune is not None:

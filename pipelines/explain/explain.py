@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from compress.common.atomic_files import temporary_folder
 from compress.core.diagnosis.cause import ACCURACY_GATES, RefusedStage, Repair
-from compress.quantization.diagnosis.diagnosis import (
-    ExcludedLayers,
-    LayerDiagnosis,
-    QuantizationDiagnosis,
-)
-from compress.quantization.stages.dynamic import QuantizeDynamic
-from compress.quantization.stages.static import QuantizeStatic
-from compress.quantization.stages.weight_only import QuantizeWeights
+from compress.core.diagnosis.guilty_layers import LEAST_RECOVERED
 from pipelines.explain.costs import explain_cost
-from pipelines.explain.registry import causes_of
+from pipelines.explain.diagnoses import diagnose, rerun_of, trained_stages
+from pipelines.explain.registry import BUILT_IN, causes_of
 from pipelines.explain.tested_causes import Explained, check_cause
 from pipelines.results.explanation import Explanation, GuiltyLayer, LayerSet
 from pipelines.system.jsonl_log import log_event
@@ -26,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from compress.core.diagnosis.cause import Cause
+    from compress.core.diagnosis.layer_diagnosis import LayerDiagnosis
     from pipelines.explain.finished_run import FinishedRun, JudgedStage
     from pipelines.results.explanation import FoundCause
 
@@ -50,83 +46,135 @@ def explain_verdict(run: FinishedRun, judged: JudgedStage, deadline: float) -> E
     began = time.monotonic()
     split = run.split(judged)
     worst = max(split, key=lambda share: share.points, default=None)
+    culprit = worst.stage if worst and worst.points > 0 else None
+    repairs: list[Repair] = []
+    changes: dict[str, Any] = {"notice": "nothing is lost between these stages"}
+    # What was to recover the loss comes before what has lost it, which was known to lose.
+    trained = trained_stages(run, judged, split)
+    for name in trained:
+        found, found_repairs = _explain_training(
+            run, judged, name, _allowed(run, judged, name), deadline
+        )
+        causes: tuple[FoundCause, ...] = found["causes"]
+        # Half of what is missing: training more mends a little of most losses.
+        if causes and (culprit is None or (causes[0].returned or 0.0) >= LEAST_RECOVERED):
+            culprit, changes, repairs = name, found, found_repairs
+            break
+    else:
+        if culprit is not None:
+            allowed = _allowed(run, judged, culprit)
+            changes, repairs = _explain_stage(run, judged, culprit, allowed, deadline)
+        elif trained:
+            culprit, changes = trained[0], {"notice": "no test of a cause is above its threshold"}
     explanation = Explanation(
         stage=judged.report.name,
         verdict=judged.verdict,
         artifact=judged.digest,
         metric=run.state.plan.metric.name,
         split=split,
-        culprit=worst.stage if worst and worst.points > 0 else None,
+        culprit=culprit,
     )
-    repairs: list[Repair] = []
-    changes: dict[str, Any] = {"notice": "nothing is lost between these stages"}
-    if worst is not None and explanation.culprit is not None:
-        others = sum(share.points for share in split) - worst.points
-        allowed = run.max_points(judged) - others
-        changes, repairs = _explain_stage(run, judged, worst.stage, allowed, deadline)
     changes["seconds"] = round(time.monotonic() - began, 2)
     return Explained(judged, explanation.model_copy(update=changes), tuple(repairs))
+
+
+def _allowed(run: FinishedRun, judged: JudgedStage, name: str) -> float:
+    """Return the points that a stage may lose where the others lose what they do."""
+    others = sum(share.points for share in run.split(judged) if share.stage != name)
+    return run.max_points(judged) - others
+
+
+def _explain_training(
+    run: FinishedRun, judged: JudgedStage, name: str, allowed: float, deadline: float
+) -> tuple[dict[str, Any], list[Repair]]:
+    """Return what an explanation has of a stage that should have learnt more, and its repairs."""
+    refused = _refused(run, judged, name, allowed, deadline)
+    causes = _tested_causes(refused)
+    return _with_causes(refused, causes)
 
 
 def _explain_stage(
     run: FinishedRun, judged: JudgedStage, name: str, allowed: float, deadline: float
 ) -> tuple[dict[str, Any], list[Repair]]:
     """Return what an explanation has of the stage that loses most, and its repairs."""
-    stage: Any = run.state.plan.stage(name).stage
-    context = run.context(name, judged, temporary_folder() / "explain")
-    before = run.state.artifacts[run.state.plan.stage(name).input]
-    after = run.state.artifacts[name]
+    refused = _refused(run, judged, name, allowed, deadline)
+    measured = diagnose(refused.stage, refused.before, refused.after, refused.context, allowed)
     found: dict[str, Any] = {}
-    layers: tuple[str, ...] = ()
-    measured: LayerDiagnosis | None = None
-    refused: RefusedStage[Any]
-    if isinstance(stage, QuantizeStatic):
-        measured = QuantizationDiagnosis.create(stage, before, context, allowed)  # type: ignore[arg-type]
-    elif isinstance(stage, QuantizeDynamic | QuantizeWeights):
-        measured = ExcludedLayers.create(stage, before, after, context, allowed)  # type: ignore[arg-type]
     if measured is not None:
+        refused = replace(refused, measured=measured)
         measured.search.deadline = deadline
+        found = {"parts": measured.parts, "put_back": measured.put_back}
         lost = measured.search.lost
         if lost <= 0 or lost < measured.resolution:
-            found = {
+            found |= {
                 "points": round(lost, 6),
                 "samples": measured.samples,
                 "layers": len(measured.search.ranking),
                 "judgings": measured.judgings,
                 "notice": "so little is lost on these samples that it may be chance",
             }
-            refused = RefusedStage(stage, before, after, context, (), measured, allowed)
             return found, _repairs(refused, ())
-        found, layers = _guilty_layers(measured)
-    refused = RefusedStage(stage, before, after, context, layers, measured, allowed)
-    tested = [(cause, check_cause(cause, refused)) for cause in causes_of(stage.stage)]
+        guilty, layers = _guilty_layers(measured)
+        found |= guilty
+        refused = replace(refused, layers=layers)
+    explained, repairs = _with_causes(refused, _tested_causes(refused))
+    found |= explained
+    if measured is None:
+        found["notice"] = found["notice"] or f"layers of {refused.stage.stage} cannot be put back"
+    else:
+        found["judgings"] = measured.judgings
+        found["notice"] = found["notice"] or measured.notice
+    return found, repairs
+
+
+def _refused(
+    run: FinishedRun, judged: JudgedStage, name: str, allowed: float, deadline: float
+) -> RefusedStage[Any]:
+    planned = run.state.plan.stage(name)
+    context = run.context(name, judged, temporary_folder() / "explain")
+    before, after = run.state.artifacts[planned.input], run.state.artifacts[name]
+    share = next(share.points for share in run.split(judged) if share.stage == name)
+    rerun = rerun_of(run, name, context, share - allowed, deadline)
+    return RefusedStage(planned.stage, before, after, context, (), None, allowed, rerun)
+
+
+def _tested_causes(refused: RefusedStage[Any]) -> list[tuple[Cause[Any], FoundCause]]:
+    """Return the causes above their thresholds, the likeliest first."""
+    kind = refused.stage.stage
+    tested = [(cause, check_cause(cause, refused)) for cause in causes_of(kind)]
     causes = [(cause, result) for cause, result in tested if result is not None]
     # Equal ones in their own order: a twentieth of the loss is some samples.
     causes.sort(key=lambda pair: -round(20 * (pair[1].returned or 0.0)))
     known = [pair for pair in causes if pair[1].returned is not None]
-    causes = known or causes
-    for cause, result in causes:
-        log_event("cause_found", f"{name}: {result.text}", stage=name, cause=cause.key)
+    # What packages add is named in any case: they may not be able to compute what returns.
+    added = [p for p in causes if p not in known and type(p[0]) not in BUILT_IN]
+    named = [*known, *added] if known else causes
+    for cause, result in named:
+        log_event("cause_found", f"{kind}: {result.text}", stage=kind, cause=cause.key)
+    return named
+
+
+def _with_causes(
+    refused: RefusedStage[Any], causes: Sequence[tuple[Cause[Any], FoundCause]]
+) -> tuple[dict[str, Any], list[Repair]]:
     repairs = _repairs(refused, causes)
-    found["causes"] = tuple(result for _, result in causes)
-    found["repairs"] = tuple(dict(repair.settings) for repair in repairs)
-    if measured is None:
-        found["notice"] = f"layers of {stage.stage} cannot be put back one by one"
-    else:
-        found["judgings"] = measured.judgings
-    if not causes and not found.get("notice"):
-        found["notice"] = "no test of a cause is above its threshold"
-    return found, repairs
+    notice = "" if causes else "no test of a cause is above its threshold"
+    return {
+        "causes": tuple(result for _, result in causes),
+        "repairs": tuple(dict(repair.settings) for repair in repairs),
+        "notice": notice,
+    }, repairs
 
 
 def _guilty_layers(measured: LayerDiagnosis) -> tuple[dict[str, Any], tuple[str, ...]]:
     search = measured.search
     layers = search.guilty()
-    spread = not layers
+    spread = measured.spread = not layers
     layers = layers or search.widest()
     known = search.known_alone()
     for judged in search.judged:
-        log_event("patched", f"{len(judged.layers)} layers in float return {judged.recovered:.0%}")
+        put_back = f"{len(judged.layers)} {measured.parts} {measured.put_back}"
+        log_event("patched", f"{put_back} return {judged.recovered:.0%}")
     return {
         "points": round(search.lost, 6) if math.isfinite(search.lost) else None,
         "samples": measured.samples,
@@ -138,7 +186,7 @@ def _guilty_layers(measured: LayerDiagnosis) -> tuple[dict[str, Any], tuple[str,
             GuiltyLayer(
                 layer=name,
                 alone=round(known[name], 4) if name in known else None,
-                own_sqnr_db=round(measured.own_sqnr_db(name), 1),
+                own_sqnr_db=measured.own_sqnr_db(name),
             )
             for name in layers
         ),

@@ -85,6 +85,17 @@ class FinishedRun:
         state.progress = progress
         return cls(out, report, pipeline, state)
 
+    def with_pipeline(self, pipeline: Pipeline, out: Path) -> FinishedRun:
+        """Return the run of a changed pipeline in another folder, with the same store.
+
+        Raises:
+            ArtifactInvalid: there is no report.
+        """
+        options = RunOptions(cache=self.out / ".store", progress=self.state.progress)
+        _, state = preview_state(pipeline, out, options)
+        state.progress = self.state.progress
+        return FinishedRun(out, Report.read(out), pipeline, state)
+
     def judged(self, stage: str | None, gate: str | None) -> list[JudgedStage]:
         """Return the verdicts to explain: those that are named, else all that refused.
 

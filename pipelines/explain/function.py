@@ -87,11 +87,8 @@ def repair(
             if search.found is not None:
                 search.write(search.found, apply=apply)
             found = Explanations(
-                explanations=tuple(
-                    search.with_tried() if e is search.explained else e.explanation
-                    for e in explained
-                ),
-                chosen=None if search.found is None else search.found.settings,
+                explanations=tuple(search.with_tried(each) for each in explained),
+                chosen=None if search.found is None else search.found.edits,
                 nearest=None if search.nearest is None else search.nearest.name,
             )
         _write(run, found)

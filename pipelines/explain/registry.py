@@ -9,8 +9,11 @@ from typing import Any
 from compress.common.errors import Unavailable
 from compress.common.requirements import load_entry_point
 from compress.core.diagnosis.cause import ENTRY_POINT_GROUP, Cause
+from compress.distillation.diagnosis.causes import DISTILLATION_CAUSES
+from compress.pruning.diagnosis.causes import PRUNING_CAUSES
 from compress.quantization.diagnosis.causes import CAUSES
 from compress.quantization.diagnosis.setting_causes import SETTING_CAUSES
+from compress.training.diagnosis.causes import TRAINING_CAUSES
 from export.diagnosis.parity_causes import PARITY_CAUSES
 from export.diagnosis.size_causes import SIZE_CAUSES
 from export.diagnosis.speed_causes import SPEED_CAUSES
@@ -18,6 +21,9 @@ from export.diagnosis.speed_causes import SPEED_CAUSES
 BUILT_IN: tuple[type[Cause[Any]], ...] = (
     *CAUSES,
     *SETTING_CAUSES,
+    *PRUNING_CAUSES,
+    *DISTILLATION_CAUSES,
+    *TRAINING_CAUSES,
     *SPEED_CAUSES,
     *SIZE_CAUSES,
     *PARITY_CAUSES,

@@ -37,12 +37,16 @@ if TYPE_CHECKING:
     from pipelines.explain.tested_causes import Explained
     from pipelines.results.explanation import Explanation
 
+Edits = dict[str, dict[str, Any]]
+"""Stage → changed settings."""
 FOLDER, TRIED = "repair", "tried"
 """In the run's folder: the repaired pipeline, and the runs of all repairs that were tried."""
 REPAIRED, DIFFERENCE = "pipeline.yaml", "repair.diff"
 STORE = ".store"
 PAIRED = 4
 """Single changes of which pairs are tried: those after which least was lost."""
+BUILT_ON = 2
+"""Changes that mend a refusal and leave another one, on which further ones are tried."""
 
 
 def repair_run(
@@ -54,7 +58,7 @@ def repair_run(
     trains: bool = False,
     finds_best: bool = False,
 ) -> RepairSearch | None:
-    """Try the repairs of the first verdict that has some; None where none has.
+    """Try the repairs of all refused verdicts until every gate passes; None where none has any.
 
     Args:
         run: the run that was refused.
@@ -64,13 +68,11 @@ def repair_run(
         trains: whether repairs that train are tried too.
         finds_best: whether the search goes on for the fastest repair that passes.
     """
-    for each in explained:
-        repairs = [repair for repair in each.repairs if trains or not repair.trains]
-        if repairs:
-            search = RepairSearch(run, each, repairs, deadline, announce, finds_best)
-            search.search()
-            return search
-    return None
+    search = RepairSearch(run, explained, deadline, announce, trains, finds_best)
+    if not any(search.allowed(each) for each in explained):
+        return None
+    search.search()
+    return search
 
 
 @dataclass
@@ -78,28 +80,55 @@ class RepairSearch:
     """A search for changed settings with which a refused pipeline passes."""
 
     run: FinishedRun
-    explained: Explained
-    repairs: Sequence[Repair]
-    """The cheapest first."""
+    explained: Sequence[Explained]
     deadline: float
     """On the clock of :func:`time.monotonic`."""
     announce: Callable[[str], None]
+    trains: bool = False
+    """Whether repairs that train are tried too."""
     finds_best: bool = False
     """Whether the search goes on for the fastest of those that pass."""
     tried: list[TriedRepair] = field(default_factory=list)
+    _first: list[Explained] = field(default_factory=list)
+    """For each repair that was tried, the verdict of the refused run that it began with."""
 
     def search(self) -> None:
-        """Try single changes and then pairs, until one passes."""
-        for repair in self._in_turn():
-            if time.monotonic() > self.deadline:
-                break
-            found = self.run_repaired(repair)
-            self.tried.append(found)
-            outcome = "passes" if found.passed else found.error
-            self.announce(f"{found.name}: {outcome}")
-            log_event("repair_tried", f"{found.name}: {outcome}", settings=found.settings)
-            if found.passed and not self.finds_best:
-                break
+        """Try single changes and then pairs, until one passes.
+
+        Where a change mends one refusal and another one stays, or a later stage now refuses, what
+        is left is explained in turn, and its repairs are tried beside that change.
+        """
+        self._search(self.run, self.explained, {}, None)
+
+    def _search(
+        self,
+        run: FinishedRun,
+        explained: Sequence[Explained],
+        kept: Edits,
+        first: Explained | None,
+    ) -> bool:
+        """Return whether a change passes beside those that are kept, and the search may end."""
+        built_on = 0
+        for each in explained:
+            tried: list[TriedRepair] = []
+            for repair in self._in_turn(each, tried):
+                if time.monotonic() > self.deadline:
+                    return False
+                found = self.run_repaired(each, repair, kept)
+                tried.append(found)
+                self.tried.append(found)
+                self._first.append(first or each)
+                outcome = "passes" if found.passed else found.error
+                self.announce(f"{found.name}: {outcome}")
+                log_event("repair_tried", f"{found.name}: {outcome}", settings=found.settings)
+                if found.passed and not self.finds_best:
+                    return True
+                if built_on < BUILT_ON and self._mends(run, each, found):
+                    built_on += 1
+                    left = self._explained_anew(found)
+                    if left and self._search(*left, found.edits, first or each):
+                        return True
+        return False
 
     @property
     def found(self) -> TriedRepair | None:
@@ -107,42 +136,90 @@ class RepairSearch:
         passed = [tried for tried in self.tried if tried.passed]
         return min(passed, key=lambda tried: tried.latency_ms or float("inf"), default=None)
 
-    def with_tried(self) -> Explanation:
-        """Return the explanation with the repairs that were tried."""
-        return self.explained.explanation.model_copy(update={"tried": tuple(self.tried)})
+    def with_tried(self, explained: Explained) -> Explanation:
+        """Return an explanation with the repairs that were tried for it."""
+        tried = tuple(t for t, e in zip(self.tried, self._first, strict=True) if e is explained)
+        return explained.explanation.model_copy(update={"tried": tried})
 
-    def _in_turn(self) -> Iterator[Repair]:
-        yield from self.repairs
-        known = {str(dict(repair.settings)): repair for repair in self.repairs}
-        nearest = sorted((t for t in self.tried if t.value is not None), key=self._excess)
+    def allowed(self, explained: Explained) -> list[Repair]:
+        """Return the repairs of a verdict, the cheapest first, without those that may not train."""
+        return [repair for repair in explained.repairs if self.trains or not repair.trains]
+
+    def _in_turn(self, explained: Explained, tried: Sequence[TriedRepair]) -> Iterator[Repair]:
+        repairs = self.allowed(explained)
+        yield from repairs
+        known = {str(dict(repair.settings)): repair for repair in repairs}
+        measured = [t for t in tried if t.value is not None]
+        nearest = sorted(measured, key=lambda t: excess(explained, t))
         singles = [known[str(t.settings)] for t in nearest[:PAIRED] if not t.passed]
         for one, other in combinations(singles, 2):
             if (both := one.joined(other)) is not None:
                 yield both
 
-    def _excess(self, tried: TriedRepair) -> float:
-        """Return by how much the refused gate still misses its limit."""
-        verdict = self.explained.judged.verdict
-        if tried.value is None:
-            return float("inf")
-        excess = tried.value - verdict.limit
-        return -excess if gate_class(verdict.gate).higher_passes else excess
+    def _mends(self, run: FinishedRun, explained: Explained, tried: TriedRepair) -> bool:
+        """Whether a change mends the refusal that it is for, and makes no gate refuse that passed.
+
+        Gates of stages that did not run before may refuse.
+        """
+        if tried.passed or not tried.verdicts or not excess(explained, tried) <= 0:
+            return False
+        passed = {
+            (stage.name, verdict.gate, verdict.rule)
+            for stage in run.report.stages
+            for verdict in stage.verdicts
+            if verdict.passed
+        }
+        return not any(
+            (name, verdict.gate, verdict.rule) in passed
+            for name, verdicts in tried.verdicts.items()
+            for verdict in verdicts
+            if not verdict.passed
+        )
+
+    def _explained_anew(self, tried: TriedRepair) -> tuple[FinishedRun, list[Explained]] | None:
+        """Explain what a changed pipeline is refused for; None where that cannot be explained."""
+        # explain.py comes before this module: it names the repairs.
+        from pipelines.explain.explain import explain_run
+
+        try:
+            pipeline = self._pipeline(tried.edits)
+            run = self.run.with_pipeline(pipeline, self._folder(len(self.tried)))
+            return run, explain_run(run, None, None, self.deadline)
+        except CompressError:
+            return None
 
     @property
     def nearest(self) -> TriedRepair | None:
         """The repair after which the refused gate misses its limit by least."""
-        return min(self.tried, key=self._excess, default=None)
+        by = [excess(e, tried) for tried, e in zip(self.tried, self._first, strict=True)]
+        return self.tried[by.index(min(by))] if by else None
 
-    def run_repaired(self, repair: Repair) -> TriedRepair:
-        """Run the pipeline with changed settings, and judge it by all of its gates."""
+    def _folder(self, number: int) -> Path:
+        return self.run.out / FOLDER / TRIED / str(number)
+
+    def run_repaired(
+        self, explained: Explained, repair: Repair, kept: Edits | None = None
+    ) -> TriedRepair:
+        """Run the pipeline with changed settings, and judge it by all of its gates.
+
+        Args:
+            explained: the refusal that the change is to mend.
+            repair: the change, of the stage that loses most.
+            kept: changes that stay beside it.
+        """
         began = time.monotonic()
-        settings: dict[str, Any] = dict(repair.settings)
-        folder = self.run.out / FOLDER / TRIED / str(len(self.tried) + 1)
+        tried = TriedRepair(
+            settings=dict(repair.settings),
+            stage=str(explained.explanation.culprit),
+            beside=kept or {},
+            passed=False,
+        )
+        folder = self._folder(len(self.tried) + 1)
         try:
-            pipeline = self._pipeline(settings)
+            pipeline = self._pipeline(tried.edits)
         except ValidationError as invalid:
             message = str(invalid.errors()[0]["msg"]).removeprefix("Value error, ")
-            return TriedRepair(settings=settings, passed=False, error=message)
+            return tried.model_copy(update={"error": message})
         folder.mkdir(parents=True, exist_ok=True)
         remove_report(folder)  # of an earlier search: an invalid pipeline leaves none
         report, error = self._run(pipeline, folder)
@@ -150,24 +227,24 @@ class RepairSearch:
             # A time that a busy machine hid may be measurable now; all else comes from the store.
             report, error = self._run(pipeline, folder)
         if report is None:
-            return TriedRepair(settings=settings, passed=False, error=error)
+            return tried.model_copy(update={"error": error})
         seconds = round(time.monotonic() - began, 2)
         verdicts = {stage.name: stage.verdicts for stage in report.stages if stage.verdicts}
         last = report.stages[-1].measurements if report.stages else None
-        refused, found = self.explained.judged, None
+        refused, found = explained.judged, None
         for verdict in verdicts.get(refused.report.name, ()):
             if (verdict.gate, verdict.rule) == (refused.verdict.gate, refused.verdict.rule):
                 found = verdict.value
-        return TriedRepair(
-            settings=settings,
-            passed=report.status == "passed",
-            verdicts=verdicts,
-            value=found,
-            latency_ms=last.latency_ms.p50 if last else None,
-            bytes=last.bytes if last else None,
-            error=error,
-            seconds=seconds,
-        )
+        changes: dict[str, Any] = {
+            "passed": report.status == "passed",
+            "verdicts": verdicts,
+            "value": found,
+            "latency_ms": last.latency_ms.p50 if last else None,
+            "bytes": last.bytes if last else None,
+            "error": error,
+            "seconds": seconds,
+        }
+        return tried.model_copy(update=changes)
 
     def _run(self, pipeline: Pipeline, folder: Path) -> tuple[Report | None, str]:
         """Run a pipeline; return its report, None where there is none, and why it did not pass."""
@@ -188,16 +265,16 @@ class RepairSearch:
         assert source is not None  # the run was made from a file
         return source
 
-    @property
-    def _index(self) -> int:
-        """The place of the culprit in the file, before a matrix is expanded."""
-        planned = self.run.state.plan.stage(str(self.explained.explanation.culprit))
+    def _index(self, stage: str) -> int:
+        """Return the place of a stage in the file, before a matrix is expanded."""
+        planned = self.run.state.plan.stage(stage)
         return int(self._source.written(("stages", planned.index))[1])
 
-    def _pipeline(self, settings: dict[str, Any]) -> Pipeline:
+    def _pipeline(self, edits: Edits) -> Pipeline:
         """Return the pipeline with changed settings; raise ValidationError if they do not fit."""
-        written = self._source.unexpanded or self._source.content
-        content = changed_content(written, self._index, settings)
+        content = self._source.unexpanded or self._source.content
+        for stage, settings in edits.items():
+            content = changed_content(content, self._index(stage), settings)
         source = expand_matrices(Source(self._source.path, content, self._source.lines))
         pipeline = Pipeline.model_validate({"name": source.path.stem, **source.content})
         pipeline._source = source  # paths are relative to its file
@@ -209,8 +286,9 @@ class RepairSearch:
         With `apply` the original file is changed too.
         """
         original, folder = self._source.path, self.run.out / FOLDER
-        before = original.read_text(encoding="utf-8")
-        after = changed_text(before, self._index, found.settings)
+        before = after = original.read_text(encoding="utf-8")
+        for stage, settings in found.edits.items():
+            after = changed_text(after, self._index(stage), settings)
         difference = difflib.unified_diff(
             before.splitlines(keepends=True),
             after.splitlines(keepends=True),
@@ -226,3 +304,13 @@ class RepairSearch:
         )
         if apply:
             write_atomically(original, after)
+
+
+def excess(explained: Explained, tried: TriedRepair) -> float:
+    """Return by how much a refused gate still misses its limit after a change."""
+    verdict = explained.judged.verdict
+    for own in tried.verdicts.get(explained.judged.report.name, ()):
+        if (own.gate, own.rule) == (verdict.gate, verdict.rule) and own.value is not None:
+            missed = own.value - verdict.limit
+            return -missed if gate_class(verdict.gate).higher_passes else missed
+    return float("inf")

@@ -12,7 +12,7 @@ from compress.core.verdict import Verdict
 from pipelines.results.schema import readable_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from pipelines.results.schema import Report
@@ -22,6 +22,8 @@ MOST_COSTS = 6
 """Modules whose cost is shown in the text; the file has all."""
 LEAST_COST = 0.01
 """Share of the whole that is shown."""
+SAID_IF_REMOVED = ("calibration_samples", "learning_rate", "temperature", "soft_weight")
+"""Settings whose removal is said in the line of a repair; others only make room."""
 
 
 class StageShare(Settings):
@@ -33,7 +35,7 @@ class StageShare(Settings):
 
 
 class LayerSet(Settings):
-    """Layers that were put back to float."""
+    """Layers that were put back as they were before the stage."""
 
     layers: tuple[str, ...]
     recovered: float
@@ -41,14 +43,15 @@ class LayerSet(Settings):
 
 
 class GuiltyLayer(Settings):
-    """A layer that loses accuracy."""
+    """A layer, a group of channels or a block that loses accuracy."""
 
     layer: str
     alone: float | None
     """Share of the loss that it costs when all other layers are in float; None where more layers
     are guilty than could be judged alone."""
-    own_sqnr_db: float
-    """Signal to quantization noise ratio of its output, with float inputs."""
+    own_sqnr_db: float | None = None
+    """Signal to quantization noise ratio of its output, with float inputs; None where nothing was
+    quantized."""
 
 
 class ModuleCost(Settings):
@@ -79,6 +82,10 @@ class TriedRepair(Settings):
 
     settings: dict[str, JsonValue]
     """What was changed in the settings of the stage."""
+    stage: str = ""
+    """The stage's name."""
+    beside: dict[str, dict[str, JsonValue]] = {}
+    """Stage → settings that were changed before, to mend another refusal."""
     passed: bool
     """Whether every gate of the pipeline passed."""
     verdicts: dict[str, tuple[Verdict, ...]] = {}
@@ -93,9 +100,17 @@ class TriedRepair(Settings):
     seconds: float = 0.0
 
     @property
+    def edits(self) -> dict[str, dict[str, JsonValue]]:
+        """All changes: stage → settings."""
+        own = {**self.beside.get(self.stage, {}), **self.settings}
+        return {**self.beside, self.stage: own}
+
+    @property
     def name(self) -> str:
-        """The changed settings in a line."""
-        return ", ".join(f"{k}: {_short(v)}" for k, v in self.settings.items() if v is not None)
+        """The changed settings in a line, with the stages' names where there are several."""
+        if not self.beside:
+            return _in_a_line(self.settings)
+        return "; ".join(f"{stage}: {_in_a_line(s)}" for stage, s in self.edits.items())
 
 
 class Explanation(Settings):
@@ -111,6 +126,10 @@ class Explanation(Settings):
     """The loss between what the gate compares with and the stage, by the stages between."""
     culprit: str | None
     """The stage that brings most of it; None where nothing is lost."""
+    parts: str = "layers"
+    """What was put back, in words: `layers`, `groups` of channels, `blocks`."""
+    put_back: str = "in float"
+    """How these are then, in words."""
     layers: int = 0
     """How many layers of the culprit could be put back."""
     samples: int = 0
@@ -156,13 +175,16 @@ class Explanation(Settings):
             back = "" if self.recovered is None else f"{self.recovered:.0%}"
             lost = "all" if self.points is None else f"{self.points:.3g}"
             other = "" if self.confirmed is None else f", {self.confirmed:.0%} on the other half"
-            yield f"  layers  {shown}: {len(names)} of {self.layers}"
+            yield f"  {self.parts:7} {shown}: {len(names)} of {self.layers}"
             yield (
-                f"          in float they return {back} of {lost} points on "
+                f"          {self.put_back} they return {back} of {lost} points on "
                 f"{self.samples} samples{other}"
             )
         if self.spread:
-            yield "  layers  spread over the model: no quarter of the layers returns half of it"
+            yield (
+                f"  {self.parts:7} spread over the model: no quarter of the {self.parts} returns "
+                "half of it"
+            )
         if self.costs:
             total = sum(cost.now for cost in self.costs)
             dearest = [
@@ -203,8 +225,8 @@ class Explanations(Settings):
     """All explanations of a run."""
 
     explanations: tuple[Explanation, ...]
-    chosen: dict[str, JsonValue] | None = None
-    """The changed settings with which all gates pass; None where none were found."""
+    chosen: dict[str, dict[str, JsonValue]] | None = None
+    """Stage → the changed settings with which all gates pass; None where none were found."""
     nearest: str | None = None
     """Of the repairs that were tried, the one after which the gate misses its limit by least."""
 
@@ -224,7 +246,20 @@ class Explanations(Settings):
         return found if same else None
 
 
+def _in_a_line(settings: Mapping[str, JsonValue]) -> str:
+    # A removed setting is that of its default.
+    return ", ".join(
+        f"{name}: {'default' if value is None else _short(value)}"
+        for name, value in settings.items()
+        if value is not None or len(settings) == 1 or name in SAID_IF_REMOVED
+    )
+
+
 def _short(value: JsonValue) -> str:
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{k}: {_short(v)}' for k, v in value.items())}}}"
+    if isinstance(value, float):
+        return f"{value:.4g}"
     if isinstance(value, list):
         return f"[{', '.join(map(str, value[:3]))}{', …' if len(value) > 3 else ''}]"
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from compress.artifacts.artifact import Artifact
     from compress.core.context import Context
+    from compress.core.diagnosis.rerun import RerunStage
     from compress.core.stage import Stage
 
 ENTRY_POINT_GROUP = "compress.causes"
@@ -73,6 +74,9 @@ class RefusedStage(Generic[Measured]):
     """What the stage's own diagnosis measured; None where it has none."""
     max_points: float
     """What the refused gate allows; 0 for gates that are not about points of a metric."""
+    rerun: RerunStage | None = None
+    """The same stage with other settings, and the metric on `train`; None for stages that have no
+    metric."""
 
 
 class Cause(Generic[Measured]):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from compress.common.forward import flatten_outputs
 from compress.common.tensor_difference import measured
+from compress.core.stage import DEFAULT_CALIBRATION_SAMPLES
 from compress.pruning.importance.layer_calls import samples_refused
 from compress.pruning.recovery.least_squares import refit_
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
     from pydantic import JsonValue
 
+    from compress.core.context import Context
     from compress.data.batch import Batch
     from compress.pruning.dependency.channel_groups import Kept
 
@@ -125,6 +127,22 @@ def reestimate_batch_norms_(
         norm.momentum = momentum
         norm.eval()
     module.cpu()
+
+
+def reestimate_on_calibration_(module: nn.Module, context: Context) -> None:
+    """Re-estimate BatchNorm statistics over calibration samples, in place.
+
+    Raises:
+        StageFailed: there is no data, or the module does not take the samples.
+    """
+    reestimate_batch_norms_(module, usual_calibration(context), context.device)
+
+
+def usual_calibration(context: Context) -> list[Batch]:
+    """Return as many calibration samples as stages draw by default."""
+    data: Any = context.need_data("batch_norm: reestimate")
+    available = len(data.split(data.calibration_split))
+    return list(data.calibration(min(DEFAULT_CALIBRATION_SAMPLES, available), context.seed))
 
 
 def _run(module: nn.Module, batch: Batch) -> tuple[torch.Tensor, ...]:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import tempfile
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from compress.common.forward import accept_any_batch, torch_predictor
-from compress.core.val_halves import halves_of_val
-from compress.quantization.diagnosis.guilty_layers import GuiltSearch
+from compress.common.forward import torch_predictor
+from compress.core.diagnosis.guilty_layers import GuiltSearch
+from compress.core.diagnosis.layer_diagnosis import LayerDiagnosis
 from compress.quantization.diagnosis.layer_evidence import (
     LayerEvidence,
     collect_evidence,
@@ -27,83 +26,16 @@ if TYPE_CHECKING:
     from compress.artifacts.artifact import Artifact
     from compress.artifacts.eager_model import EagerModel
     from compress.artifacts.graph_model import GraphModel
-    from compress.common.forward import Predictor
     from compress.core.context import Context
     from compress.core.val_halves import HalfOfVal
     from compress.quantization.diagnosis.rounding_switches import Rounded
     from compress.quantization.stages.base import QuantizationStage
     from compress.quantization.stages.static import QuantizeStatic
 
-WHY = "compress explain"
-MOST_SAMPLES = 1024
-"""Samples that models are judged on."""
 EVIDENCE_SAMPLES, EVIDENCE_BATCH = 128, 32
 """Samples on which layers are measured, and how many of them at once."""
 CALIBRATION_BATCHES = 4
 """Batches of the calibration sample of which the middle values are measured."""
-
-
-@dataclass
-class LayerDiagnosis:
-    """A quantized model of which layers can be put back to float, and the search for the guilty."""
-
-    model: EagerModel | GraphModel
-    """The float model."""
-    context: Context
-    decided_on: HalfOfVal
-    confirmed_on: HalfOfVal
-    search: GuiltSearch
-    judgings: int = field(default=0, init=False)
-    """How many models were judged on half of `val`."""
-
-    @staticmethod
-    def halves(model: Artifact, context: Context) -> tuple[HalfOfVal, HalfOfVal]:
-        """Measure the float model on both halves of `val`."""
-        metric = context.metric.for_model(model.signature).with_inferred_loss(context.data)
-        return halves_of_val(model, context, WHY, metric, MOST_SAMPLES)
-
-    def begin(self, points: float) -> None:
-        """Measure the loss, given what the refused gate allows."""
-        search = self.search
-        search.drop = lambda layers: self._drop_on(self.decided_on, layers)
-        lost = search.lost
-        search.wanted = search.share_returned(points) if lost > 0 else 0.0
-        search.least_points = max(points, self.resolution)
-
-    @property
-    def samples(self) -> int:
-        """How many samples decide."""
-        return self.decided_on.samples
-
-    @property
-    def resolution(self) -> float:
-        """Points that two samples are worth, of a fraction of them: less may be chance."""
-        return 2 * self.decided_on.points_of_sample
-
-    def confirm(self, layers: Collection[str]) -> float:
-        """Return the share of the loss that layers return on the half that did not decide."""
-        total, left, none = (
-            self._drop_on(self.confirmed_on, some) for some in ((), layers, self.search.ranking)
-        )
-        if not (math.isfinite(left) and math.isfinite(total)):
-            return 1.0 if math.isfinite(left) else 0.0
-        return (total - left) / (total - none) if total > none else 0.0
-
-    def returned(self, points: float) -> float:
-        """Return the share of the loss that is mended where so many points are lost."""
-        return self.search.share_returned(points)
-
-    def own_sqnr_db(self, layer: str) -> float:
-        """Return the signal to quantization noise ratio of a layer with float inputs."""
-        raise NotImplementedError
-
-    def _drop_on(self, half: HalfOfVal, layers: Collection[str]) -> float:
-        """Return the points lost on some samples with layers in float."""
-        raise NotImplementedError
-
-    def _judge(self, half: HalfOfVal, predict: Predictor) -> float:
-        self.judgings += 1
-        return half.drop_points(accept_any_batch(predict, self.model.signature))
 
 
 @dataclass
@@ -160,7 +92,7 @@ class QuantizationDiagnosis(LayerDiagnosis):
 
     def own_sqnr_db(self, layer: str) -> float:
         """Return what was measured of the layer."""
-        return self.evidence[layer].own.sqnr_db
+        return round(self.evidence[layer].own.sqnr_db, 1)
 
     def _drop_on(self, half: HalfOfVal, layers: Collection[str]) -> float:
         with (
@@ -216,7 +148,7 @@ class ExcludedLayers(LayerDiagnosis):
 
     def own_sqnr_db(self, layer: str) -> float:
         """Return what the stage has recorded."""
-        return self.fidelity[layer]
+        return round(self.fidelity[layer], 1)
 
     def _drop_on(self, half: HalfOfVal, layers: Collection[str]) -> float:
         if len(layers) == len(self.search.ranking):
@@ -226,7 +158,8 @@ class ExcludedLayers(LayerDiagnosis):
     def _run(self, half: HalfOfVal, settings: dict[str, Any]) -> float:
         content = {**self.stage.model_dump(exclude={"gates"}, exclude_unset=True), **settings}
         stage = type(self.stage).model_validate({"stage": self.stage.stage, **content})
+        model: Any = self.model
         with tempfile.TemporaryDirectory() as folder:
-            made = stage.run(self.model, self.context.with_root(Path(folder) / "made"))
+            made = stage.run(model, self.context.with_root(Path(folder) / "made"))
             with made.open("cpu", self.context.threads) as predict:
                 return self._judge(half, predict)

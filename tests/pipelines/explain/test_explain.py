@@ -128,7 +128,7 @@ def test_a_repair_is_run_judged_by_all_gates_and_applied(folder: Path, capfd) ->
     assert compress("repair", out, "--apply") == 0
     assert "equalize: true: found" in capfd.readouterr().out
     content = json.loads((out / "explain.json").read_text())
-    assert content["chosen"] == {"equalize": True}
+    assert content["chosen"] == {"int8": {"equalize": True}}
     (tried,) = content["explanations"][0]["tried"]
     assert tried["passed"] and {*tried["verdicts"]} == {"int8", "onnx"}
     assert "+    equalize: true" in (out / "repair" / "repair.diff").read_text()

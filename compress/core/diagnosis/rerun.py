@@ -1,0 +1,135 @@
+"""A stage that is run again with other settings, to see how much of what is missing returns."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import time
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from compress.common.errors import CompressError, StageFailed
+from compress.core.diagnosis.input_ranges import (
+    SAMPLES,
+    InputRange,
+    input_ranges,
+    unlikeness,
+    with_ranges,
+)
+from compress.core.diagnosis.layer_diagnosis import MOST_SAMPLES, WHY
+from compress.core.metrics import evaluate
+from compress.data.batch import Batch
+
+if TYPE_CHECKING:
+    import torch
+
+    from compress.artifacts.artifact import Artifact
+    from compress.core.context import Context
+    from compress.core.stage import Stage
+
+SHARE_OF_TIME = 0.5
+"""Of the time that is left, how much one more run of the stage may take."""
+
+
+@dataclass
+class RerunStage:
+    """A stage, and the points of the metric on `val` that it lacks for a gate."""
+
+    stage: Stage[Any, Any]
+    before: Artifact
+    after: Artifact
+    context: Context
+    missing: float
+    """Points that the gate lacks; none or less where it passed."""
+    seconds: float
+    """How long the stage ran."""
+    deadline: float = math.inf
+    """On the clock of :func:`time.monotonic`; the stage is not run again where it would pass."""
+    known: dict[str, float | None] = field(default_factory=dict)
+    """Other settings → the share that returned."""
+
+    def returned(self, settings: dict[str, Any], times: float = 1.0) -> float | None:
+        """Return the share of the missing points that return with other settings.
+
+        None where there is no time: the stage is expected to run `times` as long as it did.
+        """
+        key = str(sorted(settings.items()))
+        if key not in self.known:
+            left = self.deadline - time.monotonic()
+            if self.missing <= 0 or self.seconds * times > SHARE_OF_TIME * left:
+                return None
+            self.known[key] = self._run(settings)
+        return self.known[key]
+
+    def share_of(self, score: float) -> float:
+        """Return the share of the missing points that a score of the metric returns."""
+        gained = self.context.metric.drop_points(score, self.score)
+        return max(0.0, min(1.0, gained / self.missing)) if self.missing > 0 else 0.0
+
+    @cached_property
+    def score(self) -> float:
+        """The metric of what the stage made, on `val`."""
+        return self.context.score(self.after)
+
+    @cached_property
+    def gap(self) -> float | None:
+        """Points by which the metric is better on `train` than on `val`; None if unknown."""
+        data = self.context.need_data(WHY)
+        if "train" not in data.datasets or data.stream is not None:
+            return None
+        samples = len(data.split("train"))  # type: ignore[arg-type]  # Splits admits none without
+        part, *_ = data.interleaved_parts("train", max(1, round(samples / MOST_SAMPLES)))
+        metric = self.context.metric.for_model(self.after.signature)
+        metric = metric.with_inferred_loss(self.context.data)
+        try:
+            with self.context.predictor(self.after) as predict:
+                on_train = evaluate(predict, part, "train", metric)
+        except CompressError:  # such as a metric that needs a reference
+            return None
+        return self.context.metric.drop_points(on_train, self.score)
+
+    @cached_property
+    def train_unlikeness(self) -> float:
+        """By how many times the range of `train` differs from that of `val`."""
+        return unlikeness(*self._ranges)
+
+    def returned_in_range(self) -> float:
+        """Return the share of the missing points that return on `val` in the range of `train`."""
+        train, val = self._ranges
+        data = self.context.need_data(WHY)
+        metric = self.context.metric.for_model(self.after.signature)
+        with self.context.predictor(self.after) as predict:
+
+            def in_range(*inputs: torch.Tensor) -> Any:
+                return predict(*with_ranges(Batch(inputs, None), val, train).inputs)
+
+            try:
+                return self.share_of(evaluate(in_range, data, "val", metric))
+            except StageFailed:
+                return 0.0
+
+    @cached_property
+    def _ranges(self) -> tuple[list[InputRange | None], list[InputRange | None]]:
+        data = self.context.need_data(WHY)
+        train, val = (input_ranges(data.batches(name, limit=SAMPLES)) for name in ("train", "val"))
+        return train, val
+
+    def _run(self, settings: dict[str, Any]) -> float | None:
+        own: dict[str, Any] = {
+            name: getattr(self.stage, name)
+            for name in self.stage.model_fields_set - {"gates", "input"}
+        }
+        content = {"stage": self.stage.stage, **own, **settings}
+        kept = {name: value for name, value in content.items() if value is not None}
+        with tempfile.TemporaryDirectory() as folder:
+            root = Path(folder)
+            context = replace(
+                self.context, root=root / "made", scratch=root / "work", results=root / "results"
+            )
+            try:
+                stage = type(self.stage).model_validate(kept)
+                return self.share_of(context.score(stage.run(self.before, context)))
+            except CompressError:  # such as a loss that is not finite
+                return 0.0

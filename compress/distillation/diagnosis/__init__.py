@@ -1,0 +1,1 @@
+"""Why a distilled model reaches less than a gate asks for."""

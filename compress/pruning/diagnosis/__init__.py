@@ -1,0 +1,1 @@
+"""Why a pruned model loses accuracy: which channel groups, weights or blocks, for what reason."""

@@ -1,0 +1,85 @@
+"""Splits a pruned model's loss among causes, by taking them away one after the other.
+
+Causes that overlap cannot be compared by what returns without each alone: a group at its own width
+returns what a missing refit loses, too. So the model is mended in an order, first by what costs
+nothing, and each cause gets what returns beyond those before it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+import torch
+
+from compress.core.diagnosis.layer_diagnosis import LayerDiagnosis
+from compress.pruning.recovery.recovery import batch_norms, reestimate_batch_norms_
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from torch import nn
+
+    from compress.data.batch import Batch
+
+Variant = TypeVar("Variant")
+
+
+@dataclass
+class PruningDiagnosis(LayerDiagnosis, Generic[Variant]):
+    """A pruned model that can be made again otherwise: with parts put back, or pruned better."""
+
+    _attributed: dict[tuple[str, ...], dict[str, float]] = field(default_factory=dict, init=False)
+
+    @property
+    def own(self) -> Variant:
+        """The model as the stage has made it, without fine-tuning."""
+        raise NotImplementedError
+
+    def remedies(self, layers: Sequence[str]) -> Iterable[tuple[str, Callable[[Variant], Variant]]]:
+        """Return for each cause, in the order in which they are taken away, what mends it.
+
+        Args:
+            layers: the guilty parts; empty where the loss is spread over the model.
+        """
+        raise NotImplementedError
+
+    def points_of(self, variant: Variant) -> float:
+        """Return the points that a variant loses on the half that decides."""
+        raise NotImplementedError
+
+    def shares(self, layers: Sequence[str]) -> dict[str, float]:
+        """Return cause → share of the loss that returns without it, beyond those before it."""
+        key = tuple(layers)
+        if key not in self._attributed:
+            found: dict[str, float] = {}
+            best, returned = self.own, 0.0
+            for cause, mend in self.remedies(layers):
+                mended = mend(best)
+                share = self.returned(self.points_of(mended))
+                found[cause] = share - returned
+                if share > returned:
+                    best, returned = mended, share
+            self._attributed[key] = found
+        return self._attributed[key]
+
+
+@torch.no_grad()
+def batch_norm_shift(module: nn.Module, batches: Sequence[Batch], device: str) -> float:
+    """Return how far BatchNorm statistics are from those of some batches, in deviations.
+
+    Of the layer with the largest shift: the root mean square over its channels. The module is
+    changed.
+    """
+    before = [
+        (norm.running_mean.clone(), norm.running_var.clone())
+        for norm in batch_norms(module)
+        if norm.running_mean is not None and norm.running_var is not None
+    ]
+    reestimate_batch_norms_(module, batches, device)
+    shifts = [0.0]
+    for norm, (mean, variance) in zip(batch_norms(module), before, strict=False):
+        if norm.running_mean is not None:
+            shift = norm.running_mean.cpu() - mean.cpu()
+            shifts.append(float((shift.square() / (variance.cpu() + norm.eps)).mean().sqrt()))
+    return max(shifts)

@@ -1,0 +1,1 @@
+"""Why a training reaches less than a gate asks for."""

@@ -1,0 +1,247 @@
+"""Causes of a metric that a training does not reach: what they measure, and what mends them.
+
+Thresholds were set on half of the injected faults of `benchmarks/explain.py`.
+"""
+
+from __future__ import annotations
+
+import statistics
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from compress.artifacts.eager_model import EagerModel
+from compress.common.forward import flatten_outputs
+from compress.core.diagnosis.cause import Cause, Repair
+from compress.core.diagnosis.input_ranges import UNLIKE
+from compress.core.diagnosis.layer_diagnosis import WHY
+from compress.training.config.training import DEFAULT_LEARNING_RATE, Training
+from compress.training.diagnosis.history import fall_at_the_end, largest_rise, recorded_losses
+from compress.training.objectives.objective import TargetLoss
+from compress.training.stage import Train
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from compress.core.diagnosis.cause import RefusedStage
+    from compress.core.diagnosis.rerun import RerunStage
+    from compress.core.stage import Stage
+
+    Refused = RefusedStage[Any]
+
+TRAINING_STAGES = (
+    "train",
+    "distill",
+    "quantize_aware_training",
+    "prune_channels",
+    "prune_weights",
+    "prune_layers",
+)
+"""Stages that train, or fine-tune if `finetune` is set."""
+LOSS_SAMPLES = 512
+"""Samples on which the loss before the training is measured."""
+MORE_EPOCHS = 3
+LOWER_RATE = 10.0
+
+
+def training_of(stage: Stage[Any, Any]) -> Training | None:
+    """Return the settings by which a stage trains; None where it does not."""
+    settings: Any = stage
+    found = settings if isinstance(settings, Training) else getattr(stage, "finetune", None)
+    return found if isinstance(found, Training) else None
+
+
+def with_training(stage: Stage[Any, Any], settings: dict[str, Any]) -> dict[str, Any]:
+    """Return settings of a stage that change those by which it trains; None removes one."""
+    training = training_of(stage)
+    if training is None or not hasattr(stage, "finetune"):
+        return settings
+    written = training.model_dump(mode="json", exclude_unset=True) | settings
+    return {"finetune": {name: value for name, value in written.items() if value is not None}}
+
+
+def learning_rate(training: Training) -> float:
+    """Return the highest learning rate."""
+    own = training.hyper_parameters()  # a stage may have a default of its own
+    return own.learning_rate or DEFAULT_LEARNING_RATE[training.optimizer]
+
+
+class TrainingCause(Cause[Any]):
+    """A cause in how a stage trains."""
+
+    stages: ClassVar[tuple[str, ...]] = TRAINING_STAGES
+
+    def measure(self, refused: Refused, layer: str) -> float | None:
+        """Return the value for the stage as a whole; None where it does not train."""
+        training, rerun = training_of(refused.stage), refused.rerun
+        if layer or training is None or rerun is None:
+            return None
+        losses = recorded_losses(refused.after)
+        return self.measure_training(rerun, losses) if losses else None
+
+    def measure_training(self, rerun: RerunStage, losses: list[float]) -> float | None:
+        """Return the value, given the mean loss of each epoch."""
+        raise NotImplementedError
+
+    def changes(self, training: Training) -> tuple[tuple[dict[str, Any], float], ...]:
+        """Return settings that take the cause away, and how many times as long they train."""
+        return ()
+
+    def returned(self, refused: Refused, layers: Sequence[str]) -> float | None:
+        """Return the share that returns with the likeliest change, where there is time for it."""
+        training, rerun = training_of(refused.stage), refused.rerun
+        if training is None or rerun is None:
+            return None
+        for settings, times in self.changes(training)[:1]:
+            return rerun.returned(with_training(refused.stage, settings), times)
+        return None
+
+    def repairs(self, refused: Refused, layers: Sequence[str]) -> tuple[Repair, ...]:
+        """Return the changes; all of them train."""
+        training = training_of(refused.stage)
+        if training is None:
+            return ()
+        written = training.model_dump(mode="json")
+        return tuple(
+            Repair(with_training(refused.stage, settings), 4)
+            for settings, _ in self.changes(training)
+            if any(written.get(name) != value for name, value in settings.items())
+        )
+
+
+class TrainUnlikeVal(TrainingCause):
+    """The model is trained on inputs that are scaled otherwise than those of use."""
+
+    key: ClassVar[str] = "train_unlike_val"
+    limit: ClassVar[float] = UNLIKE
+    text: ClassVar[str] = (
+        "train unlike val (inputs are {value:.3g} times as wide, as narrow or shifted; "
+        "limit {limit:g})"
+    )
+
+    def measure_training(self, rerun: RerunStage, losses: list[float]) -> float | None:
+        """Return by how many times the range differs."""
+        return rerun.train_unlikeness
+
+    def returned(self, refused: Refused, layers: Sequence[str]) -> float | None:
+        """Return the share that returns where `val` is brought to the range of `train`."""
+        rerun = refused.rerun
+        return None if rerun is None or rerun.missing <= 0 else rerun.returned_in_range()
+
+
+class LearningRateTooHigh(TrainingCause):
+    """The loss rises again, or never falls: the steps are too long."""
+
+    key: ClassVar[str] = "learning_rate_too_high"
+    limit: ClassVar[float] = 0.5
+    text: ClassVar[str] = (
+        "diverged, learning rate too high (the loss rises by {value:.0%} of what it falls; "
+        "limit {limit:.0%})"
+    )
+
+    def measure_training(self, rerun: RerunStage, losses: list[float]) -> float | None:
+        """Return the largest rise; None where the model has learnt `train` well enough."""
+        if not is_underfit(rerun):
+            return None
+        start = loss_before(rerun)
+        return largest_rise(losses if start is None else [start, *losses])
+
+    def changes(self, training: Training) -> tuple[tuple[dict[str, Any], float], ...]:
+        """Return lower rates, and a limit of the gradient."""
+        rate = learning_rate(training)
+        found: list[tuple[dict[str, Any], float]] = [
+            ({"learning_rate": rate / by}, 1.0) for by in (LOWER_RATE, LOWER_RATE**2, 3.0)
+        ]
+        usual = DEFAULT_LEARNING_RATE[training.optimizer]
+        if rate > LOWER_RATE * usual:
+            found.insert(0, ({"learning_rate": None}, 1.0))
+        return (*found, ({"clip_norm": 1.0}, 1.0))
+
+
+class NotConverged(TrainingCause):
+    """The loss was still falling when the training ended."""
+
+    key: ClassVar[str] = "not_converged"
+    limit: ClassVar[float] = 0.05
+    text: ClassVar[str] = (
+        "not converged (the last quarter of the epochs brought {value:.0%} of the loss's fall; "
+        "limit {limit:.0%})"
+    )
+
+    def measure_training(self, rerun: RerunStage, losses: list[float]) -> float | None:
+        """Return the fall at the end; None where the model has learnt `train` well enough."""
+        return fall_at_the_end(losses) if is_underfit(rerun) else None
+
+    def changes(self, training: Training) -> tuple[tuple[dict[str, Any], float], ...]:
+        """Return more epochs, and a higher rate where it is low."""
+        found: list[tuple[dict[str, Any], float]] = [
+            ({"epochs": by * training.epochs}, float(by)) for by in (MORE_EPOCHS, MORE_EPOCHS**2)
+        ]
+        rate, usual = learning_rate(training), DEFAULT_LEARNING_RATE[training.optimizer]
+        if rate < usual / LOWER_RATE:
+            found.insert(0, ({"learning_rate": None}, 1.0))
+        elif rate < usual:
+            found.append(({"learning_rate": None}, 1.0))
+        return (*found, ({"learning_rate": 3 * rate}, 1.0))
+
+
+class Overfit(TrainingCause):
+    """The model is far better on `train` than on `val`."""
+
+    key: ClassVar[str] = "overfit"
+    limit: ClassVar[float] = 3.0
+    text: ClassVar[str] = (
+        "overfit (the metric on train is {value:.3g} points better than on val; limit {limit:g})"
+    )
+
+    def measure_training(self, rerun: RerunStage, losses: list[float]) -> float | None:
+        """Return the points between both; None where `train` is not learnt well enough either."""
+        return None if is_underfit(rerun) else rerun.gap
+
+    def changes(self, training: Training) -> tuple[tuple[dict[str, Any], float], ...]:
+        """Return what regularizes; none of them is sure to help."""
+        return (
+            ({"weight_decay": 10 * (training.weight_decay or 5e-4)}, 1.0),
+            ({"ema_decay": 0.99}, 1.0),
+            ({"early_stopping": 3}, 1.0),
+        )
+
+    def returned(self, refused: Refused, layers: Sequence[str]) -> float | None:
+        """Return None: more data is what is missing, and there is none."""
+        return None
+
+
+def loss_before(rerun: RerunStage) -> float | None:
+    """Return the loss on some samples of `train` before the first step; None where it is another.
+
+    A first epoch of too long steps is followed by a fall alone.
+    """
+    stage, model = rerun.stage, rerun.before
+    if not (isinstance(stage, Train) and isinstance(model, EagerModel)):
+        return None
+    loss = TargetLoss.for_training(stage, rerun.context, model.signature).prepare("cpu")
+    data, module = rerun.context.need_data(WHY), model.load().train()
+    losses = []
+    with torch.no_grad():
+        for batch in data.batches("train", stage.batch_size, LOSS_SAMPLES):
+            losses.append(float(loss(flatten_outputs(module(*batch.inputs)), batch)))
+    return statistics.fmean(losses)
+
+
+def is_underfit(rerun: RerunStage) -> bool:
+    """Whether the metric misses on `train` as well what the gate asks for on `val`.
+
+    A model that is a little better on `train` may still be undertrained.
+    """
+    return rerun.missing > 0 and (
+        rerun.gap is None or rerun.gap < max(rerun.missing, Overfit.limit)
+    )
+
+
+TRAINING_CAUSES: tuple[type[TrainingCause], ...] = (
+    TrainUnlikeVal,
+    LearningRateTooHigh,
+    NotConverged,
+    Overfit,
+)
+"""Where two of them explain as much, the one that stands first is named first."""
