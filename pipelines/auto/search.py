@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from compress.common.atomic_files import write_atomically
 from compress.common.errors import StageFailed
+from compress.pruning.allocation.solver import Limit, Programme
 from compress.pruning.width_harms import WidthSpace, measure_harms
 from export.latency.kernel_table import TABLES, KernelTable
 from pipelines.auto.candidates import Candidate, CheckedModel, candidate_of, rungs
@@ -18,7 +19,6 @@ from pipelines.auto.cost_models import float_layers
 from pipelines.auto.cost_models.latency_models import FormatModel, build_format_models
 from pipelines.auto.front import Front, missed_limits
 from pipelines.auto.judge import Judge
-from pipelines.auto.solver import Limit, Programme
 from pipelines.system.machine_info import machine
 
 if TYPE_CHECKING:
