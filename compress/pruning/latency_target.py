@@ -78,6 +78,8 @@ def solve_widths(
     chosen: dict[str, Any]
     chosen = {n: getattr(config, n) for n in ("include", "exclude", "across_norms")}
     variants = WidthVariants(model, seed=context.seed, **chosen)
+    few = min(REFITTED_ON, sum(map(len, batches)))
+    drawn = context.need_data(config.title).calibration(few, context.seed) if few else ()
     size = batch if model.signature.batch_axis else model.signature.smallest_batch
     space = WidthSpace.of_model(
         model,
@@ -87,7 +89,7 @@ def solve_widths(
         min_channels=config.limits.min_channels,
         importance=config.importance,
         on_unverified=config.on_unverified,
-        batches=_first(batches, REFITTED_ON),
+        batches=list(drawn),
         refit=config.refit,
         **chosen,
     )
@@ -208,15 +210,6 @@ class _Search:
 
 def _key(widths: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
     return tuple(sorted(widths.items()))
-
-
-def _first(batches: Sequence[Batch], samples: int) -> list[Batch]:
-    """Return the first batches that have some number of samples together."""
-    taken: list[Batch] = []
-    for one in batches:
-        if sum(map(len, taken)) < samples:
-            taken.append(one)
-    return taken
 
 
 def _rounded(value: float) -> float:

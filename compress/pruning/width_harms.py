@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from compress.common.errors import StageFailed
 from compress.pruning.allocation.ranking import rank
 from compress.pruning.allocation.ratios import Limits
+from compress.pruning.dependency.channel_groups import SlicePlan
 from compress.pruning.recovery.recovery import recover_
 from compress.pruning.verification.masked_equivalence import sliced_copy
 from compress.pruning.verification.module_rewrites import rewrite_
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from compress.core.progress import Progress
     from compress.data.batch import Batch
     from compress.pruning.allocation.ranking import OnUnverified, Ranking
+    from compress.pruning.dependency.channel_groups import GroupSlice
     from compress.pruning.importance.criteria import Criterion
 
     Harms = dict[str, dict[int, float]]
@@ -47,6 +50,8 @@ class WidthSpace:
     device: str
     refit: bool = True
     """Whether layers that lost inputs are refitted; BatchNorm statistics are taken anew anyway."""
+    slices: Mapping[str, GroupSlice] = field(default_factory=dict)
+    """Group → its smallest width as a slice that was verified."""
 
     @classmethod
     def of_model(
@@ -108,17 +113,17 @@ class WidthSpace:
         )
         limits = Limits(round_to=round_to, min_channels=min_channels)
         smallest = ranking.verify(ranking.allocate(LARGEST_CUT, limits), on_unverified)
-        verified = {one.group.name for one in smallest.groups}
+        slices = {one.group.name: one for one in smallest.groups}
         grid: dict[str, set[int]] = {}
         for step in range(values):
             ratio = LARGEST_CUT * step / max(1, values - 1)
             counts = ranking.allocate(ratio, limits)
             for one, count in zip(ranking.ranked, counts, strict=True):
-                if one.group.name in verified:
+                if one.group.name in slices:
                     grid.setdefault(one.group.name, {len(one.scores)}).add(count)
         widths = {name: tuple(sorted(own, reverse=True)) for name, own in grid.items()}
         cuttable = {name: own for name, own in widths.items() if len(own) > 1}
-        return cls(ranking, cuttable, batches, context.device, refit)
+        return cls(ranking, cuttable, batches, context.device, refit, slices)
 
     @classmethod
     def empty(cls, device: str) -> WidthSpace:
@@ -136,11 +141,23 @@ class WidthSpace:
         if ranking is None:
             raise KeyError(group)
         keep = [width if one.group.name == group else len(one.scores) for one in ranking.ranked]
-        plan = ranking.verify(keep)
-        # A slice shares the tensors that it leaves whole, and a refit changes them in place.
-        module = copy.deepcopy(sliced_copy(ranking.module, plan.kept, plan.attributes))
-        reference = copy.deepcopy(ranking.module)
+        (removed,) = filter(None, ranking.removed(keep))
         if self.batches:
+            # Not verified anew, which takes longest: the smallest widths were, together, and those
+            # that are chosen will be.
+            sliced = replace(self.slices[group], removed=removed)
+            try:
+                return self._recovered(SlicePlan.combine([sliced], {}, ranking.graph))
+            except StageFailed:
+                pass  # a slice that fits only together with others
+        return self._recovered(ranking.verify(keep))
+
+    def _recovered(self, plan: SlicePlan) -> nn.Module:
+        # A slice shares the tensors that it leaves whole, and a refit changes them in place.
+        whole = self.ranking.module  # type: ignore[union-attr]  # cut() has asked
+        module = copy.deepcopy(sliced_copy(whole, plan.kept, plan.attributes))
+        if self.batches:
+            reference = copy.deepcopy(whole)
             recover_(module, reference, plan.kept, self.batches, self.device, refit=self.refit)
         return module
 
