@@ -112,7 +112,7 @@ def least_harm(model: EagerModel, context: Context, most: float) -> dict[str, in
     return min(reached, key=lambda widths: sum(harms[g][w] for g, w in widths.items()))
 
 
-@pytest.mark.parametrize(("latency", "too_low"), [(0.7, 1.3), (0.3, 1.0)])
+@pytest.mark.parametrize(("latency", "too_low"), [(0.7, 1.5), (0.3, 1.0)])
 def test_the_widths_of_least_harm_are_found_though_predictions_are_off(
     model: EagerModel, blobs: Splits, tmp_path: Path, latency: float, too_low: float
 ) -> None:
@@ -122,7 +122,7 @@ def test_the_widths_of_least_harm_are_found_though_predictions_are_off(
     widths = widths_of(slim)
     assert widths == least_harm(model, context, 0.99 * latency)
     assert widths in served.measured
-    assert (len(served.measured) > 1) == (too_low > 1), "a right prediction is checked once"
+    assert len(served.measured) == (1 if too_low == 1 else 2), "one measurement corrects"
     assert slim.manifest.facts["latency"] == {
         "runtime": "a runtime",
         "batch": 2,
