@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,12 +21,13 @@ from compress.pruning.allocation.budget_search import (
 from compress.pruning.allocation.ranking import rank
 from compress.pruning.dependency.graph import trace
 from compress.pruning.finetune import finetune
+from compress.pruning.latency_target import solve_widths
 from compress.pruning.recovery.recovery import recover_
 from compress.pruning.verification.module_rewrites import edits_needed, rewrite_
 from compress.pruning.verification.verification_inputs import other_sizes, real_inputs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     import torch
 
@@ -38,43 +38,17 @@ if TYPE_CHECKING:
     from compress.data.batch import Batch
     from compress.profiling.benchmark import Comparison
     from compress.pruning.allocation.budget_search import CostEstimate
-    from compress.pruning.allocation.ranking import OnUnverified
-    from compress.pruning.allocation.ratios import Limits
     from compress.pruning.allocation.targets import Target
+    from compress.pruning.channel_pruning_config import ChannelPruningConfig
     from compress.pruning.dependency.channel_groups import AxisGraph, Kept, SlicePlan
     from compress.pruning.dependency.rules.channel_labels import Slot
     from compress.pruning.finetune import Finetune
-    from compress.pruning.importance.criteria import Criterion
 
 log = logging.getLogger(__name__)
 
 REASONS_SHOWN = 3
 MEASURED_SECONDS = 0.2
 """Seconds for which each model is called when latencies are compared."""
-
-
-@dataclass(frozen=True)
-class ChannelPruningConfig:
-    """Settings of `prune_channels` as plain data; see the fields of the stage."""
-
-    title: str
-    """Name of the stage, for messages and progress."""
-    ratio: float | None
-    target: Target | None
-    widths: Mapping[str, int] | None
-    importance: Criterion
-    limits: Limits
-    include: tuple[str, ...]
-    exclude: tuple[str, ...]
-    across_norms: bool
-    on_unverified: OnUnverified
-    iterations: int
-    refit: bool
-    calibration_samples: int | None
-    needs_samples: bool
-    """Whether missing calibration samples are an error."""
-    uses_loss: bool
-    finetune: Finetune | None
 
 
 class ChannelPruner:
@@ -164,8 +138,6 @@ class ChannelPruner:
 
     def _solve_widths(self, target: Target) -> None:
         """Find the widths that reach a target of latency, where it is known what will serve."""
-        from compress.pruning.latency_target import solve_widths
-
         solved = solve_widths(
             self._config, target.share, target.batch, self._source, self._context, self._batches
         )

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from compress.core.context import Context, LatencyByWidths, ServedLatency
     from compress.data.batch import Batch
     from compress.profiling.benchmark import MeasuredShare
-    from compress.pruning.channel_pruner import ChannelPruningConfig
+    from compress.pruning.channel_pruning_config import ChannelPruningConfig
 
 log = logging.getLogger(__name__)
 
