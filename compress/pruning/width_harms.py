@@ -152,6 +152,21 @@ class WidthSpace:
                 pass  # a slice that fits only together with others
         return self._recovered(ranking.verify(keep))
 
+    def cut_all(self, widths: Mapping[str, int]) -> nn.Module:
+        """Return the module with several groups cut, refitted without training."""
+        ranking = self.ranking
+        if ranking is None:
+            raise KeyError(*widths)
+        ranked = ranking.ranked
+        keep = [widths.get(one.group.name, len(one.scores)) for one in ranked]
+        return self._recovered(ranking.verify(keep))
+
+    def uniform(self) -> Iterator[dict[str, int]]:
+        """Yield widths at which all groups lose about the same share, the largest first."""
+        last = max(len(widths) for widths in self.grid.values()) - 1
+        for step in range(last + 1):
+            yield {g: own[round(step / last * (len(own) - 1))] for g, own in self.grid.items()}
+
     def _recovered(self, plan: SlicePlan) -> nn.Module:
         # A slice shares the tensors that it leaves whole, and a refit changes them in place.
         whole = self.ranking.module  # type: ignore[union-attr]  # cut() has asked

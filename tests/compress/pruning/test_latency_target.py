@@ -19,6 +19,7 @@ from compress.core.progress import silent
 from compress.data.splits import Splits
 from compress.profiling.benchmark import MeasuredShare
 from compress.profiling.interaction_sum import InteractionSum
+from compress.pruning import latency_target
 from compress.pruning.allocation.targets import Target
 from compress.pruning.channel_pruner import ChannelPruner, parameters_of
 from compress.pruning.channels_stage import PruneChannels
@@ -181,3 +182,16 @@ def test_candidates_are_measured_in_pytorch_where_nothing_can_be_predicted(
     assert "latency in a runtime is not predicted (it has other operators)" in caplog.text
     assert slim.manifest.facts["latency"]["runtime"] == "PyTorch"
     assert 0.35 < slim.parameters() / model.parameters() <= 0.5
+
+
+def test_cutting_all_groups_alike_is_taken_where_it_loses_less(
+    model: EagerModel, blobs: Splits, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def misleading(space: WidthSpace, *_) -> dict[str, dict[int, float]]:
+        dear = {width: float(i) for i, width in enumerate(space.grid["3"])}
+        free = dict.fromkeys(space.grid["0"], 0.0)
+        return {"0": free, "3": dear}
+
+    monkeypatch.setattr(latency_target, "measure_harms", misleading)
+    context = Context(root=tmp_path / "slim", data=blobs, served_latency=KnownLatency())
+    assert widths_of(prune(model, context, 0.4)) == {"0": 16, "3": 32}
