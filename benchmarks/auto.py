@@ -35,18 +35,18 @@ from compress.common.forward import run_in_eval  # noqa: E402
 from compress.core.progress import silent  # noqa: E402
 from compress.data.splits import DataReference  # noqa: E402
 from compress.profiling.benchmark import compare_latencies, compare_latency  # noqa: E402
+from compress.profiling.interaction_sum import InteractionSum  # noqa: E402
+from compress.pruning.allocation.solver import Limit, Programme  # noqa: E402
 from compress.pruning.depth.output_error import OutputErrorMeter  # noqa: E402
 from compress.pruning.recovery.recovery import recover_  # noqa: E402
 from compress.pruning.verification.masked_equivalence import sliced_copy  # noqa: E402
 from compress.pruning.width_harms import WidthSpace, measure_harms  # noqa: E402
 from export.latency.kernel_table import KernelTable  # noqa: E402
-from export.latency.width_costs import InteractionSum  # noqa: E402
 from export.onnx.proto_io import write  # noqa: E402
 from export.onnx.session import session_predictor  # noqa: E402
 from export.onnx.translate import translate  # noqa: E402
 from pipelines.auto.cost_models import latency_models  # noqa: E402
 from pipelines.auto.cost_models.latency_models import FormatModel, build_format_models  # noqa: E402
-from pipelines.auto.solver import Limit, Programme  # noqa: E402
 from pipelines.config.auto_settings import AutoSettings  # noqa: E402
 from pipelines.system.machine_info import machine  # noqa: E402
 

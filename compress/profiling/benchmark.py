@@ -108,6 +108,17 @@ class Comparison:
         return None if self.interval.unreliable_reason else 1 / self.speedup
 
 
+class MeasuredShare(Settings):
+    """Latency of a pruned model beside that of the unpruned one, measured in turn."""
+
+    share: float
+    """Time of a call, as a share of the unpruned model's: the median over blocks of calls."""
+    unpruned_ms: float
+    """Median time of a call of the unpruned model."""
+    ms: float
+    """Median time of a call."""
+
+
 @dataclass(frozen=True)
 class InterleavedLatencies:
     """Latencies of several models measured in turn in one process."""

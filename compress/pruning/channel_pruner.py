@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,12 +21,13 @@ from compress.pruning.allocation.budget_search import (
 from compress.pruning.allocation.ranking import rank
 from compress.pruning.dependency.graph import trace
 from compress.pruning.finetune import finetune
+from compress.pruning.latency_target import solve_widths
 from compress.pruning.recovery.recovery import recover_
 from compress.pruning.verification.module_rewrites import edits_needed, rewrite_
 from compress.pruning.verification.verification_inputs import other_sizes, real_inputs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     import torch
 
@@ -38,43 +38,17 @@ if TYPE_CHECKING:
     from compress.data.batch import Batch
     from compress.profiling.benchmark import Comparison
     from compress.pruning.allocation.budget_search import CostEstimate
-    from compress.pruning.allocation.ranking import OnUnverified
-    from compress.pruning.allocation.ratios import Limits
     from compress.pruning.allocation.targets import Target
+    from compress.pruning.channel_pruning_config import ChannelPruningConfig
     from compress.pruning.dependency.channel_groups import AxisGraph, Kept, SlicePlan
     from compress.pruning.dependency.rules.channel_labels import Slot
     from compress.pruning.finetune import Finetune
-    from compress.pruning.importance.criteria import Criterion
 
 log = logging.getLogger(__name__)
 
 REASONS_SHOWN = 3
 MEASURED_SECONDS = 0.2
 """Seconds for which each model is called when latencies are compared."""
-
-
-@dataclass(frozen=True)
-class ChannelPruningConfig:
-    """Settings of `prune_channels` as plain data; see the fields of the stage."""
-
-    title: str
-    """Name of the stage, for messages and progress."""
-    ratio: float | None
-    target: Target | None
-    widths: Mapping[str, int] | None
-    importance: Criterion
-    limits: Limits
-    include: tuple[str, ...]
-    exclude: tuple[str, ...]
-    across_norms: bool
-    on_unverified: OnUnverified
-    iterations: int
-    refit: bool
-    calibration_samples: int | None
-    needs_samples: bool
-    """Whether missing calibration samples are an error."""
-    uses_loss: bool
-    finetune: Finetune | None
 
 
 class ChannelPruner:
@@ -104,7 +78,10 @@ class ChannelPruner:
         """Slots of a group → its channels before the first step."""
         self._groups: dict[tuple[str, ...], dict[str, Any]] = {}
         """Producers of a group → the fact about its channels before and after."""
+        self._left: dict[str, int] = {}
+        """Group → its channels that are left, of groups that lost some."""
         self._facts: dict[str, Any] = {}
+        self._widths = config.widths
 
     def run(self) -> tuple[torch.nn.Module | Weights, list[AnyEdit], dict[str, Any]]:
         """Prune in ``iterations`` steps; return the weights, the edits that led to them, and facts.
@@ -115,6 +92,8 @@ class ChannelPruner:
                 be reached.
         """
         config, context = self._config, self._context
+        if config.target is not None and config.target.latency is not None:
+            self._solve_widths(config.target)
         plan_for_rewrites = self._rewrite_()
         # What the refit aims at: the outputs of this module, of whose tensors `kept` is left.
         self._reference, self._kept = copy.deepcopy(self._module), dict[str, Any]()
@@ -145,6 +124,7 @@ class ChannelPruner:
             hint = self._across_norms_hint()
             raise StageFailed(f"{config.title}: no channel can be removed ({shown}{more}){hint}")
         self._log_speedup()
+        self._check_solved_widths()
         before, after = self._unpruned, self._module
         inputs = self._one_sample
         facts = {
@@ -155,6 +135,29 @@ class ChannelPruner:
             **self._facts,
         }
         return self._weights, [*self._rewrites, *self._slices], facts
+
+    def _solve_widths(self, target: Target) -> None:
+        """Find the widths that reach a target of latency, where it is known what will serve."""
+        solved = solve_widths(
+            self._config, target.share, target.batch, self._source, self._context, self._batches
+        )
+        if solved is not None:
+            self._widths, self._facts["latency"] = solved
+
+    def _check_solved_widths(self) -> None:
+        """Leave the measured latency out of the facts where other channels stay than were solved.
+
+        It is a slice that real samples, or slices of other groups, do not verify.
+        """
+        facts = self._facts.get("latency")
+        if facts is None or self._widths is None:
+            return
+        if any(self._left.get(group) != width for group, width in self._widths.items()):
+            del facts["measured"], facts["ms"]
+            log.warning(
+                "%s: some channels that should go cannot, so the target of latency is not checked",
+                self._config.title,
+            )
 
     def _across_norms_hint(self) -> str:
         """Return the advice to set ``across_norms``, if normalisations alone hold some channels."""
@@ -218,8 +221,8 @@ class ChannelPruner:
         )
         for one in ranking.ranked:
             self._original_sizes.setdefault(one.group.slots, one.original)
-        if config.widths is not None:
-            return ranking.verify(ranking.counts_for(config.widths, share), config.on_unverified)
+        if self._widths is not None:
+            return ranking.verify(ranking.counts_for(self._widths, share), config.on_unverified)
         if config.target is None:
             keep = ranking.allocate((config.ratio or 0.0) * share, limits)
             return ranking.verify(keep, config.on_unverified)
@@ -248,7 +251,7 @@ class ChannelPruner:
         for one in plan.groups:
             size, modules = len(one.group.channels), one.group.producers
             fact = self._groups.setdefault(modules, {"modules": list(modules), "before": size})
-            fact["after"] = size - len(one.removed)
+            fact["after"] = self._left[one.group.name] = size - len(one.removed)
 
     def _finetune_(self, training: Finetune) -> None:
         """Train the sliced model; the next step continues from the trained weights."""
@@ -293,9 +296,17 @@ class ChannelPruner:
 
     def _log_speedup(self) -> None:
         """Log the measured latency of the pruned model, as a warning if it is not faster."""
-        title, groups = self._config.title, self._groups.values()
-        compared = self._compare_latency(self._module, batch=1)
+        title, groups, target = self._config.title, self._groups.values(), self._config.target
+        batch = 1 if target is None else target.batch
+        compared = self._compare_latency(self._module, batch)
         ratio = compared.share
+        if target is not None and target.latency and "latency" not in self._facts:
+            self._facts["latency"] = {
+                "runtime": "PyTorch",
+                "batch": batch,
+                "target": target.latency,
+                "measured": None if ratio is None else round(ratio, 4),
+            }
         if ratio is None:
             reason = unmeasurable("the speed of what is left", compared.interval.unreliable_reason)
             log.info("%s: %s", title, reason)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from compress.artifacts.eager_model import EagerModel
     from compress.core.context import Context
     from compress.core.loss import Loss
-    from compress.pruning.channel_pruner import ChannelPruningConfig
+    from compress.pruning.channel_pruning_config import ChannelPruningConfig
 
 
 class PruneChannels(PruningStage):
@@ -161,7 +161,7 @@ class PruneChannels(PruningStage):
     def pruning_config(self) -> ChannelPruningConfig:
         """Return the settings as plain data."""
         from compress.pruning.allocation.ratios import Limits
-        from compress.pruning.channel_pruner import ChannelPruningConfig
+        from compress.pruning.channel_pruning_config import ChannelPruningConfig
 
         return ChannelPruningConfig(
             title=self.title,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from compress.common.errors import StageFailed
 from compress.pruning.allocation.ranking import rank
 from compress.pruning.allocation.ratios import Limits
+from compress.pruning.dependency.channel_groups import SlicePlan
 from compress.pruning.recovery.recovery import recover_
 from compress.pruning.verification.masked_equivalence import sliced_copy
 from compress.pruning.verification.module_rewrites import rewrite_
@@ -23,7 +25,8 @@ if TYPE_CHECKING:
     from compress.core.context import Context
     from compress.core.progress import Progress
     from compress.data.batch import Batch
-    from compress.pruning.allocation.ranking import Ranking
+    from compress.pruning.allocation.ranking import OnUnverified, Ranking
+    from compress.pruning.dependency.channel_groups import GroupSlice
     from compress.pruning.importance.criteria import Criterion
 
     Harms = dict[str, dict[int, float]]
@@ -45,6 +48,10 @@ class WidthSpace:
     batches: Sequence[Batch]
     """Calibration samples on which layers are refitted."""
     device: str
+    refit: bool = True
+    """Whether layers that lost inputs are refitted; BatchNorm statistics are taken anew anyway."""
+    slices: Mapping[str, GroupSlice] = field(default_factory=dict)
+    """Group → its smallest width as a slice that was verified."""
 
     @classmethod
     def of_model(
@@ -54,10 +61,14 @@ class WidthSpace:
         *,
         values: int,
         round_to: int = 16,
+        min_channels: int = 1,
         importance: Criterion = "obs",
         include: Sequence[str] = (),
         exclude: Sequence[str] = (),
         across_norms: bool = False,
+        on_unverified: OnUnverified = "pin",
+        batches: Sequence[Batch] | None = None,
+        refit: bool = True,
     ) -> WidthSpace:
         """Rank a model's channels, and lay a grid of widths; the model is not changed.
 
@@ -66,18 +77,23 @@ class WidthSpace:
             context: data, device and seed.
             values: widths of each group at most, the whole one and the largest cut among them.
             round_to: see `prune_channels`, as for the others.
+            min_channels: channels of a group that stay in any case.
             importance: which channels are removed first.
             include: patterns of modules whose channels alone are removed.
             exclude: patterns of modules whose channels stay.
             across_norms: whether channels over which normalisations take statistics are removed.
+            on_unverified: whether channels whose removal cannot be verified stay, or are an error.
+            batches: samples to rank by and to refit on, none for neither; by default drawn.
+            refit: whether layers that lost inputs are refitted.
 
         Raises:
             PipelineInvalid: a pattern matches no module.
             StageFailed: the model cannot be traced, or there are no samples to rank by.
         """
-        data = context.need_data("compress auto")
-        split: Any = data.split(data.calibration_split)
-        batches = list(data.calibration(min(REFITTED_ON, len(split)), context.seed))
+        if batches is None:
+            data = context.need_data("compress auto")
+            split: Any = data.split(data.calibration_split)
+            batches = list(data.calibration(min(REFITTED_ON, len(split)), context.seed))
         module, inputs = model.load(), model.signature.example(seed=context.seed)
         real, others = real_inputs(model.signature, context), other_sizes(model.signature, 0)
         rewrite_(module, inputs, real, others, across_norms=across_norms)
@@ -95,18 +111,19 @@ class WidthSpace:
             seed=context.seed,
             loss=context.loss.for_model(model.signature).infer_targets(context.data),
         )
-        smallest = ranking.verify(ranking.allocate(LARGEST_CUT, Limits(round_to=round_to)))
-        verified = {one.group.name for one in smallest.groups}
+        limits = Limits(round_to=round_to, min_channels=min_channels)
+        smallest = ranking.verify(ranking.allocate(LARGEST_CUT, limits), on_unverified)
+        slices = {one.group.name: one for one in smallest.groups}
         grid: dict[str, set[int]] = {}
         for step in range(values):
             ratio = LARGEST_CUT * step / max(1, values - 1)
-            counts = ranking.allocate(ratio, Limits(round_to=round_to))
+            counts = ranking.allocate(ratio, limits)
             for one, count in zip(ranking.ranked, counts, strict=True):
-                if one.group.name in verified:
+                if one.group.name in slices:
                     grid.setdefault(one.group.name, {len(one.scores)}).add(count)
         widths = {name: tuple(sorted(own, reverse=True)) for name, own in grid.items()}
         cuttable = {name: own for name, own in widths.items() if len(own) > 1}
-        return cls(ranking, cuttable, batches, context.device)
+        return cls(ranking, cuttable, batches, context.device, refit, slices)
 
     @classmethod
     def empty(cls, device: str) -> WidthSpace:
@@ -124,11 +141,39 @@ class WidthSpace:
         if ranking is None:
             raise KeyError(group)
         keep = [width if one.group.name == group else len(one.scores) for one in ranking.ranked]
-        plan = ranking.verify(keep)
+        (removed,) = filter(None, ranking.removed(keep))
+        if self.batches:
+            # Not verified anew, which takes longest: the smallest widths were, together, and those
+            # that are chosen will be.
+            sliced = replace(self.slices[group], removed=removed)
+            try:
+                return self._recovered(SlicePlan.combine([sliced], {}, ranking.graph))
+            except StageFailed:
+                pass  # a slice that fits only together with others
+        return self._recovered(ranking.verify(keep))
+
+    def cut_all(self, widths: Mapping[str, int]) -> nn.Module:
+        """Return the module with several groups cut, refitted without training."""
+        ranking = self.ranking
+        if ranking is None:
+            raise KeyError(*widths)
+        ranked = ranking.ranked
+        keep = [widths.get(one.group.name, len(one.scores)) for one in ranked]
+        return self._recovered(ranking.verify(keep))
+
+    def uniform(self) -> Iterator[dict[str, int]]:
+        """Yield widths at which all groups lose about the same share, the largest first."""
+        last = max(len(widths) for widths in self.grid.values()) - 1
+        for step in range(last + 1):
+            yield {g: own[round(step / last * (len(own) - 1))] for g, own in self.grid.items()}
+
+    def _recovered(self, plan: SlicePlan) -> nn.Module:
         # A slice shares the tensors that it leaves whole, and a refit changes them in place.
-        module = copy.deepcopy(sliced_copy(ranking.module, plan.kept, plan.attributes))
-        reference = copy.deepcopy(ranking.module)
-        recover_(module, reference, plan.kept, self.batches, self.device)
+        whole = self.ranking.module  # type: ignore[union-attr]  # cut() has asked
+        module = copy.deepcopy(sliced_copy(whole, plan.kept, plan.attributes))
+        if self.batches:
+            reference = copy.deepcopy(whole)
+            recover_(module, reference, plan.kept, self.batches, self.device, refit=self.refit)
         return module
 
 

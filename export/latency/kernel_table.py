@@ -1,4 +1,4 @@
-"""Measured kernels in a file, so that a second model finds those that it shares with the first."""
+"""What was measured on a machine, in a file: kernels, which models share, and whole models."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from compress.common.atomic_files import write_atomically
 from compress.common.config import Settings
+from compress.profiling.benchmark import MeasuredShare
 from export.latency.kernels import AT_ONCE, measure_kernels
 
 if TYPE_CHECKING:
@@ -48,10 +49,15 @@ class KernelTable:
         self.file = folder / f"kernels-{name}.json"
         self.threads = threads
         self.kernels: dict[str, MeasuredKernel] = {}
+        self.models: dict[str, MeasuredShare] = {}
+        """By a hash of their kernels, and of those of the model that they were measured beside."""
         try:
             content = json.loads(self.file.read_bytes())
             self.kernels = {
                 key: MeasuredKernel(**kernel) for key, kernel in content["kernels"].items()
+            }
+            self.models = {
+                key: MeasuredShare(**model) for key, model in content.get("models", {}).items()
             }
         except (OSError, ValueError, KeyError, TypeError, AttributeError, ValidationError):
             pass  # measured again
@@ -74,7 +80,14 @@ class KernelTable:
         """Return the latency of a measured kernel."""
         return self.kernels[kernel.key].seconds
 
+    def add_model(self, key: str, measured: MeasuredShare) -> None:
+        """Add the latency of a whole model, and write the table."""
+        self.models[key] = measured
+        self._write()
+
     def _write(self) -> None:
         self.file.parent.mkdir(parents=True, exist_ok=True)
         kernels = {key: kernel.model_dump() for key, kernel in sorted(self.kernels.items())}
-        write_atomically(self.file, json.dumps({**self.setup, "kernels": kernels}, indent=1) + "\n")
+        models = {key: model.model_dump() for key, model in sorted(self.models.items())}
+        content = {**self.setup, "kernels": kernels, "models": models}
+        write_atomically(self.file, json.dumps(content, indent=1) + "\n")

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
     Widths = Mapping[str, int]
 
+MOST_EXPORTS = 4
+"""Models at random widths that :meth:`ResizableModel.fit` needs at most, and mostly two of them."""
 MOST_VALUES = 16
 """Values of an integer constant that may be a shape; longer ones are tables of indices."""
 LARGEST_DENOMINATOR = 64

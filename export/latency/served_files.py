@@ -1,14 +1,21 @@
-"""An ONNX file as a runtime serves it: the size of its files, and a predictor."""
+"""A model as an ONNX graph, and its file as a runtime serves it."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from export.onnx.graph import strip_
+from export.onnx.passes.stored_integers import compact_
 from export.onnx.session import session_predictor
+from export.onnx.translate import translate
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    import onnx
+
+    from compress.artifacts.eager_model import EagerModel
+    from compress.artifacts.graph_model import GraphModel
     from compress.common.forward import Predictor
     from compress.common.signature import Signature
 
@@ -19,6 +26,14 @@ class ServedFile(NamedTuple):
     bytes: int
     """Of its files together."""
     predict: Predictor
+
+
+def graph_to_serve(model: EagerModel | GraphModel, title: str) -> onnx.ModelProto:
+    """Return the graph that `export_onnx` writes, which is not compared with the model here."""
+    graph, _ = translate(model, None, title)
+    compact_(graph)
+    strip_(graph)
+    return graph
 
 
 def open_as_served(

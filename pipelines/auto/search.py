@@ -13,6 +13,7 @@ import numpy as np
 
 from compress.common.errors import StageFailed
 from compress.profiling.peak_memory import measurement_process
+from compress.pruning.allocation.solver import Limit
 from export.latency.kernel_table import TABLES, KernelTable
 from pipelines.auto import search_events
 from pipelines.auto.candidates import Candidate, CheckedModel, rungs
@@ -27,7 +28,6 @@ from pipelines.auto.front import Front, missed_limits, shares_of_limits
 from pipelines.auto.judge import Judge
 from pipelines.auto.points import run_point, write_point, write_points
 from pipelines.auto.search_events import search_log
-from pipelines.auto.solver import Limit
 from pipelines.auto.strategy.depths import Depth, Depths, whole_models_of
 from pipelines.auto.strategy.latency_targets import ROOM, latency_targets
 from pipelines.auto.strategy.recovery import FILE as HALVINGS

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from compress.core.verdict import History, PastStage
 from pipelines.config.model_spec import SOURCE
+from pipelines.runner.served_latency import latency_parts
 from pipelines.system.machine_info import version_of, versions
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ def stage_key_parts(state: RunState, planned: PlannedStage) -> dict[str, Any]:
         # Of a stage that another package adds; ours are among the versions below.
         "library": version_of(type(stage).__module__),
         **stage.machine_parts,
+        **latency_parts(planned, state),
         **history_parts(planned, state),
         **_environment_parts(state, stage.uses_data),
     }

@@ -23,6 +23,7 @@ from pipelines.runner.evaluator import (
 )
 from pipelines.runner.inputs import import_source
 from pipelines.runner.run_state import CacheLookup
+from pipelines.runner.served_latency import served_latency
 from pipelines.store.entry import Entry, Record
 from pipelines.store.local import publish, unpublish
 from pipelines.system.error_context import name_stage_in_errors
@@ -118,9 +119,9 @@ class PipelineExecutor:
         """Return the task that runs a stage, whose inputs must be there."""
         history = history_before(planned, self.state) if planned.stage.records_history else None
         context = self.state.context(planned.name, lookup.entry.artifact_path)
-        return StageTask(
-            planned.name, planned.stage, planned.input, replace(context, history=history)
-        )
+        served = served_latency(planned, self.state)
+        context = replace(context, history=history, served_latency=served)
+        return StageTask(planned.name, planned.stage, planned.input, context)
 
     def evaluate(self, planned: PlannedStage, lookup: CacheLookup) -> None:
         """Evaluate a stage's artifact, and record its report, and its refusal if a gate refused."""

@@ -19,8 +19,11 @@ class Target(Settings):
     parameters: Ratio | None = None
     """Share of the weights that remains."""
     latency: Ratio | None = None
-    """Share of the latency of a call that remains, measured in eager mode on whole candidates,
-    alternating with the unpruned model. Timing varies, so two runs may prune differently."""
+    """Share of the latency of a call that remains. Where a later stage exports the model to ONNX
+    Runtime or OpenVINO for the CPU, it is the latency there: the widths that lose least are solved
+    from the times of single kernels, whatever the `scope`, and the result is measured, alternating
+    with the unpruned model. Without such a stage, candidates are measured in PyTorch. The same
+    tables of kernels in the store lead to the same widths."""
     batch: Count = 1
     """Samples per call when `latency` is measured."""
 

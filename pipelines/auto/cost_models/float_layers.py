@@ -35,8 +35,9 @@ if TYPE_CHECKING:
     from compress.core.context import Context
     from compress.core.progress import Progress
     from compress.core.val_halves import HalfOfVal
+    from compress.profiling.interaction_sum import Value
     from export.latency.resizing import ResizableModel
-    from export.latency.width_costs import Value, WidthCosts
+    from export.latency.width_costs import WidthCosts
     from pipelines.auto.candidates import CheckedModel
 
 QUANTIZED = "quantized"

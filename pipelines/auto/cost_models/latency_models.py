@@ -16,16 +16,14 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from compress.common.atomic_files import write_atomically
-from compress.pruning.width_variants import width_variants
+from compress.profiling.interaction_sum import InteractionSum
+from compress.pruning.width_variants import WidthVariants
 from export.latency.float_layers import FLOAT
 from export.latency.latency_model import LatencyModel
-from export.latency.resizing import ResizableModel
-from export.latency.served_files import open_as_served
-from export.latency.width_costs import InteractionSum, WidthCosts, measure_grid
-from export.onnx.graph import strip_
-from export.onnx.passes.stored_integers import compact_
+from export.latency.resizing import MOST_EXPORTS, ResizableModel
+from export.latency.served_files import graph_to_serve, open_as_served
+from export.latency.width_costs import WidthCosts, measure_grid
 from export.onnx.proto_io import read, write
-from export.onnx.translate import translate
 from pipelines.auto.candidates import QUANTIZING, Candidate
 from pipelines.auto.cost_models.float_layers import (
     QUANTIZED,
@@ -43,16 +41,13 @@ if TYPE_CHECKING:
     from compress.artifacts.eager_model import EagerModel
     from compress.common.forward import Predictor
     from compress.core.context import Context
+    from compress.profiling.interaction_sum import Choice, Value
     from export.latency.kernel_table import KernelTable
-    from export.latency.width_costs import Choice, Value
     from pipelines.auto.cost_models.float_layers import LayerHarms
     from pipelines.config.auto_settings import AutoSettings, Format, Runtime
 
     Grid = Mapping[str, Sequence[Value]]
 
-EXPORTS = 4
-"""Models at random widths that are exported at most; files at all other widths follow from these,
-and mostly from the first two."""
 FITTED = 16
 """Models at widths of the grid whose latencies the kernels' sum is fitted to."""
 CALIBRATED_ON = 32
@@ -331,26 +326,20 @@ def export_at_random_widths(
     chosen: dict[str, Any] = {}
     if widths is not None:
         chosen = widths.model_dump(include={"include", "exclude", "across_norms"})
-    # Zero points of 4 bits stand two in a byte, and each group of inputs has one.
-    round_to = 32 if format.startswith("weights") else 1
-    variants = width_variants(
-        model, folder, EXPORTS + 1, round_to=round_to, seed=context.seed, **chosen
-    )
-    # The first one has all its channels, and so perhaps not the rewrites that pruning makes.
-    whole, _ = next(variants)
+    variants = WidthVariants(model, seed=context.seed, **chosen)
 
     def exports() -> Iterator[tuple[dict[str, int], onnx.ModelProto]]:
-        for number, (own, variant) in enumerate(variants):
-            context.progress(f"latency of {format}", number, EXPORTS, "export")
+        # Zero points of 4 bits stand two in a byte, and each group of inputs has one.
+        round_to = 32 if format.startswith("weights") else 1
+        built = variants.build_some(MOST_EXPORTS, folder, round_to)
+        for number, (own, variant) in enumerate(built):
+            context.progress(f"latency of {format}", number, MOST_EXPORTS, "export")
             source: Any = variant
             if format != "float":
                 source = _quantized(format, variant, context.with_root(folder / f"int8-{number}"))
-            graph, _ = translate(source, None, "auto")
-            compact_(graph)
-            strip_(graph)
-            yield own, graph
+            yield own, graph_to_serve(source, "auto")
 
-    return whole, exports()
+    return variants.whole, exports()
 
 
 def _quantized(format: Format, model: EagerModel, context: Context) -> Any:

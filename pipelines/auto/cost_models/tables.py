@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from compress.common.atomic_files import write_atomically
 from compress.common.config import Settings
 from compress.common.errors import PipelineInvalid
-from export.latency.width_costs import InteractionSum
+from compress.profiling.interaction_sum import InteractionSum
 from pipelines.auto.cost_models.latency_models import FormatModel
 from pipelines.config.auto_settings import Format, Runtime
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from export.latency.width_costs import Value
+    from compress.profiling.interaction_sum import Value
     from pipelines.auto.candidates import Candidate
     from pipelines.config.auto_settings import AutoSettings
 

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Protocol, Self
 
 from compress.artifacts.recipe import KeepBlocks
 from compress.common.atomic_files import write_atomically
+from compress.pruning.allocation.solver import Programme
 from compress.pruning.depth import block_search
 from compress.pruning.depth.output_error import OutputErrorMeter
 from compress.pruning.recovery.removed_blocks import name_before
 from compress.pruning.width_harms import WidthSpace, measure_harms
 from pipelines.auto.candidates import candidate_of
 from pipelines.auto.front import missed_limits
-from pipelines.auto.solver import Programme
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
+    from compress.pruning.allocation.solver import Programme
     from pipelines.auto.cost_models.latency_models import FormatModel
-    from pipelines.auto.solver import Programme
     from pipelines.config.auto_settings import AutoSettings, Format, Runtime
 
     ModelKey = tuple[Format, Runtime, tuple[str, ...]]

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-    from compress.artifacts.eager_model import EagerModel
     from compress.core.progress import Progress
     from export.latency.kernel_table import KernelTable
     from export.latency.kernels import Kernel
@@ -94,8 +93,8 @@ def measure_and_write(
     """Measure a model's kernels, predict the latency of variants, and measure these.
 
     The model is the input of the first `prune_channels`, or the imported one if there is no such
-    stage. Variants have random widths; each is exported to ONNX. `latency.json` goes to the
-    results' directory, and measured kernels to its store.
+    stage. Variants have random widths; their files are made from few exports. `latency.json` goes
+    to the results' directory, and measured kernels to its store.
 
     Args:
         pipeline: the pipeline.
@@ -107,35 +106,45 @@ def measure_and_write(
         StageFailed: the stage before `prune_channels` has not run, the model cannot be traced or
             exported, or the machine is too busy to measure it.
     """
-    from compress.pruning.width_variants import width_variants
+    from compress.pruning.width_variants import WidthVariants
     from export.latency.kernel_table import TABLES, KernelTable
     from export.latency.kernels import kernels_of
     from export.latency.latency_model import KernelCost, LatencyModel, measure_files
+    from export.latency.resizing import MOST_EXPORTS, ResizableModel
+    from export.latency.served_files import graph_to_serve
+    from export.onnx.proto_io import write
 
-    names = ("include", "exclude", "across_norms", "round_to")
-    count = FITTED + JUDGED
     with (
         model_to_prune(pipeline, out, progress) as (source, stage, context),
-        TemporaryDirectory(prefix="compress-latency-") as folder,
+        TemporaryDirectory(prefix="compress-latency-") as name,
     ):
-        settings: dict[str, Any] = {name: getattr(stage, name) for name in names} if stage else {}
+        folder = Path(name)
+        names = ("include", "exclude", "across_norms")
+        settings: dict[str, Any] = {n: getattr(stage, n) for n in names} if stage else {}
+        round_to = stage.round_to if stage else 16
+        variants = WidthVariants(source, seed=context.seed, **settings)
+        progress("latency", 0, 1, "export")
+        built = variants.build_some(MOST_EXPORTS, folder)
+        model = ResizableModel.fit((own, graph_to_serve(one, "latency")) for own, one in built)
         inputs = context.measured_batches(source.signature, batch)
         arrays = {
             spec.name: tensor.numpy()
             for spec, tensor in zip(source.signature.inputs, inputs[0], strict=True)
         }
-        files: list[Path] = []
-        widths: list[dict[str, int]] = []
-        kernels: list[list[Kernel]] = []
         kernel_table = KernelTable(out / TABLES, machine(), context.threads)
-        variants = width_variants(source, Path(folder), count, seed=context.seed, **settings)
-        for number, (width, variant) in enumerate(variants):
-            progress("latency", number, count, "export and measure kernels")
-            files.append(_export(variant, Path(folder) / f"variant{number}.onnx"))
-            widths.append(width)
+        widths = [variants.whole, *variants.draw(FITTED + JUDGED - 1, round_to)]
+        files: list[Path] = []
+        kernels: list[list[Kernel]] = []
+        for number, chosen in enumerate(widths):
+            progress("latency", number, len(widths), "measure kernels")
+            files.append(folder / f"resized{number}.onnx")
+            if number == 0 and variants.is_rewritten:
+                write(graph_to_serve(source, "latency"), files[0])
+            else:
+                write(model.resize(chosen), files[-1])
             kernels.append(kernels_of(files[-1], arrays, context.threads))
             kernel_table.measure(kernels[-1])
-        progress("latency", count, count, "measure whole models")
+        progress("latency", len(widths), len(widths), "measure whole models")
         measured = measure_files(files, inputs, context.threads)
     costs = [KernelCost.of_kernels(own, kernel_table) for own in kernels]
     # The whole model and the seven after it; widths are random, so these are like the others.
@@ -195,15 +204,6 @@ def lines_below(found: PredictedLatency, out: Path) -> Iterator[str]:
         f"ms; reading weights from farther caches {weights:.3f} ms"
     )
     yield f"figures: {out / FILE}"
-
-
-def _export(model: EagerModel, file: Path) -> Path:
-    from export.onnx.proto_io import write
-    from export.onnx.translate import translate
-
-    graph, _ = translate(model, None, "latency")
-    write(graph, file)
-    return file
 
 
 def _shares(kernels: list[Kernel], table: KernelTable) -> list[KernelShare]:

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from compress.common.errors import PipelineInvalid
-from export.latency.width_costs import InteractionSum
+from compress.profiling.interaction_sum import InteractionSum
 from pipelines.auto import judge
 from pipelines.auto.candidates import Candidate, CheckedModel, candidate_of
 from pipelines.auto.cost_models.latency_models import DeeperModels, FormatModel

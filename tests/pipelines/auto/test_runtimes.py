@@ -9,8 +9,8 @@ import yaml
 
 import cli
 from compress.common.errors import PipelineInvalid
+from compress.profiling.interaction_sum import InteractionSum
 from export.latency import kernel_table
-from export.latency.width_costs import InteractionSum
 from pipelines.auto import judge
 from pipelines.auto.candidates import Candidate, CheckedModel
 from pipelines.auto.cost_models.latency_models import FormatModel

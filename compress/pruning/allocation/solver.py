@@ -13,7 +13,7 @@ from scipy.sparse import csr_array
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from export.latency.width_costs import Choice, InteractionSum, Value
+    from compress.profiling.interaction_sum import Choice, InteractionSum, Value
 
     Row = dict[int, float]
     Meeting = tuple[tuple[str, ...], tuple[Value, ...]]
