@@ -140,17 +140,23 @@ class Recovery:
     ) -> bool:
         """Train models by successive halving; return whether there was one and time for it.
 
+        Only as many begin as the time allows to train to the end, by how long the first takes.
+
         Args:
             contenders: models, and their predicted latencies.
             deadline: on the clock of :func:`time.monotonic`.
         """
-        seconds_per_epoch, before = 0.0, 0
+        begin, seconds_per_epoch, before = time.monotonic(), 0.0, 0
         for end in self.ends:
             reached = []
             for candidate, predicted_ms in contenders:
                 start = time.monotonic()
                 if start + seconds_per_epoch * (end - before) > deadline:
                     break
+                if reached and not before:
+                    epochs = (deadline - begin) / seconds_per_epoch
+                    if len(reached) >= self._affordable(len(contenders), epochs):
+                        break
                 trained = replace(candidate, trained=end)
                 self.search.check(trained, predicted_ms)
                 taken = (time.monotonic() - start) / (end - before)
@@ -164,6 +170,17 @@ class Recovery:
             contenders = [reached[i] for _, i in order[: math.ceil(len(order) / 2)]]
             before = end
         return True
+
+    def _affordable(self, most: int, epochs: float) -> int:
+        """Return how many models can begin the halving if so many epochs are trained in all."""
+        for count in range(most, 1, -1):
+            needed, left, before = 0, count, 0
+            for end in self.ends:
+                needed += left * (end - before)
+                left, before = math.ceil(left / 2), end
+            if needed <= epochs:
+                return count
+        return 1
 
     def _untrained(self, models: Iterable[CheckedModel]) -> set[Candidate]:
         """Return models as they are before training, and what is never trained."""

@@ -51,8 +51,9 @@ EXPORTS = 4
 and mostly from the first two."""
 FITTED = 16
 """Models at widths of the grid whose latencies the kernels' sum is fitted to."""
-CALIBRATED_ON = 32
-"""Samples with which exports are quantized: their speed is looked at, not their answers."""
+CALIBRATED_ON, SMOOTHED_BY = 32, 0.5
+"""Samples with which exports are quantized, and the strength of SmoothQuant: their speed is looked
+at, not their answers."""
 
 
 @dataclass(frozen=True)
@@ -261,8 +262,9 @@ def export_at_random_widths(
 
 def _quantized(format: Format, model: EagerModel, context: Context) -> Any:
     settings = QUANTIZING[format]
-    if format == "int8_static":
-        settings = {**settings, "calibration_samples": CALIBRATED_ON}
+    if settings["stage"] == "quantize_static":
+        # All layers smoothed alike: which ones `auto` leaves alone differs from model to model.
+        settings = {**settings, "smooth": SMOOTHED_BY, "calibration_samples": CALIBRATED_ON}
     return stages()[settings["stage"]].model_validate(settings)(model, context)
 
 
