@@ -235,7 +235,7 @@ def _run(
     out: Path,
     options: RunOptions,
 ) -> Report:
-    """Run a candidate's pipeline; only its last stage is measured, and not on `test`."""
+    """Run a candidate's pipeline; nothing of it is measured, as the judge does so itself."""
     folder = out / CANDIDATES / candidate.name
     folder.mkdir(parents=True, exist_ok=True)
     quiet = replace(
@@ -243,6 +243,7 @@ def _run(
         cache=out / STORE,
         test=False,
         intermediate=False,
+        final=False,
         announce=lambda line: None,
         finished=lambda report: None,
     )

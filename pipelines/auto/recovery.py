@@ -155,7 +155,7 @@ class Recovery:
                     break
                 if reached and not before:
                     epochs = (deadline - begin) / seconds_per_epoch
-                    if len(reached) >= self._affordable(len(contenders), epochs):
+                    if len(reached) >= models_to_begin(len(contenders), epochs, self.ends):
                         break
                 trained = replace(candidate, trained=end)
                 self.search.check(trained, predicted_ms)
@@ -171,19 +171,26 @@ class Recovery:
             before = end
         return True
 
-    def _affordable(self, most: int, epochs: float) -> int:
-        """Return how many models can begin the halving if so many epochs are trained in all."""
-        for count in range(most, 1, -1):
-            needed, left, before = 0, count, 0
-            for end in self.ends:
-                needed += left * (end - before)
-                left, before = math.ceil(left / 2), end
-            if needed <= epochs:
-                return count
-        return 1
-
     def _untrained(self, models: Iterable[CheckedModel]) -> set[Candidate]:
         """Return models as they are before training, and what is never trained."""
         whole = {Candidate(format, runtime=runtime) for format, runtime, _ in self.search.models}
         before = {replace(model.candidate, trained=0) for model in models}
         return before | {*self.search.failed} | whole
+
+
+def models_to_begin(most: int, epochs: float, ends: Sequence[int]) -> int:
+    """Return with how many models, at least one, a successive halving takes so many epochs at most.
+
+    Args:
+        most: models that there are.
+        epochs: those of all models together.
+        ends: epochs of training after which the better half goes on.
+    """
+    for count in range(most, 1, -1):
+        needed, left, before = 0, count, 0
+        for end in ends:
+            needed += left * (end - before)
+            left, before = math.ceil(left / 2), end
+        if needed <= epochs:
+            return count
+    return 1

@@ -37,9 +37,9 @@ class QuantizeDynamic(IntegerStage):
     target: Target = "onnxruntime-cpu"
     """Runtime whose integer kernels decide how numbers are rounded; those on CPUs have such."""
     weight_bits: Literal[7, 8] = 8
-    """Bits of a weight, which takes 8 in the file. With 7 the products are exact in every runtime on
-    x86 processors without VNNI, which add pairs of them in 16 bits: onnxruntime has faster kernels
-    for these there."""
+    """Bits of a weight, which takes 8 in the file. With 7 the products are exact in every runtime
+    on x86 processors without VNNI, which add pairs of them in 16 bits, and onnxruntime takes its
+    faster kernels there."""
     activation_range: Literal["tensor", "row"] = "tensor"
     """From what an activation's range is taken: the whole call, or each row that a linear layer
     reads. Only with `row` are a row's outputs independent of the other rows of the batch, so that

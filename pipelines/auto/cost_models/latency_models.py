@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -51,9 +51,9 @@ EXPORTS = 4
 and mostly from the first two."""
 FITTED = 16
 """Models at widths of the grid whose latencies the kernels' sum is fitted to."""
-CALIBRATED_ON, SMOOTHED_BY = 32, 0.5
-"""Samples with which exports are quantized, and the strength of SmoothQuant: their speed is looked
-at, not their answers."""
+CALIBRATED_ON, COMPARED_ON, SMOOTHED_BY = 32, 16, 0.5
+"""Samples with which exports are quantized and compared with the float model, and the strength of
+SmoothQuant: their speed is looked at, not their answers."""
 
 
 @dataclass(frozen=True)
@@ -265,6 +265,11 @@ def _quantized(format: Format, model: EagerModel, context: Context) -> Any:
     if settings["stage"] == "quantize_static":
         # All layers smoothed alike: which ones `auto` leaves alone differs from model to model.
         settings = {**settings, "smooth": SMOOTHED_BY, "calibration_samples": CALIBRATED_ON}
+    data = context.need_data("compress auto")
+    samples: Any = data.split("val")
+    (few, *_) = data.interleaved_parts("val", max(1, len(samples) // COMPARED_ON))
+    few = replace(few, datasets={**data.datasets, **few.datasets})
+    context = replace(context, data=few)
     return stages()[settings["stage"]].model_validate(settings)(model, context)
 
 
