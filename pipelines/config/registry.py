@@ -25,6 +25,7 @@ from export.executorch.stage import ExportExecuTorch
 from export.exported_program import ExportProgram
 from export.fastest.stage import ExportFastest
 from export.genai.stage import ExportGenai
+from export.gguf.stage import ExportGguf
 from export.onnx.stage import ExportOnnx
 from export.openvino.stage import ExportOpenVINO
 from export.tensorrt.stage import ExportTensorRT
@@ -58,6 +59,7 @@ OURS: tuple[type[Stage[Any, Any]], ...] = (
     ExportExecuTorch,
     ExportGenai,
     ExportCompressedTensors,
+    ExportGguf,
     ExportTensorRT,
     ExportFastest,
     PackageTorchServe,
