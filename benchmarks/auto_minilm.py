@@ -46,7 +46,6 @@ PIPELINE = {
         "space": {
             "formats": ["w7a8_static"],  # exact without VNNI
             "float_layers": 0,
-            "blocks": True,
             "widths": {"values": 4, "round_to": 32, "calibration_samples": 128},
             "recovery": {
                 "epochs": 2,
