@@ -18,7 +18,7 @@ from compress.core.val_halves import HalfOfVal, halves_of_val
 from compress.profiling.benchmark import compare_latency, unmeasurable
 from compress.pruning.depth.output_error import OutputErrorMeter
 from export.fastest.runtimes import RUNTIMES
-from pipelines.auto.candidates import Candidate, CheckedModel
+from pipelines.auto.candidates import QUANTIZING, Candidate, CheckedModel
 from pipelines.runner.inputs import measuring_context
 from pipelines.system.machine_info import machine
 
@@ -131,7 +131,7 @@ class Judge:
         metric, threads = self.context.metric.identity(), self.context.threads
         measured_on = machine() if self.tables is None else self.tables.digest
         measured = [threads, self.settings.batch, measured_on]
-        content = [self.model.digest, space, metric, self.context.seed, measured]
+        content = [self.model.digest, space, QUANTIZING, metric, self.context.seed, measured]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def check(self, candidate: Candidate, predicted_ms: float | None = None) -> CheckedModel:
