@@ -64,8 +64,9 @@ def auto(
     test: Any = None,
     data: Any = None,
     max_drop: float | None = None,
-    latency: str | None = None,
+    latency: str | dict[str, float] | None = None,
     size: str | None = None,
+    memory: str | None = None,
     time: str = "10m",
     formats: Sequence[Format] = ("float", "int8_static"),
     runtimes: Sequence[Runtime] = ("onnx",),
@@ -87,8 +88,9 @@ def auto(
         test: data that is not read.
         data: the same as a mapping of splits.
         max_drop: most points (hundredths) of the metric that may be lost.
-        latency: longest median time of a call, with its unit, as `2ms`.
+        latency: longest median time of a call, with its unit, as `2ms`; or `{"p95_ms": 2}`.
         size: largest file, with its unit, as `1MB`.
+        memory: most memory that opening and calling the file takes, with its unit, as `64MiB`.
         time: how long to search, with its unit.
         formats: numbers that the model may compute with.
         runtimes: what the file may be for: `onnx`, `openvino`.
@@ -107,7 +109,7 @@ def auto(
         CompressError: the model cannot be traced, exported or measured.
     """
     _, _, content = in_memory("auto", model, data, train=train, val=val, test=test)
-    limits = {"max_drop": max_drop, "latency": latency, "size": size}
+    limits = {"max_drop": max_drop, "latency": latency, "size": size, "memory": memory}
     settings: dict[str, Any] = {
         "limits": {name: value for name, value in limits.items() if value is not None},
         "time": time,

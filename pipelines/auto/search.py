@@ -2,45 +2,62 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field
 from itertools import product
+from statistics import median
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from compress.common.errors import StageFailed
+from compress.profiling.peak_memory import measurement_process
 from export.latency.kernel_table import TABLES, KernelTable
-from pipelines.auto.candidates import Candidate, CheckedModel, candidate_of, rungs
+from pipelines.auto import search_events
+from pipelines.auto.candidates import Candidate, CheckedModel, rungs
 from pipelines.auto.cost_models import float_layers
-from pipelines.auto.cost_models.latency_models import FormatModel, build_format_models
-from pipelines.auto.depths import ORDER_SHARE, Depth, depths_to_try
-from pipelines.auto.front import Front, missed_limits
+from pipelines.auto.cost_models.latency_models import (
+    DeeperModels,
+    FormatModel,
+    WholeModels,
+    build_format_models,
+)
+from pipelines.auto.front import Front, missed_limits, shares_of_limits
 from pipelines.auto.judge import Judge
-from pipelines.auto.latency_targets import ROOM, latency_targets
-from pipelines.auto.recovery import Recovery
-from pipelines.auto.solver import Limit, Programme
+from pipelines.auto.points import run_point, write_point, write_points
+from pipelines.auto.search_events import search_log
+from pipelines.auto.solver import Limit
+from pipelines.auto.strategy.depths import Depth, Depths, whole_models_of
+from pipelines.auto.strategy.latency_targets import ROOM, latency_targets
+from pipelines.auto.strategy.recovery import FILE as HALVINGS
+from pipelines.auto.strategy.recovery import Recovery
+from pipelines.runner.events import RunEvent, event_listener
 from pipelines.system.machine_info import machine
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from pipelines.auto.cost_models.float_layers import LayerHarms
     from pipelines.auto.cost_models.tables import LatencyTables
-    from pipelines.auto.recovery import ModelKey, Programmes
-    from pipelines.config.auto_settings import AutoSettings
+    from pipelines.auto.strategy.recovery import ModelKey, Programmes
+    from pipelines.config.auto_settings import AutoSettings, Format, Runtime
     from pipelines.config.pipeline import PipelineConfig
     from pipelines.config.run_options import RunOptions
+    from pipelines.runner.events import EventListener
 
-POINTS = "points"
-"""In the results' folder: the pipelines of the front."""
+WHOLE_MODELS = "whole_models.json"
+"""In the results' folder: models that latencies are fitted to."""
 FIRST_SHARE, HARMS_SHARE = 0.1, 0.35
 """Shares of the time after which what single cuts lose is taken as it is known: early, for a first
 model, and once more."""
 DEPTHS_SHARE = 0.5
-"""Share of the time for models that are not trained after which no further depth is looked at; half
-of what is left of it is for what single cuts lose there."""
+"""Share of the time that is left after a first model, until training, for models without some
+blocks; of what is left then, the same share is for what single cuts lose there."""
 UNTRAINED_SHARE = 0.25
 """Share of the time after which models are trained, where `recovery` says so; what single cuts lose
-matters less then."""
+matters less then. Twice as much where blocks may be removed."""
 
 
 def search(
@@ -67,11 +84,17 @@ def search(
     """
     if tables is not None:
         tables.refuse_other_settings(settings, pipeline.threads)
-    deadline = time.monotonic() + settings.time
-    judge = Judge.from_pipeline(pipeline, settings, out, options)
-    if tables is not None:
-        judge.tables, judge.base_ms = tables, tables.base_ms
-    return Search(judge, settings, out).run(deadline)
+    start = time.monotonic()
+    # Of all candidates in one process, which imports the libraries once.
+    with search_log(out), measurement_process():
+        listener = event_listener(options.announce)
+        listener(search_events.search_started(pipeline, settings))
+        judge = Judge.from_pipeline(pipeline, settings, out, options)
+        if tables is not None:
+            judge.tables, judge.base_ms = tables, tables.base_ms
+        front = Search(judge, settings, out, emit=listener).run(start + settings.time)
+        listener(search_events.search_finished(front, time.monotonic() - start))
+    return front
 
 
 @dataclass
@@ -87,8 +110,12 @@ class Search:
     """Candidates that could not be built → why."""
     models: dict[ModelKey, FormatModel] = field(default_factory=dict)
     """By format, runtime and removed blocks."""
-    depths: list[Depth] = field(default_factory=list)
-    """Those whose widths are decided, the model's own first."""
+    is_infeasible: bool = False
+    """Whether even the smallest models miss limits."""
+    not_searched: list[str] = field(default_factory=list)
+    """What is left out, and why."""
+    emit: EventListener = lambda event: None
+    """Receives the events."""
 
     def run(self, deadline: float) -> Front:
         """Search until a deadline, or until nothing is left to try; return the front.
@@ -97,7 +124,12 @@ class Search:
         """
         earlier = Front.read(self.out)
         if earlier is not None and earlier.conditions == self.judge.conditions:
-            self.checked = {model.name: model for model in earlier.checked}
+            # Figures of earlier versions, or of other limits, may lack what is needed now.
+            self.checked = {
+                model.name: model
+                for model in earlier.checked
+                if math.inf not in shares_of_limits(self.settings.limits, model).values()
+            }
             self.judge.base_ms = earlier.base_ms
         self._warn_of_few_samples()
         self.check_whole(deadline)
@@ -105,14 +137,13 @@ class Search:
             whole = Depth.of_model(self.judge, self.judge.model, ())
             if self.judge.tables is not None:
                 self.judge.tables.refuse_other_model(whole.space.grid, self.judge.batch)
-            shallower: list[tuple[str, ...]] = []
+            depths = Depths(self, whole)
             if self.settings.space.blocks:
-                until = time.monotonic() + ORDER_SHARE * self.settings.time
-                shallower = depths_to_try(self.judge, min(deadline, until))
-            if self._is_feasible(whole) or self._is_feasible_without(shallower, deadline):
+                depths.find_order(deadline)
+            self.is_infeasible = not depths.are_feasible(deadline)
+            if not self.is_infeasible:
                 self.measure_kernels(whole, deadline)
-                self.depths.append(whole)
-                self._check_cut(shallower, deadline)
+                self._check_cut(depths, deadline)
         return self._finish()
 
     def _warn_of_few_samples(self) -> None:
@@ -120,8 +151,8 @@ class Search:
         half, most = self.judge.decided_on, self.settings.limits.max_drop
         points = half.points_of_sample
         if most and most < points:
-            self.judge.options.announce(
-                f"warning: half of val has {half.samples} samples, and one of them is worth "
+            self._warn(
+                f"half of val has {half.samples} samples, and one of them is worth "
                 f"{points:.3g} points, more than max_drop {most:g}: no sample may be lost"
             )
 
@@ -132,94 +163,28 @@ class Search:
             if time.monotonic() < deadline:
                 self.check(Candidate(format, runtime=runtime, removed_blocks=removed_blocks))
 
-    def _check_cut(self, shallower: Sequence[tuple[str, ...]], deadline: float) -> None:
-        """Check smaller models, first as they are after a refit, then trained.
-
-        Args:
-            shallower: blocks that may be removed together, each time with the ones before.
-            deadline: on the clock of :func:`time.monotonic`.
-        """
+    def _check_cut(self, depths: Depths, deadline: float) -> None:
+        """Check smaller models, first as they are after a refit, then trained."""
         begin, recovery = deadline - self.settings.time, self.settings.space.recovery
-        untrained_share = UNTRAINED_SHARE if recovery else 1.0
+        untrained_share = UNTRAINED_SHARE * (1 + bool(depths.shallower)) if recovery else 1.0
         until, is_left = begin + untrained_share * self.settings.time, True
         for share in (FIRST_SHARE, min(HARMS_SHARE, untrained_share)):
+            if share != FIRST_SHARE:
+                now = time.monotonic()
+                depths.add(now + DEPTHS_SHARE * (until - now))
             measured_until = begin + share * self.settings.time
-            if len(self.depths) > 1:  # each with cuts of its own, of which nothing is known yet
+            if len(depths.added) > 1:  # each with cuts of its own
                 now = time.monotonic()
                 measured_until = max(measured_until, now + DEPTHS_SHARE * (until - now))
-            programmes = self._measure_harms(min(deadline, measured_until))
+            programmes = depths.programmes(min(deadline, measured_until))
             if self.models and time.monotonic() < until:
                 is_left = self._check_next(programmes)
-            if len(self.depths) == 1:
-                self._add_depths(shallower, begin + DEPTHS_SHARE * (until - begin))
         while self.models and is_left and time.monotonic() < until:
             is_left = self._check_next(programmes)
-        while self.models and recovery is not None and time.monotonic() < deadline:
-            if not Recovery(self, programmes, rungs(recovery.epochs)).train_next(deadline):
-                break
-
-    def _add_depths(self, shallower: Sequence[tuple[str, ...]], deadline: float) -> None:
-        """Prepare widths without some blocks, and then more of them, as long as that may do."""
-        for removed_blocks in shallower:
-            if time.monotonic() > deadline:
-                break
-            self.check_whole(deadline, removed_blocks)
-            whole = self._whole_without(removed_blocks)
-            # Widths and further blocks only lose more, unless training returns it.
-            limits, recovery = self.settings.limits, self.settings.space.recovery
-            is_kept = any("max_drop" not in missed_limits(limits, model) for model in whole)
-            if not whole or not (is_kept or recovery):
-                break
-            pruned = self.judge.pruned_model(whole[0].candidate)
-            depth = Depth.of_model(self.judge, pruned, removed_blocks)
-            self.measure_kernels(depth, deadline)
-            self.depths.append(depth)
-
-    def _measure_harms(self, deadline: float) -> Programmes:
-        """Measure what single cuts lose at each depth, in equal shares of the time until then."""
-        programmes = {}
-        for done, depth in enumerate(self.depths):
-            now = time.monotonic()
-            until = now + (deadline - now) / (len(self.depths) - done)
-            harms = depth.measure_harms(self.judge, until)
-            programmes[depth.removed_blocks] = Programme(depth.space.grid, harms)
-        return programmes
-
-    def _whole_without(self, removed_blocks: tuple[str, ...]) -> list[CheckedModel]:
-        """Return the checked models without some blocks that are as wide as before, untrained."""
-        return [
-            model
-            for model in self.offered()
-            if model.removed_blocks == removed_blocks
-            and not (model.widths or model.float_layers or model.trained)
-        ]
-
-    def _is_feasible_without(self, shallower: Sequence[tuple[str, ...]], deadline: float) -> bool:
-        """Return whether the smallest model without most blocks meets latency and size."""
-        if not shallower:
-            return False
-        self.check_whole(deadline, shallower[-1])
-        whole = self._whole_without(shallower[-1])
-        if not whole:
-            return False
-        pruned = self.judge.pruned_model(whole[0].candidate)
-        return self._is_feasible(Depth.of_model(self.judge, pruned, shallower[-1]))
-
-    def _is_feasible(self, depth: Depth) -> bool:
-        """Check the smallest model as each whole one; return whether one meets latency and size."""
-        if self.settings.limits.latency is None and self.settings.limits.size is None:
-            return True
-        whole = self._whole_without(depth.removed_blocks)
-        for model in sorted(whole, key=lambda model: model.latency_ms):
-            candidate = candidate_of(
-                *(model.format, depth.smallest, depth.space.whole, model.runtime),
-                depth.removed_blocks,
-            )
-            self.check(candidate)
-            found = self.checked.get(candidate.name)
-            if found is None or not missed_limits(self.settings.limits, found, but="max_drop"):
-                return True
-        return False
+        if self.models and recovery is not None:
+            ends, key = rungs(recovery.epochs), self.judge.conditions
+            key += self.settings.limits.model_dump_json()
+            Recovery(self, programmes, ends, self.out / HALVINGS, key).train(deadline)
 
     def measure_kernels(self, depth: Depth, deadline: float | None = None) -> None:
         """Measure kernels over the grid of widths, in each format and runtime.
@@ -229,32 +194,40 @@ class Search:
         """
         judge, space, removed_blocks = self.judge, depth.space, depth.removed_blocks
         table = KernelTable(self.out / TABLES, machine(), judge.context.threads)
+        # Relative to that of the float file, which is measured once.
+        key = f"{judge.conditions} {judge.base_ms!r}"
+        fitted = None if removed_blocks else WholeModels.read(self.out / WHOLE_MODELS, key)
         for format in self.settings.space.formats:
-            whole = {
-                m.runtime: m for m in self._whole_without(removed_blocks) if m.format == format
-            }
+            same = (m for m in whole_models_of(self.offered(), depth) if m.format == format)
+            # ONNX Runtime first, whose file those with layers in float are made from.
+            whole = {m.runtime: m for m in sorted(same, key=lambda m: m.runtime != "onnx")}
             if not whole:
                 continue
             until = time.monotonic() + float_layers.SHARE * self.settings.time
-            layers, is_mixed = None, deadline is not None and not removed_blocks
-            if deadline is not None and is_mixed and judge.tables is None and "onnx" in whole:
+            layers = None
+            if deadline is not None and not removed_blocks:
                 until = min(deadline, until)
-                layers = float_layers.measure_layer_harms(judge, whole["onnx"], until)
+                layers = self._measure_layer_harms(next(iter(whole.values())), until)
             if not space.grid and layers is None:
                 continue
             try:
                 if judge.tables is not None:
                     built = judge.tables.format_models(format, [*whole])
                 else:
-                    deeper = (self.models.get((format, runtime, ())) for runtime in whole)
+                    known = {r: m for r in whole if (m := self.models.get((format, r, ())))}
+                    deeper = DeeperModels(known, depth.names_before) if removed_blocks else None
+                    settings = self.settings.without_blocks(removed_blocks)
                     built = build_format_models(
-                        *(format, [*whole], space.grid, depth.model, judge.context, self.settings),
-                        *(table, judge.measure_latency_ms, layers, until),
-                        {m.runtime: m.fit for m in deeper if m is not None and m.fit is not None},
+                        *(format, [*whole], space.grid, depth.model, judge.context, settings),
+                        *(table, judge.measure_latency_ms, layers, until, deeper, fitted),
                     )
             except StageFailed as error:  # the other formats may do
-                self.judge.options.announce(f"warning: {format} is not cut: {error}")
+                self._leave_out(f"{format} is not cut: {error}")
                 continue
+            if layers is not None and built[0].layers.unsuitable:
+                self._leave_out(
+                    f"no layer of {format} is left in float: {built[0].layers.unsuitable}"
+                )
             for model in built:
                 model.harm = whole[model.runtime].loss - model.layers.total_harm
                 model.removed_blocks = removed_blocks
@@ -262,6 +235,31 @@ class Search:
         for checked in self.checked.values():
             if checked.removed_blocks == removed_blocks:
                 self._correct(checked)
+
+    def _measure_layer_harms(self, whole: CheckedModel, deadline: float) -> LayerHarms | None:
+        """Measure what quantizing single layers loses; None where none may stay in float."""
+        judge = self.judge
+        if whole.format == "float" or not self.settings.space.float_layers:
+            return None
+        try:
+            if judge.tables is not None:
+                raise StageFailed("the latency tables have no such layers")
+            # The ONNX file, from which those with layers in float are made, is no point by itself.
+            self.check(Candidate(whole.format))
+            return float_layers.measure_layer_harms(judge, whole, deadline)
+        except StageFailed as error:
+            self._leave_out(f"no layer of {whole.format} is left in float: {error}")
+            return None
+
+    def _leave_out(self, what: str) -> None:
+        """Warn that something is not searched, and remember it for the front."""
+        if what not in self.not_searched:
+            self.not_searched.append(what)
+            self._warn(what)
+
+    def _warn(self, message: str) -> None:
+        line = f"warning: {message}"
+        self.emit(RunEvent("message", None, line, level="warning"))
 
     def _check_next(self, programmes: Programmes) -> bool:
         """Check the next model, and correct the prediction; return whether there was one."""
@@ -278,8 +276,6 @@ class Search:
             if found is not None:
                 candidate, predicted_ms = found
                 self.check(candidate, predicted_ms)
-                if candidate.name in self.checked:
-                    self._correct(self.checked[candidate.name])
                 return True
         return False
 
@@ -288,12 +284,36 @@ class Search:
         model = self.models.get((checked.format, checked.runtime, checked.removed_blocks))
         choice = None if model is None else model.choice_of(checked.candidate)
         if model is not None and choice is not None:
-            model.correct(model.latency_ms(choice), checked.latency_ms)
+            uncorrected_ms = model.latency_ms(choice)
+            model.correct(uncorrected_ms, checked.latency_ms)
+            self.emit(search_events.model_corrected(checked, uncorrected_ms, model.correction))
 
     @property
     def asked_ms(self) -> float | None:
-        """The limit of latency, for predictions; None where there is none."""
-        return self.settings.limits.latency
+        """The limit of median latency, or what keeps to that of the 95th percentile."""
+        limit = self.settings.limits.latency
+        if limit is None or limit.p95_ms is None:
+            return None if limit is None else limit.p50_ms
+        ratios = [m.p95_ms / m.latency_ms for m in self.offered() if m.p95_ms is not None]
+        asked_ms = limit.p95_ms / (median(ratios) if ratios else 1.0)
+        return asked_ms if limit.p50_ms is None else min(asked_ms, limit.p50_ms)
+
+    def _most_bytes(self, format: Format, runtime: Runtime) -> float | None:
+        """Return the largest file within the limits of size and memory; None without these.
+
+        Memory is a straight line through what the checked models of a format and runtime take.
+        """
+        limits = self.settings.limits
+        same = [m for m in self.offered() if (m.format, m.runtime) == (format, runtime)]
+        taken = {m.bytes: m.peak_mebibytes for m in same if m.peak_mebibytes is not None}
+        most = [] if limits.size is None else [limits.size]
+        if limits.memory is not None and len(taken) > 1:
+            slope, constant = np.polyfit([*taken], [*taken.values()], 1).tolist()
+            allowed = limits.memory / 2**20
+            if slope > 0:
+                within = [size for size, peak in taken.items() if peak <= allowed]
+                most.append(max([(allowed - constant) / slope, *within]))
+        return min(most, default=None)
 
     def smallest_ms(self) -> float:
         """Return the smallest latency that the models predict."""
@@ -307,8 +327,9 @@ class Search:
         for (format, runtime, removed_blocks), model in self.models.items():
             corrected = model.corrected()
             limits = [] if latency_ms is None else [Limit(corrected, ROOM * latency_ms)]
-            if self.settings.limits.size is not None:
-                limits.append(Limit(model.bytes, self.settings.limits.size))
+            most_bytes = self._most_bytes(format, runtime)
+            if most_bytes is not None:
+                limits.append(Limit(model.bytes, most_bytes))
             same = (c for c in known if (c.format, c.runtime) == (format, runtime))
             choices = map(model.choice_of, same)
             mixed = programmes[removed_blocks].extended(model.layers.grid, model.layers.harm)
@@ -324,20 +345,24 @@ class Search:
         """Check a candidate, unless that was done, and write the front."""
         if candidate.name in self.checked or candidate in self.failed:
             return
+        self.emit(search_events.candidate_chosen(candidate, predicted_ms))
         try:
             found = self.judge.check(candidate, predicted_ms)
         except StageFailed as error:
             is_whole = not candidate.is_smaller and not candidate.float_layers
             if is_whole and candidate.runtime == "onnx":
                 raise
-            if not candidate.is_smaller:
-                self.judge.options.announce(f"warning: {candidate.name} is left out: {error}")
             self.failed[candidate] = str(error)
-            self.judge.options.announce(f"warning: {candidate.name} could not be made: {error}")
+            self.emit(search_events.candidate_failed(candidate, str(error)))
             return
+        before = self._front().points
         self.checked[candidate.name] = found
-        self.judge.options.announce(Front.line(found))
-        self._front().write(self.out)
+        self.emit(search_events.candidate_checked(found, self.settings.limits))
+        front = self._front()
+        if front.points != before:
+            self.emit(search_events.front_changed(front.points))
+        front.write(self.out)
+        self._correct(found)
 
     def offered(self) -> list[CheckedModel]:
         """Return the checked models of the formats, runtimes and depths that are asked for."""
@@ -360,36 +385,41 @@ class Search:
         """Whether a model meets all limits but that of latency."""
         return not missed_limits(self.settings.limits, model, but="latency")
 
-    def _front(self) -> Front:
+    def _front(self, best: str | None = None) -> Front:
+        points = Front.pareto(self.offered())
+        if best is not None and best not in {model.name for model in points}:
+            points = sorted([*points, self.checked[best]], key=lambda model: model.latency_ms)
         return Front(
             limits=self.settings.limits,
             checked=tuple(self.checked.values()),
             failed={candidate.name: why for candidate, why in self.failed.items()},
-            points=tuple(model.name for model in Front.pareto(self.offered())),
+            points=tuple(model.name for model in points),
             conditions=self.judge.conditions,
             base_ms=self.judge.base_ms,
             predicted_for=self.judge.tables.where if self.judge.tables else None,
+            best=best,
+            is_infeasible=self.is_infeasible,
+            not_searched=tuple(self.not_searched),
         )
 
     def _finish(self) -> Front:
-        """Confirm the models that meet all limits, the best first, and write their pipelines."""
+        """Confirm the models that meet all limits, the best first, and write the front's points."""
         limits = self.settings.limits
         wanted = [model for model in self.offered() if not missed_limits(limits, model)]
         by_loss = self.loss_decides
         wanted.sort(key=lambda m: m.loss_order if by_loss else (m.latency_ms, m.drop or 0.0))
-        most, best = self.settings.limits.max_drop, None
-        for model in wanted:
-            confirmed = self.judge.confirm(model)
-            self.checked[model.name] = confirmed
-            drop = confirmed.confirmed_drop
-            if drop is not None and (most is None or drop <= most):
-                best = confirmed
-                break
-        front = self._front().model_copy(update={"best": best.name if best else None})
-        for number, name in enumerate(front.points, 1):
-            file = self.out / POINTS / str(number) / "pipeline.yaml"
-            model = self.checked[name]
-            gate = self.judge.speedup_gate(model)
-            model.candidate.write_pipeline(self.judge.base, self.settings, file, gate)
+        best = next((model.name for model in wanted if self._passes(model)), None)
+        front = write_points(self._front(best), self.judge, best)
         front.write(self.out)
         return front
+
+    def _passes(self, model: CheckedModel) -> bool:
+        """Confirm a model, and run its pipeline; return whether it keeps to all limits."""
+        confirmed = self.judge.confirm(model)
+        self.checked[model.name] = confirmed
+        if confirmed.confirmed_drop is None or missed_limits(self.settings.limits, confirmed):
+            return False
+        front = self._front(best=model.name)
+        front.write(self.out)
+        write_point(front, self.judge, confirmed)
+        return run_point(front, self.judge, confirmed)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, reduce
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any
+from operator import or_
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
 
 from compress.common.errors import Unavailable
 from compress.common.requirements import load_entry_point
@@ -87,3 +90,10 @@ def stages() -> dict[str, type[Stage[Any, Any]]]:
 def stage_type(stage: type[Stage[Any, Any]]) -> str:
     """Return a stage class's `stage` key."""
     return str(stage.model_fields["stage"].default)
+
+
+if TYPE_CHECKING:
+    AnyStage = Stage[Any, Any]
+else:
+    # A union that is built at run time means nothing to mypy.
+    AnyStage = Annotated[reduce(or_, stages().values()), Field(discriminator="stage")]

@@ -24,8 +24,6 @@ RIDGE = 1e-4
 """Added to the diagonal of second moments, relative to their mean, so that they are invertible."""
 ROUNDS = 128
 """Rounds in which all channels of a group are ranked; of wider groups several in each round."""
-UPDATED_AT_ONCE = 96
-"""Removed columns for which an inverse is updated: fewer are bound by memory."""
 
 
 @dataclass(frozen=True)
@@ -84,24 +82,16 @@ class _PrunedConsumer:
     """A consumer's compensated weights while channels are removed one after the other.
 
     Columns of removed channels stay, unread, until they are half of all: to copy the matrices
-    takes longer than to compute with them. For the same reason the inverse is updated for several
-    rounds at once.
+    takes longer than to compute with them.
     """
 
     weight_gio: torch.Tensor
     inverse_gii: torch.Tensor
-    """Inverse of the Gram matrix, from which `across_gki`.mT @ `solved_gki` is to be subtracted."""
     entries_ce: torch.Tensor
     energy: float
     """Sum of the squares of its unpruned output."""
     kept_i: torch.Tensor
     """Whether each column's channel is there."""
-    blocks_gcee: torch.Tensor
-    """What the inverse, as it is now, has between the columns of each channel."""
-    across_gki: torch.Tensor
-    """Rows of the inverse for the columns removed since it was updated."""
-    solved_gki: torch.Tensor
-    """The same rows after the inverse of their block."""
 
     @classmethod
     def from_consumer(cls, consumer: Consumer) -> _PrunedConsumer:
@@ -117,22 +107,18 @@ class _PrunedConsumer:
         )
         energy = float((weight_gio * (gram_gii @ weight_gio)).sum())
         kept_i = torch.ones(gram_gii.shape[1], dtype=torch.bool)
-        entries_ce = consumer.entries_ce
-        blocks_gcee = inverse_gii[:, entries_ce[:, :, None], entries_ce[:, None, :]]
-        none_gki = inverse_gii[:, :0]
-        return cls(
-            *(weight_gio.clone(), inverse_gii, entries_ce, max(energy, 1e-30), kept_i),
-            *(blocks_gcee, none_gki, none_gki),
-        )
+        return cls(weight_gio.clone(), inverse_gii, consumer.entries_ce, max(energy, 1e-30), kept_i)
 
     def rises(self, channels: torch.Tensor) -> torch.Tensor:
         """Return the relative rise of the squared error when each channel is removed alone."""
-        weight_gceo = self.weight_gio[:, self.entries_ce[channels]]
-        block_gcee = self.blocks_gcee[:, channels]
-        if block_gcee.shape[-1] == 1:  # torch solves many systems of one unknown slowly
-            solved_gceo = weight_gceo / block_gcee
-        else:
-            solved_gceo = torch.linalg.solve(block_gcee, weight_gceo)
+        rows_ce = self.entries_ce[channels]
+        block_gcee = self.inverse_gii[:, rows_ce[:, :, None], rows_ce[:, None, :]]
+        weight_gceo = self.weight_gio[:, rows_ce]
+        # In systems of one unknown torch's threads wait for each other more than they compute.
+        is_one = rows_ce.shape[1] == 1
+        solved_gceo = (
+            weight_gceo / block_gcee if is_one else torch.linalg.solve(block_gcee, weight_gceo)
+        )
         rise_gc = (weight_gceo * solved_gceo).sum((2, 3))
         rises: torch.Tensor = rise_gc.sum(0) / self.energy
         return rises
@@ -140,20 +126,13 @@ class _PrunedConsumer:
     def remove_(self, channels: torch.Tensor) -> None:
         """Remove channels and compensate them by the other weights, in place."""
         rows_e = self.entries_ce[channels].flatten()
-        removed_gek = self.across_gki[:, :, rows_e].mT
-        across_gei = self.inverse_gii[:, rows_e] - removed_gek @ self.solved_gki
-        solved_gei = torch.linalg.solve(across_gei[:, :, rows_e], across_gei)
+        block_gee = self.inverse_gii[:, rows_e[:, None], rows_e]
+        across_gei = self.inverse_gii[:, rows_e]
+        solved_gei = torch.linalg.solve(block_gee, across_gei)
         self.weight_gio.baddbmm_(solved_gei.mT, self.weight_gio[:, rows_e], alpha=-1)
-        across_gkce, solved_gkce = (x[:, :, self.entries_ce] for x in (across_gei, solved_gei))
-        self.blocks_gcee -= torch.einsum("gkce,gkcf->gcef", across_gkce, solved_gkce)
-        self.across_gki = torch.cat([self.across_gki, across_gei], 1)
-        self.solved_gki = torch.cat([self.solved_gki, solved_gei], 1)
+        self.inverse_gii.baddbmm_(across_gei.mT, solved_gei, alpha=-1)
         self.kept_i[rows_e] = False
-        is_half_removed = 2 * self.kept_i.sum() <= len(self.kept_i)
-        if is_half_removed or self.across_gki.shape[1] >= UPDATED_AT_ONCE:
-            self.inverse_gii.baddbmm_(self.across_gki.mT, self.solved_gki, alpha=-1)
-            self.across_gki = self.solved_gki = self.inverse_gii[:, :0]
-        if is_half_removed:
+        if 2 * self.kept_i.sum() <= len(self.kept_i):
             self._drop_columns_()
 
     def _drop_columns_(self) -> None:
@@ -161,7 +140,6 @@ class _PrunedConsumer:
         kept_i = self.kept_i
         self.weight_gio = self.weight_gio[:, kept_i]
         self.inverse_gii = self.inverse_gii[:, kept_i][:, :, kept_i]
-        self.across_gki = self.solved_gki = self.inverse_gii[:, :0]
         self.entries_ce = (kept_i.cumsum(0) - 1)[self.entries_ce]
         self.kept_i = kept_i[kept_i]
 

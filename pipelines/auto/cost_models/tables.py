@@ -154,7 +154,13 @@ class LatencyTables(Settings):
         return self.base_ms  # the float model itself, where no float ones are searched
 
     def refuse_other_settings(self, settings: AutoSettings, threads: int) -> None:
-        """Raise PipelineInvalid for other threads, and where a format or a runtime is missing."""
+        """Raise PipelineInvalid for other threads, a missing format or runtime, or a p95."""
+        limit = settings.limits.latency
+        if limit is not None and limit.p95_ms is not None:
+            raise PipelineInvalid(
+                "latency tables hold medians: limit p50_ms (--latency), and p95_ms by a gate "
+                "max_latency in a point's pipeline, where it runs"
+            )
         self.refuse_blocks(settings)
         self._refuse_other_calls("threads", self.threads, threads)
         known = {(table.format, table.runtime) for table in self.models}

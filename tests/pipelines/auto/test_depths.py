@@ -10,10 +10,10 @@ from compress.common.errors import PipelineInvalid
 from export.latency.width_costs import InteractionSum
 from pipelines.auto import judge
 from pipelines.auto.candidates import Candidate, CheckedModel, candidate_of
-from pipelines.auto.cost_models.latency_models import FormatModel
+from pipelines.auto.cost_models.latency_models import DeeperModels, FormatModel
 from pipelines.auto.cost_models.tables import LatencyTables
 from pipelines.auto.front import Front
-from pipelines.config.auto_settings import AutoSettings
+from pipelines.config.auto_settings import AutoSettings, name_without_blocks
 from pipelines.config.pipeline import PipelineConfig
 from tests.pipelines.auto.test_auto import FILE, NETS, auto
 from tests.pipelines.auto.test_runtimes import run
@@ -30,7 +30,7 @@ class Block(nn.Module):
 def residual():
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.Sequential(*(Block() for _ in range(4))),
+        nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.Sequential(*(Block() for _ in range(3))),
         nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 2),
     )
 """
@@ -39,8 +39,8 @@ def residual():
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     (tmp_path / "nets.py").write_text(NETS + BLOCKS)
-    content = FILE.replace("nets:net", "nets:residual").replace("time: 20s", "time: 1m")
-    widths = "{values: 2}, formats: [float]"
+    content = FILE.replace("nets:net", "nets:residual").replace("time: 20s", "time: 5m")
+    widths = '{values: 2, exclude: ["2.*.first"]}, formats: [float]'
     content = content.replace(
         "{values: 3}, formats: [float, int8_static]", f"{widths}, blocks: true"
     )
@@ -52,12 +52,13 @@ def file(tmp_path: Path) -> Path:
 def test_blocks_and_widths_are_decided_together(
     file: Path, tmp_path: Path, capfd, monkeypatch
 ) -> None:
+    monkeypatch.setattr("pipelines.auto.cost_models.latency_models.FITTED", 4)
     out = tmp_path / "out"
     assert auto(file, "--out", out, "--json") == 0
     front = json.loads(capfd.readouterr().out)
     checked = {model["name"]: model for model in front["checked"]}
     order = json.loads((out / "blocks.json").read_text())["removed"]
-    assert len(order) == 3 and {*order} < {f"2.{i}" for i in range(4)}
+    assert len(order) == 2 and {*order} < {f"2.{i}" for i in range(3)}
     removed = {tuple(model["removed_blocks"]) for model in checked.values()}
     assert removed == {(), (order[0],), (order[0], order[1])}
     both = [m for m in checked.values() if m["removed_blocks"] and m["widths"]]
@@ -84,13 +85,40 @@ def test_blocks_and_widths_are_decided_together(
     assert not built and not any(checked[name]["removed_blocks"] for name in front["points"])
 
 
+@pytest.mark.parametrize(
+    ("pattern", "after"),
+    [
+        ("2.0.first", "2.0.first"),
+        ("2.4.first", "2.2.first"),
+        ("2.*.first", "2.*.first"),
+        ("2.1.first", None),
+        ("3", "3"),
+        ("21.4", "21.4"),
+    ],
+)
+def test_patterns_of_names_are_those_after_the_removal(pattern: str, after: str | None) -> None:
+    assert name_without_blocks(pattern, ("2.3", "2.1")) == after
+
+
+def test_included_groups_that_leave_are_not_all_groups() -> None:
+    space = {"widths": {"include": ["2.1.*", "2.2.first"], "exclude": ["2.1.second"]}}
+    settings = AutoSettings.model_validate({"space": space})
+    widths = settings.without_blocks(["2.1"]).space.widths
+    assert widths is not None and (widths.include, widths.exclude) == (("2.1.first",), ())
+    assert settings.without_blocks(["2.1", "2.2"]).space.widths is None
+    assert settings.without_blocks([]) == settings
+
+
 def test_removed_blocks_are_a_stage_before_widths(file: Path) -> None:
     base = PipelineConfig.from_yaml(file)
     candidate = candidate_of("float", {"a": 8, "b": 4}, {"a": 8, "b": 8}, "onnx", ("2.3", "2.1"))
     assert candidate.widths == (("b", 4),)
     assert candidate.stages(base, base.auto or AutoSettings()) == [
         {"stage": "prune_layers", "blocks": ["2.3", "2.1"], "refit": True},
-        {"stage": "prune_channels", "widths": {"b": 4}, "importance": "obs"},
+        {
+            **{"stage": "prune_channels", "widths": {"b": 4}, "importance": "obs"},
+            "exclude": ["2.*.first"],
+        },
         {"stage": "export_onnx"},
     ]
     names = {c.name for c in (candidate, Candidate("float", candidate.widths), Candidate("float"))}
@@ -124,3 +152,16 @@ def test_latency_tables_know_no_removed_blocks(file: Path, tmp_path: Path, capfd
         LatencyTables.refuse_blocks(settings)
     assert auto(file, "--tables-only", "--out", tmp_path / "out") == 2
     assert "leave it out with --tables and --tables-only" in capfd.readouterr().err
+
+
+def test_what_two_groups_change_together_is_that_of_the_deeper_network() -> None:
+    terms = {("a", "b"): {(4, 3): -0.5}, ("a",): {(4,): -1.0}, ("b",): {(3,): -2.0}}
+    deeper = FormatModel("float", InteractionSum(9.0, terms), InteractionSum(90.0, terms))
+    known = DeeperModels({"onnx": deeper}, {"x": "b", "y": "a", "z": "c"})
+    grid = {"x": (6, 3), "y": (8, 4), "z": (8, 4)}
+    assert known.has_pair(("x", "y"), grid) and not known.has_pair(("x", "z"), grid)
+    assert not known.has_pair(("x", "y"), grid | {"x": (6, 2)}), "another width"
+    alone = InteractionSum(5.0, {("x",): {(3,): -1.5}, ("y",): {(4,): -0.5}})
+    quantity = known.with_pairs(alone, deeper.latency_ms, grid)
+    assert quantity({"x": 3, "y": 4, "z": 8}) == 5 - 1.5 - 0.5 - 0.5
+    assert quantity({"x": 3, "y": 8, "z": 4}) == 3.5

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
+from pydantic import TypeAdapter
+
+from compress.common.atomic_files import write_atomically
 from pipelines.auto.candidates import Candidate, CheckedModel
 from pipelines.auto.front import missed_limits
-from pipelines.auto.latency_targets import NARROW, ROOM
+from pipelines.auto.strategy.latency_targets import NARROW, ROOM
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
 
     from pipelines.auto.cost_models.latency_models import FormatModel
     from pipelines.auto.solver import Programme
@@ -25,6 +30,14 @@ if TYPE_CHECKING:
 
 TRAINED_AT_ONCE = 6
 """Models of which successive halving trains the best to the end."""
+FILE = "halvings.json"
+"""In the results' folder: the models of each successive halving, with which a stopped search goes
+on."""
+
+Contenders: TypeAlias = list[tuple[Candidate, float | None]]
+"""Models, and their predicted latencies."""
+STORED = TypeAdapter(dict[str, list[Contenders]])
+"""What tells a search → its halvings, as the file has them."""
 
 
 class Searching(Protocol):
@@ -69,17 +82,37 @@ class Recovery:
     programmes: Programmes
     ends: list[int]
     """Epochs of training after which some of the models are dropped."""
+    file: Path
+    key: str
+    """What tells this search from others."""
+    begun: list[Contenders] = field(default_factory=list)
+    """Models of the successive halvings that have begun, by an earlier search too."""
+    _done: int = 0
+    """How many of these this search has come to the end of."""
 
-    def train_next(self, deadline: float) -> bool:
-        """Train further models; return whether there were any, and time for it.
+    def __post_init__(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            stored = STORED.validate_json(self.file.read_bytes())
+            self.begun = stored.get(self.key, [])
 
-        The deadline is on the clock of :func:`time.monotonic`.
-        """
-        if self.search.loss_decides:
-            return self._train_best(self._contenders(), deadline)
-        return self._train_fastest(deadline)
+    def train(self, deadline: float) -> None:
+        """Train models until a deadline on the clock of :func:`time.monotonic`, or none is left."""
+        is_left = True
+        while is_left and time.monotonic() < deadline:
+            if not self.search.loss_decides:
+                is_left = self._train_fastest(deadline)
+                continue
+            if self._done == len(self.begun):
+                contenders = self._contenders()
+                if not contenders:
+                    break
+                self.begun.append(contenders)
+                write_atomically(self.file, STORED.dump_json({self.key: self.begun}, indent=1))
+            # Of one that an earlier search has begun, what was trained is not trained again.
+            is_left = self._train_best(self.begun[self._done], deadline)
+            self._done += 1
 
-    def _contenders(self) -> list[tuple[Candidate, float | None]]:
+    def _contenders(self) -> Contenders:
         """Return the cut models within the limits that lose least, and are not trained yet."""
         known = self._untrained(model for model in self.search.checked.values() if model.trained)
         kept = [
@@ -91,8 +124,9 @@ class Recovery:
             and not missed_limits(self.search.settings.limits, model, but="max_drop")
         ]
         kept.sort(key=lambda model: model.loss)
-        found: list[tuple[Candidate, float | None]]
-        found = [(model.candidate, model.predicted_ms) for model in kept[:TRAINED_AT_ONCE]]
+        found: Contenders = [
+            (model.candidate, model.predicted_ms) for model in kept[:TRAINED_AT_ONCE]
+        ]
         while len(found) < TRAINED_AT_ONCE:
             tried = [*known, *(candidate for candidate, _ in found)]
             solved = self.search.solve(self.programmes, self.search.asked_ms, tried)
@@ -135,26 +169,24 @@ class Recovery:
                 break
         return True
 
-    def _train_best(
-        self, contenders: list[tuple[Candidate, float | None]], deadline: float
-    ) -> bool:
+    def _train_best(self, contenders: Contenders, deadline: float) -> bool:
         """Train models by successive halving; return whether there was one and time for it.
 
         Only as many begin as the time allows to train to the end, by how long the first takes.
 
         Args:
-            contenders: models, and their predicted latencies.
+            contenders: models, of which one after the other is trained.
             deadline: on the clock of :func:`time.monotonic`.
         """
         begin, seconds_per_epoch, before = time.monotonic(), 0.0, 0
         for end in self.ends:
-            reached = []
+            reached: Contenders = []
             for candidate, predicted_ms in contenders:
                 start = time.monotonic()
                 if start + seconds_per_epoch * (end - before) > deadline:
                     break
                 if reached and not before:
-                    epochs = (deadline - begin) / seconds_per_epoch
+                    epochs = (deadline - begin) / max(seconds_per_epoch, 1e-9)
                     if len(reached) >= models_to_begin(len(contenders), epochs, self.ends):
                         break
                 trained = replace(candidate, trained=end)
