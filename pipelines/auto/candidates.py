@@ -21,8 +21,12 @@ if TYPE_CHECKING:
     from pipelines.config.pipeline import PipelineConfig
 
 QUANTIZING: dict[Format, dict[str, Any]] = {
-    "int8_static": {"stage": "quantize_static"},
+    # Smoothed, as transformers lose several points otherwise; networks without linear layers of
+    # sequences stay what they are.
+    "int8_static": {"stage": "quantize_static", "smooth": "auto"},
     "int8_dynamic": {"stage": "quantize_dynamic"},
+    "w7a8_static": {"stage": "quantize_static", "smooth": "auto", "weight_bits": 7},
+    "w7a8_dynamic": {"stage": "quantize_dynamic", "weight_bits": 7},
     # In groups of 16, which divide all widths that are multiples of 16.
     "weights_8": {"stage": "quantize_weights", "bits": 8, "group_size": 16},
     "weights_4": {"stage": "quantize_weights", "bits": 4, "group_size": 16},

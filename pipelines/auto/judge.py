@@ -19,7 +19,7 @@ from compress.profiling.benchmark import compare_latency, unmeasurable
 from compress.pruning.depth.output_error import OutputErrorMeter
 from export.fastest.runtimes import RUNTIMES
 from pipelines.api import Pipeline
-from pipelines.auto.candidates import Candidate, CheckedModel, after_stages
+from pipelines.auto.candidates import QUANTIZING, Candidate, CheckedModel, after_stages
 from pipelines.planning.planner import build_plan
 from pipelines.runner.inputs import measuring_context
 from pipelines.system.machine_info import machine
@@ -151,7 +151,7 @@ class Judge:
         metric, threads = self.context.metric.identity(), self.context.threads
         measured_on = machine() if self.tables is None else self.tables.digest
         measured = [threads, self.settings.batch, measured_on]
-        content = [self.model.digest, space, metric, self.context.seed, measured]
+        content = [self.model.digest, space, QUANTIZING, metric, self.context.seed, measured]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def check(self, candidate: Candidate, predicted_ms: float | None = None) -> CheckedModel:
@@ -267,7 +267,7 @@ def _run(
     out: Path,
     options: RunOptions,
 ) -> Report:
-    """Run a candidate's pipeline; only its last stage is measured, and not on `test`."""
+    """Run a candidate's pipeline; the judge measures all but memory itself."""
     folder = out / CANDIDATES / candidate.name
     folder.mkdir(parents=True, exist_ok=True)
     quiet = replace(
@@ -275,6 +275,7 @@ def _run(
         cache=out / STORE,
         test=False,
         intermediate=False,
+        final=settings.limits.memory is not None,
         announce=lambda line: None,
         finished=lambda report: None,
     )

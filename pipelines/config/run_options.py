@@ -40,6 +40,9 @@ class RunOptions:
     intermediate: bool = True
     """Whether metric, latency and memory of stages before the last one are measured, too. Gates are
     in any case."""
+    final: bool = True
+    """Whether they are measured of the last stage, and of the input model, with which it is
+    compared."""
     progress: Progress = silent
     """Receives the progress of each task of a stage."""
     announce: Callable[[str], None] = lambda line: None

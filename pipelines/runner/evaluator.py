@@ -36,6 +36,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+NOT_ASKED_FOR = "not asked for"
+"""Why a stage was not measured, where `RunOptions` leaves it out."""
+
+
 @dataclass
 class MeasurementCache:
     """Measurements of one artifact: looked up in its store entry, taken where they are missing."""
@@ -97,7 +101,7 @@ def evaluate_stage(state: RunState, planned: PlannedStage, lookup: CacheLookup) 
         verdicts = evaluate_gates(planned.stage.gates, model, artifact, context, evaluate)
         if name in state.unmeasured:
             baseline = state.artifacts[state.plan.baseline]
-            measurements = Measurements.sizes(artifact, baseline, "not asked for")
+            measurements = Measurements.sizes(artifact, baseline, NOT_ASKED_FOR)
         else:
             measurements = measure_artifact(state, name, cache)
     return StageReport(

@@ -12,10 +12,12 @@ from compress.core.evaluation import refusal
 from pipelines.config.model_spec import SOURCE
 from pipelines.executors.task import StageTask
 from pipelines.planning.loss_and_metric import fitting_loss
+from pipelines.results.measurements import Measurements
 from pipelines.results.stage_reports import TestReport
 from pipelines.runner import events
 from pipelines.runner.cache_keys import history_before, source_key_parts, stage_key_parts
 from pipelines.runner.evaluator import (
+    NOT_ASKED_FOR,
     MeasurementCache,
     evaluate_stage,
     judged_batch_size_part,
@@ -34,7 +36,6 @@ if TYPE_CHECKING:
     from compress.artifacts.artifact import Artifact
     from compress.core.verdict import Verdict
     from pipelines.planning.plan import PlannedStage
-    from pipelines.results.measurements import Measurements
     from pipelines.runner.run_state import RunState
 
 RERUN_REQUESTED = "asked to run again"
@@ -61,7 +62,10 @@ class PipelineExecutor:
         publish(source, state.out / "artifacts" / SOURCE)
         cache = MeasurementCache(lookup.entry, source)
         if state.plan.baseline == SOURCE:
-            state.baseline = measure_artifact(state, SOURCE, cache)
+            if SOURCE in state.unmeasured:
+                state.baseline = Measurements.sizes(source, source, NOT_ASKED_FOR)
+            else:
+                state.baseline = measure_artifact(state, SOURCE, cache)
         self._emit_finished(lookup, cache.seconds, state.baseline)
         loss_key: dict[str, Any] = {
             "loss": state.plan.loss.identity(),

@@ -94,6 +94,8 @@ def run(
         state = RunState(pipeline, plan, out, store, data, options.progress, emit)
         if not options.intermediate:
             state.unmeasured = frozenset(planned.name for planned in plan.stages[:-1])
+        if not options.final:
+            state.unmeasured |= {SOURCE, *(planned.name for planned in plan.stages[-1:])}
         if state.contents:
             note_samples(root, state.contents)
         run_id = uuid.uuid4().hex[:12]

@@ -114,7 +114,12 @@ class _PrunedConsumer:
         rows_ce = self.entries_ce[channels]
         block_gcee = self.inverse_gii[:, rows_ce[:, :, None], rows_ce[:, None, :]]
         weight_gceo = self.weight_gio[:, rows_ce]
-        rise_gc = (weight_gceo * torch.linalg.solve(block_gcee, weight_gceo)).sum((2, 3))
+        # In systems of one unknown torch's threads wait for each other more than they compute.
+        is_one = rows_ce.shape[1] == 1
+        solved_gceo = (
+            weight_gceo / block_gcee if is_one else torch.linalg.solve(block_gcee, weight_gceo)
+        )
+        rise_gc = (weight_gceo * solved_gceo).sum((2, 3))
         rises: torch.Tensor = rise_gc.sum(0) / self.energy
         return rises
 

@@ -22,6 +22,7 @@ from compress.common.forward import flatten_outputs
 from compress.core.context import COMPARED_BATCHES
 from compress.core.metrics import MetricMeter
 from compress.graph.constant_folding import fold_constants_
+from compress.graph.flops import count_macs
 from compress.quantization.numeric_debug.fidelity_report import (
     Fidelity,
     LayerFidelity,
@@ -50,7 +51,10 @@ if TYPE_CHECKING:
     from compress.core.metrics import Metric
     from compress.data.targets import Targets
 
-SAMPLES = 256
+SAMPLES, FEWEST_SAMPLES = 256, 64
+LARGEST_MACS = 2 * 10**10
+"""Multiply-accumulates of all samples in the float model, beyond 64 samples: torch takes several
+times as long for a graph with integers, which runs twice."""
 LARGEST_BATCH = 64
 SEEDED_ROWS = 8
 """Rows of a batch where there is no data."""
@@ -67,15 +71,17 @@ def compare(
 ) -> Fidelity:
     """Measure how near a quantized graph's outputs are to its float model's.
 
-    A seeded sample of at most 256 samples of `val` runs once through the module, which is left with
-    hooks, and twice through the graph, whose constants are folded in place, on the CPU; without
-    data a few seeded inputs do. Modules in
-    `rescaled`, whose outputs have other scales in the graph, are not compared.
+    A seeded sample of at most 256 samples of `val`, or 64 for a large model, runs once through the
+    module, which is left with hooks, and twice through the graph, whose constants are folded in
+    place, on the CPU; without data a few seeded inputs do. Modules in `rescaled`, whose outputs
+    have other scales in the graph, are not compared.
 
     Raises:
         StageFailed: the graph has outputs of other shapes, or some that are not finite.
     """
     fold_constants_(graph)
+    affordable = LARGEST_MACS // max(1, count_macs(module, signature.example()))
+    samples = max(FEWEST_SAMPLES, min(SAMPLES, affordable))
     # Ranges of a whole call depend on its rows; such graphs are served one row at a time.
     one_by_one = has_call_ranges(graph)
     if one_by_one and signature.batch_axis and choose_ranges_by_row_(graph):
@@ -83,7 +89,7 @@ def compare(
     layers = {n: call for n, call in layer_calls(graph, module).items() if call[0] not in rescaled}
     names_in_graph = {name for node in graph.graph.nodes for name in module_names(node)}
     reference = LayerOutputRecorder(module, {name for name, _ in layers.values()}, names_in_graph)
-    sample = _Sample.from_context(signature, context, one_by_one=one_by_one)
+    sample = _Sample.from_context(signature, context, samples, one_by_one=one_by_one)
     metric = context.metric.for_model(signature).with_inferred_loss(context.data)
     result = _Comparison(_FirstOutputs((MetricMeter(metric), MetricMeter(metric))))
     with torch.inference_mode():
@@ -237,7 +243,9 @@ class _Sample:
     """Number of batches where there is no data."""
 
     @classmethod
-    def from_context(cls, signature: Signature, context: Context, *, one_by_one: bool) -> _Sample:
+    def from_context(
+        cls, signature: Signature, context: Context, samples: int, *, one_by_one: bool
+    ) -> _Sample:
         """Draw a seeded sample that fills batches of a fixed size; some samples come twice."""
         if signature.batch_axis:
             batch_size = 1 if one_by_one else None
@@ -247,7 +255,7 @@ class _Sample:
         if context.data is not None and "val" in context.data.datasets:
             generator = torch.Generator().manual_seed(context.seed)
             available = len(context.data.split("val"))  # type: ignore[arg-type]
-            indices = torch.randperm(available, generator=generator)[:SAMPLES].tolist()
+            indices = torch.randperm(available, generator=generator)[:samples].tolist()
             missing = -len(indices) % (batch_size or 1)
             indices += (indices * (missing // len(indices) + 1))[:missing]
         rows = SEEDED_ROWS if one_by_one and batch_size == 1 else 1

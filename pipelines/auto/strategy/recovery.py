@@ -172,17 +172,23 @@ class Recovery:
     def _train_best(self, contenders: Contenders, deadline: float) -> bool:
         """Train models by successive halving; return whether there was one and time for it.
 
+        Only as many begin as the time allows to train to the end, by how long the first takes.
+
         Args:
             contenders: models, of which one after the other is trained.
             deadline: on the clock of :func:`time.monotonic`.
         """
-        seconds_per_epoch, before = 0.0, 0
+        begin, seconds_per_epoch, before = time.monotonic(), 0.0, 0
         for end in self.ends:
             reached: Contenders = []
             for candidate, predicted_ms in contenders:
                 start = time.monotonic()
                 if start + seconds_per_epoch * (end - before) > deadline:
                     break
+                if reached and not before:
+                    epochs = (deadline - begin) / max(seconds_per_epoch, 1e-9)
+                    if len(reached) >= models_to_begin(len(contenders), epochs, self.ends):
+                        break
                 trained = replace(candidate, trained=end)
                 self.search.check(trained, predicted_ms)
                 taken = (time.monotonic() - start) / (end - before)
@@ -202,3 +208,21 @@ class Recovery:
         whole = {Candidate(format, runtime=runtime) for format, runtime, _ in self.search.models}
         before = {replace(model.candidate, trained=0) for model in models}
         return before | {*self.search.failed} | whole
+
+
+def models_to_begin(most: int, epochs: float, ends: Sequence[int]) -> int:
+    """Return with how many models, at least one, a successive halving takes so many epochs at most.
+
+    Args:
+        most: models that there are.
+        epochs: those of all models together.
+        ends: epochs of training after which the better half goes on.
+    """
+    for count in range(most, 1, -1):
+        needed, left, before = 0, count, 0
+        for end in ends:
+            needed += left * (end - before)
+            left, before = math.ceil(left / 2), end
+        if needed <= epochs:
+            return count
+    return 1

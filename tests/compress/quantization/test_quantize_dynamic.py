@@ -1,7 +1,10 @@
 from pathlib import Path
 
+import numpy as np
+import onnx
 import pytest
 import torch
+from onnx.numpy_helper import to_array
 
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
@@ -106,6 +109,16 @@ def test_nothing_to_quantize_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StageFailed, match=r"no operator could be quantized.*quantize_static"):
         QuantizeDynamic()(model, Context(root=tmp_path / "int8"))
     assert not (tmp_path / "int8").exists()
+
+
+def test_products_with_7_bit_weights_fit_in_16_bits(tmp_path: Path) -> None:
+    model = build_model(tmp_path / "source", "networks:sequence", TOKENS)
+    _, exported = both(model, tmp_path, weight_bits=7)
+    graph = onnx.load(exported.payload_path).graph
+    tensors = {tensor.name: tensor for tensor in graph.initializer}
+    products = [node for node in graph.node if node.op_type == "MatMulInteger"]
+    largest = {np.abs(to_array(tensors[node.input[1]])).max() for node in products}
+    assert len(products) == 2 and largest == {63}
 
 
 def test_excluded_modules_stay_float(tmp_path: Path) -> None:

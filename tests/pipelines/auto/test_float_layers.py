@@ -89,8 +89,8 @@ def test_a_candidate_without_float_layers_has_the_name_and_stages_of_before(file
     assert len({mixed.name, Candidate("int8_static", widths).name, "int8_static-whole"}) == 3
     stages = [Candidate("int8_static", widths, f).stages(base, settings)[1] for f in ((), ("2",))]
     assert stages == [
-        {"stage": "quantize_static"},
-        {"stage": "quantize_static", "exclude": ["2"]},
+        {"stage": "quantize_static", "smooth": "auto"},
+        {"stage": "quantize_static", "smooth": "auto", "exclude": ["2"]},
     ]
     figures = {"predicted_ms": None, "latency_ms": 1.0, "bytes": 1, "loss": 0.0, "drop": 0.0}
     checked = CheckedModel(

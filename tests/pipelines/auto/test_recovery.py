@@ -1,6 +1,7 @@
 """`compress auto` with training: successive halving, a search that is killed, and its points."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import pytest
 import cli
 from pipelines.auto.front import Front
 from pipelines.auto.points import write_point
+from pipelines.auto.strategy.recovery import models_to_begin
 from pipelines.config.pipeline import PipelineConfig
 from tests.pipelines.auto.test_auto import FILE, NETS, auto
 from tests.pipelines.conftest import BRIEFLY, DEADLINE, measured_briefly
@@ -151,3 +153,14 @@ def test_a_training_ends_where_the_model_is_good(
         any(m["widths"] == one["widths"] and m["trained"] == 1 and m["drop"] > 5 for m in trained)
         for one in longer
     )
+
+
+@pytest.mark.parametrize(
+    ("affordable", "count"),
+    # One epoch for each of 6, 3 more for 3, 9 more for 2 of them: 6 + 9 + 18.
+    [(math.inf, 6), (33, 6), (32.9, 5), (32, 5), (31.9, 4), (19, 4), (18.9, 3), (1, 1), (0, 1)],
+)
+def test_a_halving_begins_with_the_models_that_can_be_trained_to_its_end(
+    affordable: float, count: int
+) -> None:
+    assert models_to_begin(6, affordable, [1, 4, 13]) == count

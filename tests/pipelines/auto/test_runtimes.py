@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from pipelines.auto.solver import Programme
 
 import cli
 from compress.common.errors import PipelineInvalid
@@ -19,7 +20,6 @@ from pipelines.auto.front import Front
 from pipelines.auto.front_page import cells_of
 from pipelines.auto.judge import Judge
 from pipelines.auto.search import Search
-from pipelines.auto.solver import Programme
 from pipelines.auto.strategy.depths import Depth
 from pipelines.config.auto_settings import AutoLimits, AutoSettings
 from pipelines.config.pipeline import PipelineConfig

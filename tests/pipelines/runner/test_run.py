@@ -55,7 +55,11 @@ def test_stages_before_the_last_are_left_unmeasured_where_that_is_asked_for(proj
     assert pruned.latency_ms.reason == pruned.peak_reason == "not asked for"
     assert pruned.parameters < train.parameters == before.stages[0].measurements.parameters
     assert onnx.metric is not None and onnx.latency_ms.p50 and onnx.peak_mebibytes
-    # A later run measures what this one left out.
+    report = project.run(intermediate=False, final=False)
+    assert report.stages[-1].measurements.bytes == onnx.bytes
+    assert report.stages[-1].measurements.latency_ms.reason == "not asked for"
+    assert report.baseline.metric is None and report.baseline.bytes
+    # A later run measures what these left out.
     assert all(s.measurements.metric is not None for s in project.run().stages)
 
 
