@@ -274,8 +274,7 @@ def _run(
         options,
         cache=out / STORE,
         test=False,
-        intermediate=False,
-        final=settings.limits.memory is not None,
+        measured="none" if settings.limits.memory is None else "last",
         announce=lambda line: None,
         finished=lambda report: None,
     )

@@ -97,7 +97,7 @@ def run_point(front: Front, judge: Judge, model: CheckedModel) -> bool:
         judge.options,
         cache=judge.out / STORE,
         test=False,
-        intermediate=False,
+        measured="last",
         announce=lambda line: None,
     )
     try:

@@ -37,12 +37,9 @@ class RunOptions:
     """Folder of the stages' cached results; by default `.store` in that of the run's."""
     test: bool = True
     """Whether the last model is measured on `test`, where the data has such a split."""
-    intermediate: bool = True
-    """Whether metric, latency and memory of stages before the last one are measured, too. Gates are
-    in any case."""
-    final: bool = True
-    """Whether they are measured of the last stage, and of the input model, with which it is
-    compared."""
+    measured: Literal["all", "last", "none"] = "all"
+    """Of which models metric, latency and memory are measured: the input model and all stages, the
+    input model and the last stage, or none. Gates are evaluated in any case."""
     progress: Progress = silent
     """Receives the progress of each task of a stage."""
     announce: Callable[[str], None] = lambda line: None

@@ -92,10 +92,11 @@ def run(
         remove_report(out)
         emit = events.event_listener(announce)
         state = RunState(pipeline, plan, out, store, data, options.progress, emit)
-        if not options.intermediate:
-            state.unmeasured = frozenset(planned.name for planned in plan.stages[:-1])
-        if not options.final:
-            state.unmeasured |= {SOURCE, *(planned.name for planned in plan.stages[-1:])}
+        stages = [planned.name for planned in plan.stages]
+        if options.measured == "last":
+            state.unmeasured = frozenset(stages[:-1])
+        elif options.measured == "none":
+            state.unmeasured = frozenset((SOURCE, *stages))
         if state.contents:
             note_samples(root, state.contents)
         run_id = uuid.uuid4().hex[:12]

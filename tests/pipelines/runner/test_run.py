@@ -50,12 +50,12 @@ def test_a_second_run_computes_nothing_and_changes_nothing(project) -> None:
 def test_stages_before_the_last_are_left_unmeasured_where_that_is_asked_for(project) -> None:
     before = Report.read(project.out)
     project.edit("ratio: 0.4", "ratio: 0.5")
-    train, pruned, onnx = (s.measurements for s in project.run(intermediate=False).stages)
+    train, pruned, onnx = (s.measurements for s in project.run(measured="last").stages)
     assert train.metric is pruned.metric is pruned.speedup is pruned.peak_mebibytes is None
     assert pruned.latency_ms.reason == pruned.peak_reason == "not asked for"
     assert pruned.parameters < train.parameters == before.stages[0].measurements.parameters
     assert onnx.metric is not None and onnx.latency_ms.p50 and onnx.peak_mebibytes
-    report = project.run(intermediate=False, final=False)
+    report = project.run(measured="none")
     assert report.stages[-1].measurements.bytes == onnx.bytes
     assert report.stages[-1].measurements.latency_ms.reason == "not asked for"
     assert report.baseline.metric is None and report.baseline.bytes
