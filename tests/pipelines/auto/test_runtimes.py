@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from pipelines.auto.solver import Programme
 
 import cli
 from compress.common.errors import PipelineInvalid
 from compress.profiling.interaction_sum import InteractionSum
+from compress.pruning.allocation.solver import Programme
 from export.latency import kernel_table
 from pipelines.auto import judge
 from pipelines.auto.candidates import Candidate, CheckedModel
