@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
+from compress.artifacts.streaming.packed_weight import LARGEST, SMALLEST_RANGE
 from compress.common.errors import StageFailed
 from compress.graph.torch_export import export_program
 from compress.quantization.algorithms.awq import awq_
@@ -26,7 +27,7 @@ from compress.quantization.pt2e.module_names import is_excluded, module_of
 from compress.quantization.pt2e.quantizer import EMBEDDING, LINEAR, is_constant, is_float
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Collection, Iterable
 
     from torch.export import ExportedProgram
 
@@ -37,10 +38,6 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 TABLE_GROUPS = (64, 32, 16)
 """Numbers of a 4-bit table's row that share a scale: the largest of these that divides the row."""
-LARGEST = 127
-"""Largest integer of an activation; the range of each group is symmetric."""
-SMALLEST_RANGE = 2.0**-100
-"""Groups of smaller activations become zeros; the reciprocal of a still smaller range overflows."""
 
 
 @dataclass
@@ -68,15 +65,23 @@ class WeightQuantizer:
     _rounded: dict[fx.Node, fx.Node] = field(default_factory=dict)
     """Activation → the same rounded, which all layers that share it read."""
 
-    def quantize_(self, graph: fx.GraphModule, second_moments: dict[str, torch.Tensor]) -> None:
+    def quantize_(
+        self,
+        graph: fx.GraphModule,
+        second_moments: dict[str, torch.Tensor],
+        shared: Collection[str] = (),
+    ) -> None:
         """Replace a captured graph's float weights by integers and their dequantization.
 
-        GPTQ and AWQ need the second moments of the tensors that layers read, by name.
+        GPTQ and AWQ need the second moments of the tensors that layers read, by name. AWQ leaves
+        modules as they are whose weights are `shared` with a part that is not in the graph.
         """
+        self._dequantized, self._rounded = {}, {}
         if self.method == "awq":
-            self.scaled, self.rescaled = awq_(
-                graph, second_moments, self.bits, self.group_size, self.exclude
-            )
+            kept = (*self.exclude, *shared)
+            scaled, rescaled = awq_(graph, second_moments, self.bits, self.group_size, kept)
+            self.scaled |= scaled
+            self.rescaled |= rescaled
         for node in list(graph.graph.nodes):
             if is_excluded(node, self.exclude):
                 continue
@@ -181,9 +186,14 @@ def quantize_weights(
 
 
 def input_second_moments(
-    graph: fx.GraphModule, batches: Iterable[Batch]
+    graph: fx.GraphModule,
+    batches: Iterable[Batch],
+    keep_outputs: Callable[[Any], None] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Compute XᵀX/N of each linear layer's input in float64, by the name of the input's node."""
+    """Compute XᵀX/N of each linear layer's input in float64, by the name of the input's node.
+
+    `keep_outputs` is called with the graph's outputs for each batch.
+    """
     sums: dict[str, torch.Tensor] = {}
     rows: dict[str, int] = {}
 
@@ -195,7 +205,7 @@ def input_second_moments(
     linears = [node for node in graph.graph.nodes if node.target is LINEAR]
     # Layers that share an input share its moments.
     one_per_input = {_input_name(linear): linear for linear in reversed(linears)}
-    tap_activations(graph, batches, one_per_input.values(), accumulate)
+    tap_activations(graph, batches, one_per_input.values(), accumulate, keep_outputs)
     return {name: total / rows[name] for name, total in sums.items()}
 
 
