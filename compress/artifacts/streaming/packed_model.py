@@ -72,11 +72,16 @@ class PackedModel(GraphModel):
             "export_compressed_tensors takes it, and export_genai where its floats fit in memory"
         )
 
-    def skeleton(self) -> nn.Module:
-        """Return the float module with its parameters on the meta device."""
+    @property
+    def recipe(self) -> Recipe:
+        """How to build the float module."""
         if self.manifest.recipe is None:
             raise ArtifactInvalid(f"{self.path}: the manifest of a packed model needs a recipe")
-        return _skeleton_of(self.manifest.recipe)
+        return self.manifest.recipe
+
+    def skeleton(self) -> nn.Module:
+        """Return the float module with its parameters on the meta device."""
+        return _skeleton_of(self.recipe)
 
     def stored(self) -> dict[str, StoredTensor]:
         """Return the tensors of the file, still on disk; raise ArtifactInvalid for another file."""
@@ -93,10 +98,7 @@ class PackedModel(GraphModel):
 
     def load(self, device: str = "cpu") -> nn.Module:  # noqa: ARG002 - weights follow the input
         """Return a module that reads and dequantizes a layer's weights when it is called."""
-        recipe, rounds = self.manifest.recipe, bool(self.fact(ROUNDS))
-        if recipe is None:
-            raise ArtifactInvalid(f"{self.path}: the manifest of a packed model needs a recipe")
-        return packed_module(recipe, self.stored(), rounds=rounds)
+        return packed_module(self.recipe, self.stored(), rounds=bool(self.fact(ROUNDS)))
 
     def parameters(self) -> int:
         """Count the weights, tied ones once."""
