@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from compress.common.forward import Predictor
 
 CODE = "code"
-STREAMED = "streamed"
-"""Fact of a model whose weights are read part by part in each call."""
 
 
 class EagerModel(Artifact):
@@ -190,11 +188,6 @@ class EagerModel(Artifact):
             facts=facts,
             carried=self.carried_files(),
         )
-
-    @property
-    def is_streamed(self) -> bool:
-        """Whether a call reads the weights part by part: they may not fit into memory."""
-        return bool(self.manifest.facts.get(STREAMED))
 
     def stored_weights(self) -> tuple[torch.nn.Module, Weights]:
         """Return the module on the meta device, and its weights, still on disk.

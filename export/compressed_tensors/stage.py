@@ -8,9 +8,8 @@ import warnings
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from compress.artifacts.artifact import Artifact
+from compress.artifacts.artifact import STREAMED, Artifact
 from compress.artifacts.carried_files import CONFIG
-from compress.artifacts.eager_model import STREAMED
 from compress.artifacts.graph_model import GraphModel
 from compress.artifacts.streaming.packed_model import PackedModel
 from compress.common.errors import ArtifactInvalid, StageFailed, first_line
@@ -51,7 +50,7 @@ class CompressedTensorsModel(Artifact):
         """
         from export.common.host_check import require_all
 
-        if self.manifest.facts.get(STREAMED):
+        if self.is_streamed:
             self.verify_cached()
             module = streamed_folder(self.path, self.signature)
         else:
@@ -72,6 +71,7 @@ class ExportCompressedTensors(Stage[GraphModel, CompressedTensorsModel]):
     """
 
     stage: Literal["export_compressed_tensors"] = "export_compressed_tensors"
+    streams: ClassVar[bool] = True
     # Without it, what a run measures of the folder could not be opened.
     requirements: ClassVar[tuple[Requirement, ...]] = (COMPRESSED_TENSORS,)
 

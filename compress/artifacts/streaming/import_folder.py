@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from compress.artifacts.eager_model import STREAMED, EagerModel
+from compress.artifacts.artifact import STREAMED
+from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.hf_folder import files_to_carry, read_architecture, recipe_from
 from compress.artifacts.meta_init import build_skeleton, match_state_dict
 from compress.artifacts.recipe_inference import fit_call

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
-from compress.artifacts.artifact import Step
+from compress.artifacts.artifact import STREAMED, Step
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.checkpoint.state_dict import StoredTensor
@@ -59,7 +59,7 @@ class PackedModel(GraphModel):
             source.signature,
             recipe=source.recipe,
             lineage=lineage,
-            facts=facts,
+            facts={**facts, STREAMED: True},
             carried=source.carried_files(),
         ) as partial_folder:
             write_safetensors(partial_folder / cls.payload, state)

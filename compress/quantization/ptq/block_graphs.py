@@ -13,10 +13,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from compress.artifacts.edits.block_removal import blocks_of
+from compress.artifacts.edits.block_removal import BLOCK_INDEX, blocks_of
+from compress.artifacts.streaming.packed_model import shared_parameters
 from compress.artifacts.streaming.streamed_module import stream_weights_
 from compress.checkpoint.state_dict import in_memory
 from compress.common.errors import StageFailed
@@ -28,8 +29,6 @@ from compress.quantization.pt2e.graph_constants import remove_unread_tensors_
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-
-    from torch.fx import GraphModule
 
     from compress.artifacts.eager_model import EagerModel
     from compress.checkpoint.state_dict import Weights
@@ -63,11 +62,20 @@ class BlockGraphs:
         self.container = _chain_of(self._module)
         blocks: Any = self._module.get_submodule(self.container)
         self._blocks: list[nn.Module] = list(blocks)
+        self.tied = [
+            name.rpartition(".")[0]
+            for names, _ in shared_parameters(self._module)
+            for name in names
+            if len(names) > 1
+        ]
+        """Modules that share their weights, such as a table that is the last layer too."""
         self._refuse_shared()
         self._returns_tuple = self._returned_by_first(*model.stored_weights())
         self.arguments: list[BlockArguments] = []
         """How each block is called; known once the first piece was captured."""
         self._specs: list[TensorSpec] = []
+        self._last: tuple[int, fx.GraphModule] | None = None
+        """The block that was traced last, and its graph, whose weights take no memory."""
 
     def __len__(self) -> int:
         """Return the number of pieces."""
@@ -79,7 +87,7 @@ class BlockGraphs:
         names = {0: f"before {self.container}", last + 1: f"after {self.container}"}
         return names.get(index, f"{self.container}.{index - 1}")
 
-    def capture(self, index: int) -> GraphModule:
+    def capture(self, index: int) -> fx.GraphModule:
         """Return the graph of a piece with its weights, read from disk now.
 
         The first takes the model's inputs, and gives the first block's input and what else blocks
@@ -92,6 +100,8 @@ class BlockGraphs:
             self.capture(0)
             return self.capture(index)
         elif index <= len(self._blocks):
+            if (reused := self._reused_graph(index - 1)) is not None:
+                return reused
             graph = self._capture_block(index - 1)
         else:
             graph = self._capture_last()
@@ -99,6 +109,12 @@ class BlockGraphs:
         graph.graph.eliminate_dead_code()
         graph.recompile()
         remove_unread_tensors_(graph)
+        if 0 < index <= len(self._blocks):
+            self._last = index - 1, _renamed(graph, "", "")
+        self._read_weights_(graph)
+        return graph
+
+    def _read_weights_(self, graph: fx.GraphModule) -> None:
         for name, tensor in [*graph.named_parameters(), *graph.named_buffers()]:
             if name in self._weights:
                 owner, _, key = name.rpartition(".")
@@ -106,9 +122,31 @@ class BlockGraphs:
                 is_parameter = isinstance(tensor, nn.Parameter)
                 part = graph.get_submodule(owner)
                 setattr(part, key, nn.Parameter(value, False) if is_parameter else value)
-        return graph
 
-    def _capture_first(self) -> GraphModule:
+    def _reused_graph(self, index: int) -> fx.GraphModule | None:
+        """Return the graph of the block before, with this block's names; None where they differ.
+
+        Tracing takes seconds a block. Blocks of one class and equal settings have one graph; that
+        of this block has to answer as the block does, bit for bit.
+        """
+        if self._last is None:
+            return None
+        known, template = self._last
+        block = self._blocks[index]
+        if self.arguments[index] != self.arguments[known] or _described(block) != _described(
+            self._blocks[known]
+        ):
+            return None
+        path = f"{self.container}.{index}"
+        graph = _renamed(template, f"{self.container}.{known}", path)
+        self._read_weights_(graph)
+        weights = dict(graph.named_parameters())
+        inputs = self._block_signature(index).example()
+        with _weights_of(block, path, weights), torch.inference_mode():
+            same = torch.equal(self._call_block(index, *inputs), flatten_outputs(graph(*inputs))[0])
+        return graph if same else None
+
+    def _capture_first(self) -> fx.GraphModule:
         arguments: list[BlockArguments] = []
 
         def forward(original: Callable[..., Any], *inputs: torch.Tensor) -> tuple[Any, ...]:
@@ -140,32 +178,33 @@ class BlockGraphs:
         ]
         return graph
 
-    def _capture_block(self, index: int) -> GraphModule:
-        arguments, block = self.arguments[index], self._blocks[index]
-        path = f"{self.container}.{index}"
-        places = [0, *arguments.places]
-
-        def forward(*tensors: torch.Tensor) -> torch.Tensor:
-            given = dict(zip(places, tensors, strict=True))
-            leaves = [given[x] if is_tensor else x for is_tensor, x in arguments.leaves]
-            args, kwargs = pytree.tree_unflatten(leaves, arguments.tree)
-            output = block(*args, **kwargs)
-            return output[0] if isinstance(output, tuple) else output  # type: ignore[no-any-return]
-
+    def _capture_block(self, index: int) -> fx.GraphModule:
+        block = self._blocks[index]
         # Modules around it give the weights the names that they have in the model.
         root: nn.Module = block
-        for name in reversed(path.split(".")):
+        for name in reversed(f"{self.container}.{index}".split(".")):
             around = nn.Module()
             around.add_module(name, root)
             root = around
-        specs = tuple(self._specs[place] for place in places)
+        with _without_memory(block):
+            call = partial(self._call_block, index)
+            return _captured(root.eval(), call, self._block_signature(index))
+
+    def _call_block(self, index: int, *tensors: torch.Tensor) -> torch.Tensor:
+        """Return a block's output, given :attr:`CARRIED` and what it reads of the first piece."""
+        arguments = self.arguments[index]
+        given = dict(zip([0, *arguments.places], tensors, strict=True))
+        leaves = [given[x] if is_tensor else x for is_tensor, x in arguments.leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, arguments.tree)
+        return flatten_outputs(self._blocks[index](*args, **kwargs))[0]
+
+    def _block_signature(self, index: int) -> Signature:
+        specs = tuple(self._specs[place] for place in (0, *self.arguments[index].places))
         named = {d for spec in specs for d in spec.shape}
         axes = {k: bounds for k, bounds in self.signature.axes.items() if k in named}
-        signature = Signature(inputs=specs, outputs=(OutputSpec(name="output"),), axes=axes)
-        with _without_memory(block):
-            return _captured(root.eval(), forward, signature)
+        return Signature(inputs=specs, outputs=(OutputSpec(name="output"),), axes=axes)
 
-    def _capture_last(self) -> GraphModule:
+    def _capture_last(self) -> fx.GraphModule:
         def forward(original: Callable[..., Any], *inputs: torch.Tensor) -> Any:
             *own, carried = inputs
             replaced = [lambda *_, **__: carried, *[lambda x, *_, **__: x] * len(self._blocks)]
@@ -177,7 +216,7 @@ class BlockGraphs:
 
     def _capture_whole(
         self, forward: Callable[..., Any], signature: Signature
-    ) -> GraphModule:
+    ) -> fx.GraphModule:
         """Capture the model without its blocks, called through a function."""
         blocks: Any = self._module.get_submodule(self.container)
         entries = dict(blocks._modules)
@@ -286,7 +325,7 @@ def _recorded(
     return BlockArguments(tree, tuple(recorded))
 
 
-def _captured(module: nn.Module, call: Callable[..., Any], signature: Signature) -> GraphModule:
+def _captured(module: nn.Module, call: Callable[..., Any], signature: Signature) -> fx.GraphModule:
     """Capture a module that is called through another function."""
     any_way = inspect.Parameter.POSITIONAL_OR_KEYWORD
     names = [inspect.Parameter(spec.name, any_way) for spec in signature.inputs]
@@ -301,6 +340,56 @@ def _captured(module: nn.Module, call: Callable[..., Any], signature: Signature)
         return capture(module, signature)
     finally:
         del module.forward
+
+
+def _described(block: nn.Module) -> list[Any]:
+    """Return what decides a block's graph: classes, shapes, and settings but its own number."""
+    found: list[Any] = []
+    for name, part in block.named_modules():
+        tensors = {**part._parameters, **part._buffers}
+        shapes = [(k, None if t is None else (t.shape, t.dtype)) for k, t in tensors.items()]
+        settings = {
+            key: value
+            for key, value in vars(part).items()
+            if key not in BLOCK_INDEX and isinstance(value, (*PLAIN, tuple))
+        }
+        found.append((name, type(part), shapes, settings))
+    return found
+
+
+def _renamed(graph: fx.GraphModule, before: str, after: str) -> fx.GraphModule:
+    """Return a copy of a graph that shares its tensors, with another beginning of their names."""
+
+    def renamed(name: str) -> str:
+        return after + name[len(before) :] if f"{name}.".startswith(f"{before}.") else name
+
+    copy = fx.Graph()
+    copy.output(copy.graph_copy(graph.graph, {}))
+    for node in copy.nodes:
+        if node.op == "get_attr":
+            node.target = renamed(str(node.target))
+        if stack := node.meta.get("nn_module_stack"):
+            node.meta["nn_module_stack"] = {
+                key: (renamed(path), kind) for key, (path, kind) in stack.items()
+            }
+    tensors = [*graph.named_parameters(), *graph.named_buffers()]
+    return fx.GraphModule({renamed(name): tensor for name, tensor in tensors}, copy)
+
+
+@contextmanager
+def _weights_of(block: nn.Module, path: str, weights: dict[str, nn.Parameter]) -> Iterator[None]:
+    """Give a block the weights of a graph, in a block of code."""
+    own = [(part, dict(part._parameters)) for part in block.modules()]
+    try:
+        for name, part in block.named_modules():
+            for key in part._parameters:
+                full = ".".join(filter(None, (path, name, key)))
+                if full in weights:
+                    part._parameters[key] = weights[full]
+        yield
+    finally:
+        for part, parameters in own:
+            part._parameters.update(parameters)
 
 
 @contextmanager

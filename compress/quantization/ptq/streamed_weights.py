@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from compress.artifacts.streaming.packed_model import FACTOR, PARTS, TABLE, shared_parameters
+from compress.artifacts.streaming.packed_model import FACTOR, PARTS, TABLE
 from compress.checkpoint.safetensors_io import read_safetensors, write_safetensors
 from compress.checkpoint.state_dict import in_memory
 from compress.common.atomic_files import open_atomically
@@ -113,13 +113,7 @@ class StreamedQuantization:
             moments = input_second_moments(graph, inputs, None if is_last else keep)
             shutil.rmtree(following, ignore_errors=True)
             partial.replace(following)
-        shared = [
-            name.rpartition(".")[0]
-            for names, _ in shared_parameters(self.model.stored_weights()[0])
-            for name in names
-            if len(names) > 1
-        ]
-        self.quantizer.quantize_(graph, moments, shared)
+        self.quantizer.quantize_(graph, moments, blocks.tied)
         remove_unread_tensors_(graph)
         recorded = {k: getattr(self.quantizer, k) for k in RECORDED}
         recorded["rescaled"] = sorted(recorded["rescaled"])

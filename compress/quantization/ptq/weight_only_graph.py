@@ -17,6 +17,7 @@ from compress.quantization.algorithms.weight_rounding import (
     QuantizedWeight,
     gptq,
     hqq,
+    in_parts,
     pack,
     round_to_nearest,
 )
@@ -110,7 +111,9 @@ class WeightQuantizer:
                 quantized = gptq(weight_OI, self.bits, self.group_size, moment_II)
             else:  # AWQ's scales are in the weight already
                 method = hqq if self.method == "hqq" else round_to_nearest
-                quantized = method(weight_OI, self.bits, self.group_size)
+                quantized = in_parts(
+                    lambda part_OI: method(part_OI, self.bits, self.group_size), weight_OI
+                )
             with graph.graph.inserting_before(node):
                 dequantized = _dequantize(graph, str(weight.target), quantized)
             self._dequantized[weight.target] = dequantized
@@ -139,7 +142,9 @@ class WeightQuantizer:
                     f"of {TABLE_GROUPS[-1]} numbers, found {width}; set embedding_bits: 8, or "
                     "exclude it"
                 )
-        quantized = round_to_nearest(table_VD, self.embedding_bits, group_size)
+        quantized = in_parts(
+            lambda part_VD: round_to_nearest(part_VD, self.embedding_bits, group_size), table_VD
+        )
         packed = pack(quantized.integers_OI, self.embedding_bits)
         with graph.graph.inserting_before(node):
             call = graph.graph.call_function
@@ -185,6 +190,7 @@ def quantize_weights(
     return export_program(graph, signature)
 
 
+@torch.inference_mode()
 def input_second_moments(
     graph: fx.GraphModule,
     batches: Iterable[Batch],
@@ -199,14 +205,15 @@ def input_second_moments(
 
     def accumulate(linear: fx.Node, features: torch.Tensor, _: torch.Tensor) -> None:
         name, rows_NI = _input_name(linear), features.flatten(0, -2).double()
-        sums[name] = sums.get(name, 0) + rows_NI.T @ rows_NI
+        product_II = rows_NI.T @ rows_NI
+        sums[name] = sums[name].add_(product_II) if name in sums else product_II
         rows[name] = rows.get(name, 0) + len(rows_NI)
 
     linears = [node for node in graph.graph.nodes if node.target is LINEAR]
     # Layers that share an input share its moments.
     one_per_input = {_input_name(linear): linear for linear in reversed(linears)}
     tap_activations(graph, batches, one_per_input.values(), accumulate, keep_outputs)
-    return {name: total / rows[name] for name, total in sums.items()}
+    return {name: total.div_(rows[name]) for name, total in sums.items()}
 
 
 def _input_name(linear: fx.Node) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import model_validator
 
@@ -31,6 +31,7 @@ class QuantizeWeights(QuantizationStage):
     """
 
     stage: Literal["quantize_weights"] = "quantize_weights"
+    streams: ClassVar[bool] = True
     bits: Literal[4, 8] = 4
     """Bits of a weight."""
     group_size: Literal[16, 32, 64, 128, 256] = 32
