@@ -122,10 +122,11 @@ def main(folder: Path, arguments: list[str]) -> None:
     parameters = dict(_skeleton().named_parameters())
     block = sum(p.numel() for name, p in parameters.items() if name.startswith("model.layers.0."))
     largest = max(block, max(p.numel() for p in parameters.values())) * 4 / 2**20
+    count = sum(p.numel() for p in parameters.values())
     print(
-        f"{sum(p.numel() for p in parameters.values()):,} weights in {SIZES['num_hidden_layers']} "
-        f"blocks of {block * 4 / 2**20:.0f} MiB in float32; the largest part has {largest:.0f} MiB; "
-        f"1.5 × a block + 1 GiB are {1.5 * block * 4 / 2**20 + 1024:.0f} MiB\n"
+        f"{count:,} weights in {SIZES['num_hidden_layers']} "
+        f"blocks of {block * 4 / 2**20:.0f} MiB in float32; the largest part has "
+        f"{largest:.0f} MiB; 1.5 × a block + 1 GiB are {1.5 * block * 4 / 2**20 + 1024:.0f} MiB\n"
     )
     print(f"| {method} | peak resident MiB | s | |\n|---|---|---|---|", flush=True)
     for name in STEPS:

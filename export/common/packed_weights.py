@@ -66,6 +66,8 @@ def decoder_weights(model: EagerModel | GraphModel, context: Context, title: str
             f"{title}: takes float models and those of quantize_weights, found a graph that was "
             "quantized otherwise"
         )
+    if any(name.endswith("_smoothing") for name in state):
+        raise StageFailed(_multiplied(title, "a layer, such as down_proj"))
     packed: dict[tuple[str, bool], PackedWeight] = {}
     for names, parameter in shared_parameters(module):
         found = False

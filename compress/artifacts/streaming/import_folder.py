@@ -35,8 +35,8 @@ def import_streamed(
     module = build_skeleton(recipe, None)
     if module is None:
         raise ArtifactInvalid(
-            f"{folder}: transformers computes with the weights of {recipe.arguments['architecture']}"
-            " while it builds it, so that they cannot be read part by part; leave out `stream`"
+            f"{folder}: transformers computes with the model's weights while it builds it, so that "
+            "they cannot be read part by part; leave out `stream`"
         )
     own = module.state_dict()
     state = match_names(read_state_dict(folder), own, str(folder))

@@ -7,7 +7,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from compress.artifacts.artifact import STREAMED, Step
-from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.checkpoint.state_dict import StoredTensor
 from compress.common.errors import ArtifactInvalid, StageFailed
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from compress.artifacts.eager_model import EagerModel
     from compress.artifacts.recipe import Recipe
     from compress.artifacts.streaming.packed_weight import PackedWeight
     from compress.checkpoint.state_dict import Weights
@@ -96,7 +96,7 @@ class PackedModel(GraphModel):
         with torch_predictor(self.load(), device, threads) as predict:
             yield predict
 
-    def load(self, device: str = "cpu") -> nn.Module:  # noqa: ARG002 - weights follow the input
+    def load(self, device: str = "cpu") -> nn.Module:
         """Return a module that reads and dequantizes a layer's weights when it is called."""
         return packed_module(self.recipe, self.stored(), rounds=bool(self.fact(ROUNDS)))
 
@@ -120,9 +120,7 @@ def _skeleton_of(recipe: Recipe) -> nn.Module:
     return module.eval()
 
 
-def packed_module(
-    recipe: Recipe, stored: Mapping[str, StoredTensor], *, rounds: bool
-) -> nn.Module:
+def packed_module(recipe: Recipe, stored: Mapping[str, StoredTensor], *, rounds: bool) -> nn.Module:
     """Return a module that reads and dequantizes a layer's weights when it is called.
 
     Args:
@@ -233,4 +231,3 @@ def _round_input_(layer: nn.Module, group_size: int) -> None:
 
 def _multiply_input(factor: torch.Tensor, _: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return (args[0] * factor, *args[1:])
-

@@ -8,7 +8,6 @@ Integers q of at most 8 bits stand for ``(q - zero_OG) * scale_OG``.
 from __future__ import annotations
 
 from dataclasses import dataclass
-
 from typing import TYPE_CHECKING
 
 import torch

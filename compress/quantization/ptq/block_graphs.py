@@ -74,8 +74,8 @@ class BlockGraphs:
         self.arguments: list[BlockArguments] = []
         """How each block is called; known once the first piece was captured."""
         self._specs: list[TensorSpec] = []
-        self._last: tuple[int, fx.GraphModule] | None = None
-        """The block that was traced last, and its graph, whose weights take no memory."""
+        self._traced: dict[int, fx.GraphModule] = {}
+        """Blocks that were traced, and their graphs, whose weights take no memory."""
 
     def __len__(self) -> int:
         """Return the number of pieces."""
@@ -110,7 +110,7 @@ class BlockGraphs:
         graph.recompile()
         remove_unread_tensors_(graph)
         if 0 < index <= len(self._blocks):
-            self._last = index - 1, _renamed(graph, "", "")
+            self._traced[index - 1] = _renamed(graph, "", "")
         self._read_weights_(graph)
         return graph
 
@@ -124,19 +124,19 @@ class BlockGraphs:
                 setattr(part, key, nn.Parameter(value, False) if is_parameter else value)
 
     def _reused_graph(self, index: int) -> fx.GraphModule | None:
-        """Return the graph of the block before, with this block's names; None where they differ.
+        """Return the graph of an earlier block, with this block's names; None where they differ.
 
         Tracing takes seconds a block. Blocks of one class and equal settings have one graph; that
         of this block has to answer as the block does, bit for bit.
         """
-        if self._last is None:
-            return None
-        known, template = self._last
         block = self._blocks[index]
-        if self.arguments[index] != self.arguments[known] or _described(block) != _described(
-            self._blocks[known]
-        ):
+        wanted = (self.arguments[index], _described(block))
+        for known in self._traced:
+            if (self.arguments[known], _described(self._blocks[known])) == wanted:
+                break
+        else:
             return None
+        template = self._traced[known]
         path = f"{self.container}.{index}"
         graph = _renamed(template, f"{self.container}.{known}", path)
         self._read_weights_(graph)
@@ -214,9 +214,7 @@ class BlockGraphs:
         inputs = (*self.signature.inputs, self._specs[0])
         return self._capture_whole(forward, self.signature.model_copy(update={"inputs": inputs}))
 
-    def _capture_whole(
-        self, forward: Callable[..., Any], signature: Signature
-    ) -> fx.GraphModule:
+    def _capture_whole(self, forward: Callable[..., Any], signature: Signature) -> fx.GraphModule:
         """Capture the model without its blocks, called through a function."""
         blocks: Any = self._module.get_submodule(self.container)
         entries = dict(blocks._modules)
@@ -267,7 +265,10 @@ class BlockGraphs:
             in_block = name.startswith(f"{self.container}.")
             owner = ".".join(name.split(".")[: self.container.count(".") + 2]) if in_block else ""
             if owners.setdefault(id(parameter), owner) != owner:
-                raise StageFailed(f"{name} is shared with another block, so they cannot be streamed")
+                raise StageFailed(
+                    f"{name} is shared with another block, expected blocks with weights of their "
+                    "own; leave out `stream`"
+                )
 
 
 class _FirstBlockReturnedError(Exception):
@@ -426,5 +427,3 @@ def _spec(name: str, node: Any, axes: dict[str, str]) -> TensorSpec:
             )
     dtype: Any = str(value.dtype).removeprefix("torch.")
     return TensorSpec(name=name, shape=tuple(shape), dtype=dtype)
-
-

@@ -147,7 +147,7 @@ class StreamedQuantization:
         return self.work / f"piece-{index:04d}.safetensors"
 
     def _carried(self, index: int) -> Path:
-        """Return the folder of the outputs that the piece before one gave, a file for each batch."""
+        """Return the folder of a piece's inputs, which the one before gave: a file a batch."""
         return self.work / f"carried-{index:04d}"
 
     def _resume(self, pieces: int) -> int:

@@ -45,10 +45,11 @@ def test_a_folder_that_is_read_part_by_part_is_the_same_model(models) -> None:
     "settings",
     [
         {"method": "gptq"},
-        pytest.param({"method": "awq", "exclude": ("*.1.mlp.*",)}, marks=pytest.mark.slow),
-        pytest.param({"method": "hqq"}, marks=pytest.mark.slow),
+        pytest.param(
+            {"method": "awq", "exclude": ("*.o_proj", "*.down_proj")}, marks=pytest.mark.slow
+        ),
+        pytest.param({"method": "hqq", "embeddings": False}, marks=pytest.mark.slow),
         pytest.param({"bits": 8, "embedding_bits": 4}, marks=pytest.mark.slow),
-        pytest.param({"embeddings": False, "activation_bits": 32}, marks=pytest.mark.slow),
     ],
     ids=lambda settings: "-".join(map(str, settings.values())),
 )
@@ -58,7 +59,6 @@ def test_blocks_get_the_integers_of_the_whole_model(models, tmp_path, settings) 
     graph = stage(whole, context_for(whole, tmp_path / "whole"))
     packed = stage(streamed, context_for(streamed, tmp_path / "streamed"))
     assert isinstance(packed, PackedModel)
-    # Before the float weights: `decoder_weights` knows nothing of AWQ's multiplications.
     scores = packed.open()(ids())[0]
     assert torch.equal(scores, graph.open()(ids())[0])
     expected = decoder_weights(graph, context_for(whole, tmp_path), "test")
@@ -72,10 +72,11 @@ def test_blocks_get_the_integers_of_the_whole_model(models, tmp_path, settings) 
     kept = [name for name in floats if name in stored]
     assert kept
     assert all(torch.equal(stored[name].read(), floats[name]) for name in kept)
-    for fact in ("quantized_operators", "left_float", *(["scaled"] * ("scaled" in packed.manifest.facts))):
-        assert packed.manifest.facts[fact] == graph.manifest.facts[fact]
+    for fact in ("quantized_operators", "left_float", "scaled"):
+        assert packed.manifest.facts.get(fact) == graph.manifest.facts.get(fact)
 
 
+@pytest.mark.slow
 def test_a_killed_stage_goes_on_at_the_block(models, tmp_path, caplog) -> None:
     _, streamed = models
     stage = QuantizeWeights(method="gptq")
@@ -93,7 +94,6 @@ def test_a_killed_stage_goes_on_at_the_block(models, tmp_path, caplog) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     pieces = sorted((tmp_path / "resumed.work" / "streamed").glob("piece-*.safetensors"))
     assert len(pieces) == 3
-    # A file that is not written again shows in the result.
     caplog.set_level("INFO")
     resumed = stage(streamed, context_for(streamed, tmp_path / "resumed"))
     assert "goes on at model.layers.2, piece 4 of 5" in caplog.text
@@ -103,6 +103,7 @@ def test_a_killed_stage_goes_on_at_the_block(models, tmp_path, caplog) -> None:
     assert not (tmp_path / "resumed.work").exists()
 
 
+@pytest.mark.slow
 def test_other_settings_begin_anew(models, tmp_path, caplog) -> None:
     _, streamed = models
 
@@ -138,6 +139,7 @@ def test_a_block_of_other_code_is_traced_by_itself(models) -> None:
     assert blocks._reused_graph(1) is None  # by its outputs
 
 
+@pytest.mark.slow
 def test_the_exported_folder_is_that_of_the_whole_model(models, tmp_path) -> None:
     whole, streamed = models
     stage = QuantizeWeights(activation_bits=32)
@@ -155,12 +157,17 @@ def test_the_exported_folder_is_that_of_the_whole_model(models, tmp_path) -> Non
         ExportOnnx()(packed, context_for(streamed, tmp_path / "onnx"))
 
 
+@pytest.mark.slow
 def test_awq_that_multiplies_inputs_is_not_exported(models, tmp_path) -> None:
-    _, streamed = models
-    packed = QuantizeWeights(method="awq")(streamed, context_for(streamed, tmp_path / "packed"))
+    scores = []
+    for model in models:
+        context = context_for(model, tmp_path / model.path.name)
+        packed = QuantizeWeights(method="awq")(model, context)
+        scores.append(packed.open()(ids())[0])
+        with pytest.raises(StageFailed, match="awq multiplies the input of "):
+            ExportCompressedTensors()(packed, context_for(model, tmp_path / "folder"))
     assert any(name.endswith(".input_factor") for name in packed.stored())
-    with pytest.raises(StageFailed, match=r"awq multiplies the input of model\.layers\.\d"):
-        ExportCompressedTensors()(packed, context_for(streamed, tmp_path / "folder"))
+    assert torch.equal(*scores)
 
 
 def test_a_folder_without_a_weight_is_refused(tmp_path: Path) -> None:
