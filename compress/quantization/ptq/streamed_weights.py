@@ -8,7 +8,6 @@ the graph have the same operators, and calibration runs in the float model in bo
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import json
 import logging
@@ -25,6 +24,7 @@ from compress.checkpoint.state_dict import in_memory
 from compress.common.atomic_files import open_atomically
 from compress.common.errors import StageFailed
 from compress.data.batch import Batch
+from compress.profiling.rss import release_memory
 from compress.quantization.algorithms.shared_input_layers import LINEAR
 from compress.quantization.pt2e.graph_constants import remove_unread_tensors_
 from compress.quantization.pt2e.module_names import module_of
@@ -72,7 +72,7 @@ class StreamedQuantization:
         for index in range(done, len(blocks)):
             began = time.monotonic()
             self._quantize_piece(blocks, index)
-            gc.collect()  # graphs hold themselves in cycles
+            release_memory()  # graphs hold themselves in cycles, and glibc keeps what is freed
             logger.info("%s: %.1f s", blocks.name(index), time.monotonic() - began)
             progress("quantize", index + 1, len(blocks))
         if not self.quantizer.quantized:
