@@ -45,7 +45,8 @@ class PackedWeight(NamedTuple):
 
 def round_activations(features: torch.Tensor, group_size: int) -> torch.Tensor:
     """Round activations to 8 bits, each `group_size` numbers of a row with a scale of their own."""
-    groups = features.unflatten(-1, (-1, group_size))
+    groups = torch.unflatten(features, -1, (-1, group_size))
     largest = groups.abs().amax(-1, keepdim=True).clamp_min(SMALLEST_RANGE)
     integers = (groups * (largest.reciprocal() * LARGEST)).round()
-    return (integers * (largest * (1 / LARGEST))).flatten(-2)
+    floats: torch.Tensor = integers * (largest * (1 / LARGEST))
+    return floats.flatten(-2)

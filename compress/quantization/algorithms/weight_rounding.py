@@ -68,7 +68,7 @@ def in_parts(
     Outputs do not depend on each other.
     """
     rows = max(1, LARGEST_PART // weight_OI.shape[1])
-    parts = [quantize(part_OI) for part_OI in weight_OI.split(rows)]
+    parts = [quantize(part_OI) for part_OI in torch.split(weight_OI, rows)]
     if len(parts) == 1:
         return parts[0]
     return QuantizedWeight(
@@ -166,7 +166,7 @@ def _gptq(
             remaining_OI[:, next_L] -= error_O[:, None] * inverse_II[step, next_L]
             error_OL[:, step - begin] = error_O
             integers_OI[:, places[step]] = integers_O
-        remaining_OI[:, end:] -= error_OL @ inverse_II[begin:end, end:]
+        remaining_OI[:, end:].addmm_(error_OL, inverse_II[begin:end, end:], alpha=-1)
     return QuantizedWeight(integers_OI, scale_OG.float(), zero_OG.to(torch.uint8), bits)
 
 

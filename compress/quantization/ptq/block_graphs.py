@@ -94,11 +94,10 @@ class BlockGraphs:
         read; a block takes :attr:`CARRIED` and what it reads of that; the last one takes the
         model's inputs and :attr:`CARRIED`.
         """
+        if index and not self._specs:
+            self._capture_first()  # how blocks are called
         if index == 0:
             graph = self._capture_first()
-        elif not self._specs:
-            self.capture(0)
-            return self.capture(index)
         elif index <= len(self._blocks):
             if (reused := self._reused_graph(index - 1)) is not None:
                 return reused

@@ -24,7 +24,7 @@ from compress.checkpoint.state_dict import in_memory
 from compress.common.atomic_files import open_atomically
 from compress.common.errors import StageFailed
 from compress.data.batch import Batch
-from compress.profiling.rss import release_memory
+from compress.profiling.rss import release_memory, trim_memory
 from compress.quantization.algorithms.shared_input_layers import LINEAR
 from compress.quantization.pt2e.graph_constants import remove_unread_tensors_
 from compress.quantization.pt2e.module_names import module_of
@@ -65,6 +65,7 @@ class StreamedQuantization:
             StageFailed: the model is no chain of blocks, or nothing can be quantized.
         """
         self._claim_work()
+        self.quantizer.after_weight = trim_memory
         blocks = BlockGraphs(self.model)
         done = self._resume(len(blocks))
         if done:
@@ -94,6 +95,7 @@ class StreamedQuantization:
 
     def _quantize_piece(self, blocks: BlockGraphs, index: int) -> None:
         graph = blocks.capture(index)
+        release_memory()  # of tracing, which allocates much and keeps little
         weights = {str(n.target) for n in graph.graph.find_nodes(op="get_attr")}
         moments: dict[str, torch.Tensor] = {}
         if self._calibrates:
@@ -113,6 +115,7 @@ class StreamedQuantization:
             moments = input_second_moments(graph, inputs, None if is_last else keep)
             shutil.rmtree(following, ignore_errors=True)
             partial.replace(following)
+        trim_memory()
         self.quantizer.quantize_(graph, moments, blocks.tied)
         remove_unread_tensors_(graph)
         recorded = {k: getattr(self.quantizer, k) for k in RECORDED}
@@ -166,8 +169,9 @@ class StreamedQuantization:
 
     def _claim_work(self) -> None:
         """Empty the work folder where it is of another model, other settings or other data."""
+        left_out = (*RECORDED, "after_weight")
         settings = {
-            k: v for k, v in vars(self.quantizer).items() if k not in RECORDED and k[0] != "_"
+            k: v for k, v in vars(self.quantizer).items() if k not in left_out and k[0] != "_"
         }
         parts = {"model": self.model.digest, "settings": settings, "torch": torch.__version__}
         digest = hashlib.sha256(json.dumps(parts, sort_keys=True, default=list).encode())

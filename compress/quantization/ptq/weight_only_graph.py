@@ -53,6 +53,8 @@ class WeightQuantizer:
     embedding_bits: int = 8
     round_activations: bool = False
     """Whether linear layers read activations rounded to 8 bits, by groups of `group_size`."""
+    after_weight: Callable[[], None] | None = None
+    """Called after each weight, such as to return memory to the system."""
     quantized: dict[str, int] = field(default_factory=dict)
     """Number of quantized operators by kind."""
     left_float: dict[str, str] = field(default_factory=dict)
@@ -90,6 +92,10 @@ class WeightQuantizer:
                 self._quantize_linear_(graph, node, second_moments.get(_input_name(node)))
             elif node.target is EMBEDDING and self.embeddings:
                 self._quantize_embedding_(graph, node)
+            else:
+                continue
+            if self.after_weight is not None:
+                self.after_weight()
         graph.graph.eliminate_dead_code()
         graph.recompile()
 
