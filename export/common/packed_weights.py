@@ -41,6 +41,13 @@ class DecoderWeights(NamedTuple):
     rounds_activations: bool
     """Whether packed linear layers read activations rounded to 8 bits, by groups."""
 
+    def use_(self, floats: Mapping[tuple[str, bool], torch.Tensor]) -> None:
+        """Give layers of the module these weights, by the keys of `packed`."""
+        for (name, is_table), values in floats.items():
+            layer = self.module.get_submodule(name.removesuffix(".weight"))
+            if is_table == isinstance(layer, torch.nn.Embedding):
+                layer.weight = torch.nn.Parameter(values, requires_grad=False)
+
 
 def decoder_weights(model: EagerModel | GraphModel, context: Context, title: str) -> DecoderWeights:
     """Return the transformers module behind a model, and the model's weights for it.

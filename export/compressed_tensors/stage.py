@@ -157,11 +157,7 @@ class ExportCompressedTensors(Stage[GraphModel, CompressedTensorsModel]):
         from compress.common.tensor_difference import relative_error
 
         opened: Any = opened_folder(folder, model.signature)
-        for (name, is_table), weight in weights.packed.items():
-            stem = name.removesuffix(".weight")
-            layer = weights.module.get_submodule(stem)
-            if is_table == isinstance(layer, torch.nn.Embedding):
-                layer.weight = torch.nn.Parameter(weight.dequantized(), requires_grad=False)
+        weights.use_({key: weight.dequantized() for key, weight in weights.packed.items()})
         inputs = model.signature.example()
         names = [spec.name for spec in model.signature.inputs]
         with torch.inference_mode():

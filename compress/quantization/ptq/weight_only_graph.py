@@ -53,6 +53,8 @@ class WeightQuantizer:
     embedding_bits: int = 8
     round_activations: bool = False
     """Whether linear layers read activations rounded to 8 bits, by groups of `group_size`."""
+    symmetric: bool = False
+    """Whether zero points lie in the middle of the integers."""
     after_weight: Callable[[], None] | None = None
     """Called after each weight, such as to return memory to the system."""
     quantized: dict[str, int] = field(default_factory=dict)
@@ -82,7 +84,8 @@ class WeightQuantizer:
         self._dequantized, self._rounded = {}, {}
         if self.method == "awq":
             kept = (*self.exclude, *shared)
-            scaled, rescaled = awq_(graph, second_moments, self.bits, self.group_size, kept)
+            sizes = (self.bits, self.group_size)
+            scaled, rescaled = awq_(graph, second_moments, *sizes, kept, symmetric=self.symmetric)
             self.scaled |= scaled
             self.rescaled |= rescaled
         for node in list(graph.graph.nodes):
@@ -114,11 +117,19 @@ class WeightQuantizer:
         if weight.target not in self._dequantized:
             weight_OI = value_of(graph, weight)
             if self.method == "gptq" and moment_II is not None:
-                quantized = gptq(weight_OI, self.bits, self.group_size, moment_II)
-            else:  # AWQ's scales are in the weight already
-                method = hqq if self.method == "hqq" else round_to_nearest
+                quantized = gptq(
+                    weight_OI, self.bits, self.group_size, moment_II, symmetric=self.symmetric
+                )
+            elif self.method == "hqq":
                 quantized = in_parts(
-                    lambda part_OI: method(part_OI, self.bits, self.group_size), weight_OI
+                    lambda part_OI: hqq(part_OI, self.bits, self.group_size), weight_OI
+                )
+            else:  # AWQ's scales are in the weight already
+                quantized = in_parts(
+                    lambda part_OI: round_to_nearest(
+                        part_OI, self.bits, self.group_size, symmetric=self.symmetric
+                    ),
+                    weight_OI,
                 )
             with graph.graph.inserting_before(node):
                 dequantized = _dequantize(graph, str(weight.target), quantized)
@@ -149,7 +160,10 @@ class WeightQuantizer:
                     "exclude it"
                 )
         quantized = in_parts(
-            lambda part_VD: round_to_nearest(part_VD, self.embedding_bits, group_size), table_VD
+            lambda part_VD: round_to_nearest(
+                part_VD, self.embedding_bits, group_size, symmetric=self.symmetric
+            ),
+            table_VD,
         )
         packed = pack(quantized.integers_OI, self.embedding_bits)
         with graph.graph.inserting_before(node):
