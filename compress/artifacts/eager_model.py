@@ -212,7 +212,7 @@ class EagerModel(Artifact):
     def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:
         """Load the module as a predictor for a ``with`` block."""
         if self.is_streamed:
-            from compress.artifacts.streaming.streamed_module import streamed_predictor
+            from compress.checkpoint.streamed_module import streamed_predictor
 
             with streamed_predictor(*self.stored_weights(), device, threads) as predict:
                 yield predict
@@ -230,7 +230,7 @@ class EagerModel(Artifact):
         from compress.graph.flops import count_macs
 
         if self.is_streamed:
-            from compress.artifacts.streaming.streamed_module import stream_weights_
+            from compress.checkpoint.streamed_module import stream_weights_
 
             module, weights = self.stored_weights()
             stream_weights_(module, weights)

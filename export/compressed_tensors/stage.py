@@ -223,8 +223,8 @@ def streamed_folder(folder: Path, signature: Signature) -> Any:
     from compress.artifacts.hf_folder import build
     from compress.artifacts.meta_init import parameters_on_meta
     from compress.artifacts.recipe import CallByName
-    from compress.artifacts.streaming.streamed_module import stream_weights_
     from compress.checkpoint.safetensors_io import read_safetensors
+    from compress.checkpoint.streamed_module import stream_weights_
     from export.compressed_tensors.tensors import floats_of
 
     config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))

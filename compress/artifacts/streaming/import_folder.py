@@ -9,8 +9,8 @@ from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.hf_folder import files_to_carry, read_architecture, recipe_from
 from compress.artifacts.meta_init import build_skeleton, match_state_dict
 from compress.artifacts.recipe_inference import fit_call
-from compress.artifacts.streaming.streamed_module import stream_weights_
 from compress.checkpoint.loading import match_names, read_state_dict
+from compress.checkpoint.streamed_module import stream_weights_
 from compress.common.errors import ArtifactInvalid, CompressError, first_line
 
 if TYPE_CHECKING:

@@ -128,7 +128,7 @@ def packed_module(recipe: Recipe, stored: Mapping[str, StoredTensor], *, rounds:
         stored: the tensors of a packed model.
         rounds: whether packed linear layers read activations rounded to 8 bits.
     """
-    from compress.artifacts.streaming.streamed_module import stream_weights_
+    from compress.checkpoint.streamed_module import stream_weights_
 
     module = _skeleton_of(recipe)
     weights = packed_weights(module, stored)
