@@ -5,6 +5,8 @@ unless FOLDER (build/decoders) has it from an earlier run. Then prints perplexit
 of the next token by method, and size and speed of the folders of `export_genai`, measured in one
 process; with `--speed` the speed of the folders of an earlier run alone. With `--architectures` it
 prints which decoders of transformers become proven folders instead, tiny ones made from configs.
+With `--stream` (and `--gptq`) it makes a folder of 1.01 billion random weights, and prints peak
+memory and time of quantizing it with `stream: true`; 8 GB of disk.
 It needs the extras `transformers` and `genai`. One thread.
 """
 
@@ -26,6 +28,9 @@ def main() -> None:
         import_module("decoder.architectures").main()
         return
     folder = next((a for a in sys.argv[1:] if not a.startswith("-")), "build/decoders")
+    if "--stream" in sys.argv:
+        import_module("decoder.streaming").main(Path(folder), sys.argv[1:])
+        return
     benchmark = import_module("decoder.compression")
     benchmark.main(Path(folder), speed_alone="--speed" in sys.argv)
 

@@ -39,6 +39,10 @@ if TYPE_CHECKING:
 MANIFEST = "manifest.json"
 MANIFEST_BYTES = 2**26
 """Larger than any manifest that this toolkit writes; more is refused unread."""
+STREAMED = "streamed"
+"""Fact of a model whose weights stay on disk: each call reads them part by part."""
+WEIGHTS_ON_DISK = "its weights are read from disk in each call"
+"""Why the latency of such a model is not measured."""
 _known: dict[tuple[str | int, ...], str] = {}
 """SHA-256 of the files that this process has hashed, by path, inode, size, mtime and ctime."""
 
@@ -321,6 +325,11 @@ class Artifact:
     def memory_unavailable_reason(self) -> str:
         """Why a call's memory cannot be measured in this process; empty where it can."""
         return self.memory_elsewhere
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether a call reads the weights part by part: they may not fit into memory."""
+        return bool(self.manifest.facts.get(STREAMED))
 
     def open(self, device: str = "cpu", threads: int = 1) -> OpenedModel:
         """Load the model as a predictor with so many CPU threads: for a ``with`` block, or a call.

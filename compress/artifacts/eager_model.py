@@ -189,18 +189,51 @@ class EagerModel(Artifact):
             carried=self.carried_files(),
         )
 
+    def stored_weights(self) -> tuple[torch.nn.Module, Weights]:
+        """Return the module on the meta device, and its weights, still on disk.
+
+        Raises:
+            ArtifactInvalid: the module cannot be built without its weights.
+        """
+        from compress.artifacts.meta_init import match_state_dict
+        from compress.checkpoint.safetensors_io import read_safetensors
+
+        module = self.skeleton()
+        if module is None:
+            raise ArtifactInvalid(
+                f"{self.recipe.factory!r} computes with its weights while it builds the model, so "
+                "that they cannot be read part by part; leave out `stream`"
+            )
+        self.verify_cached()
+        state = read_safetensors(self.payload_path)
+        return module, match_state_dict(state, self.recipe, self.code, str(self.payload_path))
+
     @opened_model
     def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:
         """Load the module as a predictor for a ``with`` block."""
+        if self.is_streamed:
+            from compress.checkpoint.streamed_module import streamed_predictor
+
+            with streamed_predictor(*self.stored_weights(), device, threads) as predict:
+                yield predict
+            return
         with torch_predictor(self.load(device), device, threads) as predict:
             yield predict
 
     def parameters(self) -> int:
         """Count the weights, tied ones once."""
-        return sum(p.numel() for p in self.load().parameters())
+        module = self.skeleton() if self.is_streamed else None
+        return sum(p.numel() for p in (module or self.load()).parameters())
 
     def macs(self) -> int:
         """Count multiply-accumulates for one sample."""
         from compress.graph.flops import count_macs
 
-        return count_macs(self.load(), self.signature.example(batch=1))
+        if self.is_streamed:
+            from compress.checkpoint.streamed_module import stream_weights_
+
+            module, weights = self.stored_weights()
+            stream_weights_(module, weights)
+        else:
+            module = self.load()
+        return count_macs(module, self.signature.example(batch=1))

@@ -46,6 +46,8 @@ class Stage(Settings, Generic[Reads, Writes]):
     """Rules that the result must satisfy."""
 
     requirements: ClassVar[tuple[Requirement, ...]] = ()
+    streams: ClassVar[bool] = False
+    """Whether it takes a model whose weights stay on disk (`model.stream`)."""
     records_history: ClassVar[bool] = False
     """Whether the result includes :attr:`Context.history`."""
 

@@ -16,9 +16,13 @@ def inverse_hessian_factor(moment_II: torch.Tensor) -> torch.Tensor:
     a batch.
     """
     hessian_II = moment_II.clone()
+    del moment_II  # for 11,008 inputs each of these takes a GB
     diagonal_I = hessian_II.diagonal(dim1=-2, dim2=-1)
     dead_I = diagonal_I == 0  # always 0: independent of all other inputs
     diagonal_I.add_(DAMPING * diagonal_I.mean(-1, keepdim=True)).masked_fill_(dead_I, 1)
-    inverse_II = torch.cholesky_inverse(torch.linalg.cholesky(hessian_II))
-    factor_II: torch.Tensor = torch.linalg.cholesky(inverse_II, upper=True)
-    return factor_II
+    factor_II: torch.Tensor = torch.linalg.cholesky(hessian_II)
+    del hessian_II
+    inverse_II = torch.cholesky_inverse(factor_II)
+    del factor_II
+    upper_II: torch.Tensor = torch.linalg.cholesky(inverse_II, upper=True)
+    return upper_II

@@ -43,6 +43,11 @@ def release_memory() -> None:
     """Collect garbage, and let glibc return freed memory to the system."""
     # Freed memory that glibc keeps would be counted, or be reused and hide what comes next.
     gc.collect()
+    trim_memory()
+
+
+def trim_memory() -> None:
+    """Let glibc return freed memory to the system, which it keeps for tensors below 32 MiB."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc alone has it
     if trim is not None:
         trim(0)

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from compress.artifacts.eager_model import EagerModel
+from compress.artifacts.streaming.packed_model import (
+    FACTOR,
+    ROUNDS,
+    PackedModel,
+    packed_weights,
+    shared_parameters,
+)
+from compress.artifacts.streaming.packed_weight import PackedWeight
 from compress.common.errors import StageFailed
 
 if TYPE_CHECKING:
@@ -22,44 +31,12 @@ PREFIXES = ("", "module.")
 ROUND = torch.ops.aten.round.default
 
 
-class PackedWeight(NamedTuple):
-    """Integers of a weight, two in a byte where they have 4 bits, the earlier one lower."""
-
-    packed: torch.Tensor
-    """Bytes, `(outputs, inputs · bits / 8)`."""
-    scale: torch.Tensor
-    """Scale of each group of inputs, `(outputs, groups)`."""
-    zero_point: torch.Tensor
-    """Zero point of each group, `(outputs, groups)`: an integer, or a float between two."""
-    bits: int
-    is_table: bool
-    """Whether rows are looked up, as an embedding's, and not multiplied."""
-
-    @property
-    def group_size(self) -> int:
-        """Numbers of a row that share a scale."""
-        return self.packed.shape[1] * 8 // self.bits // self.scale.shape[1]
-
-    def integers(self) -> torch.Tensor:
-        """Return the integers, one in a byte."""
-        if self.bits == 8:
-            return self.packed
-        return torch.stack((self.packed & 15, self.packed >> 4), -1).flatten(1)
-
-    def dequantized(self) -> torch.Tensor:
-        """Return the floats that the integers stand for."""
-        integers, groups = self.integers(), self.scale.shape[1]
-        grouped = integers.view(len(integers), groups, -1).float()
-        zeros = self.zero_point.float()[..., None]
-        return ((grouped - zeros) * self.scale[..., None]).flatten(1)
-
-
 class DecoderWeights(NamedTuple):
     """A module of transformers, and the weights that a stage left for it."""
 
     module: nn.Module
     """The float model; its own weights were replaced by those of the graph that are float."""
-    packed: dict[tuple[str, bool], PackedWeight]
+    packed: Mapping[tuple[str, bool], PackedWeight]
     """Name of a weight, and whether it is read as a table → its integers."""
     rounds_activations: bool
     """Whether packed linear layers read activations rounded to 8 bits, by groups."""
@@ -75,10 +52,15 @@ class DecoderWeights(NamedTuple):
 def decoder_weights(model: EagerModel | GraphModel, context: Context, title: str) -> DecoderWeights:
     """Return the transformers module behind a model, and the model's weights for it.
 
+    Of a model whose weights stay on disk, the module has its float weights alone; those of a few
+    bits are on the meta device, and are read when they are asked for.
+
     Raises:
         StageFailed: the module is none of transformers, or the graph was quantized otherwise than
             by `quantize_weights`.
     """
+    if isinstance(model, PackedModel):
+        return _streamed_weights(model, title)
     module = _transformers_module(model, context, title)
     if isinstance(model, EagerModel):
         return DecoderWeights(module, {}, False)
@@ -91,8 +73,10 @@ def decoder_weights(model: EagerModel | GraphModel, context: Context, title: str
             f"{title}: takes float models and those of quantize_weights, found a graph that was "
             "quantized otherwise"
         )
+    if any(name.endswith("_smoothing") for name in state):
+        raise StageFailed(_multiplied(title, "a layer, such as down_proj"))
     packed: dict[tuple[str, bool], PackedWeight] = {}
-    for names, parameter in _shared_parameters(module):
+    for names, parameter in shared_parameters(module):
         found = False
         for name in (prefix + own for own in names for prefix in PREFIXES):
             stem = name.replace(".", "_")
@@ -118,22 +102,42 @@ def decoder_weights(model: EagerModel | GraphModel, context: Context, title: str
     return DecoderWeights(module, packed, rounds)
 
 
-def _shared_parameters(module: nn.Module) -> list[tuple[list[str], nn.Parameter]]:
-    """Return each parameter once, with all its names: tied ones have several."""
-    shared: dict[int, tuple[list[str], nn.Parameter]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        shared.setdefault(id(parameter), ([], parameter))[0].append(name)
-    return [*shared.values()]
+def _streamed_weights(model: PackedModel, title: str) -> DecoderWeights:
+    """Return the weights of a model that was quantized block by block."""
+    module, stored = model.skeleton(), model.stored()
+    for name in stored:
+        if name.endswith(FACTOR):
+            raise StageFailed(_multiplied(title, name.removesuffix(FACTOR)))
+    packed = packed_weights(module, stored)
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    for names, parameter in shared_parameters(module):
+        at = next((name for name in names if name in stored), None)
+        value = parameter if at is None else torch.nn.Parameter(stored[at].read(), False)
+        for name in names:
+            owner, _, key = name.rpartition(".")
+            module.get_submodule(owner)._parameters[key] = value
+    buffers = {k: stored[k].read() for k in module.state_dict() if k not in parameters}
+    module.load_state_dict(buffers, strict=False)
+    return DecoderWeights(_as_transformers(module, title), packed, bool(model.fact(ROUNDS)))
+
+
+def _multiplied(title: str, module: str) -> str:
+    return (
+        f"{title}: method awq multiplies the input of {module}, which nothing before it can absorb "
+        "and the format has no place for; exclude that layer, or use gptq"
+    )
 
 
 def _transformers_module(model: EagerModel | GraphModel, context: Context, title: str) -> Any:
     """Return the last eager model before a graph, as transformers' own class calls it."""
-    import sys
-
     from compress.core.gate_kinds.baselines import nearest_float_model
 
     source = nearest_float_model(model, context)
-    module: Any = source.load() if isinstance(source, EagerModel) else None
+    return _as_transformers(source.load() if isinstance(source, EagerModel) else None, title)
+
+
+def _as_transformers(module: Any, title: str) -> Any:
+    """Return a module with transformers' own class, without the adapter of the call."""
     transformers = sys.modules.get("transformers")
     own = next((kind for kind in type(module).__mro__ if _is_of(transformers, kind)), None)
     if module is None or own is None:
@@ -141,7 +145,7 @@ def _transformers_module(model: EagerModel | GraphModel, context: Context, title
             f"{title}: takes a language model of transformers, found {type(module).__name__}; "
             "load it from a Hugging Face folder, or return it from the factory"
         )
-    module.__class__ = own  # without the adapter of the call
+    module.__class__ = own
     return module.eval()
 
 

@@ -8,11 +8,12 @@ import warnings
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from compress.artifacts.artifact import Artifact
+from compress.artifacts.artifact import STREAMED, Artifact
 from compress.artifacts.carried_files import CONFIG
 from compress.artifacts.graph_model import GraphModel
+from compress.artifacts.streaming.packed_model import PackedModel
 from compress.common.errors import ArtifactInvalid, StageFailed, first_line
-from compress.common.forward import opened_model, torch_predictor
+from compress.common.forward import flatten_outputs, opened_model, torch_predictor
 from compress.common.requirements import Requirement
 from compress.core.stage import Stage
 
@@ -41,7 +42,7 @@ class CompressedTensorsModel(Artifact):
 
     @opened_model
     def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:
-        """Open the folder with transformers as a predictor.
+        """Open the folder with transformers as a predictor; layer by layer where it was written so.
 
         Raises:
             ArtifactInvalid: it was altered after sealing, or cannot be opened.
@@ -49,9 +50,14 @@ class CompressedTensorsModel(Artifact):
         """
         from export.common.host_check import require_all
 
-        require_all([COMPRESSED_TENSORS], str(self.path))
-        self.verify_cached()
-        with torch_predictor(opened_folder(self.path, self.signature), device, threads) as predict:
+        if self.is_streamed:
+            self.verify_cached()
+            module = streamed_folder(self.path, self.signature)
+        else:
+            require_all([COMPRESSED_TENSORS], str(self.path))
+            self.verify_cached()
+            module = opened_folder(self.path, self.signature)
+        with torch_predictor(module, device, threads) as predict:
             yield predict
 
 
@@ -60,10 +66,12 @@ class ExportCompressedTensors(Stage[GraphModel, CompressedTensorsModel]):
 
     Linear layers keep their integers, which are read back and compared; tables of embeddings become
     floats. Activations are not rounded: what reads such folders multiplies floats. transformers
-    opens the folder and has to answer alike.
+    opens the folder and has to answer alike; a model of `stream: true` is written, read back and
+    compared layer by layer instead.
     """
 
     stage: Literal["export_compressed_tensors"] = "export_compressed_tensors"
+    streams: ClassVar[bool] = True
     # Without it, what a run measures of the folder could not be opened.
     requirements: ClassVar[tuple[Requirement, ...]] = (COMPRESSED_TENSORS,)
 
@@ -75,8 +83,7 @@ class ExportCompressedTensors(Stage[GraphModel, CompressedTensorsModel]):
 
     def run(self, model: GraphModel, context: Context) -> CompressedTensorsModel:
         """Write the tensors and the config, and read both back."""
-        from safetensors.torch import save_file
-
+        from compress.checkpoint.safetensors_io import write_safetensors
         from export.common.packed_weights import decoder_weights
         from export.compressed_tensors.tensors import quantization_config, state_of
 
@@ -97,9 +104,12 @@ class ExportCompressedTensors(Stage[GraphModel, CompressedTensorsModel]):
                 config["tie_word_embeddings"] = False  # the table is none of integers
             (partial / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
             file = partial / CompressedTensorsModel.payload
-            save_file(state_of(weights), file, metadata={"format": "pt"})
+            write_safetensors(file, state_of(weights))
             facts["equal_integers"] = self._compare_integers(file, weights)
-            if COMPRESSED_TENSORS.missing():
+            if isinstance(model, PackedModel):
+                facts[STREAMED], facts["opened_by"] = True, None
+                facts["scores_error"] = self._compare_streamed_scores(model, partial)
+            elif COMPRESSED_TENSORS.missing():
                 facts["opened_by"] = None
                 logger.warning(
                     "%s: not opened by transformers, which needs compressed-tensors; %s",
@@ -123,15 +133,16 @@ class ExportCompressedTensors(Stage[GraphModel, CompressedTensorsModel]):
     def _compare_integers(self, file: Path, weights: DecoderWeights) -> int:
         """Return how many integers a file has; StageFailed where one differs from the graph's."""
         import torch
-        from safetensors.torch import load_file
 
+        from compress.checkpoint.safetensors_io import read_safetensors
         from export.compressed_tensors.tensors import unpacked
 
-        stored, count = load_file(file), 0
-        for (name, is_table), weight in weights.packed.items():
+        stored, count = read_safetensors(file), 0
+        for name, is_table in weights.packed:
             stem = name.removesuffix(".weight")
             if is_table or f"{stem}.weight_packed" not in stored:
                 continue
+            weight = weights.packed[name, is_table]
             found = unpacked(stored, stem, weight.bits)
             for part in ("packed", "scale", "zero_point"):
                 if not torch.equal(getattr(found, part), getattr(weight, part)):
@@ -144,19 +155,38 @@ class ExportCompressedTensors(Stage[GraphModel, CompressedTensorsModel]):
         import torch
 
         from compress.common.tensor_difference import relative_error
-        from export.parity.sample_parity import FLOAT
 
-        opened = opened_folder(folder, model.signature)
+        opened: Any = opened_folder(folder, model.signature)
         weights.use_({key: weight.dequantized() for key, weight in weights.packed.items()})
         inputs = model.signature.example()
         names = [spec.name for spec in model.signature.inputs]
         with torch.inference_mode():
             expected = weights.module(**dict(zip(names, inputs, strict=True))).logits
             found = opened(*inputs)[0]
-        error = relative_error(expected, found)
+        return self._refuse_error(relative_error(expected, found), "transformers")
+
+    def _compare_streamed_scores(self, model: PackedModel, folder: Path) -> float:
+        """Return how far the file's answers, layer by layer, differ from the model's."""
+        import torch
+
+        from compress.artifacts.streaming.packed_model import packed_module
+        from compress.common.tensor_difference import relative_error
+
+        inputs = model.signature.example()
+        with torch.inference_mode():
+            expected = packed_module(model.recipe, model.stored(), rounds=False)(*inputs)
+            found = streamed_folder(folder, model.signature)(*inputs)
+        return self._refuse_error(
+            relative_error(flatten_outputs(expected)[0], found[0]), "the folder"
+        )
+
+    def _refuse_error(self, error: float, reader: str) -> float:
+        """Return an error; raise StageFailed where it is more than rounding."""
+        from export.parity.sample_parity import FLOAT
+
         if not error <= FLOAT.relative:
             raise StageFailed(
-                f"{self.title}: transformers answers otherwise than the quantized weights, by "
+                f"{self.title}: {reader} answers otherwise than the quantized weights, by "
                 f"{error:.2g} of the norm, expected at most {FLOAT.relative:g}"
             )
         return error
@@ -183,6 +213,25 @@ def opened_folder(folder: Path, signature: Signature) -> Any:
     except Exception as error:
         reason = first_line(error)
         raise ArtifactInvalid(f"{folder}: transformers cannot open it: {reason}") from error
+    names = tuple(spec.name for spec in signature.inputs)
+    CallByName(inputs=names, outputs=("logits",)).apply_(module)
+    return module
+
+
+def streamed_folder(folder: Path, signature: Signature) -> Any:
+    """Return a folder's model, which reads and dequantizes a layer's weights when it is called."""
+    from compress.artifacts.hf_folder import build
+    from compress.artifacts.meta_init import parameters_on_meta
+    from compress.artifacts.recipe import CallByName
+    from compress.checkpoint.safetensors_io import read_safetensors
+    from compress.checkpoint.streamed_module import stream_weights_
+    from export.compressed_tensors.tensors import floats_of
+
+    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    with parameters_on_meta():
+        module = build(config["architectures"][0], config).eval()
+    stored = read_safetensors(folder / CompressedTensorsModel.payload)
+    stream_weights_(module, floats_of(stored, config["quantization_config"]))
     names = tuple(spec.name for spec in signature.inputs)
     CallByName(inputs=names, outputs=("logits",)).apply_(module)
     return module

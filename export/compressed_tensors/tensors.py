@@ -7,35 +7,61 @@ Zero points are packed along the outputs.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from compress.artifacts.streaming.packed_weight import PackedWeight
+from compress.checkpoint.state_dict import StoredTensor, in_memory
 from compress.common.errors import StageFailed
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
-    from export.common.packed_weights import DecoderWeights, PackedWeight
+    from compress.checkpoint.state_dict import Weights
+    from export.common.packed_weights import DecoderWeights
 
 PARTS = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape")
 
 
-def state_of(weights: DecoderWeights) -> dict[str, torch.Tensor]:
-    """Return the tensors of a folder: packed linear layers, and all others as floats."""
+def state_of(weights: DecoderWeights) -> dict[str, torch.Tensor | StoredTensor]:
+    """Return the tensors of a folder: packed linear layers, and all others as floats.
+
+    They are computed when they are read, so that one of them at a time is in memory.
+    """
     from torch import nn
 
-    state = {name: x.detach() for name, x in weights.module.state_dict().items()}
-    for (name, is_table), weight in weights.packed.items():
+    module = weights.module
+    state: dict[str, torch.Tensor | StoredTensor]
+    state = {name: x.detach() for name, x in module.state_dict().items()}
+    for key in weights.packed:
+        name, is_table = key
         stem = name.removesuffix(".weight")
-        layer = weights.module.get_submodule(stem)
+        layer = module.get_submodule(stem)
         if is_table and isinstance(layer, nn.Embedding):
-            state[name] = weight.dequantized()
+            state[name] = _computed(layer.weight, partial(_dequantized, weights, key))
         elif not is_table and isinstance(layer, nn.Linear):
             state.pop(name)
-            state |= {f"{stem}.{part}": x for part, x in packed_state(name, weight).items()}
-    # Tied weights of the module share memory, which safetensors does not store.
-    return {name: x.clone().contiguous() for name, x in sorted(state.items())}
+            for part, tensor in packed_state(name, weights.packed[key]).items():
+                state[f"{stem}.{part}"] = _computed(tensor, partial(_part, weights, key, part))
+    # Tied weights of the module share memory, and each name is stored by itself.
+    return {
+        name: x if isinstance(x, StoredTensor) else _computed(x, x.clone)
+        for name, x in sorted(state.items())
+    }
+
+
+def _computed(like: torch.Tensor, read: Callable[[], torch.Tensor]) -> StoredTensor:
+    return StoredTensor(tuple(like.shape), like.dtype, read)
+
+
+def _dequantized(weights: DecoderWeights, key: tuple[str, bool]) -> torch.Tensor:
+    return weights.packed[key].dequantized()
+
+
+def _part(weights: DecoderWeights, key: tuple[str, bool], part: str) -> torch.Tensor:
+    return packed_state(key[0], weights.packed[key])[part].contiguous()
 
 
 def packed_state(name: str, weight: PackedWeight) -> dict[str, torch.Tensor]:
@@ -62,11 +88,9 @@ def packed_state(name: str, weight: PackedWeight) -> dict[str, torch.Tensor]:
     return dict(zip(PARTS, values, strict=True))
 
 
-def unpacked(state: Mapping[str, torch.Tensor], stem: str, bits: int) -> PackedWeight:
+def unpacked(state: Weights, stem: str, bits: int) -> PackedWeight:
     """Return a layer's integers, read from the tensors of a folder."""
-    from export.common.packed_weights import PackedWeight
-
-    packed, scale, zeros, shape = (state[f"{stem}.{part}"] for part in PARTS)
+    packed, scale, zeros, shape = (in_memory(state[f"{stem}.{part}"]) for part in PARTS)
     outputs = int(shape[0])
     zeros = zeros.T.contiguous().view(torch.uint8)
     if bits == 4:
@@ -74,6 +98,24 @@ def unpacked(state: Mapping[str, torch.Tensor], stem: str, bits: int) -> PackedW
     return PackedWeight(
         packed.view(torch.uint8), scale, zeros[:, :outputs].T.contiguous(), bits, is_table=False
     )
+
+
+def floats_of(stored: Mapping[str, StoredTensor], config: Mapping[str, Any]) -> Weights:
+    """Return a folder's weights as floats, still on disk, by the names of the module."""
+    bits = int(config["config_groups"]["group_0"]["weights"]["num_bits"])
+    floats = {k: x for k, x in stored.items() if k.rpartition(".")[2] not in PARTS}
+    for name in stored:
+        stem, _, part = name.rpartition(".")
+        if part == PARTS[0]:
+            outputs, words = stored[name].shape
+            shape = (outputs, words * 32 // bits)
+            read = partial(_read_floats, stored, stem, bits)
+            floats[f"{stem}.weight"] = StoredTensor(shape, torch.float32, read)
+    return floats
+
+
+def _read_floats(stored: Weights, stem: str, bits: int) -> torch.Tensor:
+    return unpacked(stored, stem, bits).dequantized()
 
 
 def quantization_config(weights: DecoderWeights) -> dict[str, Any]:
@@ -85,8 +127,12 @@ def quantization_config(weights: DecoderWeights) -> dict[str, Any]:
     from torch import nn
 
     linears = [n for n, m in weights.module.named_modules() if isinstance(m, nn.Linear)]
-    packed = {n: weights.packed[f"{n}.weight", False] for n in linears if _has(weights, n)}
-    formats = {(weight.bits, weight.group_size) for weight in packed.values()}
+    packed = [n for n in linears if (f"{n}.weight", False) in weights.packed]
+    # One after the other, as they may be on disk.
+    formats = {
+        (weight.bits, weight.group_size)
+        for weight in (weights.packed[f"{name}.weight", False] for name in packed)
+    }
     if len(formats) != 1:
         found = ", ".join(f"{bits} bits in groups of {size}" for bits, size in sorted(formats))
         raise StageFailed(
@@ -111,7 +157,3 @@ def quantization_config(weights: DecoderWeights) -> dict[str, Any]:
         "ignore": [name for name in linears if name not in packed],
         "kv_cache_scheme": None,
     }
-
-
-def _has(weights: DecoderWeights, name: str) -> bool:
-    return (f"{name}.weight", False) in weights.packed

@@ -16,7 +16,8 @@ from export.onnx.passes.matmul_nbits import (
 )
 
 if TYPE_CHECKING:
-    from export.common.packed_weights import DecoderWeights, PackedWeight
+    from compress.artifacts.streaming.packed_weight import PackedWeight
+    from export.common.packed_weights import DecoderWeights
 
 
 class PackedLinear(nn.Module):

@@ -77,6 +77,8 @@ class ExportGenai(Stage[EagerModel | GraphModel, GenaiModel]):
     """Tokens of a prompt and its continuation together, at most; by default what the model's config
     allows, up to 4096."""
 
+    streams: ClassVar[bool] = True
+
     @property
     def machine_parts(self) -> dict[str, Any]:
         """Whether onnxruntime-genai opened the folder, and which version."""

@@ -16,7 +16,7 @@ from compress.common.errors import StageFailed
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from export.common.packed_weights import PackedWeight
+    from compress.artifacts.streaming.packed_weight import PackedWeight
 
 BLOCK = 32
 BlockType = Literal["Q8_0", "Q4_0", "Q4_1"]

@@ -9,7 +9,8 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from export.common.packed_weights import DecoderWeights, PackedWeight
+    from compress.artifacts.streaming.packed_weight import PackedWeight
+    from export.common.packed_weights import DecoderWeights
 
 
 class Family(NamedTuple):

@@ -80,6 +80,10 @@ class HuggingFaceModel(ModelInterface):
     """Folder, relative to this file, with `config.json` and `model.safetensors`."""
     task: Task | None = None
     """What the model is for; the class that the folder's config names, by default."""
+    stream: bool = False
+    """Whether weights stay on disk, of which each stage and each call holds one block at a time:
+    for a decoder that does not fit into memory. Its stages are `quantize_weights`, and after it
+    `export_compressed_tensors`, or `export_genai` where the weights of a few bits fit."""
 
     requirements = (Requirement(what="transformers", install="pip install -e '.[transformers]'"),)
 

@@ -13,7 +13,7 @@ from compress.core.stage import members_of
 from compress.quantization.stages.base import QuantizationStage
 from export.onnx.stage import OnnxModel
 from export.torchscript.stage import TorchScriptModel
-from pipelines.config.model_spec import SOURCE
+from pipelines.config.model_spec import SOURCE, HuggingFaceModel
 from pipelines.config.registry import stages as known_stages
 from pipelines.config.validation_errors import did_you_mean
 from pipelines.planning.plan import Plan, PlannedStage
@@ -158,10 +158,17 @@ def _check_types(pipeline: PipelineConfig, planned: tuple[PlannedStage, ...]) ->
     written: dict[str, tuple[type[Artifact], ...]] = {SOURCE: (imported[pipeline.model.kind],)}
     formats = {SOURCE: frozenset[str]()} | {p.name: p.stage.activation_formats for p in planned}
     quantized: set[str] = set()
+    streams = isinstance(pipeline.model, HuggingFaceModel) and pipeline.model.stream
     for p in planned:
         where = f"{pipeline.place('stages', p.index)} ({p.name})"
         found, readable = written[p.input], members_of(p.stage.reads())
         quantizes = isinstance(p.stage, QuantizationStage)
+        if streams and not p.stage.streams:
+            takes = ", ".join(n for n, stage in known_stages().items() if stage.streams)
+            raise PipelineInvalid(
+                f"{where}: holds all weights in memory, and model.stream keeps them on disk; "
+                f"leave out `stream`, or use {takes}"
+            )
         fitting = [
             name
             for name, kinds in written.items()

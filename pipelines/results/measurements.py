@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import field_validator, model_validator
 
+from compress.artifacts.artifact import WEIGHTS_ON_DISK
 from compress.common.config import Settings
 from compress.common.errors import StageFailed
 from compress.profiling.batch_dependence import BatchDependence
@@ -105,7 +106,8 @@ class Measurements(Settings):
     @property
     def unmeasurable_reasons(self) -> tuple[str, ...]:
         """Why speedup and latency could not be measured on this machine; empty if they were."""
-        return tuple(filter(None, (self.speedup_reason, self.latency_ms.reason)))
+        reasons = filter(None, (self.speedup_reason, self.latency_ms.reason))
+        return tuple(reason for reason in reasons if reason != WEIGHTS_ON_DISK)
 
     @classmethod
     def from_artifact(
@@ -117,6 +119,9 @@ class Measurements(Settings):
         if has_val and context.metric.is_measured:
             value = context.score(artifact)
             metric = MetricReport(name=context.metric.name, split="val", value=value)
+        if artifact.is_streamed or baseline.is_streamed:
+            sizes = cls.sizes(artifact, baseline, WEIGHTS_ON_DISK)
+            return sizes.model_copy(update={"metric": metric})
         compared = context.compare_latency(baseline, artifact, artifact.signature.smallest_batch)
         reason = ""
         if (

@@ -116,9 +116,12 @@ def _parameters(pipeline: PipelineConfig) -> Sequence[str]:
         arguments = load(pipeline.folder / spec.file).forward.schema.arguments
         return [argument.name for argument in arguments[1:]]  # without self
     if isinstance(spec, HuggingFaceModel):
-        from compress.artifacts.hf_folder import read_folder
+        from compress.artifacts.hf_folder import read_architecture, read_folder
 
-        _, module = read_folder(pipeline.folder / spec.huggingface, spec.task, untrained_head=True)
+        folder = pipeline.folder / spec.huggingface
+        if spec.stream:
+            return positional_parameters(read_architecture(folder, spec.task))
+        _, module = read_folder(folder, spec.task, untrained_head=True)
         return positional_parameters(module)
     return positional_parameters(_recipe(spec).build(pipeline.code_folder))
 
@@ -259,6 +262,10 @@ def _import_hugging_face(
     from compress.artifacts.hf_folder import OUTPUTS, files_to_carry, read_folder
     from compress.common.signature import OutputSpec
 
+    if spec.stream:
+        from compress.artifacts.streaming.import_folder import import_streamed
+
+        return import_streamed(path, pipeline.folder / spec.huggingface, spec.task, signature)
     trains = pipeline.stages[0].stage == "train"
     folder = pipeline.folder / spec.huggingface
     with torch.random.fork_rng(devices=[]):

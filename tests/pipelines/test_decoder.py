@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from compress.artifacts.artifact import Artifact
+from compress.common.errors import PipelineInvalid
 from export.compressed_tensors.stage import COMPRESSED_TENSORS
 from pipelines import Pipeline
 from pipelines.runner.inputs import resolve_inputs
@@ -55,6 +56,41 @@ def test_samples_of_one_length_do_not_fix_it(pipeline) -> None:
     assert data is not None
     assert line == ("model.inputs, from the samples of the data: input_ids [batch, length] int64")
     assert found.model.axes["length"].max == LONGEST
+
+
+def streamed(folder: Path, *stages: dict[str, Any]) -> Pipeline:
+    content = yaml.safe_load((folder / "p.yaml").read_text())
+    content["model"]["stream"] = True
+    content["stages"] = [*stages]
+    (folder / "streamed.yaml").write_text(yaml.safe_dump(content))
+    return Pipeline.from_yaml(folder / "streamed.yaml")
+
+
+def test_a_stage_that_holds_all_weights_is_refused_at_once(pipeline, tmp_path) -> None:
+    stages = ({"stage": "quantize_weights"}, {"stage": "export_onnx"})
+    refusal = r"streamed\.yaml:\d+: stages\[1\] \(export_onnx\): holds all weights in memory"
+    with pytest.raises(PipelineInvalid, match=refusal):
+        streamed(tmp_path, *stages).run(tmp_path / "out")
+
+
+@pytest.mark.slow
+def test_weights_that_stay_on_disk_are_measured_and_exported(pipeline, tmp_path) -> None:
+    stages: list[dict[str, Any]] = [{"stage": "quantize_weights"}]
+    if not COMPRESSED_TENSORS.missing():
+        stages.append({"stage": "export_compressed_tensors"})
+    drop = {"gate": "max_relative_drop", "percent": 50, "against": "source"}
+    alike = [{"gate": "max_divergence", "nats": 0.5}]
+    for stage in stages:
+        stage |= {"gates": [drop, *alike]}
+    report = streamed(tmp_path, *stages).run(tmp_path / "out")
+    assert report.status == "passed", report
+    for stage in report.stages:
+        measured = stage.measurements
+        assert measured is not None
+        assert measured.metric is not None
+        assert measured.latency_ms.reason == "its weights are read from disk in each call"
+    again = streamed(tmp_path, *stages).run(tmp_path / "out")
+    assert {stage.judged_seconds for stage in again.stages} == {0.0}
 
 
 @pytest.mark.slow

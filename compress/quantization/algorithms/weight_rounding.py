@@ -8,10 +8,14 @@ Integers q of at most 8 bits stand for ``(q - zero_OG) * scale_OG``.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from compress.graph.layer_gram import inverse_hessian_factor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 SMALLEST_SCALE = 2.0**-60
 """Scale of a group of zeros; far above what would vanish in a float32."""
@@ -25,6 +29,12 @@ HQQ_KAPPA = 1.01
 RANGE_SHARES = tuple(1 - step / 40 for step in range(13))
 """Shares of a group's range that `gptq` tries: 1 to 0.7. The more a range is clipped, the finer are
 its steps."""
+
+
+LAZY_INPUTS = 128
+"""The batch size of the paper's authors."""
+LARGEST_PART = 2**22
+"""Numbers of a weight that are quantized at once: each temporary tensor has as many float64."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +58,25 @@ class QuantizedWeight:
 def grouped(weight_OI: torch.Tensor, groups: int) -> torch.Tensor:
     """Return a weight as outputs by groups by inputs of a group."""
     return weight_OI.view(len(weight_OI), groups, -1)
+
+
+def in_parts(
+    quantize: Callable[[torch.Tensor], QuantizedWeight], weight_OI: torch.Tensor
+) -> QuantizedWeight:
+    """Quantize a weight some outputs at a time, so that memory stays flat however many there are.
+
+    Outputs do not depend on each other.
+    """
+    rows = max(1, LARGEST_PART // weight_OI.shape[1])
+    parts = [quantize(part_OI) for part_OI in torch.split(weight_OI, rows)]
+    if len(parts) == 1:
+        return parts[0]
+    return QuantizedWeight(
+        torch.cat([part.integers_OI for part in parts]),
+        torch.cat([part.scale_OG for part in parts]),
+        torch.cat([part.zero_OG for part in parts]),
+        parts[0].bits,
+    )
 
 
 def round_to_nearest(
@@ -106,23 +135,51 @@ def gptq(
     After Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained
     Transformers" (2023); inputs of large second moment come first, as with `act_order` in the
     authors' code, and scales are fixed before. The second moment is the mean of the products of the
-    layer's inputs.
+    layer's inputs. The inputs behind :data:`LAZY_INPUTS` make up for the errors of all of these at
+    once, as in the paper's "lazy batch updates".
     """
-    weight_OI, moment_II = weight_OI.double(), second_moment_II.double()
+    moment_II = second_moment_II.double()
+    order_I = moment_II.diagonal().argsort(descending=True, stable=True)
+    inverse_II = inverse_hessian_factor(moment_II[order_I[:, None], order_I])
+    return in_parts(
+        lambda part_OI: _gptq(
+            part_OI, bits, group_size, moment_II, order_I, inverse_II, symmetric=symmetric
+        ),
+        weight_OI,
+    )
+
+
+def _gptq(
+    weight_OI: torch.Tensor,
+    bits: int,
+    group_size: int,
+    moment_II: torch.Tensor,
+    order_I: torch.Tensor,
+    inverse_II: torch.Tensor,
+    *,
+    symmetric: bool,
+) -> QuantizedWeight:
+    """Quantize some outputs of a weight, given the order of the inputs and the inverse Hessian."""
+    weight_OI = weight_OI.double()
     groups = weight_OI.shape[1] // group_size
     grouped_OGS = grouped(weight_OI, groups)
     scale_OG, zero_OG = _least_error_qparams(grouped_OGS, moment_II.diagonal(), bits, symmetric)
-    order_I = moment_II.diagonal().argsort(descending=True, stable=True)
-    inverse_II = inverse_hessian_factor(moment_II[order_I][:, order_I])
-    remaining_OI = weight_OI[:, order_I]
     integers_OI = torch.empty_like(weight_OI, dtype=torch.uint8)
-    for step, i in enumerate(order_I.tolist()):
-        scale_O, zero_O = scale_OG[:, i // group_size], zero_OG[:, i // group_size]
-        integers_O = _quantize(remaining_OI[:, step], scale_O, zero_O, bits)
-        quantized_O = (integers_O.double() - zero_O) * scale_O
-        error_O = (remaining_OI[:, step] - quantized_O) / inverse_II[step, step]
-        remaining_OI[:, step + 1 :] -= error_O[:, None] * inverse_II[step, step + 1 :]
-        integers_OI[:, i] = integers_O
+    remaining_OI, places = weight_OI[:, order_I], order_I.tolist()
+    for begin in range(0, len(places), LAZY_INPUTS):
+        end = min(begin + LAZY_INPUTS, len(places))
+        error_OL = torch.empty(len(weight_OI), end - begin, dtype=torch.float64)
+        for step in range(begin, end):
+            group = places[step] // group_size
+            scale_O, zero_O = scale_OG[:, group], zero_OG[:, group]
+            integers_O = _quantize(remaining_OI[:, step], scale_O, zero_O, bits)
+            quantized_O = (integers_O.double() - zero_O) * scale_O
+            error_O = (remaining_OI[:, step] - quantized_O) / inverse_II[step, step]
+            next_L = slice(step + 1, end)
+            remaining_OI[:, next_L] -= error_O[:, None] * inverse_II[step, next_L]
+            error_OL[:, step - begin] = error_O
+            integers_OI[:, places[step]] = integers_O
+        remaining_OI[:, end:].addmm_(error_OL, inverse_II[begin:end, end:], alpha=-1)
     return QuantizedWeight(integers_OI, scale_OG.float(), zero_OG.to(torch.uint8), bits)
 
 

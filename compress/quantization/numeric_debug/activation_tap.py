@@ -21,14 +21,18 @@ def tap_activations(
     batches: Iterable[Batch],
     nodes: Collection[fx.Node],
     callback: ActivationCallback,
+    keep_outputs: Callable[[Any], None] | None = None,
 ) -> None:
     """Run batches through a graph, one at a time, and observe some of its operators.
 
-    The callback is called with the operator, its first input and its output.
+    The callback is called with the operator, its first input and its output; `keep_outputs` with
+    the graph's outputs for each batch.
     """
     interpreter = _TapInterpreter(graph, nodes, callback)
     for batch in batches:
-        interpreter.run(*batch.inputs)
+        outputs = interpreter.run(*batch.inputs)
+        if keep_outputs is not None:
+            keep_outputs(outputs)
 
 
 class _TapInterpreter(fx.Interpreter):

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
     from torch import fx, nn
 
+    from compress.common.forward import Predictor
     from compress.common.signature import Signature
     from compress.core.context import Context
     from compress.core.metrics import Metric
@@ -56,6 +57,9 @@ LARGEST_MACS = 2 * 10**10
 """Multiply-accumulates of all samples in the float model, beyond 64 samples: torch takes several
 times as long for a graph with integers, which runs twice."""
 LARGEST_BATCH = 64
+FEW_ROWS = 1
+"""Samples of the comparison where each call reads all weights from disk: the scores of a long text
+alone take as much memory as a block."""
 SEEDED_ROWS = 8
 """Rows of a batch where there is no data."""
 MAX_BYTES = 2**26
@@ -101,6 +105,31 @@ def compare(
             result.add(expected, flatten_outputs(as_run.run(*inputs)), target)
             LayerComparison(*common, result.own, replace=True).run(*inputs)
             context.progress("compare with the float model", result.samples, len(sample))
+    result.require_finite(signature)
+    return result.fidelity(signature, context)
+
+
+def compare_outputs(
+    expected: Predictor, actual: Predictor, signature: Signature, context: Context
+) -> Fidelity:
+    """Measure how near a quantized model's outputs are to its float model's, on one small batch.
+
+    For models whose weights stay on disk, of which each call reads all; layers are not compared.
+
+    Raises:
+        StageFailed: there are outputs of other shapes, or some that are not finite.
+    """
+    metric = context.metric.for_model(signature).with_inferred_loss(context.data)
+    result = _Comparison(_FirstOutputs((MetricMeter(metric), MetricMeter(metric))))
+    sample = _Sample.from_context(signature, context, FEW_ROWS, one_by_one=False)
+    rows = sample.batch_size or FEW_ROWS
+    if context.data is not None and sample.indices:
+        chosen = sample.indices[:rows]
+        batches = [(b.inputs, b.target) for b in context.data.read("val", chosen, rows)]
+    else:
+        batches = [(signature.example(batch=rows, seed=context.seed), None)]
+    for inputs, target in batches:
+        result.add(expected(*inputs), actual(*inputs), target)
     result.require_finite(signature)
     return result.fidelity(signature, context)
 

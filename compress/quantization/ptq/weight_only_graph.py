@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
+from compress.artifacts.streaming.packed_weight import LARGEST, SMALLEST_RANGE
 from compress.common.errors import StageFailed
 from compress.graph.torch_export import export_program
 from compress.quantization.algorithms.awq import awq_
@@ -16,6 +17,7 @@ from compress.quantization.algorithms.weight_rounding import (
     QuantizedWeight,
     gptq,
     hqq,
+    in_parts,
     pack,
     round_to_nearest,
 )
@@ -26,7 +28,7 @@ from compress.quantization.pt2e.module_names import is_excluded, module_of
 from compress.quantization.pt2e.quantizer import EMBEDDING, LINEAR, is_constant, is_float
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Collection, Iterable
 
     from torch.export import ExportedProgram
 
@@ -37,10 +39,6 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 TABLE_GROUPS = (64, 32, 16)
 """Numbers of a 4-bit table's row that share a scale: the largest of these that divides the row."""
-LARGEST = 127
-"""Largest integer of an activation; the range of each group is symmetric."""
-SMALLEST_RANGE = 2.0**-100
-"""Groups of smaller activations become zeros; the reciprocal of a still smaller range overflows."""
 
 
 @dataclass
@@ -57,6 +55,8 @@ class WeightQuantizer:
     """Whether linear layers read activations rounded to 8 bits, by groups of `group_size`."""
     symmetric: bool = False
     """Whether zero points lie in the middle of the integers."""
+    after_weight: Callable[[], None] | None = None
+    """Called after each weight, such as to return memory to the system."""
     quantized: dict[str, int] = field(default_factory=dict)
     """Number of quantized operators by kind."""
     left_float: dict[str, str] = field(default_factory=dict)
@@ -70,20 +70,24 @@ class WeightQuantizer:
     _rounded: dict[fx.Node, fx.Node] = field(default_factory=dict)
     """Activation → the same rounded, which all layers that share it read."""
 
-    def quantize_(self, graph: fx.GraphModule, second_moments: dict[str, torch.Tensor]) -> None:
+    def quantize_(
+        self,
+        graph: fx.GraphModule,
+        second_moments: dict[str, torch.Tensor],
+        shared: Collection[str] = (),
+    ) -> None:
         """Replace a captured graph's float weights by integers and their dequantization.
 
-        GPTQ and AWQ need the second moments of the tensors that layers read, by name.
+        GPTQ and AWQ need the second moments of the tensors that layers read, by name. AWQ leaves
+        modules as they are whose weights are `shared` with a part that is not in the graph.
         """
+        self._dequantized, self._rounded = {}, {}
         if self.method == "awq":
-            self.scaled, self.rescaled = awq_(
-                graph,
-                second_moments,
-                self.bits,
-                self.group_size,
-                self.exclude,
-                symmetric=self.symmetric,
-            )
+            kept = (*self.exclude, *shared)
+            sizes = (self.bits, self.group_size)
+            scaled, rescaled = awq_(graph, second_moments, *sizes, kept, symmetric=self.symmetric)
+            self.scaled |= scaled
+            self.rescaled |= rescaled
         for node in list(graph.graph.nodes):
             if is_excluded(node, self.exclude):
                 continue
@@ -91,6 +95,10 @@ class WeightQuantizer:
                 self._quantize_linear_(graph, node, second_moments.get(_input_name(node)))
             elif node.target is EMBEDDING and self.embeddings:
                 self._quantize_embedding_(graph, node)
+            else:
+                continue
+            if self.after_weight is not None:
+                self.after_weight()
         graph.graph.eliminate_dead_code()
         graph.recompile()
 
@@ -113,10 +121,15 @@ class WeightQuantizer:
                     weight_OI, self.bits, self.group_size, moment_II, symmetric=self.symmetric
                 )
             elif self.method == "hqq":
-                quantized = hqq(weight_OI, self.bits, self.group_size)
+                quantized = in_parts(
+                    lambda part_OI: hqq(part_OI, self.bits, self.group_size), weight_OI
+                )
             else:  # AWQ's scales are in the weight already
-                quantized = round_to_nearest(
-                    weight_OI, self.bits, self.group_size, symmetric=self.symmetric
+                quantized = in_parts(
+                    lambda part_OI: round_to_nearest(
+                        part_OI, self.bits, self.group_size, symmetric=self.symmetric
+                    ),
+                    weight_OI,
                 )
             with graph.graph.inserting_before(node):
                 dequantized = _dequantize(graph, str(weight.target), quantized)
@@ -146,8 +159,11 @@ class WeightQuantizer:
                     f"of {TABLE_GROUPS[-1]} numbers, found {width}; set embedding_bits: 8, or "
                     "exclude it"
                 )
-        quantized = round_to_nearest(
-            table_VD, self.embedding_bits, group_size, symmetric=self.symmetric
+        quantized = in_parts(
+            lambda part_VD: round_to_nearest(
+                part_VD, self.embedding_bits, group_size, symmetric=self.symmetric
+            ),
+            table_VD,
         )
         packed = pack(quantized.integers_OI, self.embedding_bits)
         with graph.graph.inserting_before(node):
@@ -194,23 +210,30 @@ def quantize_weights(
     return export_program(graph, signature)
 
 
+@torch.inference_mode()
 def input_second_moments(
-    graph: fx.GraphModule, batches: Iterable[Batch]
+    graph: fx.GraphModule,
+    batches: Iterable[Batch],
+    keep_outputs: Callable[[Any], None] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Compute XᵀX/N of each linear layer's input in float64, by the name of the input's node."""
+    """Compute XᵀX/N of each linear layer's input in float64, by the name of the input's node.
+
+    `keep_outputs` is called with the graph's outputs for each batch.
+    """
     sums: dict[str, torch.Tensor] = {}
     rows: dict[str, int] = {}
 
     def accumulate(linear: fx.Node, features: torch.Tensor, _: torch.Tensor) -> None:
         name, rows_NI = _input_name(linear), features.flatten(0, -2).double()
-        sums[name] = sums.get(name, 0) + rows_NI.T @ rows_NI
+        product_II = rows_NI.T @ rows_NI
+        sums[name] = sums[name].add_(product_II) if name in sums else product_II
         rows[name] = rows.get(name, 0) + len(rows_NI)
 
     linears = [node for node in graph.graph.nodes if node.target is LINEAR]
     # Layers that share an input share its moments.
     one_per_input = {_input_name(linear): linear for linear in reversed(linears)}
-    tap_activations(graph, batches, one_per_input.values(), accumulate)
-    return {name: total / rows[name] for name, total in sums.items()}
+    tap_activations(graph, batches, one_per_input.values(), accumulate, keep_outputs)
+    return {name: total.div_(rows[name]) for name, total in sums.items()}
 
 
 def _input_name(linear: fx.Node) -> str:

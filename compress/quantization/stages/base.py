@@ -69,13 +69,17 @@ class QuantizationStage(Stage[EagerModel | GraphModel, GraphModel]):
                 f"{self.title}: the graph is quantized already, expected a float model; quantize "
                 "the model that it was made from"
             )
+        self.refuse_unknown_names(module)
+        return module
+
+    def refuse_unknown_names(self, module: torch.nn.Module) -> None:
+        """Raise PipelineInvalid where a pattern of `exclude` names no part of a module."""
         names = [name for name, _ in module.named_modules() if name]
         for pattern in self.exclude:
             if not any(fnmatchcase(name, pattern) for name in names):
                 close = get_close_matches(pattern, names, n=1, cutoff=0)
                 hint = f"; did you mean {close[0]!r}?" if close else ""
                 raise PipelineInvalid(f"exclude: no module is named {pattern!r}{hint}")
-        return module
 
     def calibration_data(self, model: EagerModel | GraphModel, context: Context) -> CalibrationData:
         """Draw `calibration_samples` samples of the data; where they are not set, all up to 512.

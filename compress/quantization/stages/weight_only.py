@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+import logging
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import model_validator
 
+from compress.artifacts.eager_model import EagerModel
 from compress.common.config import Count
 from compress.quantization.config.dtype_scheme import WeightMethod
-from compress.quantization.stages.base import QuantizationStage
+from compress.quantization.stages.base import FIDELITY, QuantizationStage
 
 if TYPE_CHECKING:
-    from compress.artifacts.eager_model import EagerModel
+    from collections.abc import Iterable
+
     from compress.artifacts.graph_model import GraphModel
+    from compress.artifacts.streaming.packed_model import PackedModel
     from compress.core.context import Context
+    from compress.data.batch import Batch
+    from compress.quantization.ptq.weight_only_graph import WeightQuantizer
+
+logger = logging.getLogger(__name__)
 
 
 class QuantizeWeights(QuantizationStage):
@@ -23,6 +31,7 @@ class QuantizeWeights(QuantizationStage):
     """
 
     stage: Literal["quantize_weights"] = "quantize_weights"
+    streams: ClassVar[bool] = True
     bits: Literal[4, 8] = 4
     """Bits of a weight."""
     group_size: Literal[16, 32, 64, 128, 256] = 32
@@ -72,7 +81,6 @@ class QuantizeWeights(QuantizationStage):
         """Quantize the weights, and save the graph."""
         from compress.quantization.ptq.weight_only_graph import WeightQuantizer, quantize_weights
 
-        module = self.load_float(model)
         quantizer = WeightQuantizer(
             self.method,
             self.bits,
@@ -84,10 +92,49 @@ class QuantizeWeights(QuantizationStage):
             symmetric=self.symmetric,
         )
         sample = self.calibration_data(model, context) if self.needs_data else ()
+        if isinstance(model, EagerModel) and model.is_streamed:
+            return self._run_streamed(model, quantizer, sample, context)
+        module = self.load_float(model)
         program = quantize_weights(module, model.signature, quantizer, sample)
         facts: dict[str, Any] = {"left_float": quantizer.left_float}
         if self.method == "awq":
             facts["scaled"] = quantizer.scaled
         return self.save_graph(
             model, program, quantizer.quantized, facts, context, quantizer.rescaled
+        )
+
+    def _run_streamed(
+        self,
+        model: EagerModel,
+        quantizer: WeightQuantizer,
+        sample: Iterable[Batch],
+        context: Context,
+    ) -> PackedModel:
+        """Quantize a model whose weights stay on disk, block by block, and compare the results."""
+        from compress.artifacts.streaming.packed_model import ROUNDS, PackedModel, packed_module
+        from compress.common.forward import torch_predictor
+        from compress.quantization.numeric_debug.compare import compare_outputs
+        from compress.quantization.ptq.streamed_weights import StreamedQuantization
+
+        self.refuse_unknown_names(model.stored_weights()[0])
+        streamed = StreamedQuantization(model, quantizer, sample, context.work / "streamed")
+        state = streamed.run(context.progress)
+        facts: dict[str, Any] = {
+            "quantized_operators": dict(sorted(quantizer.quantized.items())),
+            "left_float": quantizer.left_float,
+            ROUNDS: quantizer.round_activations,
+        }
+        if self.method == "awq":
+            facts["scaled"] = quantizer.scaled
+        module = packed_module(model.recipe, state, rounds=quantizer.round_activations)
+        with (
+            model.open(threads=context.threads) as expected,
+            torch_predictor(module, "cpu", context.threads) as predict,
+        ):
+            fidelity = compare_outputs(expected, predict, model.signature, context)
+        facts[FIDELITY] = fidelity.model_dump(mode="json")
+        logger.info("%s: quantized %s", self.title, facts["quantized_operators"])
+        logger.info("%s: %s", self.title, fidelity.line())
+        return PackedModel.create_packed(
+            context.root, model, state, lineage=self.lineage(model), facts=facts
         )

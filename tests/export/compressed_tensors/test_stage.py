@@ -7,10 +7,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from compress import QuantizeWeights
+from compress.artifacts.streaming.packed_weight import PackedWeight
 from compress.common.errors import StageFailed
 from compress.common.tensor_difference import relative_error
 from export import CompressedTensorsModel, ExportCompressedTensors
-from export.common.packed_weights import PackedWeight, decoder_weights
+from export.common.packed_weights import decoder_weights
 from export.compressed_tensors.stage import COMPRESSED_TENSORS
 from export.compressed_tensors.tensors import packed_state, unpacked
 from tests.export.tiny_decoder import context_for, decoder

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from compress import QuantizeWeights
+from compress.artifacts.streaming.packed_weight import PackedWeight
 from compress.common.errors import StageFailed
 from compress.common.tensor_difference import relative_error
 from export import ExportGguf, GgufModel
-from export.common.packed_weights import PackedWeight
 from export.gguf.blocks import block_type, blocks_of, integers_of
 from export.gguf.settings import check_family
 from export.gguf.vocabulary import add_vocabulary

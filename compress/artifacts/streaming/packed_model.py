@@ -1,0 +1,233 @@
+"""PackedModel: weights of a few bits by the names of a module's parameters, read part by part."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+
+from compress.artifacts.artifact import STREAMED, Step
+from compress.artifacts.graph_model import GraphModel
+from compress.checkpoint.state_dict import StoredTensor
+from compress.common.errors import ArtifactInvalid, StageFailed
+from compress.common.forward import opened_model, torch_predictor
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    import torch
+    from torch import nn
+
+    from compress.artifacts.eager_model import EagerModel
+    from compress.artifacts.recipe import Recipe
+    from compress.artifacts.streaming.packed_weight import PackedWeight
+    from compress.checkpoint.state_dict import Weights
+    from compress.common.forward import Predictor
+
+TABLE = ".rows"
+"""Follows the name of a parameter whose integers are looked up, and not multiplied."""
+PARTS = (".packed", ".scale", ".zero_point")
+FACTOR = ".input_factor"
+"""Follows the name of a module whose input is multiplied, channel by channel, before it is read."""
+ROUNDS = "rounds_activations"
+"""Fact: whether packed linear layers read activations rounded to 8 bits, by groups."""
+
+
+class PackedModel(GraphModel):
+    """The result of `quantize_weights` for a model whose weights stay on disk: no graph."""
+
+    kind: ClassVar[str] = "packed"
+    payload: ClassVar[str] = "weights.safetensors"
+    opened_with: ClassVar[tuple[str, ...]] = ("compress.checkpoint.safetensors_io",)
+
+    @classmethod
+    def create_packed(
+        cls,
+        path: Path,
+        source: EagerModel,
+        state: Weights,
+        *,
+        lineage: tuple[Step, ...],
+        facts: dict[str, Any],
+    ) -> PackedModel:
+        """Write an artifact of tensors that may be on disk, one in memory at a time."""
+        from compress.checkpoint.safetensors_io import write_safetensors
+
+        with cls.atomic_write(
+            path,
+            source.signature,
+            recipe=source.recipe,
+            lineage=lineage,
+            facts={**facts, STREAMED: True},
+            carried=source.carried_files(),
+        ) as partial_folder:
+            write_safetensors(partial_folder / cls.payload, state)
+        return cls.from_directory(path)
+
+    def program(self) -> NoReturn:
+        """Refuse: such a model has no graph."""
+        raise StageFailed(
+            "was quantized block by block and has no graph, which would hold all of its weights; "
+            "export_compressed_tensors takes it, and export_genai where its floats fit in memory"
+        )
+
+    @property
+    def recipe(self) -> Recipe:
+        """How to build the float module."""
+        if self.manifest.recipe is None:
+            raise ArtifactInvalid(f"{self.path}: the manifest of a packed model needs a recipe")
+        return self.manifest.recipe
+
+    def skeleton(self) -> nn.Module:
+        """Return the float module with its parameters on the meta device."""
+        return _skeleton_of(self.recipe)
+
+    def stored(self) -> dict[str, StoredTensor]:
+        """Return the tensors of the file, still on disk; raise ArtifactInvalid for another file."""
+        from compress.checkpoint.safetensors_io import read_safetensors
+
+        self.verify_cached()
+        return read_safetensors(self.payload_path)
+
+    @opened_model
+    def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:
+        """Open the model as a predictor that dequantizes a layer when it is called."""
+        with torch_predictor(self.load(), device, threads) as predict:
+            yield predict
+
+    def load(self, device: str = "cpu") -> nn.Module:
+        """Return a module that reads and dequantizes a layer's weights when it is called."""
+        return packed_module(self.recipe, self.stored(), rounds=bool(self.fact(ROUNDS)))
+
+    def parameters(self) -> int:
+        """Count the weights, tied ones once."""
+        return sum(p.numel() for p in self.skeleton().parameters())
+
+    def macs(self) -> int:
+        """Count multiply-accumulates for one sample."""
+        from compress.graph.flops import count_macs
+
+        return count_macs(self.load(), self.signature.example(batch=1))
+
+
+def _skeleton_of(recipe: Recipe) -> nn.Module:
+    from compress.artifacts.meta_init import build_skeleton
+
+    module = build_skeleton(recipe, None)
+    if module is None:
+        raise ArtifactInvalid(f"{recipe.factory!r} cannot build the model without its weights")
+    return module.eval()
+
+
+def packed_module(recipe: Recipe, stored: Mapping[str, StoredTensor], *, rounds: bool) -> nn.Module:
+    """Return a module that reads and dequantizes a layer's weights when it is called.
+
+    Args:
+        recipe: how the float module is built.
+        stored: the tensors of a packed model.
+        rounds: whether packed linear layers read activations rounded to 8 bits.
+    """
+    from compress.checkpoint.streamed_module import stream_weights_
+
+    module = _skeleton_of(recipe)
+    weights = packed_weights(module, stored)
+    stream_weights_(module, prepare_(module, stored, weights, rounds=rounds))
+    return module
+
+
+class PackedWeights(Mapping[tuple[str, bool], "PackedWeight"]):
+    """Name of a weight, and whether it is a table → its integers, read at each access."""
+
+    def __init__(self, stored: Mapping[str, StoredTensor], stems: dict[tuple[str, bool], Any]):
+        self._stored, self._stems = stored, stems
+
+    def __getitem__(self, key: tuple[str, bool]) -> PackedWeight:
+        from compress.artifacts.streaming.packed_weight import PackedWeight
+
+        stem, bits = self._stems[key]
+        packed, scale, zero_point = (self._stored[stem + part].read() for part in PARTS)
+        return PackedWeight(packed, scale, zero_point, bits, key[1])
+
+    def __iter__(self) -> Iterator[tuple[str, bool]]:
+        return iter(self._stems)
+
+    def __len__(self) -> int:
+        return len(self._stems)
+
+    def format_of(self, key: tuple[str, bool]) -> tuple[int, int]:
+        """Return bits and group size of a weight, without reading it."""
+        stem, bits = self._stems[key]
+        numbers = self._stored[stem + PARTS[0]].shape[1] * 8 // bits
+        return bits, numbers // self._stored[stem + PARTS[1]].shape[1]
+
+
+def packed_weights(module: nn.Module, stored: Mapping[str, StoredTensor]) -> PackedWeights:
+    """Return the packed weights of a file for a module's parameters; tied ones by all names."""
+    stems: dict[tuple[str, bool], Any] = {}
+    for names, parameter in shared_parameters(module):
+        for name in names:
+            for suffix, is_table in (("", False), (TABLE, True)):
+                if (stem := name + suffix) + PARTS[0] in stored:
+                    bits = stored[stem + PARTS[0]].shape[1] * 8 // parameter.shape[1]
+                    stems |= {(own, is_table): (stem, bits) for own in names}
+    return PackedWeights(stored, stems)
+
+
+def shared_parameters(module: nn.Module) -> list[tuple[list[str], nn.Parameter]]:
+    """Return each parameter once, with all its names: tied ones have several."""
+    shared: dict[int, tuple[list[str], nn.Parameter]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        shared.setdefault(id(parameter), ([], parameter))[0].append(name)
+    return [*shared.values()]
+
+
+def prepare_(
+    module: nn.Module,
+    stored: Mapping[str, StoredTensor],
+    weights: PackedWeights,
+    *,
+    rounds: bool,
+) -> dict[str, StoredTensor]:
+    """Let layers round or multiply their inputs, and return all weights as floats, on disk."""
+    import torch
+    from torch import nn
+
+    floats = dict(stored)
+    for names, parameter in shared_parameters(module):
+        at = next((name for name in names if name in stored), names[0])
+        for name in names:
+            layer = module.get_submodule(name.rpartition(".")[0])
+            key = (name, isinstance(layer, nn.Embedding))
+            if key in weights:
+                shape = tuple(parameter.shape)
+                floats[name] = StoredTensor(
+                    shape, torch.float32, partial(_dequantized, weights, key)
+                )
+                if rounds and not key[1]:
+                    _round_input_(layer, weights.format_of(key)[1])
+            elif at in stored:
+                floats[name] = stored[at]
+    for name, layer in module.named_modules():
+        if name + FACTOR in stored:
+            # Hooks run in reverse order where they are put first: the factor comes before rounding.
+            factor = stored[name + FACTOR].read()
+            layer.register_forward_pre_hook(partial(_multiply_input, factor), prepend=True)
+    return floats
+
+
+def _dequantized(weights: PackedWeights, key: tuple[str, bool]) -> torch.Tensor:
+    return weights[key].dequantized()
+
+
+def _round_input_(layer: nn.Module, group_size: int) -> None:
+    from compress.artifacts.streaming.packed_weight import round_activations
+
+    def rounded(_: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (round_activations(args[0], group_size), *args[1:])
+
+    layer.register_forward_pre_hook(rounded)
+
+
+def _multiply_input(factor: torch.Tensor, _: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return (args[0] * factor, *args[1:])

@@ -1,0 +1,189 @@
+"""Weights that are quantized block by block: equal to those of the whole model, and resumed."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from compress import QuantizeWeights
+from compress.artifacts.streaming.import_folder import import_streamed
+from compress.artifacts.streaming.packed_model import PackedModel, packed_weights
+from compress.common.errors import ArtifactInvalid, StageFailed
+from compress.quantization.ptq.block_graphs import BlockGraphs
+from export import ExportCompressedTensors, ExportOnnx
+from export.common.packed_weights import decoder_weights
+from tests.export.tiny_decoder import TOKENS, VOCABULARY, context_for, decoder
+
+pytest.importorskip("transformers")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Return a Llama of three blocks whose table is tied, in memory and on disk."""
+    folder = tmp_path_factory.mktemp("streamed")
+    whole = decoder(folder, num_hidden_layers=3, tie_word_embeddings=True)
+    return whole, import_streamed(folder / "streamed", folder / "hf", None, TOKENS)
+
+
+def ids(length: int = 20) -> torch.Tensor:
+    return torch.arange(2 * length).view(2, length) % VOCABULARY
+
+
+def test_a_folder_that_is_read_part_by_part_is_the_same_model(models) -> None:
+    whole, streamed = models
+    weights = "weights.safetensors"
+    assert streamed.manifest.files[weights] == whole.manifest.files[weights]
+    assert torch.equal(streamed.open()(ids())[0], whole.open()(ids())[0])
+    assert (streamed.parameters(), streamed.macs()) == (whole.parameters(), whole.macs())
+    assert streamed.is_streamed
+    assert not whole.is_streamed
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"method": "gptq"},
+        pytest.param(
+            {"method": "awq", "exclude": ("*.o_proj", "*.down_proj")}, marks=pytest.mark.slow
+        ),
+        pytest.param({"method": "hqq", "embeddings": False}, marks=pytest.mark.slow),
+        pytest.param({"bits": 8, "embedding_bits": 4}, marks=pytest.mark.slow),
+    ],
+    ids=lambda settings: "-".join(map(str, settings.values())),
+)
+def test_blocks_get_the_integers_of_the_whole_model(models, tmp_path, settings) -> None:
+    whole, streamed = models
+    stage = QuantizeWeights(**settings)
+    graph = stage(whole, context_for(whole, tmp_path / "whole"))
+    packed = stage(streamed, context_for(streamed, tmp_path / "streamed"))
+    assert isinstance(packed, PackedModel)
+    scores = packed.open()(ids())[0]
+    assert torch.equal(scores, graph.open()(ids())[0])
+    expected = decoder_weights(graph, context_for(whole, tmp_path), "test")
+    stored = packed.stored()
+    found = packed_weights(packed.skeleton(), stored)
+    assert {*found} == {*expected.packed}
+    for key, weight in expected.packed.items():
+        for name in ("packed", "scale", "zero_point"):
+            assert torch.equal(getattr(found[key], name), getattr(weight, name)), (key, name)
+    floats = expected.module.state_dict()
+    kept = [name for name in floats if name in stored]
+    assert kept
+    assert all(torch.equal(stored[name].read(), floats[name]) for name in kept)
+    for fact in ("quantized_operators", "left_float", "scaled"):
+        assert packed.manifest.facts.get(fact) == graph.manifest.facts.get(fact)
+
+
+@pytest.mark.slow
+def test_a_killed_stage_goes_on_at_the_block(models, tmp_path, caplog) -> None:
+    _, streamed = models
+    stage = QuantizeWeights(method="gptq")
+    child = os.fork()
+    if not child:
+        context = context_for(streamed, tmp_path / "resumed")
+
+        def die(_: str, done: int, __: int) -> None:
+            if done == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        object.__setattr__(context, "progress", die)
+        stage(streamed, context)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    pieces = sorted((tmp_path / "resumed.work" / "streamed").glob("piece-*.safetensors"))
+    assert len(pieces) == 3
+    caplog.set_level("INFO")
+    resumed = stage(streamed, context_for(streamed, tmp_path / "resumed"))
+    assert "goes on at model.layers.2, piece 4 of 5" in caplog.text
+    assert "model.layers.1:" not in caplog.text
+    at_once = stage(streamed, context_for(streamed, tmp_path / "at_once"))
+    assert resumed.digest == at_once.digest
+    assert not (tmp_path / "resumed.work").exists()
+
+
+@pytest.mark.slow
+def test_other_settings_begin_anew(models, tmp_path, caplog) -> None:
+    _, streamed = models
+
+    class StoppedError(Exception):
+        pass
+
+    def stop(_: str, done: int, __: int) -> None:
+        if done == 2:
+            raise StoppedError
+
+    context = context_for(streamed, tmp_path / "made")
+    object.__setattr__(context, "progress", stop)
+    with pytest.raises(StoppedError):
+        QuantizeWeights()(streamed, context)
+    caplog.set_level("INFO")
+    made = QuantizeWeights(bits=8)(streamed, context_for(streamed, tmp_path / "made"))
+    assert "goes on" not in caplog.text
+    layer = packed_weights(made.skeleton(), made.stored())["lm_head.weight", False]
+    assert layer.bits == 8
+
+
+def test_a_block_of_other_code_is_traced_by_itself(models) -> None:
+    _, streamed = models
+    blocks = BlockGraphs(streamed)
+    blocks.capture(1)
+    assert blocks._reused_graph(1) is not None
+    blocks._blocks[1].self_attn.scaling *= 2
+    assert blocks._reused_graph(1) is None  # by its settings
+    blocks._blocks[1].self_attn.scaling /= 2
+    own = type(blocks._blocks[1].mlp)
+    changed = type(own.__name__, (own,), {"forward": lambda self, x: 2 * own.forward(self, x)})
+    blocks._blocks[1].mlp.__class__ = blocks._blocks[0].mlp.__class__ = changed
+    assert blocks._reused_graph(1) is None  # by its outputs
+
+
+@pytest.mark.slow
+def test_the_exported_folder_is_that_of_the_whole_model(models, tmp_path) -> None:
+    whole, streamed = models
+    stage = QuantizeWeights(activation_bits=32)
+    folders = []
+    for model in (whole, streamed):
+        context = context_for(model, tmp_path / f"{model.path.name}-packed")
+        packed = stage(model, context)
+        out = context_for(model, tmp_path / f"{model.path.name}-folder")
+        folders.append(ExportCompressedTensors()(packed, out))
+    expected, found = folders
+    assert found.manifest.files == expected.manifest.files
+    assert found.manifest.facts["scores_error"] == 0
+    assert torch.equal(found.open()(ids())[0], packed.open()(ids())[0])
+    with pytest.raises(StageFailed, match="has no graph, which would hold all of its weights"):
+        ExportOnnx()(packed, context_for(streamed, tmp_path / "onnx"))
+
+
+@pytest.mark.slow
+def test_awq_that_multiplies_inputs_is_not_exported(models, tmp_path) -> None:
+    scores = []
+    for model in models:
+        context = context_for(model, tmp_path / model.path.name)
+        packed = QuantizeWeights(method="awq")(model, context)
+        scores.append(packed.open()(ids())[0])
+        with pytest.raises(StageFailed, match="awq multiplies the input of "):
+            ExportCompressedTensors()(packed, context_for(model, tmp_path / "folder"))
+    assert any(name.endswith(".input_factor") for name in packed.stored())
+    assert torch.equal(*scores)
+
+
+def test_a_folder_without_a_weight_is_refused(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    decoder(tmp_path)
+    file = tmp_path / "hf" / "model.safetensors"
+    state = load_file(file)
+    del state["model.norm.weight"]
+    save_file(state, file, metadata={"format": "pt"})
+    with pytest.raises(ArtifactInvalid, match=r"missing model\.norm\.weight"):
+        import_streamed(tmp_path / "streamed", tmp_path / "hf", None, TOKENS)
+
+
+def test_a_model_without_one_chain_of_blocks_is_refused(tmp_path: Path) -> None:
+    decoder(tmp_path, num_hidden_layers=1)
+    streamed = import_streamed(tmp_path / "streamed", tmp_path / "hf", None, TOKENS)
+    with pytest.raises(StageFailed, match="one chain of blocks, found none"):
+        QuantizeWeights()(streamed, context_for(streamed, tmp_path / "made"))
