@@ -1,0 +1,125 @@
+"""Makes every model of a space, and writes what the comparison reads."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from itertools import product
+from typing import TYPE_CHECKING
+
+from auto_search import latencies, losses
+from auto_search.spaces import Built
+from compress.core.progress import silent
+from compress.pruning.depth.output_error import OutputErrorMeter
+from compress.pruning.width_harms import measure_harms
+from pipelines.system.machine_info import machine
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from auto_search.spaces import Space
+
+
+def build(space: Space, work: Path, part: str = "", seconds: str = "inf") -> None:
+    """Go on with a part, `losses` or `latencies`, or all; write the space once all is there."""
+    deadline = time.monotonic() + float(seconds)
+    work.mkdir(parents=True, exist_ok=True)
+    built = Built(space, work)
+    if part in ("", "files"):
+        prepare(built)
+    if part in ("", "losses"):
+        losses.measure_losses(built)
+    is_measured = True
+    if part in ("", "latencies"):
+        is_measured = latencies.measure_models(built, deadline)
+        is_measured = is_measured and latencies.measure_points(built, deadline)
+    if is_measured:
+        print(f"{space.name}: {_written(built)}")
+
+
+def prepare(built: Built) -> None:
+    """Train, measure what single decisions lose, and export what others are resized from."""
+    latencies.whole_file(built)
+    latencies.prepare_layers(built)
+    for name in built.models:
+        for format in built.space.formats:
+            latencies.prepare_files(built, name, format)
+    for name, space in built.widths.items():
+        file = built.work / f"harms-{name.replace(' ', '-')}.json"
+        if not file.exists():
+            model = built.models[name]
+            meter = OutputErrorMeter(model.load(), model.signature, built.context, "outputs")
+            harms = measure_harms(
+                space,
+                silent,
+                lambda m, meter=meter: meter.measure(m).distance ** 2,
+                {},
+                lambda: None,
+                math.inf,
+            )
+            rows = [[group, width, h] for group, own in harms.items() for width, h in own.items()]
+            file.write_text(json.dumps(rows))
+
+
+def _written(built: Built) -> str:
+    """Write the file of a space, if all of it was made; say how far it is."""
+    folder = built.work / "losses"
+    grids = {name: space.grid for name, space in built.widths.items()}
+    every = [(n, widths) for n, grid in grids.items() for widths in product(*grid.values())]
+    files = [losses.loss_file(folder, n, widths) for n, widths in every]
+    known_losses = {
+        point: json.loads(file.read_text())
+        for point, file in zip(every, files, strict=True)
+        if file.exists()
+    }
+    known_ms = latencies.known_latencies(built)
+    points = [*latencies.points(built)]
+    if len(known_losses) < len(every) or len(known_ms) < len(points):
+        return (
+            f"losses of {len(known_losses)} of {len(every)} widths, latencies of {len(known_ms)} "
+            f"of {len(points)} models"
+        )
+    models = []
+    for name, grid in grids.items():
+        harms = json.loads((built.work / f"harms-{name.replace(' ', '-')}.json").read_text())
+        for format in built.space.formats:
+            found = latencies.read_model(built, name, format)
+            own = [point for point in points if point[:2] == (name, format)]
+            judged = [
+                known_losses[name, widths][format][built.layer_choices(format).index(patterns)]
+                for _, _, widths, patterns in own
+            ]
+            models.append(
+                {
+                    "name": name,
+                    "format": format,
+                    "grid": grid,
+                    "layers": [] if format == "float" else built.space.float_layers,
+                    "harms": harms,
+                    "layer_harms": {
+                        n: found.layers.harm[d]["quantized"]
+                        for n, d in zip(found.layers.names, found.layers.harm, strict=True)
+                    },
+                    "base_ms": found.latency_ms.base,
+                    "terms": [
+                        [scope, values, change]
+                        for scope, own_terms in found.latency_ms.terms.items()
+                        for values, change in own_terms.items()
+                    ],
+                    "latency_ms": [known_ms[point] for point in own],
+                    "cross_entropy": [loss[0] for loss in judged],
+                    "distance": [loss[1] for loss in judged],
+                }
+            )
+    content = {"machine": machine(), "models": models}
+    built.space.file.write_text(json.dumps(_rounded(content)) + "\n")
+    return f"{len(points)} models in {built.space.file.name}"
+
+
+def _rounded(value):
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {key: _rounded(one) for key, one in value.items()}
+    return [_rounded(one) for one in value] if isinstance(value, list | tuple) else value

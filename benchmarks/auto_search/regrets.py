@@ -1,0 +1,191 @@
+"""Errors of the latency models, and how far the solver and Optuna's TPE are from the optimum."""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import warnings
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from typing import TYPE_CHECKING, NamedTuple
+
+from export.latency.width_costs import InteractionSum
+from pipelines.auto.cost_models.float_layers import FLOAT, QUANTIZED, decision_of
+from pipelines.auto.cost_models.latency_models import FormatModel
+from pipelines.auto.solver import Limit, Programme
+
+if TYPE_CHECKING:
+    from auto_search.spaces import Space
+
+BUDGETS = (0.75, 0.6, 0.5, 0.4, 0.3)
+"""Shares of the whole model's latency."""
+CHECKS, TRIALS = (1, 2, 3, 5, 10), (25, 50)
+SEEDS = range(5)
+"""Of TPE, whose median regret is shown."""
+CORRECTED_BY = 5
+"""Models whose latencies correct the prediction before its errors are counted."""
+ROOM = 0.99
+"""Share of a limit that a search aims at."""
+
+
+class Truth(NamedTuple):
+    """What a model turned out to have."""
+
+    latency_ms: float
+    loss: float
+    """Cross-entropy on `val`."""
+    distance: float
+    """Squared distance of the outputs from the float model's, relative to these."""
+
+
+@dataclass
+class Kind:
+    """One model in one format: its decisions, and the truth of each choice."""
+
+    name: str
+    """What it is, as `int8_dynamic without layers.0`."""
+    grid: dict[str, tuple]
+    """Decision → its values, the model's own first."""
+    harm: dict[str, dict]
+    latency_ms: InteractionSum
+    truth: dict[tuple, Truth]
+    """By the values of all decisions, in their order."""
+
+    @classmethod
+    def from_content(cls, content) -> Kind:
+        """Read what the build has written."""
+        grid = {group: tuple(widths) for group, widths in content["grid"].items()}
+        harm = {group: dict.fromkeys(widths, 0.0) for group, widths in grid.items()}
+        for group, width, value in content["harms"]:
+            harm[group][width] = value
+        for layer in content["layers"]:
+            grid[decision_of(layer)] = QUANTIZED, FLOAT
+            value = content["layer_harms"].get(layer, 0.0)
+            harm[decision_of(layer)] = {QUANTIZED: value, FLOAT: 0.0}
+        terms: dict[tuple, dict[tuple, float]] = {}
+        for scope, values, change in content["terms"]:
+            terms.setdefault(tuple(scope), {})[tuple(values)] = change
+        truths = zip(
+            content["latency_ms"], content["cross_entropy"], content["distance"], strict=True
+        )
+        truth = dict(zip(product(*grid.values()), map(Truth._make, truths), strict=True))
+        name = f"{content['format']} {content['name']}".strip()
+        return cls(name, grid, harm, InteractionSum(content["base_ms"], terms), truth)
+
+    @property
+    def whole(self) -> Truth:
+        """The truth of the model itself."""
+        return next(iter(self.truth.values()))
+
+    @cached_property
+    def choices(self) -> list[dict]:
+        """All choices."""
+        return [dict(zip(self.grid, values, strict=True)) for values in self.truth]
+
+    def truth_of(self, choice) -> Truth:
+        """Return what a choice turns out to have."""
+        return self.truth[tuple(choice[decision] for decision in self.grid)]
+
+
+def compare(space: Space) -> None:
+    """Print errors of the latency model, and regrets of the solver and of TPE."""
+    content = json.loads(space.file.read_text())
+    kinds = [Kind.from_content(one) for one in content["models"]]
+    print(f"\n{space.name}: {space.title}; {sum(len(kind.truth) for kind in kinds)} models")
+    errors = {kind.name: _errors(kind) for kind in kinds}
+    errors["all"] = [error for own in errors.values() for error in own]
+    for name, own in errors.items():
+        close = 100 * sum(error <= 0.1 for error in own) / len(own)
+        mean, largest = 100 * statistics.fmean(own), 100 * max(own)
+        print(
+            f"latency of {len(own)} models, {name}: mean error {mean:.1f} %, largest "
+            f"{largest:.1f} %, {close:.1f} % within 10 %"
+        )
+    head = [f"{n} checks" for n in CHECKS] + [f"TPE, {n} trials" for n in TRIALS]
+    print(f"\n| budget | {' | '.join(head)} |\n{'|---' * (len(head) + 1)}|")
+    for share in BUDGETS:
+        limit_ms = share * kinds[0].whole.latency_ms
+        found = [*_solver_regrets(kinds, limit_ms), *_tpe_regrets(kinds, limit_ms)]
+        print(f"| {share} | {' | '.join(map(_shown, found))} |", flush=True)
+
+
+def _errors(kind: Kind) -> list[float]:
+    """Return the relative errors of the predicted latencies, one factor corrected for all."""
+    pairs = [(kind.latency_ms(choice), kind.truth_of(choice).latency_ms) for choice in kind.choices]
+    known = [pairs[0], *random.Random(0).sample(pairs, CORRECTED_BY - 1)]
+    factor = statistics.median(measured / predicted for predicted, measured in known)
+    return [abs(factor * predicted / measured - 1) for predicted, measured in pairs]
+
+
+def _solver_regrets(kinds: list[Kind], limit_ms: float) -> list[float | None]:
+    """Check what the solver proposes, correct the models, and solve again.
+
+    As in a search, the whole model in each format is known before the first check.
+    """
+    optimum = _optimum(kinds, limit_ms)
+    models = [FormatModel("float", kind.latency_ms, kind.latency_ms) for kind in kinds]
+    programmes = [Programme(kind.grid, kind.harm) for kind in kinds]
+    for kind, model, programme in zip(kinds, models, programmes, strict=True):
+        model.correct(model.latency_ms(kind.choices[0]), kind.whole.latency_ms)
+        model.harm = kind.whole.distance - programme.total_harm(kind.choices[0])
+    checked: list[list[dict]] = [[] for _ in kinds]
+    best: float | None = None
+    regrets: list[float | None] = []
+    for number in range(1, max(CHECKS) + 1):
+        solved = []
+        for i, (model, programme) in enumerate(zip(models, programmes, strict=True)):
+            limits = [Limit(model.corrected(), ROOM * limit_ms)]
+            choice = programme.solve(limits, checked[i])
+            if choice is not None:
+                solved.append((programme.total_harm(choice) + model.harm, i, choice))
+        if solved:
+            _, i, choice = min(solved, key=lambda one: one[:2])
+            checked[i].append(choice)
+            truth = kinds[i].truth_of(choice)
+            models[i].correct(models[i].latency_ms(choice), truth.latency_ms)
+            if truth.latency_ms <= limit_ms:
+                best = truth.loss if best is None else min(best, truth.loss)
+        if number in CHECKS:
+            regrets.append(None if best is None else best - optimum)
+    return regrets
+
+
+def _tpe_regrets(kinds: list[Kind], limit_ms: float) -> list[float | None]:
+    """Return the median regret of Optuna's TPE, which gets by how much the limit is missed."""
+    try:
+        import optuna
+    except ImportError:
+        return [None] * len(TRIALS)
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    optimum, by_name = _optimum(kinds, limit_ms), {kind.name: kind for kind in kinds}
+    found: list[list[float]] = [[] for _ in TRIALS]
+    for seed in SEEDS:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # Optuna 5 renames constraints_func
+            sampler = optuna.samplers.TPESampler(
+                seed=seed, constraints_func=lambda trial: (trial.user_attrs["over"],)
+            )
+        study = optuna.create_study(sampler=sampler)
+        best = float("inf")
+        for number in range(1, max(TRIALS) + 1):
+            trial = study.ask()
+            kind = by_name[trial.suggest_categorical("model", [*by_name])]
+            choice = {d: trial.suggest_categorical(d, [*own]) for d, own in kind.grid.items()}
+            truth = kind.truth_of(choice)
+            trial.set_user_attr("over", truth.latency_ms / limit_ms - 1)
+            study.tell(trial, truth.loss)
+            best = min(best, truth.loss) if truth.latency_ms <= limit_ms else best
+            if number in TRIALS:
+                found[TRIALS.index(number)].append(best - optimum)
+    return [statistics.median(own) for own in found]
+
+
+def _optimum(kinds: list[Kind], limit_ms: float) -> float:
+    every = (truth for kind in kinds for truth in kind.truth.values())
+    return min(truth.loss for truth in every if truth.latency_ms <= limit_ms)
+
+
+def _shown(regret: float | None) -> str:
+    return "–" if regret is None else f"{regret:.4f}"
