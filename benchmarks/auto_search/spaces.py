@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
@@ -37,8 +36,9 @@ class Space:
     title: str
     factory: str
     folder: Path
-    """Of the modules of factory and data."""
+    """Of the factory's module."""
     data: str
+    data_folder: Path
     input: TensorSpec
     training: dict[str, Any]
     widths: dict[str, Any]
@@ -62,6 +62,7 @@ SPACES = {
         "shapes:chain",
         HERE.parent,
         "nets:easy",
+        NETS,
         IMAGE,
         {"epochs": 12, "batch_size": 64},
         {"values": 4},
@@ -73,6 +74,7 @@ SPACES = {
         "nets:resnet20",
         NETS,
         "nets:hard",
+        NETS,
         IMAGE,
         {"epochs": 8, "batch_size": 64},
         {
@@ -89,6 +91,7 @@ SPACES = {
         "encoder:encoder",
         HERE,
         "encoder:fragments",
+        HERE,
         IDS,
         {"epochs": 12, "batch_size": 64, "optimizer": "adamw", "learning_rate": 0.002},
         {"values": 4},
@@ -108,7 +111,7 @@ class Built:
 
     def __post_init__(self) -> None:
         space = self.space
-        data = DataReference(space.data, {}, space.folder, 128).load()
+        data = DataReference(space.data, {}, space.data_folder, 128).load()
         self.context = Context(root=self.work / "x", data=data)
 
     @cached_property
@@ -117,8 +120,6 @@ class Built:
         space, folder = self.space, self.work / "trained"
         if not folder.exists():
             torch.manual_seed(0)
-            module, _, _ = space.factory.partition(":")
-            sys.modules.pop(module, None)
             source = import_checkpoint(
                 *(self.work / "source", Recipe(factory=space.factory)),
                 Signature(inputs=(space.input,)),
