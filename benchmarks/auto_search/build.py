@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 import time
 from itertools import product
 from typing import TYPE_CHECKING
 
 from auto_search import latencies, losses
 from auto_search.spaces import Built
-from compress.core.progress import silent
-from compress.pruning.depth.output_error import OutputErrorMeter
-from compress.pruning.width_harms import measure_harms
 from pipelines.system.machine_info import machine
 
 if TYPE_CHECKING:
@@ -39,27 +35,12 @@ def build(space: Space, work: Path, part: str = "", seconds: str = "inf") -> Non
 
 
 def prepare(built: Built) -> None:
-    """Train, measure what single decisions lose, and export what others are resized from."""
+    """Train, and export what others are resized from."""
     latencies.whole_file(built)
     latencies.prepare_layers(built)
     for name in built.models:
         for format in built.space.formats:
             latencies.prepare_files(built, name, format)
-    for name, space in built.widths.items():
-        file = built.work / f"harms-{name.replace(' ', '-')}.json"
-        if not file.exists():
-            model = built.models[name]
-            meter = OutputErrorMeter(model.load(), model.signature, built.context, "outputs")
-            harms = measure_harms(
-                space,
-                silent,
-                lambda m, meter=meter: meter.measure(m).distance ** 2,
-                {},
-                lambda: None,
-                math.inf,
-            )
-            rows = [[group, width, h] for group, own in harms.items() for width, h in own.items()]
-            file.write_text(json.dumps(rows))
 
 
 def _written(built: Built) -> str:
@@ -82,7 +63,9 @@ def _written(built: Built) -> str:
         )
     models = []
     for name, grid in grids.items():
-        harms = json.loads((built.work / f"harms-{name.replace(' ', '-')}.json").read_text())
+        harms = _harms(
+            grid, {widths: own for (n, widths), own in known_losses.items() if n == name}
+        )
         for format in built.space.formats:
             found = latencies.read_model(built, name, format)
             own = [point for point in points if point[:2] == (name, format)]
@@ -115,6 +98,18 @@ def _written(built: Built) -> str:
     content = {"machine": machine(), "models": models}
     built.space.file.write_text(json.dumps(_rounded(content)) + "\n")
     return f"{len(points)} models in {built.space.file.name}"
+
+
+def _harms(grid, known) -> list:
+    """Return group, width, and what cutting that group alone loses, as a search measures it."""
+    whole = tuple(widths[0] for widths in grid.values())
+    ((_, base),) = known[whole]["float"]
+    rows = []
+    for place, (group, widths) in enumerate(grid.items()):
+        for width in widths:
+            ((_, distance),) = known[*whole[:place], width, *whole[place + 1 :]]["float"]
+            rows.append([group, width, max(0.0, distance - base)])
+    return rows
 
 
 def _rounded(value):

@@ -6,6 +6,8 @@ import json
 import pickle
 import time
 from itertools import product
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from auto_search.losses import ChangeableLayers, static_graph
@@ -78,12 +80,11 @@ def prepare_files(built: Built, name: str, format: Format) -> None:
     file = resizable_file(built, name, format)
     if file.exists():
         return
-    folder = built.work / f"exports-{file.stem}"
-    folder.mkdir(exist_ok=True)
-    whole, exports = latency_models.export_at_random_widths(
-        format, built.models[name], built.context, built.settings, folder
-    )
-    model: Any = ResizableModel.fit(exports)
+    with TemporaryDirectory(prefix="compress-space-") as folder:
+        whole, exports = latency_models.export_at_random_widths(
+            format, built.models[name], built.context, built.settings, Path(folder)
+        )
+        model: Any = ResizableModel.fit(exports)
     layers = layer_harms(built, format)
     if layers is not None:
         model = MixedModel(model, {decision_of(n): own for n, own in layers.numbers.items()})
