@@ -86,15 +86,15 @@ SPACES = {
     ),
     "C": Space(
         "C",
-        "a text encoder of two layers, heads and inner widths of each of four sizes, in float or "
-        "int8, either layer left out",
+        "a text encoder of two layers, heads and inner widths of each of three sizes, in float or "
+        "int8, with both layers or either of them",
         "encoder:encoder",
         HERE,
         "encoder:fragments",
         HERE,
         IDS,
         {"epochs": 12, "batch_size": 64, "optimizer": "adamw", "learning_rate": 0.002},
-        {"values": 4},
+        {"values": 3},
         ("float", "int8_dynamic"),
         blocks="layers",
     ),
