@@ -34,7 +34,10 @@ def main() -> None:
             from auto_search.regrets import compare
 
             for space in SPACES.values():
-                compare(space)
+                if space.file.exists():
+                    compare(space)
+                else:
+                    print(f"\n{space.name} is not built")
         case ["build", *rest]:
             names = [rest.pop(0)] if rest else [*SPACES]
             for name in names:

@@ -36,11 +36,11 @@ class Truth(NamedTuple):
     """What a model turned out to have."""
 
     latency_ms: float
-    cross_entropy: float
-    """On `val`."""
-    distance: float
+    distance: float | None
     """Squared distance of the outputs from the float model's, relative to these: what a search
     decides by among models of one drop of the metric."""
+    cross_entropy: float
+    """On `val`."""
 
 
 @dataclass
@@ -70,9 +70,8 @@ class Kind:
         terms: dict[tuple, dict[tuple, float]] = {}
         for scope, values, change in content["terms"]:
             terms.setdefault(tuple(scope), {})[tuple(values)] = change
-        truths = zip(
-            content["latency_ms"], content["cross_entropy"], content["distance"], strict=True
-        )
+        losses = [content.get(loss, [None] * len(content["latency_ms"])) for loss in LOSSES]
+        truths = zip(content["latency_ms"], *losses, strict=True)
         truth = dict(zip(product(*grid.values()), map(Truth._make, truths), strict=True))
         name = f"{content['format']} {content['name']}".strip()
         return cls(name, grid, harm, InteractionSum(content["base_ms"], terms), truth)
@@ -111,6 +110,8 @@ def compare(space: Space) -> None:
     print(f"the whole model takes {whole_ms:.3g} ms, the fastest one {fastest_ms:.3g} ms")
     head = [f"{n} checks" for n in CHECKS] + [f"TPE, {n} trials" for n in TRIALS]
     for loss in LOSSES:
+        if getattr(kinds[0].whole, loss) is None:
+            continue
         print(f"\n| regret in {loss.replace('_', ' ')} | {' | '.join(head)} |")
         print("|---" * (len(head) + 1) + "|")
         for share in BUDGETS:
@@ -140,7 +141,7 @@ def _solver_regrets(kinds: list[Kind], limit_ms: float, loss: str) -> list[float
     programmes = [Programme(kind.grid, kind.harm) for kind in kinds]
     for kind, model, programme in zip(kinds, models, programmes, strict=True):
         model.correct(model.latency_ms(kind.choices[0]), kind.whole.latency_ms)
-        model.harm = kind.whole.distance - programme.total_harm(kind.choices[0])
+        model.harm = (kind.whole.distance or 0.0) - programme.total_harm(kind.choices[0])
     checked: list[list[dict]] = [[] for _ in kinds]
     best: float | None = None
     regrets: list[float | None] = []
