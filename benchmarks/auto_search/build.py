@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from auto_search import latencies, losses
 from auto_search.spaces import Built
+from pipelines.auto.cost_models.float_layers import QUANTIZED
 from pipelines.system.machine_info import machine
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def build(space: Space, work: Path, part: str = "", seconds: str = "inf") -> None:
-    """Go on with a part, `losses` or `latencies`, or all; write the space once all is there."""
+    """Go on with a part, `losses` or `latencies`, or all; write the file of the space."""
     deadline = time.monotonic() + float(seconds)
     work.mkdir(parents=True, exist_ok=True)
     built = Built(space, work)
@@ -44,7 +45,7 @@ def prepare(built: Built) -> None:
 
 
 def _written(built: Built) -> str:
-    """Write the file of a space, if all of it was made; say how far it is."""
+    """Write the file of a space once its latencies are there; say how far it is."""
     folder = built.work / "losses"
     grids = {name: space.grid for name, space in built.widths.items()}
     every = [(n, widths) for n, grid in grids.items() for widths in product(*grid.values())]
@@ -56,48 +57,47 @@ def _written(built: Built) -> str:
     }
     known_ms = latencies.known_latencies(built)
     points = [*latencies.points(built)]
-    if len(known_losses) < len(every) or len(known_ms) < len(points):
-        return (
-            f"losses of {len(known_losses)} of {len(every)} widths, latencies of {len(known_ms)} "
-            f"of {len(points)} models"
-        )
+    state = (
+        f"losses of {len(known_losses)} of {len(every)} widths, latencies of {len(known_ms)} of "
+        f"{len(points)} models"
+    )
+    if len(known_ms) < len(points):
+        return state
     models = []
     for name, grid in grids.items():
-        harms = _harms(
-            grid, {widths: own for (n, widths), own in known_losses.items() if n == name}
-        )
         for format in built.space.formats:
             found = latencies.read_model(built, name, format)
             own = [point for point in points if point[:2] == (name, format)]
-            judged = [
-                known_losses[name, widths][format][built.layer_choices(format).index(patterns)]
-                for _, _, widths, patterns in own
-            ]
-            models.append(
-                {
-                    "name": name,
-                    "format": format,
-                    "grid": grid,
-                    "layers": [] if format == "float" else built.space.float_layers,
-                    "harms": harms,
-                    "layer_harms": {
-                        n: found.layers.harm[d]["quantized"]
-                        for n, d in zip(found.layers.names, found.layers.harm, strict=True)
-                    },
-                    "base_ms": found.latency_ms.base,
-                    "terms": [
-                        [scope, values, change]
-                        for scope, own_terms in found.latency_ms.terms.items()
-                        for values, change in own_terms.items()
-                    ],
-                    "latency_ms": [known_ms[point] for point in own],
-                    "cross_entropy": [loss[0] for loss in judged],
-                    "distance": [loss[1] for loss in judged],
+            model = {
+                "name": name,
+                "format": format,
+                "grid": grid,
+                "layers": [] if format == "float" else built.space.float_layers,
+                "base_ms": found.latency_ms.base,
+                "terms": [
+                    [scope, values, change]
+                    for scope, changes in found.latency_ms.terms.items()
+                    for values, change in changes.items()
+                ],
+                "latency_ms": [known_ms[point] for point in own],
+            }
+            if len(known_losses) == len(every):
+                by_widths = {widths: own for (n, widths), own in known_losses.items() if n == name}
+                judged = [
+                    by_widths[widths][format][built.layer_choices(format).index(patterns)]
+                    for _, _, widths, patterns in own
+                ]
+                layers = zip(found.layers.names, found.layers.harm.values(), strict=True)
+                model |= {
+                    "harms": _harms(grid, by_widths),
+                    "layer_harms": {layer: harm[QUANTIZED] for layer, harm in layers},
+                    "cross_entropy": [cross_entropy for cross_entropy, _ in judged],
+                    "distance": [distance for _, distance in judged],
                 }
-            )
+            models.append(model)
     content = {"machine": machine(), "models": models}
     built.space.file.write_text(json.dumps(_rounded(content)) + "\n")
-    return f"{len(points)} models in {built.space.file.name}"
+    return f"{state}: {built.space.file.name}"
 
 
 def _harms(grid, known) -> list:

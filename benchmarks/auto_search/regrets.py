@@ -39,8 +39,8 @@ class Truth(NamedTuple):
     distance: float | None
     """Squared distance of the outputs from the float model's, relative to these: what a search
     decides by among models of one drop of the metric."""
-    cross_entropy: float
-    """On `val`."""
+    cross_entropy: float | None
+    """On `val`. Losses are None where the build has not made them."""
 
 
 @dataclass
@@ -61,11 +61,11 @@ class Kind:
         """Read what the build has written."""
         grid = {group: tuple(widths) for group, widths in content["grid"].items()}
         harm = {group: dict.fromkeys(widths, 0.0) for group, widths in grid.items()}
-        for group, width, value in content["harms"]:
+        for group, width, value in content.get("harms", []):
             harm[group][width] = value
         for layer in content["layers"]:
             grid[decision_of(layer)] = QUANTIZED, FLOAT
-            value = content["layer_harms"].get(layer, 0.0)
+            value = content.get("layer_harms", {}).get(layer, 0.0)
             harm[decision_of(layer)] = {QUANTIZED: value, FLOAT: 0.0}
         terms: dict[tuple, dict[tuple, float]] = {}
         for scope, values, change in content["terms"]:
