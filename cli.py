@@ -88,13 +88,9 @@ StageName = Annotated[str, typer.Argument(help="The stage's name, or `source`.",
 From = Annotated[
     str | None, typer.Option("--from", help="Run it and dependents again.", **STAGE_ARGUMENT)
 ]
-Until = Annotated[
-    str | None, typer.Option(help="Run it and what it needs, no more.", **STAGE_ARGUMENT)
-]
+Until = Annotated[str | None, typer.Option(help="Run it and what it needs.", **STAGE_ARGUMENT)]
 ArtifactPath = Annotated[Path, typer.Argument(metavar="ARTIFACT", help="An artifact's directory.")]
-ArtifactOrMar = Annotated[
-    Path, typer.Argument(metavar="ARTIFACT", help="Its directory, or a bare .mar.")
-]
+ArtifactOrMar = Annotated[Path, typer.Argument(metavar="ARTIFACT", help="Its folder, or a .mar.")]
 Quick = Annotated[bool, typer.Option("--quick", help="Leave out model and data.")]
 Sha256 = Annotated[str | None, typer.Option(help="Its file's hash, or its digest.")]
 ProofFile = Annotated[Path | None, typer.Option(help="Write the proof: .json, .md, .html.")]
@@ -450,17 +446,21 @@ def latency(
 def auto(
     file: PipelineFile,
     out: Out = None,
-    max_drop: Annotated[float | None, typer.Option(min=0, help="Most points lost.")] = None,
+    max_drop: Annotated[float | None, typer.Option(min=0, help="Points it may lose: 0.5.")] = None,
     latency: Annotated[str | None, typer.Option(help="Longest median call: 2ms, 500us.")] = None,
+    p95: Annotated[str | None, typer.Option(help="Longest call but for 5 in 100: 3ms.")] = None,
     size: Annotated[str | None, typer.Option(help="Largest file: 1MB.")] = None,
+    memory: Annotated[str | None, typer.Option(help="Most memory to open and call: 64MiB.")] = None,
     time: Annotated[str | None, typer.Option(help="How long to search: 10m.")] = None,
+    points: Annotated[int | None, typer.Option(min=1, help="Pipelines written at most; 8.")] = None,
     tables: Annotated[Path | None, typer.Option(help="Latency tables of what will serve.")] = None,
-    tables_only: Annotated[bool, typer.Option("--tables-only", help="Measure, and end.")] = False,
+    tables_only: Annotated[bool, typer.Option("--tables-only", help="Write such tables.")] = False,
 ) -> None:
     """Search the widths and formats that lose least under limits."""
     from pipelines.auto.command import search_and_print
 
-    limits: Any = {"max_drop": max_drop, "latency": latency, "size": size, "time": time}
+    limits: Any = {"max_drop": max_drop, "latency": latency, "p95": p95, "size": size}
+    limits |= {"memory": memory, "time": time, "points": points}
     search_and_print(file, out, tables, tables_only, **limits)
 
 

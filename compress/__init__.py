@@ -22,6 +22,7 @@ _OF_OTHER_PACKAGES = {
     "export_executorch": "export.functional",
     "export_fastest": "export.functional",
     "export_genai": "export.functional",
+    "export_gguf": "export.functional",
     "export_onnx": "export.functional",
     "export_openvino": "export.functional",
     "export_program": "export.functional",

@@ -8,6 +8,8 @@ from .exported_program import ExportProgram as ExportProgram
 from .fastest.stage import ExportFastest as ExportFastest
 from .genai.stage import ExportGenai as ExportGenai
 from .genai.stage import GenaiModel as GenaiModel
+from .gguf.stage import ExportGguf as ExportGguf
+from .gguf.stage import GgufModel as GgufModel
 from .onnx.stage import ExportOnnx as ExportOnnx
 from .onnx.stage import OnnxModel as OnnxModel
 from .openvino.stage import ExportOpenVINO as ExportOpenVINO

@@ -7,6 +7,7 @@ from export.executorch.stage import ExportExecuTorch
 from export.exported_program import ExportProgram
 from export.fastest.stage import ExportFastest
 from export.genai.stage import ExportGenai
+from export.gguf.stage import ExportGguf
 from export.onnx.stage import ExportOnnx
 from export.openvino.stage import ExportOpenVINO
 from export.tensorrt.stage import ExportTensorRT
@@ -20,5 +21,6 @@ export_aot = stage_function(ExportAot, takes_file=True)
 export_openvino = stage_function(ExportOpenVINO, takes_file=True)
 export_executorch = stage_function(ExportExecuTorch, takes_file=True)
 export_genai = stage_function(ExportGenai)
+export_gguf = stage_function(ExportGguf)
 export_compressed_tensors = stage_function(ExportCompressedTensors)
 export_tensorrt = stage_function(ExportTensorRT, takes_file=True)

@@ -48,12 +48,12 @@ PUBLIC = {
     "Training Unavailable Verdict consolidate convert_precision distill prune_channels "
     "prune_layers prune_weights quantize_aware_training quantize_dynamic quantize_mixed "
     "quantize_static quantize_weights train export_aot export_compressed_tensors "
-    "export_executorch export_fastest export_genai export_onnx export_openvino "
-    "export_program export_tensorrt export_torchscript package_kserve package_torchserve "
-    "package_triton auto optimize bench",
+    "export_executorch export_fastest export_genai export_gguf export_onnx "
+    "export_openvino export_program export_tensorrt export_torchscript package_kserve "
+    "package_torchserve package_triton auto optimize bench",
     export: "AotModel CompressedTensorsModel ExecuTorchModel ExportAot ExportCompressedTensors "
-    "ExportExecuTorch ExportFastest ExportGenai ExportOnnx "
-    "ExportOpenVINO ExportProgram ExportTensorRT ExportTorchScript GenaiModel OnnxModel "
+    "ExportExecuTorch ExportFastest ExportGenai ExportGguf ExportOnnx "
+    "ExportOpenVINO ExportProgram ExportTensorRT ExportTorchScript GenaiModel GgufModel OnnxModel "
     "OpenVINOModel TensorRTEngine TorchScriptModel",
     serve: "Client KServeService PackageKServe PackageTorchServe PackageTriton TorchServe "
     "TorchServeArchive TritonRepository",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 from math import floor
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from compress.artifacts.recipe import KeepBlocks
 from compress.common.config import Count, Ratio
@@ -28,18 +28,20 @@ log = logging.getLogger(__name__)
 class PruneLayers(PruningStage):
     """Remove whole blocks, such as transformer layers or residual blocks, by measured output error.
 
-    Each removal is tried on the model itself, and the block with the least error is removed; then
-    the next one is searched among the others. A block whose output has another shape than its input
-    stays, and the artifact's facts say why.
+    Unless `blocks` names them, each removal is tried on the model itself, and the block with the
+    least error is removed; then the next one is searched among the others. A block whose output has
+    another shape than its input stays, and the artifact's facts say why.
     """
 
     stage: Literal["prune_layers"] = "prune_layers"
     remove: Count | None = None
-    """Blocks to remove; or give `keep` or `ratio`."""
+    """Blocks to remove; or give `keep`, `ratio` or `blocks`."""
     keep: Count | None = None
     """Blocks to keep, of all."""
     ratio: Ratio | None = None
     """Fraction of all blocks to remove, rounded down."""
+    blocks: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
+    """Names of the blocks to remove, without a search, such as `encoder.layer.3`."""
     exclude: tuple[str, ...] = ()
     """Names of blocks, or of modules around them, that stay; `*` matches any characters."""
     judged_by: Literal["metric", "outputs"] | None = None
@@ -48,21 +50,36 @@ class PruneLayers(PruningStage):
     inputs are compared."""
     samples: Count = 512
     """Samples of `val` on which each removal is measured, at most."""
+    refit: bool = False
+    """Whether the layers behind a removed block are refitted by least squares to their earlier
+    outputs: no training and no labels, but a forward pass up to each of them."""
+    calibration_samples: Count | None = None
+    """Samples on which layers are refitted. By default 512, or all there are."""
     finetune: AnyFinetune | None = None
     """How the smaller model is trained; its weights change only if an epoch improves the metric."""
 
     @model_validator(mode="after")
     def _exactly_one_count(self) -> Self:
-        given = [name for name in ("remove", "keep", "ratio") if getattr(self, name) is not None]
+        names = ("remove", "keep", "ratio", "blocks")
+        given = [name for name in names if getattr(self, name) is not None]
         if len(given) != 1:
             found = " and ".join(given) or "none of them"
-            raise ValueError(f"give one of remove, keep and ratio, found {found}")
+            raise ValueError(f"give one of remove, keep, ratio and blocks, found {found}")
+        if self.blocks and self.exclude:
+            raise ValueError("exclude is for a search, and blocks names what is removed; drop one")
+        if self.calibration_samples and not self.refit:
+            raise ValueError("calibration_samples are those of a refit; add refit: true")
         return self
 
     @property
     def needs_data(self) -> bool:
-        """Whether there is fine-tuning, or a metric to measure."""
-        return self.finetune is not None or self.judged_by == "metric"
+        """Whether there is fine-tuning, a refit, or a metric to measure."""
+        return self.finetune is not None or self.refit or self.judged_by == "metric"
+
+    @property
+    def drawn_samples(self) -> int:
+        """None without a refit."""
+        return super().drawn_samples if self.refit else 0
 
     @property
     def uses_data(self) -> bool:
@@ -70,18 +87,26 @@ class PruneLayers(PruningStage):
         return True
 
     def run(self, model: EagerModel, context: Context) -> EagerModel:
-        """Search the blocks to remove, remove them, and fine-tune.
+        """Search the blocks unless they are named, remove them, refit, and fine-tune.
 
         Raises:
             PipelineInvalid: a pattern of ``exclude`` matches no module.
-            StageFailed: the model has no repeated blocks or fewer that can be removed, or a setting
-                requires data and there is none.
+            StageFailed: the model has no repeated blocks or fewer that can be removed, a named one
+                is none of them or has to stay, or a setting requires data and there is none.
         """
         if self.needs_data:
-            context.need_data(f"{self.title} with finetune or judged_by: metric")
+            context.need_data(f"{self.title} with finetune, refit or judged_by: metric")
         edit, facts = self._search(model, context)
         module = model.load()
         edit.apply_(module)
+        if self.refit:
+            from compress.pruning.recovery.removed_blocks import recover_without_blocks_
+
+            data = context.need_data(self.title)
+            batches = [*data.calibration(self.available_samples(data), context.seed)]
+            facts["refit"] = recover_without_blocks_(
+                module, model.load(), edit.kept, batches, context.device
+            )
         weights: torch.nn.Module | Weights = module
         if self.finetune is not None:
             start = model.derive(context.work / "cut", module, edits=[edit])
@@ -109,10 +134,14 @@ class PruneLayers(PruningStage):
             module, inputs, [b for b in blocks if b.name not in refused]
         )
         free = [block for block in blocks if block.name not in refused]
-        count = self._count(blocks, len(free))
+        count = None if self.blocks else self._count(blocks, len(free))
         meter = OutputErrorMeter(module, model.signature, context, self.judged_by, self.samples)
         try:
-            removal = block_search.search(module, free, count, meter, refused, context.progress)
+            if self.blocks is not None:
+                named = block_search.blocks_named(self.blocks, blocks, refused)
+                removal = block_search.remove_in_order(module, named, meter)
+            else:
+                removal = block_search.search(module, free, count, meter, refused, context.progress)
         except StageFailed as error:
             raise StageFailed(f"{self.title}: {error}") from None
         removed = [block for block, _ in removal.steps]

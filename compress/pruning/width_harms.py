@@ -139,6 +139,7 @@ def measure_harms(
     known: dict[str, float],
     save: Callable[[], Any],
     deadline: float,
+    assumed: Mapping[str, Mapping[int, float]] | None = None,
 ) -> Harms:
     """Measure what cutting each group alone loses, the smallest widths first.
 
@@ -150,6 +151,7 @@ def measure_harms(
         save: called after each measurement.
         deadline: on the clock of :func:`time.monotonic`; widths that were not measured by then are
             taken to lose in proportion to the square of the channels that they lack.
+        assumed: what is taken instead for groups of which no width was measured.
 
     Returns:
         Group → width → what it loses; nothing at the whole width.
@@ -165,7 +167,10 @@ def measure_harms(
         known[key] = judge(space.cut(group, width))
         save()
     return {
-        group: {width: _harm(known, group, width, widths) for width in widths}
+        group: {
+            width: _harm(known, group, width, widths, (assumed or {}).get(group, {}))
+            for width in widths
+        }
         for group, widths in space.grid.items()
     }
 
@@ -178,12 +183,18 @@ def _smallest_first(grid: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, in
                 yield group, widths[-step]
 
 
-def _harm(known: Mapping[str, float], group: str, width: int, widths: Sequence[int]) -> float:
+def _harm(
+    known: Mapping[str, float],
+    group: str,
+    width: int,
+    widths: Sequence[int],
+    assumed: Mapping[int, float],
+) -> float:
     if width == widths[0]:
         return 0.0
     measured = [w for w in widths if w <= width and f"{group}:{w}" in known]
     if not measured:
-        return (1 - width / widths[0]) ** 2
+        return assumed.get(width, (1 - width / widths[0]) ** 2)
     nearest = max(measured)
     share = (widths[0] - width) / (widths[0] - nearest)
     return known[f"{group}:{nearest}"] * share**2

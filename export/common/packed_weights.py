@@ -10,6 +10,8 @@ from compress.artifacts.eager_model import EagerModel
 from compress.common.errors import StageFailed
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import nn
 
     from compress.artifacts.graph_model import GraphModel
@@ -44,6 +46,13 @@ class PackedWeight(NamedTuple):
             return self.packed
         return torch.stack((self.packed & 15, self.packed >> 4), -1).flatten(1)
 
+    def dequantized(self) -> torch.Tensor:
+        """Return the floats that the integers stand for."""
+        integers, groups = self.integers(), self.scale.shape[1]
+        grouped = integers.view(len(integers), groups, -1).float()
+        zeros = self.zero_point.float()[..., None]
+        return ((grouped - zeros) * self.scale[..., None]).flatten(1)
+
 
 class DecoderWeights(NamedTuple):
     """A module of transformers, and the weights that a stage left for it."""
@@ -54,6 +63,13 @@ class DecoderWeights(NamedTuple):
     """Name of a weight, and whether it is read as a table → its integers."""
     rounds_activations: bool
     """Whether packed linear layers read activations rounded to 8 bits, by groups."""
+
+    def use_(self, floats: Mapping[tuple[str, bool], torch.Tensor]) -> None:
+        """Give layers of the module these weights, by the keys of `packed`."""
+        for (name, is_table), values in floats.items():
+            layer = self.module.get_submodule(name.removesuffix(".weight"))
+            if is_table == isinstance(layer, torch.nn.Embedding):
+                layer.weight = torch.nn.Parameter(values, requires_grad=False)
 
 
 def decoder_weights(model: EagerModel | GraphModel, context: Context, title: str) -> DecoderWeights:

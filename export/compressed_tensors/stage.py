@@ -144,15 +144,10 @@ class ExportCompressedTensors(Stage[GraphModel, CompressedTensorsModel]):
         import torch
 
         from compress.common.tensor_difference import relative_error
-        from export.compressed_tensors.tensors import dequantized
         from export.parity.sample_parity import FLOAT
 
         opened = opened_folder(folder, model.signature)
-        for (name, is_table), weight in weights.packed.items():
-            stem = name.removesuffix(".weight")
-            layer = weights.module.get_submodule(stem)
-            if is_table == isinstance(layer, torch.nn.Embedding):
-                layer.weight = torch.nn.Parameter(dequantized(weight), requires_grad=False)
+        weights.use_({key: weight.dequantized() for key, weight in weights.packed.items()})
         inputs = model.signature.example()
         names = [spec.name for spec in model.signature.inputs]
         with torch.inference_mode():

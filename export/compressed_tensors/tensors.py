@@ -30,7 +30,7 @@ def state_of(weights: DecoderWeights) -> dict[str, torch.Tensor]:
         stem = name.removesuffix(".weight")
         layer = weights.module.get_submodule(stem)
         if is_table and isinstance(layer, nn.Embedding):
-            state[name] = dequantized(weight)
+            state[name] = weight.dequantized()
         elif not is_table and isinstance(layer, nn.Linear):
             state.pop(name)
             state |= {f"{stem}.{part}": x for part, x in packed_state(name, weight).items()}
@@ -74,15 +74,6 @@ def unpacked(state: Mapping[str, torch.Tensor], stem: str, bits: int) -> PackedW
     return PackedWeight(
         packed.view(torch.uint8), scale, zeros[:, :outputs].T.contiguous(), bits, is_table=False
     )
-
-
-def dequantized(weight: PackedWeight) -> torch.Tensor:
-    """Return the floats that a weight's integers stand for."""
-    groups = weight.scale.shape[1]
-    integers = weight.integers()
-    grouped = integers.view(len(integers), groups, -1).float()
-    zeros = weight.zero_point.float()[..., None]
-    return ((grouped - zeros) * weight.scale[..., None]).flatten(1)
 
 
 def quantization_config(weights: DecoderWeights) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""One choice of widths and formats: as stages of a pipeline, and what was measured of it."""
+"""One choice of blocks, widths and formats: as stages, and what was measured of it."""
 
 from __future__ import annotations
 
@@ -8,18 +8,13 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
-from compress.common.atomic_files import write_atomically
 from compress.common.config import Settings
 from export.fastest.runtimes import RUNTIMES
 from pipelines.api import Pipeline
 from pipelines.config.auto_settings import Format, Runtime
-from pipelines.config.relative_paths import relocated
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
     from compress.pruning.finetune import Finetune
     from pipelines.config.auto_settings import AutoSettings
@@ -33,13 +28,11 @@ QUANTIZING: dict[Format, dict[str, Any]] = {
     "weights_4": {"stage": "quantize_weights", "bits": 4, "group_size": 16},
 }
 """Format → its stage."""
-FLOAT_FILE = "float_onnx"
-"""Stage that writes the float ONNX file, with which another machine measures a point in turn."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """Widths, formats and runtime of a model."""
+    """Blocks, widths, formats and runtime of a model."""
 
     format: Format
     widths: tuple[tuple[str, int], ...] = ()
@@ -49,17 +42,26 @@ class Candidate:
     trained: int = 0
     """Epochs of `space.recovery` that it was trained for after it was cut."""
     runtime: Runtime = "onnx"
+    removed_blocks: tuple[str, ...] = ()
+    """Names of the blocks that are removed before channels are, in this order."""
+
+    @property
+    def is_smaller(self) -> bool:
+        """Whether it has fewer channels or blocks than the model before the search."""
+        return bool(self.widths or self.removed_blocks)
 
     @property
     def name(self) -> str:
         """A name for its folder, which tells it from all others."""
         # Without the runtime for ONNX Runtime, which the results of earlier versions are for.
         kind = self.format if self.runtime == "onnx" else f"{self.format}-{self.runtime}"
-        if not self.widths and not self.float_layers:
+        if not self.is_smaller and not self.float_layers:
             return f"{kind}-whole"
         chosen: list[Any] = [self.format, self.widths]
         if self.float_layers:
             chosen.append(self.float_layers)
+        if self.removed_blocks:
+            chosen.append({"removed_blocks": self.removed_blocks})
         digest = hashlib.sha256(json.dumps(chosen).encode()).hexdigest()
         trained = f"-{self.trained}-epochs" if self.trained else ""
         return f"{kind}-{digest[:8]}{trained}"
@@ -72,7 +74,11 @@ class Candidate:
     def stages(self, base: PipelineConfig, settings: AutoSettings) -> list[dict[str, Any]]:
         """Return the stages that make it after those of `base`, as a pipeline file has them."""
         made: list[dict[str, Any]] = []
-        space = settings.space
+        if self.removed_blocks:
+            removal = {"stage": "prune_layers", "blocks": list(self.removed_blocks), "refit": True}
+            samples = settings.space.widths and settings.space.widths.calibration_samples
+            made.append(removal | ({"calibration_samples": samples} if samples else {}))
+        space = settings.without_blocks(self.removed_blocks).space
         if self.widths and space.widths is not None:
             kept = space.widths.model_dump(
                 mode="json",
@@ -84,7 +90,7 @@ class Candidate:
             stage = {"stage": "prune_channels", "widths": widths, "importance": importance, **kept}
             made.append(stage)
         if self.trained and space.recovery is not None:
-            made += _training_stages(space.recovery, self.trained, _last(base))
+            made += _training_stages(space.recovery, self.trained, last_stage(base))
         if self.format != "float":
             exclude = {"exclude": list(self.float_layers)} if self.float_layers else {}
             made.append({**QUANTIZING[self.format], **exclude})
@@ -92,41 +98,12 @@ class Candidate:
 
     def pipeline(self, base: PipelineConfig, settings: AutoSettings) -> Pipeline:
         """Return the pipeline that makes it, after the stages of another one."""
-        pipeline = Pipeline.model_validate(self._content(base, settings))
+        pipeline = Pipeline.model_validate(self.content(base, settings))
         pipeline._source = base._source  # paths are relative to its file
         return pipeline
 
-    def write_pipeline(
-        self,
-        base: PipelineConfig,
-        settings: AutoSettings,
-        file: Path,
-        speedup_gate: dict[str, Any] | None = None,
-    ) -> None:
-        """Write the pipeline file that makes it and judges it by the limits, without a search.
-
-        `speedup_gate` judges a latency that was not measured here, beside the float ONNX file's.
-        """
-        content = relocated(self._content(base, settings), base.folder, file.parent)
-        gates: list[dict[str, Any]] = []
-        if settings.limits.max_drop is not None:
-            gates.append(
-                {"gate": "max_drop", "against": _last(base), "points": settings.limits.max_drop}
-            )
-        if settings.limits.size is not None:
-            gates.append({"gate": "max_file_size", "mebibytes": settings.limits.size / 2**20})
-        if speedup_gate is not None:
-            *before, export = content["stages"]
-            last = before[-1].get("name", before[-1]["stage"]) if before else "source"
-            float_file = {"name": FLOAT_FILE, "stage": "export_onnx", "input": _last(base)}
-            content["stages"] = [*before, float_file, {**export, "input": last}]
-            gates.append({**speedup_gate, "against": FLOAT_FILE})
-        if gates:
-            content["stages"][-1]["gates"] = gates
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
-
-    def _content(self, base: PipelineConfig, settings: AutoSettings) -> dict[str, Any]:
+    def content(self, base: PipelineConfig, settings: AutoSettings) -> dict[str, Any]:
+        """Return the content of a pipeline file that makes it, after the stages of another one."""
         content = base.model_dump(mode="json", exclude_unset=True, exclude={"auto", "stages"})
         stages = [s.model_dump(mode="json", exclude_unset=True) for s in base.stages]
         return {**content, "name": base.name, "stages": [*stages, *self.stages(base, settings)]}
@@ -142,16 +119,24 @@ class CheckedModel(Settings):
     """Group of coupled channels → how many stay, of groups that lose some."""
     float_layers: tuple[str, ...] = ()
     """Layers that are left in float, in a quantized format."""
+    removed_blocks: tuple[str, ...] = ()
+    """Names of the blocks that are removed."""
     trained: int = 0
     """Epochs that it was trained for after it was cut."""
     predicted_ms: float | None
     """Median time of a call by the latency model, before it was measured."""
     latency_ms: float
     """Median time of a call, measured in turn with the float ONNX file."""
+    p95_ms: float | None = None
+    """95th percentile of the time of a call, measured likewise; None where that is predicted, or
+    could not be measured."""
     is_predicted: bool = False
     """Whether `latency_ms` was not measured, but is what tables of another machine predict."""
     bytes: int
     """Of the file to serve."""
+    peak_mebibytes: float | None = None
+    """Peak memory of opening and calling it, without that of the libraries; None where it could not
+    be measured."""
     loss: float
     """Squared distance of the outputs from the float model's, relative to these."""
     drop: float | None
@@ -176,7 +161,10 @@ class CheckedModel(Settings):
     def candidate(self) -> Candidate:
         """The choice itself."""
         widths = tuple(sorted(self.widths.items()))
-        return Candidate(self.format, widths, self.float_layers, self.trained, self.runtime)
+        return Candidate(
+            *(self.format, widths, self.float_layers, self.trained, self.runtime),
+            self.removed_blocks,
+        )
 
 
 def candidate_of(
@@ -184,10 +172,17 @@ def candidate_of(
     widths: Mapping[str, int],
     whole: Mapping[str, int],
     runtime: Runtime = "onnx",
+    removed_blocks: tuple[str, ...] = (),
 ) -> Candidate:
     """Return the candidate of a format and widths, of which some may be those of the whole."""
     cut = {group: width for group, width in widths.items() if width != whole[group]}
-    return Candidate(format, tuple(sorted(cut.items())), runtime=runtime)
+    widths_cut = tuple(sorted(cut.items()))
+    return Candidate(format, widths_cut, runtime=runtime, removed_blocks=removed_blocks)
+
+
+def after_stages(settings: AutoSettings) -> list[dict[str, Any]]:
+    """Return the stages that a point has after its export, as a pipeline file has them."""
+    return [stage.model_dump(mode="json", exclude_unset=True) for stage in settings.after]
 
 
 def rungs(epochs: int) -> list[int]:
@@ -220,5 +215,6 @@ def _training_stages(recovery: Finetune, trained: int, teacher: str) -> list[dic
     return stages
 
 
-def _last(base: PipelineConfig) -> str:
+def last_stage(base: PipelineConfig) -> str:
+    """Return the name of a pipeline's last stage, which makes the model that is searched."""
     return base.stages[-1].title if base.stages else "source"

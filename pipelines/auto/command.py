@@ -9,16 +9,18 @@ from pydantic import ValidationError
 
 from compress.common.atomic_files import write_atomically
 from compress.common.errors import GateRefused, PipelineInvalid, StageFailed
-from pipelines.config.auto_settings import AutoSettings
+from pipelines.config.auto_settings import AutoLimits, AutoSettings, LatencyLimit
 from pipelines.config.pipeline import PipelineConfig
 from pipelines.config.run_options import RunOptions
 from pipelines.system.machine_info import machine, versions
+from pipelines.system.signals import INTERRUPTED
 from pipelines.terminal.console import current_mode, print_result
 from pipelines.terminal.progress_bars import show_progress
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from pipelines.auto.candidates import CheckedModel
     from pipelines.auto.cost_models.tables import LatencyTables
     from pipelines.auto.front import Front
 
@@ -33,8 +35,8 @@ def search_and_print(
         out: folder of the results; that of the pipeline's runs by default.
         tables: latency tables of another machine, whose latencies are predicted by them.
         tables_only: whether these are measured for this machine, and nothing is searched.
-        **given: `max_drop`, `latency`, `size` and `time` of the command line, None where the
-            file's own count.
+        **given: `max_drop`, `latency`, `p95`, `size`, `memory`, `time` and `points` of the command
+            line, None where the file's own count.
 
     Raises:
         PipelineInvalid: the file, a limit or the tables are invalid.
@@ -46,6 +48,7 @@ def search_and_print(
         raise PipelineInvalid("--tables-only measures this machine, and --tables is of another one")
     folder = out or pipeline.default_out
     from pipelines.auto.cost_models.tables import LatencyTables
+    from pipelines.auto.front import Front
     from pipelines.auto.front_page import PAGE, front_page, front_table, lines_below
     from pipelines.auto.search import search
 
@@ -56,7 +59,16 @@ def search_and_print(
     known = None if tables is None else LatencyTables.read(tables)
     with show_progress(quiet=current_mode().silent) as (progress, announce):
         options = RunOptions(progress=progress, announce=announce)
-        front = search(pipeline, settings, folder, options, known)
+        try:
+            front = search(pipeline, settings, folder, options, known)
+        except KeyboardInterrupt as error:
+            so_far = Front.read(folder)
+            if so_far is not None:
+                write_atomically(folder / PAGE, front_page(so_far))
+                note = f"{INTERRUPTED} after {len(so_far.checked)} models, see {folder / PAGE}"
+                # Before that of a candidate's run, as the first one is shown.
+                error.__notes__ = [note, *getattr(error, "__notes__", ())]
+            raise
         write_atomically(folder / PAGE, front_page(front))
     print_result(front, lines_below(front, folder), lambda _: front_table(front))
     if front.best is None:
@@ -81,9 +93,11 @@ def measure_tables(pipeline: PipelineConfig, settings: AutoSettings, out: Path) 
     from pipelines.auto.cost_models.tables import LatencyTables, ModelTable
     from pipelines.auto.judge import Judge
     from pipelines.auto.search import Search
+    from pipelines.auto.strategy.depths import Depth
 
     if settings.space.widths is None:
         raise PipelineInvalid("--tables-only: auto.space.widths is null, so nothing depends on it")
+    LatencyTables.refuse_blocks(settings)
     with show_progress(quiet=current_mode().silent) as (progress, announce):
         options = RunOptions(progress=progress, announce=announce)
         judge = Judge.from_pipeline(pipeline, settings, out, options)
@@ -94,7 +108,7 @@ def measure_tables(pipeline: PipelineConfig, settings: AutoSettings, out: Path) 
         space = WidthSpace.of_model(judge.model, judge.context, importance="random", **chosen)
         if not space.grid:
             raise StageFailed("--tables-only: no channels of the model can be removed")
-        searched.measure_kernels(space)
+        searched.measure_kernels(Depth((), judge.model, space))
         if not searched.models:
             raise StageFailed("--tables-only: no format could be measured; see the warnings")
     tables = LatencyTables(
@@ -118,24 +132,44 @@ def with_limits(settings: AutoSettings, given: dict[str, Any]) -> AutoSettings:
     """
     changes = {name: value for name, value in given.items() if value is not None}
     # As numbers have a unit where they are read, those of the file are not read again.
-    limits = {name: changes[name] for name in ("max_drop", "latency", "size") if name in changes}
-    try:
-        checked = type(settings.limits).model_validate(limits)
-        time = AutoSettings.model_validate({"time": changes["time"]}) if "time" in changes else None
-    except ValidationError as error:
-        problem = error.errors()[0]
-        option = str(problem["loc"][0]).replace("_", "-")
-        message = str(problem["msg"]).removeprefix("Value error, ")
-        raise PipelineInvalid(f"--{option} {problem['input']}: {message}") from None
-    updated = settings.limits.model_copy(update={name: getattr(checked, name) for name in limits})
-    return settings.model_copy(
-        update={"limits": updated, "time": time.time if time else settings.time}
-    )
+    limits, latency = settings.limits, settings.limits.latency or LatencyLimit.model_construct()
+    for option, value in changes.items():
+        try:
+            if option in ("time", "points"):
+                read: Any = AutoSettings.model_validate({option: value})
+                settings = settings.model_copy(update={option: getattr(read, option)})
+                continue
+            # The percentile is a number without a unit in a file, as in gates, and has one here.
+            name = "latency" if option == "p95" else option
+            read = getattr(AutoLimits.model_validate({name: value}), name)
+        except ValidationError as error:
+            problem = error.errors()[0]
+            message = str(problem["msg"]).removeprefix("Value error, ")
+            option = option.replace("_", "-")
+            raise PipelineInvalid(f"--{option} {value}: {message}") from None
+        if name == "latency":
+            field = "p95_ms" if option == "p95" else "p50_ms"
+            read = latency = latency.model_copy(update={field: read.p50_ms})
+        limits = limits.model_copy(update={name: read})
+    return settings.model_copy(update={"limits": limits})
 
 
 def nothing_found(front: Front) -> str:
     """Say what comes nearest to the limits, and what would help."""
+    from pipelines.auto.front import missed_limits, shares_of_limits
+
     limits = front.limits
+
+    def distance(model: CheckedModel) -> tuple[float, float]:
+        return max(shares_of_limits(limits, model).values(), default=0.0), model.latency_ms
+
+    if front.is_infeasible:
+        nearest = min(front.checked, key=distance)
+        missed = missed_limits(limits, nearest, but="max_drop")
+        return (
+            f"no model can be within {limits.described}: the nearest is "
+            f"{front.line(nearest, limits)}; allow more {' and '.join(missed)}"
+        )
     kept = [
         model
         for model in front.checked
@@ -146,12 +180,13 @@ def nothing_found(front: Front) -> str:
             f"no model keeps the metric within {limits.max_drop:g} points, not even the float one; "
             "allow more"
         )
-    nearest = min(kept, key=lambda model: model.latency_ms)
-    asked = [] if limits.max_drop is None else [f"a drop of {limits.max_drop:g} points"]
-    asked += [] if limits.latency is None else [f"{limits.latency:g} ms"]
-    asked += [] if limits.size is None else [f"{limits.size / 1e6:g} MB"]
+    nearest = min(kept, key=distance)
+    missed = missed_limits(limits, nearest)
+    confirmed = ""
+    if "max_drop" in missed:
+        confirmed = f", and {nearest.confirmed_drop:.3g} points on samples not decided by"
+    wanted = f"more {' and '.join(missed)}" if missed else "more"
     return (
-        f"no model within {', '.join(asked)} was found and confirmed; the nearest has "
-        f"{nearest.latency}, {nearest.bytes / 1e6:.3g} MB and a drop of "
-        f"{nearest.drop:.3g} points; allow more, or more --time"
+        f"no model within {limits.described} was found and confirmed; the nearest is "
+        f"{front.line(nearest, limits)}{confirmed}; allow {wanted}, or more --time"
     )

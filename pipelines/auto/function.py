@@ -64,12 +64,14 @@ def auto(
     test: Any = None,
     data: Any = None,
     max_drop: float | None = None,
-    latency: str | None = None,
+    latency: str | dict[str, float] | None = None,
     size: str | None = None,
+    memory: str | None = None,
     time: str = "10m",
     formats: Sequence[Format] = ("float", "int8_static"),
     runtimes: Sequence[Runtime] = ("onnx",),
     float_layers: int = 8,
+    blocks: bool = False,
     widths: dict[str, Any] | None = None,
     recovery: dict[str, Any] | None = None,
     task: TaskName | None = None,
@@ -77,7 +79,7 @@ def auto(
     out: Path | str | None = None,
     progress: bool | None = None,
 ) -> Found:
-    """Search the widths and formats of a trained model that lose least under limits.
+    """Search the depth, widths and formats of a trained model that lose least under limits.
 
     Args:
         model: a trained torch.nn.Module, or an artifact of one; it is not changed.
@@ -86,12 +88,14 @@ def auto(
         test: data that is not read.
         data: the same as a mapping of splits.
         max_drop: most points (hundredths) of the metric that may be lost.
-        latency: longest median time of a call, with its unit, as `2ms`.
+        latency: longest median time of a call, with its unit, as `2ms`; or `{"p95_ms": 2}`.
         size: largest file, with its unit, as `1MB`.
+        memory: most memory that opening and calling the file takes, with its unit, as `64MiB`.
         time: how long to search, with its unit.
         formats: numbers that the model may compute with.
         runtimes: what the file may be for: `onnx`, `openvino`.
         float_layers: most layers that may stay float in a quantized format.
+        blocks: whether whole blocks may be removed.
         widths: settings of `space.widths` in a pipeline file.
         recovery: settings of `space.recovery` in a pipeline file; by default nothing is trained.
         task: what the model is for.
@@ -105,13 +109,14 @@ def auto(
         CompressError: the model cannot be traced, exported or measured.
     """
     _, _, content = in_memory("auto", model, data, train=train, val=val, test=test)
-    limits = {"max_drop": max_drop, "latency": latency, "size": size}
+    limits = {"max_drop": max_drop, "latency": latency, "size": size, "memory": memory}
     settings: dict[str, Any] = {
         "limits": {name: value for name, value in limits.items() if value is not None},
         "time": time,
         "space": {
             "formats": list(formats),
             "float_layers": float_layers,
+            "blocks": blocks,
             "runtimes": list(runtimes),
             "widths": widths or {},
             "recovery": recovery,

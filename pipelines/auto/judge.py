@@ -7,7 +7,7 @@ import json
 import math
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 from compress.artifacts.artifact import Artifact
 from compress.artifacts.eager_model import EagerModel
@@ -18,7 +18,9 @@ from compress.core.val_halves import HalfOfVal, halves_of_val
 from compress.profiling.benchmark import compare_latency, unmeasurable
 from compress.pruning.depth.output_error import OutputErrorMeter
 from export.fastest.runtimes import RUNTIMES
-from pipelines.auto.candidates import Candidate, CheckedModel
+from pipelines.api import Pipeline
+from pipelines.auto.candidates import Candidate, CheckedModel, after_stages
+from pipelines.planning.planner import build_plan
 from pipelines.runner.inputs import measuring_context
 from pipelines.system.machine_info import machine
 
@@ -30,16 +32,16 @@ if TYPE_CHECKING:
 
     from compress.common.forward import Predictor
     from compress.core.context import Context
+    from compress.profiling.benchmark import Comparison
     from pipelines.auto.cost_models.tables import LatencyTables
     from pipelines.config.auto_settings import AutoSettings
     from pipelines.config.pipeline import PipelineConfig
     from pipelines.config.run_options import RunOptions
+    from pipelines.results.measurements import Measurements
     from pipelines.results.schema import Report
 
 CANDIDATES, STORE = "candidates", ".store"
 """In the results' folder: runs of all candidates, and the stages' results that they share."""
-PREDICTED_WITHIN = 1.1
-"""Measured over predicted latency, at most, where there is no limit of latency."""
 
 
 def refuse_other_stages(pipeline: PipelineConfig) -> None:
@@ -54,6 +56,23 @@ def refuse_other_stages(pipeline: PipelineConfig) -> None:
         raise PipelineInvalid(
             f"{pipeline.file}: `compress auto` decides by `val`; add a `data:` section"
         )
+
+
+def refuse_unfit_packages(base: PipelineConfig, settings: AutoSettings) -> None:
+    """Raise PipelineInvalid for stages of `auto.after` that cannot follow an export."""
+    for runtime in settings.space.runtimes if settings.after else ():
+        content = Candidate("float", runtime=runtime).content(base, settings)
+        stages = [*content["stages"], *after_stages(settings)]
+        pipeline = Pipeline.model_validate({**content, "stages": stages})
+        pipeline._source = base._source
+        try:
+            build_plan(pipeline)
+        except PipelineInvalid as error:
+            message = str(error)
+            for number in range(len(settings.after)):
+                place = pipeline.place("stages", len(content["stages"]) + number)
+                message = message.replace(place, base.place("auto", "after", number))
+            raise PipelineInvalid(message) from None
 
 
 def refuse_missing_runtimes(pipeline: PipelineConfig, settings: AutoSettings) -> None:
@@ -102,6 +121,7 @@ class Judge:
         """
         refuse_other_stages(base)
         refuse_missing_runtimes(base, settings)
+        refuse_unfit_packages(base, settings)
         whole = Candidate("float")
         _run(whole, base, settings, out, options)
         pipeline = whole.pipeline(base, settings)
@@ -125,8 +145,9 @@ class Judge:
     @property
     def conditions(self) -> str:
         """A hash of all that figures depend on, besides the candidate."""
-        # Not on which runtimes and layers in float are tried: a candidate names its own.
-        space = self.settings.space.model_dump(mode="json", exclude={"runtimes", "float_layers"})
+        # Not on which runtimes, layers in float and blocks are tried: a candidate names its own.
+        tried = {"runtimes", "float_layers", "blocks"}
+        space = self.settings.space.model_dump(mode="json", exclude=tried)
         metric, threads = self.context.metric.identity(), self.context.threads
         measured_on = machine() if self.tables is None else self.tables.digest
         measured = [threads, self.settings.batch, measured_on]
@@ -143,17 +164,22 @@ class Judge:
         with self._opened(candidate) as predict:
             drop = self.decided_on.drop_points(predict)
             loss = self.meter.measure_predictor(predict).distance ** 2
+        measured = report.stages[-1].measurements
+        latency_ms, p95_ms = self._latency(candidate)
         return CheckedModel(
             name=candidate.name,
             format=candidate.format,
             runtime=candidate.runtime,
             widths=dict(candidate.widths),
             float_layers=candidate.float_layers,
+            removed_blocks=candidate.removed_blocks,
             trained=candidate.trained,
             predicted_ms=predicted_ms,
-            latency_ms=self._latency_ms(candidate),
+            latency_ms=latency_ms,
+            p95_ms=p95_ms,
             is_predicted=self.tables is not None,
-            bytes=report.stages[-1].measurements.bytes,
+            bytes=measured.bytes,
+            peak_mebibytes=self._peak_mebibytes(candidate, measured),
             loss=loss,
             drop=drop if math.isfinite(drop) else None,
         )
@@ -166,37 +192,45 @@ class Judge:
         confirmed = drop if math.isfinite(drop) else None
         return model.model_copy(update={"confirmed_drop": confirmed, "confirmed_between": between})
 
-    def speedup_gate(self, model: CheckedModel) -> dict[str, Any] | None:
-        """Return the gate by which the machine of the tables judges a predicted latency.
-
-        It is the limit of latency, or the prediction with a margin where there is none, as a
-        speedup over the float ONNX file, with which latencies are measured in turn.
-        """
-        if self.tables is None:
-            return None
-        most_ms = self.settings.limits.latency or PREDICTED_WITHIN * model.latency_ms
-        ratio = float(f"{self.tables.base_ms / most_ms:.4g}")
-        return {"gate": "min_speedup", "ratio": ratio, "batch": self.tables.batch}
-
     def loss_of(self, module: nn.Module) -> float:
         """Return the squared distance of a module's outputs, relative to the float model's."""
         return self.meter.measure(module).distance ** 2
 
-    def _latency_ms(self, candidate: Candidate) -> float:
+    def _peak_mebibytes(self, candidate: Candidate, measured: Measurements) -> float | None:
+        """Return the peak memory as the run measured it, or for calls of more samples anew."""
+        is_limited = self.settings.limits.memory is not None
+        if is_limited and self.batch != self.model.signature.smallest_batch:
+            return self.context.peak_memory(self.artifact(candidate), self.batch)
+        if is_limited and measured.peak_mebibytes is None:
+            raise StageFailed(measured.peak_reason)
+        return measured.peak_mebibytes
+
+    def _latency(self, candidate: Candidate) -> tuple[float, float | None]:
+        """Return median and 95th percentile of a call, in milliseconds."""
         if self.tables is not None:
-            return self.tables.latency_ms(candidate)
+            return self.tables.latency_ms(candidate), None
         with self.artifact(candidate).open(self.context.device, self.context.threads) as predict:
-            return self.measure_latency_ms(predict)
+            compared = self._compared_with_float(predict)
+        median_ms, after = self.base_ms / compared.speedup, compared.after
+        doubt, limit = after.p95_interval.unreliable_reason, self.settings.limits.latency
+        if doubt:
+            if limit is not None and limit.p95_ms is not None:
+                raise StageFailed(unmeasurable("p95 in ms", doubt))
+            return median_ms, None
+        return median_ms, median_ms * after.p95 / after.p50
 
     def measure_latency_ms(self, predict: Predictor) -> float:
-        """Measure a file's latency in turn with the float ONNX file.
-
-        Not in turn with the model in PyTorch, as a run does, nor with many others: between two of
-        its calls, a small model's weights would leave the processor's caches.
+        """Measure the median latency of a file in turn with the float ONNX file.
 
         Raises:
             StageFailed: the machine is too busy.
         """
+        compared = self._compared_with_float(predict)
+        return self.base_ms / compared.speedup
+
+    def _compared_with_float(self, predict: Predictor) -> Comparison:
+        # Not in turn with the model in PyTorch, as a run does, nor with many others: between two of
+        # its calls, a small model's weights would leave the processor's caches.
         context = self.context
         batches = context.measured_batches(self.model.signature, self.batch)
         with self.artifact(Candidate("float")).open(context.device, context.threads) as base:
@@ -205,7 +239,12 @@ class Judge:
             raise StageFailed(unmeasurable("the latency", compared.interval.unreliable_reason))
         # Once: the machine's speed drifts, and ratios do not.
         self.base_ms = self.base_ms or compared.before.p50
-        return self.base_ms / compared.speedup
+        return compared
+
+    def pruned_model(self, candidate: Candidate) -> EagerModel:
+        """Return a candidate that was built as it is once its blocks are removed."""
+        folder = self.out / CANDIDATES / candidate.name / "artifacts" / "prune_layers"
+        return EagerModel.from_directory(folder)
 
     def artifact(self, candidate: Candidate) -> Artifact:
         """Return the file of a candidate that was built."""

@@ -2,54 +2,62 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
-from dataclasses import dataclass, field, replace
-from itertools import pairwise, product
+from dataclasses import dataclass, field
+from itertools import product
+from statistics import median
 from typing import TYPE_CHECKING
 
-from compress.common.atomic_files import write_atomically
+import numpy as np
+
 from compress.common.errors import StageFailed
-from compress.pruning.width_harms import WidthSpace, measure_harms
+from compress.profiling.peak_memory import measurement_process
 from export.latency.kernel_table import TABLES, KernelTable
-from pipelines.auto.candidates import Candidate, CheckedModel, candidate_of, rungs
+from pipelines.auto import search_events
+from pipelines.auto.candidates import Candidate, CheckedModel, rungs
 from pipelines.auto.cost_models import float_layers
-from pipelines.auto.cost_models.latency_models import FormatModel, build_format_models
-from pipelines.auto.front import Front, missed_limits
+from pipelines.auto.cost_models.latency_models import (
+    DeeperModels,
+    FormatModel,
+    WholeModels,
+    build_format_models,
+)
+from pipelines.auto.front import Front, missed_limits, shares_of_limits
 from pipelines.auto.judge import Judge
-from pipelines.auto.solver import Limit, Programme
+from pipelines.auto.points import run_point, write_point, write_points
+from pipelines.auto.search_events import search_log
+from pipelines.auto.solver import Limit
+from pipelines.auto.strategy.depths import Depth, Depths, whole_models_of
+from pipelines.auto.strategy.latency_targets import ROOM, latency_targets
+from pipelines.auto.strategy.recovery import FILE as HALVINGS
+from pipelines.auto.strategy.recovery import Recovery
+from pipelines.runner.events import RunEvent, event_listener
 from pipelines.system.machine_info import machine
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
-    from compress.pruning.width_harms import Harms
+    from pipelines.auto.cost_models.float_layers import LayerHarms
     from pipelines.auto.cost_models.tables import LatencyTables
+    from pipelines.auto.strategy.recovery import ModelKey, Programmes
     from pipelines.config.auto_settings import AutoSettings, Format, Runtime
     from pipelines.config.pipeline import PipelineConfig
     from pipelines.config.run_options import RunOptions
+    from pipelines.runner.events import EventListener
 
-POINTS, HARMS = "points", "harms.json"
-"""In the results' folder: the pipelines of the front, and what single cuts lose."""
+WHOLE_MODELS = "whole_models.json"
+"""In the results' folder: models that latencies are fitted to."""
 FIRST_SHARE, HARMS_SHARE = 0.1, 0.35
 """Shares of the time after which what single cuts lose is taken as it is known: early, for a first
 model, and once more."""
+DEPTHS_SHARE = 0.5
+"""Share of the time that is left after a first model, until training, for models without some
+blocks; of what is left then, the same share is for what single cuts lose there."""
 UNTRAINED_SHARE = 0.25
 """Share of the time after which models are trained, where `recovery` says so; what single cuts lose
-matters less then."""
-TRAINED_AT_ONCE = 6
-"""Models of which successive halving trains the best to the end."""
-CHECKS_AT_LIMIT = 5
-"""Models that are checked at the asked latency before other latencies are looked at."""
-NARROW = 1.03
-"""Ratio of two latencies between which no further model is looked for."""
-BEHIND_BAD = 0.5
-"""Weight of a gap of latencies whose slower end loses too much."""
-ROOM = 0.99
-"""Share of a limit of latency that the solver aims at, as half of all models are slower than
-predicted. Sizes follow from the widths."""
+matters less then. Twice as much where blocks may be removed."""
 
 
 def search(
@@ -76,11 +84,17 @@ def search(
     """
     if tables is not None:
         tables.refuse_other_settings(settings, pipeline.threads)
-    deadline = time.monotonic() + settings.time
-    judge = Judge.from_pipeline(pipeline, settings, out, options)
-    if tables is not None:
-        judge.tables, judge.base_ms = tables, tables.base_ms
-    return Search(judge, settings, out).run(deadline)
+    start = time.monotonic()
+    # Of all candidates in one process, which imports the libraries once.
+    with search_log(out), measurement_process():
+        listener = event_listener(options.announce)
+        listener(search_events.search_started(pipeline, settings))
+        judge = Judge.from_pipeline(pipeline, settings, out, options)
+        if tables is not None:
+            judge.tables, judge.base_ms = tables, tables.base_ms
+        front = Search(judge, settings, out, emit=listener).run(start + settings.time)
+        listener(search_events.search_finished(front, time.monotonic() - start))
+    return front
 
 
 @dataclass
@@ -94,7 +108,14 @@ class Search:
     """By name, in the order in which they were checked."""
     failed: dict[Candidate, str] = field(default_factory=dict)
     """Candidates that could not be built → why."""
-    models: dict[tuple[Format, Runtime], FormatModel] = field(default_factory=dict)
+    models: dict[ModelKey, FormatModel] = field(default_factory=dict)
+    """By format, runtime and removed blocks."""
+    is_infeasible: bool = False
+    """Whether even the smallest models miss limits."""
+    not_searched: list[str] = field(default_factory=list)
+    """What is left out, and why."""
+    emit: EventListener = lambda event: None
+    """Receives the events."""
 
     def run(self, deadline: float) -> Front:
         """Search until a deadline, or until nothing is left to try; return the front.
@@ -103,21 +124,26 @@ class Search:
         """
         earlier = Front.read(self.out)
         if earlier is not None and earlier.conditions == self.judge.conditions:
-            self.checked = {model.name: model for model in earlier.checked}
+            # Figures of earlier versions, or of other limits, may lack what is needed now.
+            self.checked = {
+                model.name: model
+                for model in earlier.checked
+                if math.inf not in shares_of_limits(self.settings.limits, model).values()
+            }
             self.judge.base_ms = earlier.base_ms
         self._warn_of_few_samples()
         self.check_whole(deadline)
-        widths, context = self.settings.space.widths, self.judge.context
         if time.monotonic() < deadline:
-            space = WidthSpace.empty(context.device)
-            if widths is not None:
-                chosen = widths.model_dump(exclude={"calibration_samples"})
-                space = WidthSpace.of_model(self.judge.model, context, **chosen)
+            whole = Depth.of_model(self.judge, self.judge.model, ())
             if self.judge.tables is not None:
-                self.judge.tables.refuse_other_model(space.grid, self.judge.batch)
-            if self._is_feasible(space):
-                self.measure_kernels(space, deadline)
-                self._check_cut(space, deadline)
+                self.judge.tables.refuse_other_model(whole.space.grid, self.judge.batch)
+            depths = Depths(self, whole)
+            if self.settings.space.blocks:
+                depths.find_order(deadline)
+            self.is_infeasible = not depths.are_feasible(deadline)
+            if not self.is_infeasible:
+                self.measure_kernels(whole, deadline)
+                self._check_cut(depths, deadline)
         return self._finish()
 
     def _warn_of_few_samples(self) -> None:
@@ -125,267 +151,188 @@ class Search:
         half, most = self.judge.decided_on, self.settings.limits.max_drop
         points = half.points_of_sample
         if most and most < points:
-            self.judge.options.announce(
-                f"warning: half of val has {half.samples} samples, and one of them is worth "
+            self._warn(
+                f"half of val has {half.samples} samples, and one of them is worth "
                 f"{points:.3g} points, more than max_drop {most:g}: no sample may be lost"
             )
 
-    def check_whole(self, deadline: float) -> None:
-        """Check the whole model in each format and runtime, the float ONNX file first."""
-        self._check(Candidate("float"))
+    def check_whole(self, deadline: float, removed_blocks: tuple[str, ...] = ()) -> None:
+        """Check a model of whole widths in each format and runtime, the float ONNX file first."""
+        self.check(Candidate("float"))
         for runtime, format in product(self.settings.space.runtimes, self.settings.space.formats):
             if time.monotonic() < deadline:
-                self._check(Candidate(format, runtime=runtime))
+                self.check(Candidate(format, runtime=runtime, removed_blocks=removed_blocks))
 
-    def _check_cut(self, space: WidthSpace, deadline: float) -> None:
+    def _check_cut(self, depths: Depths, deadline: float) -> None:
         """Check smaller models, first as they are after a refit, then trained."""
         begin, recovery = deadline - self.settings.time, self.settings.space.recovery
-        untrained_share = UNTRAINED_SHARE if recovery else 1.0
+        untrained_share = UNTRAINED_SHARE * (1 + bool(depths.shallower)) if recovery else 1.0
         until, is_left = begin + untrained_share * self.settings.time, True
         for share in (FIRST_SHARE, min(HARMS_SHARE, untrained_share)):
-            harms = self._measure_harms(space, min(deadline, begin + share * self.settings.time))
-            programme = Programme(space.grid, harms)
+            if share != FIRST_SHARE:
+                now = time.monotonic()
+                depths.add(now + DEPTHS_SHARE * (until - now))
+            measured_until = begin + share * self.settings.time
+            if len(depths.added) > 1:  # each with cuts of its own
+                now = time.monotonic()
+                measured_until = max(measured_until, now + DEPTHS_SHARE * (until - now))
+            programmes = depths.programmes(min(deadline, measured_until))
             if self.models and time.monotonic() < until:
-                is_left = self._check_next(programme)
+                is_left = self._check_next(programmes)
         while self.models and is_left and time.monotonic() < until:
-            is_left = self._check_next(programme)
-        while self.models and recovery is not None and time.monotonic() < deadline:
-            ends = rungs(recovery.epochs)
-            if self._loss_decides:
-                is_left = self._train_best(self._contenders(programme), ends, deadline)
-            else:
-                is_left = self._train_fastest(programme, ends, deadline)
-            if not is_left:
-                break
+            is_left = self._check_next(programmes)
+        if self.models and recovery is not None:
+            ends, key = rungs(recovery.epochs), self.judge.conditions
+            key += self.settings.limits.model_dump_json()
+            Recovery(self, programmes, ends, self.out / HALVINGS, key).train(deadline)
 
-    def _is_feasible(self, space: WidthSpace) -> bool:
-        """Check the smallest model as each whole one; return whether one meets latency and size."""
-        if self.settings.limits.latency is None and self.settings.limits.size is None:
-            return True
-        whole = [m for m in self._offered() if not m.widths and not m.float_layers]
-        smallest = {group: widths[-1] for group, widths in space.grid.items()}
-        for model in sorted(whole, key=lambda model: model.latency_ms):
-            candidate = candidate_of(model.format, smallest, space.whole, model.runtime)
-            self._check(candidate)
-            found = self.checked.get(candidate.name)
-            if found is None or not missed_limits(self.settings.limits, found, but="max_drop"):
-                return True
-        return False
-
-    def measure_kernels(self, space: WidthSpace, deadline: float | None = None) -> None:
+    def measure_kernels(self, depth: Depth, deadline: float | None = None) -> None:
         """Measure kernels over the grid of widths, in each format and runtime.
 
-        Without a deadline, on the clock of :func:`time.monotonic`, no layer is left in float.
+        Without a deadline, on the clock of :func:`time.monotonic`, or without some blocks, no layer
+        is left in float.
         """
-        judge = self.judge
+        judge, space, removed_blocks = self.judge, depth.space, depth.removed_blocks
         table = KernelTable(self.out / TABLES, machine(), judge.context.threads)
+        # Relative to that of the float file, which is measured once.
+        key = f"{judge.conditions} {judge.base_ms!r}"
+        fitted = None if removed_blocks else WholeModels.read(self.out / WHOLE_MODELS, key)
         for format in self.settings.space.formats:
-            whole = {
-                runtime: checked
-                for runtime in self.settings.space.runtimes
-                if (checked := self.checked.get(Candidate(format, runtime=runtime).name))
-            }
+            same = (m for m in whole_models_of(self.offered(), depth) if m.format == format)
+            # ONNX Runtime first, whose file those with layers in float are made from.
+            whole = {m.runtime: m for m in sorted(same, key=lambda m: m.runtime != "onnx")}
             if not whole:
                 continue
             until = time.monotonic() + float_layers.SHARE * self.settings.time
             layers = None
-            if deadline is not None and judge.tables is None and "onnx" in whole:
+            if deadline is not None and not removed_blocks:
                 until = min(deadline, until)
-                layers = float_layers.measure_layer_harms(judge, whole["onnx"], until)
+                layers = self._measure_layer_harms(next(iter(whole.values())), until)
             if not space.grid and layers is None:
                 continue
             try:
                 if judge.tables is not None:
                     built = judge.tables.format_models(format, [*whole])
                 else:
+                    known = {r: m for r in whole if (m := self.models.get((format, r, ())))}
+                    deeper = DeeperModels(known, depth.names_before) if removed_blocks else None
+                    settings = self.settings.without_blocks(removed_blocks)
                     built = build_format_models(
-                        *(format, [*whole], space.grid, judge.model, judge.context, self.settings),
-                        *(table, judge.measure_latency_ms, layers, until),
+                        *(format, [*whole], space.grid, depth.model, judge.context, settings),
+                        *(table, judge.measure_latency_ms, layers, until, deeper, fitted),
                     )
             except StageFailed as error:  # the other formats may do
-                self.judge.options.announce(f"warning: {format} is not cut: {error}")
+                self._leave_out(f"{format} is not cut: {error}")
                 continue
+            if layers is not None and built[0].layers.unsuitable:
+                self._leave_out(
+                    f"no layer of {format} is left in float: {built[0].layers.unsuitable}"
+                )
             for model in built:
                 model.harm = whole[model.runtime].loss - model.layers.total_harm
-                self.models[format, model.runtime] = model
+                model.removed_blocks = removed_blocks
+                self.models[format, model.runtime, removed_blocks] = model
         for checked in self.checked.values():
-            self._correct(checked)
+            if checked.removed_blocks == removed_blocks:
+                self._correct(checked)
 
-    def _measure_harms(self, space: WidthSpace, deadline: float) -> Harms:
-        """Measure what each single cut loses; what an earlier search measured is read."""
-        judge, file = self.judge, self.out / HARMS
-        key = f"{judge.model.digest} {self.settings.space.widths}"
+    def _measure_layer_harms(self, whole: CheckedModel, deadline: float) -> LayerHarms | None:
+        """Measure what quantizing single layers loses; None where none may stay in float."""
+        judge = self.judge
+        if whole.format == "float" or not self.settings.space.float_layers:
+            return None
         try:
-            content = json.loads(file.read_bytes())
-            known = content["harms"] if content["key"] == key else {}
-        except (OSError, ValueError, KeyError, TypeError):
-            known = {}
-        return measure_harms(
-            space,
-            judge.context.progress,
-            judge.loss_of,
-            known,
-            lambda: write_atomically(file, json.dumps({"key": key, "harms": known}, indent=1)),
-            deadline,
-        )
+            if judge.tables is not None:
+                raise StageFailed("the latency tables have no such layers")
+            # The ONNX file, from which those with layers in float are made, is no point by itself.
+            self.check(Candidate(whole.format))
+            return float_layers.measure_layer_harms(judge, whole, deadline)
+        except StageFailed as error:
+            self._leave_out(f"no layer of {whole.format} is left in float: {error}")
+            return None
 
-    def _check_next(self, programme: Programme) -> bool:
+    def _leave_out(self, what: str) -> None:
+        """Warn that something is not searched, and remember it for the front."""
+        if what not in self.not_searched:
+            self.not_searched.append(what)
+            self._warn(what)
+
+    def _warn(self, message: str) -> None:
+        line = f"warning: {message}"
+        self.emit(RunEvent("message", None, line, level="warning"))
+
+    def _check_next(self, programmes: Programmes) -> bool:
         """Check the next model, and correct the prediction; return whether there was one."""
-        targets: list[float | None] = [*self._targets()]
-        if not any(map(self._is_good, self._offered())):
+        offered = self.offered()
+        targets: list[float | None] = [
+            *latency_targets(offered, self.is_good, self.asked_ms, self.smallest_ms())
+        ]
+        if not any(map(self.is_good, offered)):
             # A format that loses too much as a whole may do with some layers in float.
             targets.append(None)
         for target_ms in targets:
             known = [*(model.candidate for model in self.checked.values()), *self.failed]
-            found = self._solve(programme, target_ms, known)
+            found = self.solve(programmes, target_ms, known)
             if found is not None:
                 candidate, predicted_ms = found
-                self._check(candidate, predicted_ms)
-                if candidate.name in self.checked:
-                    self._correct(self.checked[candidate.name])
+                self.check(candidate, predicted_ms)
                 return True
         return False
 
-    def _contenders(self, programme: Programme) -> list[tuple[Candidate, float | None]]:
-        """Return the cut models within the limits that lose least, and are not trained yet."""
-        known = self._untrained(model for model in self.checked.values() if model.trained)
-        kept = [
-            model
-            for model in self._offered()
-            if model.widths
-            and not model.trained
-            and model.candidate not in known
-            and not missed_limits(self.settings.limits, model, but="max_drop")
-        ]
-        kept.sort(key=lambda model: model.loss)
-        found: list[tuple[Candidate, float | None]]
-        found = [(model.candidate, model.predicted_ms) for model in kept[:TRAINED_AT_ONCE]]
-        while len(found) < TRAINED_AT_ONCE:
-            asked = self.settings.limits.latency
-            solved = self._solve(programme, asked, [*known, *(one for one, _ in found)])
-            if solved is None or not solved[0].widths:
-                break
-            found.append(solved)
-        return found
-
-    def _untrained(self, models: Iterable[CheckedModel]) -> set[Candidate]:
-        """Return models as they are before training, and what is never trained."""
-        whole = {Candidate(format, runtime=runtime) for format, runtime in self.models}
-        return {replace(model.candidate, trained=0) for model in models} | {*self.failed} | whole
-
-    def _train_fastest(self, programme: Programme, ends: list[int], deadline: float) -> bool:
-        """Train a model that is faster than the fastest good one, until it is good itself.
-
-        The first is as fast as can be, as nothing else need be trained where this one is good. Each
-        further one is halfway to the slowest that was trained to the end in vain, so that the
-        fastest good one is found as by bisection. Returns whether there was one and time for it.
-        """
-        offered = self._offered()
-        slowest_ms = max(model.latency_ms for model in offered)
-        good = (model.latency_ms for model in offered if self._is_good(model))
-        best_ms = min(good, default=slowest_ms)
-        over = [model for model in offered if model.trained == ends[-1] or self._is_good(model)]
-        vain = [m.latency_ms for m in over if m.trained and m.latency_ms < best_ms]
-        target_ms = NARROW * self._smallest_ms() / ROOM
-        if vain:
-            target_ms = math.sqrt(best_ms * max(vain))
-        if best_ms < NARROW * max(vain, default=target_ms):
-            return False
-        known = self._untrained(model for model in over if model.trained)
-        solved = self._solve(programme, target_ms, [*known])
-        while solved is None and target_ms * NARROW < best_ms:  # none that fast is small enough
-            target_ms = math.sqrt(best_ms * target_ms)
-            solved = self._solve(programme, target_ms, [*known])
-        if solved is None or not solved[0].widths:
-            return False
-        for end in ends:
-            trained = replace(solved[0], trained=end)
-            if time.monotonic() < deadline:
-                self._check(trained, solved[1])
-            found = self.checked.get(trained.name)
-            if found is None or self._is_good(found):
-                break
-        return True
-
-    def _train_best(
-        self, contenders: list[tuple[Candidate, float | None]], ends: list[int], deadline: float
-    ) -> bool:
-        """Train models by successive halving; return whether there was one and time for it.
-
-        Args:
-            contenders: models, and their predicted latencies.
-            ends: epochs after which the better half goes on.
-            deadline: on the clock of :func:`time.monotonic`.
-        """
-        seconds_per_epoch, before = 0.0, 0
-        for end in ends:
-            reached = []
-            for candidate, predicted_ms in contenders:
-                start = time.monotonic()
-                if start + seconds_per_epoch * (end - before) > deadline:
-                    break
-                trained = replace(candidate, trained=end)
-                self._check(trained, predicted_ms)
-                taken = (time.monotonic() - start) / (end - before)
-                seconds_per_epoch = max(seconds_per_epoch, taken)
-                if trained.name in self.checked:
-                    reached.append((candidate, predicted_ms))
-            if not reached:
-                return end > ends[0]
-            models = [self.checked[replace(one, trained=end).name] for one, _ in reached]
-            order = sorted((model.loss_order, i) for i, model in enumerate(models))
-            contenders = [reached[i] for _, i in order[: math.ceil(len(order) / 2)]]
-            before = end
-        return True
-
     def _correct(self, checked: CheckedModel) -> None:
-        """Take a measured latency into account in the model of its format and runtime."""
-        model = self.models.get((checked.format, checked.runtime))
+        """Take a measured latency into account in the model of its format, runtime and blocks."""
+        model = self.models.get((checked.format, checked.runtime, checked.removed_blocks))
         choice = None if model is None else model.choice_of(checked.candidate)
         if model is not None and choice is not None:
-            model.correct(model.latency_ms(choice), checked.latency_ms)
+            uncorrected_ms = model.latency_ms(choice)
+            model.correct(uncorrected_ms, checked.latency_ms)
+            self.emit(search_events.model_corrected(checked, uncorrected_ms, model.correction))
 
-    def _targets(self) -> list[float]:
-        """Return the latencies to look for models at, the most wanted first."""
+    @property
+    def asked_ms(self) -> float | None:
+        """The limit of median latency, or what keeps to that of the 95th percentile."""
+        limit = self.settings.limits.latency
+        if limit is None or limit.p95_ms is None:
+            return None if limit is None else limit.p50_ms
+        ratios = [m.p95_ms / m.latency_ms for m in self.offered() if m.p95_ms is not None]
+        asked_ms = limit.p95_ms / (median(ratios) if ratios else 1.0)
+        return asked_ms if limit.p50_ms is None else min(asked_ms, limit.p50_ms)
+
+    def _most_bytes(self, format: Format, runtime: Runtime) -> float | None:
+        """Return the largest file within the limits of size and memory; None without these.
+
+        Memory is a straight line through what the checked models of a format and runtime take.
+        """
         limits = self.settings.limits
-        found = sorted(self._offered(), key=lambda model: model.latency_ms)
-        targets = []
-        if limits.latency is not None:
-            near = [m for m in found if m.predicted_ms and m.latency_ms <= 1.1 * limits.latency]
-            if len(near) < CHECKS_AT_LIMIT:
-                targets.append(limits.latency)
-        good = [model for model in found if self._is_good(model)]
-        # A metric on some hundred samples has steps, and a model that loses a sample too many may
-        # have a faster neighbour that does not: so wherever nothing was checked yet, and most
-        # where the slower end of a gap is good.
-        fastest = good[0].latency_ms if good else math.inf
-        faster = [model for model in found if model.latency_ms <= fastest]
-        below = [(self._smallest_ms(), False)]
-        below += [(model.latency_ms, self._is_good(model)) for model in faster]
-        targets += _middles(
-            (a, b, 1.0 if is_good else BEHIND_BAD) for (a, _), (b, is_good) in pairwise(below)
-        )
-        # Then where the front is thinnest.
-        front = [model.latency_ms for model in Front.pareto(good)]
-        return targets + _middles((a, b, 1.0) for a, b in pairwise(front))
+        same = [m for m in self.offered() if (m.format, m.runtime) == (format, runtime)]
+        taken = {m.bytes: m.peak_mebibytes for m in same if m.peak_mebibytes is not None}
+        most = [] if limits.size is None else [limits.size]
+        if limits.memory is not None and len(taken) > 1:
+            slope, constant = np.polyfit([*taken], [*taken.values()], 1).tolist()
+            allowed = limits.memory / 2**20
+            if slope > 0:
+                within = [size for size, peak in taken.items() if peak <= allowed]
+                most.append(max([(allowed - constant) / slope, *within]))
+        return min(most, default=None)
 
-    def _smallest_ms(self) -> float:
+    def smallest_ms(self) -> float:
         """Return the smallest latency that the models predict."""
         return min(model.corrected()(model.smallest) for model in self.models.values())
 
-    def _solve(
-        self, programme: Programme, latency_ms: float | None, known: Sequence[Candidate]
+    def solve(
+        self, programmes: Programmes, latency_ms: float | None, known: Sequence[Candidate]
     ) -> tuple[Candidate, float] | None:
         """Return the model that loses least below a latency, if it has one, besides known ones."""
         best: tuple[float, Candidate, float] | None = None
-        for (format, runtime), model in self.models.items():
+        for (format, runtime, removed_blocks), model in self.models.items():
             corrected = model.corrected()
             limits = [] if latency_ms is None else [Limit(corrected, ROOM * latency_ms)]
-            if self.settings.limits.size is not None:
-                limits.append(Limit(model.bytes, self.settings.limits.size))
+            most_bytes = self._most_bytes(format, runtime)
+            if most_bytes is not None:
+                limits.append(Limit(model.bytes, most_bytes))
             same = (c for c in known if (c.format, c.runtime) == (format, runtime))
             choices = map(model.choice_of, same)
-            mixed = programme.extended(model.layers.grid, model.layers.harm)
+            mixed = programmes[removed_blocks].extended(model.layers.grid, model.layers.harm)
             choice = mixed.solve(limits, [tried for tried in choices if tried is not None])
             if choice is None:
                 continue
@@ -394,82 +341,85 @@ class Search:
                 best = harm, model.candidate(choice), corrected(choice)
         return None if best is None else best[1:]
 
-    def _check(self, candidate: Candidate, predicted_ms: float | None = None) -> None:
+    def check(self, candidate: Candidate, predicted_ms: float | None = None) -> None:
         """Check a candidate, unless that was done, and write the front."""
         if candidate.name in self.checked or candidate in self.failed:
             return
+        self.emit(search_events.candidate_chosen(candidate, predicted_ms))
         try:
             found = self.judge.check(candidate, predicted_ms)
         except StageFailed as error:
-            if not candidate.widths and not candidate.float_layers and candidate.runtime == "onnx":
+            is_whole = not candidate.is_smaller and not candidate.float_layers
+            if is_whole and candidate.runtime == "onnx":
                 raise
-            if not candidate.widths:
-                self.judge.options.announce(f"warning: {candidate.name} is left out: {error}")
             self.failed[candidate] = str(error)
-            self.judge.options.announce(f"warning: {candidate.name} could not be made: {error}")
+            self.emit(search_events.candidate_failed(candidate, str(error)))
             return
+        before = self._front().points
         self.checked[candidate.name] = found
-        self.judge.options.announce(Front.line(found))
-        self._front().write(self.out)
+        self.emit(search_events.candidate_checked(found, self.settings.limits))
+        front = self._front()
+        if front.points != before:
+            self.emit(search_events.front_changed(front.points))
+        front.write(self.out)
+        self._correct(found)
 
-    def _offered(self) -> list[CheckedModel]:
-        """Return the checked models in the formats and runtimes that are asked for."""
+    def offered(self) -> list[CheckedModel]:
+        """Return the checked models of the formats, runtimes and depths that are asked for."""
         space = self.settings.space
         return [
             model
             for model in self.checked.values()
-            if model.format in space.formats and model.runtime in space.runtimes
+            if model.format in space.formats
+            and model.runtime in space.runtimes
+            and (space.blocks or not model.removed_blocks)
         ]
 
     @property
-    def _loss_decides(self) -> bool:
+    def loss_decides(self) -> bool:
         """Whether the best model is the one that loses least, and not the fastest."""
         limits = self.settings.limits
         return limits.latency is not None or limits.max_drop is None
 
-    def _is_good(self, model: CheckedModel) -> bool:
+    def is_good(self, model: CheckedModel) -> bool:
         """Whether a model meets all limits but that of latency."""
         return not missed_limits(self.settings.limits, model, but="latency")
 
-    def _front(self) -> Front:
+    def _front(self, best: str | None = None) -> Front:
+        points = Front.pareto(self.offered())
+        if best is not None and best not in {model.name for model in points}:
+            points = sorted([*points, self.checked[best]], key=lambda model: model.latency_ms)
         return Front(
             limits=self.settings.limits,
             checked=tuple(self.checked.values()),
             failed={candidate.name: why for candidate, why in self.failed.items()},
-            points=tuple(model.name for model in Front.pareto(self._offered())),
+            points=tuple(model.name for model in points),
             conditions=self.judge.conditions,
             base_ms=self.judge.base_ms,
             predicted_for=self.judge.tables.where if self.judge.tables else None,
+            best=best,
+            is_infeasible=self.is_infeasible,
+            not_searched=tuple(self.not_searched),
         )
 
     def _finish(self) -> Front:
-        """Confirm the models that meet all limits, the best first, and write their pipelines."""
+        """Confirm the models that meet all limits, the best first, and write the front's points."""
         limits = self.settings.limits
-        wanted = [model for model in self._offered() if not missed_limits(limits, model)]
-        by_loss = self._loss_decides
+        wanted = [model for model in self.offered() if not missed_limits(limits, model)]
+        by_loss = self.loss_decides
         wanted.sort(key=lambda m: m.loss_order if by_loss else (m.latency_ms, m.drop or 0.0))
-        most, best = self.settings.limits.max_drop, None
-        for model in wanted:
-            confirmed = self.judge.confirm(model)
-            self.checked[model.name] = confirmed
-            drop = confirmed.confirmed_drop
-            if drop is not None and (most is None or drop <= most):
-                best = confirmed
-                break
-        front = self._front().model_copy(update={"best": best.name if best else None})
-        for number, name in enumerate(front.points, 1):
-            file = self.out / POINTS / str(number) / "pipeline.yaml"
-            model = self.checked[name]
-            gate = self.judge.speedup_gate(model)
-            model.candidate.write_pipeline(self.judge.base, self.settings, file, gate)
+        best = next((model.name for model in wanted if self._passes(model)), None)
+        front = write_points(self._front(best), self.judge, best)
         front.write(self.out)
         return front
 
-
-def _middles(gaps: Iterable[tuple[float, float, float]]) -> list[float]:
-    """Return the middle of each gap between two latencies that is not narrow, the widest first.
-
-    A gap is a lower and an upper end, and the weight of its width.
-    """
-    wide = [(weight * math.log(b / a), a, b) for a, b, weight in gaps if b / a > NARROW]
-    return [math.sqrt(a * b) for _, a, b in sorted(wide, reverse=True)]
+    def _passes(self, model: CheckedModel) -> bool:
+        """Confirm a model, and run its pipeline; return whether it keeps to all limits."""
+        confirmed = self.judge.confirm(model)
+        self.checked[model.name] = confirmed
+        if confirmed.confirmed_drop is None or missed_limits(self.settings.limits, confirmed):
+            return False
+        front = self._front(best=model.name)
+        front.write(self.out)
+        write_point(front, self.judge, confirmed)
+        return run_point(front, self.judge, confirmed)

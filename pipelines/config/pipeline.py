@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import reduce
-from operator import or_
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
@@ -27,18 +25,12 @@ from compress.data.loader_config import Loading
 from pipelines.config.auto_settings import AutoSettings
 from pipelines.config.matrix import allow_matrix_, expand_matrices, refuse_duplicate_branches
 from pipelines.config.model_spec import ModelSpec
-from pipelines.config.registry import stages
+from pipelines.config.registry import AnyStage, stages
 from pipelines.config.validation_errors import explain
 from pipelines.config.yaml_source import Source, dotted, read
 
 if TYPE_CHECKING:
     from compress.common.requirements import Requirement
-    from compress.core.stage import Stage
-
-    AnyStage = Stage[Any, Any]
-else:
-    # A union that is built at run time means nothing to mypy.
-    AnyStage = Annotated[reduce(or_, stages().values()), Field(discriminator="stage")]
 
 
 class DataSpec(Settings):
@@ -150,6 +142,8 @@ class PipelineConfig(Settings):
     """The steps, in order."""
 
     _source: Source | None = PrivateAttr(default=None)
+    _written: Path | None = PrivateAttr(default=None)
+    """File that this was written to, with paths that are relative to that one's folder."""
 
     @model_validator(mode="after")
     def _has_stages(self) -> Self:
@@ -180,8 +174,9 @@ class PipelineConfig(Settings):
 
     @property
     def file(self) -> str:
-        """Path of the file that this was read from."""
-        return str(self._source.path) if self._source else "(a pipeline made in Python)"
+        """Path of the file that this was read from, or written to."""
+        path = self._written or (self._source and self._source.path)
+        return str(path) if path else "(a pipeline made in Python)"
 
     @property
     def folder(self) -> Path:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, reduce
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any
+from operator import or_
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
 
 from compress.common.errors import Unavailable
 from compress.common.requirements import load_entry_point
@@ -25,6 +28,7 @@ from export.executorch.stage import ExportExecuTorch
 from export.exported_program import ExportProgram
 from export.fastest.stage import ExportFastest
 from export.genai.stage import ExportGenai
+from export.gguf.stage import ExportGguf
 from export.onnx.stage import ExportOnnx
 from export.openvino.stage import ExportOpenVINO
 from export.tensorrt.stage import ExportTensorRT
@@ -58,6 +62,7 @@ OURS: tuple[type[Stage[Any, Any]], ...] = (
     ExportExecuTorch,
     ExportGenai,
     ExportCompressedTensors,
+    ExportGguf,
     ExportTensorRT,
     ExportFastest,
     PackageTorchServe,
@@ -85,3 +90,10 @@ def stages() -> dict[str, type[Stage[Any, Any]]]:
 def stage_type(stage: type[Stage[Any, Any]]) -> str:
     """Return a stage class's `stage` key."""
     return str(stage.model_fields["stage"].default)
+
+
+if TYPE_CHECKING:
+    AnyStage = Stage[Any, Any]
+else:
+    # A union that is built at run time means nothing to mypy.
+    AnyStage = Annotated[reduce(or_, stages().values()), Field(discriminator="stage")]

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 NOT_FOR_DEPLOYMENT = ("eager", "graph", "torchserve", "triton", "kserve")
 """Kinds of artifacts that only Python runs, and packages of an artifact that is exported before."""
-NOT_SERVED = ("executorch", "tensorrt", "genai", "compressed-tensors")
+NOT_SERVED = ("executorch", "tensorrt", "genai", "compressed-tensors", "gguf")
 """Kinds that `compress serve` does not take."""
 
 

@@ -29,6 +29,13 @@ EventName: TypeAlias = Literal[
     "stage_failed",
     "stage_skipped",
     "run_finished",
+    "search_started",
+    "candidate_chosen",
+    "candidate_checked",
+    "candidate_failed",
+    "model_corrected",
+    "front_changed",
+    "search_finished",
     "message",
 ]
 Level: TypeAlias = Literal["info", "warning", "error"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -98,34 +100,84 @@ def kept_without(module: nn.Module, removed: Collection[Block]) -> dict[str, tup
     return kept
 
 
+def blocks_named(
+    names: Iterable[str], blocks: Sequence[Block], refused: Mapping[str, str]
+) -> list[Block]:
+    """Return the blocks of some names, in the order of the names.
+
+    Raises:
+        StageFailed: a name is none of the blocks, or of one that has to stay.
+    """
+    known = {block.name: block for block in blocks}
+    for name in names:
+        if name not in known:
+            raise StageFailed(f"{name!r} is no repeated block; these are: {', '.join(known)}")
+        if name in refused:
+            raise StageFailed(f"{name} cannot be removed: {refused[name]}")
+    return [known[name] for name in dict.fromkeys(names)]
+
+
+def remove_in_order(module: nn.Module, blocks: Sequence[Block], meter: OutputErrorMeter) -> Removal:
+    """Remove given blocks, and measure the output error after each. The module is not changed.
+
+    Raises:
+        StageFailed: a block is inside a removed one or the last of its list, or the model does not
+            run without it.
+    """
+    steps: list[tuple[Block, OutputError]] = []
+    for block in blocks:
+        gone = [removed for removed, _ in steps]
+        if block not in _removable(module, blocks, gone):
+            raise StageFailed(
+                f"{block.name} cannot be removed with {', '.join(b.name for b in gone)}: it is "
+                "inside one of them, or the last of its list"
+            )
+        error = _error_without(module, [*gone, block], meter)
+        if isinstance(error, str):
+            raise StageFailed(f"{block.name} cannot be removed: {error}")
+        steps.append((block, error))
+    if reason := _untrainable(module, blocks, meter):
+        raise StageFailed(f"{', '.join(b.name for b in blocks)} cannot be removed: {reason}")
+    return Removal(tuple(steps), {}, {})
+
+
 def search(
     module: nn.Module,
     blocks: Sequence[Block],
-    count: int,
+    count: int | None,
     meter: OutputErrorMeter,
     refused: Mapping[str, str],
     progress: Progress,
+    deadline: float = math.inf,
 ) -> Removal:
-    """Remove ``count`` blocks one after the other, each time the one with the least output error.
+    """Remove blocks one after the other, each time the one with the least output error.
 
-    ``refused`` gives the blocks that stay and why; more may be found. The module is not changed.
+    Args:
+        module: the model, which is not changed.
+        blocks: those that may be removed.
+        count: how many are removed; None for as many as can be.
+        meter: measures the output errors.
+        refused: the blocks that stay, and why; more may be found.
+        progress: called with the trials done and those in all.
+        deadline: on the clock of :func:`time.monotonic`; no further block is searched after it.
 
     Raises:
-        StageFailed: fewer can be removed.
+        StageFailed: fewer than ``count`` can be removed.
     """
     # Greedy, because errors depend on the blocks already removed: the best pair is seldom made of
     # the two blocks with the least errors alone.
     refused = dict(refused)
     alone: dict[Block, OutputError] = {}
     steps: list[tuple[Block, OutputError]] = []
-    total = sum(max(0, len(blocks) - done) for done in range(count))
+    most = len(blocks) if count is None else count
+    total = sum(max(0, len(blocks) - done) for done in range(most))
     tried = 0
-    while len(steps) < count:
+    while len(steps) < most and time.monotonic() < deadline:
         gone = [block for block, _ in steps]
         errors: dict[Block, OutputError] = {}
         for block in _removable(module, blocks, gone):
             tried += 1
-            progress("remove blocks", min(tried, total), total, f"{len(steps)} of {count} removed")
+            progress("remove blocks", min(tried, total), total, f"{len(steps)} of {most} removed")
             error = _error_without(module, [*gone, block], meter)
             if isinstance(error, str):
                 refused.setdefault(block.name, error)
@@ -140,6 +192,8 @@ def search(
                 break
             refused[block.name] = reason
         else:
+            if count is None:
+                break
             shown = [f"{name}: {reason}" for name, reason in list(refused.items())[:3]]
             more = f" and {len(refused) - 3} more" if len(refused) > 3 else ""
             why = f" ({'; '.join(shown)}{more})" if shown else ", because each list keeps one block"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,7 +25,7 @@ from compress.pruning.importance.layer_calls import (
 from compress.pruning.importance.moments import MAX_COLUMNS, Moments
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import nn
 
@@ -68,12 +68,13 @@ def refit_(
     batches: Sequence[Batch],
     device: str = "cpu",
     ridge: float = RIDGE,
+    names: Mapping[str, str] | None = None,
 ) -> list[RefitResult]:
     """Refit, in place, the weights and biases of the layers that lost input channels.
 
     Linear layers and convolutions are refitted if nothing else uses their weight; other layers stay
     as they were sliced. ``kept`` gives the indices that are left of each tensor of ``reference``,
-    the module before slicing.
+    the module before slicing; ``names`` gives other names that weights have there.
 
     Raises:
         StageFailed: the modules do not take the batches.
@@ -85,8 +86,9 @@ def refit_(
         # Errors are fitted instead of outputs, so that the ridge penalizes changes of weights.
         moments, energy = Moments(), 0.0
         rows = kept[layer.weight].get(1 - layer.read_axis)
+        there = replace(layer, weight=(names or {}).get(layer.weight, layer.weight))
         for batch in batches:
-            targets = [call.output for call in _calls_of(layer, reference, batch, device)]
+            targets = [call.output for call in _calls_of(there, reference, batch, device)]
             calls = _calls_of(layer, module, batch, device)
             for expected, call in zip(targets, calls, strict=True):
                 if rows is not None:

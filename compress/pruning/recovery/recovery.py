@@ -13,7 +13,7 @@ from compress.pruning.importance.layer_calls import samples_refused
 from compress.pruning.recovery.least_squares import refit_
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from pydantic import JsonValue
 
@@ -29,11 +29,13 @@ def recover_(
     device: str = "cpu",
     *,
     refit: bool = True,
+    names: Mapping[str, str] | None = None,
 ) -> dict[str, JsonValue]:
     """Refit layers and re-estimate BatchNorm statistics, in place; return the errors as facts.
 
     After a refit, new statistics are only taken if they reduce the output error. ``kept`` gives the
-    indices that are left of each tensor of ``reference``, the module before slicing.
+    indices that are left of each tensor of ``reference``, the module before slicing; ``names``
+    gives other names that weights have there.
 
     Raises:
         StageFailed: the modules do not take the batches.
@@ -41,7 +43,7 @@ def recover_(
     errors = {"cut": output_error(module, reference, batches, device)}
     layers: dict[str, JsonValue] = {}
     if refit:
-        for one in refit_(module, reference, kept, batches, device):
+        for one in refit_(module, reference, kept, batches, device, names=names):
             layers[one.weight] = [_rounded(one.before), _rounded(one.after)]
         errors["refit"] = output_error(module, reference, batches, device)
     if batch_norms(module):

@@ -32,6 +32,8 @@ def awq_(
     bits: int,
     group_size: int,
     exclude: Sequence[str] = (),
+    *,
+    symmetric: bool = False,
 ) -> tuple[dict[str, float], set[str]]:
     """Divide inputs of linear layers and multiply their weights; outputs stay the same.
 
@@ -45,7 +47,7 @@ def awq_(
     exponents, rescaled = {}, set[str]()
 
     def quantized(weight_OI: torch.Tensor) -> torch.Tensor:
-        return round_to_nearest(weight_OI, bits, group_size).dequantize()
+        return round_to_nearest(weight_OI, bits, group_size, symmetric=symmetric).dequantize()
 
     for group in shared_input_groups(graph, exclude):
         weight_OI, moment_II = group.weight_OI(graph), second_moments[group.source.name]

@@ -50,10 +50,12 @@ def grouped(weight_OI: torch.Tensor, groups: int) -> torch.Tensor:
     return weight_OI.view(len(weight_OI), groups, -1)
 
 
-def round_to_nearest(weight_OI: torch.Tensor, bits: int, group_size: int) -> QuantizedWeight:
+def round_to_nearest(
+    weight_OI: torch.Tensor, bits: int, group_size: int, *, symmetric: bool = False
+) -> QuantizedWeight:
     """Round each weight to the nearest of `2**bits` steps between its group's extremes and 0."""
     grouped_OGS = grouped(weight_OI, weight_OI.shape[1] // group_size)
-    scale_OG, zero_OG = _qparams(grouped_OGS, bits)
+    scale_OG, zero_OG = _qparams(grouped_OGS, bits, symmetric)
     integers_OGS = _quantize(grouped_OGS, scale_OG[..., None], zero_OG[..., None], bits)
     return QuantizedWeight(integers_OGS.flatten(1), scale_OG, zero_OG.to(torch.uint8), bits)
 
@@ -92,7 +94,12 @@ def hqq(weight_OI: torch.Tensor, bits: int, group_size: int) -> QuantizedWeight:
 
 
 def gptq(
-    weight_OI: torch.Tensor, bits: int, group_size: int, second_moment_II: torch.Tensor
+    weight_OI: torch.Tensor,
+    bits: int,
+    group_size: int,
+    second_moment_II: torch.Tensor,
+    *,
+    symmetric: bool = False,
 ) -> QuantizedWeight:
     """Round input after input, and let the remaining inputs compensate each one's error.
 
@@ -103,7 +110,8 @@ def gptq(
     """
     weight_OI, moment_II = weight_OI.double(), second_moment_II.double()
     groups = weight_OI.shape[1] // group_size
-    scale_OG, zero_OG = _least_error_qparams(grouped(weight_OI, groups), moment_II.diagonal(), bits)
+    grouped_OGS = grouped(weight_OI, groups)
+    scale_OG, zero_OG = _least_error_qparams(grouped_OGS, moment_II.diagonal(), bits, symmetric)
     order_I = moment_II.diagonal().argsort(descending=True, stable=True)
     inverse_II = inverse_hessian_factor(moment_II[order_I][:, order_I])
     remaining_OI = weight_OI[:, order_I]
@@ -119,7 +127,7 @@ def gptq(
 
 
 def _least_error_qparams(
-    weight_OGS: torch.Tensor, moment_I: torch.Tensor, bits: int
+    weight_OGS: torch.Tensor, moment_I: torch.Tensor, bits: int, symmetric: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the scales and zero points of the ranges with the least error of the outputs.
 
@@ -134,7 +142,7 @@ def _least_error_qparams(
     weight_OGS = weight_OGS.masked_fill(is_dead, 0)
     best_OG, scale_OG, zero_OG = torch.tensor(torch.inf), torch.tensor(0), torch.tensor(0)
     for share in RANGE_SHARES:
-        scale, zero = _qparams(weight_OGS * share, bits)
+        scale, zero = _qparams(weight_OGS * share, bits, symmetric)
         integers_OGS = _quantize(weight_OGS, scale[..., None], zero[..., None], bits)
         off_OGS = (integers_OGS - zero[..., None]) * scale[..., None] - weight_OGS
         error_OG = (off_OGS.square() * moment_GS).sum(-1)
@@ -152,10 +160,19 @@ def pack(integers_OI: torch.Tensor, bits: int) -> torch.Tensor:
     return integers_OI[:, ::2] | (integers_OI[:, 1::2] << 4)
 
 
-def _qparams(grouped_OGS: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return scale and zero point of each group, whose range includes 0."""
+def _qparams(
+    grouped_OGS: torch.Tensor, bits: int, symmetric: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return scale and zero point of each group, whose range includes 0.
+
+    Symmetric ones have the zero point in the middle, `2**(bits - 1)`.
+    """
     low = grouped_OGS.amin(-1).clamp(max=0)
     high = grouped_OGS.amax(-1).clamp(min=0)
+    if symmetric:
+        middle = 2 ** (bits - 1)
+        scale = torch.maximum(-low / middle, high / (middle - 1)).clamp(min=SMALLEST_SCALE)
+        return scale, torch.full_like(scale, middle)
     scale = ((high - low) / (2**bits - 1)).clamp(min=SMALLEST_SCALE)
     return scale, (-low / scale).round()
 

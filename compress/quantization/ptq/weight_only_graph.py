@@ -55,6 +55,8 @@ class WeightQuantizer:
     embedding_bits: int = 8
     round_activations: bool = False
     """Whether linear layers read activations rounded to 8 bits, by groups of `group_size`."""
+    symmetric: bool = False
+    """Whether zero points lie in the middle of the integers."""
     quantized: dict[str, int] = field(default_factory=dict)
     """Number of quantized operators by kind."""
     left_float: dict[str, str] = field(default_factory=dict)
@@ -75,7 +77,12 @@ class WeightQuantizer:
         """
         if self.method == "awq":
             self.scaled, self.rescaled = awq_(
-                graph, second_moments, self.bits, self.group_size, self.exclude
+                graph,
+                second_moments,
+                self.bits,
+                self.group_size,
+                self.exclude,
+                symmetric=self.symmetric,
             )
         for node in list(graph.graph.nodes):
             if is_excluded(node, self.exclude):
@@ -102,10 +109,15 @@ class WeightQuantizer:
         if weight.target not in self._dequantized:
             weight_OI = value_of(graph, weight)
             if self.method == "gptq" and moment_II is not None:
-                quantized = gptq(weight_OI, self.bits, self.group_size, moment_II)
+                quantized = gptq(
+                    weight_OI, self.bits, self.group_size, moment_II, symmetric=self.symmetric
+                )
+            elif self.method == "hqq":
+                quantized = hqq(weight_OI, self.bits, self.group_size)
             else:  # AWQ's scales are in the weight already
-                method = hqq if self.method == "hqq" else round_to_nearest
-                quantized = method(weight_OI, self.bits, self.group_size)
+                quantized = round_to_nearest(
+                    weight_OI, self.bits, self.group_size, symmetric=self.symmetric
+                )
             with graph.graph.inserting_before(node):
                 dequantized = _dequantize(graph, str(weight.target), quantized)
             self._dequantized[weight.target] = dequantized
@@ -134,7 +146,9 @@ class WeightQuantizer:
                     f"of {TABLE_GROUPS[-1]} numbers, found {width}; set embedding_bits: 8, or "
                     "exclude it"
                 )
-        quantized = round_to_nearest(table_VD, self.embedding_bits, group_size)
+        quantized = round_to_nearest(
+            table_VD, self.embedding_bits, group_size, symmetric=self.symmetric
+        )
         packed = pack(quantized.integers_OI, self.embedding_bits)
         with graph.graph.inserting_before(node):
             call = graph.graph.call_function

@@ -31,6 +31,9 @@ class QuantizeWeights(QuantizationStage):
     """`rtn` rounds to the nearest step, `hqq` also fits the zero points of 4-bit weights, `gptq`
     lets later weights make up for earlier ones' errors on a sample of the data, `awq` scales up
     before rounding what is multiplied with large inputs."""
+    symmetric: bool = False
+    """Whether zero points lie in the middle of the integers instead of where a group's range has
+    them. GGUF's `Q8_0` and `Q4_0` have no others."""
     activation_bits: Literal[8, 32] = 8
     """Bits of what linear layers multiply with these weights. 8 rounds each `group_size` numbers of
     a row with a scale of their own, as onnxruntime's fast kernel does (`MatMulNBits` with
@@ -50,6 +53,8 @@ class QuantizeWeights(QuantizationStage):
         if self.method == "hqq" and self.bits != 4:
             # onnxruntime 1.31 has no 8-bit product with zero points between two integers.
             raise ValueError(f"method hqq is for bits: 4, found bits: {self.bits}; use rtn or gptq")
+        if self.method == "hqq" and self.symmetric:
+            raise ValueError("method hqq fits zero points, found symmetric: true; use rtn or gptq")
         # 8 is the default: it is refused only where it was written.
         is_written = "activation_bits" in self.model_fields_set
         if self.method == "hqq" and self.activation_bits == 8 and is_written:
@@ -76,6 +81,7 @@ class QuantizeWeights(QuantizationStage):
             self.exclude,
             embedding_bits=self.embedding_bits,
             round_activations=self.activation_bits == 8 and self.method != "hqq",
+            symmetric=self.symmetric,
         )
         sample = self.calibration_data(model, context) if self.needs_data else ()
         program = quantize_weights(module, model.signature, quantizer, sample)

@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from export.latency.resizing import ResizableModel
     from export.latency.width_costs import Value, WidthCosts
     from pipelines.auto.candidates import CheckedModel
-    from pipelines.config.auto_settings import AutoSettings
-    from pipelines.config.run_options import RunOptions
 
 QUANTIZED = "quantized"
 """Value of the decision about a layer that is not put back to float."""
@@ -92,6 +90,8 @@ class DecidedLayers:
     """Decision → quantized or float → what is lost so."""
     scopes: Sequence[tuple[str, ...]]
     """Decisions that meet in a kernel."""
+    unsuitable: str = ""
+    """Why there can be none."""
 
     @property
     def grid(self) -> dict[str, tuple[Value, ...]]:
@@ -107,9 +107,7 @@ class DecidedLayers:
 class FloatModel(Protocol):
     """What is needed of a search's judge, which imports this module by its tables."""
 
-    settings: AutoSettings
     out: Path
-    options: RunOptions
     model: EagerModel
     context: Context
     decided_on: HalfOfVal
@@ -118,10 +116,8 @@ class FloatModel(Protocol):
         """Return the file of a candidate that was built."""
 
 
-def measure_layer_harms(
-    judge: FloatModel, whole: CheckedModel, deadline: float
-) -> LayerHarms | None:
-    """Measure what quantizing each layer alone loses; None, with a warning, where it cannot be.
+def measure_layer_harms(judge: FloatModel, whole: CheckedModel, deadline: float) -> LayerHarms:
+    """Measure what quantizing each layer alone loses.
 
     The file of the whole quantized model is taken with all other layers put back to float, so that
     no model is quantized or exported for it. Losses are scaled such that their sum is that of the
@@ -129,12 +125,13 @@ def measure_layer_harms(
 
     Args:
         judge: the float model and its data.
-        whole: the model with all layers quantized.
+        whole: the model with all layers quantized, in any runtime.
         deadline: on the clock of :func:`time.monotonic`; layers that were not measured by then are
             left out.
+
+    Raises:
+        StageFailed: its ONNX file has other layers than the model.
     """
-    if whole.format == "float" or not judge.settings.space.float_layers:
-        return None
     file = judge.out / FILE
     known: dict[str, float] = {}
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
@@ -145,12 +142,7 @@ def measure_layer_harms(
         content = {"model": judge.model.digest, "harms": known}
         write_atomically(file, json.dumps(content, indent=1))
 
-    try:
-        return _measure(judge, whole, known, save, deadline)
-    except StageFailed as error:
-        announce = judge.options.announce
-        announce(f"warning: no layer of {whole.format} is left in float: {error}")
-        return None
+    return _measure(judge, whole, known, save, deadline)
 
 
 def _measure(

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
 import random
 from dataclasses import dataclass, field
+from itertools import combinations, product
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from compress.common.atomic_files import write_atomically
 from compress.pruning.width_variants import width_variants
 from export.latency.float_layers import FLOAT
 from export.latency.latency_model import LatencyModel
@@ -55,6 +59,17 @@ CALIBRATED_ON = 32
 """Samples with which exports are quantized: their speed is looked at, not their answers."""
 
 
+@dataclass(frozen=True)
+class RuntimeFit:
+    """How latency and file size in a runtime follow from kernels and weights."""
+
+    latency: LatencyModel
+    bytes_ratio: float
+    """Bytes of the file for each byte of the ONNX file."""
+    bytes_added: float
+    """Bytes of each file."""
+
+
 @dataclass
 class FormatModel:
     """Latency and size in one format and runtime, by widths and the layers left in float."""
@@ -63,6 +78,8 @@ class FormatModel:
     latency_ms: InteractionSum
     bytes: InteractionSum
     runtime: Runtime = "onnx"
+    removed_blocks: tuple[str, ...] = ()
+    """Blocks that the model lacks at all widths."""
     harm: float = 0.0
     """Squared distance of the whole model in this format from the float one."""
     layers: DecidedLayers = field(default_factory=lambda: DecidedLayers((), {}, ()))
@@ -71,11 +88,15 @@ class FormatModel:
     """The model's own widths, and no layer in float."""
     smallest: Choice = field(default_factory=dict)
     """The smallest widths, and no layer in float."""
+    fit: RuntimeFit | None = None
+    """What the figures follow by; None for tables."""
     _ratios: list[float] = field(default_factory=list)
     """Measured over predicted latency of checked models."""
 
     def choice_of(self, candidate: Candidate) -> dict[str, Value] | None:
         """Return a candidate's values of all decisions; None where it has others."""
+        if candidate.removed_blocks != self.removed_blocks:
+            return None
         layers = (decision_of(name) for name in candidate.float_layers)
         chosen: dict[str, Value] = {**dict(candidate.widths), **dict.fromkeys(layers, FLOAT)}
         return {**self.whole, **chosen} if chosen.keys() <= self.whole.keys() else None
@@ -86,7 +107,9 @@ class FormatModel:
         widths = ((name, int(value)) for name, value in changed.items() if value != FLOAT)
         layers = (name for name in self.layers.names if decision_of(name) in changed)
         return Candidate(
-            self.format, tuple(sorted(widths)), tuple(sorted(layers)), runtime=self.runtime
+            *(self.format, tuple(sorted(widths)), tuple(sorted(layers))),
+            runtime=self.runtime,
+            removed_blocks=self.removed_blocks,
         )
 
     @property
@@ -103,6 +126,78 @@ class FormatModel:
         return InteractionSum.combine([(self.correction, self.latency_ms)], 0.0)
 
 
+@dataclass(frozen=True)
+class DeeperModels:
+    """Models of a network with more blocks, from which those with fewer of them follow.
+
+    What two groups that meet in a layer change together is the same in both, as the layer is. What
+    a group changes alone is not: the residual stream has fewer readers.
+    """
+
+    models: Mapping[Runtime, FormatModel]
+    names: Mapping[str, str]
+    """Group of the network with fewer blocks → its name where there are more."""
+
+    def fits(self) -> dict[Runtime, RuntimeFit]:
+        """Return how latency and size follow in each runtime."""
+        return {r: model.fit for r, model in self.models.items() if model.fit is not None}
+
+    def has_pair(self, pair: tuple[str, ...], grid: Grid) -> bool:
+        """Whether it is known what two groups change together, at the widths of a grid."""
+        return all(
+            self._terms(model.latency_ms, pair, grid) is not None for model in self.models.values()
+        )
+
+    def with_pairs(
+        self, quantity: InteractionSum, deeper: InteractionSum, grid: Grid
+    ) -> InteractionSum:
+        """Return a quantity of single groups, and what pairs change in the deeper network."""
+        terms = dict(quantity.terms)
+        for pair in combinations(sorted(grid), 2):
+            known = self._terms(deeper, pair, grid)
+            if known is not None:
+                terms[pair] = known
+        return InteractionSum(quantity.base, terms)
+
+    def _terms(
+        self, deeper: InteractionSum, pair: tuple[str, ...], grid: Grid
+    ) -> dict[tuple[Value, ...], float] | None:
+        """Return what two groups change together, by their widths; None where that is unknown."""
+        a, b = (self.names.get(group, "") for group in pair)
+        own = deeper.terms.get((a, b))
+        if own is None and (b, a) in deeper.terms:
+            own = {(first, second): c for (second, first), c in deeper.terms[b, a].items()}
+        asked = {*product(*(grid[group][1:] for group in pair))}
+        return dict(own) if own is not None and {*own} == asked else None
+
+
+@dataclass(frozen=True)
+class WholeModels:
+    """Latencies and sizes of whole models that predictions are fitted to, in a file if given."""
+
+    file: Path | None = None
+    key: str = ""
+    """What they depend on, besides format, runtime, widths and layers in float."""
+    known: dict[str, tuple[float, int]] = field(default_factory=dict)
+    """Format, runtime and choice → latency in milliseconds, and bytes."""
+
+    @classmethod
+    def read(cls, file: Path, key: str) -> Self:
+        """Read what an earlier search measured; nothing where that is not there, or of another."""
+        known: dict[str, tuple[float, int]] = {}
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            content = json.loads(file.read_bytes())
+            known = content["measured"] if content["key"] == key else {}
+        return cls(file, key, known)
+
+    def add(self, model: str, milliseconds: float, size: int) -> None:
+        """Add a measured model, and write the file, if any."""
+        self.known[model] = milliseconds, size
+        if self.file is not None:
+            content = {"key": self.key, "measured": self.known}
+            write_atomically(self.file, json.dumps(content, indent=1))
+
+
 def build_format_models(
     format: Format,
     runtimes: Sequence[Runtime],
@@ -114,6 +209,8 @@ def build_format_models(
     measure_ms: Callable[[Predictor], float],
     layers: LayerHarms | None = None,
     deadline: float = math.inf,
+    deeper: DeeperModels | None = None,
+    whole_models: WholeModels | None = None,
 ) -> list[FormatModel]:
     """Measure kernels over a grid of widths, and fit their sum to whole models in each runtime.
 
@@ -131,11 +228,14 @@ def build_format_models(
         measure_ms: measures the latency of a file as those of candidates are measured.
         layers: those that may be left in float, of which some that are worth it are.
         deadline: on the clock of :func:`time.monotonic`, for what is measured of these layers.
+        deeper: the same for a model with more of the same blocks, in some of the runtimes. No whole
+            models are measured for these.
+        whole_models: those that were measured before, to which further ones are added.
 
     Raises:
         StageFailed: the model cannot be exported or resized, or the machine is too busy.
     """
-    title = f"latency of {format}"
+    title, whole_models = f"latency of {format}", whole_models or WholeModels()
     context.progress(title, 0, 1, "export")
     with TemporaryDirectory(prefix="compress-auto-") as name:
         folder = Path(name)
@@ -151,10 +251,18 @@ def build_format_models(
         specs = model.signature.inputs
         arrays = {s.name: x.numpy() for s, x in zip(specs, inputs[0], strict=True)}
         costs = WidthCosts(mixed or resizable, whole, arrays, table)
+        fitted = {} if deeper is None else deeper.fits()
+        unfitted = [runtime for runtime in runtimes if runtime not in fitted]
         scopes: list[tuple[str, ...]] = [
-            pair for pair in resizable.groups_together() if {*pair} <= grid.keys()
+            pair
+            for pair in resizable.groups_together()
+            if {*pair} <= grid.keys()
+            and (deeper is None or unfitted or not deeper.has_pair(pair, grid))
         ]
-        decided = DecidedLayers((), {}, ())
+        unsuitable = (
+            "the file has other layers with weights once it is cut" if mixed is None else ""
+        )
+        decided = DecidedLayers((), {}, (), unsuitable)
         if layers is not None and mixed is not None:
             most = settings.space.float_layers
             decided = decide_layers(
@@ -167,32 +275,46 @@ def build_format_models(
             lambda done, total: context.progress(title, done, total, "kernels"),
         )
         chosen = _spread(grid, [*decided.grid], FITTED, context.seed)
-        measured: dict[Runtime, list[float]] = {runtime: [] for runtime in runtimes}
-        sizes: dict[Runtime, list[int]] = {runtime: [] for runtime in runtimes}
-        for number, choice in enumerate(chosen):
+        measured: dict[Runtime, list[float]] = {runtime: [] for runtime in unfitted}
+        sizes: dict[Runtime, list[int]] = {runtime: [] for runtime in unfitted}
+        for number, choice in enumerate(chosen if unfitted else []):
             context.progress(title, number, FITTED, "whole models")
             file = folder / f"fitted{number}" / "model.onnx"
             file.parent.mkdir()
             write(costs.model.resize({**whole, **choice}), file)
-            for runtime in runtimes:
-                served = open_as_served(file, runtime, model.signature, context.threads)
-                measured[runtime].append(1e-3 * measure_ms(served.predict))
-                sizes[runtime].append(served.bytes)
-    kernel_costs = [costs.at(choice).kernels for choice in chosen]
+            for runtime in unfitted:
+                key = json.dumps([format, runtime, choice], sort_keys=True)
+                if key not in whole_models.known:
+                    served = open_as_served(file, runtime, model.signature, context.threads)
+                    whole_models.add(key, measure_ms(served.predict), served.bytes)
+                measured_ms, size = whole_models.known[key]
+                measured[runtime].append(1e-3 * measured_ms)
+                sizes[runtime].append(size)
+    for runtime in unfitted:
+        kernel_costs = [costs.at(choice).kernels for choice in chosen]
+        # Each weight is as large in any runtime; what is written besides differs.
+        ratio, added = np.polyfit([file_bytes(c) for c in chosen], sizes[runtime], 1).tolist()
+        fitted[runtime] = RuntimeFit(
+            LatencyModel.fit(kernel_costs, measured[runtime]), ratio, added
+        )
     quantized = dict.fromkeys(decided.grid, QUANTIZED)
     found = []
     for runtime in runtimes:
-        fitted = LatencyModel.fit(kernel_costs, measured[runtime])
-        parts = [(1e3 * fitted.per_kernel_second, seconds)]
-        parts.append((1e3 * fitted.per_weight_byte, weight_bytes))
-        predicted_ms = InteractionSum.combine(parts, 1e3 * fitted.per_call)
-        # Each weight is as large in any runtime; what is written besides differs.
-        ratio, constant = np.polyfit([file_bytes(c) for c in chosen], sizes[runtime], 1).tolist()
+        fit = fitted[runtime]
+        parts = [(1e3 * fit.latency.per_kernel_second, seconds)]
+        parts.append((1e3 * fit.latency.per_weight_byte, weight_bytes))
+        predicted_ms = InteractionSum.combine(parts, 1e3 * fit.latency.per_call)
+        predicted_bytes = InteractionSum.combine([(fit.bytes_ratio, file_bytes)], fit.bytes_added)
+        if deeper is not None and not unfitted:
+            known = deeper.models[runtime]
+            predicted_ms = deeper.with_pairs(predicted_ms, known.latency_ms, grid)
+            predicted_bytes = deeper.with_pairs(predicted_bytes, known.bytes, grid)
         built = FormatModel(
             format,
             predicted_ms,
-            InteractionSum.combine([(ratio, file_bytes)], constant),
+            predicted_bytes,
             runtime,
+            fit=fit,
             layers=decided,
             whole={group: widths[0] for group, widths in grid.items()} | quantized,
             smallest={group: widths[-1] for group, widths in grid.items()} | quantized,

@@ -154,7 +154,14 @@ class LatencyTables(Settings):
         return self.base_ms  # the float model itself, where no float ones are searched
 
     def refuse_other_settings(self, settings: AutoSettings, threads: int) -> None:
-        """Raise PipelineInvalid for other threads, and where a format or a runtime is missing."""
+        """Raise PipelineInvalid for other threads, a missing format or runtime, or a p95."""
+        limit = settings.limits.latency
+        if limit is not None and limit.p95_ms is not None:
+            raise PipelineInvalid(
+                "latency tables hold medians: limit p50_ms (--latency), and p95_ms by a gate "
+                "max_latency in a point's pipeline, where it runs"
+            )
+        self.refuse_blocks(settings)
         self._refuse_other_calls("threads", self.threads, threads)
         known = {(table.format, table.runtime) for table in self.models}
         for format in settings.space.formats:
@@ -177,6 +184,15 @@ class LatencyTables(Settings):
                     f"{json.dumps(there)} in them, and {json.dumps(here)} here; measure again "
                     "with this file"
                 )
+
+    @staticmethod
+    def refuse_blocks(settings: AutoSettings) -> None:
+        """Raise PipelineInvalid where blocks may be removed: tables are of all of them."""
+        if settings.space.blocks:
+            raise PipelineInvalid(
+                "auto.space.blocks: latency tables are of models with all their blocks, and which "
+                "are removed depends on the weights; leave it out with --tables and --tables-only"
+            )
 
     @staticmethod
     def _refuse_other_calls(name: str, measured: int, asked: int) -> None:

@@ -81,6 +81,32 @@ def test_blocks_that_change_the_shape_stay(tmp_path: Path) -> None:
         PruneLayers(keep=1)(model, Context(root=tmp_path / "none"))
 
 
+def test_named_blocks_are_removed_without_a_search(deep: EagerModel, tmp_path: Path) -> None:
+    searched = PruneLayers(remove=2)(deep, Context(root=tmp_path / "searched"))
+    named = PruneLayers(blocks=("blocks.3", "blocks.1"))(deep, Context(root=tmp_path / "named"))
+    facts = named.manifest.facts
+    assert facts["removed"] == searched.manifest.facts["removed"] and not facts["harm_alone"]
+    x = deep.signature.example(seed=3)
+    assert torch.equal(named.load()(*x), searched.load()(*x))
+    assert named.recipe == searched.recipe
+
+
+@pytest.mark.parametrize(
+    ("net", "names", "message"),
+    [
+        ("Deep", ["blocks.7"], "'blocks.7' is no repeated block; these are: blocks.0, blocks.1"),
+        ("Deep", [f"blocks.{i}" for i in range(5)], "blocks.4 cannot be removed with blocks.0, bl"),
+        ("Stages", ["layer2.0"], "layer2.0 cannot be removed: its input has shape"),
+        ("Indexed", ["blocks.0"], "blocks.0 cannot be removed: the model without it fails: Index"),
+    ],
+)
+def test_named_blocks_that_have_to_stay_are_refused(
+    net: str, names: list[str], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(StageFailed, match=message):
+        PruneLayers(blocks=names)(sealed(tmp_path / "a", net), Context(root=tmp_path / "b"))
+
+
 def test_a_forward_with_a_hard_coded_block_count_is_refused(tmp_path: Path) -> None:
     model = sealed(tmp_path / "source", "Indexed")
     with pytest.raises(StageFailed, match=r"blocks.0: the model without it fails: IndexError"):
@@ -105,6 +131,29 @@ def test_errors_are_metric_drops_if_there_are_targets(
         PruneLayers(remove=1, judged_by="metric")(
             deep, Context(root=tmp_path / "none", data=unlabelled)
         )
+
+
+def test_layers_behind_removed_blocks_are_refitted(
+    deep: EagerModel, blobs: Splits, tmp_path: Path
+) -> None:
+    names = ("blocks.1", "blocks.3")
+    cut, refitted = (
+        PruneLayers(blocks=names, refit=refit)(
+            deep, Context(root=tmp_path / str(refit), data=blobs)
+        )
+        for refit in (False, True)
+    )
+    x = blobs.datasets["val"].tensors[0]
+    expected, far, near = (model.load()(x) for model in (deep, cut, refitted))
+    assert (near - expected).norm() < 0.5 * (far - expected).norm()
+    facts = refitted.manifest.facts["refit"]
+    assert facts["output_error"]["refit"] < 0.25 * facts["output_error"]["cut"]
+    # What runs before the first removed block is as it was.
+    assert not any(name.startswith("blocks.0") for name in facts["layers"])
+    assert torch.equal(refitted.load().blocks[0].first.weight, deep.load().blocks[0].first.weight)
+    fewer = PruneLayers(blocks=names, refit=True, calibration_samples=10**6)
+    with pytest.raises(StageFailed, match="1000000 calibration samples asked for and split"):
+        fewer(deep, Context(root=tmp_path / "none", data=blobs))
 
 
 def test_it_learns_from_the_unpruned_model(deep: EagerModel, blobs: Splits, tmp_path: Path) -> None:
@@ -136,8 +185,14 @@ def test_wrong_input_is_refused(deep: EagerModel, mlp: EagerModel, tmp_path: Pat
         PruneLayers(remove=1, exclude=("block",))(deep, context)
     with pytest.raises(StageFailed, match="needs data"):
         PruneLayers(remove=1, finetune=Training(epochs=1))(deep, context)
-    with pytest.raises(ValueError, match="give one of remove, keep and ratio, found none"):
+    with pytest.raises(ValueError, match="give one of remove, keep, ratio and blocks, found none"):
         PruneLayers()
+    with pytest.raises(ValueError, match="calibration_samples are those of a refit"):
+        PruneLayers(remove=1, calibration_samples=8)
+    with pytest.raises(StageFailed, match="needs data"):
+        PruneLayers(remove=1, refit=True)(deep, context)
+    with pytest.raises(ValueError, match="exclude is for a search, and blocks names what is"):
+        PruneLayers(blocks=("blocks.1",), exclude=("blocks.2",))
 
 
 def test_a_gate_refuses_and_the_result_is_kept(deep: EagerModel, tmp_path: Path) -> None:

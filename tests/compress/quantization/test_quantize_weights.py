@@ -74,6 +74,25 @@ def test_hqq_multiplies_floats() -> None:
         QuantizeWeights(method="hqq", activation_bits=8)
 
 
+def test_hqq_is_not_symmetric() -> None:
+    with pytest.raises(ValidationError, match="hqq fits zero points, found symmetric: true"):
+        QuantizeWeights(method="hqq", symmetric=True)
+
+
+@pytest.mark.parametrize("method", ["rtn", "gptq", "awq"])
+def test_symmetric_weights_run_as_they_are_rounded(tmp_path: Path, method: str) -> None:
+    model = build_model(tmp_path / "source", "networks:mlp", IMAGE)
+    rows = [(image, torch.tensor(0)) for image in IMAGE.example(64)[0]]
+    data = Splits({"train": rows, "val": rows}, batch_size=64)
+    settings = {"method": method, "symmetric": True, "activation_bits": 32}
+    small = quantized(model, tmp_path / "small", data, **settings)
+    zeros = [x for name, x in small.program().state_dict.items() if name.endswith("_zero_point")]
+    assert zeros and all((x == 8).all() for x in zeros)
+    exported = ExportOnnx()(small, Context(root=tmp_path / "onnx"))
+    (images,) = IMAGE.example(4)
+    assert relative_error(answer(small, images), answer(exported, images)) < 1e-5
+
+
 def test_hqq_is_refused_where_no_runtime_takes_it() -> None:
     with pytest.raises(ValidationError, match="method hqq is for bits: 4, found bits: 8"):
         QuantizeWeights(method="hqq", bits=8)

@@ -142,6 +142,9 @@ def test_tables_of_other_calls_formats_or_models_are_refused(tmp_path: Path) -> 
         tables().refuse_other_settings(settings, threads=2)
     with pytest.raises(PipelineInvalid, match="no float in onnx, only int8_static in onnx"):
         tables().refuse_other_settings(AutoSettings(), threads=1)
+    tail = settings.model_copy(update={"limits": AutoLimits(latency={"p95_ms": 2})})
+    with pytest.raises(PipelineInvalid, match="latency tables hold medians"):
+        tables().refuse_other_settings(tail, threads=1)
     tables().refuse_other_model({"b": (8, 4), "a": (8, 4)}, batch=1)
     with pytest.raises(PipelineInvalid, match="of calls with batch 1, and those of the search"):
         tables().refuse_other_model(tables().grid, batch=2)
@@ -166,8 +169,9 @@ def test_a_predicted_latency_is_told_as_one() -> None:
     predicted = model.model_copy(update={"is_predicted": True})
     assert Front.line(predicted) == line.replace("2 ms (predicted 2.5)", "2 ms as predicted")
     front = Front(limits=AutoLimits(), checked=(model,), points=(), conditions="", base_ms=5.0)
-    assert cells_of(front, model)[3:5] == ("2", "2.5")
-    assert cells_of(front, predicted)[3:5] == ("", "2")
+    measured, alone = cells_of(front, model), cells_of(front, predicted)
+    assert (measured["ms"], measured["predicted"]) == ("2", "2.5")
+    assert (alone["ms"], alone["predicted"]) == ("", "2")
 
 
 def test_tables_and_measuring_them_exclude_each_other(pipeline: Path, capfd) -> None:

@@ -59,6 +59,20 @@ def test_rounding_to_nearest_is_the_affine_grid_whose_range_holds_zero(bits: int
     assert found.bits == bits
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_symmetric_rounding_has_its_zero_in_the_middle_and_clips_nothing(bits: int) -> None:
+    weight, middle = unlike_groups(), 2 ** (bits - 1)
+    found = round_to_nearest(weight, bits, 8, symmetric=True)
+    assert found.zero_OG.unique().tolist() == [middle]
+    error = (found.dequantize() - weight).abs().view(4, 4, 8)
+    assert (error <= found.scale_OG[..., None] / 2 * (1 + 1e-6)).all()
+    # Each group but the zeros reaches one end of the integers.
+    reached = found.integers_OI.view(4, 4, 8)
+    assert ((reached.amin(-1) == 0) | (reached.amax(-1) == 2**bits - 1))[:, :3].all()
+    fitted = gptq(weight, bits, 8, torch.eye(32).double(), symmetric=True)
+    assert fitted.zero_OG.unique().tolist() == [middle]
+
+
 def test_hqq_is_the_papers_proximal_iteration() -> None:
     """Each step shrinks the error (the paper's equation 4) and fits the zero point to the rest."""
     weight = unlike_groups() * (1 + 4 * (torch.arange(32) % 8 == 5))

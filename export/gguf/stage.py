@@ -1,0 +1,241 @@
+"""The artifact `GgufModel`, and the stage `export_gguf` that writes it."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from compress.artifacts.artifact import Artifact
+from compress.artifacts.eager_model import EagerModel
+from compress.artifacts.graph_model import GraphModel
+from compress.common.errors import ArtifactInvalid, StageFailed, first_line
+from compress.common.forward import opened_model, torch_predictor
+from compress.common.requirements import Requirement
+from compress.core.stage import Stage
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    import torch
+
+    from compress.common.forward import Predictor
+    from compress.common.signature import Signature
+    from compress.core.context import Context
+    from export.common.packed_weights import DecoderWeights
+    from export.gguf.tensors import FileTensor
+
+logger = logging.getLogger(__name__)
+
+GGUF = Requirement(what="gguf", install="pip install -e '.[gguf]'")
+
+
+class GgufModel(Artifact):
+    """A decoder with its tokenizer in one file, which llama.cpp opens."""
+
+    kind: ClassVar[str] = "gguf"
+    payload: ClassVar[str] = "model.gguf"
+    opened_with: ClassVar[tuple[str, ...]] = ("transformers", "gguf")
+
+    @opened_model
+    def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:
+        """Open the file with transformers, which multiplies floats, as a predictor.
+
+        Raises:
+            ArtifactInvalid: it was altered after sealing, or cannot be opened.
+            Unavailable: gguf is not installed.
+        """
+        from export.common.host_check import require_all
+
+        require_all([GGUF], str(self.path))
+        self.verify_cached()
+        module = opened_file(self.payload_path, self.signature)
+        with torch_predictor(module, device, threads) as predict:
+            yield predict
+
+
+class ExportGguf(Stage[EagerModel | GraphModel, GgufModel]):
+    """Write a decoder with its tokenizer as one GGUF file, for llama.cpp, ollama and LM Studio.
+
+    The integers of `quantize_weights` are kept and read back: with `symmetric: true` as `Q8_0` or
+    `Q4_0`, else those of 4 bits as `Q4_1`. Scales become half precision, as GGUF has no others, and
+    so do tables of 8 bits that are not symmetric. Layers that were left in float stay float32.
+    transformers opens the file and has to answer alike.
+    """
+
+    stage: Literal["export_gguf"] = "export_gguf"
+    requirements: ClassVar[tuple[Requirement, ...]] = (GGUF,)
+
+    @property
+    def machine_parts(self) -> dict[str, Any]:
+        """Which version of gguf wrote the file; None where none is installed."""
+        return {"gguf": None if GGUF.missing() else version("gguf")}
+
+    def run(self, model: EagerModel | GraphModel, context: Context) -> GgufModel:
+        """Write settings, tokenizer and tensors, and read them back."""
+        from export.common.packed_weights import decoder_weights
+        from export.gguf.settings import check_family
+        from export.gguf.tensors import file_tensors
+
+        weights = decoder_weights(model, context, self.title)
+        check_family(weights.module.config, self.title)
+        tensors = [*file_tensors(weights)]
+        facts: dict[str, Any] = {"parameters": model.parameters(), "macs": model.macs()}
+        with GgufModel.atomic_write(
+            context.root,
+            model.signature,
+            lineage=self.lineage(model),
+            facts=facts,
+            carried=model.carried_files(),
+        ) as partial:
+            file = partial / GgufModel.payload
+            self._write(file, weights, tensors, model.carried_files())
+            facts |= self._proof(file, model.signature, weights, tensors)
+        logger.info("%s: %d integers read back", self.title, facts["equal_integers"])
+        return GgufModel.from_directory(context.root)
+
+    def check_parity(self, model: Artifact, artifact: Artifact, context: Context) -> None:
+        """Raise StageFailed where a stored file has other weights or answers than the model."""
+        from export.common.packed_weights import decoder_weights
+        from export.gguf.tensors import file_tensors
+
+        assert isinstance(model, EagerModel | GraphModel)
+        weights = decoder_weights(model, context, self.title)
+        tensors = [*file_tensors(weights)]
+        self._proof(artifact.payload_path, model.signature, weights, tensors)
+
+    def _write(
+        self,
+        file: Path,
+        weights: DecoderWeights,
+        tensors: list[FileTensor],
+        carried: dict[str, bytes],
+    ) -> None:
+        import numpy as np
+        import torch
+        from gguf import GGMLQuantizationType, GGUFWriter
+
+        from export.gguf.blocks import block_type, blocks_of
+        from export.gguf.settings import add_settings
+        from export.gguf.tensors import FAMILIES
+        from export.gguf.vocabulary import add_vocabulary
+
+        module: Any = weights.module
+        family = FAMILIES[module.config.model_type]
+        writer = GGUFWriter(file, family.architecture)
+        add_settings(writer, module.config, type(module).__name__)
+        reason = add_vocabulary(writer, carried, module)
+        if reason:
+            logger.warning("%s: the file reads and writes token ids alone: %s", self.title, reason)
+        for name, source, values, row_order in tensors:
+            if isinstance(values, torch.Tensor):
+                rows = values.float().numpy()
+                writer.add_tensor(name, rows if row_order is None else rows[row_order])
+            elif values.is_table and block_type(values) is None:
+                writer.add_tensor(name, values.dequantized().numpy().astype(np.float16))
+            else:
+                kind = GGMLQuantizationType[block_type(values) or "F32"]
+                blocks = blocks_of(source, values)
+                blocks = blocks if row_order is None else blocks[row_order]
+                writer.add_tensor(name, np.ascontiguousarray(blocks), raw_dtype=kind)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+
+    def _proof(
+        self,
+        file: Path,
+        signature: Signature,
+        weights: DecoderWeights,
+        tensors: list[FileTensor],
+    ) -> dict[str, Any]:
+        """Compare a file's weights and answers with its source; return what was found."""
+        import torch
+
+        from compress.common.tensor_difference import relative_error
+        from export.parity.sample_parity import FLOAT
+
+        floats, count = self._read_back(file, tensors)
+        weights.use_(floats)
+        inputs = signature.example()
+        names = [spec.name for spec in signature.inputs]
+        opened = opened_file(file, signature)
+        with torch.inference_mode():
+            expected = weights.module(**dict(zip(names, inputs, strict=True))).logits
+            found = opened(*inputs)[0]
+        error = relative_error(expected, found)
+        if not error <= FLOAT.relative:
+            raise StageFailed(
+                f"{self.title}: transformers answers otherwise than the file's weights, by "
+                f"{error:.2g} of the norm, expected at most {FLOAT.relative:g}"
+            )
+        return {
+            "equal_integers": count,
+            "scores_error": error,
+            "opened_by": f"gguf {version('gguf')} and transformers {version('transformers')}",
+        }
+
+    def _read_back(
+        self, file: Path, tensors: list[FileTensor]
+    ) -> tuple[dict[tuple[str, bool], torch.Tensor], int]:
+        """Return the floats of a file's packed weights, and how many integers were compared.
+
+        Raises:
+            StageFailed: an integer differs from the source's, or a float by more than the rounding
+                of scales to half precision.
+        """
+        import torch
+        from gguf import GGUFReader, dequantize
+
+        from export.gguf.blocks import block_type, integers_of
+
+        stored = {tensor.name: tensor for tensor in GGUFReader(file).tensors}
+        floats, count = dict[tuple[str, bool], torch.Tensor](), 0
+        for name, source, values, row_order in tensors:
+            found = stored[name]
+            rows = torch.tensor(dequantize(found.data, found.tensor_type))
+            order = torch.arange(len(rows)) if row_order is None else row_order
+            rows = torch.empty_like(rows).index_copy_(0, order, rows)
+            if isinstance(values, torch.Tensor):
+                if not torch.equal(rows, values.float()):
+                    raise StageFailed(f"{self.title}: {source} differs in the file")
+                continue
+            kind = block_type(values)
+            if kind is not None:
+                integers = torch.tensor(integers_of(found.data, kind))
+                if not torch.equal(integers, values.integers()[order]):
+                    raise StageFailed(f"{self.title}: {source}: integers differ in the file")
+                count += integers.numel()
+            expected = values.dequantized()
+            # d and m have 11 bits each; beyond the smallest normal half they are coarser.
+            largest = values.scale.amax() * 2**values.bits
+            if not (rows - expected).abs().max() <= 2**-10 * largest:
+                raise StageFailed(f"{self.title}: {source}: scales differ in the file")
+            floats[source, values.is_table] = rows
+        return floats, count
+
+
+def opened_file(file: Path, signature: Signature) -> Any:
+    """Return a file's model as transformers opens it, called with the signature's inputs."""
+    import transformers
+
+    from compress.artifacts.hf_folder import transformers_silenced
+    from compress.artifacts.recipe import CallByName
+
+    try:
+        # transformers 5.24 shows a progress bar here that its own setting does not hide.
+        with transformers_silenced(), contextlib.redirect_stderr(io.StringIO()):
+            kind: Any = transformers.AutoModelForCausalLM
+            module = kind.from_pretrained(
+                file.parent, gguf_file=file.name, dtype="float32", local_files_only=True
+            ).eval()
+    except Exception as error:
+        reason = first_line(error)
+        raise ArtifactInvalid(f"{file}: transformers cannot open it: {reason}") from error
+    names = tuple(spec.name for spec in signature.inputs)
+    CallByName(inputs=names, outputs=("logits",)).apply_(module)
+    return module

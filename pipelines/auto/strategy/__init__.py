@@ -1,0 +1,1 @@
+"""Which models of a search are checked next, and which are trained."""

@@ -1,0 +1,204 @@
+"""Trains the most promising of the smaller models, within the time that is left."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+from pydantic import TypeAdapter
+
+from compress.common.atomic_files import write_atomically
+from pipelines.auto.candidates import Candidate, CheckedModel
+from pipelines.auto.front import missed_limits
+from pipelines.auto.strategy.latency_targets import NARROW, ROOM
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
+
+    from pipelines.auto.cost_models.latency_models import FormatModel
+    from pipelines.auto.solver import Programme
+    from pipelines.config.auto_settings import AutoSettings, Format, Runtime
+
+    ModelKey = tuple[Format, Runtime, tuple[str, ...]]
+    """Format, runtime and removed blocks."""
+    Programmes = Mapping[tuple[str, ...], Programme]
+    """Removed blocks → the widths to choose without them."""
+
+TRAINED_AT_ONCE = 6
+"""Models of which successive halving trains the best to the end."""
+FILE = "halvings.json"
+"""In the results' folder: the models of each successive halving, with which a stopped search goes
+on."""
+
+Contenders: TypeAlias = list[tuple[Candidate, float | None]]
+"""Models, and their predicted latencies."""
+STORED = TypeAdapter(dict[str, list[Contenders]])
+"""What tells a search → its halvings, as the file has them."""
+
+
+class Searching(Protocol):
+    """What is needed of a search, which imports this module."""
+
+    settings: AutoSettings
+    checked: dict[str, CheckedModel]
+    failed: dict[Candidate, str]
+    models: dict[ModelKey, FormatModel]
+
+    def check(self, candidate: Candidate, predicted_ms: float | None = None) -> None:
+        """Check a candidate, unless that was done."""
+
+    def solve(
+        self, programmes: Programmes, latency_ms: float | None, known: Sequence[Candidate]
+    ) -> tuple[Candidate, float] | None:
+        """Return the model that loses least below a latency, besides known ones."""
+
+    def offered(self) -> list[CheckedModel]:
+        """Return the checked models in the formats and runtimes that are asked for."""
+
+    def is_good(self, model: CheckedModel) -> bool:
+        """Whether a model meets all limits but that of latency."""
+
+    def smallest_ms(self) -> float:
+        """Return the smallest latency that the models predict."""
+
+    @property
+    def asked_ms(self) -> float | None:
+        """The limit of latency, for predictions; None where there is none."""
+
+    @property
+    def loss_decides(self) -> bool:
+        """Whether the best model is the one that loses least, and not the fastest."""
+
+
+@dataclass
+class Recovery:
+    """Trains models of a search by `space.recovery`."""
+
+    search: Searching
+    programmes: Programmes
+    ends: list[int]
+    """Epochs of training after which some of the models are dropped."""
+    file: Path
+    key: str
+    """What tells this search from others."""
+    begun: list[Contenders] = field(default_factory=list)
+    """Models of the successive halvings that have begun, by an earlier search too."""
+    _done: int = 0
+    """How many of these this search has come to the end of."""
+
+    def __post_init__(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            stored = STORED.validate_json(self.file.read_bytes())
+            self.begun = stored.get(self.key, [])
+
+    def train(self, deadline: float) -> None:
+        """Train models until a deadline on the clock of :func:`time.monotonic`, or none is left."""
+        is_left = True
+        while is_left and time.monotonic() < deadline:
+            if not self.search.loss_decides:
+                is_left = self._train_fastest(deadline)
+                continue
+            if self._done == len(self.begun):
+                contenders = self._contenders()
+                if not contenders:
+                    break
+                self.begun.append(contenders)
+                write_atomically(self.file, STORED.dump_json({self.key: self.begun}, indent=1))
+            # Of one that an earlier search has begun, what was trained is not trained again.
+            is_left = self._train_best(self.begun[self._done], deadline)
+            self._done += 1
+
+    def _contenders(self) -> Contenders:
+        """Return the cut models within the limits that lose least, and are not trained yet."""
+        known = self._untrained(model for model in self.search.checked.values() if model.trained)
+        kept = [
+            model
+            for model in self.search.offered()
+            if model.candidate.is_smaller
+            and not model.trained
+            and model.candidate not in known
+            and not missed_limits(self.search.settings.limits, model, but="max_drop")
+        ]
+        kept.sort(key=lambda model: model.loss)
+        found: Contenders = [
+            (model.candidate, model.predicted_ms) for model in kept[:TRAINED_AT_ONCE]
+        ]
+        while len(found) < TRAINED_AT_ONCE:
+            tried = [*known, *(candidate for candidate, _ in found)]
+            solved = self.search.solve(self.programmes, self.search.asked_ms, tried)
+            if solved is None or not solved[0].is_smaller:
+                break
+            found.append(solved)
+        return found
+
+    def _train_fastest(self, deadline: float) -> bool:
+        """Train a model that is faster than the fastest good one, until it is good itself.
+
+        The first is as fast as can be, as nothing else need be trained where this one is good. Each
+        further one is halfway to the slowest that was trained to the end in vain, so that the
+        fastest good one is found as by bisection. Returns whether there was one and time for it.
+        """
+        offered = self.search.offered()
+        slowest_ms = max(model.latency_ms for model in offered)
+        good = (model.latency_ms for model in offered if self.search.is_good(model))
+        best_ms = min(good, default=slowest_ms)
+        over = [m for m in offered if m.trained == self.ends[-1] or self.search.is_good(m)]
+        vain = [m.latency_ms for m in over if m.trained and m.latency_ms < best_ms]
+        target_ms = NARROW * self.search.smallest_ms() / ROOM
+        if vain:
+            target_ms = math.sqrt(best_ms * max(vain))
+        if best_ms < NARROW * max(vain, default=target_ms):
+            return False
+        known = self._untrained(model for model in over if model.trained)
+        solved = self.search.solve(self.programmes, target_ms, [*known])
+        while solved is None and target_ms * NARROW < best_ms:  # none that fast is small enough
+            target_ms = math.sqrt(best_ms * target_ms)
+            solved = self.search.solve(self.programmes, target_ms, [*known])
+        if solved is None or not solved[0].is_smaller:
+            return False
+        for end in self.ends:
+            trained = replace(solved[0], trained=end)
+            if time.monotonic() < deadline:
+                self.search.check(trained, solved[1])
+            found = self.search.checked.get(trained.name)
+            if found is None or self.search.is_good(found):
+                break
+        return True
+
+    def _train_best(self, contenders: Contenders, deadline: float) -> bool:
+        """Train models by successive halving; return whether there was one and time for it.
+
+        Args:
+            contenders: models, of which one after the other is trained.
+            deadline: on the clock of :func:`time.monotonic`.
+        """
+        seconds_per_epoch, before = 0.0, 0
+        for end in self.ends:
+            reached: Contenders = []
+            for candidate, predicted_ms in contenders:
+                start = time.monotonic()
+                if start + seconds_per_epoch * (end - before) > deadline:
+                    break
+                trained = replace(candidate, trained=end)
+                self.search.check(trained, predicted_ms)
+                taken = (time.monotonic() - start) / (end - before)
+                seconds_per_epoch = max(seconds_per_epoch, taken)
+                if trained.name in self.search.checked:
+                    reached.append((candidate, predicted_ms))
+            if not reached:
+                return end > self.ends[0]
+            models = [self.search.checked[replace(one, trained=end).name] for one, _ in reached]
+            order = sorted((model.loss_order, i) for i, model in enumerate(models))
+            contenders = [reached[i] for _, i in order[: math.ceil(len(order) / 2)]]
+            before = end
+        return True
+
+    def _untrained(self, models: Iterable[CheckedModel]) -> set[Candidate]:
+        """Return models as they are before training, and what is never trained."""
+        whole = {Candidate(format, runtime=runtime) for format, runtime, _ in self.search.models}
+        before = {replace(model.candidate, trained=0) for model in models}
+        return before | {*self.search.failed} | whole
