@@ -50,20 +50,18 @@ def prepare_layers(built: Built) -> None:
 
         alone = {p: loss(changeable.alone(p)) for p in built.space.float_layers}
         # As in a search, where all layers together lose what the whole model does.
-        others = ((i,) for i, n in changeable.names.items() if not _is_of(changeable, i, alone))
-        rest = sum(loss(changeable.alone(changeable.names[i])) for (i,) in others)
+        numbers = {pattern: changeable.numbers(pattern) for pattern in alone}
+        decided = {number for own in numbers.values() for number in own}
+        others = [name for number, name in changeable.names.items() if number not in decided]
+        rest = sum(loss(changeable.alone(name)) for name in others)
         scale = loss(graph) / (sum(alone.values()) + rest)
         content = {
             "names": changeable.names,
-            "numbers": {p: changeable.numbers(p) for p in alone},
+            "numbers": numbers,
             "harms": {p: scale * harm for p, harm in alone.items()},
         }
         write(graph, built.work / f"{format}.onnx")
         (built.work / f"{format}-layers.json").write_text(json.dumps(content))
-
-
-def _is_of(changeable: ChangeableLayers, number: int, patterns) -> bool:
-    return any(number in changeable.numbers(pattern) for pattern in patterns)
 
 
 def layer_harms(built: Built, format: Format) -> LayerHarms | None:
@@ -93,11 +91,13 @@ def prepare_files(built: Built, name: str, format: Format) -> None:
     file.write_bytes(pickle.dumps((whole, model)))
 
 
-def resizable_file(built: Built, name: str, format: Format):
+def resizable_file(built: Built, name: str, format: Format) -> Path:
+    """Return where what :func:`prepare_files` makes is kept."""
     return built.work / f"resizable-{format}-{name.replace(' ', '-')}.pickle"
 
 
-def model_file(built: Built, name: str, format: Format):
+def model_file(built: Built, name: str, format: Format) -> Path:
+    """Return where what :func:`measure_models` makes is kept."""
     return built.work / f"model-{format}-{name.replace(' ', '-')}.pickle"
 
 
@@ -110,7 +110,7 @@ def measure_models(built: Built, deadline: float) -> bool:
 
     def measure_ms(predict) -> float:
         compared = compare_latency(whole, predict, batches, seconds=0.3)
-        return built_base_ms(built, compared.before.p50) / compared.speedup
+        return whole_ms(built, compared.before.p50) / compared.speedup
 
     for name, model in built.models.items():
         for format in built.space.formats:
@@ -127,7 +127,7 @@ def measure_models(built: Built, deadline: float) -> bool:
     return True
 
 
-def built_base_ms(built: Built, measured_ms: float) -> float:
+def whole_ms(built: Built, measured_ms: float) -> float:
     """Return the latency of the whole float model, in whose times all others are given."""
     file = built.work / "base_ms.json"
     if not file.exists():
@@ -135,7 +135,7 @@ def built_base_ms(built: Built, measured_ms: float) -> float:
     return json.loads(file.read_text())
 
 
-def whole_file(built: Built):
+def whole_file(built: Built) -> Path:
     """Return the float ONNX file of the whole model."""
     file = built.work / "whole.onnx"
     if not file.exists():
@@ -175,7 +175,7 @@ def measure_points(built: Built, deadline: float) -> bool:
             # In turn with the whole model alone, as a search does: others would take its place in
             # the processor's caches. As a share of its time, since the machine's speed drifts.
             compared = compare_latency(whole, predict, batches, seconds=SECONDS)
-            latency_ms = built_base_ms(built, 0.0) / compared.speedup
+            latency_ms = whole_ms(built, 0.0) / compared.speedup
             out.write(json.dumps([[*key, widths, patterns], latency_ms]) + "\n")
             out.flush()
     return True

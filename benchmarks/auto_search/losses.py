@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from auto_search.requantize import requantized
+from compress.common.atomic_files import write_atomically
 from compress.common.forward import accept_any_batch, run_in_eval, split_batches
 from compress.graph.torch_export import export_program
 from compress.pruning.dependency.channel_groups import SlicePlan
@@ -67,7 +68,7 @@ def measure_losses(built: Built) -> None:
     for name, widths in missing:
         file = loss_file(folder, name, widths)
         if not file.exists():
-            file.write_text(json.dumps(meter.losses(name, widths)))
+            write_atomically(file, json.dumps(meter.losses(name, widths)))
 
 
 def static_graph(model: EagerModel, context: Context):
