@@ -40,9 +40,10 @@ from compress.profiling import benchmark, peak_memory, quantiles  # noqa: E402
 from compress.quantization.diagnosis.guilty_layers import most_judgings  # noqa: E402
 from pipelines import Pipeline  # noqa: E402
 from pipelines.config.run_options import RunOptions  # noqa: E402
-from pipelines.explain.explain import Explained, explain_run  # noqa: E402
+from pipelines.explain.explain import explain_run  # noqa: E402
 from pipelines.explain.finished_run import FinishedRun  # noqa: E402
 from pipelines.explain.repair import repair_run  # noqa: E402
+from pipelines.explain.tested_causes import Explained  # noqa: E402
 from pipelines.results import measurements  # noqa: E402
 
 POINTS = 1.0

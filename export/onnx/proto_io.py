@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     from torch.onnx import ONNXProgram
 
+SCOPES = "pkg.torch.onnx.name_scopes"
+"""Property that torch's exporter gives each operator: names of its modules, as a list's text."""
 WEIGHTS = "model.onnx.data"
 """File of a large model's weights, beside the model's file."""
 LARGEST = 2**31 - 2**20
@@ -35,13 +37,18 @@ FIELD_NUMBERS_END = 2**29
 def to_proto(exported: ONNXProgram, *, free_weights: bool) -> onnx.ModelProto:
     """Convert what torch's exporter returned to protobuf; its model then keeps no weights.
 
+    Of what the exporter says of each operator, :data:`SCOPES` is kept.
+
     `free_weights` empties the tensors of its program as well, each as soon as it is copied.
     """
     # Deleting the program would not free them: onnxscript (0.7) references the last graphs that it
     # rewrote.
     graph = exported.model.graph
     for node in graph.all_nodes():
+        scopes = node.metadata_props.get(SCOPES)
         node.metadata_props.clear()
+        if scopes is not None:
+            node.metadata_props[SCOPES] = scopes
     tensors: dict[str, Any] = {n: value.const_value for n, value in graph.initializers.items()}
     for value in graph.initializers.values():
         value.const_value = ir.tensor(np.empty(0, np.float32))

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Set
     from pathlib import Path
 
+    import onnx
     from torch.export import ExportedProgram
 
     from compress.common.forward import Predictor
@@ -146,7 +147,7 @@ class ExportOnnx(ComparesStoredFile, Stage[EagerModel | GraphModel, OnnxModel]):
                             logger.warning(NOT_EXACT, self.title, error)
                 facts |= kernels
                 parity = ParityContext(
-                    self.title, model, exported, file, None, self._reexport, ONNX, context
+                    self.title, model, exported, file, None, self.reexport, ONNX, context
                 )
                 with report_on_mismatch(parity), translation.explaining_failure():
                     compare_outputs(
@@ -165,15 +166,9 @@ class ExportOnnx(ComparesStoredFile, Stage[EagerModel | GraphModel, OnnxModel]):
             logger.warning("%s: quantized, yet computed in floats: %s", self.title, unfused)
         return OnnxModel.from_directory(context.root)
 
-    def _write(
-        self, model: EagerModel | GraphModel, file: Path, facts: dict[str, Any]
-    ) -> Translation:
-        """Translate and write a model, and free its memory; what is found is added to the facts."""
-        from compress.profiling.rss import release_memory
-        from export.onnx.graph import count_operators, strip_
-        from export.onnx.metadata import add_metadata_
+    def translated(self, model: EagerModel | GraphModel) -> tuple[onnx.ModelProto, Translation]:
+        """Return a model as ONNX, with names that :meth:`run` shortens."""
         from export.onnx.passes.stored_integers import compact_
-        from export.onnx.proto_io import write, write_mapped
         from export.onnx.session import optimize
         from export.onnx.translate import translate
 
@@ -181,6 +176,18 @@ class ExportOnnx(ComparesStoredFile, Stage[EagerModel | GraphModel, OnnxModel]):
         if self.optimize != "none":
             graph = optimize(graph, self.optimize)
         compact_(graph)
+        return graph, translation
+
+    def _write(
+        self, model: EagerModel | GraphModel, file: Path, facts: dict[str, Any]
+    ) -> Translation:
+        """Translate and write a model, and free its memory; what is found is added to the facts."""
+        from compress.profiling.rss import release_memory
+        from export.onnx.graph import count_operators, strip_
+        from export.onnx.metadata import add_metadata_
+        from export.onnx.proto_io import write, write_mapped
+
+        graph, translation = self.translated(model)
         strip_(graph)
         if names := add_metadata_(graph, model, self.class_names):
             facts["class_names"] = [*names]
@@ -198,7 +205,7 @@ class ExportOnnx(ComparesStoredFile, Stage[EagerModel | GraphModel, OnnxModel]):
         release_memory()
         return translation
 
-    def _reexport(
+    def reexport(
         self, program: ExportedProgram, signature: Signature, file: Path, inputs: Tensors
     ) -> Tensors:
         """Export a part of the graph and return its outputs."""

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from compress.common.atomic_files import temporary_folder
-from compress.core.diagnosis.cause import RefusedStage, Repair
+from compress.core.diagnosis.cause import ACCURACY_GATES, RefusedStage, Repair
 from compress.quantization.diagnosis.diagnosis import (
     ExcludedLayers,
     LayerDiagnosis,
@@ -17,13 +16,10 @@ from compress.quantization.diagnosis.diagnosis import (
 from compress.quantization.stages.dynamic import QuantizeDynamic
 from compress.quantization.stages.static import QuantizeStatic
 from compress.quantization.stages.weight_only import QuantizeWeights
+from pipelines.explain.costs import explain_cost
 from pipelines.explain.registry import causes_of
-from pipelines.results.explanation import (
-    Explanation,
-    FoundCause,
-    GuiltyLayer,
-    LayerSet,
-)
+from pipelines.explain.tested_causes import Explained, check_cause
+from pipelines.results.explanation import Explanation, GuiltyLayer, LayerSet
 from pipelines.system.jsonl_log import log_event
 
 if TYPE_CHECKING:
@@ -31,18 +27,7 @@ if TYPE_CHECKING:
 
     from compress.core.diagnosis.cause import Cause
     from pipelines.explain.finished_run import FinishedRun, JudgedStage
-
-LEAST_RETURNED = 0.1
-"""Share of the loss that must return without a cause; with less, it is there and does no harm."""
-
-
-@dataclass(frozen=True)
-class Explained:
-    """A verdict with its explanation, and the repairs that its causes name, cheapest first."""
-
-    judged: JudgedStage
-    explanation: Explanation
-    repairs: tuple[Repair, ...]
+    from pipelines.results.explanation import FoundCause
 
 
 def explain_run(
@@ -60,13 +45,15 @@ def explain_run(
 
 def explain_verdict(run: FinishedRun, judged: JudgedStage, deadline: float) -> Explained:
     """Explain one verdict of a run; see :func:`explain_run`."""
+    if judged.verdict.gate not in ACCURACY_GATES:
+        return explain_cost(run, judged)
     began = time.monotonic()
     split = run.split(judged)
     worst = max(split, key=lambda share: share.points, default=None)
     explanation = Explanation(
         stage=judged.report.name,
         verdict=judged.verdict,
-        artifact=judged.report.artifact.digest,
+        artifact=judged.digest,
         metric=run.state.plan.metric.name,
         split=split,
         culprit=worst.stage if worst and worst.points > 0 else None,
@@ -112,7 +99,7 @@ def _explain_stage(
             return found, _repairs(refused, ())
         found, layers = _guilty_layers(measured)
     refused = RefusedStage(stage, before, after, context, layers, measured, allowed)
-    tested = [(cause, _test(cause, refused)) for cause in causes_of(stage.stage)]
+    tested = [(cause, check_cause(cause, refused)) for cause in causes_of(stage.stage)]
     causes = [(cause, result) for cause, result in tested if result is not None]
     # Equal ones in their own order: a twentieth of the loss is some samples.
     causes.sort(key=lambda pair: -round(20 * (pair[1].returned or 0.0)))
@@ -159,26 +146,6 @@ def _guilty_layers(measured: LayerDiagnosis) -> tuple[dict[str, Any], tuple[str,
         "confirmed": round(measured.confirm(layers), 4),
         "spread": spread,
     }, layers
-
-
-def _test(cause: Cause[Any], refused: RefusedStage[Any]) -> FoundCause | None:
-    """Test a cause on the guilty layers; None where no value is above the threshold."""
-    measured = {layer: cause.measure(refused, layer) for layer in (*refused.layers, "")}
-    values = {n: value for n, value in measured.items() if value is not None}
-    above = {n: value for n, value in values.items() if value > cause.limit}
-    if not above:
-        return None
-    returned = cause.returned(refused, [n for n in above if n] or refused.layers)
-    if returned is not None and returned < LEAST_RETURNED:
-        return None
-    worst = dict(sorted(above.items(), key=lambda item: -item[1]))
-    return FoundCause(
-        cause=cause.key,
-        layers={layer: float(f"{value:.4g}") for layer, value in worst.items()},
-        limit=cause.limit,
-        returned=None if returned is None else round(returned, 4),
-        text=cause.in_words(next(iter(worst.values()))),
-    )
 
 
 def _repairs(

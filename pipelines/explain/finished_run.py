@@ -2,38 +2,58 @@
 
 from __future__ import annotations
 
+import json
+import math
 import shlex
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
 from compress.common.errors import ArtifactInvalid, PipelineInvalid, StageFailed
+from compress.core.diagnosis.cause import (
+    ACCURACY_GATES,
+    MEMORY_GATES,
+    PARITY_GATES,
+    SIZE_GATES,
+    SPEED_GATES,
+)
 from compress.core.metrics import Metric
+from compress.core.verdict import Verdict
+from export.parity.report import FOLDER, REPORT
 from pipelines.api import Pipeline
 from pipelines.config.model_spec import SOURCE
 from pipelines.config.run_options import RunOptions
 from pipelines.results.explanation import StageShare
 from pipelines.results.schema import Report
+from pipelines.results.stage_reports import FailureReport, StageReport
 from pipelines.runner.run import preview_state
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from compress.core.context import Context
     from compress.core.progress import Progress
-    from compress.core.verdict import Verdict
-    from pipelines.results.stage_reports import StageReport
     from pipelines.runner.run_state import RunState
 
-EXPLAINED = ("max_drop", "max_relative_drop", "min_metric", "label_agreement")
-"""Gates whose value is points of a metric, or follows from them."""
+EXPLAINED = (*ACCURACY_GATES, *SPEED_GATES, *SIZE_GATES, *MEMORY_GATES, *PARITY_GATES)
 
 
 @dataclass(frozen=True)
 class JudgedStage:
-    """A stage and one of its verdicts."""
+    """A stage and one of its verdicts, or an export whose own check of its outputs failed."""
 
-    report: StageReport
+    report: StageReport | FailureReport
     verdict: Verdict
+
+    @property
+    def has_artifact(self) -> bool:
+        """Whether the stage has made an artifact."""
+        return isinstance(self.report, StageReport)
+
+    @property
+    def digest(self) -> str:
+        """Of what the stage made; empty where it failed."""
+        return self.report.artifact.digest if isinstance(self.report, StageReport) else ""
 
 
 @dataclass
@@ -72,6 +92,7 @@ class FinishedRun:
             PipelineInvalid: there is none.
         """
         every = [JudgedStage(s, v) for s in self.report.stages for v in s.verdicts]
+        every += self._wrong_exports()
         named = [
             j for j in every if stage in (None, j.report.name) and gate in (None, j.verdict.gate)
         ]
@@ -89,10 +110,32 @@ class FinishedRun:
         if not explained:
             names = ", ".join(sorted({j.verdict.gate for j in found}))
             raise PipelineInvalid(
-                f"{self.out}: {names} is not explained; expected a gate on accuracy "
-                f"({', '.join(EXPLAINED)})"
+                f"{self.out}: {names} is not explained; expected one of {', '.join(EXPLAINED)}"
             )
         return explained
+
+    def _wrong_exports(self) -> Iterator[JudgedStage]:
+        """Yield the exports that failed because their outputs are not their source's."""
+        for failure in self.report.failures:
+            try:
+                text = (self.out / FOLDER / failure.name / REPORT).read_text(encoding="utf-8")
+                content = json.loads(text)
+                kinds = [float(kind.get("relative", "nan")) for kind in content["kinds"]]
+                limit = float(content["limit"])
+            except (OSError, ValueError, KeyError, TypeError):
+                continue  # another failure
+            error = max((k for k in kinds if math.isfinite(k)), default=None)
+            rule = f"error of outputs, relative to their norm, <= {limit:.2g}"
+            verdict = Verdict(
+                gate="parity",
+                value=error,
+                limit=limit,
+                passed=False,
+                against="input",
+                rule=rule,
+                reason="" if error is not None else content["problem"],
+            )
+            yield JudgedStage(failure, verdict)
 
     def chain(self, judged: JudgedStage) -> list[str]:
         """Return the names of the artifacts from what a gate compares with to its stage."""
@@ -110,11 +153,13 @@ class FinishedRun:
                 file has changed.
         """
         planned = self.state.plan.stage(name)
-        missing = [n for n in (*planned.reads, name) if n not in self.state.artifacts]
+        failed = {failure.name for failure in self.report.failures}
+        own = () if name in failed else (name,)
+        missing = [n for n in (*planned.reads, *own) if n not in self.state.artifacts]
         digests = {stage.name: stage.artifact.digest for stage in self.report.stages}
         changed = [
             n
-            for n in (name, planned.input)
+            for n in (*own, planned.input)
             if n in digests and n not in missing and self.state.artifacts[n].digest != digests[n]
         ]
         if missing or changed:

@@ -11,8 +11,17 @@ from compress.common.requirements import load_entry_point
 from compress.core.diagnosis.cause import ENTRY_POINT_GROUP, Cause
 from compress.quantization.diagnosis.causes import CAUSES
 from compress.quantization.diagnosis.setting_causes import SETTING_CAUSES
+from export.diagnosis.parity_causes import PARITY_CAUSES
+from export.diagnosis.size_causes import SIZE_CAUSES
+from export.diagnosis.speed_causes import SPEED_CAUSES
 
-BUILT_IN: tuple[type[Cause[Any]], ...] = (*CAUSES, *SETTING_CAUSES)
+BUILT_IN: tuple[type[Cause[Any]], ...] = (
+    *CAUSES,
+    *SETTING_CAUSES,
+    *SPEED_CAUSES,
+    *SIZE_CAUSES,
+    *PARITY_CAUSES,
+)
 
 
 @cache
@@ -31,6 +40,6 @@ def causes() -> tuple[Cause[Any], ...]:
     return tuple(known.values())
 
 
-def causes_of(stage: str) -> tuple[Cause[Any], ...]:
-    """Return the causes that are tested on a kind of stage."""
-    return tuple(cause for cause in causes() if stage in cause.stages)
+def causes_of(stage: str, gate: str = "max_drop") -> tuple[Cause[Any], ...]:
+    """Return the causes that are tested on a kind of stage where a gate refused."""
+    return tuple(cause for cause in causes() if stage in cause.stages and gate in cause.gates)

@@ -9,6 +9,7 @@ from pydantic import JsonValue
 from compress.common.atomic_files import write_atomically
 from compress.common.config import Settings
 from compress.core.verdict import Verdict
+from pipelines.results.schema import readable_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -17,6 +18,10 @@ if TYPE_CHECKING:
     from pipelines.results.schema import Report
 
 FILE = "explain.json"
+MOST_COSTS = 6
+"""Modules whose cost is shown in the text; the file has all."""
+LEAST_COST = 0.01
+"""Share of the whole that is shown."""
 
 
 class StageShare(Settings):
@@ -44,6 +49,15 @@ class GuiltyLayer(Settings):
     are guilty than could be judged alone."""
     own_sqnr_db: float
     """Signal to quantization noise ratio of its output, with float inputs."""
+
+
+class ModuleCost(Settings):
+    """What one module of the user's costs in the refused file."""
+
+    module: str
+    before: float | None
+    """In the plain export of the float model; None where that has no such module."""
+    now: float
 
 
 class FoundCause(Settings):
@@ -91,7 +105,7 @@ class Explanation(Settings):
     """The stage that has the gate."""
     verdict: Verdict
     artifact: str
-    """Digest of what the stage made."""
+    """Digest of what the stage made; empty for an export that failed."""
     metric: str
     split: tuple[StageShare, ...]
     """The loss between what the gate compares with and the stage, by the stages between."""
@@ -113,6 +127,10 @@ class Explanation(Settings):
     """The same on the other half of `val`."""
     spread: bool = False
     """Whether no quarter of the layers returns half of the loss."""
+    costs: tuple[ModuleCost, ...] = ()
+    """Of gates on speed, size and memory: what each module costs, the dearest first."""
+    unit: str = ""
+    """Of these: `ms` or `bytes`."""
     causes: tuple[FoundCause, ...] = ()
     """The likeliest first."""
     repairs: tuple[dict[str, JsonValue], ...] = ()
@@ -145,6 +163,18 @@ class Explanation(Settings):
             )
         if self.spread:
             yield "  layers  spread over the model: no quarter of the layers returns half of it"
+        if self.costs:
+            total = sum(cost.now for cost in self.costs)
+            dearest = [
+                f"{c.module or 'the rest'} {c.now / total:.0%}"
+                + (f" ({c.now / c.before:.2g}×)" if c.before and c.now else "")
+                for c in self.costs[:MOST_COSTS]
+                if c.now >= LEAST_COST * total
+            ]
+            is_time = self.unit == "ms"
+            whole = f"{total:.3g} ms" if is_time else readable_bytes(round(total))
+            yield f"  {'time' if is_time else 'bytes':7} {', '.join(dearest)} of {whole}"
+            yield "          (×: as much as in the plain export of the float model)"
         for cause in self.causes:
             where = f"{', '.join([*cause.layers][:3])}: " if any(cause.layers) else ""
             more = f" (and {len(cause.layers) - 3} more layers)" if len(cause.layers) > 3 else ""
@@ -159,7 +189,8 @@ class Explanation(Settings):
         if self.repairs and not self.tried:
             names_of = [TriedRepair(settings=r, passed=False).name for r in self.repairs]
             yield f"  to try  {'; '.join(names_of[:3])}"
-        yield f"          {self.judgings} models judged, {self.seconds:.1f} s"
+        verb = "measured" if self.costs else "judged"
+        yield f"          {self.judgings} models {verb}, {self.seconds:.1f} s"
 
     def _tried_line(self, repair: TriedRepair) -> str:
         value = "" if repair.value is None else f" found {repair.value:.3g},"
@@ -189,7 +220,7 @@ class Explanations(Settings):
         except (OSError, ValueError):
             return None
         digests = {stage.name: stage.artifact.digest for stage in report.stages}
-        same = all(digests.get(e.stage) == e.artifact for e in found.explanations)
+        same = all(digests.get(e.stage, "") == e.artifact for e in found.explanations)
         return found if same else None
 
 

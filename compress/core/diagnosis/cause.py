@@ -1,4 +1,4 @@
-"""The base class of causes: a test with a number and a threshold of why a stage loses accuracy.
+"""The base class of causes: a test with a number and a threshold of why a gate refused a stage.
 
 `compress explain` runs the tests on a stage whose result a gate refused, and `compress repair`
 tries what they name. A cause of another package is a subclass that declares the same attributes,
@@ -21,6 +21,12 @@ if TYPE_CHECKING:
 
 ENTRY_POINT_GROUP = "compress.causes"
 """Where installed packages announce causes of their own."""
+ACCURACY_GATES = ("max_drop", "max_relative_drop", "min_metric", "label_agreement")
+"""Gates whose value is points of a metric, or follows from them."""
+SPEED_GATES = ("min_speedup", "max_latency")
+SIZE_GATES = ("max_size", "max_file_size")
+MEMORY_GATES = ("max_memory",)
+PARITY_GATES = ("parity",)
 
 Measured = TypeVar("Measured")
 
@@ -53,7 +59,7 @@ class Repair:
 
 @dataclass(frozen=True)
 class RefusedStage(Generic[Measured]):
-    """A stage that loses more than a gate allows, and what was measured of it."""
+    """A stage whose result a gate refuses, and what was measured of it."""
 
     stage: Stage[Any, Any]
     before: Artifact
@@ -66,15 +72,17 @@ class RefusedStage(Generic[Measured]):
     measured: Measured
     """What the stage's own diagnosis measured; None where it has none."""
     max_points: float
-    """What the refused gate allows."""
+    """What the refused gate allows; 0 for gates that are not about points of a metric."""
 
 
 class Cause(Generic[Measured]):
-    """A reason why a stage loses accuracy."""
+    """A reason why a stage loses accuracy, or is too slow, too large or wrong."""
 
     key: ClassVar[str]
     stages: ClassVar[tuple[str, ...]]
     """Kinds of stages that it is tested on."""
+    gates: ClassVar[tuple[str, ...]] = ACCURACY_GATES
+    """Gates whose refusals it explains."""
     limit: ClassVar[float]
     """The cause is there where the measured value is above."""
     text: ClassVar[str]
@@ -88,7 +96,10 @@ class Cause(Generic[Measured]):
         raise NotImplementedError
 
     def returned(self, refused: RefusedStage[Measured], layers: Sequence[str]) -> float | None:
-        """Return the share of the loss that would return without the cause; None where unknown."""
+        """Return the share of the loss that would return without the cause; None where unknown.
+
+        Of other gates: the share of what the limit is missed by.
+        """
         return None
 
     def repairs(self, refused: RefusedStage[Measured], layers: Sequence[str]) -> tuple[Repair, ...]:

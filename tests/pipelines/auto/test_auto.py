@@ -101,7 +101,17 @@ def test_a_search_finds_a_faster_model_and_goes_on_where_it_was(
 def test_limits_that_cannot_be_met_are_told_with_the_nearest_model(
     file: Path, tmp_path: Path, capfd
 ) -> None:
-    arguments = (file, "--out", tmp_path / "out", "--latency", "1us", "--max-drop", "3")
+    arguments = (
+        file,
+        "--out",
+        tmp_path / "out",
+        "--latency",
+        "1us",
+        "--max-drop",
+        "3",
+        "--time",
+        "5m",
+    )
     assert auto(*arguments) == 3
     printed = capfd.readouterr()
     assert "no model can be within a drop of 3 points, 0.001 ms a call: the nearest" in printed.err

@@ -1,6 +1,7 @@
 """`compress auto` for OpenVINO, and for a machine that is not here."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,13 @@ from pipelines.auto.cost_models.latency_models import FormatModel
 from pipelines.auto.cost_models.tables import LatencyTables, ModelTable
 from pipelines.auto.front import Front
 from pipelines.auto.front_page import cells_of
+from pipelines.auto.judge import Judge
+from pipelines.auto.search import Search
+from pipelines.auto.solver import Programme
+from pipelines.auto.strategy.depths import Depth
 from pipelines.config.auto_settings import AutoLimits, AutoSettings
+from pipelines.config.pipeline import PipelineConfig
+from pipelines.config.run_options import RunOptions
 from tests.pipelines.auto.test_auto import FILE, NETS, auto
 
 
@@ -108,6 +115,35 @@ def test_a_search_for_another_machine_predicts_its_latencies(
     assert auto(*arguments) == 2
     error = capfd.readouterr().err
     assert "the latency tables are of another model or of other widths: '0' has [48, 16]" in error
+
+
+@pytest.mark.slow
+def test_layers_may_stay_in_float_for_openvino_alone(pipeline: Path, tmp_path: Path) -> None:
+    content = yaml.safe_load(pipeline.read_text())
+    content["auto"]["space"] = {
+        "widths": None,
+        "formats": ["int8_static"],
+        "runtimes": ["openvino"],
+    }
+    pipeline.write_text(yaml.safe_dump(content))
+    base, out = PipelineConfig.from_yaml(pipeline), tmp_path / "out"
+    assert base.auto is not None
+    search = Search(Judge.from_pipeline(base, base.auto, out, RunOptions()), base.auto, out)
+    search.check_whole(math.inf)
+    search.measure_kernels(Depth.of_model(search.judge, search.judge.model, ()), math.inf)
+    assert search.models["int8_static", "openvino", ()].layers.names
+    assert not search.not_searched
+    # The ONNX file that the losses are measured with is no point.
+    assert "int8_static-whole" in search.checked
+    whole = Candidate("int8_static", runtime="openvino")
+    assert [model.candidate for model in search.offered()] == [whole]
+    known = [whole]
+    while len(search.offered()) == 1:  # with all layers in float nothing could be quantized
+        solved = search.solve({(): Programme({}, {})}, None, known)
+        assert solved is not None and solved[0].float_layers
+        search.check(*solved)
+        known.append(solved[0])
+    assert {m.runtime for m in search.offered() if m.float_layers} == {"openvino"}
 
 
 def tables(**changes: object) -> LatencyTables:

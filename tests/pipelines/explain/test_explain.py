@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import cli
+from compress.common.errors import GateRefused
 from pipelines import Pipeline
 from pipelines.results.explanation import Explanations
 from pipelines.results.schema import Report
@@ -159,8 +160,15 @@ def test_a_run_that_passed_has_nothing_to_explain(project, capfd) -> None:
     said = capfd.readouterr().err
     assert "no gate refused; name one that passed by --stage and --gate" in said
     assert "prune_channels/max_drop" in said
-    assert compress("explain", project.out, "--gate", "parity") == 2
-    assert "parity is not explained; expected a gate on accuracy" in capfd.readouterr().err
+
+
+def test_a_gate_that_names_what_it_counts_is_not_explained(project, capfd) -> None:
+    project.edit("gate: parity, atol: 1e-4", "gate: min_integer_macs, share: 0.5")
+    with pytest.raises(GateRefused):
+        project.run()
+    assert compress("explain", project.out) == 2
+    said = capfd.readouterr().err
+    assert "min_integer_macs is not explained; expected one of max_drop, " in said
 
 
 def test_a_time_without_a_unit_is_refused(project, capfd) -> None:

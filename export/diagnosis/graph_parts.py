@@ -1,0 +1,200 @@
+"""Parts of a graph that cost time without need, and the graph without them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from export.onnx.graph import keep_outputs_
+from export.onnx.kernels import CONVOLUTIONS, COUNTED, is_integer_kernel
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator
+
+    import onnx
+
+    from export.diagnosis.profile import Profile, ProfiledNode
+
+QUANTIZE, DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
+MOVES = {"Transpose", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "ReorderInput", "ReorderOutput"}
+"""Operators that change the layout of what others read."""
+NORM = "BatchNormalization"
+"""Which onnxruntime may compute as a convolution of single channels."""
+ACTIVATIONS = {
+    *("Relu", "Clip", "LeakyRelu", "HardSigmoid", "HardSwish", "Sigmoid", "Tanh", "Elu"),
+    *("Gelu", "QuickGelu", "Selu", "Celu", "PRelu", "Softplus", "Softsign", "Mish"),
+}
+"""Operators that runtimes compute within the kernel before them, where they can."""
+
+
+@dataclass(frozen=True)
+class FloatIsland:
+    """Operators in float between integer ones, with the conversions around them."""
+
+    nodes: tuple[ProfiledNode, ...]
+    conversions: tuple[ProfiledNode, ...]
+
+    @property
+    def ms(self) -> float:
+        """Time of its operators and of the conversions."""
+        return sum(node.ms for node in (*self.nodes, *self.conversions))
+
+    @property
+    def modules(self) -> frozenset[str]:
+        """Modules of its operators, without those that move values or convert them."""
+        return frozenset(n.module for n in self.nodes if n.node.op_type not in MOVES)
+
+    @property
+    def around(self) -> frozenset[str]:
+        """Modules that give it what it reads, or read what it gives."""
+        nodes = (*self.nodes, *self.conversions)
+        return frozenset(node.module for node in nodes) - self.modules
+
+
+@dataclass
+class ProfiledGraph:
+    """A profiled graph whose values can be followed."""
+
+    profile: Profile
+
+    def __post_init__(self) -> None:
+        self._producers: dict[str, ProfiledNode] = {}
+        self._readers: dict[str, list[ProfiledNode]] = defaultdict(list)
+        for node in self.profile.nodes:
+            self._producers |= dict.fromkeys(node.node.output, node)
+            for name in node.node.input:
+                self._readers[name].append(node)
+
+    def before(self, node: ProfiledNode) -> Iterator[ProfiledNode]:
+        """Yield the operators whose values an operator reads."""
+        yield from (self._producers[name] for name in node.node.input if name in self._producers)
+
+    def after(self, node: ProfiledNode) -> Iterator[ProfiledNode]:
+        """Yield the operators that read an operator's values."""
+        yield from (reader for name in node.node.output for reader in self._readers[name])
+
+    @cached_property
+    def integer_modules(self) -> frozenset[str]:
+        """Modules whose products integer kernels compute."""
+        return frozenset(
+            node.module
+            for node in self.profile.nodes
+            if node.node.op_type in COUNTED and is_integer_kernel(node.node.op_type)
+        )
+
+    @cached_property
+    def float_islands(self) -> tuple[FloatIsland, ...]:
+        """All islands, of a graph with integer kernels."""
+        if not self.integer_modules:
+            return ()
+        left = [node for node in self.profile.nodes if _is_float(node)]
+        found = []
+        while left:
+            island = self._connected(left[0], _is_float)
+            left = [node for node in left if node not in island]
+            conversions: list[ProfiledNode] = []
+            for node in island:
+                for neighbour in (*self.before(node), *self.after(node)):
+                    if neighbour.node.op_type in (QUANTIZE, DEQUANTIZE):
+                        conversions += self._connected(neighbour, _is_conversion)
+            unique = {id(node): node for node in conversions}
+            if unique:
+                found.append(FloatIsland(tuple(island), tuple(unique.values())))
+        return tuple(found)
+
+    @cached_property
+    def lone_pairs(self) -> tuple[ProfiledNode, ...]:
+        """Roundings to integers that no integer kernel reads, and what makes floats of them."""
+        found: dict[int, ProfiledNode] = {}
+        for node in self.profile.nodes:
+            if node.node.op_type != QUANTIZE:
+                continue
+            readers = self._connected(node, lambda n: n.node.op_type in MOVES, forward=True)[1:]
+            last = [r for reader in (node, *readers) for r in self.after(reader)]
+            ends = [r for r in last if r not in readers]
+            if ends and all(r.node.op_type == DEQUANTIZE for r in ends):
+                found |= {id(n): n for n in (node, *readers, *ends)}
+        return tuple(found.values())
+
+    @cached_property
+    def unfused(self) -> tuple[ProfiledNode, ...]:
+        """Normalisations and activations that stand behind a product which they alone read."""
+        return tuple(
+            node
+            for node in self.profile.nodes
+            if self._is_norm(node)
+            or (node.node.op_type in ACTIVATIONS and any(map(self._feeds_alone, self.before(node))))
+        )
+
+    def _is_norm(self, node: ProfiledNode) -> bool:
+        """Whether a kernel computes a normalisation alone, be it as a convolution."""
+        if node.origin is None or node.origin.op_type != NORM:
+            return False
+        graph = self.profile.model.graph
+        name = node.origin.input[0]
+        before = next((n for n in graph.node if name in n.output), None)
+        readers = sum(name in n.input for n in graph.node)
+        return before is None or before.op_type not in CONVOLUTIONS or readers > 1
+
+    def _feeds_alone(self, node: ProfiledNode) -> bool:
+        if node.node.op_type in MOVES:
+            return any(map(self._feeds_alone, self.before(node)))
+        is_product = node.node.op_type in COUNTED | CONVOLUTIONS | {NORM}
+        return is_product and len([*self.after(node)]) == 1
+
+    def _connected(
+        self,
+        start: ProfiledNode,
+        belongs: Callable[[ProfiledNode], bool],
+        *,
+        forward: bool = False,
+    ) -> list[ProfiledNode]:
+        """Return an operator and those that belong to it and are connected with it."""
+        found, pending = [start], [start]
+        while pending:
+            node = pending.pop()
+            for neighbour in (*(() if forward else self.before(node)), *self.after(node)):
+                if belongs(neighbour) and neighbour not in found:
+                    found.append(neighbour)
+                    pending.append(neighbour)
+        return found
+
+
+def without(model: onnx.ModelProto, names: Collection[str]) -> onnx.ModelProto:
+    """Return a model whose readers of some operators, by name, read what these read first.
+
+    A pair of QuantizeLinear and DequantizeLinear is left out by the name of the former.
+    """
+    copy = type(model)()
+    copy.CopyFrom(model)
+    graph = copy.graph
+    producers = {name: node for node in graph.node for name in node.output}
+    public = {output.name for output in graph.output}
+    replaced: dict[str, str] = {}
+    for node in graph.node:
+        source = producers.get(node.input[0]) if node.input else None
+        if node.output[0] in public:
+            continue
+        if node.op_type == DEQUANTIZE and source is not None and source.name in names:
+            replaced[node.output[0]] = source.input[0]
+        elif node.name in names and node.op_type != QUANTIZE:
+            replaced[node.output[0]] = node.input[0]
+    outputs = [output.name for output in graph.output]
+    for node in graph.node:
+        for place, name in enumerate(node.input):
+            while name in replaced:
+                name = replaced[name]
+            node.input[place] = name
+    keep_outputs_(copy, outputs)
+    return copy
+
+
+def _is_float(node: ProfiledNode) -> bool:
+    operator = node.node.op_type
+    return node.written == "float" and operator != DEQUANTIZE and not is_integer_kernel(operator)
+
+
+def _is_conversion(node: ProfiledNode) -> bool:
+    return node.node.op_type in {QUANTIZE, DEQUANTIZE, *MOVES} and not _is_float(node)

@@ -1,0 +1,198 @@
+"""Why an ONNX file's outputs differ from its source's: where, and what float32 itself is off."""
+
+from __future__ import annotations
+
+import math
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from compress.artifacts.graph_model import program_of
+from compress.common.errors import CompressError
+from compress.common.forward import accept_any_batch
+from compress.common.tensor_difference import largest, largest_difference, relative_error
+from export.onnx.proto_io import write
+from export.onnx.session import session_predictor
+from export.parity.bisect import LayerSearch
+from export.parity.compare import parity_inputs
+from export.parity.float64_reference import Float64Reference
+from export.parity.sample_parity import tolerance_for, val_inputs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    import onnx
+
+    from compress.artifacts.eager_model import EagerModel
+    from compress.artifacts.graph_model import GraphModel
+    from compress.common.forward import Predictor
+    from compress.core.context import Context
+    from export.onnx.stage import ExportOnnx
+    from export.parity.bisect import Tensors, WrongLayer
+
+    Rerun = Callable[[str, Mapping[str, Any]], onnx.ModelProto | None]
+
+SECONDS = 60.0
+"""How long the wrong layer is searched for."""
+LEAST_ERROR = 1e-5
+"""Relative error of an operator below which it may be the order in which floats are added."""
+
+
+@dataclass
+class ParityDiagnosis:
+    """An export whose outputs differ from its source's."""
+
+    stage: ExportOnnx
+    source: EagerModel | GraphModel
+    model: onnx.ModelProto
+    """The file's model; that of an export that failed is made again."""
+    context: Context
+    limit: float
+    """Largest absolute difference that the gate allows; 0 where the export's own check failed."""
+    rerun: Rerun
+    measured: int = 0
+    """How many changed files were made."""
+
+    @cached_property
+    def outputs(self) -> dict[str, tuple[Tensors, Tensors, Tensors]]:
+        """Kind of input → inputs, the source's outputs and the file's; empty ones where it fails.
+
+        Kinds that the source itself refuses are left out.
+        """
+        batches = list(val_inputs(self.context))
+        found: dict[str, tuple[Tensors, Tensors, Tensors]] = {}
+        with self._opened(self.model) as exported, self._source() as expected:
+            for kind, inputs in parity_inputs(self.source.signature, batches):
+                try:
+                    right = expected(*inputs)
+                except Exception:  # noqa: BLE001 - whatever the user's own code raises
+                    continue
+                try:
+                    found[kind] = inputs, right, exported(*inputs)
+                except Exception:  # noqa: BLE001 - onnxruntime has several
+                    found[kind] = inputs, right, ()
+        return found
+
+    @cached_property
+    def errors(self) -> dict[str, float]:
+        """Kind of input → the file's error relative to the norm; infinite where it fails."""
+        return {
+            kind: _relative(right, found) if found else math.inf
+            for kind, (_, right, found) in self.outputs.items()
+        }
+
+    @property
+    def axis_errors(self) -> dict[str, float]:
+        """Named axis → the error at the size with the largest one."""
+        axes: dict[str, float] = {}
+        for kind, error in self.errors.items():
+            axis, is_axis, _ = kind.partition(" of ")
+            if is_axis and axis in self.source.signature.dynamic_axes:
+                axes[axis] = max(axes.get(axis, 0.0), error)
+        return axes
+
+    @property
+    def own_size_error(self) -> float:
+        """The error at the sizes that the model was traced with."""
+        return self.errors.get("seeded", math.inf)
+
+    @cached_property
+    def worst(self) -> Tensors:
+        """The inputs on which the file is most wrong, of those that it answers to."""
+        answered = {kind: e for kind, e in self.errors.items() if math.isfinite(e)}
+        return self.outputs[max(answered, key=lambda kind: answered[kind])][0]
+
+    @cached_property
+    def difference(self) -> float:
+        """Largest absolute difference on `val`, on seeded inputs without data, as the gate has."""
+        return self._difference(self.model)
+
+    def difference_with(self, settings: Mapping[str, Any]) -> float:
+        """Return the largest absolute difference with other settings of the export."""
+        self.measured += 1
+        changed = self.rerun(self.stage.title, settings)
+        return math.inf if changed is None else self._difference(changed)
+
+    @cached_property
+    def own_error(self) -> float | None:
+        """How far the source is from its outputs in float64, as the largest absolute difference.
+
+        None where it cannot be run in float64.
+        """
+        with self._source() as expected:
+            reference = Float64Reference(self.source, expected)
+            errors = []
+            for inputs in self.context.comparison_inputs(self.source.signature):
+                exact = reference.exact(inputs)
+                if exact is None:
+                    return None
+                errors += [
+                    largest_difference(a.double(), b)
+                    for a, b in zip(expected(*inputs), exact, strict=True)
+                ]
+        return largest(errors)
+
+    @cached_property
+    def graph_error(self) -> float:
+        """Relative error of the traced graph in PyTorch, on the worst inputs."""
+        with self._source() as expected, torch.no_grad():
+            module = program_of(self.source).module(check_guards=False)
+            found = module(*self.worst)
+            return _relative(expected(*self.worst), _as_tuple(found))
+
+    @cached_property
+    def wrong_layer(self) -> WrongLayer | None:
+        """The first operator out of tolerance; None where no part of the graph is."""
+        total = max(e for e in self.errors.values() if math.isfinite(e))
+        limit = max(min(tolerance_for(self.source).relative, total / 2), LEAST_ERROR)
+        with TemporaryDirectory(prefix="compress-parity-") as folder:
+            search = LayerSearch(
+                program_of(self.source),
+                self.source.signature,
+                self.worst,
+                self.stage.reexport,
+                Path(folder) / "model.onnx",
+                limit,
+                SECONDS,
+            )
+            try:
+                found = search.run()
+            except CompressError:
+                return None
+            self.measured += search.exports
+            return found
+
+    def _difference(self, model: onnx.ModelProto) -> float:
+        with self._opened(model) as exported, self._source() as expected:
+            return largest(
+                largest_difference(a, b)
+                for inputs in self.context.comparison_inputs(self.source.signature)
+                for a, b in zip(expected(*inputs), exported(*inputs), strict=True)
+            )
+
+    @contextmanager
+    def _source(self) -> Iterator[Predictor]:
+        with self.source.open(threads=self.context.threads) as predict:
+            yield accept_any_batch(predict, self.source.signature)
+
+    @contextmanager
+    def _opened(self, model: onnx.ModelProto) -> Iterator[Predictor]:
+        with TemporaryDirectory(prefix="compress-parity-") as folder:
+            write(model, file := Path(folder) / "model.onnx")
+            predict = session_predictor(file, self.context.threads)
+            yield accept_any_batch(predict, self.source.signature)
+
+
+def _relative(expected: Tensors, found: Tensors) -> float:
+    if [t.shape for t in expected] != [t.shape for t in found]:
+        return math.inf
+    return largest(relative_error(a, b) for a, b in zip(expected, found, strict=True))
+
+
+def _as_tuple(outputs: Any) -> Tensors:
+    return (outputs,) if isinstance(outputs, torch.Tensor) else tuple(outputs)

@@ -1,0 +1,192 @@
+"""What makes a file slower than a gate allows: its profile, and the time of changed files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, Self
+
+from onnx.helper import make_node
+
+from compress.profiling.benchmark import compare_latencies
+from export.diagnosis.graph_parts import ProfiledGraph
+from export.diagnosis.layer_names import as_onnx, fitting_names, plain_export
+from export.diagnosis.profile import Profile
+from export.latency.float_layers import leave_float, weighted_layers
+from export.onnx.graph import keep_outputs_
+from export.onnx.proto_io import write
+from export.onnx.session import session_predictor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping, Sequence
+
+    import onnx
+    import torch
+
+    from compress.artifacts.artifact import Artifact
+    from compress.artifacts.eager_model import EagerModel
+    from compress.artifacts.graph_model import GraphModel
+    from compress.core.context import Context
+    from compress.profiling.benchmark import Comparison
+    from compress.profiling.quantiles import Interval
+
+    Rerun = Callable[[str, Mapping[str, Any]], onnx.ModelProto | None]
+
+
+@dataclass(frozen=True)
+class SpeedGate:
+    """What a refused gate on speed found, measured once more."""
+
+    interval: Interval
+    """Of the speedup, or of the 95th percentile in milliseconds."""
+    middle: float
+    limit: float
+    higher_passes: bool
+    batch: int
+    earlier: float | None
+    """What the gate found in the run."""
+
+    @property
+    def value(self) -> float:
+        """What is held against the limit."""
+        return self.interval.low if self.higher_passes else self.middle
+
+    @property
+    def spread_in_margin(self) -> float:
+        """How far measurements lie apart, as a multiple of the distance to the limit.
+
+        It is half the interval's width, or the distance to what the run has found.
+        """
+        spread = (self.interval.high - self.interval.low) / 2
+        margin = abs(self.value - self.limit)
+        if self.earlier is not None:
+            spread = max(spread, abs(self.value - self.earlier))
+            margin = min(margin, abs(self.earlier - self.limit))
+        return spread / margin if margin else float("inf")
+
+    @property
+    def factor(self) -> float:
+        """How many times faster the file must be for the gate to pass."""
+        if self.higher_passes:
+            return self.limit / self.interval.low if self.interval.low > 0 else float("inf")
+        return self.middle / self.limit
+
+
+@dataclass
+class SpeedDiagnosis:
+    """An ONNX file that is too slow: where its time goes, and what of it changes would save."""
+
+    model: onnx.ModelProto
+    names: list[str]
+    """Modules of the file's layers."""
+    gate: SpeedGate
+    ms: float
+    """Median time of a call."""
+    profile: Profile
+    float_profile: Profile
+    """Of the plain export of the float model that the file was made of."""
+    rerun: Rerun
+    """Returns the file that the stages would make with other settings of one of them, None where
+    that would take training."""
+    context: Context
+    batches: Sequence[Sequence[torch.Tensor]]
+    """What the gate measures on."""
+    measured: int = 0
+    """How many changed files were timed."""
+    _saved: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def create(
+        cls,
+        file: Artifact,
+        source: EagerModel | GraphModel,
+        gate: SpeedGate,
+        ms: float,
+        rerun: Rerun,
+        context: Context,
+    ) -> Self:
+        """Profile a file, and the plain export of its float model.
+
+        Raises:
+            StageFailed: the file is not taken apart, or the float model cannot be exported.
+        """
+        model = as_onnx(file)
+        plain, names = plain_export(source)
+        batches = context.measured_batches(file.signature, gate.batch)
+        profile, float_profile = (
+            Profile.measure(m, names, batches[0], context.threads) for m in (model, plain)
+        )
+        names = fitting_names(model, names)
+        return cls(model, names, gate, ms, profile, float_profile, rerun, context, batches)
+
+    @cached_property
+    def graph(self) -> ProfiledGraph:
+        """The profiled operators, to be followed."""
+        return ProfiledGraph(self.profile)
+
+    @property
+    def missing_ms(self) -> float:
+        """By how much a call must become shorter."""
+        return self.ms - self.ms / self.gate.factor
+
+    def share(self, ms: float) -> float:
+        """Return a time of kernels as a share of all kernels'."""
+        return ms / self.profile.ms if self.profile.ms else 0.0
+
+    def returned(self, saved_ms: float) -> float:
+        """Return a saved time as a share of what must be saved."""
+        return saved_ms / self.missing_ms if self.missing_ms > 0 else 0.0
+
+    def saved_by(self, key: str, change: Callable[[], onnx.ModelProto | None]) -> float:
+        """Return the milliseconds that a changed file saves, measured once; 0 if it may be noise.
+
+        Args:
+            key: what tells the change from others.
+            change: makes the changed file; None where it cannot be made.
+        """
+        if key not in self._saved:
+            changed = change()
+            self._saved[key] = 0.0 if changed is None else self._measure(changed)
+        return self._saved[key]
+
+    def saved_in_float(self, modules: Collection[str]) -> float:
+        """Return the milliseconds that a file with more layers in float saves."""
+        layers = weighted_layers(self.model)
+        numbers = [i for i in range(len(layers)) if self.names[i] in modules]
+        key = f"float {numbers}"
+        return self.saved_by(key, lambda: leave_float(self.model, numbers)) if numbers else 0.0
+
+    def saved_with(self, stage: str, settings: Mapping[str, Any]) -> float:
+        """Return the milliseconds that other settings of a stage save."""
+        key = f"{stage} {sorted(settings.items())}"
+        return self.saved_by(key, lambda: self.rerun(stage, settings))
+
+    @cached_property
+    def empty_call_ms(self) -> float:
+        """Time of a call of a model with the same inputs that computes nothing."""
+        empty = type(self.model)()
+        empty.CopyFrom(self.model)
+        empty.graph.node.insert(
+            0, make_node("Identity", [empty.graph.input[0].name], ["unchanged"])
+        )
+        empty.graph.output.add().CopyFrom(empty.graph.input[0])
+        empty.graph.output[-1].name = "unchanged"
+        keep_outputs_(empty, ["unchanged"])
+        return self.ms / self._compared(empty).speedup
+
+    def _measure(self, changed: onnx.ModelProto) -> float:
+        compared = self._compared(changed)
+        return self.ms * (1 - 1 / compared.speedup) if compared.interval.low > 1 else 0.0
+
+    def _compared(self, changed: onnx.ModelProto) -> Comparison:
+        self.measured += 1
+        with TemporaryDirectory(prefix="compress-timed-") as folder:
+            predictors = []
+            for name, model in (("own", self.model), ("changed", changed)):
+                file = Path(folder) / name / "model.onnx"
+                file.parent.mkdir()
+                write(model, file)
+                predictors.append(session_predictor(file, self.context.threads))
+            return compare_latencies(predictors, self.batches).comparison(0, 1)

@@ -1,0 +1,73 @@
+"""Bytes of a file by module: tables, copies, values of a call."""
+
+from pathlib import Path
+
+import pytest
+
+from compress.core.context import Context
+from compress.core.diagnosis.cause import RefusedStage
+from export.diagnosis.layer_names import plain_export
+from export.diagnosis.size_causes import LargeActivation, StoredTwice
+from export.diagnosis.sizes import SizeDiagnosis, bytes_by_module, stored_tensors
+from export.onnx.stage import ExportOnnx
+from tests.export.builders import TOKENS, network_of
+
+NETS = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.copy = nn.Embedding(200, 8), nn.Embedding(200, 8)
+        self.copy.weight.data.copy_(self.table.weight.data)
+        self.fc = nn.Linear(8, 16)
+
+    def forward(self, tokens):
+        return self.fc(self.table(tokens) + self.copy(tokens.flip(1)))
+"""
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> RefusedStage[SizeDiagnosis]:
+    folder = tmp_path_factory.mktemp("sizes")
+    source = network_of(folder, NETS, "sized:Net", TOKENS)
+    context = Context(root=folder / "onnx")
+    stage = ExportOnnx(name="onnx")
+    file = stage.run(source, context)
+    found = SizeDiagnosis.create(file, source, 3200.0, 2, lambda name, settings: None, context)
+    return RefusedStage(stage, source, file, context, (), found, 0.0)
+
+
+def test_tensors_belong_to_the_modules_that_read_them(measured, tmp_path: Path) -> None:
+    found = measured.measured
+    assert found.names == ["fc", "table", "copy"]
+    sizes = bytes_by_module(found.tensors)
+    assert sizes["table"] >= 200 * 8 * 4 <= sizes["copy"]
+    assert sizes["fc"] >= (8 + 1) * 16 * 4
+    tables = {t.module for t in found.tensors if t.is_table}
+    assert tables == {"table", "copy"}
+    assert [t.module for t in found.tensors if t.is_copy] == ["copy"]
+
+
+def test_a_copy_is_a_cause_by_its_share_of_the_file(measured) -> None:
+    cause, table = StoredTwice(), 200 * 8 * 4
+    value = cause.measure(measured, "copy")
+    assert value == pytest.approx(table / measured.measured.file_bytes)
+    assert value > cause.limit and cause.measure(measured, "table") is None
+    assert cause.returned(measured, ["copy"]) == pytest.approx(table / 3200)
+
+
+def test_values_of_a_call_are_a_cause_where_they_outweigh_the_weights(measured) -> None:
+    found = measured.measured
+    largest = max(found.activations, key=lambda module: found.activations[module])
+    # Two samples of 8 tokens with 16 outputs each.
+    assert largest == "fc" and found.activations["fc"] == 2 * 8 * 16 * 4
+    assert found.peak_values >= found.activations["fc"] + 2 * 8 * 8 * 4
+    assert LargeActivation().measure(measured, "fc") < LargeActivation.limit
+
+
+def test_a_plain_export_has_the_same_tensors(measured) -> None:
+    model, names = plain_export(measured.before)
+    plain = bytes_by_module(stored_tensors(model, names))
+    assert plain["table"] == bytes_by_module(measured.measured.tensors)["table"]
