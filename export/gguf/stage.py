@@ -222,6 +222,7 @@ class ExportGguf(Stage[EagerModel | GraphModel, GgufModel]):
 def opened_file(file: Path, signature: Signature) -> Any:
     """Return a file's model as transformers opens it, called with the signature's inputs."""
     import transformers
+    from gguf import GGUFReader
 
     from compress.artifacts.hf_folder import transformers_silenced
     from compress.artifacts.recipe import CallByName
@@ -229,9 +230,15 @@ def opened_file(file: Path, signature: Signature) -> Any:
     try:
         # transformers 5.24 shows a progress bar here that its own setting does not hide.
         with transformers_silenced(), contextlib.redirect_stderr(io.StringIO()):
+            where = {"gguf_file": file.name, "local_files_only": True}
+            config = transformers.AutoConfig.from_pretrained(file.parent, **where)
+            # transformers 5.24 does not read it for all families, and takes 128 for Qwen3.
+            fields = GGUFReader(file).fields
+            (length,) = (name for name in fields if name.endswith(".attention.key_length"))
+            config.head_dim = fields[length].contents()
             kind: Any = transformers.AutoModelForCausalLM
             module = kind.from_pretrained(
-                file.parent, gguf_file=file.name, dtype="float32", local_files_only=True
+                file.parent, config=config, dtype="float32", **where
             ).eval()
     except Exception as error:
         reason = first_line(error)

@@ -65,6 +65,8 @@ def _why_unknown(tokenizer: Any) -> str:
     kind = tokenizer["model"]["type"]
     if kind != "BPE" or tokenizer["model"].get("byte_fallback"):
         return f"its tokenizer is of type {kind}, expected byte-level BPE"
+    if not tokenizer["model"]["merges"]:
+        return "its tokenizer has no merges, without which llama.cpp opens no file"
     if tokenizer.get("normalizer") not in (None, {"type": "NFC"}):
         return f"its tokenizer normalizes text by {tokenizer['normalizer']['type']}"
     split = _split_of(tokenizer.get("pre_tokenizer"))

@@ -1,5 +1,6 @@
 """A tiny Llama with random weights, from a Hugging Face folder with a byte-level tokenizer."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -33,13 +34,18 @@ TOKENS = Signature(
 )
 
 
-def save_tokenizer(folder: Path) -> None:
-    """Write a tokenizer whose tokens are the bytes, and one that ends a text."""
+def save_tokenizer(folder: Path, merges: Sequence[tuple[str, str]] = ()) -> None:
+    """Write a tokenizer whose tokens are the bytes, one that ends a text, and merged pairs."""
     import transformers
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    tokens = {letter: i for i, letter in enumerate(alphabet)}
+    # After the bytes and the end.
+    tokens |= {first + second: VOCABULARY + i for i, (first, second) in enumerate(merges)}
+    if merges:
+        tokens["<|end|>"] = VOCABULARY - 1
+    made = Tokenizer(models.BPE(tokens, [*merges]))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     made.add_special_tokens(["<|end|>"])
@@ -48,19 +54,25 @@ def save_tokenizer(folder: Path) -> None:
     ).save_pretrained(folder)
 
 
-def decoder(folder: Path, kind: str = "Llama", **sizes: object) -> EagerModel:
+def decoder(
+    folder: Path,
+    kind: str = "Llama",
+    merges: Sequence[tuple[str, str]] = (),
+    **sizes: object,
+) -> EagerModel:
     """Return the artifact of a decoder with random weights."""
     import transformers
 
     torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**{**SIZES, **sizes})
+    vocabulary = {"vocab_size": VOCABULARY + len(merges)}
+    config = getattr(transformers, f"{kind}Config")(**{**SIZES, **vocabulary, **sizes})
     name = next(n for n in (f"{kind}ForCausalLM", f"{kind}LMHeadModel") if hasattr(transformers, n))
     module = getattr(transformers, name)(config)
     with torch.no_grad():  # as small as they are drawn, all scores are near ties
         for parameter in module.parameters():
             parameter.mul_(3 if parameter.dim() > 1 else 1)
     module.save_pretrained(folder / "hf")
-    save_tokenizer(folder / "hf")
+    save_tokenizer(folder / "hf", merges)
     recipe, module = read_folder(folder / "hf", None, untrained_head=False)
     carried = files_to_carry(folder / "hf", module)
     return import_module(folder / "source", recipe, module, TOKENS, carried=carried)
