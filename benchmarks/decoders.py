@@ -6,7 +6,8 @@ of the next token by method, and size and speed of the folders of `export_genai`
 process; with `--speed` the speed of the folders of an earlier run alone. With `--architectures` it
 prints which decoders of transformers become proven folders instead, tiny ones made from configs.
 With `--stream` (and `--gptq`) it makes a folder of 1.01 billion random weights, and prints peak
-memory and time of quantizing it with `stream: true`; 8 GB of disk.
+memory and time of quantizing it with `stream: true`; 8 GB of disk. With `--llama-cpp` it opens
+files of `export_gguf` in llama.cpp, and takes `pip install llama-cpp-python`.
 It needs the extras `transformers` and `genai`. One thread.
 """
 
@@ -26,6 +27,9 @@ def main() -> None:
     logging.disable(logging.WARNING)
     if "--architectures" in sys.argv:
         import_module("decoder.architectures").main()
+        return
+    if "--llama-cpp" in sys.argv:
+        import_module("decoder.llama_cpp").main()
         return
     folder = next((a for a in sys.argv[1:] if not a.startswith("-")), "build/decoders")
     if "--stream" in sys.argv:
