@@ -41,15 +41,14 @@ def test_a_folder_that_is_read_part_by_part_is_the_same_model(models) -> None:
     assert not whole.is_streamed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
-        {"method": "gptq"},
-        pytest.param(
-            {"method": "awq", "exclude": ("*.o_proj", "*.down_proj")}, marks=pytest.mark.slow
-        ),
-        pytest.param({"method": "hqq", "embeddings": False}, marks=pytest.mark.slow),
-        pytest.param({"bits": 8, "embedding_bits": 4}, marks=pytest.mark.slow),
+        {"method": "gptq", "symmetric": True},
+        {"method": "awq", "exclude": ("*.o_proj", "*.down_proj")},
+        {"method": "hqq", "embeddings": False},
+        {"bits": 8, "embedding_bits": 4},
     ],
     ids=lambda settings: "-".join(map(str, settings.values())),
 )

@@ -71,7 +71,7 @@ def test_the_layer_that_integers_ruin_stays_in_float(file: Path, tmp_path: Path,
     # The pipeline of its point makes the same file.
     point = out / "points" / str(front["points"].index(front["best"]) + 1) / "pipeline.yaml"
     stages = yaml.safe_load(point.read_text())["stages"]
-    assert stages[0] == {"stage": "quantize_static", "exclude": ["0"]}
+    assert stages[0] == {"stage": "quantize_static", "smooth": "auto", "exclude": ["0"]}
     with pytest.raises(SystemExit) as end:
         cli.app(["run", str(point), "--out", str(tmp_path / "again"), "--quiet"])
     assert not end.value.code

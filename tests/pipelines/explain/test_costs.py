@@ -87,7 +87,9 @@ def test_a_table_left_in_float_is_named_and_mended(folder: Path, capfd) -> None:
     assert [cause.cause for cause in found.causes] == ["float_tables"]
     assert [*found.causes[0].layers] == ["table"] and found.causes[0].returned > 1
     assert compress("repair", out) == 0
-    assert json.loads((out / "explain.json").read_text())["chosen"] == {"embeddings": True}
+    assert json.loads((out / "explain.json").read_text())["chosen"] == {
+        "int8": {"embeddings": True}
+    }
 
 
 @pytest.mark.slow
