@@ -29,10 +29,9 @@ sys.path.insert(0, str(HERE.parent))
 sys.path.append(str(HERE))
 
 import torch  # noqa: E402
-import yaml  # noqa: E402
 from explainer.families import FAMILIES, net, trained  # noqa: E402
 from explainer.faults import Fault, faults_of, inject  # noqa: E402
-from safetensors.torch import save_file  # noqa: E402
+from explainer.pipeline_file import write_pipeline  # noqa: E402
 
 from compress.common.errors import GateRefused  # noqa: E402
 from compress.core.diagnosis.guilty_layers import most_judgings  # noqa: E402
@@ -155,7 +154,10 @@ def explain(
     out = folder / "out"
     # Once with a limit that all pass, to know the share.
     for limit in [1e-6, None] if share is None else [None]:
-        file = write_pipeline(folder, family, module, fault, limit or KEPT_SHARE * share)
+        calibration = {"calibration": fault.calibration}
+        data = {"factory": "explainer.families:data", "arguments": calibration}
+        stages = stages_with(fault, limit or KEPT_SHARE * share)
+        file = write_pipeline(folder, family, module, data, stages)
         outcome.refused = False
         try:
             Pipeline.from_yaml(file).run(out, RunOptions(test=False))
@@ -191,41 +193,16 @@ def repair(outcome: Outcome) -> None:
         outcome.float_passes = in_float is not None and search.run_repaired(in_float).passed
 
 
-def write_pipeline(
-    folder: Path, family: str, module: torch.nn.Module, fault: Fault, share: float
-) -> Path:
-    """Write the pipeline of a faulty network, and its weights."""
-    weights = {name: value.contiguous() for name, value in module.state_dict().items()}
-    save_file(weights, folder / "net.safetensors")
-    content = {
-        "version": 1,
-        "name": "net",
-        "code": str(HERE),
-        "model": {
-            "factory": "explainer.families:net",
-            "arguments": {"family": family},
-            "checkpoint": "net.safetensors",
-            "inputs": [{"name": "image", "shape": ["batch", 1, 8, 8]}],
-        },
-        "data": {
-            "factory": "explainer.families:data",
-            "arguments": {"calibration": fault.calibration},
-        },
-        "metric": "accuracy",
-        "stages": [
-            {"name": "int8", "stage": "quantize_static", **dict(fault.settings)},
-            {
-                "name": "onnx",
-                "stage": "export_onnx",
-                "gates": [
-                    {"gate": "max_drop", "points": POINTS, "against": "source"},
-                    {"gate": "min_integer_macs", "share": share},
-                ],
-            },
-        ],
-    }
-    (folder / "net.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
-    return folder / "net.yaml"
+def stages_with(fault: Fault, share: float) -> list[dict[str, object]]:
+    """Return the stages of a faulty network, whose gate keeps a share of the integer kernels."""
+    gates = [
+        {"gate": "max_drop", "points": POINTS, "against": "source"},
+        {"gate": "min_integer_macs", "share": share},
+    ]
+    return [
+        {"name": "int8", "stage": "quantize_static", **dict(fault.settings)},
+        {"name": "onnx", "stage": "export_onnx", "gates": gates},
+    ]
 
 
 def print_goals(outcomes: list[Outcome]) -> None:

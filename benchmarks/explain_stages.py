@@ -28,10 +28,9 @@ sys.path.insert(0, str(HERE.parent))
 sys.path.append(str(HERE))
 
 import torch  # noqa: E402
-import yaml  # noqa: E402
 from explainer.families import FAMILIES, net, trained  # noqa: E402
+from explainer.pipeline_file import write_pipeline  # noqa: E402
 from explainer.stage_faults import StageFault, stage_faults  # noqa: E402
-from safetensors.torch import save_file  # noqa: E402
 
 from compress.common.errors import CompressError, GateRefused  # noqa: E402
 from compress.core.progress import silent  # noqa: E402
@@ -140,7 +139,8 @@ def judge(
             module.load_state_dict(trained_module.state_dict())
         if fault.inject is not None:
             fault.inject(module.eval())
-        file = write_pipeline(folder, family, fault, module)
+        data = {"factory": "explainer.stage_faults:data", "arguments": fault.data}
+        file = write_pipeline(folder, family, module, data, [*fault.stages])
         try:
             try:
                 Pipeline.from_yaml(file).run(folder / "out", RunOptions(test=False))
@@ -172,28 +172,6 @@ def judge(
         except Exception:  # noqa: BLE001 - the others are still judged
             outcome.error = traceback.format_exc()
     return outcome
-
-
-def write_pipeline(folder: Path, family: str, fault: StageFault, module: torch.nn.Module) -> Path:
-    """Write the pipeline of a fault, and the weights that it begins with."""
-    weights = {name: value.contiguous() for name, value in module.state_dict().items()}
-    save_file(weights, folder / "net.safetensors")
-    content = {
-        "version": 1,
-        "name": "net",
-        "code": str(HERE),
-        "model": {
-            "factory": "explainer.families:net",
-            "arguments": {"family": family},
-            "checkpoint": "net.safetensors",
-            "inputs": [{"name": "image", "shape": ["batch", 1, 8, 8]}],
-        },
-        "data": {"factory": "explainer.stage_faults:data", "arguments": fault.data},
-        "metric": "accuracy",
-        "stages": [*fault.stages],
-    }
-    (folder / "net.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
-    return folder / "net.yaml"
 
 
 def print_goals(outcomes: list[Outcome]) -> None:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from compress.artifacts.graph_model import GraphModel
+    from compress.common.signature import Signature
     from compress.core.context import Context
 
 PREFIXES = ("", "module.")
@@ -40,6 +41,13 @@ class DecoderWeights(NamedTuple):
     """Name of a weight, and whether it is read as a table → its integers."""
     rounds_activations: bool
     """Whether packed linear layers read activations rounded to 8 bits, by groups."""
+
+    def scores(self, signature: Signature) -> torch.Tensor:
+        """Return the module's scores of a signature's example inputs."""
+        names = (spec.name for spec in signature.inputs)
+        with torch.inference_mode():
+            answer: Any = self.module(**dict(zip(names, signature.example(), strict=True)))
+        return answer.logits  # type: ignore[no-any-return]
 
     def use_(self, floats: Mapping[tuple[str, bool], torch.Tensor]) -> None:
         """Give layers of the module these weights, by the keys of `packed`."""

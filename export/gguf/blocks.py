@@ -41,7 +41,15 @@ def blocks_of(name: str, weight: PackedWeight) -> NDArray[np.uint8]:
     """
     kind = block_type(weight)
     if kind is None:
-        raise StageFailed(f"{name}: {why_no_type(weight)}")
+        if weight.group_size % BLOCK:
+            raise StageFailed(
+                f"{name}: GGUF shares scales by {BLOCK} numbers, found {weight.group_size}; set "
+                "group_size"
+            )
+        raise StageFailed(
+            f"{name}: GGUF has no type of 8 bits with zero points; set symmetric: true in "
+            "quantize_weights, or bits: 4"
+        )
     outputs, groups = weight.scale.shape
     per_group = weight.group_size // BLOCK
     with np.errstate(over="ignore"):
@@ -72,13 +80,3 @@ def integers_of(blocks: NDArray[np.uint8], kind: BlockType) -> NDArray[np.uint8]
     else:
         integers = np.concatenate((packed & 15, packed >> 4), axis=-1)
     return integers.reshape(len(blocks), -1)
-
-
-def why_no_type(weight: PackedWeight) -> str:
-    """Return why GGUF has no type for a weight, and what to set instead."""
-    if weight.group_size % BLOCK:
-        return f"GGUF shares scales by {BLOCK} numbers, found {weight.group_size}; set group_size"
-    return (
-        "GGUF has no type of 8 bits with zero points; set symmetric: true in quantize_weights, "
-        "or bits: 4"
-    )

@@ -30,6 +30,7 @@ class PruningDiagnosis(LayerDiagnosis, Generic[Variant]):
     """A pruned model that can be made again otherwise: with parts put back, or pruned better."""
 
     _attributed: dict[tuple[str, ...], dict[str, float]] = field(default_factory=dict, init=False)
+    _points: dict[Variant, float] = field(default_factory=dict, init=False)
 
     @property
     def own(self) -> Variant:
@@ -44,9 +45,16 @@ class PruningDiagnosis(LayerDiagnosis, Generic[Variant]):
         """
         raise NotImplementedError
 
-    def points_of(self, variant: Variant) -> float:
-        """Return the points that a variant loses on the half that decides."""
+    def changed_module(self, variant: Variant) -> nn.Module:
+        """Return the module of a variant."""
         raise NotImplementedError
+
+    def points_of(self, variant: Variant) -> float:
+        """Return the points that a variant loses on the half that decides, measured once."""
+        if variant not in self._points:
+            module = self.changed_module(variant)
+            self._points[variant] = self._judge_module(self.decided_on, module)
+        return self._points[variant]
 
     def shares(self, layers: Sequence[str]) -> dict[str, float]:
         """Return cause → share of the loss that returns without it, beyond those before it."""

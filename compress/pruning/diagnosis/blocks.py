@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -53,7 +53,6 @@ class RemovedBlocks(PruningDiagnosis[Removed]):
     stage: PruneLayers
     removed: tuple[str, ...]
     """Blocks that the stage has removed, in order."""
-    _points: dict[Removed, float] = field(default_factory=dict, init=False)
 
     @classmethod
     def create(
@@ -99,17 +98,13 @@ class RemovedBlocks(PruningDiagnosis[Removed]):
         if layers:
             yield "block_needed", lambda removed: replace(removed, back=frozenset(layers))
 
-    def points_of(self, variant: Removed) -> float:
-        """Return the points that a variant loses, measured once."""
-        if variant not in self._points:
-            self._points[variant] = self._judge_module(self.decided_on, self.changed(variant))
-        return self._points[variant]
-
     def statistics_shift(self) -> float:
         """Return how far BatchNorm statistics are from those of the pruned model, in deviations."""
-        return batch_norm_shift(self.changed(self.own), self._calibration, self.context.device)
+        return batch_norm_shift(
+            self.changed_module(self.own), self._calibration, self.context.device
+        )
 
-    def changed(self, variant: Removed) -> nn.Module:
+    def changed_module(self, variant: Removed) -> nn.Module:
         """Return the module without the blocks of a variant."""
         module = self._load()
         gone = [b for b in all_blocks(module) if b.name in {*self.removed} - variant.back]
@@ -127,7 +122,7 @@ class RemovedBlocks(PruningDiagnosis[Removed]):
         """Return by how many times a refit lowers the error of the outputs."""
         errors = [
             output_error(
-                self.changed(variant), self._load(), self._calibration, self.context.device
+                self.changed_module(variant), self._load(), self._calibration, self.context.device
             )
             for variant in (self.own, replace(self.own, refit=True))
         ]
@@ -150,4 +145,6 @@ class RemovedBlocks(PruningDiagnosis[Removed]):
     def _drop_on(self, half: HalfOfVal, layers: Collection[str]) -> float:
         if set(layers) >= set(self.removed):
             return 0.0  # the model that is compared with
-        return self._judge_module(half, self.changed(replace(self.own, back=frozenset(layers))))
+        return self._judge_module(
+            half, self.changed_module(replace(self.own, back=frozenset(layers)))
+        )

@@ -82,7 +82,6 @@ class CutChannels(PruningDiagnosis[Cut]):
     """Group → its channels before."""
     _plans: dict[Any, tuple[Ranking, SlicePlan]] = field(default_factory=dict, init=False)
     _batches: dict[tuple[int, bool], list[Batch]] = field(default_factory=dict, init=False)
-    _points: dict[Cut, float] = field(default_factory=dict, init=False)
 
     @classmethod
     def create(
@@ -174,12 +173,6 @@ class CutChannels(PruningDiagnosis[Cut]):
         else:
             yield "ratio_too_high", lambda cut: replace(cut, halfway=True)
 
-    def points_of(self, variant: Cut) -> float:
-        """Return the points that a cut loses, measured once."""
-        if variant not in self._points:
-            self._points[variant] = self._drop_of(self.decided_on, variant)
-        return self._points[variant]
-
     @cached_property
     def usual_samples(self) -> int:
         """Calibration samples that the stage draws by default."""
@@ -194,7 +187,7 @@ class CutChannels(PruningDiagnosis[Cut]):
     def statistics_shift(self) -> float:
         """Return how far BatchNorm statistics are from those of the cut model, in deviations."""
         batches = self.calibration(self.usual_samples, self._matches)
-        return batch_norm_shift(self.cut_module(self.own), batches, self.context.device)
+        return batch_norm_shift(self.changed_module(self.own), batches, self.context.device)
 
     def refit_gain(self) -> float:
         """Return by how many times a refit lowers the error of the outputs."""
@@ -202,7 +195,7 @@ class CutChannels(PruningDiagnosis[Cut]):
         refitted = replace(own, samples=own.samples or self.usual_samples, refit=True)
         batches = self.calibration(self.usual_samples, self._matches)
         errors = [
-            output_error(self.cut_module(cut), self.module, batches, self.context.device)
+            output_error(self.changed_module(cut), self.module, batches, self.context.device)
             for cut in (own, refitted)
         ]
         return errors[0] / max(errors[1], 1e-12)
@@ -216,7 +209,7 @@ class CutChannels(PruningDiagnosis[Cut]):
             removed.append({channel for channels in own for channel in channels})
         return len(removed[0] - removed[1]) / max(1, len(removed[0]))
 
-    def cut_module(self, cut: Cut) -> nn.Module:
+    def changed_module(self, cut: Cut) -> nn.Module:
         """Return the module of a cut, with its layers refitted."""
         ranking, plan = self._plan(cut)
         slices = [one for one in plan.groups if one.group.name not in cut.back]
@@ -266,7 +259,7 @@ class CutChannels(PruningDiagnosis[Cut]):
         return self._drop_of(half, replace(self.own, back=frozenset(layers)))
 
     def _drop_of(self, half: HalfOfVal, cut: Cut) -> float:
-        return self._judge_module(half, self.cut_module(cut))
+        return self._judge_module(half, self.changed_module(cut))
 
     def _ranking(self, importance: Criterion, samples: int, matched: bool) -> Ranking:
         context, stage = self.context, self.stage

@@ -65,7 +65,6 @@ class ZeroedWeights(PruningDiagnosis[Zeros]):
         default_factory=dict, init=False
     )
     """Method, and whether halfway → the tensors with zeros."""
-    _points: dict[Zeros, float] = field(default_factory=dict, init=False)
 
     @classmethod
     def create(
@@ -119,13 +118,6 @@ class ZeroedWeights(PruningDiagnosis[Zeros]):
             yield "layer_too_sparse", lambda zeros: replace(zeros, back=frozenset(layers))
         elif self.stage.amount is not None:
             yield "amount_too_high", lambda zeros: replace(zeros, halfway=True)
-
-    def points_of(self, variant: Zeros) -> float:
-        """Return the points that a variant loses, measured once."""
-        if variant not in self._points:
-            module = self.changed_module(variant)
-            self._points[variant] = self._judge_module(self.decided_on, module)
-        return self._points[variant]
 
     def statistics_shift(self) -> float:
         """Return how far BatchNorm statistics are from those of the pruned model, in deviations."""

@@ -170,8 +170,8 @@ def test_stages_that_cannot_follow_the_export_are_refused_at_once(
 def test_a_search_logs_its_own_events_and_leaves_those_of_runs_to_their_logs(
     tmp_path: Path,
 ) -> None:
-    told: list[str] = []
-    emit, model = event_listener(told.append), checked("a", 1.0)
+    said: list[str] = []
+    emit, model = event_listener(said.append), checked("a", 1.0)
     with search_events.search_log(tmp_path / "search"):
         emit(search_events.candidate_chosen(model.candidate, 1.5))
         with log_handler(LogFile(tmp_path / "run.jsonl", "run", lambda: "train")):
@@ -189,4 +189,4 @@ def test_a_search_logs_its_own_events_and_leaves_those_of_runs_to_their_logs(
     assert (lines[0]["candidate"], lines[0]["predicted_ms"]) == ("float-whole", 1.5)
     assert lines[1]["figures"]["latency_ms"] == 1.0 and lines[2]["factor"] == 0.5
     assert lines[3]["points"] == ["a"]
-    assert told == [Front.line(model)]
+    assert said == [Front.line(model)]
