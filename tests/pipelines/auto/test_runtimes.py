@@ -57,8 +57,10 @@ def test_models_for_openvino_are_searched_and_made_again(
     # The float ONNX file is what latencies are measured in turn with, and no point.
     assert {m["runtime"] for m in checked.values() if m["name"] != "float-whole"} == {"openvino"}
     assert "float-whole" not in front["points"]
+    cut = [model for model in checked.values() if model["widths"]]
+    assert cut and all(m["bytes"] < checked["float-openvino-whole"]["bytes"] for m in cut)
+    # Which one is best follows from measured latencies, and on a net this small it may be any.
     best = checked[front["best"]]
-    assert best["widths"] and best["bytes"] < checked["float-openvino-whole"]["bytes"]
     point = out / "points" / str(front["points"].index(front["best"]) + 1) / "pipeline.yaml"
     assert run(point, tmp_path / "again") == 0
     for name in ("model.xml", "model.bin"):
