@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import logging
 import multiprocessing
 import os
 import signal
@@ -89,6 +90,9 @@ def pytest_collection_finish() -> None:
     # Before a test calls a command, which would import settings without their descriptions.
     import pipelines.config.pipeline  # noqa: F401
 
+    # pytest 9.1 adds its handlers to loggers that do not propagate, and where torch's trace has any,
+    # torch writes each graph out: 40 % of an export's time.
+    logging.getLogger("torch.__trace").propagate = True
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
