@@ -74,8 +74,9 @@ def _group(item: pytest.Item) -> str:
     if marker := item.get_closest_marker("xdist_group"):
         return str(marker.args[0])
     found = item._fixtureinfo.name2fixturedefs
-    if "commands" in found:  # each worker's takes seconds to begin
-        return "commands"
+    for process in ("commands", "launch", "forking_ranks"):  # each worker's takes seconds to begin
+        if process in found:
+            return process
     shares = any(definition.scope == "module" for (*_, definition) in found.values())
     return str(item.location[0]) if shares else item.nodeid
 
@@ -91,7 +92,7 @@ def pytest_collection_finish() -> None:
     import pipelines.config.pipeline  # noqa: F401
 
     # pytest 9.1 adds its handlers to loggers that do not propagate, and where torch's trace has any,
-    # torch writes each graph out: 40 % of an export's time.
+    # torch writes each graph out: 40 % of the time of an export of forty layers.
     logging.getLogger("torch.__trace").propagate = True
     gc.collect()
     gc.freeze()

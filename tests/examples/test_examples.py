@@ -84,6 +84,7 @@ def test_texts_of_any_length_in_buckets_through_a_cache(
     assert kept == {"train", "val"}
 
 
+@pytest.mark.soak  # test_decoder.py quantizes and exports one
 @pytest.mark.slow
 def test_a_language_model(tmp_path: Path, run: Callable[..., str]) -> None:
     run(EXAMPLES / "language_model" / "pipeline.yaml", "--out", "out")
@@ -113,6 +114,7 @@ def test_the_road_from_python(tmp_path: Path) -> None:
     Artifact.from_directory(tmp_path / "out" / "onnx").verify()
 
 
+@pytest.mark.soak  # test_stage_functions.py takes such a class
 @pytest.mark.slow
 def test_a_class_of_a_script(tmp_path: Path) -> None:
     done = subprocess.run(

@@ -102,6 +102,7 @@ def test_a_killed_stage_goes_on_at_the_block(models, tmp_path, caplog) -> None:
     assert not (tmp_path / "resumed.work").exists()
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_other_settings_begin_anew(models, tmp_path, caplog) -> None:
     _, streamed = models
@@ -156,6 +157,7 @@ def test_the_exported_folder_is_that_of_the_whole_model(models, tmp_path) -> Non
         ExportOnnx()(packed, context_for(streamed, tmp_path / "onnx"))
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_awq_that_multiplies_inputs_is_not_exported(models, tmp_path) -> None:
     scores = []

@@ -63,6 +63,7 @@ def group_is_gone(process):
     return False
 
 
+@pytest.mark.slow
 def test_two_processes_train_one_model_and_leave_the_parent_as_it_was(tmp_path, capfd, caplog):
     caplog.set_level("INFO")
     notes = []

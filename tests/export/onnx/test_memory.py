@@ -113,6 +113,7 @@ def test_a_programs_weights_go_where_they_may_alone(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_source_is_asked_once_and_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = EagerModel.create(tmp_path / "m", LINEAR, LINEAR.build(None).state_dict(), ROWS)
     opened: list[int] = []

@@ -238,6 +238,7 @@ def test_a_search_tells_the_certain_from_the_unsure(model: EagerModel, tmp_path:
     assert not unsure.verified
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_aot_inductor_is_searched_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_script: Callable[[Path], str]

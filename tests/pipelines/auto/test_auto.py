@@ -165,6 +165,7 @@ def test_a_file_of_a_search_alone_is_no_pipeline_to_run(file: Path, capfd) -> No
     assert "has no stages to run; search with: compress auto" in capfd.readouterr().err
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_a_module_in_memory_is_searched_as_well(tmp_path: Path) -> None:
     x = torch.randn(120, 1, 12, 12, generator=torch.Generator().manual_seed(0))

@@ -72,6 +72,7 @@ def test_the_better_half_of_trained_models_is_trained_on(searched: Path) -> None
     assert stages["recovery-1"]["cached"] and not stages["recovery-3"]["cached"]
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_a_search_killed_while_it_trains_goes_on_to_the_same_models(
     searched: Path, tmp_path: Path

@@ -44,6 +44,7 @@ def run(file: Path, out: Path) -> int:
     return int(end.value.code or 0)
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_models_for_openvino_are_searched_and_made_again(
     pipeline: Path, tmp_path: Path, capfd
@@ -119,6 +120,7 @@ def test_a_search_for_another_machine_predicts_its_latencies(
     assert "the latency tables are of another model or of other widths: '0' has [48, 16]" in error
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_layers_may_stay_in_float_for_openvino_alone(pipeline: Path, tmp_path: Path) -> None:
     content = yaml.safe_load(pipeline.read_text())
