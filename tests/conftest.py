@@ -91,8 +91,8 @@ def pytest_collection_finish() -> None:
     # Before a test calls a command, which would import settings without their descriptions.
     import pipelines.config.pipeline  # noqa: F401
 
-    # pytest 9.1 adds its handlers to loggers that do not propagate, and where torch's trace has any,
-    # torch writes each graph out: 40 % of the time of an export of forty layers.
+    # pytest 9.1 adds its handlers to loggers that do not propagate; where that of torch's trace has
+    # one, torch writes each graph out, for 40 % of the time of an export of forty layers.
     logging.getLogger("torch.__trace").propagate = True
     gc.collect()
     gc.freeze()

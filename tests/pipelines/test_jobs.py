@@ -202,7 +202,11 @@ def test_a_killed_process_fails_its_branch_alone_and_the_next_run_is_as_any_othe
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=lambda n: n.name)
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(signal.SIGINT, marks=pytest.mark.soak), signal.SIGKILL],
+    ids=lambda n: n.name,
+)
 def test_no_process_outlives_the_run(unmarked, number) -> None:
     folder = unmarked.parent
     (folder / "hang").touch()

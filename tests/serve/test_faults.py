@@ -277,7 +277,7 @@ def test_a_killed_server_is_reported_and_another_answers_the_same(
 @pytest.mark.parametrize(
     "member",
     [
-        "model-config.yaml",  # which Java reads
+        pytest.param("model-config.yaml", marks=pytest.mark.soak),  # which Java reads
         "model.onnx",  # which the handler reads
         pytest.param("handler.py", marks=pytest.mark.soak),
         pytest.param("provenance.json", marks=pytest.mark.soak),

@@ -255,7 +255,10 @@ def test_a_server_that_ends_while_starting_shows_its_log(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("taken", [1, 4], ids=["rest", "grpc"])
+@pytest.mark.parametrize(
+    "taken",
+    [pytest.param(1, id="rest"), pytest.param(4, id="grpc", marks=pytest.mark.soak)],
+)
 def test_a_port_taken_by_another_process_is_replaced(
     archive: TorchServeArchive, taken: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -327,7 +330,7 @@ def test_a_state_with_its_rows_on_the_second_axis_is_not_joined_from_parts(tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("damage", ["payload", "probe"])
+@pytest.mark.parametrize("damage", ["payload", pytest.param("probe", marks=pytest.mark.soak)])
 def test_a_damaged_model_is_never_ready_and_leaves_nothing(
     archive: TorchServeArchive, tmp_path: Path, damage: str
 ) -> None:
@@ -367,7 +370,9 @@ def test_an_exception_inside_leaves_nothing(archive: TorchServeArchive) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.soak), signal.SIGKILL]
+)
 def test_a_signal_leaves_no_process(archive: TorchServeArchive, number: int) -> None:
     code = (
         "import sys, time; from pathlib import Path\n"

@@ -46,9 +46,14 @@ def test_a_folder_that_is_read_part_by_part_is_the_same_model(models) -> None:
     "settings",
     [
         {"method": "gptq", "symmetric": True},
-        {"method": "awq", "exclude": ("*.o_proj", "*.down_proj")},
-        {"method": "hqq", "embeddings": False},
-        {"bits": 8, "embedding_bits": 4},
+        *(
+            pytest.param(settings, marks=pytest.mark.soak)
+            for settings in (
+                {"method": "awq", "exclude": ("*.o_proj", "*.down_proj")},
+                {"method": "hqq", "embeddings": False},
+                {"bits": 8, "embedding_bits": 4},
+            )
+        ),
     ],
     ids=lambda settings: "-".join(map(str, settings.values())),
 )

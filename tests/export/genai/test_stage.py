@@ -153,9 +153,9 @@ def test_masks_that_pad_at_the_beginning_are_refused(tmp_path) -> None:
     ("kind", "sizes", "rotary"),
     [
         ("Mistral", {"sliding_window": 8}, "2 of 2"),
-        ("Qwen2", {"tie_word_embeddings": True}, "2 of 2"),
+        pytest.param("Qwen2", {"tie_word_embeddings": True}, "2 of 2", marks=pytest.mark.soak),
         ("Phi", {"partial_rotary_factor": 0.5, "hidden_size": 128}, "2 of 2"),
-        ("Gemma", {"head_dim": 16}, "2 of 2"),
+        pytest.param("Gemma", {"head_dim": 16}, "2 of 2", marks=pytest.mark.soak),
         ("GPT2", {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": LONGEST}, "0 of 2"),
     ],
 )

@@ -77,11 +77,12 @@ def test_what_gguf_has_no_blocks_for_is_refused() -> None:
             {"symmetric": True},
             {"token_embd.weight": "Q8_0", "output.weight": "Q4_0", "blk.0.attn_q.weight": "Q4_0"},
         ),
-        (
+        pytest.param(
             "Mistral",
             {"sliding_window": None},
             {"symmetric": True, "bits": 8},
             {"token_embd.weight": "Q8_0", "blk.1.ffn_down.weight": "Q8_0"},
+            marks=pytest.mark.soak,
         ),
         # A table of 8 bits with zero points has no blocks.
         (

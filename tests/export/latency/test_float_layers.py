@@ -108,9 +108,9 @@ def whole(nets) -> Callable[[str, Any], onnx.ModelProto]:
 @pytest.mark.parametrize(
     ("net", "stage", "layers"),
     [
-        ("Branches", STATIC, ("b",)),
+        pytest.param("Branches", STATIC, ("b",), marks=pytest.mark.soak),
         ("Branches", STATIC, ("stem", "a", "c")),
-        ("Block", STATIC, ("q", "up", "head")),
+        pytest.param("Block", STATIC, ("q", "up", "head"), marks=pytest.mark.soak),
         ("Block", QuantizeDynamic(), ("q", "down")),
         ("Block", QuantizeWeights(bits=4), ("v", "up")),
     ],

@@ -183,7 +183,7 @@ def largest_difference(one, other):
 
 
 def of(*sizes, begins=()):
-    """Return the trainings of some sizes, by the size, whose names begin so or say what is exact."""
+    """Return the size and the name of trainings: those that begin so, or the exact ones."""
     return [
         pytest.param(size, name, marks=[pytest.mark.soak] * size.startswith("more"))
         for size in sizes
