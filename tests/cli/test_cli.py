@@ -349,6 +349,7 @@ def test_a_signal_in_training_is_an_interruption(
     assert report["failed_stage"]["name"] == "train"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "disguise",
     ["ImportError('half a module')", pytest.param("RecursionError()", marks=pytest.mark.soak)],

@@ -100,6 +100,7 @@ class InThisProcess:
         assert not self.under_way
 
 
+@pytest.mark.slow
 def test_nothing_is_evaluated_while_a_stage_runs(file, monkeypatch) -> None:
     events: list[tuple[str, str]] = []
     monkeypatch.setattr(InThisProcess, "events", events, raising=False)

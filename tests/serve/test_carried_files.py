@@ -113,6 +113,7 @@ def expected(folder: Path, texts: list[str]) -> tuple[dict[str, np.ndarray], np.
     return {name: tensor.numpy() for name, tensor in ids.items()}, logits.numpy()
 
 
+@pytest.mark.slow
 def test_texts_become_the_ids_that_transformers_gives_them(folder, exported) -> None:
     forms = forms_of(exported)
     assert forms.class_names == NAMES and forms.text is not None

@@ -198,6 +198,7 @@ def test_class_names_of_an_onnx_file_become_labels(source: EagerModel, tmp_path:
         PackageTorchServe(class_names=("a", "b")).run(model, Context(root=tmp_path / "no"))
 
 
+@pytest.mark.slow
 def test_a_tokenizer_travels_with_a_model_that_takes_texts(tmp_path: Path) -> None:
     (tmp_path / "reviews.py").write_text(
         "from torch import nn\n\nclass Reviews(nn.Module):\n    def __init__(self):\n"

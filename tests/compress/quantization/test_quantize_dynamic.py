@@ -140,6 +140,7 @@ def test_a_fresh_process_answers_alike(
 HOSTILE = {"networks:mlp": IMAGE, "sequences:Encoder": TOKENS}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factory", HOSTILE)
 def test_with_row_ranges_outputs_do_not_depend_on_other_rows(tmp_path: Path, factory: str) -> None:
     signature = HOSTILE[factory]
@@ -166,6 +167,7 @@ def test_with_row_ranges_outputs_do_not_depend_on_other_rows(tmp_path: Path, fac
     assert quantized.parameters() == model.parameters() and quantized.macs() == exported.macs()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1e-8, 1.0, 1e8])
 def test_with_row_ranges_rows_of_any_size_and_of_zeros_keep_their_outputs(
     tmp_path: Path, size: float
@@ -180,6 +182,7 @@ def test_with_row_ranges_rows_of_any_size_and_of_zeros_keep_their_outputs(
     assert (got - expected).norm() / expected.norm() < 0.02
 
 
+@pytest.mark.slow
 def test_recurrent_layers_stay_float_with_row_ranges(tmp_path: Path) -> None:
     model = build_model(tmp_path / "source", "recurrences:classifier", TOKENS)
     quantized, exported = both(model, tmp_path, activation_range="row")

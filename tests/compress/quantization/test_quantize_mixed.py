@@ -225,6 +225,7 @@ def test_the_metric_can_rank_and_excluded_layers_are_left_alone(tmp_path: Path) 
     assert sum(layer["cost"] for layer in facts["mixed"]["layers"]) == pytest.approx(1, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_layers_for_which_sixteen_bits_are_enough_get_them(tmp_path: Path) -> None:
     model, context = project(tmp_path, "4", "10", number=500.0)
     stage = QuantizeMixed(max_drop_points=5, calibration_samples=256, fallback=("uint16", "float"))
@@ -244,6 +245,7 @@ def test_layers_for_which_sixteen_bits_are_enough_get_them(tmp_path: Path) -> No
     assert exported.manifest.facts["float_kernels"] == {"Gemm": 4}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

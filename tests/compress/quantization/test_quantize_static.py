@@ -47,6 +47,7 @@ def quantized(resnet: tuple[EagerModel, Context]) -> GraphModel:
     return QuantizeStatic(calibration_samples=256)(model, context)
 
 
+@pytest.mark.slow
 def test_every_layer_of_a_resnet_is_quantized(
     resnet: tuple[EagerModel, Context], quantized: GraphModel
 ) -> None:
@@ -59,6 +60,7 @@ def test_every_layer_of_a_resnet_is_quantized(
     assert quantized.macs() == model.macs()
 
 
+@pytest.mark.slow
 def test_answers_stay_near_the_float_models(
     resnet: tuple[EagerModel, Context], quantized: GraphModel
 ) -> None:
@@ -84,6 +86,7 @@ def test_another_seed_observes_other_samples(
     assert QuantizeStatic(calibration_samples=256)(model, other).digest != quantized.digest
 
 
+@pytest.mark.slow
 def test_a_fresh_process_answers_alike(
     quantized: GraphModel, assert_same_in_fresh_process: FreshProcessCheck
 ) -> None:
@@ -98,6 +101,7 @@ def test_pooling_and_clamps_keep_the_answers(tmp_path: Path, observer: str) -> N
     assert Parity(atol=0).measure(model, stage(model, context), context) < 0.05
 
 
+@pytest.mark.slow
 def test_observers_choose_different_ranges(tmp_path: Path) -> None:
     model = build_model(tmp_path / "source", "networks:mlp")
     context = Context(root=tmp_path / "int8", data=splits((1, 8, 8)))
@@ -313,6 +317,7 @@ def test_data_that_does_not_fit_is_refused_by_shape(
         )
 
 
+@pytest.mark.slow
 def test_too_few_samples_are_refused(resnet: tuple[EagerModel, Context], tmp_path: Path) -> None:
     model, context = resnet
     with pytest.raises(StageFailed, match="5000 calibration samples asked for"):
@@ -320,6 +325,7 @@ def test_too_few_samples_are_refused(resnet: tuple[EagerModel, Context], tmp_pat
     assert not (tmp_path / "none").exists()
 
 
+@pytest.mark.slow
 def test_no_data_is_refused(resnet: tuple[EagerModel, Context], tmp_path: Path) -> None:
     with pytest.raises(StageFailed, match="calibration needs data"):
         QuantizeStatic()(resnet[0], Context(root=tmp_path / "none"))

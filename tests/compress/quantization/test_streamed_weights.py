@@ -130,6 +130,7 @@ def test_other_settings_begin_anew(models, tmp_path, caplog) -> None:
     assert layer.bits == 8
 
 
+@pytest.mark.slow
 def test_a_block_of_other_code_is_traced_by_itself(models) -> None:
     _, streamed = models
     blocks = BlockGraphs(streamed)

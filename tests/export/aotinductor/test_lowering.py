@@ -36,6 +36,7 @@ def quantized(root: Path, kind: str, layers: int = 2) -> tuple[GraphModel, Conte
     return STAGES[kind](model, context), context.with_root(root / "aot")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", STAGES)
 def test_products_of_the_same_integers_become_one(tmp_path: Path, kind: str) -> None:
     model, _ = quantized(tmp_path, kind)

@@ -93,6 +93,7 @@ def test_an_integer_that_changed_is_found(quantized, folder, tmp_path) -> None:
         ExportCompressedTensors()._compare_integers(tmp_path / "model.safetensors", weights)
 
 
+@pytest.mark.slow
 def test_what_the_format_has_not_is_refused(quantized, tmp_path) -> None:
     source, _ = quantized
     context = context_for(source, tmp_path / "tables")

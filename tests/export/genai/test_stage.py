@@ -78,6 +78,7 @@ def test_it_opens_as_a_model_without_a_cache(llama, folder, tmp_path) -> None:
     Artifact.from_directory(folder.path).verify()
 
 
+@pytest.mark.slow
 def test_four_bits_stay_in_the_file(llama, folder, in_four_bits, folder_in_four_bits) -> None:
     facts = folder_in_four_bits.manifest.facts
     assert facts["operators"]["MatMulNBits"] == 2 * 7 + 1
@@ -132,6 +133,7 @@ def test_what_a_cache_may_break_is_found(llama, folder, tmp_path, kind, problem)
         CacheProof(llama, session, context, VOCABULARY).check()
 
 
+@pytest.mark.slow
 def test_masks_that_pad_at_the_beginning_are_refused(tmp_path) -> None:
     from export.genai.session import prefill_predictor
 
@@ -180,6 +182,7 @@ def test_what_is_no_decoder_is_refused(mlp, llama, tmp_path) -> None:
     assert problem == "is for export_genai, found onnx"
 
 
+@pytest.mark.slow
 @needs_genai
 def test_genai_opens_the_folder_and_generates(folder, folder_in_four_bits, capfd) -> None:
     for made in (folder, folder_in_four_bits):

@@ -37,6 +37,7 @@ def explained(folder: Path, stages: str, nets: str = NETS):
     return explanation
 
 
+@pytest.mark.slow
 def test_a_training_that_has_not_converged_is_repaired_where_training_is_allowed(
     tmp_path: Path, capfd
 ) -> None:

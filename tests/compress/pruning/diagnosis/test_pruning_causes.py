@@ -77,6 +77,7 @@ def test_a_group_that_is_too_narrow_is_named_with_what_widens_it(module, tmp_pat
     assert settings[-1] == {"finetune": {"epochs": 4}}, "training comes last"
 
 
+@pytest.mark.slow
 def test_a_missing_refit_is_named_before_what_it_would_return(module, tmp_path) -> None:
     stage = PruneChannels(ratio=0.5, refit=False, round_to=1)
     refused, causes = diagnosed(module, tmp_path, stage)

@@ -139,6 +139,7 @@ def test_tied_projections_stay_tied() -> None:
     assert module[1].attention is module[0].attention
 
 
+@pytest.mark.slow
 def test_heads_leave_where_the_code_computes_sizes(tmp_path: Path) -> None:
     source = sealed("nano_gpt", tmp_path / "source")
     stage = PruneChannels(ratio=0.25, round_to=1, exclude=("h.1.attn",))
@@ -192,6 +193,7 @@ def test_a_size_that_has_the_batch_in_it_is_no_attribute() -> None:
     assert rewrite_(Folded().eval(), (torch.randn(2, 4),)) == ()
 
 
+@pytest.mark.slow
 def test_halves_of_channels_lose_different_numbers() -> None:
     case = CASES["shuffle_net_v2"]
     module, inputs = case.build(), case.inputs(2)

@@ -192,6 +192,7 @@ def test_layers_that_read_one_tensor_share_one_scale(data: Splits) -> None:
     assert key.max() > 5 * key.min()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["static", pytest.param("dynamic", marks=pytest.mark.soak)])
 def test_smoothing_lowers_the_error_of_outliers(
     tmp_path: Path, model: EagerModel, data: Splits, kind: str
@@ -204,6 +205,7 @@ def test_smoothing_lowers_the_error_of_outliers(
     assert errors["auto"] < 0.6 * errors["off"]
 
 
+@pytest.mark.slow
 def test_layers_of_rows_are_smoothed_where_activations_are_float(tmp_path: Path) -> None:
     signature = Signature(inputs=(TensorSpec(name="x", shape=("batch", 16)),))
     recipe = Recipe(factory="sequences:rows")

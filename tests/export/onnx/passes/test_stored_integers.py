@@ -37,6 +37,7 @@ def graph(tmp_path_factory: pytest.TempPathFactory) -> tuple[GraphModel, Context
     return quantized(tmp_path_factory.mktemp("w4"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimize", ["none", "extended"])
 def test_weights_in_4_bits_give_the_answers_of_8(
     graph: tuple[GraphModel, Context], tmp_path: Path, optimize: str
