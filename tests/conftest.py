@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 
 # What imports make is no garbage; looking for some took a third of the time until the first test.
 gc.disable()
+# Where PYTHONDONTWRITEBYTECODE is set, rewriting the assertions of all tests took another third, each
+# time. Only until they begin: of a user's code, which tests change within a second, none is kept.
+sys.dont_write_bytecode = False
 
 ROOT = Path(__file__).parents[1]
 DIGITS = ROOT / "examples" / "digits"
@@ -94,6 +97,7 @@ def pytest_collection_finish() -> None:
     # pytest 9.1 adds its handlers to loggers that do not propagate; where that of torch's trace has
     # one, torch writes each graph out, for 40 % of the time of an export of forty layers.
     logging.getLogger("torch.__trace").propagate = True
+    sys.dont_write_bytecode = bool(sys.flags.dont_write_bytecode)
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
