@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 # What imports make is no garbage; looking for some took a third of the time until the first test.
 gc.disable()
-# Where PYTHONDONTWRITEBYTECODE is set, rewriting the assertions of all tests took another third, each
-# time. Only until they begin: of a user's code, which tests change within a second, none is kept.
+# Rewriting all assertions took another third, each time, where PYTHONDONTWRITEBYTECODE is set. Only
+# until tests begin: of users' code, which they change within a second, nothing is kept.
 sys.dont_write_bytecode = False
 
 ROOT = Path(__file__).parents[1]

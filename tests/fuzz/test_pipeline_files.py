@@ -127,6 +127,7 @@ def test_any_odd_value_is_taken_or_refused(file: Path, data: st.DataObject) -> N
     hold(file, data.draw(replaced_values(text)))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @given(data=st.data())
 def test_any_values_are_taken_or_refused(file: Path, data: st.DataObject) -> None:

@@ -12,7 +12,7 @@ from tests.serve.attacks import under_attack
 from tests.serve.served_here import sealed, serving
 
 PIPELINED, KEPT = "pipelined requests, no answer read", "1,100 kept connections"
-SLOW = (KEPT, "an npz of 38,000 members")
+IN_CI = (PIPELINED, KEPT, "an npz of 38,000 members")
 SOAK = (
     "pipelined /metrics",
     "1,100 slow bodies without a token",
@@ -34,12 +34,12 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return sealed(tmp_path_factory.mktemp("attacks") / "model").path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
-        PIPELINED,
-        *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW),
-        *(pytest.param(name, marks=[pytest.mark.slow, pytest.mark.soak]) for name in SOAK),
+        *IN_CI,
+        *(pytest.param(name, marks=pytest.mark.soak) for name in SOAK),
     ],
 )
 def test_health_is_answered_and_memory_stays(artifact: Path, name: str) -> None:

@@ -74,7 +74,10 @@ def test_a_head_that_does_not_arrive_closes_the_connection(impatient: Served) ->
     until(lambda: impatient.rows(GOOD)[0] == 200)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)],
+)
 def test_requests_in_progress_are_answered_before_the_server_stops(
     artifact: Path, number: signal.Signals, code: int
 ) -> None:
@@ -134,6 +137,7 @@ def until(reached: object) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_several_processes_answer_at_one_address_and_end_together(artifact: Path) -> None:
     with serving(artifact, "--processes", "2") as server:
         children = psutil.Process(server.process.pid).children()

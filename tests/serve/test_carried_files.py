@@ -214,6 +214,7 @@ def test_an_onnx_file_says_its_labels_and_preprocessing(exported) -> None:
     assert text["padding"]["pad_token"] == "[PAD]"
 
 
+@pytest.mark.slow
 def test_an_archive_takes_what_its_settings_leave_out(source, tmp_path, caplog) -> None:
     stage = PackageTorchServe(class_names=("x", "y", "z"))
     with caplog.at_level(logging.INFO):

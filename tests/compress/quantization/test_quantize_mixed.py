@@ -77,6 +77,7 @@ def two_convolutions() -> nn.Module:
     return nn.Sequential(*parts, nn.Linear(128, 4))
 
 
+@pytest.mark.slow
 def test_a_correction_is_tried_before_any_layer_stays_float(tmp_path: Path) -> None:
     torch.manual_seed(0)
     module = two_convolutions()
@@ -115,6 +116,7 @@ def drop_on(indices: range, model: EagerModel, graph: GraphModel, context: Conte
     return 100 * float(right[0].float().mean() - right[1].float().mean())
 
 
+@pytest.mark.slow
 def test_samples_that_the_search_does_not_see_tell_where_it_was_lucky(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -93,6 +93,7 @@ def test_a_fresh_process_answers_alike(
     assert_same_in_fresh_process(quantized, *IMAGE.example(3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("observer", ["histogram", "mse"])
 def test_pooling_and_clamps_keep_the_answers(tmp_path: Path, observer: str) -> None:
     model = build_model(tmp_path / "source", "networks:mobilenet", random_batch_norm=True)
@@ -210,6 +211,7 @@ def test_a_channel_of_zeros_keeps_its_bias(tmp_path: Path) -> None:
         assert predict(*IMAGE.example(2))[0][:, 3].tolist() == pytest.approx([7.5, 7.5], abs=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factory", ["networks:aliases", "networks:branches"])
 def test_writing_into_views_and_branches_keeps_the_answers(tmp_path: Path, factory: str) -> None:
     model = build_model(tmp_path / "source", factory)
@@ -260,6 +262,7 @@ def test_a_range_that_vanishes_is_refused(tmp_path: Path) -> None:
         QuantizeStatic(calibration_samples=64)(model, context)
 
 
+@pytest.mark.slow
 def test_a_layer_whose_input_vanishes_stays_float(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -100,6 +100,7 @@ def test_hqq_is_refused_where_no_runtime_takes_it() -> None:
         QuantizeWeights(method="hqq", bits=8)
 
 
+@pytest.mark.slow
 def test_files_shrink_with_the_bits(tmp_path: Path) -> None:
     model = build_model(tmp_path / "source", "networks:sequence", TOKENS)
     small = quantized(model, tmp_path / "small", method="rtn", group_size=16)
@@ -122,6 +123,7 @@ def table_of_width(folder: Path, width: int) -> EagerModel:
     return build_model(folder / "source", "tables:table", TOKENS, folder)
 
 
+@pytest.mark.slow
 def test_both_runtimes_look_up_four_bits(tmp_path: Path) -> None:
     model = table_of_width(tmp_path, 48)  # three groups, whose zero points fill one byte and a half
     small = quantized(model, tmp_path / "small", embedding_bits=4, exclude=["1"])
@@ -149,6 +151,7 @@ def test_tables_of_odd_width_are_refused_in_four_bits(tmp_path: Path) -> None:
         quantized(model, tmp_path / "none", embedding_bits=4)
 
 
+@pytest.mark.slow
 def test_gptq_needs_data(tmp_path: Path) -> None:
     model = build_model(tmp_path / "source", "networks:mlp", IMAGE)
     generator = torch.Generator().manual_seed(0)

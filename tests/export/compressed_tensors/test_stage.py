@@ -83,6 +83,7 @@ def test_the_config_says_what_is_packed(folder, quantized) -> None:
     assert ("model.embed_tokens.weight", True) in ours
 
 
+@pytest.mark.slow
 def test_an_integer_that_changed_is_found(quantized, folder, tmp_path) -> None:
     source, model = quantized
     stored = load_file(folder.payload_path)

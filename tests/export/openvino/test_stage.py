@@ -129,6 +129,7 @@ def test_altered_weights_are_not_loaded(tmp_path: Path) -> None:
         exported.open().__enter__()
 
 
+@pytest.mark.slow
 def test_wrong_answers_are_refused_with_a_script(tmp_path: Path, monkeypatch) -> None:
     from export.openvino import runtime
 

@@ -69,6 +69,7 @@ def test_inputs_in_other_units_are_named_without_another_training(tmp_path: Path
     assert keys[0] == "train_unlike_val"
 
 
+@pytest.mark.slow
 def test_a_teacher_that_is_worse_than_what_is_asked_is_named(tmp_path: Path) -> None:
     good = "  - {stage: train, epochs: 6, batch_size: 24, learning_rate: 0.1}\n"
     stages = good + (

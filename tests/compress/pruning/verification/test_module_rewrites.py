@@ -59,12 +59,14 @@ def test_sliced_attention_trains_with_dropout(pruned: EagerModel) -> None:
     assert all(p.grad is not None and p.grad.isfinite().all() for p in module.parameters())
 
 
+@pytest.mark.slow
 def test_a_sliced_model_is_sliced_again(pruned: EagerModel, tmp_path: Path) -> None:
     again = PruneChannels(ratio=0.5)(pruned, Context(root=tmp_path / "again"))
     assert [type(edit) for edit in again.recipe.edits] == [SplitAttention, KeepIndices, KeepIndices]
     assert again.load().encoder.layers[0].self_attn.num_heads == 1
 
 
+@pytest.mark.slow
 def test_attention_that_stays_is_not_rewritten(tmp_path: Path) -> None:
     source = sealed("encoder", tmp_path / "source")
     stage = PruneChannels(ratio=0.5, exclude=("encoder.layers.0.self_attn",))
