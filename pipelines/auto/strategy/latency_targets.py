@@ -24,6 +24,11 @@ ROOM = 0.99
 predicted. Sizes follow from the widths."""
 
 
+BEYOND = 1.02
+"""Ratio to the asked latency at which models are looked for as soon as one keeps to it. Predictions
+are some percent off, so the best model within a limit may be predicted to be beyond it."""
+
+
 def latency_targets(
     checked: Sequence[CheckedModel],
     is_good: Callable[[CheckedModel], bool],
@@ -43,7 +48,8 @@ def latency_targets(
     if asked_ms is not None:
         near = [m for m in found if m.predicted_ms and m.latency_ms <= 1.1 * asked_ms]
         if len(near) < CHECKS_AT_LIMIT:
-            targets.append(asked_ms)
+            has_one = any(model.latency_ms <= asked_ms for model in near)
+            targets += [BEYOND * asked_ms, asked_ms] if has_one else [asked_ms]
     good = [model for model in found if is_good(model)]
     # A metric on some hundred samples has steps, and a model that loses a sample too many may
     # have a faster neighbour that does not: so wherever nothing was checked yet, and most
