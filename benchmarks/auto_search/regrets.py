@@ -16,7 +16,7 @@ from compress.profiling.interaction_sum import InteractionSum
 from compress.pruning.allocation.solver import Limit, Programme
 from pipelines.auto.cost_models.float_layers import FLOAT, QUANTIZED, decision_of
 from pipelines.auto.cost_models.latency_models import FormatModel
-from pipelines.auto.strategy.latency_targets import BEYOND, ROOM
+from pipelines.auto.strategy.latency_targets import ROOM
 
 if TYPE_CHECKING:
     from auto_search.spaces import Space
@@ -146,12 +146,11 @@ def _solver_regrets(kinds: list[Kind], limit_ms: float, loss: str) -> list[float
     regrets: list[float | None] = []
     for number in range(1, max(CHECKS) + 1):
         solved = []
-        for target_ms in [limit_ms] if best is None else [BEYOND * limit_ms, limit_ms]:
-            for i, (model, programme) in enumerate(zip(models, programmes, strict=True)):
-                limits = [Limit(model.corrected(), ROOM * target_ms)]
-                choice = programme.solve(limits, checked[i])
-                if choice is not None:
-                    solved.append((programme.total_harm(choice) + model.harm, i, choice))
+        target_ms = ROOM * limit_ms if best is None else limit_ms
+        for i, (model, programme) in enumerate(zip(models, programmes, strict=True)):
+            choice = programme.solve([Limit(model.corrected(), target_ms)], checked[i])
+            if choice is not None:
+                solved.append((programme.total_harm(choice) + model.harm, i, choice))
         if solved:
             _, i, choice = min(solved, key=lambda one: one[:2])
             checked[i].append(choice)
