@@ -151,7 +151,6 @@ def test_fake_quantized_activations_match_numpy(low: float, high: float) -> None
         assert found.tolist() == expected.tolist()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("activation", ["gelu", "relu"])
 def test_smoothing_changes_no_output(data: Splits, activation: str) -> None:
     encoder, _ = program(activation)
@@ -206,7 +205,6 @@ def test_smoothing_lowers_the_error_of_outliers(
     assert errors["auto"] < 0.6 * errors["off"]
 
 
-@pytest.mark.slow
 def test_layers_of_rows_are_smoothed_where_activations_are_float(tmp_path: Path) -> None:
     signature = Signature(inputs=(TensorSpec(name="x", shape=("batch", 16)),))
     recipe = Recipe(factory="sequences:rows")
@@ -229,7 +227,6 @@ def test_layers_of_rows_are_smoothed_where_activations_are_float(tmp_path: Path)
     assert "2" not in smoothed["static"]
 
 
-@pytest.mark.slow
 def test_auto_skips_layers_that_gain_nothing(tmp_path: Path, data: Splits) -> None:
     recipe = Recipe(factory="networks:sequence")
     torch.manual_seed(0)

@@ -69,7 +69,6 @@ def off(digits: Splits, graph: fx.GraphModule, factory: str = "depthwise") -> to
         return (graph(images) - expected) / expected.std()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("factory", ["depthwise", "mlp"])
 def test_corrections_bring_answers_nearer(digits: Splits, factory: str) -> None:
     nearest, shifted, adaptive = (
