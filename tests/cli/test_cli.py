@@ -297,13 +297,14 @@ def test_a_missing_java_stops_only_the_packaging(
 
 
 @pytest.mark.slow
-def test_control_c_in_training_resumes_to_the_same_weights(user: Path, called: Callable) -> None:
+def test_control_c_in_training_resumes_to_the_same_weights(
+    user: Path, called: Callable, commands: Commands
+) -> None:
     (user / "nets.py").write_text(SLOW_NETS)
     (user / "small.yaml").write_text(FILE.replace("epochs: 2", "epochs: 20"))
     (user / "slow").touch()
     command = ("run", "small.yaml", "--until", "train")
-    process = subprocess.Popen([*COMPRESS, *command], cwd=user, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
+    process = commands.start(*command, cwd=user)
     for line in process.stderr:
         if "epoch 5/20" in line:
             break
@@ -313,7 +314,7 @@ def test_control_c_in_training_resumes_to_the_same_weights(user: Path, called: C
     assert "run the same command again to resume" in rest
 
     (user / "slow").unlink()
-    resumed = compress(*command, cwd=user)
+    resumed = commands.call(*command, cwd=user)
     assert resumed.returncode == 0, resumed.stderr
     assert "epoch 1/20" not in resumed.stderr
     weights = user / "runs/small/artifacts/train/weights.safetensors"

@@ -232,7 +232,7 @@ def test_what_is_declared_is_part_of_everything(user, monkeypatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["workers", "ranks"])
+@pytest.mark.parametrize("how", ["workers", pytest.param("ranks", marks=pytest.mark.soak)])
 def test_what_other_processes_read_is_followed(user, how) -> None:
     jobs = 2 if how == "workers" else None
     if how == "ranks":

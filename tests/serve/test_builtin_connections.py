@@ -173,7 +173,7 @@ def until(reached: object) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", ["1", "2"])
+@pytest.mark.parametrize("processes", [pytest.param("1", marks=pytest.mark.soak), "2"])
 def test_no_connection_is_reset_when_the_server_stops(artifact: Path, processes: str) -> None:
     """Each client asks again and again on one connection, until that says that it was the last."""
     with serving(artifact, "--processes", processes) as server:

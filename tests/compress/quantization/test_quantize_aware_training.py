@@ -174,6 +174,7 @@ def test_a_model_trained_on_cuda_converts_to_the_same_labels(
     assert graph.manifest.facts["same_as_trained"]["differing"] == 0
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.usefixtures("forked_ranks")

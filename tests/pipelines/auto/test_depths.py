@@ -48,6 +48,7 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "net.yaml"
 
 
+@pytest.mark.soak  # test_auto.py searches, and the others here have the rules
 @pytest.mark.slow
 def test_blocks_and_widths_are_decided_together(
     file: Path, tmp_path: Path, capfd, monkeypatch
