@@ -103,10 +103,10 @@ def written(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def finished_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Done]:
+def finished_run(tmp_path_factory: pytest.TempPathFactory, commands: Commands) -> tuple[Path, Done]:
     """Return a folder in which the pipeline was run once, and what that said."""
     user = written(tmp_path_factory.mktemp("finished_run"))
-    return user, compress("run", "small.yaml", cwd=user)
+    return user, commands.call("run", "small.yaml", cwd=user)
 
 
 @pytest.fixture
@@ -186,10 +186,10 @@ def test_run_check_inspect_and_json(finished_run: tuple[Path, Done], called: Cal
     assert dry.stdout.splitlines()[0].startswith("source: runs")
 
     artifact = user / "runs/small/artifacts/export_onnx"
-    assert "input x float32 ['batch', 4]" in compress("inspect", artifact, cwd=user).stdout
+    assert "input x float32 ['batch', 4]" in called("inspect", artifact, cwd=user).stdout
     inspected = json.loads(called("inspect", artifact, "--json", cwd=user).stdout)
     assert inspected["kind"] == "onnx"
-    verified = compress("verify", artifact, cwd=user)
+    verified = called("verify", artifact, cwd=user)
     assert verified.returncode == 0, verified.stderr
     assert "proven: " in verified.stdout
 

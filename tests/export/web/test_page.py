@@ -56,7 +56,6 @@ def unpacked(text: str) -> bytes:
     return gzip.decompress(base64.b64decode(text))
 
 
-@pytest.mark.slow
 def test_the_page_holds_the_file_the_runtime_and_the_answers(
     exported: Path, package: Path, tmp_path: Path
 ) -> None:

@@ -41,8 +41,8 @@ model:
 data: {factory: "nets:data"}
 auto:
   limits: {max_drop: 5}
-  time: 20s
-  space: {widths: {values: 3}, formats: [float, int8_static]}
+  time: 5m
+  space: {widths: {values: 2}, formats: [float, int8_static]}
 stages:
   - {stage: train, epochs: 6}
 """
@@ -175,7 +175,7 @@ def test_a_module_in_memory_is_searched_as_well(tmp_path: Path) -> None:
     )
     data = (x, model(x).argmax(1))
     arguments = {"train": data, "val": data, "formats": ["float"], "widths": {"values": 2}}
-    found = compress.auto(model, **arguments, size="20kB", time="20s", out=tmp_path / "out")
+    found = compress.auto(model, **arguments, size="20kB", time="5m", out=tmp_path / "out")
     assert found.artifact.payload_bytes <= 20_000
     assert found.module(x[:5]).shape == (5, 2)
     with pytest.raises(compress.GateRefused, match=r"no model within 0\.001 MB was found"):
