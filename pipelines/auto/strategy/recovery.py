@@ -97,6 +97,8 @@ class Recovery:
     """Models of the successive halvings that have begun, by an earlier search too."""
     _done: int = 0
     """How many of these this search has come to the end of."""
+    _seconds_per_epoch: float = 0.0
+    """Of the slowest model so far, with its export and check."""
 
     def __post_init__(self) -> None:
         with contextlib.suppress(OSError, ValueError):
@@ -190,21 +192,21 @@ class Recovery:
             contenders: models, of which one after the other is trained.
             deadline: on the clock of :func:`time.monotonic`.
         """
-        begin, seconds_per_epoch, before = time.monotonic(), 0.0, 0
+        begin, before = time.monotonic(), 0
         for end in self.ends:
             reached: Contenders = []
             for candidate, predicted_ms in contenders:
                 start = time.monotonic()
-                if start + seconds_per_epoch * (end - before) > deadline:
+                if start + self._seconds_per_epoch * (end - before) > deadline:
                     break
                 if reached and not before:
-                    epochs = (deadline - begin) / max(seconds_per_epoch, 1e-9)
+                    epochs = (deadline - begin) / max(self._seconds_per_epoch, 1e-9)
                     if len(reached) >= models_to_begin(len(contenders), epochs, self.ends):
                         break
                 trained = replace(candidate, trained=end)
                 self.search.check(trained, predicted_ms)
                 taken = (time.monotonic() - start) / (end - before)
-                seconds_per_epoch = max(seconds_per_epoch, taken)
+                self._seconds_per_epoch = max(self._seconds_per_epoch, taken)
                 if trained.name in self.search.checked:
                     reached.append((candidate, predicted_ms))
             if not reached:

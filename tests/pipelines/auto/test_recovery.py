@@ -169,25 +169,32 @@ def test_a_halving_begins_with_the_models_that_can_be_trained_to_its_end(
     assert models_to_begin(6, affordable, [1, 4, 13]) == count
 
 
-def test_those_that_lose_least_are_trained_first(tmp_path: Path) -> None:
-    def candidate(width: int) -> Candidate:
-        return Candidate("float", widths=(("group", width),))
+def candidate(width: int) -> Candidate:
+    return Candidate("float", widths=(("group", width),))
 
-    smallest = CheckedModel(
-        name="smallest",
-        format="float",
-        widths={"group": 1},
+
+def checked_model(one: Candidate, loss: float) -> CheckedModel:
+    return CheckedModel(
+        name=one.name,
+        format=one.format,
+        widths=dict(one.widths),
+        trained=one.trained,
         predicted_ms=None,
         latency_ms=0.1,
         bytes=10,
-        loss=0.9,
+        loss=loss,
         drop=40.0,
     )
+
+
+@pytest.fixture
+def recovery(tmp_path: Path) -> Recovery:
+    """Return what trains models of a search that has checked the smallest one."""
+    smallest = checked_model(candidate(1), loss=0.9)
     solutions = [Solution(candidate(n), 1.0, loss) for n, loss in [(4, 0.1), (3, 0.2), (2, 0.95)]]
-    asked: list[float] = []
 
     def solve(programmes: object, latency_ms: float, known: list[Candidate]) -> Solution | None:
-        asked.append(latency_ms)
+        assert latency_ms == 1.98  # room for models that are slower than predicted
         return next((one for one in solutions if one.candidate not in known), None)
 
     search: Any = SimpleNamespace(
@@ -196,10 +203,31 @@ def test_those_that_lose_least_are_trained_first(tmp_path: Path) -> None:
         failed={},
         models={},
         asked_ms=2.0,
-        offered=lambda: [smallest],
+        loss_decides=True,
+        offered=lambda: [*search.checked.values()],
         solve=solve,
     )
-    recovery = Recovery(search, {}, [1], tmp_path / "halvings.json", "key")
+    return Recovery(search, {}, [1], tmp_path / "halvings.json", "key")
+
+
+def test_those_that_lose_least_are_trained_first(recovery: Recovery) -> None:
     found = [candidate for candidate, _ in recovery._contenders()]
-    assert found == [candidate(4), candidate(3), smallest.candidate, candidate(2)]
-    assert {*asked} == {1.98}  # room for models that are slower than predicted
+    assert found == [candidate(4), candidate(3), candidate(1), candidate(2)]
+
+
+def test_no_training_begins_that_cannot_end_in_time(
+    recovery: Recovery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(now=0.0)
+    search: Any = recovery.search
+
+    def check(one: Candidate, predicted_ms: float) -> None:
+        clock.now += 60
+        search.checked[one.name] = checked_model(one, loss=0.5)
+
+    search.check = check
+    monkeypatch.setattr(
+        "pipelines.auto.strategy.recovery.time", SimpleNamespace(monotonic=lambda: clock.now)
+    )
+    recovery.train(deadline=100)
+    assert [m.widths for m in search.checked.values() if m.trained] == [{"group": 4}]
