@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from jinja2 import TemplateError
-from jinja2.ext import loopcontrols
+from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from compress.common.errors import ArtifactInvalid, first_line
@@ -15,9 +15,23 @@ from compress.common.errors import ArtifactInvalid, first_line
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from jinja2.nodes import Node
+    from jinja2.parser import Parser
+
     from compress.artifacts.artifact import Artifact
 
 FILE, TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer_config.json"
+
+
+class GenerationTag(Extension):
+    """`{% generation %}`, which marks what training learns; the text in it stays as it is."""
+
+    tags: ClassVar[set[str]] = {"generation"}
+
+    def parse(self, parser: Parser) -> list[Node]:
+        """Return the statements within the tag."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 class ChatTemplate:
@@ -26,7 +40,7 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
         """Compile a template; raise ValueError if it is not valid."""
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, GenerationTag]
         )
         environment.filters["tojson"] = _to_json
         environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
