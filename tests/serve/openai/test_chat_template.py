@@ -33,8 +33,8 @@ def test_the_text_is_that_of_transformers(folder: Artifact) -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        "{% for m in messages %}\n  {% if loop.index > 2 %}{% break %}{% endif %}\n{{ m.content }}\n"
-        "{% endfor %}",
+        "{% for m in messages %}\n  {% if loop.index > 2 %}{% break %}{% endif %}\n"
+        "{{ m.content }}\n{% endfor %}",
         "{{ messages | tojson }}{{ bos_token }}",
         "{% generation %}x{% endgeneration %}",
     ],
@@ -65,7 +65,7 @@ def test_a_template_that_refuses_says_why(source: str, words: str) -> None:
 
 
 def test_a_broken_template_is_found_before_serving() -> None:
-    with pytest.raises(ValueError, match="Unexpected end of template|unexpected"):
+    with pytest.raises(ValueError, match="Expected an expression"):
         ChatTemplate("{% if %}", {})
 
 
