@@ -180,7 +180,10 @@ def _serve_decoder(
 
     def create_application() -> OpenAIApplication:
         threads = GenerationThreads(decoder, options.width)
-        return OpenAIApplication(decoder, threads, options.limits, options.token)
+        limits = replace(
+            options.limits, body_bytes=min(options.limits.body_bytes, decoder.longest_body)
+        )
+        return OpenAIApplication(decoder, threads, limits, options.token)
 
     uvicorn_server.serve(create_application, listener, options, ready)
 

@@ -12,6 +12,7 @@ from export.common.host_check import require_all
 from export.genai.greedy_text import GreedyText
 from export.genai.runtime import CONFIG, GENAI, next_tokens, next_tokens_unlocked, open_folder
 from export.genai.text import TOKENIZERS, TextTokenizer
+from serve.http.base_app import SMALL_BYTES
 from serve.http.options import Limits
 from serve.openai.chat_template import ChatTemplate
 
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from compress.artifacts.artifact import Artifact
     from export.genai.runtime import Sampling
     from serve.http.options import Options
+
+TOKEN_BYTES = 256
+"""Bytes of a token in JSON, at most; longer ones are rare, and a text has few of them."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,11 @@ class ServedDecoder:
     chat_template: ChatTemplate | None
     _model: Any
     created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def longest_body(self) -> int:
+        """Bytes beyond which a body cannot hold a prompt that the context has room for."""
+        return SMALL_BYTES + TOKEN_BYTES * self.context
 
     def generate(
         self, prompt: Sequence[int], count: int, sampling: Sampling

@@ -47,7 +47,9 @@ EXPECTED = {
 }
 """Of settings of several types, in messages."""
 
+# fail_fast: an error for each of a million items would take more memory than the body.
 Text = Annotated[str, Field(max_length=256, min_length=1)]
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
 
 
 class ApiError(HttpError):
@@ -79,7 +81,7 @@ class Body(BaseModel):
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: int | None = None
-    stop: Text | Annotated[list[Text], Field(max_length=4)] | None = None
+    stop: Text | Annotated[list[Text], Field(max_length=4, fail_fast=True)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -113,7 +115,7 @@ class Body(BaseModel):
 class CompletionBody(Body):
     """A body of `/v1/completions`."""
 
-    prompt: str | list[int] | Annotated[list[str], Field(min_length=1, max_length=1)]
+    prompt: str | TokenIds | Annotated[list[str], Field(min_length=1, max_length=1, fail_fast=True)]
 
 
 class TextPart(BaseModel):
@@ -129,7 +131,7 @@ class ChatMessage(BaseModel):
     model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
-    content: str | list[TextPart]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
     name: str | None = None
 
     def for_template(self) -> dict[str, str]:
@@ -143,7 +145,7 @@ class ChatMessage(BaseModel):
 class ChatBody(Body):
     """A body of `/v1/chat/completions`."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
 
     @property

@@ -134,5 +134,5 @@ def test_without_a_chat_template_chats_are_refused(decoder: ServedDecoder) -> No
 
     asked = parse_body(ChatBody, b'{"messages": [{"role": "user", "content": "a"}]}')
     assert create_job(decoder, asked).count == LONGEST - len("u:a") - 1 - len("a:")
-    with pytest.raises(ApiError, match="carries no chat template .* ask /v1/completions"):
+    with pytest.raises(ApiError, match=r"carries no chat template .* ask /v1/completions"):
         create_job(replace(decoder, chat_template=None), asked)
