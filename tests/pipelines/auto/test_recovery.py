@@ -15,9 +15,11 @@ from typing import Any
 import pytest
 
 import cli
+from pipelines.auto.candidates import Candidate, CheckedModel
 from pipelines.auto.front import Front
 from pipelines.auto.points import write_point
-from pipelines.auto.strategy.recovery import models_to_begin
+from pipelines.auto.strategy.recovery import Recovery, Solution, models_to_begin
+from pipelines.config.auto_settings import AutoLimits
 from pipelines.config.pipeline import PipelineConfig
 from tests.pipelines.auto.test_auto import FILE, NETS, auto
 from tests.pipelines.conftest import BRIEFLY, DEADLINE, measured_briefly
@@ -164,3 +166,39 @@ def test_a_halving_begins_with_the_models_that_can_be_trained_to_its_end(
     affordable: float, count: int
 ) -> None:
     assert models_to_begin(6, affordable, [1, 4, 13]) == count
+
+
+def test_those_that_lose_least_are_trained_first(tmp_path: Path) -> None:
+    def candidate(width: int) -> Candidate:
+        return Candidate("float", widths=(("group", width),))
+
+    smallest = CheckedModel(
+        name="smallest",
+        format="float",
+        widths={"group": 1},
+        predicted_ms=None,
+        latency_ms=0.1,
+        bytes=10,
+        loss=0.9,
+        drop=40.0,
+    )
+    solutions = [Solution(candidate(n), 1.0, loss) for n, loss in [(4, 0.1), (3, 0.2), (2, 0.95)]]
+    asked: list[float] = []
+
+    def solve(programmes: object, latency_ms: float, known: list[Candidate]) -> Solution | None:
+        asked.append(latency_ms)
+        return next((one for one in solutions if one.candidate not in known), None)
+
+    search: Any = SimpleNamespace(
+        settings=SimpleNamespace(limits=AutoLimits(max_drop=1.0)),
+        checked={smallest.name: smallest},
+        failed={},
+        models={},
+        asked_ms=2.0,
+        offered=lambda: [smallest],
+        solve=solve,
+    )
+    recovery = Recovery(search, {}, [1], tmp_path / "halvings.json", "key")
+    found = [candidate for candidate, _ in recovery._contenders()]
+    assert found == [candidate(4), candidate(3), smallest.candidate, candidate(2)]
+    assert {*asked} == {1.98}  # room for models that are slower than predicted
