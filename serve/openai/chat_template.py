@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 from jinja2.ext import Extension, loopcontrols
@@ -26,7 +26,7 @@ FILE, TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer_config.json"
 class GenerationTag(Extension):
     """`{% generation %}`, which marks what training learns; the text in it stays as it is."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
 
     def parse(self, parser: Parser) -> list[Node]:
         """Return the statements within the tag."""
