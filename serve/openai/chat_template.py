@@ -26,7 +26,7 @@ FILE, TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer_config.json"
 class GenerationTag(Extension):
     """`{% generation %}`, which marks what training learns; the text in it stays as it is."""
 
-    tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
+    tags = {"generation"}
 
     def parse(self, parser: Parser) -> list[Node]:
         """Return the statements within the tag."""
