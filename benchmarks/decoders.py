@@ -7,7 +7,8 @@ process; with `--speed` the speed of the folders of an earlier run alone. With `
 prints which decoders of transformers become proven folders instead, tiny ones made from configs.
 With `--stream` (and `--gptq`) it makes a folder of 1.01 billion random weights, and prints peak
 memory and time of quantizing it with `stream: true`; 8 GB of disk. With `--llama-cpp` it opens
-files of `export_gguf` in llama.cpp, and takes `pip install llama-cpp-python`.
+files of `export_gguf` in llama.cpp, and takes `pip install llama-cpp-python`. With `--serve` it
+prints the speed of an earlier run's int4 folder by `compress generate` and by `compress serve`.
 It needs the extras `transformers` and `genai`. One thread.
 """
 
@@ -34,6 +35,9 @@ def main() -> None:
     folder = next((a for a in sys.argv[1:] if not a.startswith("-")), "build/decoders")
     if "--stream" in sys.argv:
         import_module("decoder.streaming").main(Path(folder), sys.argv[1:])
+        return
+    if "--serve" in sys.argv:
+        import_module("decoder.serving").main(Path(folder) / "genai-int4")
         return
     benchmark = import_module("decoder.compression")
     benchmark.main(Path(folder), speed_alone="--speed" in sys.argv)
