@@ -19,14 +19,14 @@ AT_ONCE = 2**22
 class Rotation:
     """The orthogonal matrix Q = D (F₁ ⊗ F₂ ⊗ …): signs and a Kronecker product."""
 
-    diagonal_I: torch.Tensor
-    """The diagonal of D: 1 and -1, float64."""
+    diagonal: torch.Tensor
+    """The diagonal of D: 1 and -1, float64, `(channels,)`."""
     factors: tuple[torch.Tensor, ...]
     """Orthogonal matrices, float64, whose sizes multiply to the number of channels."""
 
     def after_scaling(self, scale_I: torch.Tensor) -> Rotation:
         """Return what multiplies channels by a scale first, and is orthogonal no more."""
-        return replace(self, diagonal_I=self.diagonal_I * scale_I)
+        return replace(self, diagonal=self.diagonal * scale_I)
 
     def apply(self, values: torch.Tensor, axis: int = -1) -> torch.Tensor:
         """Return x Q for each row x along an axis: computed in float64, in the values' dtype."""
@@ -35,7 +35,7 @@ class Rotation:
         rotated_NI = torch.empty_like(rows_NI)
         count = max(1, AT_ONCE // rows_NI.shape[1])
         for rows, rotated in zip(rows_NI.split(count), rotated_NI.split(count), strict=True):
-            parts = (rows.double() * self.diagonal_I).unflatten(-1, [*map(len, self.factors)])
+            parts = (rows.double() * self.diagonal).unflatten(-1, [*map(len, self.factors)])
             for place, factor in enumerate(self.factors, 1):
                 parts = (parts.movedim(place, -1) @ factor).movedim(-1, place)
             rotated.copy_(parts.flatten(1))

@@ -17,12 +17,12 @@ from torch import nn
 from compress.artifacts.streaming.packed_model import shared_parameters
 from compress.checkpoint.state_dict import StoredTensor, in_memory
 from compress.common.errors import StageFailed
-from compress.quantization.algorithms.hadamard import randomized_hadamard
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from compress.checkpoint.state_dict import Weights
+    from compress.quantization.algorithms.hadamard import Rotation
 
 VALUES, OUTPUT = "v_proj", "o_proj"
 """Names of an attention's layers that compute its values, and read their weighted sums."""
@@ -94,9 +94,10 @@ def residual_stream(
         for name, part in called.items()
         if _is_norm(part) and width in part.weight.shape
     }
-    for name in norms.keys() - {*readers.values()}:
+    unread = next((name for name in norms if name not in readers.values()), None)
+    if unread is not None:
         raise StageFailed(
-            f"{name} is an RMSNorm that no linear layer reads, so that its weight stays between "
+            f"{unread} is an RMSNorm that no linear layer reads, so that its weight stays between "
             "the rotations; expected norms before linear layers alone"
         )
     linears = {name: part for name, part in called.items() if isinstance(part, nn.Linear)}
@@ -121,18 +122,19 @@ def residual_stream(
 
 
 def rotated_weights(
-    stream: ResidualStream, weights: Weights, seed: int, *, heads: bool
+    stream: ResidualStream,
+    weights: Weights,
+    rotation: Rotation,
+    of_values: Sequence[Rotation] = (),
 ) -> dict[str, torch.Tensor | StoredTensor]:
     """Return all weights, rotated when they are read, one tensor in memory at a time.
 
     Args:
-        stream: what the rotation of the residual stream is folded into.
+        stream: what the rotations are folded into.
         weights: the model's state dict, which may be on disk.
-        seed: of the random matrices.
-        heads: whether the values of each attention head are rotated, too.
+        rotation: that of the residual stream.
+        of_values: that of the values of every head, for each attention; or none.
     """
-    generator = torch.Generator().manual_seed(seed)
-    rotation = randomized_hadamard(stream.width, generator)
     changes: dict[str, list[Callable[[torch.Tensor], torch.Tensor]]] = {}
 
     def change(module: str, kind: str, apply: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -151,11 +153,10 @@ def rotated_weights(
         change(name, "bias", rotation.apply)
     for name, offset in stream.norms.items():
         change(name, "weight", partial(torch.full_like, fill_value=1 - offset))
-    for values, output, size in stream.heads if heads else ():
-        own = randomized_hadamard(size, generator)
+    for (values, output, size), own in zip(stream.heads, of_values, strict=False):
 
         def rotate_heads(
-            axis: int, weight: torch.Tensor, own: Any = own, size: int = size
+            axis: int, weight: torch.Tensor, own: Rotation = own, size: int = size
         ) -> torch.Tensor:
             return own.apply(weight.unflatten(axis, (-1, size)), axis + 1).view(weight.shape)
 

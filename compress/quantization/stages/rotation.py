@@ -38,9 +38,8 @@ class RotateWeights(Stage[EagerModel, EagerModel]):
 
     stage: Literal["rotate_weights"] = "rotate_weights"
     streams: ClassVar[bool] = True
-    heads: bool = True
-    """Whether the values of each attention head are rotated too, in `v_proj` and `o_proj`, where a
-    model has layers of these names."""
+    heads: bool = False
+    """Whether the values of each attention head are rotated too, in `v_proj` and `o_proj`."""
 
     @property
     def uses_data(self) -> bool:
@@ -54,7 +53,10 @@ class RotateWeights(Stage[EagerModel, EagerModel]):
             StageFailed: the model is no decoder that a rotation can be folded into, or the rotated
                 one has other outputs.
         """
+        import torch
+
         from compress.checkpoint.streamed_module import stream_weights_
+        from compress.quantization.algorithms.hadamard import randomized_hadamard
         from compress.quantization.algorithms.residual_rotation import (
             residual_stream,
             rotated_weights,
@@ -71,13 +73,22 @@ class RotateWeights(Stage[EagerModel, EagerModel]):
             stream = residual_stream(module, weights, model.signature.example(seed=context.seed))
         except StageFailed as error:
             raise StageFailed(f"{self.title}: {error}") from None
+        if self.heads and not stream.heads:
+            raise StageFailed(
+                f"{self.title}: heads: true rotates values between linear layers named v_proj and "
+                "o_proj, found none; leave it out"
+            )
         edits = [UntieWeights(parameters=stream.tied)] if stream.tied else []
-        rotated = rotated_weights(stream, weights, context.seed, heads=self.heads)
+        generator = torch.Generator().manual_seed(context.seed)
+        rotation = randomized_hadamard(stream.width, generator)
+        attentions = stream.heads if self.heads else ()
+        of_values = [randomized_hadamard(each.head_size, generator) for each in attentions]
+        rotated = rotated_weights(stream, weights, rotation, of_values)
         error = self._compare(model, edits, rotated, context)
         facts: dict[str, Any] = {
             "width": stream.width,
             "rotated_layers": len(stream.readers) + len(stream.writers),
-            "rotated_heads": len(stream.heads) if self.heads else 0,
+            "rotated_values": len(of_values),
             "untied": {name: list(rotated[name].shape) for name in stream.tied},
             "outputs_error": error,
             **({STREAMED: True} if model.is_streamed else {}),
@@ -134,7 +145,7 @@ class RotateWeights(Stage[EagerModel, EagerModel]):
                 for inputs in self._inputs(model, context)
             )
         if not error <= LARGEST_ERROR:
-            hint = "; its attention may change single values: set heads: false"
+            hint = ", or its attention changes single values: try heads: false"
             raise StageFailed(
                 f"{self.title}: the rotated model answers otherwise, by {error:.2g} of the norm, "
                 f"expected at most {LARGEST_ERROR:g}: a part of {type(module).__name__} reads "
@@ -142,9 +153,7 @@ class RotateWeights(Stage[EagerModel, EagerModel]):
             )
         return error
 
-    def _inputs(
-        self, model: EagerModel, context: Context
-    ) -> Iterator[tuple[torch.Tensor, ...]]:
+    def _inputs(self, model: EagerModel, context: Context) -> Iterator[tuple[torch.Tensor, ...]]:
         """Yield seeded inputs, and some of `val`, one row where each call reads all weights."""
         yield model.signature.example(seed=context.seed)
         if context.data is not None and "val" in context.data.datasets:
