@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from compress.artifacts.carried_files import TIED
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-TIED = "tie_word_embeddings"
-"""Entry of a config of transformers: whether the head is the table of embeddings."""
 
 
 def untie_(module: nn.Module, parameters: Sequence[str]) -> None:

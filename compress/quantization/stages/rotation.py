@@ -7,7 +7,7 @@ import logging
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from compress.artifacts.artifact import STREAMED
-from compress.artifacts.carried_files import CONFIG
+from compress.artifacts.carried_files import CONFIG, TIED
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.recipe import UntieWeights
 from compress.common.errors import StageFailed
@@ -105,7 +105,7 @@ class RotateWeights(Stage[EagerModel, EagerModel]):
             )
         carried = model.carried_files()
         if stream.tied and CONFIG in carried:
-            config = {**json.loads(carried[CONFIG]), "tie_word_embeddings": False}
+            config = {**json.loads(carried[CONFIG]), TIED: False}
             carried[CONFIG] = (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
         return model.derive(
             context.root,

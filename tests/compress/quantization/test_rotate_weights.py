@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from compress import Context, EagerModel, QuantizeWeights, RotateWeights
+from compress.artifacts.libraries.transformers_folder import write_transformers_folder
 from compress.artifacts.streaming.import_folder import import_streamed
 from compress.common.errors import StageFailed
 from compress.common.tensor_difference import relative_error
@@ -54,6 +55,9 @@ def rotated(model: EagerModel, root: Path, **settings: bool) -> EagerModel:
         ("Gemma", {"head_dim": 16}, 2),  # its norms multiply by 1 + weight
         ("Granite", {"embedding_multiplier": 3.0, "residual_multiplier": 0.5}, 2),
         ("SmolLM3", {"no_rope_layers": [1, 0], "pad_token_id": 0}, 2),
+        ("Glm", {"head_dim": 16, "pad_token_id": 0}, 2),
+        ("Helium", {"head_dim": 16, "pad_token_id": 0}, 2),
+        ("Ernie4_5", {"head_dim": 16, "pad_token_id": 0}, 2),
     ],
 )
 def test_a_rotated_decoder_answers_as_before(kind, sizes, heads, tmp_path: Path) -> None:
@@ -218,6 +222,14 @@ def test_outliers_of_activations_and_weights_are_gone(tied, tmp_path: Path) -> N
         file = "weights.safetensors"
         assert model.manifest.files[file] != tied.manifest.files[file]
         assert found.manifest.files[file] == expected.manifest.files[file]
+
+
+def test_transformers_opens_the_untied_head(tied, tmp_path: Path) -> None:
+    result = rotated(tied, tmp_path / "rotated")
+    # It compares the folder's outputs with the artifact's, bit for bit.
+    folder = write_transformers_folder(result.path, tmp_path / "folder")
+    assert folder.changed == {}
+    assert not json.loads((tmp_path / "folder" / "config.json").read_text())["tie_word_embeddings"]
 
 
 def test_weights_on_disk_are_rotated_to_the_same_bytes(tied, tmp_path: Path) -> None:
