@@ -16,6 +16,7 @@ from compress.profiling.interaction_sum import InteractionSum
 from compress.pruning.allocation.solver import Limit, Programme
 from pipelines.auto.cost_models.float_layers import FLOAT, QUANTIZED, decision_of
 from pipelines.auto.cost_models.latency_models import FormatModel
+from pipelines.auto.strategy.latency_targets import ROOM
 
 if TYPE_CHECKING:
     from auto_search.spaces import Space
@@ -28,8 +29,6 @@ SEEDS = range(5)
 """Of TPE, whose median regret is shown."""
 CORRECTED_BY = 5
 """Models whose latencies correct the prediction before its errors are counted."""
-ROOM = 0.99
-"""Share of a limit that a search aims at."""
 
 
 class Truth(NamedTuple):
@@ -147,9 +146,9 @@ def _solver_regrets(kinds: list[Kind], limit_ms: float, loss: str) -> list[float
     regrets: list[float | None] = []
     for number in range(1, max(CHECKS) + 1):
         solved = []
+        target_ms = ROOM * limit_ms if best is None else limit_ms
         for i, (model, programme) in enumerate(zip(models, programmes, strict=True)):
-            limits = [Limit(model.corrected(), ROOM * limit_ms)]
-            choice = programme.solve(limits, checked[i])
+            choice = programme.solve([Limit(model.corrected(), target_ms)], checked[i])
             if choice is not None:
                 solved.append((programme.total_harm(choice) + model.harm, i, choice))
         if solved:

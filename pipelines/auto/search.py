@@ -29,9 +29,9 @@ from pipelines.auto.judge import Judge
 from pipelines.auto.points import run_point, write_point, write_points
 from pipelines.auto.search_events import search_log
 from pipelines.auto.strategy.depths import Depth, Depths, whole_models_of
-from pipelines.auto.strategy.latency_targets import ROOM, latency_targets
+from pipelines.auto.strategy.latency_targets import latency_targets
 from pipelines.auto.strategy.recovery import FILE as HALVINGS
-from pipelines.auto.strategy.recovery import Recovery
+from pipelines.auto.strategy.recovery import Recovery, Solution
 from pipelines.runner.events import RunEvent, event_listener
 from pipelines.system.machine_info import machine
 
@@ -274,8 +274,7 @@ class Search:
             known = [*(model.candidate for model in self.checked.values()), *self.failed]
             found = self.solve(programmes, target_ms, known)
             if found is not None:
-                candidate, predicted_ms = found
-                self.check(candidate, predicted_ms)
+                self.check(found.candidate, found.predicted_ms)
                 return True
         return False
 
@@ -321,12 +320,15 @@ class Search:
 
     def solve(
         self, programmes: Programmes, latency_ms: float | None, known: Sequence[Candidate]
-    ) -> tuple[Candidate, float] | None:
-        """Return the model that loses least below a latency, if it has one, besides known ones."""
-        best: tuple[float, Candidate, float] | None = None
+    ) -> Solution | None:
+        """Return the model that loses least within a latency, besides known ones.
+
+        The latency is a predicted one. Returns None where there is no such model.
+        """
+        best: Solution | None = None
         for (format, runtime, removed_blocks), model in self.models.items():
             corrected = model.corrected()
-            limits = [] if latency_ms is None else [Limit(corrected, ROOM * latency_ms)]
+            limits = [] if latency_ms is None else [Limit(corrected, latency_ms)]
             most_bytes = self._most_bytes(format, runtime)
             if most_bytes is not None:
                 limits.append(Limit(model.bytes, most_bytes))
@@ -336,10 +338,10 @@ class Search:
             choice = mixed.solve(limits, [tried for tried in choices if tried is not None])
             if choice is None:
                 continue
-            harm = mixed.total_harm(choice) + model.harm
-            if best is None or harm < best[0]:
-                best = harm, model.candidate(choice), corrected(choice)
-        return None if best is None else best[1:]
+            loss = mixed.total_harm(choice) + model.harm
+            if best is None or loss < best.predicted_loss:
+                best = Solution(model.candidate(choice), corrected(choice), loss)
+        return best
 
     def check(self, candidate: Candidate, predicted_ms: float | None = None) -> None:
         """Check a candidate, unless that was done, and write the front."""

@@ -20,8 +20,9 @@ NARROW = 1.03
 BEHIND_BAD = 0.5
 """Weight of a gap of latencies whose slower end loses too much."""
 ROOM = 0.99
-"""Share of a limit of latency that the solver aims at, as half of all models are slower than
-predicted. Sizes follow from the widths."""
+"""Share of the asked latency that the solver aims at until a model keeps to it, as half of all
+models are slower than predicted. From then on it aims at all of it: the best one may be predicted
+at the very limit."""
 
 
 def latency_targets(
@@ -30,7 +31,7 @@ def latency_targets(
     asked_ms: float | None,
     smallest_ms: float,
 ) -> list[float]:
-    """Return the latencies to look for models at, the most wanted first.
+    """Return the predicted latencies to look for models at, the most wanted first.
 
     Args:
         checked: models that were checked.
@@ -43,7 +44,8 @@ def latency_targets(
     if asked_ms is not None:
         near = [m for m in found if m.predicted_ms and m.latency_ms <= 1.1 * asked_ms]
         if len(near) < CHECKS_AT_LIMIT:
-            targets.append(asked_ms)
+            keeps_to_it = any(model.latency_ms <= asked_ms for model in near)
+            targets.append(asked_ms if keeps_to_it else ROOM * asked_ms)
     good = [model for model in found if is_good(model)]
     # A metric on some hundred samples has steps, and a model that loses a sample too many may
     # have a faster neighbour that does not: so wherever nothing was checked yet, and most

@@ -6,7 +6,7 @@ import contextlib
 import math
 import time
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 from pydantic import TypeAdapter
 
@@ -40,6 +40,14 @@ STORED = TypeAdapter(dict[str, list[Contenders]])
 """What tells a search → its halvings, as the file has them."""
 
 
+class Solution(NamedTuple):
+    """What the solver found."""
+
+    candidate: Candidate
+    predicted_ms: float
+    predicted_loss: float
+
+
 class Searching(Protocol):
     """What is needed of a search, which imports this module."""
 
@@ -53,8 +61,8 @@ class Searching(Protocol):
 
     def solve(
         self, programmes: Programmes, latency_ms: float | None, known: Sequence[Candidate]
-    ) -> tuple[Candidate, float] | None:
-        """Return the model that loses least below a latency, besides known ones."""
+    ) -> Solution | None:
+        """Return the model that loses least within a predicted latency, besides known ones."""
 
     def offered(self) -> list[CheckedModel]:
         """Return the checked models in the formats and runtimes that are asked for."""
@@ -89,6 +97,8 @@ class Recovery:
     """Models of the successive halvings that have begun, by an earlier search too."""
     _done: int = 0
     """How many of these this search has come to the end of."""
+    _seconds_per_epoch: float = 0.0
+    """Of the slowest model so far, with its export and check."""
 
     def __post_init__(self) -> None:
         with contextlib.suppress(OSError, ValueError):
@@ -113,27 +123,31 @@ class Recovery:
             self._done += 1
 
     def _contenders(self) -> Contenders:
-        """Return the cut models within the limits that lose least, and are not trained yet."""
-        known = self._untrained(model for model in self.search.checked.values() if model.trained)
-        kept = [
-            model
-            for model in self.search.offered()
+        """Return the cut models within the limits that lose least, and are not trained yet.
+
+        Those that were checked are beside those that the solver finds, the best first: where there
+        is time for few, these are trained.
+        """
+        search = self.search
+        known = self._untrained(model for model in search.checked.values() if model.trained)
+        found: list[tuple[float, Candidate, float | None]] = [
+            (model.loss, model.candidate, model.predicted_ms)
+            for model in search.offered()
             if model.candidate.is_smaller
             and not model.trained
             and model.candidate not in known
-            and not missed_limits(self.search.settings.limits, model, but="max_drop")
+            and not missed_limits(search.settings.limits, model, but="max_drop")
         ]
-        kept.sort(key=lambda model: model.loss)
-        found: Contenders = [
-            (model.candidate, model.predicted_ms) for model in kept[:TRAINED_AT_ONCE]
-        ]
-        while len(found) < TRAINED_AT_ONCE:
-            tried = [*known, *(candidate for candidate, _ in found)]
-            solved = self.search.solve(self.programmes, self.search.asked_ms, tried)
-            if solved is None or not solved[0].is_smaller:
+        known.update(model.candidate for model in search.checked.values())
+        target_ms = None if search.asked_ms is None else ROOM * search.asked_ms
+        for _ in range(TRAINED_AT_ONCE):
+            solved = search.solve(self.programmes, target_ms, [*known])
+            if solved is None or not solved.candidate.is_smaller:
                 break
-            found.append(solved)
-        return found
+            known.add(solved.candidate)
+            found.append((solved.predicted_loss, solved.candidate, solved.predicted_ms))
+        found.sort(key=lambda one: one[0])
+        return [(candidate, predicted_ms) for _, candidate, predicted_ms in found[:TRAINED_AT_ONCE]]
 
     def _train_fastest(self, deadline: float) -> bool:
         """Train a model that is faster than the fastest good one, until it is good itself.
@@ -148,7 +162,7 @@ class Recovery:
         best_ms = min(good, default=slowest_ms)
         over = [m for m in offered if m.trained == self.ends[-1] or self.search.is_good(m)]
         vain = [m.latency_ms for m in over if m.trained and m.latency_ms < best_ms]
-        target_ms = NARROW * self.search.smallest_ms() / ROOM
+        target_ms = NARROW * self.search.smallest_ms()
         if vain:
             target_ms = math.sqrt(best_ms * max(vain))
         if best_ms < NARROW * max(vain, default=target_ms):
@@ -158,12 +172,12 @@ class Recovery:
         while solved is None and target_ms * NARROW < best_ms:  # none that fast is small enough
             target_ms = math.sqrt(best_ms * target_ms)
             solved = self.search.solve(self.programmes, target_ms, [*known])
-        if solved is None or not solved[0].is_smaller:
+        if solved is None or not solved.candidate.is_smaller:
             return False
         for end in self.ends:
-            trained = replace(solved[0], trained=end)
+            trained = replace(solved.candidate, trained=end)
             if time.monotonic() < deadline:
-                self.search.check(trained, solved[1])
+                self.search.check(trained, solved.predicted_ms)
             found = self.search.checked.get(trained.name)
             if found is None or self.search.is_good(found):
                 break
@@ -178,21 +192,21 @@ class Recovery:
             contenders: models, of which one after the other is trained.
             deadline: on the clock of :func:`time.monotonic`.
         """
-        begin, seconds_per_epoch, before = time.monotonic(), 0.0, 0
+        begin, before = time.monotonic(), 0
         for end in self.ends:
             reached: Contenders = []
             for candidate, predicted_ms in contenders:
                 start = time.monotonic()
-                if start + seconds_per_epoch * (end - before) > deadline:
+                if start + self._seconds_per_epoch * (end - before) > deadline:
                     break
                 if reached and not before:
-                    epochs = (deadline - begin) / max(seconds_per_epoch, 1e-9)
+                    epochs = (deadline - begin) / max(self._seconds_per_epoch, 1e-9)
                     if len(reached) >= models_to_begin(len(contenders), epochs, self.ends):
                         break
                 trained = replace(candidate, trained=end)
                 self.search.check(trained, predicted_ms)
                 taken = (time.monotonic() - start) / (end - before)
-                seconds_per_epoch = max(seconds_per_epoch, taken)
+                self._seconds_per_epoch = max(self._seconds_per_epoch, taken)
                 if trained.name in self.search.checked:
                     reached.append((candidate, predicted_ms))
             if not reached:

@@ -15,9 +15,11 @@ from typing import Any
 import pytest
 
 import cli
+from pipelines.auto.candidates import Candidate, CheckedModel
 from pipelines.auto.front import Front
 from pipelines.auto.points import write_point
-from pipelines.auto.strategy.recovery import models_to_begin
+from pipelines.auto.strategy.recovery import Recovery, Solution, models_to_begin
+from pipelines.config.auto_settings import AutoLimits
 from pipelines.config.pipeline import PipelineConfig
 from tests.pipelines.auto.test_auto import FILE, NETS, auto
 from tests.pipelines.conftest import BRIEFLY, DEADLINE, measured_briefly
@@ -164,3 +166,67 @@ def test_a_halving_begins_with_the_models_that_can_be_trained_to_its_end(
     affordable: float, count: int
 ) -> None:
     assert models_to_begin(6, affordable, [1, 4, 13]) == count
+
+
+def candidate(width: int) -> Candidate:
+    return Candidate("float", widths=(("group", width),))
+
+
+def checked_model(one: Candidate, loss: float) -> CheckedModel:
+    return CheckedModel(
+        name=one.name,
+        format=one.format,
+        widths=dict(one.widths),
+        trained=one.trained,
+        predicted_ms=None,
+        latency_ms=0.1,
+        bytes=10,
+        loss=loss,
+        drop=40.0,
+    )
+
+
+@pytest.fixture
+def recovery(tmp_path: Path) -> Recovery:
+    """Return what trains models of a search that has checked the smallest one."""
+    smallest = checked_model(candidate(1), loss=0.9)
+    solutions = [Solution(candidate(n), 1.0, loss) for n, loss in [(4, 0.1), (3, 0.2), (2, 0.95)]]
+
+    def solve(programmes: object, latency_ms: float, known: list[Candidate]) -> Solution | None:
+        assert latency_ms == 1.98  # room for models that are slower than predicted
+        return next((one for one in solutions if one.candidate not in known), None)
+
+    search: Any = SimpleNamespace(
+        settings=SimpleNamespace(limits=AutoLimits(max_drop=1.0)),
+        checked={smallest.name: smallest},
+        failed={},
+        models={},
+        asked_ms=2.0,
+        loss_decides=True,
+        offered=lambda: [*search.checked.values()],
+        solve=solve,
+    )
+    return Recovery(search, {}, [1], tmp_path / "halvings.json", "key")
+
+
+def test_those_that_lose_least_are_trained_first(recovery: Recovery) -> None:
+    found = [candidate for candidate, _ in recovery._contenders()]
+    assert found == [candidate(4), candidate(3), candidate(1), candidate(2)]
+
+
+def test_no_training_begins_that_cannot_end_in_time(
+    recovery: Recovery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(now=0.0)
+    search: Any = recovery.search
+
+    def check(one: Candidate, predicted_ms: float) -> None:
+        clock.now += 60
+        search.checked[one.name] = checked_model(one, loss=0.5)
+
+    search.check = check
+    monkeypatch.setattr(
+        "pipelines.auto.strategy.recovery.time", SimpleNamespace(monotonic=lambda: clock.now)
+    )
+    recovery.train(deadline=100)
+    assert [m.widths for m in search.checked.values() if m.trained] == [{"group": 4}]

@@ -142,9 +142,9 @@ def test_layers_may_stay_in_float_for_openvino_alone(pipeline: Path, tmp_path: P
     known = [whole]
     while len(search.offered()) == 1:  # with all layers in float nothing could be quantized
         solved = search.solve({(): Programme({}, {})}, None, known)
-        assert solved is not None and solved[0].float_layers
-        search.check(*solved)
-        known.append(solved[0])
+        assert solved is not None and solved.candidate.float_layers
+        search.check(solved.candidate, solved.predicted_ms)
+        known.append(solved.candidate)
     assert {m.runtime for m in search.offered() if m.float_layers} == {"openvino"}
 
 
