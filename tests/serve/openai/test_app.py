@@ -4,6 +4,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Generator, Sequence
+from contextlib import aclosing
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from serve.http.options import Limits
 from serve.openai.app import OpenAIApplication
 from serve.openai.chat_template import ChatTemplate
 from serve.openai.decoder import ServedDecoder
-from serve.openai.generation import GenerationThreads
+from serve.openai.generation import GenerationJob, GenerationThreads
 from tests.export.tiny_decoder import LONGEST, VOCABULARY
 
 Message = dict[str, Any]
@@ -124,6 +125,33 @@ def test_what_fails_midway_ends_a_stream_with_an_error(
     start, whole = sent(decoder, Limits(seconds=seconds))
     assert start["status"] == status
     assert words in json.loads(whole["body"])["error"]["message"]
+
+
+def test_a_client_that_has_gone_ends_its_generation(
+    decoder: ServedDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places: list[int] = []
+
+    def slowly(place: int) -> None:
+        places.append(place)
+        time.sleep(0.01)
+
+    monkeypatch.setitem(globals(), "before_token", slowly)
+
+    async def leave() -> None:
+        threads = GenerationThreads(decoder, 1)
+        job = GenerationJob([1], 90, Sampling(), ())
+        async with aclosing(threads.parts(job)) as parts:
+            await anext(parts)
+        waiting = asyncio.create_task(anext(threads.parts(GenerationJob([1], 90, Sampling(), ()))))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.sleep(0.5)
+        assert threads.depth == 0
+        threads.close()
+
+    asyncio.run(leave())
+    assert len(places) < 60
 
 
 def test_without_a_chat_template_chats_are_refused(decoder: ServedDecoder) -> None:

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from serve.http.responses import HttpError
@@ -128,6 +128,7 @@ def test_errors_have_the_fields_of_openai() -> None:
 TEXT = st.text(alphabet="ab", max_size=30)
 
 
+@example(["a", "b"], ["ab"])
 @given(st.lists(TEXT), st.lists(st.text(alphabet="ab", min_size=1, max_size=4), max_size=4))
 def test_a_text_ends_before_the_first_stop(parts: list[str], stops: list[str]) -> None:
     finder, whole, written = StopTexts(stops), "".join(parts), ""
