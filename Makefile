@@ -32,8 +32,10 @@ timed-%:
 	@begin=$$(date +%s); $(MAKE) --no-print-directory $* || exit; \
 	echo "$*: $$(($$(date +%s) - begin)) s" | tee -a $(TIMES)
 
-# Quick and slow tests in one run: the workers import and collect once.
+# Quick and slow tests in one run: the workers import and collect once. The commands that tests start
+# would compile what they import each time where PYTHONDONTWRITEBYTECODE is set.
 tests: .venv/dev
+	$(BIN)/python -m compileall -q cli.py compress export pipelines serve
 	$(BIN)/pytest -q $(WORKERS) -m 'not soak'
 
 # But of torch and torchao, whose releases belong together: the lowest torch has no CPU build at the

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import logging
 import multiprocessing
 import os
 import signal
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
 
 # What imports make is no garbage; looking for some took a third of the time until the first test.
 gc.disable()
+# Rewriting all assertions took another third, each time, where PYTHONDONTWRITEBYTECODE is set. Only
+# until tests begin: of users' code, which they change within a second, nothing is kept.
+sys.dont_write_bytecode = False
 
 ROOT = Path(__file__).parents[1]
 DIGITS = ROOT / "examples" / "digits"
@@ -73,8 +77,9 @@ def _group(item: pytest.Item) -> str:
     if marker := item.get_closest_marker("xdist_group"):
         return str(marker.args[0])
     found = item._fixtureinfo.name2fixturedefs
-    if "commands" in found:  # each worker's takes seconds to begin
-        return "commands"
+    for process in ("commands", "launch", "forking_ranks"):  # each worker's takes seconds to begin
+        if process in found:
+            return process
     shares = any(definition.scope == "module" for (*_, definition) in found.values())
     return str(item.location[0]) if shares else item.nodeid
 
@@ -89,6 +94,10 @@ def pytest_collection_finish() -> None:
     # Before a test calls a command, which would import settings without their descriptions.
     import pipelines.config.pipeline  # noqa: F401
 
+    # pytest 9.1 adds its handlers to loggers that do not propagate; where that of torch's trace has
+    # one, torch writes each graph out, for 40 % of the time of an export of forty layers.
+    logging.getLogger("torch.__trace").propagate = True
+    sys.dont_write_bytecode = bool(sys.flags.dont_write_bytecode)
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)

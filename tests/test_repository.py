@@ -214,6 +214,7 @@ def test_the_export_page_names_every_exporter_and_its_settings() -> None:
             assert missing == []
 
 
+@pytest.mark.slow
 def test_the_readmes_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     functions, snippet = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     spec = spec_from_file_location("models", ROOT / "examples" / "digits" / "models.py")

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import cli
+from tests.forking import Commands
 
 Done = subprocess.CompletedProcess[str]
 
@@ -102,10 +103,10 @@ def written(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def finished_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Done]:
+def finished_run(tmp_path_factory: pytest.TempPathFactory, commands: Commands) -> tuple[Path, Done]:
     """Return a folder in which the pipeline was run once, and what that said."""
     user = written(tmp_path_factory.mktemp("finished_run"))
-    return user, compress("run", "small.yaml", cwd=user)
+    return user, commands.call("run", "small.yaml", cwd=user)
 
 
 @pytest.fixture
@@ -185,10 +186,10 @@ def test_run_check_inspect_and_json(finished_run: tuple[Path, Done], called: Cal
     assert dry.stdout.splitlines()[0].startswith("source: runs")
 
     artifact = user / "runs/small/artifacts/export_onnx"
-    assert "input x float32 ['batch', 4]" in compress("inspect", artifact, cwd=user).stdout
+    assert "input x float32 ['batch', 4]" in called("inspect", artifact, cwd=user).stdout
     inspected = json.loads(called("inspect", artifact, "--json", cwd=user).stdout)
     assert inspected["kind"] == "onnx"
-    verified = compress("verify", artifact, cwd=user)
+    verified = called("verify", artifact, cwd=user)
     assert verified.returncode == 0, verified.stderr
     assert "proven: " in verified.stdout
 
@@ -269,6 +270,7 @@ def test_debug_shows_the_traceback(user: Path, called: Callable) -> None:
     assert "Traceback" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_refused_gate_shows_the_table_and_keeps_the_artifact(ran: Path) -> None:
     (ran / "small.yaml").write_text(FILE.replace("parity, atol: 1e-4", "max_size, ratio: 1e-4"))
     done = compress("run", "small.yaml", cwd=ran)
@@ -295,13 +297,14 @@ def test_a_missing_java_stops_only_the_packaging(
 
 
 @pytest.mark.slow
-def test_control_c_in_training_resumes_to_the_same_weights(user: Path, called: Callable) -> None:
+def test_control_c_in_training_resumes_to_the_same_weights(
+    user: Path, called: Callable, commands: Commands
+) -> None:
     (user / "nets.py").write_text(SLOW_NETS)
     (user / "small.yaml").write_text(FILE.replace("epochs: 2", "epochs: 20"))
     (user / "slow").touch()
     command = ("run", "small.yaml", "--until", "train")
-    process = subprocess.Popen([*COMPRESS, *command], cwd=user, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
+    process = commands.start(*command, cwd=user)
     for line in process.stderr:
         if "epoch 5/20" in line:
             break
@@ -311,7 +314,7 @@ def test_control_c_in_training_resumes_to_the_same_weights(user: Path, called: C
     assert "run the same command again to resume" in rest
 
     (user / "slow").unlink()
-    resumed = compress(*command, cwd=user)
+    resumed = commands.call(*command, cwd=user)
     assert resumed.returncode == 0, resumed.stderr
     assert "epoch 1/20" not in resumed.stderr
     weights = user / "runs/small/artifacts/train/weights.safetensors"
@@ -326,15 +329,14 @@ def test_control_c_in_training_resumes_to_the_same_weights(user: Path, called: C
     [(signal.SIGTERM, 143), pytest.param(signal.SIGHUP, 129, marks=pytest.mark.slow)],
 )
 def test_a_signal_in_training_is_an_interruption(
-    user: Path, number: signal.Signals, code: int
+    user: Path, number: signal.Signals, code: int, commands: Commands
 ) -> None:
     (user / "nets.py").write_text(SLOW_NETS)
     (user / "small.yaml").write_text(FILE.replace("epochs: 2", "epochs: 400"))
     (user / "slow").touch()
-    process = subprocess.Popen(
-        [*COMPRESS, "run", "small.yaml"], cwd=user, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stderr is not None
+    # What nohup ignores stays so in all that is started under it, these tests included.
+    heard = f"import signal; signal.signal({number:d}, signal.SIG_DFL)"
+    process = commands.start("run", "small.yaml", cwd=user, first=heard)
     for line in process.stderr:
         if "epoch 2/400" in line:
             break
@@ -348,7 +350,11 @@ def test_a_signal_in_training_is_an_interruption(
     assert report["failed_stage"]["name"] == "train"
 
 
-@pytest.mark.parametrize("disguise", ["ImportError('half a module')", "RecursionError()"])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "disguise",
+    ["ImportError('half a module')", pytest.param("RecursionError()", marks=pytest.mark.soak)],
+)
 def test_an_interruption_in_an_import_is_one_whatever_it_turns_into(
     user: Path, disguise: str
 ) -> None:

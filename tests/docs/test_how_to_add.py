@@ -102,6 +102,7 @@ def _compress(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]
     )
 
 
+@pytest.mark.slow
 def test_an_added_stage_runs_in_a_pipeline(stage_folder: Path) -> None:
     done = _compress(stage_folder, "run", "pipeline.yaml", "--json")
     assert done.returncode == 0, done.stderr

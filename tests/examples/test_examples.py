@@ -51,8 +51,9 @@ def test_a_users_own_folder(tmp_path: Path, run: Callable[..., str]) -> None:
     ("example", "metric", "best", "worst"),
     [
         ("regression", "mse", 0.0, 0.4),  # the mean of the targets has an mse of 0.54
-        ("segmentation", "miou", 1.0, 0.6),
-        ("detection", "map", 1.0, 0.3),
+        # test_detector.py and test_metrics.py judge such models too.
+        pytest.param("segmentation", "miou", 1.0, 0.6, marks=pytest.mark.soak),
+        pytest.param("detection", "map", 1.0, 0.3, marks=pytest.mark.soak),
     ],
 )
 def test_a_task_other_than_classification(
@@ -84,6 +85,7 @@ def test_texts_of_any_length_in_buckets_through_a_cache(
     assert kept == {"train", "val"}
 
 
+@pytest.mark.soak  # test_decoder.py quantizes and exports one
 @pytest.mark.slow
 def test_a_language_model(tmp_path: Path, run: Callable[..., str]) -> None:
     run(EXAMPLES / "language_model" / "pipeline.yaml", "--out", "out")
@@ -113,6 +115,7 @@ def test_the_road_from_python(tmp_path: Path) -> None:
     Artifact.from_directory(tmp_path / "out" / "onnx").verify()
 
 
+@pytest.mark.soak  # test_stage_functions.py takes such a class
 @pytest.mark.slow
 def test_a_class_of_a_script(tmp_path: Path) -> None:
     done = subprocess.run(

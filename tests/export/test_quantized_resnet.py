@@ -53,6 +53,7 @@ def exported(quantized: GraphModel, trained: tuple[EagerModel, Context]) -> Onnx
     return ExportOnnx()(quantized, trained[1].with_root(quantized.path.with_name("onnx")))
 
 
+@pytest.mark.slow
 def test_every_heavy_operator_of_a_resnet_runs_in_integers(exported: OnnxModel) -> None:
     facts = exported.manifest.facts
     assert facts["integer_kernels"] == {"QGemm": 1, "QLinearAdd": 9, "QLinearConv": 21}
@@ -60,6 +61,7 @@ def test_every_heavy_operator_of_a_resnet_runs_in_integers(exported: OnnxModel) 
     assert facts["opset"] == 20
 
 
+@pytest.mark.slow
 def test_torch_and_onnxruntime_agree_in_integers(
     exported: OnnxModel, quantized: GraphModel, trained: tuple[EagerModel, Context]
 ) -> None:
@@ -74,6 +76,7 @@ def test_torch_and_onnxruntime_agree_in_integers(
             assert float((a - b).abs().max()) < 3 * step
 
 
+@pytest.mark.slow
 def test_the_file_is_hardly_larger_than_its_weights(
     exported: OnnxModel, quantized: GraphModel
 ) -> None:
@@ -83,6 +86,7 @@ def test_the_file_is_hardly_larger_than_its_weights(
     assert b"File " not in exported.payload_path.read_bytes()  # stack traces
 
 
+@pytest.mark.slow
 def test_equal_runs_give_equal_bytes(
     exported: OnnxModel, quantized: GraphModel, trained: tuple[EagerModel, Context], tmp_path: Path
 ) -> None:
@@ -90,6 +94,7 @@ def test_equal_runs_give_equal_bytes(
     assert again.digest == exported.digest
 
 
+@pytest.mark.slow
 def test_a_fresh_process_answers_alike(
     exported: OnnxModel, tmp_path: Path, fresh_torch: Callable[[str], str]
 ) -> None:
@@ -108,12 +113,14 @@ with OnnxModel.from_directory({str(exported.path)!r}).open() as predict:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 3, 8])
 def test_the_batch_is_dynamic(exported: OnnxModel, batch: int) -> None:
     with exported.open() as predict:
         assert predict(*IMAGE.example(batch))[0].shape == (batch, 10)
 
 
+@pytest.mark.slow
 def test_names_are_the_signatures(exported: OnnxModel) -> None:
     graph = onnx.load(exported.payload_path).graph
     assert [v.name for v in graph.input] == ["image"]
@@ -121,6 +128,7 @@ def test_names_are_the_signatures(exported: OnnxModel) -> None:
     assert graph.input[0].type.tensor_type.shape.dim[0].dim_param == "batch"
 
 
+@pytest.mark.slow
 def test_a_float_model_keeps_its_answers(
     trained: tuple[EagerModel, Context], tmp_path: Path
 ) -> None:
@@ -132,6 +140,7 @@ def test_a_float_model_keeps_its_answers(
     assert artifact.macs() == model.macs()
 
 
+@pytest.mark.slow
 def test_a_truncated_file_is_refused(exported: OnnxModel, tmp_path: Path) -> None:
     half = shutil.copytree(exported.path, tmp_path / "half")
     sealed = OnnxModel.from_directory(half)
@@ -151,6 +160,7 @@ def test_a_truncated_file_is_refused(exported: OnnxModel, tmp_path: Path) -> Non
         broken.parameters()
 
 
+@pytest.mark.slow
 def test_torchscript_runs_every_layer_in_integers(quantized: GraphModel, tmp_path: Path) -> None:
     torchscript = ExportTorchScript()(quantized, Context(root=tmp_path / "ts"))
     kernels = torchscript.manifest.facts["integer_kernels"]

@@ -96,6 +96,7 @@ def rewritten(artifact: Artifact, place: Path, changed: dict[str, bytes]) -> Pat
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @given(data=st.data())
 def test_a_changed_file_of_an_artifact_is_refused_before_it_is_read(
@@ -111,6 +112,7 @@ def test_a_changed_file_of_an_artifact_is_refused_before_it_is_read(
     refused(lambda: load(type(artifact).from_directory(folder)))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @given(data=st.data())
 def test_a_changed_manifest_is_refused_by_who_knows_the_digest(
@@ -130,6 +132,7 @@ def test_a_changed_manifest_is_refused_by_who_knows_the_digest(
         refused(lambda: verify(folder, sha256=eager.digest))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @given(data=st.data())
 def test_weights_and_graphs_under_a_forged_manifest_are_read_or_refused(
@@ -231,6 +234,7 @@ def attested(eager: EagerModel, place: Path) -> tuple[bytes, bytes]:
     return statement, signed(statement, place / "key")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @given(data=st.data())
 def test_a_changed_attestation_is_refused_or_says_the_same(

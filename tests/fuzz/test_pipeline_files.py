@@ -111,6 +111,7 @@ def test_the_files_that_are_changed_are_valid(file: Path, text: str) -> None:
     check_pipeline(file, models=False)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @given(data=st.data())
 def test_any_text_is_taken_or_refused(file: Path, data: st.DataObject) -> None:
@@ -118,6 +119,7 @@ def test_any_text_is_taken_or_refused(file: Path, data: st.DataObject) -> None:
     hold(file, data.draw(changed_bytes(text, PIECES)))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @given(data=st.data())
 def test_any_odd_value_is_taken_or_refused(file: Path, data: st.DataObject) -> None:
@@ -125,6 +127,7 @@ def test_any_odd_value_is_taken_or_refused(file: Path, data: st.DataObject) -> N
     hold(file, data.draw(replaced_values(text)))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @given(data=st.data())
 def test_any_values_are_taken_or_refused(file: Path, data: st.DataObject) -> None:

@@ -70,7 +70,8 @@ class Killed:
 
         More than `times` of them where none was killed so that a training had to resume.
         """
-        while len(self.at) < times or not (self.resumed or len(self.at) >= 4 * times):
+        most = max(4 * times, 24)
+        while len(self.at) < times or not (self.resumed or len(self.at) >= most):
             if self.random.random() < 0.5:
                 ended = self.run(self.random.uniform(0, self.seconds / 2), NEVER)
             else:

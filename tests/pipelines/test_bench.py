@@ -29,6 +29,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_module_is_measured_in_each_runtime_that_takes_it() -> None:
     model = torch.nn.Linear(4, 3)
     found = compress.bench(model, runtimes=["torchscript", "onnx"], batch=[1, 8], **BRIEF)

@@ -134,6 +134,7 @@ def test_one_changed_label_among_many_lazily_read_ones_of_val_is_seen(user) -> N
     assert user.run().test.values != before
 
 
+@pytest.mark.slow
 def test_what_the_data_read_of_a_split_that_is_sampled_is_hashed_as_files(user) -> None:
     relabel(user.folder / "train.bin", 1)  # every twelfth sample is hashed
     found = why(Pipeline.from_yaml(user.file), user.out, "train")
@@ -162,6 +163,7 @@ def test_the_samples_that_a_stage_calibrates_on_are_part_of_it(user) -> None:
     assert drawn() != before
 
 
+@pytest.mark.slow
 def test_modules_found_elsewhere_and_by_name_are_part_of_what_is_asked(user) -> None:
     module = user.elsewhere / "shared_settings.py"
     module.write_text("A = 2\n")
@@ -177,6 +179,7 @@ def test_modules_found_elsewhere_and_by_name_are_part_of_what_is_asked(user) -> 
     assert Report.read(user.out).stages[0].measurements.parameters == 4 * 19 + 19 + 19 * 3 + 3
 
 
+@pytest.mark.slow
 def test_an_environment_variable_that_user_code_asks_for_is_part_of_it(user, monkeypatch) -> None:
     monkeypatch.setenv("SOMETHING_ELSE", "1")
     user.run()
@@ -193,6 +196,7 @@ def test_an_environment_variable_that_user_code_asks_for_is_part_of_it(user, mon
     assert user.ran()["source"] == "environment variable HIDDEN_UNITS changed"
 
 
+@pytest.mark.slow
 def test_what_a_metric_reads_is_part_of_its_figures(user) -> None:
     before = Report.read(user.out)
     (user.folder / "weight.txt").write_text("0.5")
@@ -203,6 +207,7 @@ def test_what_a_metric_reads_is_part_of_its_figures(user) -> None:
     assert report.test.values["export_onnx"] == pytest.approx(before.test.values["export_onnx"] / 2)
 
 
+@pytest.mark.slow
 def test_what_is_declared_is_part_of_everything(user, monkeypatch) -> None:
     (user.folder / "tables").mkdir()
     table = user.folder / "tables" / "labels.parquet"
@@ -227,7 +232,7 @@ def test_what_is_declared_is_part_of_everything(user, monkeypatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["workers", "ranks"])
+@pytest.mark.parametrize("how", ["workers", pytest.param("ranks", marks=pytest.mark.soak)])
 def test_what_other_processes_read_is_followed(user, how) -> None:
     jobs = 2 if how == "workers" else None
     if how == "ranks":
@@ -241,6 +246,7 @@ def test_what_other_processes_read_is_followed(user, how) -> None:
     assert user.ran()["train"] == "file weight.txt changed"
 
 
+@pytest.mark.slow
 def test_another_checkout_of_the_same_code_takes_what_a_shared_store_holds(
     user, tmp_path, monkeypatch
 ) -> None:

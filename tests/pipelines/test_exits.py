@@ -153,7 +153,11 @@ def test_whatever_is_no_exception_is_a_failure(tmp_path: Path, how: str, words: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("how", "words"), [("exit", CALLED), ("keyboard", "raised KeyboardInterrupt in nets.py")]
+    ("how", "words"),
+    [
+        ("exit", CALLED),
+        pytest.param("keyboard", "raised KeyboardInterrupt in nets.py", marks=pytest.mark.soak),
+    ],
 )
 def test_the_command_ends_with_1(commands: Commands, tmp_path: Path, how: str, words: str) -> None:
     project(tmp_path, "forward", how)
@@ -179,8 +183,17 @@ def test_no_class_of_errors_can_choose_0(commands: Commands, tmp_path: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)  # a parent that waits for such a rank would wait for ever
-@pytest.mark.parametrize("how", ["exit", "os._exit"])
-@pytest.mark.parametrize("place", ["forward in a job", "sample in a worker", "sample in a rank"])
+@pytest.mark.parametrize(
+    ("place", "how"),
+    [
+        ("forward in a job", "exit"),
+        ("sample in a worker", "os._exit"),
+        ("sample in a rank", "exit"),
+        pytest.param("forward in a job", "os._exit", marks=pytest.mark.soak),
+        pytest.param("sample in a worker", "exit", marks=pytest.mark.soak),
+        pytest.param("sample in a rank", "os._exit", marks=pytest.mark.soak),
+    ],
+)
 def test_a_child_that_exits_with_0_has_failed(tmp_path: Path, place: str, how: str) -> None:
     file = project(tmp_path, place, how)
     options = {}

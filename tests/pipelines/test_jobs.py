@@ -100,6 +100,7 @@ class InThisProcess:
         assert not self.under_way
 
 
+@pytest.mark.slow
 def test_nothing_is_evaluated_while_a_stage_runs(file, monkeypatch) -> None:
     events: list[tuple[str, str]] = []
     monkeypatch.setattr(InThisProcess, "events", events, raising=False)
@@ -202,7 +203,11 @@ def test_a_killed_process_fails_its_branch_alone_and_the_next_run_is_as_any_othe
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=lambda n: n.name)
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(signal.SIGINT, marks=pytest.mark.soak), signal.SIGKILL],
+    ids=lambda n: n.name,
+)
 def test_no_process_outlives_the_run(unmarked, number) -> None:
     folder = unmarked.parent
     (folder / "hang").touch()

@@ -104,6 +104,7 @@ def answers(found: Project, name: str, data: str) -> tuple[torch.Tensor, torch.T
         return predict(*batch.inputs)[0], batch.target
 
 
+@pytest.mark.slow
 def test_an_lstm_learns_numbers_and_the_exported_file_predicts_them(tmp_path) -> None:
     longer = TRAIN.replace("epochs: 6", "epochs: 12").replace("0.02", "0.05")
     stages = f"{longer}\n  - {{stage: export_onnx, gates: [{{gate: parity, atol: 1e-4}}]}}"
@@ -188,6 +189,7 @@ def test_a_loss_that_does_not_depend_on_the_outputs_is_warned_of(tmp_path) -> No
     assert Report.read(found.out).warnings == (useless, warning)
 
 
+@pytest.mark.slow
 def test_another_loss_and_other_code_of_it_train_anew(tmp_path) -> None:
     found = project(tmp_path, "mlp", "numbers", "loss: nets:huber")
     found.run()

@@ -22,6 +22,7 @@ def network() -> nn.Module:
     return Net()
 
 
+@pytest.mark.slow
 def test_a_class_of_a_function_goes_through_the_usual_pipeline(tmp_path: Path) -> None:
     model, x = network(), torch.randn(48, 2, 8, generator=torch.Generator().manual_seed(0))
     data = (x, model(x).argmax(1))

@@ -161,7 +161,7 @@ def _branches(report: Report) -> Report:
     return report.model_copy(update={"stages": (*report.stages, *others)})
 
 
-@pytest.mark.parametrize("scheme", ["dark", "light"])
+@pytest.mark.parametrize("scheme", ["dark", pytest.param("light", marks=pytest.mark.soak)])
 def test_pages_fit_phones_desktops_and_paper(
     pages: dict[str, str], tmp_path: Path, scheme: str
 ) -> None:

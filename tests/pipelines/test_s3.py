@@ -101,6 +101,7 @@ def test_two_folders_share_a_bucket_and_a_flipped_byte_is_refused(project, bucke
     assert [place.rpartition("/")[2] for place in files.find(url)] == ["format.json"]
 
 
+@pytest.mark.soak  # test_remote.py kills uploads anywhere
 def test_a_run_killed_in_mid_upload_leaves_no_half(project, bucket, tmp_path) -> None:
     # Writes: the format, the source's files, manifest and record, then those of the training.
     source = len(Artifact.from_directory(project.out / "artifacts" / "source").manifest.files)

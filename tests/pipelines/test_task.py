@@ -156,6 +156,7 @@ def test_the_task_follows_from_the_class_in_a_folder(tmp_path, config, settings,
     assert (f"task: {task.name}, {reason}" if task else "") == line
 
 
+@pytest.mark.slow
 def test_functions_take_a_task(tmp_path) -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 2)), torch.randn(80, 4)

@@ -11,10 +11,10 @@ import pytest
 from tests.serve.attacks import under_attack
 from tests.serve.served_here import sealed, serving
 
-QUICK = ("pipelined requests, no answer read", "an npz of 38,000 members")
-SLOW = (
+PIPELINED, KEPT = "pipelined requests, no answer read", "1,100 kept connections"
+IN_CI = (PIPELINED, KEPT, "an npz of 38,000 members")
+SOAK = (
     "pipelined /metrics",
-    "1,100 kept connections",
     "1,100 slow bodies without a token",
     "10,000 idle connections",
     "JSON of 2.7 million lists",
@@ -34,15 +34,20 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return sealed(tmp_path_factory.mktemp("attacks") / "model").path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
+    "name",
+    [
+        *IN_CI,
+        *(pytest.param(name, marks=pytest.mark.soak) for name in SOAK),
+    ],
 )
 def test_health_is_answered_and_memory_stays(artifact: Path, name: str) -> None:
     survived(artifact, name, processes=1)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [QUICK[0], "1,100 kept connections"])
+@pytest.mark.parametrize("name", [PIPELINED, pytest.param(KEPT, marks=pytest.mark.soak)])
 def test_several_processes_answer_too(artifact: Path, name: str) -> None:
     survived(artifact, name, processes=2)
 

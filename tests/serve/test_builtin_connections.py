@@ -135,6 +135,7 @@ def test_a_request_that_comes_byte_by_byte_is_answered(server: Served) -> None:
         assert [status for status, _, _ in answers(connection, 2)] == [200, 200]
 
 
+@pytest.mark.slow
 def test_requests_of_disconnected_clients_are_not_computed(artifact: Path) -> None:
     with serving(artifact, "--workers", "1", "--max-rows", "1") as server:
         slow = as_json([3000.0, 0.0, 0.0, 0.0])
@@ -171,7 +172,8 @@ def until(reached: object) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("processes", ["1", "2"])
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [pytest.param("1", marks=pytest.mark.soak), "2"])
 def test_no_connection_is_reset_when_the_server_stops(artifact: Path, processes: str) -> None:
     """Each client asks again and again on one connection, until that says that it was the last."""
     with serving(artifact, "--processes", processes) as server:
@@ -206,6 +208,7 @@ def ask_until_closed(server: Served, ends: list[str]) -> None:
             ends.append(repr(error))
 
 
+@pytest.mark.slow
 def test_a_server_under_attack_stops_too(artifact: Path) -> None:
     with (
         serving(artifact) as server,
@@ -215,6 +218,7 @@ def test_a_server_under_attack_stops_too(artifact: Path) -> None:
         assert server.process.wait(60) == 143
 
 
+@pytest.mark.slow
 def test_connections_are_bounded_by_the_files_that_may_be_open(artifact: Path) -> None:
     """The limit is raised as far as it may be; here it may not."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)

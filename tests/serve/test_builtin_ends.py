@@ -74,7 +74,10 @@ def test_a_head_that_does_not_arrive_closes_the_connection(impatient: Served) ->
     until(lambda: impatient.rows(GOOD)[0] == 200)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)],
+)
 def test_requests_in_progress_are_answered_before_the_server_stops(
     artifact: Path, number: signal.Signals, code: int
 ) -> None:
@@ -92,6 +95,7 @@ def test_requests_in_progress_are_answered_before_the_server_stops(
         socket.create_connection(place_of(server))
 
 
+@pytest.mark.slow
 def test_a_client_reconnects_to_a_restarted_server(artifact: Path) -> None:
     with serving(artifact) as server:
         form = OpenInference()
@@ -133,6 +137,7 @@ def until(reached: object) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_several_processes_answer_at_one_address_and_end_together(artifact: Path) -> None:
     with serving(artifact, "--processes", "2") as server:
         children = psutil.Process(server.process.pid).children()
@@ -152,6 +157,7 @@ def test_several_processes_answer_at_one_address_and_end_together(artifact: Path
     assert left == []
 
 
+@pytest.mark.slow
 def test_errors_of_server_processes_have_no_traceback(artifact: Path, tmp_path: Path) -> None:
     from tests.serve.http.test_uvicorn_server import refused
 
@@ -167,6 +173,7 @@ def test_errors_of_server_processes_have_no_traceback(artifact: Path, tmp_path: 
     assert (done.returncode, done.stderr.splitlines()) == (2, lines[:1])
 
 
+@pytest.mark.slow
 def test_processes_do_not_outlive_a_server_that_is_killed(artifact: Path) -> None:
     with serving(artifact, "--processes", "2") as server:
         children = psutil.Process(server.process.pid).children()

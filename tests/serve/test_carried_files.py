@@ -113,6 +113,7 @@ def expected(folder: Path, texts: list[str]) -> tuple[dict[str, np.ndarray], np.
     return {name: tensor.numpy() for name, tensor in ids.items()}, logits.numpy()
 
 
+@pytest.mark.slow
 def test_texts_become_the_ids_that_transformers_gives_them(folder, exported) -> None:
     forms = forms_of(exported)
     assert forms.class_names == NAMES and forms.text is not None
@@ -213,6 +214,7 @@ def test_an_onnx_file_says_its_labels_and_preprocessing(exported) -> None:
     assert text["padding"]["pad_token"] == "[PAD]"
 
 
+@pytest.mark.slow
 def test_an_archive_takes_what_its_settings_leave_out(source, tmp_path, caplog) -> None:
     stage = PackageTorchServe(class_names=("x", "y", "z"))
     with caplog.at_level(logging.INFO):

@@ -110,6 +110,7 @@ def right(server: TorchServe, value: float = 4.0) -> bool:
 GOOD_BODY = npz(*GOOD)
 
 
+@pytest.mark.slow
 def test_each_request_of_a_batch_gets_its_own_status(
     server: TorchServe,
 ) -> None:
@@ -124,12 +125,14 @@ def test_each_request_of_a_batch_gets_its_own_status(
             assert good.result()
 
 
+@pytest.mark.slow
 def test_infinity_out_is_answered_losslessly(server: TorchServe) -> None:
     status, content = ask(server, npz(0, 3, 3e38, 0))
     assert status == 200 and isinstance(content, bytes)
     assert np.isinf(from_npz(content)["double"][0, 2])
 
 
+@pytest.mark.slow
 def test_the_protocols_binary_tensors_work_both_ways(server: TorchServe) -> None:
     """By its binary extension, as Triton's clients send them."""
     form = OpenInference()
@@ -143,17 +146,20 @@ def test_the_protocols_binary_tensors_work_both_ways(server: TorchServe) -> None
     assert answer["double"].tolist() == [[2 * value for value in GOOD]]
 
 
+@pytest.mark.slow
 def test_a_body_over_the_limit_is_refused_before_it_is_sent(server: TorchServe) -> None:
     status, _ = ask(server, GOOD_BODY, **{"Content-Length": str(300 * 1024**2)})
     assert status == 413
 
 
+@pytest.mark.slow
 def test_without_the_key_nothing_is_answered(server: TorchServe) -> None:
     for key in ("", "Bearer ", "Bearer wrong", f"Basic {server.token}"):
         status, content = ask(server, GOOD_BODY, Authorization=key)
         assert (key, status) == (key, 400) and isinstance(content, dict)
 
 
+@pytest.mark.slow
 def test_a_full_queue_refuses_at_once_and_answers_the_rest(server: TorchServe) -> None:
     """One call takes about a second; four are joined, four wait, and the others get 503."""
     with ThreadPoolExecutor(16) as pool:
@@ -271,7 +277,7 @@ def test_a_killed_server_is_reported_and_another_answers_the_same(
 @pytest.mark.parametrize(
     "member",
     [
-        "model-config.yaml",  # which Java reads
+        pytest.param("model-config.yaml", marks=pytest.mark.soak),  # which Java reads
         "model.onnx",  # which the handler reads
         pytest.param("handler.py", marks=pytest.mark.soak),
         pytest.param("provenance.json", marks=pytest.mark.soak),

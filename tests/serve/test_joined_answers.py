@@ -107,6 +107,7 @@ def report_on(folder: Path, model: Artifact, context: Context) -> Path:
     return file
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tensor", "row", "float"])
 def test_no_answer_of_the_built_in_server_changes_beside_hostile_requests(
     name: str, models: dict[str, OnnxModel], context: Context, tmp_path: Path
@@ -121,6 +122,7 @@ def test_no_answer_of_the_built_in_server_changes_beside_hostile_requests(
         assert (changed(served, 400, joined=True)[0] > 100) == (name == "tensor")
 
 
+@pytest.mark.slow
 def test_nothing_is_joined_that_no_report_speaks_for(
     models: dict[str, OnnxModel], context: Context, tmp_path: Path
 ) -> None:
@@ -140,6 +142,7 @@ def test_nothing_is_joined_that_no_report_speaks_for(
         pass
 
 
+@pytest.mark.slow
 def test_a_report_that_was_edited_or_is_no_file_lets_nothing_join(
     models: dict[str, OnnxModel], context: Context, tmp_path: Path
 ) -> None:
@@ -157,6 +160,7 @@ def test_a_report_that_was_edited_or_is_no_file_lets_nothing_join(
         read_recorded_dependence(models["row"], report)
 
 
+@pytest.mark.slow
 def test_a_report_is_not_believed_where_this_machine_shows_otherwise(
     models: dict[str, OnnxModel], context: Context, tmp_path: Path
 ) -> None:
@@ -167,6 +171,7 @@ def test_a_report_is_not_believed_where_this_machine_shows_otherwise(
         assert served.not_joined.startswith("answers depend")
 
 
+@pytest.mark.slow
 def test_the_report_of_the_runs_folder_is_found(
     models: dict[str, OnnxModel], context: Context, tmp_path: Path
 ) -> None:
@@ -176,6 +181,7 @@ def test_the_report_of_the_runs_folder_is_found(
         assert served.not_joined == ""
 
 
+@pytest.mark.slow
 def test_why_requests_are_not_joined_is_logged_in_one_line(
     models: dict[str, OnnxModel], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -185,6 +191,7 @@ def test_why_requests_are_not_joined_is_logged_in_one_line(
     assert caplog.messages == [f"note: requests are not joined: {NO_REPORT}"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tensor", "row"])
 def test_every_package_takes_the_same_decision(
     name: str, models: dict[str, OnnxModel], context: Context, tmp_path: Path
@@ -202,6 +209,7 @@ def test_every_package_takes_the_same_decision(
     assert ("--disable-auto-complete-config" in warnings) == (name == "tensor")
 
 
+@pytest.mark.slow
 @pytest.mark.torchserve
 @pytest.mark.parametrize("name", ["tensor", "row"])
 def test_an_archive_is_packed_for_joining_only_where_rows_are_independent(

@@ -78,6 +78,7 @@ def answers_as_packed(model: Artifact, root: Path, **settings: Any) -> Provenanc
     return origin
 
 
+@pytest.mark.slow
 def test_an_eager_model_is_served_as_its_graph_without_its_code(
     source: EagerModel, tmp_path: Path
 ) -> None:
@@ -93,6 +94,7 @@ def test_a_quantized_graph_is_served(int8: GraphModel, tmp_path: Path) -> None:
     assert answers_as_packed(int8, tmp_path / "mar").artifact.kind == "graph"
 
 
+@pytest.mark.slow
 def test_onnx_weights_beside_the_file_travel(source: EagerModel, tmp_path: Path) -> None:
     whole = ExportOnnx(class_names=("a", "b", "c")).run(source, Context(root=tmp_path / "onnx"))
     with OnnxModel.atomic_write(tmp_path / "large", whole.signature) as partial:
@@ -128,6 +130,7 @@ def test_quantized_torchscript_is_served(int8: GraphModel, tmp_path: Path) -> No
     assert answers_as_packed(model, tmp_path / "mar").artifact.kind == "torchscript"
 
 
+@pytest.mark.soak  # test_package_triton.py serves one
 @pytest.mark.slow
 def test_an_aotinductor_package_is_served_and_refused_on_another_processor(
     source: EagerModel, tmp_path: Path
@@ -184,6 +187,7 @@ def test_a_graph_that_could_run_code_is_not_read(source: EagerModel, tmp_path: P
         load_graph(tmp_path / "model.pt2", {}, 1)
 
 
+@pytest.mark.slow
 def test_class_names_of_an_onnx_file_become_labels(source: EagerModel, tmp_path: Path) -> None:
     model = ExportOnnx(class_names=("a", "b", "c")).run(source, Context(root=tmp_path / "onnx"))
     archive = PackageTorchServe(top_labels=9).run(model, Context(root=tmp_path / "mar"))
@@ -194,6 +198,7 @@ def test_class_names_of_an_onnx_file_become_labels(source: EagerModel, tmp_path:
         PackageTorchServe(class_names=("a", "b")).run(model, Context(root=tmp_path / "no"))
 
 
+@pytest.mark.slow
 def test_a_tokenizer_travels_with_a_model_that_takes_texts(tmp_path: Path) -> None:
     (tmp_path / "reviews.py").write_text(
         "from torch import nn\n\nclass Reviews(nn.Module):\n    def __init__(self):\n"

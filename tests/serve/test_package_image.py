@@ -199,6 +199,7 @@ def write_base(folder: Path, program: str = PYTHON, architecture: str = "") -> P
     return folder
 
 
+@pytest.mark.slow
 def test_a_layer_is_added_to_a_base_with_the_same_bytes_each_time(
     onnx: Path, tmp_path: Path
 ) -> None:

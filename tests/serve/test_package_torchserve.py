@@ -60,6 +60,7 @@ def archive(model: OnnxModel, blobs: Splits, tmp_path: Path) -> TorchServeArchiv
     return PackageTorchServe().run(model, Context(root=tmp_path / "mar", data=blobs))
 
 
+@pytest.mark.slow
 def test_two_folders_give_the_same_bytes(
     archive: TorchServeArchive, model: OnnxModel, blobs: Splits, tmp_path: Path
 ) -> None:

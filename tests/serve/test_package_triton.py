@@ -147,6 +147,7 @@ def read(repository: TritonRepository, published: ModuleType) -> Any:
     return text_format.Parse(text, published.ModelConfig())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("joins", [True, False])
 def test_requests_are_joined_only_where_that_changes_no_answer(
     joins: bool, pooled: OnnxModel, published: ModuleType

@@ -121,6 +121,7 @@ def receive(connection: http.client.HTTPConnection) -> tuple[int, bytes]:
     return answer
 
 
+@pytest.mark.slow
 def test_many_rows_are_split_and_answered_as_in_the_process(
     client: Client, exported: Artifact
 ) -> None:
@@ -134,6 +135,7 @@ def test_many_rows_are_split_and_answered_as_in_the_process(
     assert np.array_equal(by_name, expected)
 
 
+@pytest.mark.slow
 def test_bad_requests_are_refused_one_by_one_in_a_joined_batch(
     server: TorchServe, exported: Artifact
 ) -> None:
@@ -155,6 +157,7 @@ def test_bad_requests_are_refused_one_by_one_in_a_joined_batch(
             assert np.allclose(from_npz(body)["logits"], expected.numpy(), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_an_image_is_answered_with_labels_as_its_tensor_is_by_the_protocol(
     server: TorchServe, exported: Artifact
 ) -> None:
@@ -178,6 +181,7 @@ def test_an_image_is_answered_with_labels_as_its_tensor_is_by_the_protocol(
     assert [each["label"] for each in json.loads(body)["labels"][0]] == labels["data"]
 
 
+@pytest.mark.slow
 def test_too_many_rows_and_a_missing_key_are_refused(server: TorchServe, client: Client) -> None:
     client.max_rows = 51
     with pytest.raises(StageFailed, match="HTTP 413: 51 rows, at most 50"):
@@ -189,6 +193,7 @@ def test_too_many_rows_and_a_missing_key_are_refused(server: TorchServe, client:
         client.predict([np.zeros((1, 1, 8, 8), np.float32)])
 
 
+@pytest.mark.slow
 def test_everything_listens_on_loopback_alone(server: TorchServe) -> None:
     (java,) = [p for p in processes_in(server.folder) if p.name() == "java"]
     listening = [c.laddr.ip for c in java.net_connections() if c.status == psutil.CONN_LISTEN]
@@ -204,6 +209,7 @@ def test_a_client_reports_a_refused_connection() -> None:
         lonely.predict([np.zeros((1, 2), np.float32)])
 
 
+@pytest.mark.slow
 def test_torchscript_passes_its_gates_through_one_server(
     source: Any, context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -233,6 +239,7 @@ def test_torchscript_passes_its_gates_through_one_server(
     assert not processes_in(started[0]) and not started[0].exists()
 
 
+@pytest.mark.slow
 def test_a_server_that_ends_while_starting_shows_its_log(
     archive: TorchServeArchive, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -248,7 +255,10 @@ def test_a_server_that_ends_while_starting_shows_its_log(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("taken", [1, 4], ids=["rest", "grpc"])
+@pytest.mark.parametrize(
+    "taken",
+    [pytest.param(1, id="rest"), pytest.param(4, id="grpc", marks=pytest.mark.soak)],
+)
 def test_a_port_taken_by_another_process_is_replaced(
     archive: TorchServeArchive, taken: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -268,6 +278,7 @@ def test_a_port_taken_by_another_process_is_replaced(
     assert len(choices) == 2
 
 
+@pytest.mark.slow
 def test_a_port_that_the_user_chose_is_not_replaced(archive: TorchServeArchive) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
@@ -319,7 +330,7 @@ def test_a_state_with_its_rows_on_the_second_axis_is_not_joined_from_parts(tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("damage", ["payload", "probe"])
+@pytest.mark.parametrize("damage", ["payload", pytest.param("probe", marks=pytest.mark.soak)])
 def test_a_damaged_model_is_never_ready_and_leaves_nothing(
     archive: TorchServeArchive, tmp_path: Path, damage: str
 ) -> None:
@@ -359,7 +370,9 @@ def test_an_exception_inside_leaves_nothing(archive: TorchServeArchive) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.soak), signal.SIGKILL]
+)
 def test_a_signal_leaves_no_process(archive: TorchServeArchive, number: int) -> None:
     code = (
         "import sys, time; from pathlib import Path\n"

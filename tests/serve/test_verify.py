@@ -86,6 +86,7 @@ def never_asked() -> None:
     raise AssertionError("the pipeline's code would have run before every hash was compared")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("never_started")
 def test_a_changed_byte_in_any_member_is_refused_with_its_name(
     archive: TorchServeArchive, tmp_path: Path
@@ -394,6 +395,7 @@ def test_an_artifact_outside_a_run_has_no_evidence(archive: TorchServeArchive) -
         assert load_evidence(path, replay=True) is None
 
 
+@pytest.mark.slow
 def test_code_that_a_foreign_folder_names_runs_only_where_it_is_asked_for(
     archive: TorchServeArchive, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,6 +27,7 @@ def test_reads_back_as_the_kind_it_is(mlp: EagerModel) -> None:
     found.verify()
 
 
+@pytest.mark.slow
 def test_opens_every_kind_in_a_fresh_process(
     mlp: EagerModel, tmp_path: Path, fresh_process: Callable[[str], str]
 ) -> None:

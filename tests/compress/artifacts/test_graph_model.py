@@ -76,6 +76,7 @@ def test_counts_are_the_modules(tmp_path: Path) -> None:
     assert graph.macs() == 4 * 9 * 36 + 4 * 3
 
 
+@pytest.mark.slow
 def test_equal_programs_give_equal_bytes_in_any_process(tmp_path: Path, fresh_process) -> None:
     here = sealed(tmp_path / "here", net())
     there = fresh_process(

@@ -54,6 +54,7 @@ def make(tmp_path: Path):
     return make
 
 
+@pytest.mark.slow
 def test_a_cut_model_answers_without_its_class_or_this_toolkit(tmp_path, make):
     source = make()
     module = source.load()

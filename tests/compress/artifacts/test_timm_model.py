@@ -11,6 +11,7 @@ needs_timm = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow
 @needs_timm
 @pytest.mark.skipif(
     importlib.util.find_spec("torchvision") is not None, reason="torchvision is installed"
@@ -28,6 +29,7 @@ def test_architectures_are_built_without_torchvision_and_no_stand_in_stays(fresh
     assert answered.splitlines() == ["2 3", "[] False", "None", "No module named 'torchvision'"]
 
 
+@pytest.mark.slow
 @needs_timm
 def test_a_torchvision_that_does_not_fit_is_one_line(tmp_path: Path, fresh_process) -> None:
     broken = "raise RuntimeError('operator torchvision::nms does not exist')"

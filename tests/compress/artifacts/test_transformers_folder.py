@@ -88,6 +88,7 @@ def test_fewer_layers_stand_in_the_config(tmp_path: Path) -> None:
     assert written.changed == {"num_hidden_layers": 1}
 
 
+@pytest.mark.slow
 def test_widths_that_no_config_has_are_refused(tmp_path: Path) -> None:
     small = pruned(sealed(tmp_path, "Bert"))  # a head of BERT is hidden_size / heads wide
     with pytest.raises(StageFailed, match=r"no config of Bert.* was \[32, 32\], and is \[16, 32\]"):

@@ -50,6 +50,7 @@ def saved(tmp_path_factory, launch) -> Path:
     return folder
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_the_peak_is_one_tensor_and_a_fifth(saved) -> None:

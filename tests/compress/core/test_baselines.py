@@ -40,7 +40,8 @@ def speedup(name: str) -> MinSpeedup:
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
 @pytest.mark.parametrize(
-    "name", ["eager", pytest.param("compiled", marks=pytest.mark.slow), "onnxruntime"]
+    "name",
+    ["eager", *(pytest.param(n, marks=pytest.mark.slow) for n in ("compiled", "onnxruntime"))],
 )
 def test_the_float_model_runs_in_each_runtime(name: str, mlp, graph, context) -> None:
     torch._dynamo.utils.counters.clear()

@@ -55,6 +55,7 @@ X = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
 Y = torch.arange(64) % 3
 
 
+@pytest.mark.slow
 def test_a_class_of_main_is_pruned_and_quantized_and_the_graph_loads_elsewhere(
     fresh_torch: Callable[[str], str],
 ) -> None:

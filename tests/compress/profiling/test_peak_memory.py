@@ -297,6 +297,7 @@ def test_a_gate_that_cannot_be_measured_says_why(make: Make, context: Context) -
     assert "was ended by SIGKILL" in verdict.reason
 
 
+@pytest.mark.slow
 def test_the_worker_lives_until_the_outermost_block_ends(
     make: Make, context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -194,7 +194,9 @@ HIDDEN = {
 }
 
 
-@pytest.mark.parametrize("factory", HIDDEN)
+@pytest.mark.parametrize(
+    "factory", [pytest.param(n, marks=[pytest.mark.slow] * (n != "llama")) for n in HIDDEN]
+)
 def test_the_hidden_width_of_transformers_is_cut(factory: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     inputs, tensor = HIDDEN[factory]

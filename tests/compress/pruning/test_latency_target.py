@@ -136,6 +136,7 @@ def test_the_widths_of_least_harm_are_found_though_predictions_are_off(
     }
 
 
+@pytest.mark.slow
 def test_steps_lead_to_the_same_widths(model: EagerModel, blobs: Splits, tmp_path: Path) -> None:
     context = Context(root=tmp_path / "once", data=blobs, served_latency=KnownLatency())
     expected = widths_of(prune(model, context, 0.3))
@@ -143,6 +144,7 @@ def test_steps_lead_to_the_same_widths(model: EagerModel, blobs: Splits, tmp_pat
     assert widths_of(slim) == expected and len(slim.recipe.edits) == 2
 
 
+@pytest.mark.slow
 def test_without_data_slices_alone_decide(model: EagerModel, tmp_path: Path) -> None:
     context = Context(root=tmp_path / "slim", served_latency=KnownLatency())
     assert share_of(widths_of(prune(model, context, 0.5))) <= 0.5
@@ -184,6 +186,7 @@ def test_candidates_are_measured_in_pytorch_where_nothing_can_be_predicted(
     assert 0.35 < slim.parameters() / model.parameters() <= 0.5
 
 
+@pytest.mark.slow
 def test_cutting_all_groups_alike_is_taken_where_it_loses_less(
     model: EagerModel, blobs: Splits, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

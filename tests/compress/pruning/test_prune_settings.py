@@ -181,6 +181,7 @@ def test_latency_is_relative_to_the_unpruned_model(wide: EagerModel, tmp_path: P
     assert pruner._latency(slow, batch=1) > 5
 
 
+@pytest.mark.slow
 def test_a_teacher_teaches_without_labels(wide: EagerModel, blobs: Splits, tmp_path: Path) -> None:
     data = unlabelled(blobs)
     finetune = Finetune(epochs=2, batch_size=8, teaching={"hard_weight": 0})

@@ -61,6 +61,7 @@ def test_outputs_are_identical_in_another_process(
     assert_reloads_identically(pruned)
 
 
+@pytest.mark.slow
 def test_a_pruned_model_is_pruned_again(pruned: EagerModel, tmp_path: Path) -> None:
     again = PruneChannels(ratio=0.5, round_to=4)(pruned, Context(root=tmp_path / "again"))
     assert len(again.recipe.edits) == 2
@@ -98,6 +99,7 @@ def test_finetuning_without_data_is_refused(mlp: EagerModel, tmp_path: Path) -> 
     assert not (tmp_path / "tuned").exists()
 
 
+@pytest.mark.slow
 def test_statistics_are_averaged_anew(
     resnet20: EagerModel, pruned: EagerModel, digits: Splits, tmp_path: Path
 ) -> None:

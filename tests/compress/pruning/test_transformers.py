@@ -36,7 +36,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("factory", CASES)
+@pytest.mark.parametrize(
+    "factory", [pytest.param(n, marks=[pytest.mark.slow] * (n != "llama")) for n in CASES]
+)
 def test_heads_and_inner_widths_are_cut(factory: str, tmp_path: Path) -> None:
     inputs, expected = CASES[factory]
     source = import_checkpoint(

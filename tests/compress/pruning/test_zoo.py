@@ -5,7 +5,7 @@ batch sizes that the toolkit did not see.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -30,6 +30,10 @@ CUT_UNEVENLY = (
     *("nano_gpt", "shuffle_net_v2"),
 )
 """Where channels are coupled in groups, in order or in multiples: odd numbers of them stay."""
+CUT_UNEVENLY_IN_CI = (
+    *("shuffled", "grouped", "pixel_shuffled", "grouped_queries", "mha", "window", "cells"),
+    *("inception", "unet", "transposed_groups", "group_norm", "glu", "experts", "rotary", "graph"),
+)
 EXPORTED = (
     *("separable", "shuffled", "pixel_shuffled", "grouped_queries", "fused", "mha_cross"),
     *("encoder_norm_first", "decoder", "batched_heads", "einsum", "both_ways_lstm"),
@@ -39,6 +43,10 @@ EXPORTED = (
     *("nano_gpt", "shared_keys", "shuffle_net_v2"),
 )
 """Where numbers of heads, groups or channels are written into what is exported."""
+EXPORTED_IN_CI = (
+    *("separable", "shuffled", "grouped_queries", "fused", "mha_cross", "batched_heads", "einsum"),
+    *("both_ways_lstm", "transposed_groups", "group_norm", "split_by_sizes", "experts"),
+)
 COVERED_BY_OTHERS = (
     *("flattened", "dense", "reused", "transformer", "by_hand", "hidden_width", "multi_head"),
     *("outer", "mha_no_bias", "mha_cross_weights", "encoder", "whole_transformer"),
@@ -48,8 +56,15 @@ COVERED_BY_OTHERS = (
 )
 """Pruning each by half takes only branches of `compress`, and its model only operators, that the
 others do: measured by branch coverage and torch's dispatch. `make soak` tries them too."""
-IN_CI = {name: case for name, case in CASES.items() if name not in COVERED_BY_OTHERS}
-SOAKED = [pytest.param(name, marks=pytest.mark.soak) for name in COVERED_BY_OTHERS]
+WHOLE_NETS = ("shuffle_net_v2", "nano_gpt", "decoder", "encoder_nested", "encoder_norm_first")
+"""Deeper nets of parts that others are made of; `make soak` tries them too."""
+IN_CI = {n: case for n, case in CASES.items() if n not in (*COVERED_BY_OTHERS, *WHOLE_NETS)}
+
+
+def soaked(names: Iterable[str], *ratio: float, in_ci: Iterable[str]) -> list:
+    """Return the parameters of a test, of which only `make soak` tries those that CI does not."""
+    return [pytest.param(n, *ratio, marks=[pytest.mark.soak] * (n not in in_ci)) for n in names]
+
 
 pytestmark = [
     pytest.mark.slow,
@@ -107,9 +122,8 @@ def doubles(inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
 @pytest.mark.parametrize(
     ("name", "ratio"),
     [
-        *((name, 0.5) for name in IN_CI),
-        *(pytest.param(name, 0.5, marks=pytest.mark.soak) for name in COVERED_BY_OTHERS),
-        *((name, 0.25) for name in CUT_UNEVENLY),
+        *soaked(CASES, 0.5, in_ci=IN_CI),
+        *soaked(CUT_UNEVENLY, 0.25, in_ci=CUT_UNEVENLY_IN_CI),
     ],
 )
 def test_a_pruned_model_is_smaller_and_equals_its_masked_twin(
@@ -133,7 +147,7 @@ def test_a_pruned_model_is_smaller_and_equals_its_masked_twin(
         )
 
 
-@pytest.mark.parametrize("name", [*IN_CI, *SOAKED])
+@pytest.mark.parametrize("name", soaked(CASES, in_ci=IN_CI))
 def test_a_rewritten_model_answers_as_before(name: str, pruned) -> None:
     case = CASES[name]
     if case.stays:
@@ -148,7 +162,7 @@ def test_a_rewritten_model_answers_as_before(name: str, pruned) -> None:
     )
 
 
-@pytest.mark.parametrize("name", EXPORTED)
+@pytest.mark.parametrize("name", soaked(EXPORTED, in_ci=EXPORTED_IN_CI))
 def test_a_pruned_model_is_exported(name: str, pruned, tmp_path: Path) -> None:
     """ExportOnnx compares with its source at several batch sizes, and fails where they differ."""
     source, slim = pruned(CASES[name], 0.5)

@@ -33,6 +33,7 @@ def error(source: tuple[EagerModel, Context], other: GraphModel) -> float:
     return Parity(atol=0).measure(source[0], other, source[1])
 
 
+@pytest.mark.slow
 def test_four_bit_weights_take_fifteen_values(
     source: tuple[EagerModel, Context], tmp_path: Path
 ) -> None:
@@ -56,6 +57,7 @@ def test_sixteen_bit_activations_lose_less(
     assert error(source, wide) < 0.8 * error(source, quantized(source, tmp_path / "a8"))
 
 
+@pytest.mark.slow
 def test_onnxruntime_answers_alike_with_sixteen_bits(
     source: tuple[EagerModel, Context], tmp_path: Path
 ) -> None:

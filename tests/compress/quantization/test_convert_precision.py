@@ -44,6 +44,7 @@ def halved(model: EagerModel, root: Path, dtype: str = "float16", **settings: ob
     return stage(model, Context(root=root, data=data(model.signature)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_weights_are_halved_and_answers_keep_type_and_value(tmp_path: Path, dtype: str) -> None:
     model = build_model(tmp_path / "source", "networks:mobilenet", IMAGE)
@@ -60,6 +61,7 @@ def test_weights_are_halved_and_answers_keep_type_and_value(tmp_path: Path, dtyp
     assert half.macs() == model.macs()
 
 
+@pytest.mark.slow
 def test_sensitive_operators_and_hidden_scores_stay_float32(tmp_path: Path) -> None:
     model = build_model(tmp_path / "source", "halves:encoder", MASKED)
     half = halved(model, tmp_path / "half")

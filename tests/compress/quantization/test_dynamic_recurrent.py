@@ -77,6 +77,7 @@ def test_a_fresh_process_answers_alike(
     assert_same_in_fresh_process(small, SAMPLE)
 
 
+@pytest.mark.slow
 def test_excluded_layers_stay_float(tmp_path: Path) -> None:
     model = build_model(tmp_path / "source", "recurrences:classifier", TOKENS, kind="LSTM")
     small = QuantizeDynamic(exclude=("rnn",))(model, Context(root=tmp_path / "int8"))

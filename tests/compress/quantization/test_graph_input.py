@@ -42,7 +42,10 @@ def graph(eager: EagerModel, tmp_path_factory: pytest.TempPathFactory) -> GraphM
         QuantizeWeights(group_size=16, method="gptq", calibration_samples=32),
         QuantizeMixed(max_drop_points=0, calibration_samples=32, fallback=("float",)),
         ConvertPrecision(dtype="float16", calibration_samples=32),
-        QuantizeAwareTraining(calibration_samples=32, epochs=1, teaching={"loss": "mse"}),
+        pytest.param(
+            QuantizeAwareTraining(calibration_samples=32, epochs=1, teaching={"loss": "mse"}),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=lambda stage: stage.stage,
 )

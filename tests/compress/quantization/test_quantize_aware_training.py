@@ -83,6 +83,7 @@ def test_weights_have_the_asked_number_of_bits(trained: GraphModel) -> None:
     assert all(int(t.min()) >= -7 and int(t.max()) <= 7 for t in integers)
 
 
+@pytest.mark.slow
 def test_training_begins_with_what_calibration_alone_gives(
     mlp: EagerModel, few: Splits, tmp_path: Path
 ) -> None:
@@ -136,6 +137,7 @@ def test_samples_without_labels_are_learnt_from_the_float_model(
     assert graph.manifest.facts["history"][1]["loss"] < 0.2
 
 
+@pytest.mark.slow
 def test_the_graph_has_the_learned_steps_and_folded_batch_norms(
     few: Splits, tmp_path: Path
 ) -> None:
@@ -147,6 +149,7 @@ def test_the_graph_has_the_learned_steps_and_folded_batch_norms(
     assert same["largest_difference"] < 1e-5
 
 
+@pytest.mark.slow
 def test_embeddings_and_symmetric_targets_are_trained_too(tmp_path: Path) -> None:
     tokens = TensorSpec(name="tokens", shape=("batch", "length"), dtype="int64")
     source = build(tmp_path / "source", "sequence", Signature(inputs=(tokens,)))
@@ -171,6 +174,7 @@ def test_a_model_trained_on_cuda_converts_to_the_same_labels(
     assert graph.manifest.facts["same_as_trained"]["differing"] == 0
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.usefixtures("forked_ranks")
@@ -261,6 +265,7 @@ def test_four_bits_that_are_trained_for_beat_those_that_are_not(
     assert LabelAgreement().measure(graph, onnx, context) >= 0.995
 
 
+@pytest.mark.slow
 def test_a_layer_whose_input_vanishes_stays_float(tmp_path: Path) -> None:
     signature = Signature(
         inputs=(TensorSpec(name="x", shape=("batch", 4)),), outputs=(OutputSpec(name="logits"),)

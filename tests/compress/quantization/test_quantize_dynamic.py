@@ -38,6 +38,7 @@ def test_each_batch_has_its_own_range(tmp_path: Path) -> None:
         assert (got - expected).norm() / expected.norm() < 0.02
 
 
+@pytest.mark.slow
 def test_a_batch_without_rows_is_answered(tmp_path: Path) -> None:
     model = build_model(tmp_path / "source", "networks:mlp", IMAGE)
     (image,) = IMAGE.example(3)
@@ -72,6 +73,7 @@ def test_onnxruntime_computes_in_integers_what_torch_does(
     assert quantized.macs() == exported.macs() == model.macs()
 
 
+@pytest.mark.slow
 def test_rows_of_a_table_are_looked_up_as_integers(tmp_path: Path) -> None:
     model = build_model(tmp_path / "source", "networks:sequence", TOKENS)
     table = model.load().embedding.weight.detach()
@@ -95,6 +97,7 @@ def test_rows_of_a_table_are_looked_up_as_integers(tmp_path: Path) -> None:
     assert not torch.equal(from_table, from_integers)
 
 
+@pytest.mark.slow
 def test_convolutions_stay_float(tmp_path: Path) -> None:
     model = build_model(tmp_path / "source", "networks:mobilenet", IMAGE)
     quantized, exported = both(model, tmp_path)
@@ -111,6 +114,7 @@ def test_nothing_to_quantize_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "int8").exists()
 
 
+@pytest.mark.slow
 def test_products_with_7_bit_weights_fit_in_16_bits(tmp_path: Path) -> None:
     model = build_model(tmp_path / "source", "networks:sequence", TOKENS)
     _, exported = both(model, tmp_path, weight_bits=7)
@@ -121,6 +125,7 @@ def test_products_with_7_bit_weights_fit_in_16_bits(tmp_path: Path) -> None:
     assert len(products) == 2 and largest == {63}
 
 
+@pytest.mark.slow
 def test_excluded_modules_stay_float(tmp_path: Path) -> None:
     model = build_model(tmp_path / "source", "networks:sequence", TOKENS)
     quantized, exported = both(model, tmp_path, exclude=["down", "embedding"])
@@ -140,6 +145,7 @@ def test_a_fresh_process_answers_alike(
 HOSTILE = {"networks:mlp": IMAGE, "sequences:Encoder": TOKENS}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factory", HOSTILE)
 def test_with_row_ranges_outputs_do_not_depend_on_other_rows(tmp_path: Path, factory: str) -> None:
     signature = HOSTILE[factory]
@@ -166,6 +172,7 @@ def test_with_row_ranges_outputs_do_not_depend_on_other_rows(tmp_path: Path, fac
     assert quantized.parameters() == model.parameters() and quantized.macs() == exported.macs()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1e-8, 1.0, 1e8])
 def test_with_row_ranges_rows_of_any_size_and_of_zeros_keep_their_outputs(
     tmp_path: Path, size: float
@@ -180,6 +187,7 @@ def test_with_row_ranges_rows_of_any_size_and_of_zeros_keep_their_outputs(
     assert (got - expected).norm() / expected.norm() < 0.02
 
 
+@pytest.mark.slow
 def test_recurrent_layers_stay_float_with_row_ranges(tmp_path: Path) -> None:
     model = build_model(tmp_path / "source", "recurrences:classifier", TOKENS)
     quantized, exported = both(model, tmp_path, activation_range="row")

@@ -77,6 +77,7 @@ def two_convolutions() -> nn.Module:
     return nn.Sequential(*parts, nn.Linear(128, 4))
 
 
+@pytest.mark.slow
 def test_a_correction_is_tried_before_any_layer_stays_float(tmp_path: Path) -> None:
     torch.manual_seed(0)
     module = two_convolutions()
@@ -115,6 +116,7 @@ def drop_on(indices: range, model: EagerModel, graph: GraphModel, context: Conte
     return 100 * float(right[0].float().mean() - right[1].float().mean())
 
 
+@pytest.mark.slow
 def test_samples_that_the_search_does_not_see_tell_where_it_was_lucky(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -225,6 +227,7 @@ def test_the_metric_can_rank_and_excluded_layers_are_left_alone(tmp_path: Path) 
     assert sum(layer["cost"] for layer in facts["mixed"]["layers"]) == pytest.approx(1, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_layers_for_which_sixteen_bits_are_enough_get_them(tmp_path: Path) -> None:
     model, context = project(tmp_path, "4", "10", number=500.0)
     stage = QuantizeMixed(max_drop_points=5, calibration_samples=256, fallback=("uint16", "float"))
@@ -244,6 +247,7 @@ def test_layers_for_which_sixteen_bits_are_enough_get_them(tmp_path: Path) -> No
     assert exported.manifest.facts["float_kernels"] == {"Gemm": 4}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -47,6 +47,7 @@ def quantized(resnet: tuple[EagerModel, Context]) -> GraphModel:
     return QuantizeStatic(calibration_samples=256)(model, context)
 
 
+@pytest.mark.slow
 def test_every_layer_of_a_resnet_is_quantized(
     resnet: tuple[EagerModel, Context], quantized: GraphModel
 ) -> None:
@@ -59,6 +60,7 @@ def test_every_layer_of_a_resnet_is_quantized(
     assert quantized.macs() == model.macs()
 
 
+@pytest.mark.slow
 def test_answers_stay_near_the_float_models(
     resnet: tuple[EagerModel, Context], quantized: GraphModel
 ) -> None:
@@ -84,12 +86,14 @@ def test_another_seed_observes_other_samples(
     assert QuantizeStatic(calibration_samples=256)(model, other).digest != quantized.digest
 
 
+@pytest.mark.slow
 def test_a_fresh_process_answers_alike(
     quantized: GraphModel, assert_same_in_fresh_process: FreshProcessCheck
 ) -> None:
     assert_same_in_fresh_process(quantized, *IMAGE.example(3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("observer", ["histogram", "mse"])
 def test_pooling_and_clamps_keep_the_answers(tmp_path: Path, observer: str) -> None:
     model = build_model(tmp_path / "source", "networks:mobilenet", random_batch_norm=True)
@@ -98,6 +102,7 @@ def test_pooling_and_clamps_keep_the_answers(tmp_path: Path, observer: str) -> N
     assert Parity(atol=0).measure(model, stage(model, context), context) < 0.05
 
 
+@pytest.mark.slow
 def test_observers_choose_different_ranges(tmp_path: Path) -> None:
     model = build_model(tmp_path / "source", "networks:mlp")
     context = Context(root=tmp_path / "int8", data=splits((1, 8, 8)))
@@ -206,6 +211,7 @@ def test_a_channel_of_zeros_keeps_its_bias(tmp_path: Path) -> None:
         assert predict(*IMAGE.example(2))[0][:, 3].tolist() == pytest.approx([7.5, 7.5], abs=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factory", ["networks:aliases", "networks:branches"])
 def test_writing_into_views_and_branches_keeps_the_answers(tmp_path: Path, factory: str) -> None:
     model = build_model(tmp_path / "source", factory)
@@ -256,6 +262,7 @@ def test_a_range_that_vanishes_is_refused(tmp_path: Path) -> None:
         QuantizeStatic(calibration_samples=64)(model, context)
 
 
+@pytest.mark.slow
 def test_a_layer_whose_input_vanishes_stays_float(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -313,6 +320,7 @@ def test_data_that_does_not_fit_is_refused_by_shape(
         )
 
 
+@pytest.mark.slow
 def test_too_few_samples_are_refused(resnet: tuple[EagerModel, Context], tmp_path: Path) -> None:
     model, context = resnet
     with pytest.raises(StageFailed, match="5000 calibration samples asked for"):
@@ -320,6 +328,7 @@ def test_too_few_samples_are_refused(resnet: tuple[EagerModel, Context], tmp_pat
     assert not (tmp_path / "none").exists()
 
 
+@pytest.mark.slow
 def test_no_data_is_refused(resnet: tuple[EagerModel, Context], tmp_path: Path) -> None:
     with pytest.raises(StageFailed, match="calibration needs data"):
         QuantizeStatic()(resnet[0], Context(root=tmp_path / "none"))

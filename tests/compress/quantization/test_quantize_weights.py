@@ -35,10 +35,10 @@ def round_by_groups(layer: torch.nn.Module, inputs: tuple[torch.Tensor]) -> torc
 @pytest.mark.parametrize(
     ("method", "bits", "activation_bits"),
     [
-        ("rtn", 4, 8),
-        pytest.param("rtn", 8, 8, marks=needs_32_bit_sums),
+        pytest.param("rtn", 4, 8, marks=pytest.mark.slow),
+        pytest.param("rtn", 8, 8, marks=[pytest.mark.slow, needs_32_bit_sums]),
         ("rtn", 4, 32),
-        ("hqq", 4, None),
+        pytest.param("hqq", 4, None, marks=pytest.mark.slow),
     ],
 )
 def test_both_runtimes_compute_with_the_rounded_weights(
@@ -79,7 +79,9 @@ def test_hqq_is_not_symmetric() -> None:
         QuantizeWeights(method="hqq", symmetric=True)
 
 
-@pytest.mark.parametrize("method", ["rtn", "gptq", "awq"])
+@pytest.mark.parametrize(
+    "method", ["rtn", *(pytest.param(m, marks=pytest.mark.slow) for m in ("gptq", "awq"))]
+)
 def test_symmetric_weights_run_as_they_are_rounded(tmp_path: Path, method: str) -> None:
     model = build_model(tmp_path / "source", "networks:mlp", IMAGE)
     rows = [(image, torch.tensor(0)) for image in IMAGE.example(64)[0]]
@@ -98,6 +100,7 @@ def test_hqq_is_refused_where_no_runtime_takes_it() -> None:
         QuantizeWeights(method="hqq", bits=8)
 
 
+@pytest.mark.slow
 def test_files_shrink_with_the_bits(tmp_path: Path) -> None:
     model = build_model(tmp_path / "source", "networks:sequence", TOKENS)
     small = quantized(model, tmp_path / "small", method="rtn", group_size=16)
@@ -120,6 +123,7 @@ def table_of_width(folder: Path, width: int) -> EagerModel:
     return build_model(folder / "source", "tables:table", TOKENS, folder)
 
 
+@pytest.mark.slow
 def test_both_runtimes_look_up_four_bits(tmp_path: Path) -> None:
     model = table_of_width(tmp_path, 48)  # three groups, whose zero points fill one byte and a half
     small = quantized(model, tmp_path / "small", embedding_bits=4, exclude=["1"])
@@ -147,6 +151,7 @@ def test_tables_of_odd_width_are_refused_in_four_bits(tmp_path: Path) -> None:
         quantized(model, tmp_path / "none", embedding_bits=4)
 
 
+@pytest.mark.slow
 def test_gptq_needs_data(tmp_path: Path) -> None:
     model = build_model(tmp_path / "source", "networks:mlp", IMAGE)
     generator = torch.Generator().manual_seed(0)

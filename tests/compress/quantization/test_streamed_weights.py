@@ -46,9 +46,14 @@ def test_a_folder_that_is_read_part_by_part_is_the_same_model(models) -> None:
     "settings",
     [
         {"method": "gptq", "symmetric": True},
-        {"method": "awq", "exclude": ("*.o_proj", "*.down_proj")},
-        {"method": "hqq", "embeddings": False},
-        {"bits": 8, "embedding_bits": 4},
+        *(
+            pytest.param(settings, marks=pytest.mark.soak)
+            for settings in (
+                {"method": "awq", "exclude": ("*.o_proj", "*.down_proj")},
+                {"method": "hqq", "embeddings": False},
+                {"bits": 8, "embedding_bits": 4},
+            )
+        ),
     ],
     ids=lambda settings: "-".join(map(str, settings.values())),
 )
@@ -102,6 +107,7 @@ def test_a_killed_stage_goes_on_at_the_block(models, tmp_path, caplog) -> None:
     assert not (tmp_path / "resumed.work").exists()
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_other_settings_begin_anew(models, tmp_path, caplog) -> None:
     _, streamed = models
@@ -124,6 +130,7 @@ def test_other_settings_begin_anew(models, tmp_path, caplog) -> None:
     assert layer.bits == 8
 
 
+@pytest.mark.slow
 def test_a_block_of_other_code_is_traced_by_itself(models) -> None:
     _, streamed = models
     blocks = BlockGraphs(streamed)
@@ -156,6 +163,7 @@ def test_the_exported_folder_is_that_of_the_whole_model(models, tmp_path) -> Non
         ExportOnnx()(packed, context_for(streamed, tmp_path / "onnx"))
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_awq_that_multiplies_inputs_is_not_exported(models, tmp_path) -> None:
     scores = []

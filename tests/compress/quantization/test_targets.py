@@ -71,6 +71,7 @@ def test_inductor_takes_one_channel_where_all_is_fixed(tmp_path: Path) -> None:
     assert all(reads_integers(n) for n in nodes(model, CONVOLUTION))
 
 
+@pytest.mark.slow
 def test_tensorrt_has_signed_integers_before_layers_and_on_the_residual(tmp_path: Path) -> None:
     model, context = quantized(tmp_path, "tensorrt")
     rounding = nodes(model, THERE)
@@ -106,6 +107,7 @@ def test_onnxruntime_on_cuda_rounds_before_layers_alone(tmp_path: Path) -> None:
     assert all(reads_integers(n) for n in nodes(model, CONVOLUTION))
 
 
+@pytest.mark.slow
 def test_exporting_a_graph_for_another_runtime_warns(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -42,6 +42,7 @@ def test_an_interrupted_training_with_augmentation_ends_bit_identical(tmp_path, 
     assert all(torch.equal(value, resumed[name]) for name, value in whole.items())
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_two_ranks_and_micro_batches_augment_as_one_process_does(tmp_path):
     settings = {"epochs": 1, "learning_rate": 0.1}

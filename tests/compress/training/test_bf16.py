@@ -31,6 +31,7 @@ def run(source, root, stop_after=None, **more):
     return fit(source, training, TargetLoss(), replace(where, progress=progress), "train")
 
 
+@pytest.mark.slow
 def test_an_interrupted_training_ends_bit_identical_in_the_types_of_the_model(tmp_path):
     source = import_net(tmp_path / "source")  # with BatchNorm and dropout
     whole = run(source, tmp_path / "whole").module.state_dict()

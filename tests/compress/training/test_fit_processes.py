@@ -63,6 +63,7 @@ def group_is_gone(process):
     return False
 
 
+@pytest.mark.slow
 def test_two_processes_train_one_model_and_leave_the_parent_as_it_was(tmp_path, capfd, caplog):
     caplog.set_level("INFO")
     notes = []
@@ -269,7 +270,7 @@ def test_after_ctrl_c_nothing_runs_on_and_the_next_call_ends_bit_identical(tmp_p
 @pytest.mark.parametrize(
     ("number", "to_the_group"),
     # Ctrl-C to the group is above; of what is killed all at once nothing is left to end.
-    [(signal.SIGTERM, True), (signal.SIGKILL, False)],
+    [pytest.param(signal.SIGTERM, True, marks=pytest.mark.soak), (signal.SIGKILL, False)],
 )
 def test_a_signal_ends_every_process(tmp_path, number, to_the_group):
     import_net(tmp_path / "source")

@@ -51,6 +51,7 @@ def test_two_processes_train_and_measure_as_one(tmp_path, detector):
     assert [e["metric"] for e in second] == pytest.approx([e["metric"] for e in first], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_detector_learns_is_pruned_and_taught(tmp_path, detector):
     where = context(tmp_path / "train", Metric("map"))
     learned = trained(detector, where, epochs=40)

@@ -60,6 +60,7 @@ def largest_difference(one, other):
     return max(float((one.weights[n] - other.weights[n]).abs().max()) for n in one.weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", SYNCHRONIZED)
 def test_synchronized_statistics_give_the_weights_of_one_process(results, strategy):
     alone, together = results["alone"], results[strategy]
@@ -67,10 +68,12 @@ def test_synchronized_statistics_give_the_weights_of_one_process(results, strate
     assert [e.metric for e in together.history] == [e.metric for e in alone.history]
 
 
+@pytest.mark.slow
 def test_without_them_each_process_normalizes_its_own_share(results):
     assert largest_difference(results["alone"], results["separate"]) > 1e-3
 
 
+@pytest.mark.slow
 def test_parts_of_a_step_are_normalized_as_one_process_would(results):
     """BatchNorm sees a micro-batch of all processes, which is not the whole step."""
     assert largest_difference(results["alone-parts"], results["parts"]) < TOLERANCE
@@ -78,22 +81,26 @@ def test_parts_of_a_step_are_normalized_as_one_process_would(results):
     assert (whole - parts).abs().max() > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sharding", SHARDED)
 def test_norms_of_sharded_bf16_models_stay_float32(results, sharding):
     """The weights are those of ddp, where autocast leaves norms in float32."""
     assert largest_difference(results["bf16-ddp"], results[f"bf16-{sharding}"]) < TOLERANCE
 
 
+@pytest.mark.slow
 def test_they_do_in_slices_too(results):
     assert largest_difference(results["bf16-tensor-ddp"], results["bf16-tensor-fsdp"]) < TOLERANCE
 
 
+@pytest.mark.slow
 def test_weights_gathered_in_fp32_are_evaluated_in_fp32(results):
     ddp, sharded = results["bf16-ddp"], results["bf16-gathered-fp32"]
     assert largest_difference(ddp, sharded) < TOLERANCE
     assert [e.metric for e in sharded.history] == [e.metric for e in ddp.history]
 
 
+@pytest.mark.slow
 def test_gradients_reduced_in_bf16_differ_by_its_rounding(results):
     """A bf16 number has 8 significant bits."""
     assert TOLERANCE < largest_difference(results["separate"], results["reduced-bf16"]) < 2**-8
@@ -106,6 +113,7 @@ def layers(tmp_path_factory, launch):
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sync_batchnorm_ranks.LAYERS)
 def test_shares_of_any_size_and_shape_are_normalized_as_one_batch(layers, name):
     expected = sync_batchnorm_ranks.run(name, None)

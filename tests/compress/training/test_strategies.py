@@ -46,6 +46,18 @@ COMPRESSED = {
 }
 """What they leave out of a gradient is remembered, and goes on too."""
 RESUMED = {**{name: STRATEGIES[name] for name in OTHER}, **COMPRESSED}
+IN_SOAK = {
+    2: {
+        *(
+            f"{how}adamw-{name}"
+            for how in ("", "halves/", "other/")
+            for name in ("ddp-static", "zero2", "int8", "powersgd")
+        ),
+        *("halves/adamw-ddp", "other/adamw-zero1", "alone/adamw-ddp", "alone/adamw-zero1"),
+    },
+    4: {"sgd-ddp", "sgd-zero1", "adamw-zero1"},
+}
+"""Ranks → trainings that `make soak` has; CI has others of each kind."""
 # One epoch of 3 steps; the trainings by AdamW have the second, and its order of the samples.
 # Labels that are ignored: the ranks and micro-batches of a step have different numbers of others.
 SGD = {"clip_norm": 0.1, "epochs": 1, "data": "nets:ignored"}
@@ -96,15 +108,24 @@ def trainings_that_go_on(adamw):
 def results_of(tmp_path_factory, trained, launch):
     """Return a function of the ranks: trains with every strategy once, and alone likewise."""
 
-    @cache
-    def results(ranks):
-        root = tmp_path_factory.mktemp(f"{ranks}-ranks")
-        import_net(root / "source", "nets:blocks")
-        together = dict(trainings(ranks))
-        launch(HERE / "train_on_ranks.py", ranks, root, json.dumps(ALONE), json.dumps(together))
-        return {name: trained(root / name) for name in (*ALONE, *together)}
+    class Results:
+        def __init__(self, ranks):
+            self.ranks, self.root = ranks, tmp_path_factory.mktemp(f"{ranks}-ranks")
+            import_net(self.root / "source", "nets:blocks")
+            self.launch(ALONE, in_soak=False)
 
-    return results
+        def launch(self, alone, in_soak):
+            asked = IN_SOAK[self.ranks]
+            together = {n: s for n, s in trainings(self.ranks) if (n in asked) == in_soak}
+            script = HERE / "train_on_ranks.py"
+            launch(script, self.ranks, self.root, json.dumps(alone), json.dumps(together))
+
+        def __getitem__(self, name):
+            if not (self.root / name).exists():
+                self.launch({}, in_soak=True)
+            return trained(self.root / name)
+
+    return cache(Results)
 
 
 @pytest.fixture
@@ -117,8 +138,20 @@ def largest_difference(one, other):
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
+def by(optimizer, names, ranks=2, how=""):
+    """Return the parameters of a test, those of `make soak` marked."""
+    return [
+        pytest.param(
+            *([ranks] * (not how)),
+            name,
+            marks=[pytest.mark.soak] * (f"{how}{optimizer}-{name}" in IN_SOAK[ranks]),
+        )
+        for name in names
+    ]
+
+
 def on_two_and_on_four(names, optimizer):
-    return [(2, name) for name in names] + [(4, name) for name in ON_FOUR[optimizer]]
+    return [*by(optimizer, names), *by(optimizer, ON_FOUR[optimizer], 4)]
 
 
 @pytest.mark.slow
@@ -147,7 +180,7 @@ def test_accumulation_average_and_checkpointed_activations_go_with_it(results_of
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", RESUMED)
+@pytest.mark.parametrize("strategy", by("adamw", RESUMED, how="halves/"))
 def test_a_resumed_training_ends_bit_identical(two, strategy):
     whole, halves = two[f"adamw-{strategy}"], two[f"halves/adamw-{strategy}"]
     assert largest_difference(whole.weights, halves.weights) == 0
@@ -156,7 +189,7 @@ def test_a_resumed_training_ends_bit_identical(two, strategy):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("communication", COMPRESSED)
+@pytest.mark.parametrize("communication", by("adamw", COMPRESSED, how="halves/"))
 def test_fewer_bytes_are_sent(two, communication):
     sent = [two[f"adamw-{name}"].history[0].sent_bytes for name in (communication, "ddp")]
     assert 0 < sent[0] < sent[1]
@@ -175,7 +208,7 @@ def test_bytes_of_weights_are_counted_and_those_of_evaluation_are_not(two, strat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", OTHER)
+@pytest.mark.parametrize("strategy", by("adamw", OTHER, how="other/"))
 def test_a_checkpoint_of_one_strategy_is_resumed_by_another(two, strategy):
     whole, other = two[f"adamw-{strategy}"], two[f"other/adamw-{strategy}"]
     assert largest_difference(whole.weights, other.weights) < TOLERANCE["adamw"]
@@ -183,7 +216,7 @@ def test_a_checkpoint_of_one_strategy_is_resumed_by_another(two, strategy):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ALSO_ALONE)
+@pytest.mark.parametrize("strategy", by("adamw", ALSO_ALONE, how="alone/"))
 def test_a_checkpoint_of_several_processes_is_resumed_by_one(two, strategy):
     whole, other = two[f"adamw-{strategy}"], two[f"alone/adamw-{strategy}"]
     assert largest_difference(whole.weights, other.weights) < TOLERANCE["adamw"]

@@ -52,6 +52,7 @@ def test_a_gate_refuses_and_the_artifact_is_kept(tmp_path, source):
     assert (tmp_path / "a" / "manifest.json").exists()
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.usefixtures("forked_ranks")

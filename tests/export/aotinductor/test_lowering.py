@@ -36,7 +36,8 @@ def quantized(root: Path, kind: str, layers: int = 2) -> tuple[GraphModel, Conte
     return STAGES[kind](model, context), context.with_root(root / "aot")
 
 
-@pytest.mark.parametrize("kind", STAGES)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["static", pytest.param("dynamic", marks=pytest.mark.soak)])
 def test_products_of_the_same_integers_become_one(tmp_path: Path, kind: str) -> None:
     model, _ = quantized(tmp_path, kind)
     program = model.program()
@@ -86,6 +87,7 @@ def test_what_is_viewed_again_after_it_was_moved_may_lie_with_gaps() -> None:
         torch.testing.assert_close(after, before, rtol=0, atol=1e-5)
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_a_product_of_queries_keys_and_values_is_one_kernel(tmp_path: Path) -> None:
     model, context = quantized(tmp_path, "static", layers=1)

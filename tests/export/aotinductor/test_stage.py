@@ -64,6 +64,7 @@ def package(graph: tuple[GraphModel, Context], temporary: Path) -> AotModel:
     return ExportAot()(*graph)
 
 
+@pytest.mark.slow
 def test_convolutions_and_additions_in_integers_have_the_same_outputs(
     package: AotModel, graph: tuple[GraphModel, Context]
 ) -> None:
@@ -80,12 +81,14 @@ def test_convolutions_and_additions_in_integers_have_the_same_outputs(
     assert (package.parameters(), package.macs()) == (model.parameters(), model.macs())
 
 
+@pytest.mark.slow
 def test_nothing_is_left_behind_but_the_package(package: AotModel, temporary: Path) -> None:
     assert [entry.name for entry in temporary.iterdir()] == []
     assert sorted(f.name for f in package.path.iterdir()) == ["manifest.json", "model.pt2"]
     assert b"#include" not in package.payload_path.read_bytes()
 
 
+@pytest.mark.slow
 def test_a_fresh_process_answers_alike(
     package: AotModel, tmp_path: Path, fresh_torch: Callable[[str], str]
 ) -> None:
@@ -102,6 +105,7 @@ with AotModel.from_directory({str(package.path)!r}).open() as predict:
     assert fresh_torch(code) == "True"
 
 
+@pytest.mark.slow
 def test_memory_is_read_as_the_code_expects_it(package: AotModel) -> None:
     (image,) = IMAGE.example(3)
     transposed = image.transpose(2, 3).contiguous().transpose(2, 3)
@@ -122,6 +126,7 @@ def altered(package: AotModel, folder: Path, **built_for: object) -> AotModel:
     return AotModel.from_directory(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("built_for", "message"),
     [
@@ -140,6 +145,7 @@ def test_another_machines_package_is_refused(
     assert caught.value.exit_code == 4
 
 
+@pytest.mark.slow
 def test_code_that_was_altered_is_not_loaded(package: AotModel, tmp_path: Path) -> None:
     broken = altered(package, tmp_path / "broken")
     content = bytearray(broken.payload_path.read_bytes())
@@ -255,6 +261,7 @@ def test_code_for_cuda_runs_there_alone(tmp_path: Path) -> None:
         assert predict(*IMAGE.example(3))[0].device.type == "cuda"
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_several_dynamic_axes_inputs_and_outputs_keep_the_digits_of_small_numbers(
     tmp_path: Path,

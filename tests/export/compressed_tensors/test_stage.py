@@ -83,6 +83,7 @@ def test_the_config_says_what_is_packed(folder, quantized) -> None:
     assert ("model.embed_tokens.weight", True) in ours
 
 
+@pytest.mark.slow
 def test_an_integer_that_changed_is_found(quantized, folder, tmp_path) -> None:
     source, model = quantized
     stored = load_file(folder.payload_path)
@@ -93,6 +94,7 @@ def test_an_integer_that_changed_is_found(quantized, folder, tmp_path) -> None:
         ExportCompressedTensors()._compare_integers(tmp_path / "model.safetensors", weights)
 
 
+@pytest.mark.slow
 def test_what_the_format_has_not_is_refused(quantized, tmp_path) -> None:
     source, _ = quantized
     context = context_for(source, tmp_path / "tables")

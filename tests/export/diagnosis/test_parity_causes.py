@@ -97,6 +97,7 @@ def test_code_that_goes_another_way_while_it_is_exported(refused: Callable[..., 
     assert OtherGraph().returned(wrong, ()) == pytest.approx(1, abs=0.01)
 
 
+@pytest.mark.slow
 def test_an_operator_with_a_wrong_form_is_named(
     refused: Callable[..., Refused], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,6 +39,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> RefusedStage[SizeDiagn
     return RefusedStage(stage, source, file, context, (), found, 0.0)
 
 
+@pytest.mark.slow
 def test_tensors_belong_to_the_modules_that_read_them(measured, tmp_path: Path) -> None:
     found = measured.measured
     assert found.names == ["fc", "table", "copy"]
@@ -50,6 +51,7 @@ def test_tensors_belong_to_the_modules_that_read_them(measured, tmp_path: Path) 
     assert [t.module for t in found.tensors if t.is_copy] == ["copy"]
 
 
+@pytest.mark.slow
 def test_a_copy_is_a_cause_by_its_share_of_the_file(measured) -> None:
     cause, table = StoredTwice(), 200 * 8 * 4
     value = cause.measure(measured, "copy")
@@ -58,6 +60,7 @@ def test_a_copy_is_a_cause_by_its_share_of_the_file(measured) -> None:
     assert cause.returned(measured, ["copy"]) == pytest.approx(table / 3200)
 
 
+@pytest.mark.slow
 def test_values_of_a_call_are_a_cause_where_they_outweigh_the_weights(measured) -> None:
     found = measured.measured
     largest = max(found.activations, key=lambda module: found.activations[module])
@@ -67,6 +70,7 @@ def test_values_of_a_call_are_a_cause_where_they_outweigh_the_weights(measured) 
     assert LargeActivation().measure(measured, "fc") < LargeActivation.limit
 
 
+@pytest.mark.slow
 def test_a_plain_export_has_the_same_tensors(measured) -> None:
     model, names = plain_export(measured.before)
     plain = bytes_by_module(stored_tensors(model, names))

@@ -71,20 +71,22 @@ def test_what_gguf_has_no_blocks_for_is_refused() -> None:
     ("kind", "sizes", "settings", "types"),
     [
         # Tied, but in other integers as a table than as a layer.
-        (
+        pytest.param(
             "Llama",
             {"tie_word_embeddings": True},
             {"symmetric": True},
             {"token_embd.weight": "Q8_0", "output.weight": "Q4_0", "blk.0.attn_q.weight": "Q4_0"},
+            marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             "Mistral",
             {"sliding_window": None},
             {"symmetric": True, "bits": 8},
             {"token_embd.weight": "Q8_0", "blk.1.ffn_down.weight": "Q8_0"},
+            marks=pytest.mark.soak,
         ),
         # A table of 8 bits with zero points has no blocks.
-        (
+        pytest.param(
             "Qwen2",
             {},
             {"exclude": ("*.o_proj",)},
@@ -94,6 +96,7 @@ def test_what_gguf_has_no_blocks_for_is_refused() -> None:
                 "blk.0.attn_k.weight": "Q4_1",
                 "blk.0.attn_k.bias": "F32",
             },
+            marks=pytest.mark.slow,
         ),
         (
             "Qwen3",
@@ -132,6 +135,7 @@ def made(tmp_path_factory) -> tuple[object, object, GgufModel]:
     return source, model, ExportGguf()(model, context_for(source, root / "file"))
 
 
+@pytest.mark.slow
 def test_a_changed_byte_is_found(made, tmp_path) -> None:
     source, model, file = made
     folder = shutil.copytree(file.path, tmp_path / "file")
@@ -145,6 +149,7 @@ def test_a_changed_byte_is_found(made, tmp_path) -> None:
     ExportGguf().check_parity(model, file, context_for(source, tmp_path / "x"))
 
 
+@pytest.mark.slow
 def test_the_file_splits_text_as_the_tokenizer_does(made) -> None:
     *_, file = made
     ours = transformers.AutoTokenizer.from_pretrained(file.path)

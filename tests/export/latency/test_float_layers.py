@@ -108,9 +108,9 @@ def whole(nets) -> Callable[[str, Any], onnx.ModelProto]:
 @pytest.mark.parametrize(
     ("net", "stage", "layers"),
     [
-        ("Branches", STATIC, ("b",)),
+        pytest.param("Branches", STATIC, ("b",), marks=pytest.mark.soak),
         ("Branches", STATIC, ("stem", "a", "c")),
-        ("Block", STATIC, ("q", "up", "head")),
+        pytest.param("Block", STATIC, ("q", "up", "head"), marks=pytest.mark.soak),
         ("Block", QuantizeDynamic(), ("q", "down")),
         ("Block", QuantizeWeights(bits=4), ("v", "up")),
     ],
@@ -129,6 +129,7 @@ def test_operators_and_kernels_are_those_of_the_stage_that_excludes_the_layers(
         assert count_operators(edited) == count_operators(expected)
 
 
+@pytest.mark.slow
 def test_with_its_float_weights_a_file_computes_what_the_float_model_does(nets, whole) -> None:
     model, quantized = nets["Branches"][0], whole("Branches", STATIC)
     layers = layer_names.weighted_layers(model.load(), model.signature)

@@ -55,6 +55,7 @@ def exports(tmp_path_factory: pytest.TempPathFactory):
     ]
 
 
+@pytest.mark.slow
 def test_sizes_are_those_of_an_export_at_these_widths(exports, tmp_path: Path) -> None:
     resized = ResizableModel.fit(exports).resize({"a": 6, "b": 11})
     expected = export(tmp_path, 6, 11)
@@ -65,6 +66,7 @@ def test_sizes_are_those_of_an_export_at_these_widths(exports, tmp_path: Path) -
     assert found.shape == (1, 5)
 
 
+@pytest.mark.slow
 def test_two_exports_are_enough_where_each_size_has_one_group(tmp_path: Path) -> None:
     def chain(a: int, b: int) -> onnx.ModelProto:
         layers = nn.Conv2d(3, a, 3), nn.Conv2d(a, b, 3), nn.Flatten(), nn.Linear(16 * b, 5)

@@ -47,7 +47,10 @@ def refuse(*_: object) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stages", [(), (QuantizeStatic(calibration_samples=16),)])
+@pytest.mark.parametrize(
+    "stages",
+    [pytest.param((), marks=pytest.mark.soak), (QuantizeStatic(calibration_samples=16),)],
+)
 def test_the_same_tables_lead_to_the_same_artifact_and_measure_nothing(
     model: EagerModel, blobs: Splits, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stages
 ) -> None:

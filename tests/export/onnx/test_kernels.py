@@ -56,9 +56,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> EagerModel:
     [
         (None, 0),
         (QuantizeStatic(calibration_samples=32), CONVOLUTIONS + FLAT + PRODUCT + LAST),
-        (QuantizeDynamic(), FLAT + STEPS + LAST),
-        (QuantizeWeights(bits=4, method="rtn"), FLAT + LAST),
-        (QuantizeWeights(bits=4, method="rtn", activation_bits=32), 0),
+        pytest.param(QuantizeDynamic(), FLAT + STEPS + LAST, marks=pytest.mark.slow),
+        pytest.param(QuantizeWeights(bits=4, method="rtn"), FLAT + LAST, marks=pytest.mark.slow),
+        pytest.param(
+            QuantizeWeights(bits=4, method="rtn", activation_bits=32), 0, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_the_share_is_that_of_counting_by_hand(

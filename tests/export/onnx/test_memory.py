@@ -113,6 +113,7 @@ def test_a_programs_weights_go_where_they_may_alone(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_source_is_asked_once_and_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = EagerModel.create(tmp_path / "m", LINEAR, LINEAR.build(None).state_dict(), ROWS)
     opened: list[int] = []
@@ -177,6 +178,7 @@ def test_errors_are_the_same_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -
     assert relative_error(a, b[:3]) == torch.inf
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="no peaks here")
 def test_an_export_takes_less_than_three_times_its_model(

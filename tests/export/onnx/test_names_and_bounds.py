@@ -66,6 +66,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., EagerModel
     return made
 
 
+@pytest.mark.slow
 def test_outputs_may_be_named_like_operators_and_axes_may_end(
     source: Callable[..., EagerModel], tmp_path: Path
 ) -> None:

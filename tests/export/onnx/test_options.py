@@ -91,6 +91,7 @@ def test_rewritten_graphs_answer_alike_and_are_written_alike(
     assert exported(model, tmp_path / "second", optimize=level).digest == first.digest
 
 
+@pytest.mark.slow
 def test_weights_that_protobuf_cannot_hold_lie_beside_the_file(
     model: EagerModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,6 +20,7 @@ from export.parity.sample_parity import QUANTIZED
 from tests.export.builders import IMAGE_AND_CONTEXT, ROWS, TOKENS, network, samples
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("factory", "integer", "largest"),
     [
@@ -41,6 +42,7 @@ def test_other_networks_run_in_integers(
     assert Parity(atol=0).measure(graph, artifact, context) < largest
 
 
+@pytest.mark.slow
 def test_sequences_of_any_length_run_in_integers(tmp_path: Path) -> None:
     model = network(tmp_path / "source", "networks:sequence", TOKENS)
     context = Context(root=tmp_path / "int8", data=samples(torch.randint(0, 50, (64, 8))))

@@ -45,6 +45,7 @@ def test_every_input_and_output_keeps_its_name_and_place(tmp_path: Path) -> None
     assert again.model_files == exported.model_files
 
 
+@pytest.mark.slow
 def test_a_quantized_graph_and_its_onnx_file_run_in_integers(tmp_path: Path) -> None:
     model = network(tmp_path / "source", "networks:mobilenet")
     context = Context(root=tmp_path / "int8", data=samples(images(64)))
@@ -59,6 +60,7 @@ def test_a_quantized_graph_and_its_onnx_file_run_in_integers(tmp_path: Path) -> 
         assert facts["float_kernels"] == {}
 
 
+@pytest.mark.slow
 def test_openvino_is_a_baseline_of_speedup_gates(tmp_path: Path) -> None:
     model = network(tmp_path / "source", "networks:mlp")
     context = Context(root=tmp_path / "onnx", artifacts={"source": model})
@@ -95,6 +97,7 @@ def test_bounds_of_an_axis_are_in_the_file_and_named_in_errors(tmp_path: Path) -
                 predict(torch.zeros(2, size, dtype=torch.int64))
 
 
+@pytest.mark.slow
 def test_where_sums_are_cut_off_an_error_of_an_integer_file_says_so(
     tmp_path: Path, monkeypatch
 ) -> None:
@@ -126,6 +129,7 @@ def test_altered_weights_are_not_loaded(tmp_path: Path) -> None:
         exported.open().__enter__()
 
 
+@pytest.mark.slow
 def test_wrong_answers_are_refused_with_a_script(tmp_path: Path, monkeypatch) -> None:
     from export.openvino import runtime
 
@@ -162,6 +166,7 @@ def test_without_openvino_one_line_says_how_to_install_it(tmp_path: Path, monkey
         exported.open().__enter__()
 
 
+@pytest.mark.slow
 def test_a_signal_after_models_were_closed_does_not_end_the_process(tmp_path: Path) -> None:
     model = network(tmp_path / "source", "networks:mlp")
     exported = ExportOpenVINO()(model, Context(root=tmp_path / "openvino"))

@@ -114,6 +114,7 @@ def run_script(fresh_torch: Callable[[str], str]) -> Callable[[Path], str]:
     return lambda folder: fresh_torch(SCRIPT_ALONE.format(script=str(folder / "reproduce.py")))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("wrong_erf")
 def test_the_first_wrong_layer_is_named_and_shown_in_a_fresh_process(
     model: EagerModel, tmp_path: Path, run_script: Callable[[Path], str]
@@ -144,6 +145,7 @@ def test_the_first_wrong_layer_is_named_and_shown_in_a_fresh_process(
     assert (folder / "model.onnx").stat().st_size < 1000, "the operator alone"
 
 
+@pytest.mark.slow
 def test_nan_outputs_are_reported_as_any_other_error(
     model: EagerModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,6 +240,7 @@ def test_a_search_tells_the_certain_from_the_unsure(model: EagerModel, tmp_path:
     assert not unsure.verified
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_aot_inductor_is_searched_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_script: Callable[[Path], str]

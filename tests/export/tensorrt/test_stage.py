@@ -145,6 +145,7 @@ def test_the_parser_is_given_integers_about_zero_and_float_biases(
     assert all(bias.dtype == "float32" for bias in biases)
 
 
+@pytest.mark.slow
 def test_what_tensorrt_has_no_form_of_is_refused(
     model: EagerModel, int8: GraphModel, tmp_path: Path
 ) -> None:
@@ -156,6 +157,7 @@ def test_what_tensorrt_has_no_form_of_is_refused(
         write_onnx(at_run_time.program(), IMAGE, tmp_path / "model.onnx")
 
 
+@pytest.mark.slow
 def test_bfloat16_is_written_for_tensorrt_and_refused_for_onnxruntime(
     model: EagerModel, tmp_path: Path
 ) -> None:

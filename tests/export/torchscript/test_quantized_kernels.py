@@ -118,6 +118,7 @@ def test_products_of_sequences_give_floats(tmp_path: Path, static: bool) -> None
     assert torch.allclose(answer(torchscript, tokens), answer(graph, tokens), rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_few_bits_stay_packed(tmp_path: Path) -> None:
     stage = QuantizeWeights(group_size=16, embedding_bits=4)
     graph = quantized(tmp_path, "networks:sequence", TOKENS, stage)

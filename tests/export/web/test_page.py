@@ -91,6 +91,7 @@ def test_the_page_holds_the_file_the_runtime_and_the_answers(
     assert setup["atol"] == pytest.approx(0.01 * largest)
 
 
+@pytest.mark.slow
 def test_a_page_has_one_onnx_file(exported: Path, package: Path, tmp_path: Path) -> None:
     with pytest.raises(PipelineInvalid, match="web: expected one ONNX file, found none; "):
         bench(tmp_path / "page.html", torch.nn.Linear(4, 3), example_inputs=X)
@@ -99,6 +100,7 @@ def test_a_page_has_one_onnx_file(exported: Path, package: Path, tmp_path: Path)
     assert (tmp_path / "page.html").exists()
 
 
+@pytest.mark.slow
 def test_a_package_without_its_files_and_a_large_model_are_refused(
     exported: Path, package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

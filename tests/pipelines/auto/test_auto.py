@@ -41,8 +41,8 @@ model:
 data: {factory: "nets:data"}
 auto:
   limits: {max_drop: 5}
-  time: 20s
-  space: {widths: {values: 3}, formats: [float, int8_static]}
+  time: 5m
+  space: {widths: {values: 2}, formats: [float, int8_static]}
 stages:
   - {stage: train, epochs: 6}
 """
@@ -165,6 +165,7 @@ def test_a_file_of_a_search_alone_is_no_pipeline_to_run(file: Path, capfd) -> No
     assert "has no stages to run; search with: compress auto" in capfd.readouterr().err
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_a_module_in_memory_is_searched_as_well(tmp_path: Path) -> None:
     x = torch.randn(120, 1, 12, 12, generator=torch.Generator().manual_seed(0))
@@ -174,7 +175,7 @@ def test_a_module_in_memory_is_searched_as_well(tmp_path: Path) -> None:
     )
     data = (x, model(x).argmax(1))
     arguments = {"train": data, "val": data, "formats": ["float"], "widths": {"values": 2}}
-    found = compress.auto(model, **arguments, size="20kB", time="20s", out=tmp_path / "out")
+    found = compress.auto(model, **arguments, size="20kB", time="5m", out=tmp_path / "out")
     assert found.artifact.payload_bytes <= 20_000
     assert found.module(x[:5]).shape == (5, 2)
     with pytest.raises(compress.GateRefused, match=r"no model within 0\.001 MB was found"):

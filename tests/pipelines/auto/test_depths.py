@@ -39,15 +39,16 @@ def residual():
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     (tmp_path / "nets.py").write_text(NETS + BLOCKS)
-    content = FILE.replace("nets:net", "nets:residual").replace("time: 20s", "time: 5m")
+    content = FILE.replace("nets:net", "nets:residual")
     widths = '{values: 2, exclude: ["2.*.first"]}, formats: [float]'
     content = content.replace(
-        "{values: 3}, formats: [float, int8_static]", f"{widths}, blocks: true"
+        "{values: 2}, formats: [float, int8_static]", f"{widths}, blocks: true"
     )
     (tmp_path / "net.yaml").write_text(content)
     return tmp_path / "net.yaml"
 
 
+@pytest.mark.soak  # test_auto.py searches, and the others here have the rules
 @pytest.mark.slow
 def test_blocks_and_widths_are_decided_together(
     file: Path, tmp_path: Path, capfd, monkeypatch

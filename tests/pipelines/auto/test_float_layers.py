@@ -42,7 +42,7 @@ model:
 data: {factory: "nets:data"}
 auto:
   limits: {max_drop: 2}
-  time: 60s
+  time: 5m
   space: {widths: null, formats: [int8_static]}
 stages: []
 """

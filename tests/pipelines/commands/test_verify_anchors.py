@@ -264,6 +264,7 @@ def test_what_is_written_replaces_nothing_that_is_read_and_alters_no_artifact(
     verify_command(folder)
 
 
+@pytest.mark.slow
 def test_the_command_says_what_the_anchor_is_and_ends_with_two(project) -> None:
     folder = project.out / "artifacts" / "export_onnx"
     command = [sys.executable, "-c", "import cli; cli.main()", "verify", str(folder)]

@@ -218,6 +218,7 @@ def test_torchrun_reaches_the_weights_of_two_processes_of_one_command(
     assert not list((user / "out" / ".store").rglob("*.pickle"))
 
 
+@pytest.mark.soak  # the next ones lose a rank alone
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_node_that_is_killed_ends_the_run_with_one_line_of_rank_0(user) -> None:
@@ -257,6 +258,7 @@ def until_logged(user: Path, expected: str, count: int = 1) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.soak  # test_launch_elastic.py has the rules
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_training_goes_on_without_a_node_and_with_it_again(user, tmp_path_factory) -> None:

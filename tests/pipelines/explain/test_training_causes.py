@@ -37,6 +37,7 @@ def explained(folder: Path, stages: str, nets: str = NETS):
     return explanation
 
 
+@pytest.mark.slow
 def test_a_training_that_has_not_converged_is_repaired_where_training_is_allowed(
     tmp_path: Path, capfd
 ) -> None:
@@ -68,6 +69,7 @@ def test_inputs_in_other_units_are_named_without_another_training(tmp_path: Path
     assert keys[0] == "train_unlike_val"
 
 
+@pytest.mark.slow
 def test_a_teacher_that_is_worse_than_what_is_asked_is_named(tmp_path: Path) -> None:
     good = "  - {stage: train, epochs: 6, batch_size: 24, learning_rate: 0.1}\n"
     stages = good + (

@@ -54,6 +54,7 @@ def _together(*projects) -> list[tuple]:
     return results
 
 
+@pytest.mark.slow
 def test_two_runs_started_together_both_end_well(project, finished_run) -> None:
     shutil.rmtree(project.out)
     first, second = _together(project, project)
@@ -260,6 +261,7 @@ def test_a_file_written_while_a_run_begins_and_sweeps_up_is_written(tmp_path, mo
     assert swept and [f.name for f in tmp_path.iterdir()] == ["sensitivity.json"]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_leaves_no_report_of_the_one_before(project) -> None:
     project.edit("ratio: 0.4", "ratio: 0.5")
     script = (

@@ -69,6 +69,7 @@ def test_inputs_reach_the_parameters_of_their_names(tmp_path, fresh_torch) -> No
     assert answered == str(found[0].tolist())
 
 
+@pytest.mark.slow
 def test_a_graph_and_an_onnx_file_bear_the_names(tmp_path) -> None:
     import onnx
 

@@ -67,6 +67,7 @@ def diagnosed(module: nn.Module, folder: Path, stage: Any, calibration: float = 
     return refused, ranked
 
 
+@pytest.mark.slow
 def test_a_group_that_is_too_narrow_is_named_with_what_widens_it(module, tmp_path) -> None:
     stage = PruneChannels(widths={"3": 1}, round_to=1)
     refused, causes = diagnosed(module, tmp_path, stage)
@@ -77,6 +78,7 @@ def test_a_group_that_is_too_narrow_is_named_with_what_widens_it(module, tmp_pat
     assert settings[-1] == {"finetune": {"epochs": 4}}, "training comes last"
 
 
+@pytest.mark.slow
 def test_a_missing_refit_is_named_before_what_it_would_return(module, tmp_path) -> None:
     stage = PruneChannels(ratio=0.5, refit=False, round_to=1)
     refused, causes = diagnosed(module, tmp_path, stage)
@@ -85,6 +87,7 @@ def test_a_missing_refit_is_named_before_what_it_would_return(module, tmp_path) 
     assert refit.settings == {"refit": True} and not refit.trains
 
 
+@pytest.mark.slow
 def test_a_sample_in_other_units_is_named(module, tmp_path) -> None:
     stage = PruneChannels(ratio=0.5, round_to=1)
     refused, causes = diagnosed(module, tmp_path, stage, calibration=8.0)

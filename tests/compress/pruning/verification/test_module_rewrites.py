@@ -59,12 +59,14 @@ def test_sliced_attention_trains_with_dropout(pruned: EagerModel) -> None:
     assert all(p.grad is not None and p.grad.isfinite().all() for p in module.parameters())
 
 
+@pytest.mark.slow
 def test_a_sliced_model_is_sliced_again(pruned: EagerModel, tmp_path: Path) -> None:
     again = PruneChannels(ratio=0.5)(pruned, Context(root=tmp_path / "again"))
     assert [type(edit) for edit in again.recipe.edits] == [SplitAttention, KeepIndices, KeepIndices]
     assert again.load().encoder.layers[0].self_attn.num_heads == 1
 
 
+@pytest.mark.slow
 def test_attention_that_stays_is_not_rewritten(tmp_path: Path) -> None:
     source = sealed("encoder", tmp_path / "source")
     stage = PruneChannels(ratio=0.5, exclude=("encoder.layers.0.self_attn",))
@@ -139,6 +141,7 @@ def test_tied_projections_stay_tied() -> None:
     assert module[1].attention is module[0].attention
 
 
+@pytest.mark.slow
 def test_heads_leave_where_the_code_computes_sizes(tmp_path: Path) -> None:
     source = sealed("nano_gpt", tmp_path / "source")
     stage = PruneChannels(ratio=0.25, round_to=1, exclude=("h.1.attn",))
@@ -192,6 +195,7 @@ def test_a_size_that_has_the_batch_in_it_is_no_attribute() -> None:
     assert rewrite_(Folded().eval(), (torch.randn(2, 4),)) == ()
 
 
+@pytest.mark.slow
 def test_halves_of_channels_lose_different_numbers() -> None:
     case = CASES["shuffle_net_v2"]
     module, inputs = case.build(), case.inputs(2)

@@ -113,6 +113,7 @@ class Branches(nn.Module):
         return total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layers", "wrong", "most"),
     [(16, (), 1), (16, (5,), 12), (16, (3, 9), 20), (8, range(8), 23)],

@@ -192,7 +192,8 @@ def test_layers_that_read_one_tensor_share_one_scale(data: Splits) -> None:
     assert key.max() > 5 * key.min()
 
 
-@pytest.mark.parametrize("kind", ["static", pytest.param("dynamic", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["static", pytest.param("dynamic", marks=pytest.mark.soak)])
 def test_smoothing_lowers_the_error_of_outliers(
     tmp_path: Path, model: EagerModel, data: Splits, kind: str
 ) -> None:

@@ -48,6 +48,7 @@ def range_of_input(graph: GraphModel) -> tuple[float, float]:
     return (low - 0.5 - zero_point) * scale, (high + 0.5 - zero_point) * scale
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("observer", ["percentile", "moving_average", "histogram", "mse"])
 def test_the_saturated_share_is_counted_exactly(tmp_path: Path, observer: str) -> None:
     x = images()

@@ -149,6 +149,7 @@ def test_settings_that_do_not_go_together_are_refused() -> None:
         Training(epochs=1, precision="fp16", parallel={"communication": "topk", "processes": 2})
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.slow
 def test_digits_are_still_learnt(tmp_path, digits: Splits) -> None:

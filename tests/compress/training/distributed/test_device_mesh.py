@@ -78,29 +78,35 @@ QUICK = {
     "sgd zbv": {**SGD, "parallel": {"pipeline": ZBV}},
 }
 TWO = {
-    "sgd gpipe": {**SGD, "parallel": {"pipeline": GPIPE}},
     "sgd interleaved": {**SGD, "parallel": {"pipeline": INTERLEAVED}},
-    "sgd looped bfs": {**SGD, "parallel": {"pipeline": LOOPED}},
     "sgd zero bubble": {**SGD, "parallel": {"pipeline": ZERO_BUBBLE}},
+    "adamw tensor": {**ADAMW, "parallel": {"tensor": 2}},
+    "adamw pipeline": {**ADAMW, "parallel": {"pipeline": {}}},
+    "halves/adamw pipeline": {**ADAMW, "parallel": {"pipeline": {}}},
+    "tied pipeline": {**SGD, "source": "tied", "parallel": {"pipeline": {}}},
+    "normed tensor": {**SGD, "source": "normed", "parallel": {"tensor": 2}},
+    "both tensor": {**SGD, "source": "both", "parallel": {"tensor": 2}},
+    "bf16 pipeline": {**SGD, "precision": "bf16", "parallel": {"pipeline": {}}},
+}
+MORE_OF_TWO = {
+    "sgd gpipe": {**SGD, "parallel": {"pipeline": GPIPE}},
+    "sgd looped bfs": {**SGD, "parallel": {"pipeline": LOOPED}},
     "tied zbv": {**SGD, "source": "tied", "parallel": {"pipeline": ZBV}},
     "sgd uneven split": {**SGD, "parallel": {"pipeline": {"split": ["layers.3"]}}},
     "adamw tensor": {**ADAMW, "parallel": {"tensor": 2}},
-    "adamw pipeline": {**ADAMW, "parallel": {"pipeline": {}}},
     "adamw interleaved": {**ADAMW, "parallel": {"pipeline": INTERLEAVED}},
     "halves/adamw tensor": {**ADAMW, "parallel": {"tensor": 2}},
-    "halves/adamw pipeline": {**ADAMW, "parallel": {"pipeline": {}}},
-    "tied pipeline": {**SGD, "source": "tied", "parallel": {"pipeline": {}}},
     "tied tensor": {**SGD, "source": "tied", "parallel": {"tensor": 2}},
-    "normed tensor": {**SGD, "source": "normed", "parallel": {"tensor": 2}},
     "number tensor": {**SGD, "source": "number", "parallel": {"tensor": 2}},
-    "both tensor": {**SGD, "source": "both", "parallel": {"tensor": 2}},
     "bf16 tensor": {**SGD, "precision": "bf16", "parallel": {"tensor": 2}},
-    "bf16 pipeline": {**SGD, "precision": "bf16", "parallel": {"pipeline": {}}},
 }
 FOUR = {
-    "loss tensor ddp": {**SGD, "metric": "loss", "parallel": {"tensor": 2}},
-    "f1 pipeline ddp": {**SGD, "metric": F1, "parallel": {"pipeline": {}}},
     "sgd tensor pipeline": {**SGD, "parallel": {"tensor": 2, "pipeline": {}}},
+    "f1 pipeline ddp": {**SGD, "metric": F1, "parallel": {"pipeline": {}}},
+    "adamw tensor fsdp": {**ADAMW, "parallel": {**FSDP, "tensor": 2}},
+}
+MORE_OF_FOUR = {
+    "loss tensor ddp": {**SGD, "metric": "loss", "parallel": {"tensor": 2}},
     "both tensor pipeline": {**SGD, "source": "both", "parallel": {"tensor": 2, "pipeline": {}}},
     "normed tensor zbv": {**SGD, "source": "normed", "parallel": {"tensor": 2, "pipeline": ZBV}},
     "sgd pipeline of 4": {**SGD, "parallel": {"pipeline": {"stages": 4}}},
@@ -131,7 +137,14 @@ REFUSED = {
     "no such split": ("source", {"pipeline": {"split": ["layers.9"]}}),
 }
 ALL = [(ranks, name) for ranks, cases in HELD.items() for name in cases]
-SIZES = {"quick": (2, QUICK), "two": (2, TWO), "four": (4, FOUR)}
+SIZES = {
+    "quick": (2, QUICK),
+    "two": (2, TWO),
+    "four": (4, FOUR),
+    "more of two": (2, MORE_OF_TWO),
+    "more of four": (4, MORE_OF_FOUR),
+}
+"""Trainings that are launched together; `make soak` has those of more kinds."""
 
 
 def make_sources(root):
@@ -152,10 +165,12 @@ def results(tmp_path_factory, trained, launch):
         ranks, trainings = SIZES[size]
         if size not in done:
             first = sorted({n.split()[0] for n in trainings} & ALONE.keys())
-            single = {f"alone {n}": ALONE[n] for n in first if not (root / f"alone {n}").exists()}
-            launch(
-                HERE / "train_on_ranks.py", ranks, root, json.dumps(single), json.dumps(trainings)
+            single = {f"alone {n}": ALONE[n] for n in first}
+            new = (
+                json.dumps({n: t for n, t in each.items() if not (root / n).exists()})
+                for each in (single, trainings)
             )
+            launch(HERE / "train_on_ranks.py", ranks, root, *new)
             done.add(size)
         return trained(root / name)
 
@@ -167,8 +182,14 @@ def largest_difference(one, other):
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
-def exact(names):
-    return [n for n in names if not n.startswith(("bf16", "halves/"))]
+def of(*sizes, begins=()):
+    """Return the size and the name of trainings: those that begin so, or the exact ones."""
+    return [
+        pytest.param(size, name, marks=[pytest.mark.soak] * size.startswith("more"))
+        for size in sizes
+        for name in SIZES[size][1]
+        if (name.startswith(begins) if begins else not name.startswith(("bf16", "halves/")))
+    ]
 
 
 def is_as_alone(results, size, name):
@@ -192,22 +213,19 @@ def test_matrices_or_blocks_shared_by_two_processes(results, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", exact(TWO))
-def test_every_schedule_and_way_to_write_attention(results, name):
-    is_as_alone(results, "two", name)
+@pytest.mark.parametrize(("size", "name"), of("two", "more of two"))
+def test_every_schedule_and_way_to_write_attention(results, size, name):
+    is_as_alone(results, size, name)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", exact(FOUR))
-def test_meshes_of_two_dimensions(results, name):
-    is_as_alone(results, "four", name)
+@pytest.mark.parametrize(("size", "name"), of("four", "more of four"))
+def test_meshes_of_two_dimensions(results, size, name):
+    is_as_alone(results, size, name)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("size", "name"),
-    [(s, n) for s in ("two", "four") for n in SIZES[s][1] if n.startswith("halves/")],
-)
+@pytest.mark.parametrize(("size", "name"), of(*SIZES, begins="halves/"))
 def test_a_resumed_training_ends_bit_identical(results, size, name):
     whole, halves = results(size, name.removeprefix("halves/")), results(size, name)
     assert largest_difference(whole.weights, halves.weights) == 0
@@ -216,9 +234,9 @@ def test_a_resumed_training_ends_bit_identical(results, size, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["bf16 tensor", "bf16 pipeline"])
-def test_bf16_keeps_fp32_weights(results, name):
-    full, half = results("two", "alone sgd"), results("two", name)
+@pytest.mark.parametrize(("size", "name"), of(*SIZES, begins="bf16"))
+def test_bf16_keeps_fp32_weights(results, size, name):
+    full, half = results(size, "alone sgd"), results(size, name)
     assert 0 < largest_difference(full.weights, half.weights) < 0.01
     assert all(w.dtype == torch.float32 for w in half.weights.values())
 

@@ -21,6 +21,7 @@ def namespaces_are_allowed() -> bool:
     return made.returncode == 0
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.skipif(not namespaces_are_allowed(), reason="needs network namespaces and veth")

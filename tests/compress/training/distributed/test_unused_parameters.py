@@ -54,6 +54,7 @@ def test_weights_that_a_call_leaves_out_are_found_and_nothing_changes(module, ex
     assert torch.equal(drawn, torch.randn(2, 4))
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize("more", [{}, {"find_unused_parameters": True}])

@@ -50,6 +50,7 @@ def on_ranks(tmp_path_factory, launch):
     return json.loads(file.read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", CASES)
 def test_three_ranks_measure_what_one_process_does(on_ranks, name: str):

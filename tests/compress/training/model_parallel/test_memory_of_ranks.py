@@ -32,6 +32,7 @@ def ranks(tmp_path_factory, launch):
     return found, sum(weight.nbytes for weight in source.load().parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_rank_materialises_its_share_of_the_weights(ranks, name):
     found, whole = ranks

@@ -21,6 +21,7 @@ def quantized(folder: Path, factory: str, left: str, target: Target) -> tuple[Gr
     return stage(model, context), context
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("factory", "left", "kernels"),
     [("networks:mobilenet", "depthwise*", {"Conv": 1}), ("networks:mlp", "3", {"Gemm": 1})],
@@ -34,6 +35,7 @@ def test_a_layer_between_integers_keeps_its_float_weights(
     assert Parity(atol=0).measure(graph, exported, context) < 1e-5
 
 
+@pytest.mark.slow
 def test_a_layer_whose_pooled_and_flattened_output_is_quantized_keeps_its_float_weights(
     tmp_path: Path,
 ) -> None:
@@ -47,6 +49,7 @@ def test_a_layer_whose_pooled_and_flattened_output_is_quantized_keeps_its_float_
     assert Parity(atol=0).measure(graph, exported, context) < 1e-5
 
 
+@pytest.mark.slow
 def test_graphs_for_gpus_are_left_as_they_are(tmp_path: Path) -> None:
     graph, context = quantized(tmp_path, "networks:residual", "first", "tensorrt")
     exported = ExportOnnx()(graph, context.with_root(tmp_path / "onnx"))

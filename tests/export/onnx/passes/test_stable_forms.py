@@ -135,6 +135,7 @@ EXPRESSIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLAIN)
 def test_the_plain_form_is_refused_and_its_layer_named(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

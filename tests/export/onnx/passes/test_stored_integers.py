@@ -37,6 +37,7 @@ def graph(tmp_path_factory: pytest.TempPathFactory) -> tuple[GraphModel, Context
     return quantized(tmp_path_factory.mktemp("w4"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimize", ["none", "extended"])
 def test_weights_in_4_bits_give_the_answers_of_8(
     graph: tuple[GraphModel, Context], tmp_path: Path, optimize: str
@@ -58,6 +59,7 @@ def test_weights_in_4_bits_give_the_answers_of_8(
     assert packed.macs() == whole.macs()
 
 
+@pytest.mark.slow
 def test_biases_of_convolutions_are_stored_as_floats(
     graph: tuple[GraphModel, Context], tmp_path: Path
 ) -> None:
@@ -72,6 +74,7 @@ def test_biases_of_convolutions_are_stored_as_floats(
     assert read_names >= {tensor.name for tensor in model.initializer}
 
 
+@pytest.mark.slow
 def test_graphs_for_gpus_keep_8_bits(tmp_path: Path) -> None:
     source, context = quantized(tmp_path, "tensorrt")
     exported = ExportOnnx()(source, context.with_root(tmp_path / "onnx"))
