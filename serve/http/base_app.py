@@ -8,7 +8,7 @@ import secrets
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from serve.http.prometheus import Metrics
 from serve.http.responses import HttpError, Response, close_if_continue_expected
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
 
     from serve.http.dynamic_batcher import WorkerThreads
-    from serve.http.inference import WholeRequest
     from serve.http.options import Limits
     from serve.http.responses import Headers, Message, Receive
     from serve.worker.tensors import Named
@@ -33,6 +32,23 @@ CLIENT_CLOSED = 499
 """Status in the metrics, nginx's, for a client that disconnected before its response."""
 UNSPECIFIED = ("", "application/x-www-form-urlencoded")
 """The Content-Type of bodies where none is given, and curl's -d."""
+
+
+class BodyReceiver(Protocol):
+    """A request that an application begins once its body is received, without a task."""
+
+    @property
+    def seconds(self) -> float:
+        """Time limit of the body, and of the response."""
+
+    def run(self, body: bytes) -> None:
+        """Begin, with the whole body."""
+
+    def cancel(self) -> None:
+        """Take note that the client has gone."""
+
+    def expire(self) -> None:
+        """Answer that the time is over."""
 
 
 class SharedState:
@@ -123,7 +139,7 @@ class BaseApplication:
 
     def accept_whole(
         self, scope: Message, respond: Callable[[Response], None]
-    ) -> WholeRequest | None:
+    ) -> BodyReceiver | None:
         """Return a request that may begin once its body is received, if it needs no task."""
         del scope, respond
         return None
