@@ -17,20 +17,20 @@ from decoder.text import splits
 if TYPE_CHECKING:
     from pathlib import Path
 
-CHANNELS, MEASURED = 8, 8
+CHANNELS, FACTOR, MEASURED = 8, 64, 8
 METHODS = ("rtn", "gptq")
 
 
-def rescaled(factor: float, model: EagerModel, folder: Path) -> EagerModel:
+def rescaled(model: EagerModel, folder: Path) -> EagerModel:
     """Multiply channels of the norms, and divide what reads them: by a power of two, so exactly."""
     module = model.load()
     stream = residual_stream(module, module.state_dict(), model.signature.example())
     chosen = torch.randperm(stream.width, generator=torch.Generator().manual_seed(0))[:CHANNELS]
     with torch.no_grad():
         for name in stream.norms:
-            module.get_submodule(name).weight[chosen] *= factor  # type: ignore[operator, index]
+            module.get_submodule(name).weight[chosen] *= FACTOR  # type: ignore[operator, index]
         for name in stream.readers:
-            module.get_submodule(name).weight[:, chosen] /= factor  # type: ignore[operator, index]
+            module.get_submodule(name).weight[:, chosen] /= FACTOR  # type: ignore[operator, index]
     made = model.derive(folder, module)
     ids = model.signature.example()
     if not torch.equal(model.open()(*ids)[0], made.open()(*ids)[0]):
@@ -61,8 +61,7 @@ def in_principal_axes(model: EagerModel, folder: Path) -> EagerModel:
 
 MODELS = {
     "as trained": lambda model, folder: model,
-    "activations × 64": partial(rescaled, 64.0),
-    "weights × 64": partial(rescaled, 1 / 64),
+    "activations × 64": rescaled,
     "principal axes": in_principal_axes,
 }
 """Outliers → how a model gets them, without other scores."""

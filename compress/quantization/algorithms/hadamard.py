@@ -34,7 +34,9 @@ class Rotation:
         rows_NI = moved.reshape(-1, moved.shape[-1])
         rotated_NI = torch.empty_like(rows_NI)
         count = max(1, AT_ONCE // rows_NI.shape[1])
-        for rows, rotated in zip(rows_NI.split(count), rotated_NI.split(count), strict=True):
+        for rows, rotated in zip(
+            *(torch.split(x, count) for x in (rows_NI, rotated_NI)), strict=True
+        ):
             parts = (rows.double() * self.diagonal).unflatten(-1, [*map(len, self.factors)])
             for place, factor in enumerate(self.factors, 1):
                 parts = (parts.movedim(place, -1) @ factor).movedim(-1, place)

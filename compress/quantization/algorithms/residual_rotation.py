@@ -158,7 +158,7 @@ def rotated_weights(
         def rotate_heads(
             axis: int, weight: torch.Tensor, own: Rotation = own, size: int = size
         ) -> torch.Tensor:
-            return own.apply(weight.unflatten(axis, (-1, size)), axis + 1).view(weight.shape)
+            return own.apply(torch.unflatten(weight, axis, (-1, size)), axis + 1).view(weight.shape)
 
         change(values, "weight", partial(rotate_heads, 0))
         change(values, "bias", partial(rotate_heads, 0))

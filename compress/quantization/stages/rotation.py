@@ -84,18 +84,18 @@ class RotateWeights(Stage[EagerModel, EagerModel]):
         attentions = stream.heads if self.heads else ()
         of_values = [randomized_hadamard(each.head_size, generator) for each in attentions]
         rotated = rotated_weights(stream, weights, rotation, of_values)
-        error = self._compare(model, edits, rotated, context)
+        difference = self._compare(model, edits, rotated, context)
         facts: dict[str, Any] = {
             "width": stream.width,
             "rotated_layers": len(stream.readers) + len(stream.writers),
             "rotated_values": len(of_values),
             "untied": {name: list(rotated[name].shape) for name in stream.tied},
-            "outputs_error": error,
+            "outputs_error": difference,
             **({STREAMED: True} if model.is_streamed else {}),
         }
         logger.info(
             "%s: %d linear layers around %d channels, outputs differ by %.2g of their norm",
-            *(self.title, facts["rotated_layers"], stream.width, error),
+            *(self.title, facts["rotated_layers"], stream.width, difference),
         )
         for name, shape in facts["untied"].items():
             logger.info(
