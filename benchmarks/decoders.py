@@ -5,9 +5,12 @@ unless FOLDER (build/decoders) has it from an earlier run. Then prints perplexit
 of the next token by method, and size and speed of the folders of `export_genai`, measured in one
 process; with `--speed` the speed of the folders of an earlier run alone. With `--architectures` it
 prints which decoders of transformers become proven folders instead, tiny ones made from configs.
-With `--stream` (and `--gptq`) it makes a folder of 1.01 billion random weights, and prints peak
-memory and time of quantizing it with `stream: true`; 8 GB of disk. With `--llama-cpp` it opens
-files of `export_gguf` in llama.cpp, and takes `pip install llama-cpp-python`.
+With `--rotations` it gives that Llama outliers by an exact rescaling, and prints what 4 bits cost
+it with and without a rotation. With `--stream` (and `--gptq`) it makes a folder of 1.01 billion
+random weights, and prints peak memory and time of quantizing it with `stream: true`; 8 GB of disk.
+With `--llama-cpp` it opens files of `export_gguf` in llama.cpp, and takes `pip install
+llama-cpp-python`. With `--serve` it prints the speed of an earlier run's int4 folder by `compress
+generate` and by `compress serve`.
 It needs the extras `transformers` and `genai`. One thread.
 """
 
@@ -32,8 +35,14 @@ def main() -> None:
         import_module("decoder.llama_cpp").main()
         return
     folder = next((a for a in sys.argv[1:] if not a.startswith("-")), "build/decoders")
+    if "--rotations" in sys.argv:
+        import_module("decoder.rotations").main(Path(folder))
+        return
     if "--stream" in sys.argv:
         import_module("decoder.streaming").main(Path(folder), sys.argv[1:])
+        return
+    if "--serve" in sys.argv:
+        import_module("decoder.serving").main(Path(folder) / "genai-int4")
         return
     benchmark = import_module("decoder.compression")
     benchmark.main(Path(folder), speed_alone="--speed" in sys.argv)

@@ -47,6 +47,7 @@ from .functional.stages import quantize_dynamic as quantize_dynamic
 from .functional.stages import quantize_mixed as quantize_mixed
 from .functional.stages import quantize_static as quantize_static
 from .functional.stages import quantize_weights as quantize_weights
+from .functional.stages import rotate_weights as rotate_weights
 from .functional.stages import train as train
 from .pruning.allocation.targets import Target as Target
 from .pruning.blocks_stage import PruneLayers as PruneLayers
@@ -57,6 +58,7 @@ from .quantization.stages.dynamic import QuantizeDynamic as QuantizeDynamic
 from .quantization.stages.half_precision import ConvertPrecision as ConvertPrecision
 from .quantization.stages.mixed_precision import QuantizeMixed as QuantizeMixed
 from .quantization.stages.qat import QuantizeAwareTraining as QuantizeAwareTraining
+from .quantization.stages.rotation import RotateWeights as RotateWeights
 from .quantization.stages.static import QuantizeStatic as QuantizeStatic
 from .quantization.stages.weight_only import QuantizeWeights as QuantizeWeights
 from .training.config.parallel import Parallel as Parallel

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
+DECODER = "genai"
+"""Kind of the folders of `export_genai`."""
 POLL_SECONDS = 0.2
 NOT_JOINED = "note: requests are not joined: %s"
 NO_TLS = (
@@ -53,7 +55,7 @@ class ServedAt:
 
     artifact: str
     url: str
-    """URL of the model; for TorchServe, of its inference API."""
+    """URL of the model; for TorchServe, of its inference API; for a decoder, OpenAI's base URL."""
     server: str
     """`built-in` or `torchserve`."""
     curl: str
@@ -109,17 +111,24 @@ def _serve_built_in(
     artifact: Artifact, options: Options, token_file: Path | None, on_ready: OnReady
 ) -> None:
     uvicorn_server.refuse_missing()
+    is_decoder = artifact.kind == DECODER
+    if is_decoder:
+        from serve.openai.decoder import refuse_for_decoders  # it takes most of a second to import
+
+        refuse_for_decoders(artifact, options)
     token, is_new = uvicorn_server.token_from(token_file)
     options = replace(options, token=token)
     with uvicorn_server.listening(options.host, options.port) as listener:
         url = uvicorn_server.url_of(listener)
         header = curl_example.bearer(token, is_new, token_file, uvicorn_server.TOKEN_VARIABLE)
-        if forms_of(artifact).text:
+        if is_decoder:
+            curl = curl_example.completion_line(url, options.name, header)
+        elif forms_of(artifact).text:
             curl = curl_example.text_line(url, options.name, header)
         else:
             curl = curl_example.open_inference_line(url, options.name, artifact.signature, header)
         warnings = () if options.host in LOOPBACK else (NO_TLS,)
-        model = f"{url}/v2/models/{options.name}"
+        model = f"{url}/v1" if is_decoder else f"{url}/v2/models/{options.name}"
 
         def ready() -> None:
             on_ready(ServedAt(str(artifact.path), model, "built-in", curl, warnings))
@@ -127,7 +136,9 @@ def _serve_built_in(
             if options.processes > 1:
                 listener.close()  # the children hold it open; it closes when they end
 
-        serve_model = partial(_serve_model, artifact, listener, options)
+        serve_model = partial(
+            _serve_decoder if is_decoder else _serve_model, artifact, listener, options
+        )
         if options.processes == 1:
             serve_model(ready)
         else:
@@ -137,12 +148,44 @@ def _serve_built_in(
 def _serve_model(
     artifact: Artifact, listener: socket.socket, options: Options, ready: Callable[[], None]
 ) -> None:
+    from serve.http.asgi_app import Application
+    from serve.http.dynamic_batcher import Batcher
     from serve.http.loaded_model import open_model
 
     with open_model(artifact, options.name, options.threads or 1, options.report) as model:
         if model.not_joined:
             logger.error(NOT_JOINED, model.not_joined)  # the command shows errors only
-        uvicorn_server.serve(model, listener, options, ready)
+
+        def create_application() -> Application:
+            batcher = Batcher(
+                model.call,
+                workers=options.width,
+                max_rows=options.limits.rows,
+                joins_rows=not model.not_joined,
+                delay_seconds=options.delay_seconds,
+            )
+            return Application(model, batcher, options.limits, options.token)
+
+        uvicorn_server.serve(create_application, listener, options, ready)
+
+
+def _serve_decoder(
+    artifact: Artifact, listener: socket.socket, options: Options, ready: Callable[[], None]
+) -> None:
+    from serve.openai.app import OpenAIApplication
+    from serve.openai.decoder import open_decoder
+    from serve.openai.generation import GenerationThreads
+
+    decoder = open_decoder(artifact, options.name, options.threads or 1)
+
+    def create_application() -> OpenAIApplication:
+        threads = GenerationThreads(decoder, options.width)
+        limits = replace(
+            options.limits, body_bytes=min(options.limits.body_bytes, decoder.longest_body)
+        )
+        return OpenAIApplication(decoder, threads, limits, options.token)
+
+    uvicorn_server.serve(create_application, listener, options, ready)
 
 
 def _serve_torchserve(

@@ -44,10 +44,10 @@ PUBLIC = {
     "MinCosine MinDelegated MinEqualTokens MinIntegerMacs MinMetric MinSpeedup "
     "MinTokensPerSecond Parallel Parity PipelineInvalid Predictor PruneChannels PruneLayers "
     "PruneWeights QuantizeAwareTraining QuantizeDynamic QuantizeMixed QuantizeStatic "
-    "QuantizeWeights RunsIn Signature Splits Stage StageFailed Target TensorSpec Train "
-    "Training Unavailable Verdict consolidate convert_precision distill prune_channels "
+    "QuantizeWeights RotateWeights RunsIn Signature Splits Stage StageFailed Target TensorSpec "
+    "Train Training Unavailable Verdict consolidate convert_precision distill prune_channels "
     "prune_layers prune_weights quantize_aware_training quantize_dynamic quantize_mixed "
-    "quantize_static quantize_weights train export_aot export_compressed_tensors "
+    "quantize_static quantize_weights rotate_weights train export_aot export_compressed_tensors "
     "export_executorch export_fastest export_genai export_gguf export_onnx "
     "export_openvino export_program export_tensorrt export_torchscript package_kserve "
     "package_torchserve package_triton auto optimize bench",

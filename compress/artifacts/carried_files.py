@@ -10,6 +10,8 @@ from typing import Any
 
 CONFIG, TOKENIZER, IMAGES = "config.json", "tokenizer.json", "preprocessor_config.json"
 TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+TIED = "tie_word_embeddings"
+"""Entry of a config: whether a language model's head is its table of embeddings."""
 CARRIED_NAMES = (CONFIG, TOKENIZER, *TOKENIZER_SETTINGS, IMAGES)
 
 

@@ -165,8 +165,11 @@ class EagerModel(Artifact):
         edits: Sequence[AnyEdit] = (),
         lineage: tuple[Step, ...] = (),
         facts: dict[str, Any] | None = None,
+        carried: Mapping[str, bytes] | None = None,
     ) -> EagerModel:
         """Write a changed version of this model: new weights, and edits of its architecture.
+
+        The files beside it are those of this model, unless ``carried`` has others.
 
         Weights on disk (:func:`~compress.checkpoint.loading.read_state_dict`) give the same digest
         as a module with those weights; ArtifactInvalid is raised if they do not fit the recipe.
@@ -186,7 +189,7 @@ class EagerModel(Artifact):
             folder=self.code,
             lineage=lineage,
             facts=facts,
-            carried=self.carried_files(),
+            carried=self.carried_files() if carried is None else carried,
         )
 
     def stored_weights(self) -> tuple[torch.nn.Module, Weights]:

@@ -95,6 +95,20 @@ class KeepBlocks(Settings):
         keep_blocks_(module, self.kept)
 
 
+class UntieWeights(Settings):
+    """Parameters that share memory with another one, such as a tied head, made separate."""
+
+    edit: Literal["untie_weights"] = "untie_weights"
+    parameters: tuple[str, ...]
+    """Names of the parameters that become separate."""
+
+    def apply_(self, module: torch.nn.Module) -> None:
+        """Copy the parameters, and set `tie_word_embeddings` of a config to false, in place."""
+        from compress.artifacts.edits.untied_weights import untie_
+
+        untie_(module, self.parameters)
+
+
 class CallByName(Settings):
     """Adapts a module to tensors in the signature's order, and selects among its outputs."""
 
@@ -132,7 +146,7 @@ class CallByName(Settings):
 
 
 AnyEdit = Annotated[
-    KeepIndices | KeepBlocks | SplitAttention | NameSizes | CallByName,
+    KeepIndices | KeepBlocks | SplitAttention | NameSizes | UntieWeights | CallByName,
     Field(discriminator="edit"),
 ]
 """A change of an architecture; the key ``edit`` names its class."""

@@ -9,6 +9,7 @@ from compress.quantization.stages.dynamic import QuantizeDynamic
 from compress.quantization.stages.half_precision import ConvertPrecision
 from compress.quantization.stages.mixed_precision import QuantizeMixed
 from compress.quantization.stages.qat import QuantizeAwareTraining
+from compress.quantization.stages.rotation import RotateWeights
 from compress.quantization.stages.static import QuantizeStatic
 from compress.quantization.stages.weight_only import QuantizeWeights
 from compress.training.stage import Train
@@ -18,6 +19,7 @@ distill = stage_function(Distill)
 prune_channels = stage_function(PruneChannels)
 prune_layers = stage_function(PruneLayers)
 prune_weights = stage_function(PruneWeights)
+rotate_weights = stage_function(RotateWeights)
 quantize_static = stage_function(QuantizeStatic)
 quantize_dynamic = stage_function(QuantizeDynamic)
 quantize_weights = stage_function(QuantizeWeights)

@@ -9,8 +9,6 @@ from export.genai.decoder import INPUT_IDS, LOGITS, MASK, PARTS, PAST, PRESENT
 if TYPE_CHECKING:
     from export.genai.decoder import CacheShape
 
-CONFIG = "genai_config.json"
-
 
 def genai_config(module: Any, shape: CacheShape, context: int, file: str) -> dict[str, Any]:
     """Return the content of `genai_config.json` for a decoder of transformers.

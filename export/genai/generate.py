@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from compress.common.errors import ArtifactInvalid, PipelineInvalid, first_line
+from compress.common.errors import PipelineInvalid
 from export.common.host_check import require_all
 from export.genai.runtime import GENAI, next_tokens, open_folder
 from export.genai.stage import GenaiModel
+from export.genai.text import TOKENIZERS, TextTokenizer
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -44,21 +45,14 @@ def continue_text(path: Path, prompt: str, tokens: int, threads: int) -> Generat
     Raises:
         ArtifactInvalid: it is no folder of `export_genai`, was altered, or has no tokenizer.
         PipelineInvalid: the prompt is empty, or fills the context.
-        Unavailable: onnxruntime-genai is not installed.
+        Unavailable: onnxruntime-genai or tokenizers is not installed.
     """
     artifact = GenaiModel.from_directory(path)
-    require_all([GENAI], str(path))
+    require_all([GENAI, TOKENIZERS], str(path))
     artifact.verify()
-    import onnxruntime_genai
-
+    tokenizer = TextTokenizer(artifact)
     model = open_folder(path, threads)
-    try:
-        tokenizer = onnxruntime_genai.Tokenizer(model)
-        ids = [int(i) for i in tokenizer.encode(prompt)]
-    except Exception as error:
-        raise ArtifactInvalid(
-            f"{path}: onnxruntime-genai reads no tokenizer there: {first_line(error)}"
-        ) from error
+    ids = tokenizer.encode(prompt)
     room = int(artifact.fact("context")) - len(ids)
     if not ids or room < 1:
         raise PipelineInvalid(

@@ -10,10 +10,11 @@ import torch
 from compress.common.errors import StageFailed
 from compress.common.tensor_difference import relative_error
 from compress.core.gate_kinds.next_tokens import token_input
+from export.genai.greedy_text import GreedyText
 from export.parity.sample_parity import tolerance_for
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from compress.artifacts.artifact import Artifact
     from compress.common.forward import Predictor
@@ -36,17 +37,22 @@ class CacheProof:
     """What an exported decoder has to answer as its source does."""
 
     def __init__(
-        self, source: Artifact, session: CachedSession, context: Context, vocabulary: int
+        self,
+        source: Artifact,
+        session: CachedSession,
+        context: Context,
+        vocabulary: int,
+        longest: int,
     ) -> None:
         self.source, self.session, self.context = source, session, context
         self.signature, self.vocabulary = source.signature, vocabulary
         self.place = token_input(source.signature)
         self.limit = tolerance_for(source).relative
         axis = str(source.signature.inputs[self.place].shape[1])
-        self.longest = source.signature.bounds(axis).max or PROMPT + GREEDY
+        self.longest = min(source.signature.bounds(axis).max or PROMPT + GREEDY, longest)
 
-    def check(self) -> dict[str, Any]:
-        """Return what was compared and how far it differs, for the manifest.
+    def check(self) -> tuple[dict[str, Any], GreedyText]:
+        """Return what was compared and how far it differs, for the manifest, and the greedy text.
 
         Raises:
             StageFailed: the source answers otherwise, or the cache changes the answers.
@@ -63,7 +69,8 @@ class CacheProof:
                     f"source's by {worst:.2g} of their norm, expected at most {self.limit:g}"
                 )
             facts = {"scores_error": worst, "steps_error": self._check_steps()}
-            return facts | self._check_greedy_text(expected)
+            compared, greedy_text = self._check_greedy_text(expected)
+            return facts | compared, greedy_text
 
     def _texts(self) -> Iterator[torch.Tensor]:
         """Yield drawn tokens, and samples of `val`."""
@@ -115,7 +122,7 @@ class CacheProof:
             worst = max(worst, error)
         return worst
 
-    def _check_greedy_text(self, expected: Predictor) -> dict[str, Any]:
+    def _check_greedy_text(self, expected: Predictor) -> tuple[dict[str, Any], GreedyText]:
         """Compare the greedy text with the source's, up to the first near-tie.
 
         One call of the source on the whole text gives its choice at every place.
@@ -124,7 +131,7 @@ class CacheProof:
         prompt = prompt[:, : max(1, min(PROMPT, self.longest // 2))]
         count = min(GREEDY, self.longest - prompt.shape[1])
         if count < 1:
-            return {"greedy_tokens": 0, "equal_tokens": 0}
+            return {"greedy_tokens": 0, "equal_tokens": 0}, GreedyText((), (), self.limit)
         tokens, scores = self.session.continue_greedily(prompt, count)
         text = torch.cat([prompt, tokens[:, :-1]], 1)
         own = self._scores(expected, text)[:, prompt.shape[1] - 1 :]
@@ -138,7 +145,8 @@ class CacheProof:
         facts: dict[str, Any] = {"greedy_tokens": count, "equal_tokens": count}
         if differs:
             facts |= self._near_tie(differs[0], own[0, differs[0]], int(tokens[0, differs[0]]))
-        return {**facts, "greedy_error": error}
+        greedy = GreedyText(tuple(prompt[0].tolist()), tuple(tokens[0].tolist()), self.limit)
+        return {**facts, "greedy_error": error}, greedy
 
     def _near_tie(self, place: int, scores: torch.Tensor, chosen: int) -> dict[str, Any]:
         """Return the two tokens at a place where texts part; StageFailed if they are no tie."""
@@ -154,12 +162,3 @@ class CacheProof:
             *(place, best, chosen, gap, spread),
         )
         return {"equal_tokens": place, "near_tie": {"tokens": [best, chosen], "gap": gap}}
-
-
-def check_runtime_text(expected: Sequence[int], found: Sequence[int]) -> None:
-    """Raise StageFailed if onnxruntime-genai generates other tokens than onnxruntime does."""
-    for place, (a, b) in enumerate(zip(expected, found, strict=True)):
-        if a != b:
-            raise StageFailed(
-                f"onnxruntime-genai generates {b} as token {place + 1}, and onnxruntime {a}"
-            )

@@ -12,12 +12,28 @@ from compress.common.errors import ArtifactInvalid, StageFailed, first_line
 from compress.common.requirements import Requirement
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Generator, Sequence
     from pathlib import Path
 
 GENAI = Requirement(what="onnxruntime_genai", install="pip install -e '.[genai]'")
+CONFIG = "genai_config.json"
 REPEATS = 5
 """Texts that a speed is the median of."""
+
+
+PREFILL_TOKENS = 64
+"""Tokens of a prompt that a server's `Generator` reads at once, as it holds Python's lock."""
+
+
+class Sampling(NamedTuple):
+    """How the next token is chosen."""
+
+    temperature: float = 0.0
+    """0 chooses the likeliest token."""
+    top_p: float = 1.0
+    """Chooses among the likeliest tokens that together have this probability."""
+    seed: int | None = None
+    """The same seed chooses the same tokens; None chooses others each time."""
 
 
 class GenerationSpeed(NamedTuple):
@@ -44,18 +60,74 @@ def open_folder(folder: Path, threads: int = 1) -> Any:
         ) from error
 
 
-def next_tokens(model: Any, prompt: Sequence[int], count: int) -> Iterator[int]:
-    """Yield up to so many of the likeliest next tokens, until one that ends the text."""
+def next_tokens(
+    model: Any, prompt: Sequence[int], count: int, sampling: Sampling | None = None
+) -> Generator[int, None, None]:
+    """Yield up to so many next tokens, by default the likeliest, until one that ends the text."""
+    import numpy as np
+    import onnxruntime_genai
+
+    temperature, top_p, seed = sampling or Sampling()
+    options: dict[str, Any] = {"max_length": len(prompt) + count, "do_sample": temperature > 0}
+    if temperature > 0:
+        options |= {"temperature": float(temperature), "top_p": float(top_p), "top_k": 0}
+    if seed is not None:
+        options["random_seed"] = seed % 2**31  # genai's is an int of C
+    parameters = onnxruntime_genai.GeneratorParams(model)
+    parameters.set_search_options(**options)
+    generator = onnxruntime_genai.Generator(model, parameters)
+    size = len(prompt) if sampling is None else PREFILL_TOKENS
+    for start in range(0, len(prompt), size):
+        generator.append_tokens(np.array(prompt[start : start + size], np.int32))
+    while not generator.is_done():
+        generator.generate_next_token()
+        yield int(generator.get_next_tokens()[0])
+
+
+def next_tokens_unlocked(
+    model: Any, prompt: Sequence[int], count: int, sampling: Sampling
+) -> Generator[int, None, None]:
+    """Yield as :func:`next_tokens`, without holding Python's lock while the model computes.
+
+    genai 0.18 releases it in `Engine.run` alone. An engine of one request chooses the same tokens;
+    it takes no seed.
+    """
+    import numpy as np
+    import onnxruntime_genai as genai
+
+    engine = genai.Engine(model)
+    events = engine.create_event_buffer(1)
+    request = engine.create_request()
+    options = genai.TurnOptions(request)
+    options.set_max_generated_tokens(count)
+    options.set_do_sample(sampling.temperature > 0)
+    if sampling.temperature > 0:
+        options.set_temperature(sampling.temperature)
+        options.set_top_p(sampling.top_p)
+        options.set_top_k(0)
+    turn = request.begin_turn(np.array(prompt, np.int32), options)
+    try:
+        while engine.has_pending_requests():
+            for event in engine.run(events):
+                if event.finish_reason == genai.FinishReason.FAILED:
+                    raise RuntimeError(f"onnxruntime-genai failed: {event.error_code.name}")
+                if event.token is not None:
+                    yield int(event.token)
+    finally:
+        request.cancel_turn(turn)
+        request.close()
+
+
+def next_scores(model: Any, tokens: Sequence[int]) -> Any:
+    """Return the scores of each token after some, `(vocabulary,)`."""
     import numpy as np
     import onnxruntime_genai
 
     parameters = onnxruntime_genai.GeneratorParams(model)
-    parameters.set_search_options(max_length=len(prompt) + count, do_sample=False)
+    parameters.set_search_options(max_length=len(tokens) + 1, do_sample=False)
     generator = onnxruntime_genai.Generator(model, parameters)
-    generator.append_tokens(np.array(prompt, np.int32))
-    while not generator.is_done():
-        generator.generate_next_token()
-        yield int(generator.get_next_tokens()[0])
+    generator.append_tokens(np.array(tokens, np.int32))
+    return generator.get_logits().reshape(-1)
 
 
 def measure_speed(

@@ -15,7 +15,7 @@ from compress.common.errors import StageFailed
 from compress.common.forward import opened_model
 from compress.core.stage import Stage
 from export.common.targets import NO_BFLOAT16
-from export.genai.runtime import GENAI
+from export.genai.runtime import CONFIG, GENAI
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Set
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from compress.common.forward import Predictor
     from compress.core.context import Context
+    from export.genai.greedy_text import GreedyText
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +97,7 @@ class ExportGenai(Stage[EagerModel | GraphModel, GenaiModel]):
 
         from export.common.packed_weights import decoder_weights
         from export.genai.decoder import CachedDecoder, lower_decoder
-        from export.genai.folder import CONFIG, genai_config
+        from export.genai.folder import genai_config
         from export.genai.packed_layers import use_packed_layers_
         from export.onnx.graph import count_operators, strip_
         from export.onnx.passes.stored_integers import compact_
@@ -137,7 +138,9 @@ class ExportGenai(Stage[EagerModel | GraphModel, GenaiModel]):
             config = genai_config(module, shape, most, GenaiModel.payload)
             (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
             facts["rotary_in_attention"] = f"{shape.rotary_layers} of {shape.layers} layers"
-            facts |= self._proof(model, partial, context, module.config.vocab_size, most)
+            proven, text = self._proof(model, partial, context, module.config.vocab_size, most)
+            facts |= proven
+            text.write(partial)
         logger.info(
             "%s: %d of %d greedy tokens equal, scores differ by %.2g of their norm; opened by %s",
             *(self.title, facts["equal_tokens"], facts["greedy_tokens"], facts["scores_error"]),
@@ -164,21 +167,15 @@ class ExportGenai(Stage[EagerModel | GraphModel, GenaiModel]):
 
     def _proof(
         self, model: Artifact, folder: Path, context: Context, vocabulary: int, longest: int
-    ) -> dict[str, Any]:
-        """Compare a folder with its source, and return what was found."""
-        import torch
-
-        from export.genai.proof import GREEDY, CacheProof, check_runtime_text
-        from export.genai.runtime import next_tokens, open_folder
+    ) -> tuple[dict[str, Any], GreedyText]:
+        """Compare a folder with its source; return what was found, and the greedy text."""
+        from export.genai.proof import CacheProof
+        from export.genai.runtime import open_folder
         from export.genai.session import CachedSession
 
         session = CachedSession(folder / GenaiModel.payload, context.threads)
-        facts = CacheProof(model, session, context, vocabulary).check()
+        facts, text = CacheProof(model, session, context, vocabulary, longest).check()
         if GENAI.missing():
-            return {**facts, "opened_by": None}
-        prompt = [1 % vocabulary]
-        runtime = open_folder(folder, context.threads)
-        found = [*next_tokens(runtime, prompt, min(GREEDY, longest - 1))]
-        expected, _ = session.continue_greedily(torch.tensor([prompt]), len(found))
-        check_runtime_text(expected[0].tolist(), found)
-        return {**facts, "opened_by": f"onnxruntime-genai {version('onnxruntime-genai')}"}
+            return {**facts, "opened_by": None}, text
+        text.check(open_folder(folder, context.threads))
+        return {**facts, "opened_by": f"onnxruntime-genai {version('onnxruntime-genai')}"}, text

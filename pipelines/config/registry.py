@@ -19,6 +19,7 @@ from compress.quantization.stages.dynamic import QuantizeDynamic
 from compress.quantization.stages.half_precision import ConvertPrecision
 from compress.quantization.stages.mixed_precision import QuantizeMixed
 from compress.quantization.stages.qat import QuantizeAwareTraining
+from compress.quantization.stages.rotation import RotateWeights
 from compress.quantization.stages.static import QuantizeStatic
 from compress.quantization.stages.weight_only import QuantizeWeights
 from compress.training.stage import Train
@@ -48,6 +49,7 @@ OURS: tuple[type[Stage[Any, Any]], ...] = (
     PruneLayers,
     PruneWeights,
     Distill,
+    RotateWeights,
     QuantizeStatic,
     QuantizeAwareTraining,
     QuantizeMixed,

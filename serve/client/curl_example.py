@@ -60,6 +60,12 @@ def text_line(url: str, name: str, authorization: str) -> str:
     return f"{post} {url}/v2/models/{name}/infer"
 
 
+def completion_line(url: str, name: str, authorization: str) -> str:
+    """Return a command that has a decoder continue a text."""
+    body = json.dumps({"model": name, "prompt": "The ", "max_tokens": 32})
+    return _post_json(authorization, body, f"{url}/v1/completions")
+
+
 def torchserve_line(url: str, name: str, signature: Signature, token: str) -> str:
     """Return a command with a request to TorchServe: zeros, and ones for integers."""
     authorization = bearer(token, True, None, "")

@@ -6,76 +6,55 @@ It is plain ASGI: a web framework around these few paths took longer than a smal
 from __future__ import annotations
 
 import asyncio
-import json
-import secrets
 import time
-from collections import deque
-from contextlib import asynccontextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from compress import __version__
-from serve.http.inference import (
+from serve.http.base_app import (
     CLIENT_CLOSED,
     SMALL_BYTES,
-    Inference,
-    WholeRequest,
+    BaseApplication,
     content_type_of,
+    headers_of,
 )
-from serve.http.responses import (
-    HttpError,
-    Response,
-    close_if_continue_expected,
-    response_of,
-    send_response,
-)
-from serve.worker.http_errors import TOO_LARGE, UNREADABLE
+from serve.http.inference import Inference, WholeRequest
+from serve.http.responses import HttpError, Response, response_of, send_response
 from serve.worker.oip import DATATYPES
-from serve.worker.wire import JSON
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import Callable
 
     from serve.http.dynamic_batcher import Batcher
     from serve.http.loaded_model import ServedModel
     from serve.http.options import Limits
     from serve.http.responses import Headers, Message, Receive, Send
     from serve.packaging.model_interface import Interface
-    from serve.worker.tensors import Named
 
-LARGE_BODIES = 3
-"""Large bodies in memory are bounded by so many times the largest; the others wait in the kernel's
-socket buffers."""
 SPECIAL_HEADERS = frozenset({"expect", "transfer-encoding", "upgrade"})
 """Of requests that `WholeRequest` does not answer."""
 
 
-class Application:
+class Application(BaseApplication):
     """Answers requests for one model."""
 
     def __init__(self, model: ServedModel, batcher: Batcher, limits: Limits, token: str) -> None:
         """Create the application; all but the two health paths require the bearer token."""
         self.inference = Inference(model, batcher, limits)
-        self._large_bodies = ByteSemaphore(LARGE_BODIES * limits.body_bytes)
-        self._authorization = f"Bearer {token}".encode()
         base = f"/v2/models/{model.name}"
-        self._infer_paths = (f"{base}/infer", f"{base}/versions/1/infer")
         ready = {"name": model.name, "ready": True}
         metadata = model_metadata(model.name, model.kind, model.interface)
         server: dict[str, Any] = {"name": "compress", "version": __version__}
         server |= {"extensions": ["binary_tensor_data"]}
-        self._public = {"/v2/health/live": {"live": True}, "/v2/health/ready": {"ready": True}}
-        self._private: dict[str, Any] = {"/v2": server, "/v2/": server, base: metadata}
-        self._private |= {f"{base}/ready": ready, f"{base}/versions/1": metadata}
-        self._private |= {f"{base}/versions/1/ready": ready, "/metrics": None}
-
-    def close(self) -> None:
-        """End what the requests share."""
-        self.inference.close()
+        content: dict[str, Any] = {"/v2": server, "/v2/": server, base: metadata}
+        content |= {f"{base}/ready": ready, f"{base}/versions/1": metadata}
+        content |= {f"{base}/versions/1/ready": ready}
+        paths = (f"{base}/infer", f"{base}/versions/1/infer")
+        super().__init__(self.inference, token, paths, content)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Answer one request."""
         headers = headers_of(scope)
-        if scope["path"] not in self._infer_paths:
+        if scope["path"] not in self._model_paths:
             await send_response(scope, send, await response_of(self._get(scope, headers)))
             return
         start, count = time.perf_counter(), self.inference.metrics.count
@@ -94,7 +73,7 @@ class Application:
         self, scope: Message, respond: Callable[[Response], None]
     ) -> WholeRequest | None:
         """Return a small inference request that may begin once its body is received, else None."""
-        if scope["method"] != "POST" or scope["path"] not in self._infer_paths:
+        if scope["method"] != "POST" or scope["path"] not in self._model_paths:
             return None
         headers, limit = headers_of(scope), self.inference.limits.body_bytes
         if (
@@ -104,70 +83,21 @@ class Application:
         ):
             return None
         try:
-            self._admit(headers, self.inference.in_progress)
+            self._admit("POST", headers, self.inference.in_progress)
         except HttpError:
             return None  # the error is sent before the body is received
         return WholeRequest(self.inference, headers, respond)
 
-    def _admit(self, headers: Headers, others: int) -> None:
-        """Refuse a request that is not from the token's owner, or if too many others wait."""
-        self._check_token(headers)
-        # Others may still be read, and not be queued yet.
-        most = self.inference.limits.queue
-        if max(self.inference.batcher.depth, others) >= most:
-            message = f"{most} requests wait, the most that may; try again"
-            raise HttpError(503, message, retry_after="1", **close_if_continue_expected(headers))
-
-    def _check_token(self, headers: Headers) -> None:
-        token = headers.get("authorization", "").encode()
-        # In constant time: how long it takes tells nothing of the token.
-        if not secrets.compare_digest(token, self._authorization):
-            message = "found no valid token, expected the header Authorization: Bearer TOKEN"
-            closing = close_if_continue_expected(headers)
-            raise HttpError(401, message, www_authenticate="Bearer", **closing)
-
-    async def _get(self, scope: Message, headers: Headers) -> Response:
-        """Answer health, metadata and metrics requests."""
-        path, method = scope["path"], scope["method"]
-        if path in self._public:
-            return self._json_response(self._public[path])
-        self._check_token(headers)
-        if path not in self._private:
-            message = f"{path[:200]}: not here; expected {self._infer_paths[0]}"
-            raise HttpError(404, message, **close_if_continue_expected(headers))
-        if method not in ("GET", "HEAD"):
-            message = f"{method[:20]}: expected GET"
-            raise HttpError(405, message, allow="GET, HEAD", **close_if_continue_expected(headers))
-        if path == "/metrics":
-            text = await self.inference.run_in_thread(True, self.inference.metrics.text)
-            return Response(200, text, {"content-type": self.inference.metrics.content_type})
-        return self._json_response(self._private[path])
-
-    def _json_response(self, content: Named) -> Response:
-        """Return the content; `ready: false` and 503 while every call of the model hangs."""
-        hangs = "ready" in content and self.inference.batcher.hangs(self.inference.limits.seconds)
-        body = json.dumps({**content, "ready": False} if hangs else content).encode()
-        return Response(503 if hangs else 200, body, {"content-type": JSON})
-
     async def _infer(self, method: str, headers: Headers, receive: Receive) -> Response:
         inference = self.inference
-        self._check_token(headers)
-        closing = close_if_continue_expected(headers)
-        if method != "POST":
-            raise HttpError(405, f"{method[:20]}: expected POST", allow="POST", **closing)
-        self._admit(headers, inference.in_progress - 1)  # this request is in progress already
-        limit = inference.limits.body_bytes
-        # A chunked body does not say its size: it counts as the largest.
-        size = limit if "transfer-encoding" in headers else int(headers.get("content-length", 0))
-        if size > limit:
-            message = f"the body has {size} bytes, expected at most {limit}"
-            raise HttpError(TOO_LARGE, message, **closing)
-        reserved = self._large_bodies.reserve(size) if size > SMALL_BYTES else nullcontext()
+        # This request is in progress already.
+        self._admit(method, headers, inference.in_progress - 1)
+        size = inference.body_size(headers)
         late = 503
         try:
-            async with asyncio.timeout(inference.limits.seconds), reserved:
+            async with asyncio.timeout(inference.limits.seconds), inference.reserved(size):
                 late = 408
-                body = await self._read_body(receive)
+                body = await inference.read_body(receive)
                 # A small image may be millions of pixels.
                 in_thread = len(body) > SMALL_BYTES or self._has_reader(headers)
                 decoded = inference.run_in_thread(in_thread, inference.decode, headers, body)
@@ -182,26 +112,6 @@ class Application:
         """Return whether a body is a text or an image."""
         return content_type_of(headers) in self.inference.model.readers
 
-    async def _read_body(self, receive: Receive) -> bytes:
-        parts: list[bytes] = []
-        bytes_left, more = self.inference.limits.body_bytes, True
-        while more:
-            part = await receive()
-            if part["type"] == "http.disconnect":
-                raise HttpError(UNREADABLE, "the client disconnected before its body was received")
-            parts.append(part.get("body", b""))
-            bytes_left -= len(parts[-1])
-            more = bool(part.get("more_body"))
-            if bytes_left < 0:  # a chunked one: others were refused by their Content-Length
-                message = f"the body has more than {self.inference.limits.body_bytes} bytes"
-                raise HttpError(TOO_LARGE, message)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
-
-
-def headers_of(scope: Message) -> Headers:
-    """Return a request's headers, their names in lower case."""
-    return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-
 
 def model_metadata(name: str, kind: str, interface: Interface) -> dict[str, Any]:
     """Return the response to ``GET /v2/models/{name}``."""
@@ -214,40 +124,3 @@ def model_metadata(name: str, kind: str, interface: Interface) -> dict[str, Any]
     )
     described = {"name": name, "versions": ["1"], "platform": kind}
     return described | {"inputs": inputs, "outputs": outputs}
-
-
-class ByteSemaphore:
-    """Bounds the bytes that requests hold together; the others wait, first in, first out."""
-
-    def __init__(self, capacity: int) -> None:
-        """Create a semaphore of so many bytes."""
-        self._capacity = self._free = capacity
-        self._queue: deque[tuple[int, asyncio.Future[None]]] = deque()
-
-    @asynccontextmanager
-    async def reserve(self, count: int) -> AsyncIterator[None]:
-        """Wait until `count` bytes are free, at most the capacity, and reserve them."""
-        count = min(count, self._capacity)  # more would never be free
-        turn = asyncio.get_running_loop().create_future()
-        self._queue.append((count, turn))
-        self._admit()
-        try:
-            await turn
-            yield
-        finally:
-            # Also after a cancellation: before the turn came, or in it.
-            if turn.done() and not turn.cancelled():
-                self._free += count
-            else:
-                turn.cancel()
-            self._admit()
-
-    def _admit(self) -> None:
-        while self._queue:
-            count, turn = self._queue[0]
-            if not turn.cancelled():
-                if count > self._free:
-                    return
-                self._free -= count
-                turn.set_result(None)
-            self._queue.popleft()

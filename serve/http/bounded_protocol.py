@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-    from serve.http.inference import WholeRequest
+    from serve.http.base_app import BodyReceiver
     from serve.http.responses import Response
 
 HEAD_SECONDS = 10.0
@@ -80,7 +80,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     _raw_transport: asyncio.Transport
     flow: HoldableFlowControl
     deadline: Deadline
-    _whole_request: WholeRequest | None = None
+    _whole_request: BodyReceiver | None = None
     """The request in progress, if it is answered without a task."""
     _asgi_task: asyncio.Task[None] | None = None
     _running_cycle: RequestResponseCycle | None = None

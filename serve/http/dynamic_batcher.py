@@ -40,8 +40,45 @@ class Stop:
     """Queued to end the worker that takes it."""
 
 
-class Batcher:
-    """Worker threads, and the queue of requests that they take batches from.
+class WorkerThreads:
+    """Threads that call a model, and the queue that they take jobs from."""
+
+    def __init__(self, workers: int) -> None:
+        """Start the threads, inside a running event loop; each runs :meth:`_work`."""
+        self.depth = 0
+        """Requests that wait or are being answered."""
+        self._call_start: dict[int, float] = {}
+        """Start time of the call that each busy thread is in, by thread id."""
+        self._loop = asyncio.get_running_loop()
+        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        # Daemons: a call that never ends must not keep the process from ending.
+        self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(workers)]
+        for thread in self._threads:
+            thread.start()
+
+    def hangs(self, seconds: float) -> bool:
+        """Return whether every thread has been in the same model call for longer than that."""
+        starts = [*self._call_start.values()]
+        return len(starts) == len(self._threads) and time.monotonic() - max(starts) > seconds
+
+    def close(self) -> None:
+        """End the threads; drop the requests that still wait."""
+        with suppress(queue.Empty):
+            while True:
+                self._queue.get_nowait()
+        for _ in self._threads:
+            self._queue.put(Stop())
+        deadline = time.monotonic() + CLOSE_SECONDS
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _work(self) -> None:
+        """Do jobs until a `Stop`."""
+        raise NotImplementedError
+
+
+class Batcher(WorkerThreads):
+    """Answers requests in batches.
 
     By default no request waits for others: while a call runs, requests queue up, and the next call
     takes as many of them as fit. ``delay_seconds`` makes requests wait for more.
@@ -57,22 +94,13 @@ class Batcher:
         delay_seconds: float = 0.0,
     ) -> None:
         """Start the threads, inside a running event loop; each may call the model at any time."""
-        self.depth = 0
-        """Requests that wait or are being answered."""
         self._call = call
         self._max_rows = max_rows
         self._joins_rows = joins_rows
         self._delay_seconds = delay_seconds
-        self._call_start: dict[int, float] = {}
-        """Start time of the call that each busy thread is in, by thread id."""
-        self._loop = asyncio.get_running_loop()
         self._submitted: list[Job] = []
         """Jobs of this turn of the event loop, on their way to the queue."""
-        self._queue: queue.SimpleQueue[Job | Stop] = queue.SimpleQueue()
-        # Daemons: a call that never ends must not keep the process from ending.
-        self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(workers)]
-        for thread in self._threads:
-            thread.start()
+        super().__init__(workers)
 
     def submit(
         self, arrays: list[Array], on_done: Callable[[list[Array] | Exception], None]
@@ -106,22 +134,6 @@ class Batcher:
         for job in self._submitted:
             self._queue.put(job)
         self._submitted = []
-
-    def hangs(self, seconds: float) -> bool:
-        """Return whether every thread has been in the same model call for longer than that."""
-        starts = [*self._call_start.values()]
-        return len(starts) == len(self._threads) and time.monotonic() - max(starts) > seconds
-
-    def close(self) -> None:
-        """End the threads; drop the requests that still wait."""
-        with suppress(queue.Empty):
-            while True:
-                self._queue.get_nowait()
-        for _ in self._threads:
-            self._queue.put(Stop())
-        deadline = time.monotonic() + CLOSE_SECONDS
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
 
     def _work(self) -> None:
         job = self._queue.get()

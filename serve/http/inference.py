@@ -5,10 +5,15 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from serve.http.prometheus import Metrics
+from serve.http.base_app import (
+    CLIENT_CLOSED,
+    SMALL_BYTES,
+    UNSPECIFIED,
+    SharedState,
+    content_type_of,
+)
 from serve.http.responses import HttpError, Response, error_response, response_of
 from serve.packaging.model_interface import example_inputs
 from serve.worker import wire
@@ -25,57 +30,36 @@ if TYPE_CHECKING:
     from serve.http.responses import Headers
     from serve.worker.tensors import Array, Named, Specs
 
-FORM = "application/x-www-form-urlencoded"
-"""The Content-Type of curl's -d where none is given."""
-SMALL_BYTES = 64 * 1024
-"""Larger bodies are parsed, and larger responses serialized, in a thread, one at a time."""
 EXTRA_COMMAS = 1024
 """Commas of a JSON request besides those between numbers, at most."""
-CLIENT_CLOSED = 499
-"""Status in the metrics, nginx's, for a client that disconnected before its response."""
 
 
-class Inference:
+class Inference(SharedState):
     """The steps of all inference requests, and what they share."""
 
     def __init__(self, model: ServedModel, batcher: Batcher, limits: Limits) -> None:
         """Create the steps, inside a running event loop."""
+        super().__init__(model.name, batcher, limits)
         self.model = model
-        self.limits = limits
         self.batcher = batcher
-        self.metrics = Metrics(model.name, lambda: batcher.depth)
         self.outputs = [output.name for output in model.signature.outputs]
-        self.in_progress = 0
-        """Inference requests, from reading the body to sending the response."""
         self.deadlines = Deadlines(limits.seconds)
         self._example = example_inputs(model.signature, rows=1)
         self._specs = model.signature.input_descriptions()
         self._max_commas = EXTRA_COMMAS + most_numbers(self._specs, limits.rows)
         if wire.TEXT in model.readers:
             self._max_commas += EXTRA_COMMAS * limits.rows  # within texts
-        # Python switches back to the event loop every few milliseconds while this thread computes.
-        self._thread = ThreadPoolExecutor(1)
         self._tasks = set[asyncio.Task[Response]]()
 
     def close(self) -> None:
-        """End the thread for large bodies, and the timer."""
+        """End the threads, and the timer."""
         self.deadlines.close()
-        self._thread.shutdown(cancel_futures=True)
-
-    def late_error(self, status: int) -> HttpError:
-        """Return the error of a request that took too long: 408, 503 or 504."""
-        what = {
-            408: "the body was not received",
-            503: "other large bodies left no memory for this one",
-            504: "the model did not answer",
-        }[status]
-        closing = {} if status == 504 else {"connection": "close"}
-        return HttpError(status, f"{what} within {self.limits.seconds:g} s", **closing)
+        super().close()
 
     def decode(self, headers: Headers, body: bytes) -> tuple[list[Array], Named]:
         """Return the model's inputs, and which outputs an Open Inference Protocol request wants."""
         content_type = content_type_of(headers)
-        if content_type in ("", FORM):
+        if content_type in UNSPECIFIED:
             content_type = wire.JSON  # as the protocol has it; NVIDIA's client sends no type
         json_bytes = headers.get(HEADER_LENGTH, "")
         if json_bytes or content_type == wire.JSON:
@@ -120,12 +104,6 @@ class Inference:
         if self.model.interface.rows_stay_first:
             written["X-Batch-Axis"] = "0"
         return Response(200, body, written, len(arrays[0]) if arrays[0].ndim else 1)
-
-    async def run_in_thread(self, large: bool, work: Callable[..., Any], *args: Any) -> Any:
-        """Call a function; a large job in the thread, so that it delays no other request."""
-        if not large:
-            return work(*args)
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
 
     async def respond(
         self,
@@ -291,11 +269,6 @@ class Deadlines:
 def is_small(outputs: Sequence[Array]) -> bool:
     """Return whether outputs may be written without a thread."""
     return sum(output.nbytes for output in outputs) <= SMALL_BYTES
-
-
-def content_type_of(headers: Headers) -> str:
-    """Return the Content-Type without parameters, in lower case."""
-    return headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
 def most_numbers(specs: Specs, rows: int) -> float:

@@ -70,7 +70,7 @@ def open_model(
     if artifact.kind not in SERVED_KINDS:
         raise ArtifactInvalid(
             f"{artifact.path}: is {artifact.kind!r}, expected one of {', '.join(SERVED_KINDS)} for "
-            "the built-in server, or a torchserve archive"
+            "the built-in server, genai, or a torchserve archive"
         )
     artifact.verify()
     refuse_bfloat16(artifact.signature)

@@ -68,6 +68,20 @@ class Metrics:
         if not self._all_processes:
             self._queue.set_function(depth)
 
+    def add_token_counter(self) -> None:
+        """Register the tokens of a decoder's requests."""
+        self._tokens = Counter(
+            "inference_tokens",
+            "Tokens of prompts that were answered, and of the answers",
+            ["model", "part"],
+            registry=None if self._all_processes else self._registry,
+        )
+
+    def count_tokens(self, prompt: int, answer: int) -> None:
+        """Count the tokens of an answered request."""
+        self._tokens.labels(self._model, "prompt").inc(prompt)
+        self._tokens.labels(self._model, "answer").inc(answer)
+
     def count(self, status: int, rows: int, seconds: float) -> None:
         """Count an inference request."""
         if status not in self._by_status:  # looking up a label takes longer than counting

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from serve.http.loaded_model import ServedModel
+    from serve.http.base_app import BaseApplication
     from serve.http.options import Options
 
 logger = logging.getLogger(__name__)
@@ -90,38 +90,35 @@ def url_of(listener: socket.socket) -> str:
 
 
 def serve(
-    model: ServedModel, listener: socket.socket, options: Options, ready: Callable[[], None]
+    create_application: Callable[[], BaseApplication],
+    listener: socket.socket,
+    options: Options,
+    ready: Callable[[], None],
 ) -> None:
     """Serve until SIGINT or SIGTERM; finish the requests in progress, then raise the signal again.
 
-    `ready` is called once requests are answered.
+    The application is created in the event loop. `ready` is called once requests are answered.
     """
     import uvloop
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(model, listener, options, ready))
+        runner.run(_serve(create_application, listener, options, ready))
 
 
 async def _serve(
-    model: ServedModel, listener: socket.socket, options: Options, ready: Callable[[], None]
+    create_application: Callable[[], BaseApplication],
+    listener: socket.socket,
+    options: Options,
+    ready: Callable[[], None],
 ) -> None:
     import uvicorn
 
-    from serve.http.asgi_app import Application
     from serve.http.bounded_protocol import BufferedHttpProtocol, WaitingConnections
-    from serve.http.dynamic_batcher import Batcher
 
-    batcher = Batcher(
-        model.call,
-        workers=options.width,
-        max_rows=options.limits.rows,
-        joins_rows=not model.not_joined,
-        delay_seconds=options.delay_seconds,
-    )
+    application: Any = create_application()
     # What is here stays: a collection that visited it would hold up the requests meanwhile.
     gc.collect()
     gc.freeze()
-    application: Any = Application(model, batcher, options.limits, options.token)
     protocol: Any = partial(BufferedHttpProtocol, waiting=WaitingConnections())
     config = uvicorn.Config(
         application,
@@ -150,4 +147,3 @@ async def _serve(
     finally:
         notifying.cancel()
         application.close()
-        batcher.close()

@@ -34,7 +34,9 @@ TOKENS = Signature(
 )
 
 
-def save_tokenizer(folder: Path, merges: Sequence[tuple[str, str]] = ()) -> None:
+def save_tokenizer(
+    folder: Path, merges: Sequence[tuple[str, str]] = (), chat_template: str | None = None
+) -> None:
     """Write a tokenizer whose tokens are the bytes, one that ends a text, and merged pairs."""
     import transformers
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -50,7 +52,7 @@ def save_tokenizer(folder: Path, merges: Sequence[tuple[str, str]] = ()) -> None
     made.decoder = decoders.ByteLevel()
     made.add_special_tokens(["<|end|>"])
     transformers.PreTrainedTokenizerFast(
-        tokenizer_object=made, eos_token="<|end|>"
+        tokenizer_object=made, eos_token="<|end|>", chat_template=chat_template
     ).save_pretrained(folder)
 
 
@@ -58,6 +60,7 @@ def decoder(
     folder: Path,
     kind: str = "Llama",
     merges: Sequence[tuple[str, str]] = (),
+    chat_template: str | None = None,
     **sizes: object,
 ) -> EagerModel:
     """Return the artifact of a decoder with random weights."""
@@ -72,7 +75,7 @@ def decoder(
         for parameter in module.parameters():
             parameter.mul_(3 if parameter.dim() > 1 else 1)
     module.save_pretrained(folder / "hf")
-    save_tokenizer(folder / "hf", merges)
+    save_tokenizer(folder / "hf", merges, chat_template)
     recipe, module = read_folder(folder / "hf", None, untrained_head=False)
     carried = files_to_carry(folder / "hf", module)
     return import_module(folder / "source", recipe, module, TOKENS, carried=carried)

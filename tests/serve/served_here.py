@@ -151,7 +151,8 @@ def serving(artifact: Path, *options: str, before: Sequence[str] = ()) -> Iterat
             assert process.stdout is not None
             where, curl = process.stdout.readline(), process.stdout.readline()
             assert "served at" in where, where
-            url = where.split("served at ")[1].split("/v2/")[0]
+            place = urlsplit(where.split("served at ")[1].split()[0])
+            url = f"{place.scheme}://{place.netloc}"
             yield Served(process, url, curl)
         finally:
             if process.poll() is None:

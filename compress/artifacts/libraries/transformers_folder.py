@@ -8,9 +8,10 @@ from itertools import combinations, islice
 from typing import TYPE_CHECKING, Any
 
 from compress.artifacts.artifact import Artifact, new_folder
-from compress.artifacts.carried_files import CONFIG
+from compress.artifacts.carried_files import CONFIG, TIED
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.hf_folder import FACTORY, build, transformers_silenced
+from compress.artifacts.recipe import UntieWeights
 from compress.common.errors import ArtifactInvalid, StageFailed
 from compress.common.forward import torch_predictor
 
@@ -87,6 +88,8 @@ def _described(artifact: EagerModel) -> tuple[dict[str, int], Any]:
     """Return the entries of a config that describe a model, and transformers' model of them."""
     arguments: Any = artifact.recipe.arguments
     architecture, config = arguments["architecture"], arguments["config"]
+    if any(isinstance(edit, UntieWeights) for edit in artifact.recipe.edits):
+        config = {**config, TIED: False}
     state = artifact.load().state_dict()
     before, after = _shapes_of_config(architecture, config) or {}, _shapes(state)
     for changed in islice(_possible_changes(config, before, after), TRIES):

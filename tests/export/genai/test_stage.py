@@ -12,8 +12,16 @@ from compress import MaxFirstToken, MinTokensPerSecond, QuantizeStatic
 from compress.artifacts.artifact import Artifact
 from compress.common.errors import StageFailed
 from export import ExportGenai, GenaiModel, OnnxModel
+from export.genai.greedy_text import GreedyText
 from export.genai.proof import CacheProof
-from export.genai.runtime import GENAI
+from export.genai.runtime import (
+    GENAI,
+    Sampling,
+    next_scores,
+    next_tokens,
+    next_tokens_unlocked,
+    open_folder,
+)
 from export.genai.session import CachedSession
 from tests.export.tiny_decoder import (
     LONGEST,
@@ -130,7 +138,16 @@ def test_what_a_cache_may_break_is_found(llama, folder, tmp_path, kind, problem)
     session = kind(folder.payload_path, 1)
     context = context_for(llama, tmp_path / "any")
     with pytest.raises(StageFailed, match=problem):
-        CacheProof(llama, session, context, VOCABULARY).check()
+        CacheProof(llama, session, context, VOCABULARY, LONGEST).check()
+
+
+def test_a_shorter_context_is_proven_within_it(llama, tmp_path) -> None:
+    made = ExportGenai(context=40)(llama, context_for(llama, tmp_path / "short"))
+    assert made.manifest.facts["greedy_tokens"] == 40 - 16
+    text = GreedyText.read(made.path)
+    session = CachedSession(made.payload_path, 1)
+    tokens, _ = session.continue_greedily(torch.tensor([text.prompt]), 24)
+    assert tokens[0].tolist() == [*text.tokens]
 
 
 @pytest.mark.slow
@@ -200,7 +217,45 @@ def test_genai_opens_the_folder_and_generates(folder, folder_in_four_bits, capfd
     ids = torch.tensor([read.encode("Hé").ids])
     expected, _ = CachedSession(folder.payload_path, 1).continue_greedily(ids, 9)
     assert found["token_ids"] == expected[0].tolist()
-    assert found["text"]  # of bytes that are no text its detokenizer makes another one
+    assert found["text"] == read.decode(found["token_ids"])
+
+
+@needs_genai
+def test_another_text_than_the_proven_one_is_found(folder) -> None:
+    model, text = open_folder(folder.path), GreedyText.read(folder.path)
+    text.check(model)
+    other = (text.tokens[3] + 1) % VOCABULARY
+    wrong = text._replace(tokens=(*text.tokens[:3], other, *text.tokens[4:]))
+    with pytest.raises(StageFailed, match=f"as token 4 of the text .* expected {other}"):
+        wrong.check(model)
+    wrong._replace(limit=1).check(model)  # as if all tokens were near ties
+
+
+@needs_genai
+@pytest.mark.parametrize("seed", [None, 5])
+def test_both_ways_to_generate_choose_alike(folder, seed) -> None:
+    model, text = open_folder(folder.path), GreedyText.read(folder.path)
+    prompt, count = text.prompt, len(text.tokens)
+    likeliest = [*next_tokens(model, prompt, count)]
+    assert likeliest == [*text.tokens][: len(likeliest)]
+    generate = next_tokens_unlocked if seed is None else next_tokens
+    for sampling in (Sampling(0, 1, seed), Sampling(2, 1e-6, seed)):
+        assert [*generate(model, prompt, count, sampling)] == likeliest
+    scores = next_scores(model, prompt)
+    rare = {int(i) for i in scores.argsort()[:-60]}
+    seen = {next(generate(model, prompt, 1, Sampling(2, 1, s))) for s in range(200)}
+    assert seen & rare, "no limit to the 50 likeliest"
+
+
+@needs_genai
+def test_a_seed_chooses_the_same_tokens(folder) -> None:
+    model, prompt = open_folder(folder.path), GreedyText.read(folder.path).prompt
+    texts = [
+        tuple(next_tokens(model, prompt, 20, Sampling(2, 1, seed)))
+        for seed in (1, 1, 1 + 2**31, -1, 2)
+    ]
+    assert texts[0] == texts[1] == texts[2]
+    assert len({*texts}) == 3
 
 
 @needs_genai

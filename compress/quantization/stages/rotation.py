@@ -1,0 +1,163 @@
+"""The stage that rotates a decoder's weights before they are quantized; settings only, no torch."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from compress.artifacts.artifact import STREAMED
+from compress.artifacts.carried_files import CONFIG, TIED
+from compress.artifacts.eager_model import EagerModel
+from compress.artifacts.recipe import UntieWeights
+from compress.common.errors import StageFailed
+from compress.core.stage import Stage
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    import torch
+
+    from compress.checkpoint.state_dict import Weights
+    from compress.core.context import Context
+
+logger = logging.getLogger(__name__)
+LARGEST_ERROR = 1e-4
+"""Largest share of the outputs' norm by which a rotated model may differ: float32 rounds products
+in another order. A matrix folded in at a wrong place changes most of the norm."""
+COMPARED_ROWS = 4
+
+
+class RotateWeights(Stage[EagerModel, EagerModel]):
+    """Rotate a decoder's residual stream by a random Hadamard matrix (QuaRot), before quantization.
+
+    The weights of its RMSNorms are folded into the linear layers behind them, and the matrix into
+    tables of embeddings and linear layers, which spreads outliers over all channels. Outputs stay
+    the same, and are compared. A head that is the table of embeddings becomes a weight of its own.
+    """
+
+    stage: Literal["rotate_weights"] = "rotate_weights"
+    streams: ClassVar[bool] = True
+    heads: bool = False
+    """Whether the values of each attention head are rotated too, in `v_proj` and `o_proj`."""
+
+    @property
+    def uses_data(self) -> bool:
+        """Always: the outputs are compared on it, if there is any."""
+        return True
+
+    def run(self, model: EagerModel, context: Context) -> EagerModel:
+        """Fold the matrices into the weights, compare the outputs, and write the model.
+
+        Raises:
+            StageFailed: the model is no decoder that a rotation can be folded into, or the rotated
+                one has other outputs.
+        """
+        import torch
+
+        from compress.checkpoint.streamed_module import stream_weights_
+        from compress.quantization.algorithms.hadamard import randomized_hadamard
+        from compress.quantization.algorithms.residual_rotation import (
+            residual_stream,
+            rotated_weights,
+        )
+
+        weights: Weights
+        if model.is_streamed:
+            module, weights = model.stored_weights()
+            stream_weights_(module, weights)
+        else:
+            module = model.load()
+            weights = module.state_dict()
+        try:
+            stream = residual_stream(module, weights, model.signature.example(seed=context.seed))
+        except StageFailed as error:
+            raise StageFailed(f"{self.title}: {error}") from None
+        if self.heads and not stream.heads:
+            raise StageFailed(
+                f"{self.title}: heads: true rotates values between linear layers named v_proj and "
+                "o_proj, found none; leave it out"
+            )
+        edits = [UntieWeights(parameters=stream.tied)] if stream.tied else []
+        generator = torch.Generator().manual_seed(context.seed)
+        rotation = randomized_hadamard(stream.width, generator)
+        attentions = stream.heads if self.heads else ()
+        of_values = [randomized_hadamard(each.head_size, generator) for each in attentions]
+        rotated = rotated_weights(stream, weights, rotation, of_values)
+        error = self._compare(model, edits, rotated, context)
+        facts: dict[str, Any] = {
+            "width": stream.width,
+            "rotated_layers": len(stream.readers) + len(stream.writers),
+            "rotated_values": len(of_values),
+            "untied": {name: list(rotated[name].shape) for name in stream.tied},
+            "outputs_error": error,
+            **({STREAMED: True} if model.is_streamed else {}),
+        }
+        logger.info(
+            "%s: %d linear layers around %d channels, outputs differ by %.2g of their norm",
+            *(self.title, facts["rotated_layers"], stream.width, error),
+        )
+        for name, shape in facts["untied"].items():
+            logger.info(
+                "%s: %s %s is no longer the table of embeddings: its norm's weight is folded into "
+                "it, and the model has as many weights more",
+                *(self.title, name, shape),
+            )
+        carried = model.carried_files()
+        if stream.tied and CONFIG in carried:
+            config = {**json.loads(carried[CONFIG]), TIED: False}
+            carried[CONFIG] = (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
+        return model.derive(
+            context.root,
+            rotated,
+            edits=edits,
+            lineage=self.lineage(model),
+            facts=facts,
+            carried=carried,
+        )
+
+    def _compare(
+        self, model: EagerModel, edits: Sequence[UntieWeights], rotated: Weights, context: Context
+    ) -> float:
+        """Return how far the rotated outputs differ; StageFailed where it is more than rounding."""
+        from compress.checkpoint.state_dict import in_memory, load_state_
+        from compress.checkpoint.streamed_module import stream_weights_
+        from compress.common.forward import accept_any_batch, torch_predictor
+        from compress.common.tensor_difference import relative_error_of_batches
+
+        if model.is_streamed:
+            module, _ = model.stored_weights()
+        else:
+            module = model.load()
+        for edit in edits:
+            edit.apply_(module)
+        if model.is_streamed:
+            stream_weights_(module, rotated)
+        else:
+            load_state_(module, {k: in_memory(x) for k, x in rotated.items()}, self.title)
+        with (
+            model.open(threads=context.threads) as expected,
+            torch_predictor(module, "cpu", context.threads) as found,
+        ):
+            pair = [accept_any_batch(predict, model.signature) for predict in (expected, found)]
+            error = max(
+                relative_error_of_batches(zip(*(predict(*inputs) for predict in pair), strict=True))
+                for inputs in self._inputs(model, context)
+            )
+        if not error <= LARGEST_ERROR:
+            hint = ", or its attention changes single values: try heads: false"
+            raise StageFailed(
+                f"{self.title}: the rotated model answers otherwise, by {error:.2g} of the norm, "
+                f"expected at most {LARGEST_ERROR:g}: a part of {type(module).__name__} reads "
+                f"single channels of the residual stream{hint if self.heads else ''}"
+            )
+        return error
+
+    def _inputs(self, model: EagerModel, context: Context) -> Iterator[tuple[torch.Tensor, ...]]:
+        """Yield seeded inputs, and some of `val`, one row where each call reads all weights."""
+        yield model.signature.example(seed=context.seed)
+        if context.data is not None and "val" in context.data.datasets:
+            rows = 1 if model.is_streamed else COMPARED_ROWS
+            chosen = range(min(rows, len(context.data.split("val"))))  # type: ignore[arg-type]
+            for batch in context.data.read("val", chosen, rows):
+                yield batch.inputs

@@ -1,0 +1,79 @@
+"""Texts and token ids of a folder of `export_genai`, by the `tokenizer.json` that it carries."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from compress.artifacts.carried_files import TOKENIZER
+from compress.common.errors import ArtifactInvalid, first_line
+from compress.common.requirements import Requirement
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from compress.artifacts.artifact import Artifact
+
+TOKENIZERS = Requirement(what="tokenizers", install="pip install -e '.[genai]'")
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+"""What the bytes of half a character are decoded to."""
+
+
+class TextTokenizer:
+    """Splits texts as the model was trained, with the package `tokenizers`.
+
+    onnxruntime-genai's own tokenizer ends a text at a zero byte, and loses characters after bytes
+    that are no UTF-8 (0.18).
+    """
+
+    def __init__(self, artifact: Artifact) -> None:
+        """Read the tokenizer; raise ArtifactInvalid where there is none."""
+        from tokenizers import Tokenizer
+
+        content = artifact.carried_files().get(TOKENIZER)
+        if content is None:
+            raise ArtifactInvalid(
+                f"{artifact.path}: has no {TOKENIZER}, so it takes token ids alone; export the "
+                "model from a Hugging Face folder that has one"
+            )
+        try:
+            self._tokenizer = Tokenizer.from_str(content.decode())
+        except Exception as error:
+            raise ArtifactInvalid(
+                f"{artifact.path / TOKENIZER}: tokenizers cannot read it: {first_line(error)}"
+            ) from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+
+    def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
+        """Return token ids; with the tokens that the tokenizer puts around a text, if wanted."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special_tokens).ids
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of token ids, without special tokens."""
+        text: str = self._tokenizer.decode(ids)
+        return text
+
+
+class TextStream:
+    """Decodes tokens one by one; the parts together are the text of all."""
+
+    def __init__(self, tokenizer: TextTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        # Decoded together with the tokens before: some tokenizers write a space between two.
+        self._context, self._written = 0, 0
+
+    def add(self, token: int) -> str:
+        """Return what a token adds to the text; nothing while a character is incomplete."""
+        self._ids.append(token)
+        part = self.rest()
+        if not part or part.endswith(INCOMPLETE):
+            return ""
+        self._context, self._written = self._written, len(self._ids)
+        return part
+
+    def rest(self) -> str:
+        """Return the text of tokens that were added and not yet returned."""
+        written = self._tokenizer.decode(self._ids[self._context : self._written])
+        return self._tokenizer.decode(self._ids[self._context :])[len(written) :]

@@ -1,0 +1,235 @@
+"""What every ASGI application of the built-in server does: token, limits, health and metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, Protocol
+
+from serve.http.prometheus import Metrics
+from serve.http.responses import HttpError, Response, close_if_continue_expected
+from serve.worker.http_errors import TOO_LARGE, UNREADABLE
+from serve.worker.wire import JSON
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Sequence
+
+    from serve.http.dynamic_batcher import WorkerThreads
+    from serve.http.options import Limits
+    from serve.http.responses import Headers, Message, Receive
+    from serve.worker.tensors import Named
+
+LARGE_BODIES = 3
+"""Large bodies in memory are bounded by so many times the largest; the others wait in the kernel's
+socket buffers."""
+SMALL_BYTES = 64 * 1024
+"""Larger bodies are parsed, and larger responses serialized, in a thread, one at a time."""
+CLIENT_CLOSED = 499
+"""Status in the metrics, nginx's, for a client that disconnected before its response."""
+UNSPECIFIED = ("", "application/x-www-form-urlencoded")
+"""The Content-Type of bodies where none is given, and curl's -d."""
+
+
+class BodyReceiver(Protocol):
+    """A request that an application begins once its body is received, without a task."""
+
+    @property
+    def seconds(self) -> float:
+        """Time limit of the body, and of the response."""
+
+    def run(self, body: bytes) -> None:
+        """Begin, with the whole body."""
+
+    def cancel(self) -> None:
+        """Take note that the client has gone."""
+
+    def expire(self) -> None:
+        """Answer that the time is over."""
+
+
+class SharedState:
+    """What all requests share: limits, worker threads, metrics, and a thread for large bodies."""
+
+    def __init__(self, name: str, workers: WorkerThreads, limits: Limits) -> None:
+        """Create it, inside a running event loop; `name` is the model's."""
+        self.limits = limits
+        self.workers = workers
+        self.metrics = Metrics(name, lambda: workers.depth)
+        self.in_progress = 0
+        """Requests to the model, from reading the body to sending the response."""
+        # Python switches back to the event loop every few milliseconds while this thread computes.
+        self._thread = ThreadPoolExecutor(1)
+        self._large_bodies = ByteSemaphore(LARGE_BODIES * limits.body_bytes)
+
+    def close(self) -> None:
+        """End the threads."""
+        self._thread.shutdown(cancel_futures=True)
+        self.workers.close()
+
+    async def run_in_thread(self, large: bool, work: Callable[..., Any], *args: Any) -> Any:
+        """Call a function; a large job in the thread, so that it delays no other request."""
+        if not large:
+            return work(*args)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
+
+    def late_error(self, status: int) -> HttpError:
+        """Return the error of a request that took too long: 408, 503 or 504."""
+        what = {
+            408: "the body was not received",
+            503: "other large bodies left no memory for this one",
+            504: "the model did not answer",
+        }[status]
+        closing = {} if status == 504 else {"connection": "close"}
+        return HttpError(status, f"{what} within {self.limits.seconds:g} s", **closing)
+
+    def body_size(self, headers: Headers) -> int:
+        """Return the size of a request's body, or the most that it may be; HttpError above that."""
+        limit = self.limits.body_bytes
+        # A chunked body does not say its size: it counts as the largest.
+        size = limit if "transfer-encoding" in headers else int(headers.get("content-length", 0))
+        if size > limit:
+            message = f"the body has {size} bytes, expected at most {limit}"
+            raise HttpError(TOO_LARGE, message, **close_if_continue_expected(headers))
+        return size
+
+    def reserved(self, size: int) -> AbstractAsyncContextManager[None]:
+        """Wait until there is memory for a body, and reserve it; for small ones at once."""
+        return self._large_bodies.reserve(size) if size > SMALL_BYTES else nullcontext()
+
+    async def read_body(self, receive: Receive) -> bytes:
+        """Return a request's body; HttpError where it is too large or does not arrive."""
+        parts: list[bytes] = []
+        bytes_left, more = self.limits.body_bytes, True
+        while more:
+            part = await receive()
+            if part["type"] == "http.disconnect":
+                raise HttpError(UNREADABLE, "the client disconnected before its body was received")
+            parts.append(part.get("body", b""))
+            bytes_left -= len(parts[-1])
+            more = bool(part.get("more_body"))
+            if bytes_left < 0:  # a chunked one: others were refused by their Content-Length
+                message = f"the body has more than {self.limits.body_bytes} bytes"
+                raise HttpError(TOO_LARGE, message)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+class BaseApplication:
+    """Health, metrics and refusals; subclasses add the paths that ask the model."""
+
+    def __init__(
+        self, state: SharedState, token: str, model_paths: Sequence[str], content: dict[str, Named]
+    ) -> None:
+        """Create the application; all but the two health paths require the bearer token.
+
+        `model_paths` take requests to the model; `content` are the answers of other paths.
+        """
+        self.state = state
+        self._authorization = f"Bearer {token}".encode()
+        self._model_paths = tuple(model_paths)
+        self._public = {"/v2/health/live": {"live": True}, "/v2/health/ready": {"ready": True}}
+        self._private: dict[str, Any] = {**content, "/metrics": None}
+
+    def close(self) -> None:
+        """End what the requests share."""
+        self.state.close()
+
+    def accept_whole(
+        self, scope: Message, respond: Callable[[Response], None]
+    ) -> BodyReceiver | None:
+        """Return a request that may begin once its body is received, if it needs no task."""
+        del scope, respond
+        return None
+
+    def _admit(self, method: str, headers: Headers, others: int) -> None:
+        """Refuse a request that is not from the token's owner, or if too many others wait."""
+        self._check_token(headers)
+        closing = close_if_continue_expected(headers)
+        if method != "POST":
+            raise HttpError(405, f"{method[:20]}: expected POST", allow="POST", **closing)
+        # Others may still be read, and not be queued yet.
+        most = self.state.limits.queue
+        if max(self.state.workers.depth, others) >= most:
+            message = f"{most} requests wait, the most that may; try again"
+            raise HttpError(503, message, retry_after="1", **closing)
+
+    def _check_token(self, headers: Headers) -> None:
+        token = headers.get("authorization", "").encode()
+        # In constant time: how long it takes tells nothing of the token.
+        if not secrets.compare_digest(token, self._authorization):
+            message = "found no valid token, expected the header Authorization: Bearer TOKEN"
+            closing = close_if_continue_expected(headers)
+            raise HttpError(401, message, www_authenticate="Bearer", **closing)
+
+    async def _get(self, scope: Message, headers: Headers) -> Response:
+        """Answer health, metadata and metrics requests."""
+        path, method = scope["path"], scope["method"]
+        if path in self._public:
+            return self._json_response(self._public[path])
+        self._check_token(headers)
+        if path not in self._private:
+            message = f"{path[:200]}: not here; expected {self._model_paths[0]}"
+            raise HttpError(404, message, **close_if_continue_expected(headers))
+        if method not in ("GET", "HEAD"):
+            message = f"{method[:20]}: expected GET"
+            raise HttpError(405, message, allow="GET, HEAD", **close_if_continue_expected(headers))
+        if path == "/metrics":
+            text = await self.state.run_in_thread(True, self.state.metrics.text)
+            return Response(200, text, {"content-type": self.state.metrics.content_type})
+        return self._json_response(self._private[path])
+
+    def _json_response(self, content: Named) -> Response:
+        """Return the content; `ready: false` and 503 while every call of the model hangs."""
+        hangs = "ready" in content and self.state.workers.hangs(self.state.limits.seconds)
+        body = json.dumps({**content, "ready": False} if hangs else content).encode()
+        return Response(503 if hangs else 200, body, {"content-type": JSON})
+
+
+def headers_of(scope: Message) -> Headers:
+    """Return a request's headers, their names in lower case."""
+    return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+
+
+def content_type_of(headers: Headers) -> str:
+    """Return the Content-Type without parameters, in lower case."""
+    return headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
+class ByteSemaphore:
+    """Bounds the bytes that requests hold together; the others wait, first in, first out."""
+
+    def __init__(self, capacity: int) -> None:
+        """Create a semaphore of so many bytes."""
+        self._capacity = self._free = capacity
+        self._queue: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    @asynccontextmanager
+    async def reserve(self, count: int) -> AsyncIterator[None]:
+        """Wait until `count` bytes are free, at most the capacity, and reserve them."""
+        count = min(count, self._capacity)  # more would never be free
+        turn = asyncio.get_running_loop().create_future()
+        self._queue.append((count, turn))
+        self._admit()
+        try:
+            await turn
+            yield
+        finally:
+            # Also after a cancellation: before the turn came, or in it.
+            if turn.done() and not turn.cancelled():
+                self._free += count
+            else:
+                turn.cancel()
+            self._admit()
+
+    def _admit(self) -> None:
+        while self._queue:
+            count, turn = self._queue[0]
+            if not turn.cancelled():
+                if count > self._free:
+                    return
+                self._free -= count
+                turn.set_result(None)
+            self._queue.popleft()

@@ -1,0 +1,1 @@
+"""Decoders behind OpenAI's HTTP interface."""

@@ -1,0 +1,181 @@
+"""OpenAI's `/v1/completions` and `/v1/chat/completions` as an ASGI application."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+from serve.http.base_app import (
+    CLIENT_CLOSED,
+    SMALL_BYTES,
+    UNSPECIFIED,
+    BaseApplication,
+    SharedState,
+    content_type_of,
+    headers_of,
+)
+from serve.http.responses import Response, error_response, send_response
+from serve.openai.answers import EVENT_STREAM, AnswerForm, event, in_openai_form, usage_of
+from serve.openai.job import create_job
+from serve.openai.request import ApiError, ChatBody, CompletionBody, parse_body
+from serve.worker.http_errors import UNKNOWN_FORM, abbreviated
+from serve.worker.wire import JSON
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
+    from serve.http.options import Limits
+    from serve.http.responses import Headers, Message, Receive, Send
+    from serve.openai.decoder import ServedDecoder
+    from serve.openai.generation import GenerationJob, GenerationThreads, Part
+    from serve.openai.request import Body
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+MODELS = "/v1/models"
+
+
+class OpenAIApplication(BaseApplication):
+    """Answers requests for one decoder."""
+
+    def __init__(
+        self, decoder: ServedDecoder, threads: GenerationThreads, limits: Limits, token: str
+    ) -> None:
+        """Create the application; all but the two health paths require the bearer token."""
+        self._decoder, self._threads = decoder, threads
+        model = {
+            "id": decoder.name,
+            "object": "model",
+            "created": decoder.created,
+            "owned_by": "compress",
+            "max_model_len": decoder.context,
+        }
+        content: dict[str, Any] = {
+            MODELS: {"object": "list", "data": [model]},
+            f"{MODELS}/{decoder.name}": model,
+        }
+        state = SharedState(decoder.name, threads, limits)
+        state.metrics.add_token_counter()
+        super().__init__(state, token, (COMPLETIONS, CHAT), content)
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        headers = headers_of(scope)
+        if scope["path"] not in self._model_paths:
+            try:
+                response = await self._get(scope, headers)
+            except Exception as error:  # noqa: BLE001 - a bug must not leave the client without one
+                response = in_openai_form(error, error_response(error))
+            await send_response(scope, send, response)
+            return
+        start, status = time.perf_counter(), CLIENT_CLOSED
+        self.state.in_progress += 1
+        try:
+            status = await self._complete(scope, headers, receive, send)
+        finally:
+            self.state.in_progress -= 1
+            self.state.metrics.count(status, 1, time.perf_counter() - start)
+
+    async def _complete(
+        self, scope: Message, headers: Headers, receive: Receive, send: Send
+    ) -> int:
+        """Answer a request to the model; return the status."""
+        form: AnswerForm | None = None  # once a stream has begun
+        try:
+            # This request is in progress already.
+            self._admit(scope["method"], headers, self.state.in_progress - 1)
+            until = self._deadline()
+            asked, job = await self._read(scope["path"] == CHAT, headers, receive, until)
+            with_usage = bool(asked.stream_options and asked.stream_options.include_usage)
+            answer = AnswerForm(self._decoder, scope["path"] == CHAT, with_usage)
+            async with aclosing(self._threads.parts(job)) as parts:
+                part = await self._next(parts, until)
+                if asked.stream:
+                    form = answer
+                    await self._stream(form, job, part, parts, send)
+                    return 200
+                texts = [part.text]
+                while not part.finish_reason:
+                    part = await self._next(parts, until)
+                    texts.append(part.text)
+            content = answer.whole("".join(texts), part.finish_reason, self._usage(job, part))
+            body = json.dumps(content).encode()
+            await send_response(scope, send, Response(200, body, {"content-type": JSON}))
+        except Exception as error:  # noqa: BLE001 - a bug must not leave the client without an answer
+            response = in_openai_form(error, error_response(error))
+            if form is not None:
+                await send_events(send, event(json.loads(response.body)), more=False)
+            else:
+                await send_response(scope, send, response)
+            return response.status
+        return 200
+
+    async def _stream(
+        self,
+        form: AnswerForm,
+        job: GenerationJob,
+        part: Part,
+        parts: AsyncGenerator[Part, None],
+        send: Send,
+    ) -> None:
+        """Send each part as an event, no faster than the client reads."""
+        headers = [(name.encode(), value.encode()) for name, value in EVENT_STREAM.items()]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send_events(send, form.first_event())
+        while True:
+            if part.text:
+                await send_events(send, form.text_event(part.text))
+            if part.finish_reason:
+                last = form.last_events(part.finish_reason, self._usage(job, part))
+                await send_events(send, last, more=False)
+                return
+            part = await self._next(parts, self._deadline())
+
+    async def _read(
+        self, chat: bool, headers: Headers, receive: Receive, until: float
+    ) -> tuple[Body, GenerationJob]:
+        """Return what a request asks for."""
+        state, late = self.state, 503
+        size = state.body_size(headers)
+        try:
+            async with asyncio.timeout_at(until), state.reserved(size):
+                late = 408
+                body = await state.read_body(receive)
+                large = len(body) > SMALL_BYTES
+                asked: tuple[Body, GenerationJob] = await state.run_in_thread(
+                    large, self._decode, chat, headers, body
+                )
+                return asked
+        except TimeoutError:
+            raise state.late_error(late) from None
+
+    def _decode(self, chat: bool, headers: Headers, body: bytes) -> tuple[Body, GenerationJob]:
+        found = content_type_of(headers)
+        if found not in (JSON, *UNSPECIFIED) or "content-encoding" in headers:
+            message = f"found the Content-Type {abbreviated(found)}, expected {JSON}, uncompressed"
+            raise ApiError(UNKNOWN_FORM, message)
+        asked = parse_body(ChatBody if chat else CompletionBody, body)
+        return asked, create_job(self._decoder, asked)
+
+    async def _next(self, parts: AsyncGenerator[Part, None], until: float) -> Part:
+        """Return the next part of an answer; HttpError if it is not there in time."""
+        try:
+            async with asyncio.timeout_at(until):
+                return await anext(parts)
+        except TimeoutError:
+            raise self.state.late_error(504) from None
+
+    def _deadline(self) -> float:
+        return asyncio.get_running_loop().time() + self.state.limits.seconds
+
+    def _usage(self, job: GenerationJob, last: Part) -> dict[str, int]:
+        """Return the numbers of tokens of an answer, and add them to the metrics."""
+        self.state.metrics.count_tokens(len(job.prompt), last.tokens)
+        return usage_of(len(job.prompt), last.tokens)
+
+
+async def send_events(send: Send, events: bytes, *, more: bool = True) -> None:
+    """Send events of a stream; `more` follow."""
+    await send({"type": "http.response.body", "body": events, "more_body": more})

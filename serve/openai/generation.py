@@ -1,0 +1,146 @@
+"""Worker threads that generate: one request each, token by token, until its client has gone."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from export.genai.text import TextStream
+from serve.http.dynamic_batcher import WorkerThreads
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Generator, Sequence
+
+    from export.genai.runtime import Sampling
+    from serve.openai.decoder import ServedDecoder
+
+
+class Part(NamedTuple):
+    """A part of an answer."""
+
+    text: str
+    tokens: int
+    """Tokens generated so far."""
+    finish_reason: str | None = None
+    """`stop` or `length` in the last part."""
+
+
+@dataclass(slots=True, eq=False)
+class GenerationJob:
+    """A request's prompt, how it is continued, and the parts of its answer."""
+
+    prompt: Sequence[int]
+    count: int
+    """Tokens of the answer, at most."""
+    sampling: Sampling
+    stops: tuple[str, ...]
+    parts: asyncio.Queue[Part | Exception] = field(default_factory=asyncio.Queue)
+    """No more than the context's tokens: a client that reads slowly holds up nobody."""
+    cancelled: threading.Event = field(default_factory=threading.Event)
+    """Set if nobody waits for the answer: its generation ends with the next token."""
+
+
+class GenerationThreads(WorkerThreads):
+    """Threads that generate one answer each; further requests wait for their turn."""
+
+    def __init__(self, decoder: ServedDecoder, workers: int) -> None:
+        """Start the threads, inside a running event loop."""
+        self._decoder = decoder
+        super().__init__(workers)
+
+    async def parts(self, job: GenerationJob) -> AsyncGenerator[Part, None]:
+        """Yield the parts of an answer; end the generation where the caller ends."""
+        self.depth += 1
+        self._queue.put(job)
+        try:
+            while True:
+                part = await job.parts.get()
+                if isinstance(part, Exception):
+                    raise part
+                yield part
+                if part.finish_reason:
+                    return
+        finally:
+            job.cancelled.set()
+            self.depth -= 1
+
+    def _work(self) -> None:
+        while isinstance(job := self._queue.get(), GenerationJob):
+            try:
+                for part in self._answer(job):
+                    self._deliver(job, part)
+            except Exception as error:  # noqa: BLE001 - the request's error; the thread goes on
+                self._deliver(job, error)
+            self._call_start.pop(threading.get_ident(), None)
+
+    def _answer(self, job: GenerationJob) -> Generator[Part, None, None]:
+        """Yield the parts of an answer, until its end or until nobody waits for it."""
+        decoder, text, stops = (
+            self._decoder,
+            TextStream(self._decoder.tokenizer),
+            StopTexts(job.stops),
+        )
+        count, reason = 0, "length"
+        if job.cancelled.is_set():
+            return
+        self._call_start[threading.get_ident()] = time.monotonic()
+        with closing(decoder.generate(job.prompt, job.count, job.sampling)) as tokens:
+            for count, token in enumerate(tokens, 1):
+                self._call_start[threading.get_ident()] = time.monotonic()
+                if job.cancelled.is_set():
+                    return
+                if token in decoder.end_tokens:
+                    reason = "stop"
+                    break
+                part = stops.add(text.add(token))
+                if stops.found:
+                    yield Part(part, count, "stop")
+                    return
+                if part:
+                    yield Part(part, count)
+        part = stops.add(text.rest())
+        if stops.found:
+            reason = "stop"
+        yield Part(part + stops.rest(), count, reason)
+
+    def _deliver(self, job: GenerationJob, part: Any) -> None:
+        with suppress(RuntimeError):  # the loop is closed: nobody awaits the answer
+            self._loop.call_soon_threadsafe(job.parts.put_nowait, part)
+
+
+class StopTexts:
+    """Finds texts that end an answer, however they are split into tokens."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        """Create it; the texts are not empty."""
+        self._stops = stops
+        self._held = ""
+        self.found = False
+
+    def add(self, text: str) -> str:
+        """Return the text that is certain to come before a stop; hold back what may be one."""
+        held = self._held + text
+        places = [place for stop in self._stops if (place := held.find(stop)) >= 0]
+        if places:
+            self.found, self._held = True, ""
+            return held[: min(places)]
+        longest = max((len(stop) - 1 for stop in self._stops), default=0)
+        keep = next(
+            (
+                size
+                for size in range(min(longest, len(held)), 0, -1)
+                if any(stop.startswith(held[-size:]) for stop in self._stops)
+            ),
+            0,
+        )
+        self._held = held[len(held) - keep :]
+        return held[: len(held) - keep]
+
+    def rest(self) -> str:
+        """Return what was held back, at the end of the text."""
+        held, self._held = self._held, ""
+        return held
