@@ -151,6 +151,7 @@ def test_weights_and_graphs_under_a_forged_manifest_are_read_or_refused(
         one_line(error)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @given(data=st.data())
 def test_a_changed_archive_is_refused_or_holds_what_it_held(

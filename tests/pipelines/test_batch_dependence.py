@@ -87,6 +87,7 @@ def test_a_second_run_asks_no_model_again(
     assert Report.read(refused.out).stages[0].verdicts == before
 
 
+@pytest.mark.slow
 def test_served_in_such_batches_it_passes_and_is_packaged_for_single_requests(
     refused: Project,
 ) -> None:

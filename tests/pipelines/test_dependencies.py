@@ -148,6 +148,7 @@ def test_what_the_data_read_of_a_split_that_is_sampled_is_hashed_as_files(user) 
     assert "train" in warning.partition("(train")[1]
 
 
+@pytest.mark.slow
 def test_the_samples_that_a_stage_calibrates_on_are_part_of_it(user) -> None:
     stage = "  - {stage: quantize_static, input: source, calibration_samples: 16}\n"
     user.file.write_text(user.file.read_text() + stage)

@@ -153,7 +153,10 @@ def test_a_model_of_classes_becomes_right(tmp_path, model, data, task, said) -> 
     assert metric.value > 0.9
 
 
-@pytest.mark.parametrize("loss", ["mse", "l1", "smooth_l1", "nets:huber"])
+@pytest.mark.parametrize(
+    "loss",
+    ["mse", "nets:huber", *(pytest.param(n, marks=pytest.mark.slow) for n in ("l1", "smooth_l1"))],
+)
 def test_every_stage_that_trains_follows_the_loss(tmp_path, loss) -> None:
     tuned = "finetune: {epochs: 2, batch_size: 32, optimizer: adamw, learning_rate: 0.005}"
     stages = f"{TRAIN}\n  - {{stage: prune_channels, ratio: 0.5, importance: taylor, {tuned}}}"
@@ -179,6 +182,7 @@ def test_quantization_aware_training_and_distillation_follow_it_too(tmp_path) ->
     assert values["quantize_aware_training"] > 0.9
 
 
+@pytest.mark.slow
 def test_a_loss_that_does_not_depend_on_the_outputs_is_warned_of(tmp_path) -> None:
     found = project(tmp_path, "mlp", "numbers", "loss: nets:nothing")
     found.run()

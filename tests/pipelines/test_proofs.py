@@ -67,6 +67,7 @@ def branching(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Branching:
 pytestmark = pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 
 
+@pytest.mark.slow
 def test_other_data_is_compared_once_without_exporting_again(branching: Branching) -> None:
     assert branching.run(0.0) == (False, True)
     assert branching.run(0.0) == (True, False), "it was compared when it was made"

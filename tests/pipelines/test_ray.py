@@ -76,6 +76,7 @@ def test_a_gpu_is_refused(file, monkeypatch) -> None:
         Pipeline.from_yaml(file).run(file.parent / "out", engine="ray")
 
 
+@pytest.mark.soak  # test_jobs.py kills a branch's process too
 @pytest.mark.slow
 def test_a_branch_whose_process_is_killed_is_made_again_and_no_other_is_lost(
     file, monkeypatch

@@ -58,6 +58,7 @@ def project(folder: Path, model: str, data: str, task: str, *stages: str) -> Pro
     return Project(folder)
 
 
+@pytest.mark.slow
 def test_a_tagger_needs_no_loss_of_its_own(tmp_path) -> None:
     train = "{stage: train, epochs: 4, batch_size: 16, optimizer: adamw, learning_rate: 0.03}"
     task = "task: token-classification\n"

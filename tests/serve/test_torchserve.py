@@ -254,11 +254,9 @@ def test_a_server_that_ends_while_starting_shows_its_log(
     assert not server.folder.exists()
 
 
+@pytest.mark.soak
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "taken",
-    [pytest.param(1, id="rest"), pytest.param(4, id="grpc", marks=pytest.mark.soak)],
-)
+@pytest.mark.parametrize("taken", [1, 4], ids=["rest", "grpc"])
 def test_a_port_taken_by_another_process_is_replaced(
     archive: TorchServeArchive, taken: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

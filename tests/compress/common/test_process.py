@@ -22,6 +22,7 @@ def test_what_a_block_leaves_in_circles_is_gone_at_its_end() -> None:
     assert left() is None
 
 
+@pytest.mark.slow
 def test_what_was_there_is_looked_at_again_after_a_failure() -> None:
     earlier = weakref.ref(Link())
     with pytest.raises(ValueError, match="broken"), gc_frozen():

@@ -40,8 +40,7 @@ CUT_LESS = [
 CUT_LESS_IN_CI = ("albert", "qwen3", "resnet")
 EXPORTED = [
     "gpt2",
-    "wav2vec2",
-    *(pytest.param(n, marks=pytest.mark.soak) for n in ("qwen3", "t5", "swin")),
+    *(pytest.param(n, marks=pytest.mark.soak) for n in ("qwen3", "t5", "swin", "wav2vec2")),
 ]
 """Decoders, an encoder with a decoder, images in windows, sound."""
 

@@ -139,6 +139,7 @@ def test_a_target_is_what_remains(wide: EagerModel, tmp_path: Path, quantity: st
     assert slim.macs() == slim.manifest.facts["macs"]["after"]
 
 
+@pytest.mark.slow
 def test_a_target_of_latency_is_measured_on_whole_models(
     wide: EagerModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,9 +56,12 @@ COVERED_BY_OTHERS = (
 )
 """Pruning each by half takes only branches of `compress`, and its model only operators, that the
 others do: measured by branch coverage and torch's dispatch. `make soak` tries them too."""
+VARIANTS = ("mha_sequence_first", "mha_seen_weights", "rotary_shared", "shared_configuration")
+"""Attention as in mha, rotary and shared_keys, written in another way; `make soak` tries it too."""
 WHOLE_NETS = ("shuffle_net_v2", "nano_gpt", "decoder", "encoder_nested", "encoder_norm_first")
 """Deeper nets of parts that others are made of; `make soak` tries them too."""
-IN_CI = {n: case for n, case in CASES.items() if n not in (*COVERED_BY_OTHERS, *WHOLE_NETS)}
+IN_SOAK = {*COVERED_BY_OTHERS, *VARIANTS, *WHOLE_NETS}
+IN_CI = {name: case for name, case in CASES.items() if name not in IN_SOAK}
 
 
 def soaked(names: Iterable[str], *ratio: float, in_ci: Iterable[str]) -> list:

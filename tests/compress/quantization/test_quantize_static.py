@@ -234,7 +234,10 @@ def scaled_rows(scale: float) -> Splits:
     return Splits({"train": TensorDataset(x, x[:, 0]), "val": TensorDataset(x, x[:, 0])})
 
 
-@pytest.mark.parametrize("observer", ["minmax", "moving_average", "histogram"])
+@pytest.mark.parametrize(
+    "observer",
+    ["minmax", *(pytest.param(o, marks=pytest.mark.slow) for o in ("moving_average", "histogram"))],
+)
 @pytest.mark.parametrize(("inputs", "weights"), [(1e-5, 1.0), (1.0, 1e-4), (1e-5, 1e-4), (1e5, 1)])
 def test_small_and_large_ranges_keep_their_8_bits(
     tmp_path: Path, observer: str, inputs: float, weights: float

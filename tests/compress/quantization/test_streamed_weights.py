@@ -80,6 +80,7 @@ def test_blocks_get_the_integers_of_the_whole_model(models, tmp_path, settings) 
         assert packed.manifest.facts.get(fact) == graph.manifest.facts.get(fact)
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_a_killed_stage_goes_on_at_the_block(models, tmp_path, caplog) -> None:
     _, streamed = models

@@ -87,6 +87,7 @@ def test_tensorrt_has_signed_integers_before_layers_and_on_the_residual(tmp_path
     assert onnx.manifest.lineage[-2].settings["target"] == "tensorrt"
 
 
+@pytest.mark.slow
 def test_xnnpack_has_signed_integers_with_zero_points_on_both_sides_of_a_layer(
     tmp_path: Path,
 ) -> None:

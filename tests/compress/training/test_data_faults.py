@@ -74,6 +74,7 @@ def test_a_failing_worker_is_one_clear_error(
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.slow
 def test_data_workers_start_before_the_model_is_loaded(tmp_path, monkeypatch):
     before, started, load = children(), [], SingleProcess.load
 

@@ -72,7 +72,13 @@ def test_an_interrupted_training_ends_bit_identical(tmp_path, source, settings):
     assert largest_difference(whole, resumed) == 0
 
 
-@pytest.mark.parametrize("optimizer", DEFAULT_LEARNING_RATE)
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name not in ("sgd", "adamw")))
+        for name in DEFAULT_LEARNING_RATE
+    ],
+)
 def test_every_optimizer_lowers_the_loss(tmp_path, source, optimizer):
     result = run(source, context(tmp_path / "a"), optimizer=optimizer, learning_rate=None, epochs=6)
     assert result.history[-1].loss < result.history[0].loss

@@ -96,7 +96,7 @@ def test_what_gguf_has_no_blocks_for_is_refused() -> None:
                 "blk.0.attn_k.weight": "Q4_1",
                 "blk.0.attn_k.bias": "F32",
             },
-            marks=pytest.mark.slow,
+            marks=[pytest.mark.slow, pytest.mark.soak],
         ),
         (
             "Qwen3",

@@ -41,9 +41,10 @@ REPEATED = {
     ("ranker", "AOTInductor"),
     ("cached", "AOTInductor"),
     ("pooled", "AOTInductor"),
+    *((n, "torch.export") for n in ("segmenter", "bert_classifier", "wav2vec2", "vit", "resnet")),
 }
-"""Cells that only `make soak` tries: of transformers CI has bert, vit and wav2vec2, and other tests
-of it compile for AOTInductor."""
+"""Cells that only `make soak` tries. ONNX files are made of what torch.export gives, CI has bert,
+vit and wav2vec2 among transformers, and other tests compile for AOTInductor."""
 HERE = formats_here()
 CELLS = [
     pytest.param(

@@ -82,7 +82,10 @@ def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("target", get_args(Target))
-@pytest.mark.parametrize("family", get_args(Family))
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(f, marks=[pytest.mark.slow] * (f != "linear")) for f in get_args(Family)],
+)
 def test_every_file_that_can_be_written_is_valid(
     user: Path, family: Family, target: Target
 ) -> None:

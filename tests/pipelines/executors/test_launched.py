@@ -218,7 +218,7 @@ def test_torchrun_reaches_the_weights_of_two_processes_of_one_command(
     assert not list((user / "out" / ".store").rglob("*.pickle"))
 
 
-@pytest.mark.soak  # the next ones lose a rank alone
+@pytest.mark.soak  # of a lost rank CI has that after which all begin again
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_node_that_is_killed_ends_the_run_with_one_line_of_rank_0(user) -> None:
@@ -332,6 +332,7 @@ def test_a_process_that_is_stopped_ends_the_others(user, srun, stopped) -> None:
     assert processes_in(user) == []
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_without_rank_0_the_others_end(user) -> None:

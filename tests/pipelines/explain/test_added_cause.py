@@ -40,6 +40,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     registry.causes.cache_clear()
 
 
+@pytest.mark.slow
 def test_a_cause_of_a_package_explains_its_stage(project, install) -> None:
     install(stages='("prune_channels",)')
     # Of this little to learn, only the loss is worse.

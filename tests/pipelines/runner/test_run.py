@@ -312,6 +312,7 @@ def test_a_training_goes_on_where_another_strategy_left_it(project, monkeypatch)
     assert not list((project.out / ".store" / "work").iterdir())
 
 
+@pytest.mark.slow
 def test_a_model_whose_batch_is_fixed_is_measured_with_that_batch(project) -> None:
     project.edit("shape: [batch, 4]", "shape: [4, 4]")
     report = project.run()

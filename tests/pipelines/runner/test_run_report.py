@@ -72,6 +72,7 @@ def test_a_wrong_calibration_set_is_named_where_no_gate_judges(calibrated) -> No
     assert not [w for w in report.warnings if w.startswith("export_torchscript: accuracy")]
 
 
+@pytest.mark.slow
 def test_a_right_calibration_set_is_not_warned_of(calibrated) -> None:
     calibrated.edit('factory: "nets:raw"', 'factory: "nets:raw", arguments: {factor: 1.0}')
     assert not [w for w in calibrated.run().warnings if w.startswith("int8: accuracy")]
@@ -259,6 +260,7 @@ def test_a_metric_that_wants_other_outputs_has_no_constant_answer() -> None:
     assert constant_score(labelled(y), Metric("fidelity")) is None
 
 
+@pytest.mark.slow
 def test_a_model_no_better_than_a_constant_is_warned_of(project) -> None:
     flat = "\ndef flat():\n    net = mlp()\n    nn.init.zeros_(net[2].weight)\n    return net\n"
     nets = project.folder / "nets.py"

@@ -165,6 +165,7 @@ def test_the_next_run_takes_what_passed_from_the_store(branches, tmp_path) -> No
     assert why(pipeline, branches.out, "lost").does == "runs (after bare)"
 
 
+@pytest.mark.slow
 def test_two_runs_differ_in_what_failed(branches, tmp_path) -> None:
     mended = Branches(tmp_path)
     mended.file.write_text(FILE.replace(', exclude: ["*"]', ""))
@@ -196,6 +197,7 @@ def test_an_interruption_stops_every_branch_at_once(tmp_path) -> None:
     assert not report.skipped
 
 
+@pytest.mark.slow
 def test_a_failure_before_an_interruption_stays_a_failure(
     tmp_path,
 ) -> None:

@@ -168,6 +168,7 @@ def test_targets_are_reached_and_not_exceeded(quantity: str, share: float, scope
     assert goal - largest <= cost(smaller, inputs, quantity) <= goal
 
 
+@pytest.mark.slow
 def test_products_of_attention_are_counted_in_a_target() -> None:
     net, inputs = linear_nets.Transformer().eval(), CASES["transformer"][1]
     smaller, goal, _ = to_target(net, inputs, "macs", 0.7, Limits(round_to=1))

@@ -38,7 +38,7 @@ def graph(tmp_path_factory: pytest.TempPathFactory) -> tuple[GraphModel, Context
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimize", ["none", "extended"])
+@pytest.mark.parametrize("optimize", [pytest.param("none", marks=pytest.mark.soak), "extended"])
 def test_weights_in_4_bits_give_the_answers_of_8(
     graph: tuple[GraphModel, Context], tmp_path: Path, optimize: str
 ) -> None:
