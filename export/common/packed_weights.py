@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from compress.artifacts.carried_files import CONFIG
 from compress.artifacts.eager_model import EagerModel
+from compress.artifacts.recipe import KeepIndices
 from compress.artifacts.streaming.packed_model import (
     FACTOR,
     ROUNDS,
@@ -16,13 +19,14 @@ from compress.artifacts.streaming.packed_model import (
     shared_parameters,
 )
 from compress.artifacts.streaming.packed_weight import PackedWeight
-from compress.common.errors import StageFailed
+from compress.common.errors import ArtifactInvalid, StageFailed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch import nn
 
+    from compress.artifacts.artifact import Artifact
     from compress.artifacts.graph_model import GraphModel
     from compress.common.signature import Signature
     from compress.core.context import Context
@@ -41,6 +45,8 @@ class DecoderWeights(NamedTuple):
     """Name of a weight, and whether it is read as a table → its integers."""
     rounds_activations: bool
     """Whether packed linear layers read activations rounded to 8 bits, by groups."""
+    changed_config: Mapping[str, int] | None = {}
+    """Entries of the config that pruning changed; None where no config has the module's widths."""
 
     def scores(self, signature: Signature) -> torch.Tensor:
         """Return the module's scores of a signature's example inputs."""
@@ -48,6 +54,16 @@ class DecoderWeights(NamedTuple):
         with torch.inference_mode():
             answer: Any = self.module(**dict(zip(names, signature.example(), strict=True)))
         return answer.logits  # type: ignore[no-any-return]
+
+    def carried_files(self, model: Artifact) -> dict[str, bytes]:
+        """Return a model's carried files, with a config of the module's widths, or without one."""
+        files = model.carried_files()
+        if CONFIG in files and self.changed_config != {}:
+            content = json.loads(files.pop(CONFIG))
+            if self.changed_config is not None:
+                content |= self.changed_config
+                files[CONFIG] = (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
+        return files
 
     def use_(self, floats: Mapping[tuple[str, bool], torch.Tensor]) -> None:
         """Give layers of the module these weights, by the keys of `packed`."""
@@ -57,21 +73,30 @@ class DecoderWeights(NamedTuple):
                 layer.weight = torch.nn.Parameter(values, requires_grad=False)
 
 
-def decoder_weights(model: EagerModel | GraphModel, context: Context, title: str) -> DecoderWeights:
+def decoder_weights(
+    model: EagerModel | GraphModel, context: Context, title: str, *, by_config: bool = True
+) -> DecoderWeights:
     """Return the transformers module behind a model, and the model's weights for it.
 
     Of a model whose weights stay on disk, the module has its float weights alone; those of a few
     bits are on the meta device, and are read when they are asked for.
 
+    Args:
+        model: a float model, or the result of `quantize_weights`.
+        context: knows the float model that a graph was made from.
+        title: the stage's, for messages.
+        by_config: whether the format builds the model by its config, which then has to have the
+            widths that pruning left.
+
     Raises:
-        StageFailed: the module is none of transformers, or the graph was quantized otherwise than
-            by `quantize_weights`.
+        StageFailed: the module is none of transformers, the graph was quantized otherwise than by
+            `quantize_weights`, or no config has the module's widths.
     """
     if isinstance(model, PackedModel):
         return _streamed_weights(model, title)
-    module = _transformers_module(model, context, title)
+    module, changed = _transformers_module(model, context, title, by_config=by_config)
     if isinstance(model, EagerModel):
-        return DecoderWeights(module, {}, False)
+        return DecoderWeights(module, {}, False, changed)
     program = model.program()
     state = program.state_dict
     is_packed = any(name.endswith("_packed") for name in state)
@@ -107,7 +132,7 @@ def decoder_weights(model: EagerModel | GraphModel, context: Context, title: str
         if not found:
             raise StageFailed(f"{title}: the graph has no weight {names[0]}")
     rounds = any(node.target is ROUND for node in program.graph.nodes)
-    return DecoderWeights(module, packed, rounds)
+    return DecoderWeights(module, packed, rounds, changed)
 
 
 def _streamed_weights(model: PackedModel, title: str) -> DecoderWeights:
@@ -136,12 +161,28 @@ def _multiplied(title: str, module: str) -> str:
     )
 
 
-def _transformers_module(model: EagerModel | GraphModel, context: Context, title: str) -> Any:
-    """Return the last eager model before a graph, as transformers' own class calls it."""
+def _transformers_module(
+    model: EagerModel | GraphModel, context: Context, title: str, *, by_config: bool
+) -> tuple[Any, Mapping[str, int] | None]:
+    """Return the last eager model before a graph, as transformers' own class calls it.
+
+    With it, the entries of its config that pruning changed; None where no config has its widths.
+    """
+    from compress.artifacts.libraries.transformers_folder import described_by_config
     from compress.core.gate_kinds.baselines import nearest_float_model
 
     source = nearest_float_model(model, context)
-    return _as_transformers(source.load() if isinstance(source, EagerModel) else None, title)
+    if not isinstance(source, EagerModel):
+        return _as_transformers(None, title), {}
+    if not any(isinstance(edit, KeepIndices) for edit in source.recipe.edits):
+        return _as_transformers(source.load(), title), {}
+    try:
+        changed, module = described_by_config(source)
+    except (ArtifactInvalid, StageFailed) as error:
+        if by_config:
+            raise StageFailed(f"{title}: {error}") from error
+        return _as_transformers(source.load(), title), None
+    return _as_transformers(module, title), changed
 
 
 def _as_transformers(module: Any, title: str) -> Any:

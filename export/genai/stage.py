@@ -103,7 +103,7 @@ class ExportGenai(Stage[EagerModel | GraphModel, GenaiModel]):
         from export.onnx.passes.stored_integers import compact_
         from export.onnx.proto_io import write
 
-        weights = decoder_weights(model, context, self.title)
+        weights = decoder_weights(model, context, self.title, by_config=False)
         module: Any = weights.module
         most = self._longest(module)
         use_packed_layers_(weights)
@@ -115,7 +115,7 @@ class ExportGenai(Stage[EagerModel | GraphModel, GenaiModel]):
             "context": most,
             "vocabulary": module.config.vocab_size,
         }
-        carried = model.carried_files()
+        carried = weights.carried_files(model)
         if "tokenizer.json" not in carried:
             logger.warning(
                 "%s: the model has no tokenizer.json, so the folder reads and writes token ids "

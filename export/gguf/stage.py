@@ -83,16 +83,17 @@ class ExportGguf(Stage[EagerModel | GraphModel, GgufModel]):
         weights = decoder_weights(model, context, self.title)
         check_family(weights.module.config, self.title)
         tensors = [*file_tensors(weights)]
+        carried = weights.carried_files(model)
         facts: dict[str, Any] = {"parameters": model.parameters(), "macs": model.macs()}
         with GgufModel.atomic_write(
             context.root,
             model.signature,
             lineage=self.lineage(model),
             facts=facts,
-            carried=model.carried_files(),
+            carried=carried,
         ) as partial:
             file = partial / GgufModel.payload
-            self._write(file, weights, tensors, model.carried_files())
+            self._write(file, weights, tensors, carried)
             facts |= self._proof(file, model.signature, weights, tensors)
         logger.info("%s: %d integers read back", self.title, facts["equal_integers"])
         return GgufModel.from_directory(context.root)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 WIDTH = re.compile(r"size|dim|head|inner|embd|channel|layer|block|d_model|d_ff|d_kv|groups")
 """In the name of an entry of a config that may be a width or a number of layers."""
 NO_WIDTH = re.compile(r"vocab|position|token|image|patch|kernel|window|sequence")
+HEAD_SIZE = "head_dim"
 MOST_ENTRIES = 4
 """How many entries are changed: width, inner width, heads, and heads of keys and values."""
 TRIES = 1000
@@ -66,13 +67,8 @@ def write_transformers_folder(path: Path, out: Path) -> TransformersFolder:
         StageFailed: no config of transformers has the model's widths, or outputs differ.
     """
     artifact = Artifact.from_directory(path)
-    if not isinstance(artifact, EagerModel) or artifact.recipe.factory != FACTORY:
-        raise ArtifactInvalid(
-            f"{artifact.path}: is no PyTorch model of transformers, expected the artifact of a "
-            "stage that trains or prunes a model from a Hugging Face folder"
-        )
     with new_folder(out) as partial, transformers_silenced():
-        changed, whole = _described(artifact)
+        changed, whole = described_by_config(artifact)
         for name, content in artifact.carried_files().items():
             if name != CONFIG:
                 (partial / name).write_bytes(content)
@@ -84,21 +80,37 @@ def write_transformers_folder(path: Path, out: Path) -> TransformersFolder:
     return TransformersFolder(str(out), type(whole).__name__, changed)
 
 
-def _described(artifact: EagerModel) -> tuple[dict[str, int], Any]:
-    """Return the entries of a config that describe a model, and transformers' model of them."""
+def described_by_config(artifact: Artifact) -> tuple[dict[str, int], Any]:
+    """Return the entries of a config that pruning changed, and transformers' model of the config.
+
+    The model has the artifact's weights, and gives its outputs bit for bit.
+
+    Raises:
+        ArtifactInvalid: the artifact is no eager model of a Hugging Face folder.
+        StageFailed: widths differ between layers, or no config has them.
+    """
+    if not isinstance(artifact, EagerModel) or artifact.recipe.factory != FACTORY:
+        raise ArtifactInvalid(
+            f"{artifact.path}: is no PyTorch model of transformers, expected the artifact of a "
+            "stage that trains or prunes a model from a Hugging Face folder"
+        )
     arguments: Any = artifact.recipe.arguments
     architecture, config = arguments["architecture"], arguments["config"]
     if any(isinstance(edit, UntieWeights) for edit in artifact.recipe.edits):
         config = {**config, TIED: False}
     state = artifact.load().state_dict()
     before, after = _shapes_of_config(architecture, config) or {}, _shapes(state)
+    if _depth(before) == _depth(after):
+        _refuse_unequal_layers(before, after, artifact.path)
+    head_size = _unstated_head_size(architecture, config, before)
+    config = config | head_size
     for changed in islice(_possible_changes(config, before, after), TRIES):
         if _shapes_of_config(architecture, config | changed) == after:
             whole: Any = build(architecture, config | changed)
             whole.load_state_dict(state)
             # Fewer heads and narrower heads have the same shapes.
             if _has_equal_outputs(whole, artifact):
-                return changed, whole
+                return head_size | changed if changed else {}, whole
     other = next((name for name in before if after.get(name) != before[name]), "")
     was, found = (list(each.get(other, ())) for each in (before, after))
     raise StageFailed(
@@ -106,6 +118,35 @@ def _described(artifact: EagerModel) -> tuple[dict[str, int], Any]:
         f"{found}): it has one number for all layers, and often none for the heads; prune with "
         "`scope: uniform` and `include` inner widths alone, such as '*.intermediate.dense'"
     )
+
+
+def _refuse_unequal_layers(before: Shapes, after: Shapes, path: Path) -> None:
+    """Raise StageFailed for layers that had equal widths before pruning, and have others now."""
+    firsts = dict[tuple[str, tuple[int, ...]], str]()
+    for name in (name for name in after if name in before):
+        alike = re.sub(r"\.\d+(?=\.)", ".*", name), before[name]
+        first = firsts.setdefault(alike, name)
+        if after[first] != after[name]:
+            one, other = sorted((first, name))
+            raise StageFailed(
+                f"{path}: {one} is {list(after[one])} and {other} is {list(after[other])}, where a "
+                "config has one number for all layers; prune with `scope: uniform`"
+            )
+
+
+def _unstated_head_size(
+    architecture: str, config: dict[str, Any], before: Shapes
+) -> dict[str, int]:
+    """Return the entry `head_dim` where a model reads it and its config leaves it out.
+
+    A head is then `hidden_size / num_attention_heads` wide, which fewer heads would change.
+    """
+    width, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    if config.get(HEAD_SIZE) or not (isinstance(width, int) and isinstance(heads, int)):
+        return {}
+    size = width // heads
+    is_read = _shapes_of_config(architecture, config | {HEAD_SIZE: 2 * size}) not in (before, None)
+    return {HEAD_SIZE: size} if is_read else {}
 
 
 def _possible_changes(

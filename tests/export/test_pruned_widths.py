@@ -1,0 +1,109 @@
+"""Decoders that pruning made narrower, in the folders and files that a config describes."""
+
+import json
+
+import pytest
+import torch
+
+from compress import EagerModel, PruneChannels, QuantizeWeights, RotateWeights
+from compress.artifacts.artifact import Artifact
+from compress.common.errors import StageFailed
+from compress.common.tensor_difference import relative_error
+from export import ExportCompressedTensors, ExportGenai, ExportGguf
+from export.compressed_tensors.stage import COMPRESSED_TENSORS, streamed_folder
+from export.gguf.stage import GGUF
+from tests.export.tiny_decoder import context_for, decoder
+
+pytest.importorskip("transformers")
+
+NARROW = {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 128}
+IDS = torch.arange(24)[None]
+
+needs_gguf = pytest.mark.skipif(
+    GGUF.missing(), reason="to run these tests: pip install -e '.[gguf]'"
+)
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory) -> EagerModel:
+    """Return a tiny Qwen2, whose config has no size of a head."""
+    return decoder(tmp_path_factory.mktemp("wide"), "Qwen2", intermediate_size=192)
+
+
+@pytest.fixture(scope="module")
+def pruned(wide, tmp_path_factory) -> EagerModel:
+    """Return it with half the heads and two thirds of the inner width."""
+    root = tmp_path_factory.mktemp("narrow")
+    stage = PruneChannels(ratio=0.5, round_to=64, calibration_samples=0)
+    small = stage(wide, context_for(wide, root / "pruned"))
+    # A stage between pruning and quantization keeps the widths.
+    return RotateWeights()(small, context_for(small, root / "rotated"))
+
+
+@pytest.fixture(scope="module")
+def narrow(pruned, tmp_path_factory) -> Artifact:
+    stage = QuantizeWeights(method="rtn", symmetric=True, activation_bits=32)
+    return stage(pruned, context_for(pruned, tmp_path_factory.mktemp("four") / "quantized"))
+
+
+@pytest.fixture(scope="module")
+def uneven(wide, tmp_path_factory) -> tuple[EagerModel, Artifact]:
+    """Return a model whose first layer alone is narrower, and the same in 4 bits."""
+    root = tmp_path_factory.mktemp("uneven")
+    half = {"ratio": 0.5, "round_to": 64, "calibration_samples": 0}
+    stage = PruneChannels(include=("model.layers.0.*",), **half)
+    small = stage(wide, context_for(wide, root / "pruned"))
+    return small, QuantizeWeights(method="rtn")(small, context_for(small, root / "quantized"))
+
+
+def test_compressed_tensors_say_the_widths(pruned, narrow, tmp_path) -> None:
+    folder = ExportCompressedTensors()(narrow, context_for(pruned, tmp_path / "folder"))
+    config = json.loads((folder.path / "config.json").read_text())
+    expected = {**NARROW, "head_dim": 16, "hidden_size": 64}
+    assert {name: config[name] for name in expected} == expected
+    opened = streamed_folder(folder.path, narrow.signature)
+    with torch.inference_mode():
+        assert relative_error(narrow.open()(IDS)[0], opened(IDS)[0]) < 1e-5
+    if not COMPRESSED_TENSORS.missing():
+        assert folder.manifest.facts["scores_error"] < 1e-5
+        assert relative_error(narrow.open()(IDS)[0], folder.open()(IDS)[0]) < 1e-5
+
+
+@needs_gguf
+def test_gguf_says_the_widths(pruned, narrow, tmp_path) -> None:
+    from gguf import GGUFReader
+
+    file = ExportGguf()(narrow, context_for(pruned, tmp_path / "file"))
+    fields = GGUFReader(file.payload_path).fields
+    names = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
+    assert [fields[f"qwen2.{name}"].contents() for name in names] == [*NARROW.values()]
+    assert fields["qwen2.attention.key_length"].contents() == 16
+    assert file.manifest.facts["scores_error"] < 1e-6
+    assert relative_error(narrow.open()(IDS)[0], file.open()(IDS)[0]) < 2e-3
+    config = json.loads((file.path / "config.json").read_text())
+    assert NARROW.items() <= config.items()
+
+
+@pytest.mark.slow
+def test_genai_says_the_widths(pruned, narrow, tmp_path) -> None:
+    folder = ExportGenai()(narrow, context_for(pruned, tmp_path / "folder"))
+    settings = json.loads((folder.path / "genai_config.json").read_text())["model"]["decoder"]
+    names = ("num_attention_heads", "num_key_value_heads", "head_size")
+    assert [settings[name] for name in names] == [2, 1, 16]
+    assert NARROW.items() <= json.loads((folder.path / "config.json").read_text()).items()
+    assert folder.manifest.facts["scores_error"] < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("stage", "message"),
+    [
+        (ExportGenai(), "found heads of queries and keys 2 and 1 of 16, 4 and 2 of 16; prune with"),
+        (ExportCompressedTensors(), r"export_compressed_tensors: .*\.0\..* and .*\.1\..* is \["),
+        pytest.param(ExportGguf(), r"export_gguf: .*\.0\..* and .*\.1\..* is \[", marks=needs_gguf),
+    ],
+)
+def test_layers_of_different_widths_are_refused(uneven, stage, message, tmp_path) -> None:
+    small, packed = uneven
+    with pytest.raises(StageFailed, match=f"{message}.*scope: uniform"):
+        stage(packed, context_for(small, tmp_path / "out"))
+    assert not any(tmp_path.iterdir())
