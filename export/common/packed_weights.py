@@ -10,7 +10,7 @@ import torch
 
 from compress.artifacts.carried_files import CONFIG
 from compress.artifacts.eager_model import EagerModel
-from compress.artifacts.recipe import KeepIndices
+from compress.artifacts.recipe import KeepBlocks, KeepIndices
 from compress.artifacts.streaming.packed_model import (
     FACTOR,
     ROUNDS,
@@ -45,7 +45,7 @@ class DecoderWeights(NamedTuple):
     """Name of a weight, and whether it is read as a table → its integers."""
     rounds_activations: bool
     """Whether packed linear layers read activations rounded to 8 bits, by groups."""
-    changed_config: Mapping[str, int] | None = {}
+    changed_config: Mapping[str, Any] | None = {}
     """Entries of the config that pruning changed; None where no config has the module's widths."""
 
     def scores(self, signature: Signature) -> torch.Tensor:
@@ -163,7 +163,7 @@ def _multiplied(title: str, module: str) -> str:
 
 def _transformers_module(
     model: EagerModel | GraphModel, context: Context, title: str, *, by_config: bool
-) -> tuple[Any, Mapping[str, int] | None]:
+) -> tuple[Any, Mapping[str, Any] | None]:
     """Return the last eager model before a graph, as transformers' own class calls it.
 
     With it, the entries of its config that pruning changed; None where no config has its widths.
@@ -174,12 +174,13 @@ def _transformers_module(
     source = nearest_float_model(model, context)
     if not isinstance(source, EagerModel):
         return _as_transformers(None, title), {}
-    if not any(isinstance(edit, KeepIndices) for edit in source.recipe.edits):
+    edits = {type(edit) for edit in source.recipe.edits}
+    if not edits & {KeepIndices, KeepBlocks}:
         return _as_transformers(source.load(), title), {}
     try:
         changed, module = described_by_config(source)
     except (ArtifactInvalid, StageFailed) as error:
-        if by_config:
+        if by_config and KeepIndices in edits:
             raise StageFailed(f"{title}: {error}") from error
         return _as_transformers(source.load(), title), None
     return _as_transformers(module, title), changed

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from compress import EagerModel, PruneChannels, QuantizeWeights, RotateWeights
+from compress import EagerModel, PruneChannels, PruneLayers, QuantizeWeights, RotateWeights
 from compress.artifacts.artifact import Artifact
 from compress.common.errors import StageFailed
 from compress.common.tensor_difference import relative_error
@@ -44,6 +44,21 @@ def pruned(wide, tmp_path_factory) -> EagerModel:
 def narrow(pruned, tmp_path_factory) -> Artifact:
     stage = QuantizeWeights(method="rtn", symmetric=True, activation_bits=32)
     return stage(pruned, context_for(pruned, tmp_path_factory.mktemp("four") / "quantized"))
+
+
+@needs_gguf
+def test_fewer_layers_and_widths_stand_in_one_config(tmp_path) -> None:
+    # A list in the config of Qwen2 has an entry for each layer.
+    deep = decoder(tmp_path, "Qwen2", intermediate_size=128, num_hidden_layers=3)
+    short = PruneLayers(remove=1)(deep, context_for(deep, tmp_path / "short"))
+    stage = PruneChannels(ratio=0.5, calibration_samples=0)
+    small = stage(short, context_for(short, tmp_path / "small"))
+    file = ExportGguf()(small, context_for(small, tmp_path / "file"))
+    config = json.loads((file.path / "config.json").read_text())
+    expected = {**NARROW, "intermediate_size": 64, "num_hidden_layers": 2}
+    assert {name: config[name] for name in expected} == expected
+    assert len(config["layer_types"]) == 2
+    assert relative_error(small.open()(IDS)[0], file.open()(IDS)[0]) < 1e-6
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from compress.artifacts.artifact import Artifact, new_folder
 from compress.artifacts.carried_files import CONFIG, TIED
 from compress.artifacts.eager_model import EagerModel
-from compress.artifacts.hf_folder import FACTORY, build, transformers_silenced
-from compress.artifacts.recipe import UntieWeights
+from compress.artifacts.edits.block_removal import COUNTS
+from compress.artifacts.hf_folder import FACTORY, build, recipe_from, transformers_silenced
+from compress.artifacts.recipe import KeepBlocks, UntieWeights
 from compress.common.errors import ArtifactInvalid, StageFailed
 from compress.common.forward import torch_predictor
 
@@ -38,7 +39,7 @@ class TransformersFolder:
     path: str
     model: str
     """The model's class."""
-    changed: dict[str, int]
+    changed: dict[str, Any]
     """The entries of the config that pruning changed."""
 
     def lines(self) -> tuple[str, ...]:
@@ -80,7 +81,7 @@ def write_transformers_folder(path: Path, out: Path) -> TransformersFolder:
     return TransformersFolder(str(out), type(whole).__name__, changed)
 
 
-def described_by_config(artifact: Artifact) -> tuple[dict[str, int], Any]:
+def described_by_config(artifact: Artifact) -> tuple[dict[str, Any], Any]:
     """Return the entries of a config that pruning changed, and transformers' model of the config.
 
     The model has the artifact's weights, and gives its outputs bit for bit.
@@ -98,7 +99,17 @@ def described_by_config(artifact: Artifact) -> tuple[dict[str, int], Any]:
     architecture, config = arguments["architecture"], arguments["config"]
     if any(isinstance(edit, UntieWeights) for edit in artifact.recipe.edits):
         config = {**config, TIED: False}
-    state = artifact.load().state_dict()
+    module: Any = artifact.load()
+    state, cut = module.state_dict(), {}
+    if any(isinstance(edit, KeepBlocks) for edit in artifact.recipe.edits):
+        # Also lists with an entry for each layer, which shapes do not tell.
+        own: Any = recipe_from(module).arguments["config"]
+        cut = {
+            key: own[key]
+            for key, value in config.items()
+            if own.get(key) != value and (COUNTS.match(key) or isinstance(value, list))
+        }
+        config = config | cut
     before, after = _shapes_of_config(architecture, config) or {}, _shapes(state)
     if _depth(before) == _depth(after):
         _refuse_unequal_layers(before, after, artifact.path)
@@ -110,7 +121,7 @@ def described_by_config(artifact: Artifact) -> tuple[dict[str, int], Any]:
             whole.load_state_dict(state)
             # Fewer heads and narrower heads have the same shapes.
             if _has_equal_outputs(whole, artifact):
-                return head_size | changed if changed else {}, whole
+                return cut | (head_size | changed if changed else {}), whole
     other = next((name for name in before if after.get(name) != before[name]), "")
     was, found = (list(each.get(other, ())) for each in (before, after))
     raise StageFailed(
@@ -195,7 +206,7 @@ def _shapes(state: dict[str, Any]) -> Shapes:
     return {name: tuple(tensor.shape) for name, tensor in state.items()}
 
 
-def _has_equal_outputs(module: Any, artifact: EagerModel) -> bool:
+def _has_equal_outputs(module: Any, artifact: Artifact) -> bool:
     """Whether a module gives an artifact's outputs, bit for bit, on seeded inputs."""
     import torch
 
