@@ -80,7 +80,6 @@ def test_blocks_get_the_integers_of_the_whole_model(models, tmp_path, settings) 
         assert packed.manifest.facts.get(fact) == graph.manifest.facts.get(fact)
 
 
-@pytest.mark.soak
 @pytest.mark.slow
 def test_a_killed_stage_goes_on_at_the_block(models, tmp_path, caplog) -> None:
     _, streamed = models
@@ -164,7 +163,6 @@ def test_the_exported_folder_is_that_of_the_whole_model(models, tmp_path) -> Non
         ExportOnnx()(packed, context_for(streamed, tmp_path / "onnx"))
 
 
-@pytest.mark.soak
 @pytest.mark.slow
 def test_awq_that_multiplies_inputs_is_not_exported(models, tmp_path) -> None:
     scores = []

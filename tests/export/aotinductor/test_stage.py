@@ -261,7 +261,6 @@ def test_code_for_cuda_runs_there_alone(tmp_path: Path) -> None:
         assert predict(*IMAGE.example(3))[0].device.type == "cuda"
 
 
-@pytest.mark.soak
 @pytest.mark.slow
 def test_several_dynamic_axes_inputs_and_outputs_keep_the_digits_of_small_numbers(
     tmp_path: Path,

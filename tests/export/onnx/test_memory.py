@@ -178,7 +178,6 @@ def test_errors_are_the_same_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -
     assert relative_error(a, b[:3]) == torch.inf
 
 
-@pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="no peaks here")
 def test_an_export_takes_less_than_three_times_its_model(

@@ -112,7 +112,6 @@ def script(user: Path, cluster: Cluster = TWO, out: str = "runs/small") -> Path:
     return user / "compress.sbatch"
 
 
-@pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_job_on_two_nodes_whose_time_is_up_is_queued_again_and_goes_on(user):
