@@ -65,13 +65,14 @@ def test_the_layer_that_integers_ruin_stays_in_float(file: Path, tmp_path: Path,
     checked = {model["name"]: model for model in front["checked"]}
     assert checked["int8_static-whole"]["drop"] > 2
     best = checked[front["best"]]
-    assert best["float_layers"] == ["0"] and best["drop"] <= 2
+    layers = best["float_layers"]  # the others too where they are measured to be faster so
+    assert "0" in layers and len(layers) < 3 and best["drop"] <= 2
     assert best["bytes"] > checked["int8_static-whole"]["bytes"]
-    assert ", 1 layers in float" in (out / "front.html").read_text()
+    assert f", {len(layers)} layers in float" in (out / "front.html").read_text()
     # The pipeline of its point makes the same file.
     point = out / "points" / str(front["points"].index(front["best"]) + 1) / "pipeline.yaml"
     stages = yaml.safe_load(point.read_text())["stages"]
-    assert stages[0] == {"stage": "quantize_static", "smooth": "auto", "exclude": ["0"]}
+    assert stages[0] == {"stage": "quantize_static", "smooth": "auto", "exclude": layers}
     with pytest.raises(SystemExit) as end:
         cli.app(["run", str(point), "--out", str(tmp_path / "again"), "--quiet"])
     assert not end.value.code
