@@ -1,5 +1,5 @@
 # make demo   set up .venv and run pipelines/quickstart.yaml
-# make test   set up .venv, run every check and test, and print how long each part took
+# make test   set up .venv, run the checks and tests of CI, and print how long each part took
 # make fuzz   set up .venv and try 5000 changed inputs of each kind; FUZZ_EXAMPLES=… for more
 # make docs   set up .venv and build the site of docs/ in build/site
 # make reference   write docs/reference/ anew, after a setting or a command changed

@@ -8,8 +8,7 @@ prints which decoders of transformers become proven folders instead, tiny ones m
 With `--rotations` it gives that Llama outliers without changing its scores, and prints what 4 bits
 cost it with and without a rotation. With `--stream` (and `--gptq`) it makes a folder of 1.01
 billion random weights, and prints peak memory and time of quantizing it with `stream: true`; 8 GB
-of disk.
-With `--llama-cpp` it opens files of `export_gguf` in llama.cpp, and takes `pip install
+of disk. With `--llama-cpp` it opens files of `export_gguf` in llama.cpp, and takes `pip install
 llama-cpp-python`. With `--serve` it prints the speed of an earlier run's int4 folder by `compress
 generate` and by `compress serve`.
 It needs the extras `transformers` and `genai`. One thread.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from compress import Artifact, Context, EagerModel, MaxDivergence, Metric, QuantizeWeights, Train
 from compress.artifacts.hf_folder import files_to_carry, read_folder
@@ -16,6 +17,7 @@ from decoder.text import splits, write_untrained
 from export import ExportGenai, GenaiModel
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 PERPLEXITY = Metric("perplexity", (("context", 256), ("stride", 128)))
@@ -57,6 +59,13 @@ def trained(folder: Path, data: Splits) -> EagerModel:
     return train(source, context_for(folder / "trained", data))
 
 
+def made_once(folder: Path, make: Callable[[], Any]) -> Any:
+    """Return the artifact of a folder, which an earlier run has made or `make` makes now."""
+    if (folder / "manifest.json").exists():
+        return Artifact.from_directory(folder)
+    return make()
+
+
 def quality(folder: Path) -> None:
     """Print what 4 bits cost by method, and the folders' sizes."""
     data = Splits(splits(), batch_size=4)
@@ -70,11 +79,8 @@ def quality(folder: Path) -> None:
     exported = {"float32": source}
     for name, settings in METHODS.items():
         root = folder / name.replace(", groups of ", "-")
-        if (root / "manifest.json").exists():
-            found: Artifact = Artifact.from_directory(root)
-        else:
-            stage = QuantizeWeights(bits=4, calibration_samples=24, **settings)
-            found = stage(source, context.with_root(root))
+        stage = QuantizeWeights(bits=4, calibration_samples=24, **settings)
+        found = made_once(root, partial(stage, source, context.with_root(root)))
         after, size = context.score(found), found.payload_bytes / 1e6
         divergence = MaxDivergence(nats=1).measure(source, found, context)
         rise = 100 * (after / before - 1)

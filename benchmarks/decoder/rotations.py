@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from compress import Artifact, EagerModel, MaxDivergence, QuantizeWeights, RotateWeights
+from compress import EagerModel, MaxDivergence, QuantizeWeights, RotateWeights
 from compress.data.splits import Splits
 from compress.quantization.algorithms.hadamard import Rotation
 from compress.quantization.algorithms.residual_rotation import residual_stream, rotated_weights
-from decoder.compression import context_for, trained
+from decoder.compression import context_for, made_once, trained
 from decoder.text import splits
 
 if TYPE_CHECKING:
@@ -79,8 +79,8 @@ def main(folder: Path) -> None:
     measured: dict[tuple[str, str], str] = {}
     for name, make in MODELS.items():
         root = folder / f"rotations-{name.replace(' ', '-')}"
-        plain = _once(root / "plain", partial(make, source, root / "plain"))
-        rotated = _once(
+        plain = made_once(root / "plain", partial(make, source, root / "plain"))
+        rotated = made_once(
             root / "rotated", partial(RotateWeights(), plain, context.with_root(root / "rotated"))
         )
         for method in METHODS:
@@ -91,16 +91,9 @@ def main(folder: Path) -> None:
                 if key not in measured:
                     to = root / f"{method}-{model.path.name}"
                     stage = QuantizeWeights(method=method, calibration_samples=24)
-                    found = _once(to, partial(stage, model, context.with_root(to)))
+                    found = made_once(to, partial(stage, model, context.with_root(to)))
                     rise = 100 * (context.score(found) / before - 1)
                     divergence = MaxDivergence(nats=1).measure(source, found, context)
                     measured[key] = f"{rise:+.2f} %, {divergence:.2g}"
                 cells.append(measured[key])
             print(f"| {name}, {method.upper()} | {' | '.join(cells)} |", flush=True)
-
-
-def _once(folder: Path, make: Any) -> Any:
-    """Return an artifact, of an earlier run where there is one."""
-    if (folder / "manifest.json").exists():
-        return Artifact.from_directory(folder)
-    return make()

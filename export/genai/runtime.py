@@ -19,8 +19,6 @@ GENAI = Requirement(what="onnxruntime_genai", install="pip install -e '.[genai]'
 CONFIG = "genai_config.json"
 REPEATS = 5
 """Texts that a speed is the median of."""
-
-
 PREFILL_TOKENS = 64
 """Tokens of a prompt that a server's `Generator` reads at once, as it holds Python's lock."""
 

@@ -335,8 +335,8 @@ def test_a_signal_in_training_is_an_interruption(
     (user / "small.yaml").write_text(FILE.replace("epochs: 2", "epochs: 400"))
     (user / "slow").touch()
     # What nohup ignores stays so in all that is started under it, these tests included.
-    heard = f"import signal; signal.signal({number:d}, signal.SIG_DFL)"
-    process = commands.start("run", "small.yaml", cwd=user, first=heard)
+    restored = f"import signal; signal.signal({number:d}, signal.SIG_DFL)"
+    process = commands.start("run", "small.yaml", cwd=user, first=restored)
     for line in process.stderr:
         if "epoch 2/400" in line:
             break
