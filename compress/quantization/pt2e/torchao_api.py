@@ -12,9 +12,10 @@ with gc_disabled():
         ObserverBase,
         PerChannelMinMaxObserver,
         PlaceholderObserver,
+        quantize_pt2e,
     )
     from torchao.quantization.pt2e.observer import UniformQuantizationObserverBase
-    from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
+    from torchao.quantization.pt2e.quantize_pt2e import prepare_pt2e
     from torchao.quantization.pt2e.quantizer import (
         DerivedQuantizationSpec,
         QuantizationAnnotation,
@@ -40,7 +41,7 @@ __all__ = [
     "Quantizer",
     "SharedQuantizationSpec",
     "UniformQuantizationObserverBase",
-    "convert_pt2e",
     "fuse_conv_bn_",
     "prepare_pt2e",
+    "quantize_pt2e",
 ]
