@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from compress.common.errors import StageFailed
-from compress.graph.library_cache import patched_attribute
 from compress.graph.torch_export import export_program
 from compress.quantization.config.calibration_data import require_varying
 from compress.quantization.pt2e.bn_fusion import protect_shared_layers_
@@ -23,7 +22,7 @@ from compress.quantization.pt2e.observer_ranges import (
     require_finite,
 )
 from compress.quantization.pt2e.quantizer import EMBEDDING, WEIGHTED
-from compress.quantization.pt2e.torchao_api import prepare_pt2e, quantize_pt2e
+from compress.quantization.pt2e.torchao_api import convert_pt2e, prepare_pt2e
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -173,10 +172,7 @@ def leave_float_(
 
 def convert(prepared: GraphModule) -> GraphModule:
     """Return the integer form of a calibrated graph, which cannot be used afterwards."""
-    # Where a batch normalization is left, torchao (0.18) traces 96 patterns of its own quantization
-    # aware training, which nothing here is prepared for, with each conversion: ten seconds.
-    with patched_attribute(quantize_pt2e, "_fold_conv_bn_qat", lambda graph: graph):
-        converted: GraphModule = quantize_pt2e.convert_pt2e(prepared)
+    converted = convert_pt2e(prepared)
     look_up_before_dequantizing_(converted)
     remove_unread_tensors_(converted)
     return converted
