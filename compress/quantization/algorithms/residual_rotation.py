@@ -172,7 +172,7 @@ def rotated_weights(
 
 def _rotate_heads(rotation: Rotation, size: int, axis: int, weight: torch.Tensor) -> torch.Tensor:
     """Return a weight whose axis of heads, each of `size` channels, is rotated head by head."""
-    heads = weight.unflatten(axis, (-1, size))
+    heads = torch.unflatten(weight, axis, (-1, size))
     return rotation.apply(heads, axis + 1).view(weight.shape)
 
 
