@@ -92,7 +92,7 @@ mutation: .venv/mutation
 # pip brings torch, as it reads where to find its builds; uv the rest, in a third of the time. Where uv does not
 # reach the index, as it does not read pip's configuration, pip brings all.
 .venv/dev: .venv/bin/pip pyproject.toml
-	grep -oE '"(torch|uv)>=[^"]*"' pyproject.toml | xargs $(BIN)/pip install -q --no-compile
+	grep -oE '"(torch|uv)>=[^"]*"' pyproject.toml | xargs $(BIN)/pip install -q
 	$(BIN)/uv pip install -q --python $(BIN)/python --compile-bytecode -e '.[dev]' \
 		|| $(BIN)/pip install -q -e '.[dev]'
 	# Without torchvision, of which pip would bring the CUDA build.
