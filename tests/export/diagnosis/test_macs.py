@@ -1,11 +1,12 @@
 """Multiply-accumulates in float by module, and what other settings would bring into integers."""
 
-from pathlib import Path
+from collections.abc import Callable
+from typing import Any
 
-import onnx
 import pytest
 
 from compress.artifacts.eager_model import EagerModel
+from compress.artifacts.graph_model import GraphModel
 from compress.core.context import Context
 from compress.core.diagnosis.cause import RefusedStage
 from compress.quantization.stages.static import QuantizeStatic
@@ -15,57 +16,65 @@ from export.onnx.stage import ExportOnnx
 from tests.export.builders import images, samples
 
 PIXELS = 8 * 8
-MACS = {
-    "stem": PIXELS * 16 * 9,
-    "inner": PIXELS * 16 * 16 * 9,
-    "last": PIXELS * 16 * 16 * 9,
-    "head": 16 * 4,
-}
+MACS = {"stem": PIXELS * 16 * 9, "last": PIXELS * 16 * 16 * 9, "head": 16 * 4}
 """Module → multiply-accumulates of a sample."""
-INNER = MACS["inner"] / sum(MACS.values())
+INNER = PIXELS * 16 * 16 * 9
+NORM = PIXELS * 16
+"""Of the BatchNorm behind `inner`, which float kernels compute as a convolution if `inner` is one
+of them."""
+WITH_NORM = (INNER + NORM) / (sum(MACS.values()) + INNER + NORM)
+Refused = RefusedStage[MacsDiagnosis]
 
 
-def diagnosis(
-    net: EagerModel, folder: Path, settings: dict, missing: float = 0.5
-) -> RefusedStage[MacsDiagnosis]:
-    """Quantize a network, export it, and count; other settings quantize it again."""
-    context = Context(root=folder, data=samples(images()))
-    stage = QuantizeStatic(name="int8", calibration_samples=32, **settings)
-    graph = stage.run(net, context.with_root(folder / "int8"))
+@pytest.fixture(scope="module")
+def refused(net: EagerModel, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Refused]:
+    """Return what counts in a network that was quantized with some settings.
+
+    Any other settings bring all layers into integers.
+    """
+    root = tmp_path_factory.mktemp("macs")
+    context = Context(root=root, data=samples(images()))
     export = ExportOnnx(name="onnx")
-    file = export.run(graph, context.with_root(folder / "onnx"))
 
-    def rerun(name: str, changes: dict) -> onnx.ModelProto:
-        own = QuantizeStatic(name=name, calibration_samples=32, **{**settings, **changes})
-        return export.translated(own.run(net, context.with_root(folder / "rerun")))[0]
+    def quantized(folder: str, **settings: Any) -> tuple[QuantizeStatic, GraphModel]:
+        stage = QuantizeStatic(name="int8", calibration_samples=32, **settings)
+        return stage, stage.run(net, context.with_root(root / folder / "int8"))
 
-    found = MacsDiagnosis.create(file, net, missing, rerun, context)
-    assert 1 - float_share(found.profile) == pytest.approx(file.fact("integer_share"))
-    return RefusedStage(stage, net, file, context, (), found, 0.0)
+    in_integers = export.translated(quantized("all")[1])[0]
+
+    def count(missing: float, **settings: Any) -> Refused:
+        folder = "-".join(settings)
+        stage, graph = quantized(folder, **settings)
+        file = export.run(graph, context.with_root(root / folder / "onnx"))
+        found = MacsDiagnosis.create(file, net, missing, lambda name, s: in_integers, context)
+        assert 1 - float_share(found.profile) == pytest.approx(file.fact("integer_share"))
+        return RefusedStage(stage, net, file, context, (), found, 0.0)
+
+    return count
 
 
 @pytest.mark.slow
-def test_a_layer_left_out_is_what_float_kernels_multiply(net: EagerModel, tmp_path: Path) -> None:
-    refused = diagnosis(net, tmp_path, {"exclude": ("inner",)}, missing=INNER / 2)
-    found, cause = refused.measured, ExcludedLayers()
+def test_a_layer_left_out_is_what_float_kernels_multiply(refused: Callable[..., Refused]) -> None:
+    left = refused(WITH_NORM / 2, exclude=("inner",))
+    found, cause = left.measured, ExcludedLayers()
     batch = found.inputs[0].shape[0]
-    assert float_macs(found.float_profile) == {name: batch * n for name, n in MACS.items()}
-    by_module = float_macs(found.profile)
-    assert by_module == {**dict.fromkeys(MACS, 0), "inner": batch * MACS["inner"]}
+    inner = {"inner": batch * (INNER + NORM)}
+    assert float_macs(found.float_profile) == {m: batch * n for m, n in MACS.items()} | inner
+    assert float_macs(found.profile) == dict.fromkeys(MACS, 0) | inner
     assert found.quantized == {"stem", "last", "head"}
-    assert cause.measure(refused, "inner") == pytest.approx(INNER)
-    assert cause.measure(refused, "last") is None
-    assert FloatKernels().measure(refused, "inner") is None, "it is not quantized"
-    assert [dict(r.settings) for r in cause.repairs(refused, ["inner"])] == [{"exclude": []}]
-    assert cause.returned(refused, ["inner"]) == pytest.approx(2.0)
+    assert cause.measure(left, "inner") == pytest.approx(WITH_NORM)
+    assert cause.measure(left, "last") is None
+    assert FloatKernels().measure(left, "inner") is None, "it is not quantized"
+    assert [dict(r.settings) for r in cause.repairs(left, ["inner"])] == [{"exclude": []}]
+    assert cause.returned(left, ["inner"]) == pytest.approx(2.0)
     assert found.measured == 1
 
 
 @pytest.mark.slow
-def test_weights_in_integers_may_have_float_kernels(net: EagerModel, tmp_path: Path) -> None:
-    refused = diagnosis(net, tmp_path, {"activation_bits": 16}, missing=1.0)
-    found, cause = refused.measured, FloatKernels()
-    assert found.quantized == {*MACS}
-    assert cause.measure(refused, "inner") == pytest.approx(INNER) > cause.limit
-    assert [dict(r.settings) for r in cause.repairs(refused, [])] == [{"activation_bits": 8}]
-    assert cause.returned(refused, ["inner"]) == pytest.approx(1.0)
+def test_weights_in_integers_may_have_float_kernels(refused: Callable[..., Refused]) -> None:
+    coarse, cause = refused(1.0, activation_bits=16), FloatKernels()
+    assert coarse.measured.quantized == {"stem", "inner", "last", "head"}
+    share = INNER / (sum(MACS.values()) + INNER)
+    assert cause.measure(coarse, "inner") == pytest.approx(share)
+    assert [dict(r.settings) for r in cause.repairs(coarse, [])] == [{"activation_bits": 8}]
+    assert cause.returned(coarse, ["inner"]) == pytest.approx(1.0)
