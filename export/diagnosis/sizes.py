@@ -32,7 +32,7 @@ SMALL = 1024
 """Bytes of a tensor that is not looked for twice: scales and biases are equal by chance."""
 
 
-class StoredTensor(NamedTuple):
+class TensorSize(NamedTuple):
     """A tensor of a file."""
 
     module: str
@@ -46,7 +46,7 @@ class StoredTensor(NamedTuple):
     """Whether the file has the same values in an earlier tensor."""
 
 
-def stored_tensors(model: onnx.ModelProto, names: Sequence[str]) -> list[StoredTensor]:
+def tensor_sizes(model: onnx.ModelProto, names: Sequence[str]) -> list[TensorSize]:
     """Return the tensors of a model with its weights, by the module that reads them first."""
     readers: dict[str, str] = {}
     for node, module in zip(model.graph.node, modules_by_node(model, names), strict=True):
@@ -62,7 +62,7 @@ def stored_tensors(model: onnx.ModelProto, names: Sequence[str]) -> list[StoredT
         is_copy = len(content) >= SMALL and key in seen
         seen.add(key)
         found.append(
-            StoredTensor(
+            TensorSize(
                 readers.get(tensor.name, ""),
                 len(content),
                 elements.get(tensor.name, 0),
@@ -74,7 +74,7 @@ def stored_tensors(model: onnx.ModelProto, names: Sequence[str]) -> list[StoredT
     return found
 
 
-def sizes_by_module(tensors: Sequence[StoredTensor], unit: Unit = "bytes") -> dict[str, int]:
+def sizes_by_module(tensors: Sequence[TensorSize], unit: Unit = "bytes") -> dict[str, int]:
     """Return module → bytes or weights, the largest first."""
     counts: Counter[str] = Counter()
     for tensor in tensors:
@@ -140,8 +140,8 @@ class CountedCost(ABC):
 class SizeDiagnosis(CountedCost):
     """A file that is too large, or takes too much memory: what holds the bytes."""
 
-    tensors: list[StoredTensor]
-    before: list[StoredTensor]
+    tensors: list[TensorSize]
+    before: list[TensorSize]
     """Of the plain export of the float model that the file was made of."""
     whole: int
     """Bytes or weights of the file."""
@@ -183,7 +183,7 @@ class SizeDiagnosis(CountedCost):
         if batch is not None:
             inputs = context.measured_batches(file.signature, batch)[0]
             largest, peak = _largest_values(Profile.measure(model, names, inputs, context.threads))
-        tensors, before = stored_tensors(model, names), stored_tensors(plain, names)
+        tensors, before = tensor_sizes(model, names), tensor_sizes(plain, names)
         whole = file.payload_bytes if unit == "bytes" else sum(t.weights for t in tensors)
         return cls(missing, rerun, names, tensors, before, whole, unit, largest, peak)
 
@@ -193,13 +193,13 @@ class SizeDiagnosis(CountedCost):
             layer, lambda t: not floats_alone or (t.is_float and not t.is_table)
         )
 
-    def share_where(self, layer: str, is_counted: Callable[[StoredTensor], bool]) -> float | None:
+    def share_where(self, layer: str, is_counted: Callable[[TensorSize], bool]) -> float | None:
         """Return the share of the file that some of a module's tensors have; None without any."""
         own = [getattr(t, self.unit) for t in self.tensors if t.module == layer and is_counted(t)]
         return sum(own) / self.whole if own else None
 
     def saved_by(self, changed: onnx.ModelProto) -> float:
         """Return the bytes or weights that a changed file saves."""
-        left = stored_tensors(changed, self.names)
+        left = tensor_sizes(changed, self.names)
         own, others = (sum(getattr(t, self.unit) for t in some) for some in (self.tensors, left))
         return float(own - others)

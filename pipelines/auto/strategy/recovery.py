@@ -49,7 +49,7 @@ class Solution(NamedTuple):
 
 
 class Searching(Protocol):
-    """What is needed of a search, which imports this module."""
+    """What this module uses of `Search`, whose module imports this one."""
 
     settings: AutoSettings
     checked: dict[str, CheckedModel]

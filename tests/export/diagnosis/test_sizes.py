@@ -9,7 +9,7 @@ from compress.core.context import Context
 from compress.core.diagnosis.cause import RefusedStage
 from export.diagnosis.counted_causes import LargeActivation, StoredTwice
 from export.diagnosis.layer_names import plain_export
-from export.diagnosis.sizes import SizeDiagnosis, sizes_by_module, stored_tensors
+from export.diagnosis.sizes import SizeDiagnosis, sizes_by_module, tensor_sizes
 from export.onnx.stage import ExportOnnx
 from tests.export.builders import TOKENS, network_of
 
@@ -76,7 +76,7 @@ def test_values_of_a_call_are_a_cause_where_they_outweigh_the_weights(measured) 
 @pytest.mark.slow
 def test_a_plain_export_has_the_same_tensors(measured) -> None:
     model, names = plain_export(measured.before)
-    plain = sizes_by_module(stored_tensors(model, names))
+    plain = sizes_by_module(tensor_sizes(model, names))
     assert plain["table"] == sizes_by_module(measured.measured.tensors)["table"]
 
 
