@@ -1,9 +1,10 @@
-"""Injected faults of speed, size and memory: does `explain` name them, and a repair mend them?
+"""Injected faults of what files cost: does `explain` name them, and does a repair mend them?
 
-    python benchmarks/explain_costs.py            # all faults, and ten clean controls
+    python benchmarks/explain_costs.py            # all faults, and twelve clean controls
     python benchmarks/explain_costs.py island width   # those whose name begins so
     python benchmarks/explain_costs.py --gate min_speedup --minutes 4   # wants a quiet machine
     python benchmarks/explain_costs.py --repair   # also tries repairs
+    python benchmarks/explain_costs.py --json costs.jsonl --minutes 4   # in parts
 
 Each fault is put into a network or into the settings of its stages. What the pipeline reaches with
 other settings, a little weakened, is the limit of the gate that then refuses; where the network has
@@ -48,8 +49,20 @@ from pipelines.explain.finished_run import FinishedRun  # noqa: E402
 from pipelines.explain.repair import repair_run  # noqa: E402
 from pipelines.results import measurements  # noqa: E402
 
-LIMIT = {"min_speedup": "ratio", "max_size": "ratio", "max_memory": "mebibytes"}
-UNREACHED = {"min_speedup": 1e-6, "max_size": 4.9, "max_memory": 1e6}
+LIMIT = {
+    "min_speedup": "ratio",
+    "max_size": "ratio",
+    "max_parameters": "ratio",
+    "max_memory": "mebibytes",
+    "min_integer_macs": "share",
+}
+UNREACHED = {
+    "min_speedup": 1e-6,
+    "max_size": 4.9,
+    "max_parameters": 4.9,
+    "max_memory": 1e6,
+    "min_integer_macs": 1e-6,
+}
 """Limits that everything passes, to measure what is reached without a fault."""
 SECONDS = 0.3
 """For which each model is measured."""
@@ -76,6 +89,13 @@ class Outcome:
     repaired_by: str = ""
     seconds: float = 0.0
 
+    @classmethod
+    def read(cls, line: str, faults: list[CostFault]) -> Outcome:
+        """Read what :func:`main` has written of one of the faults."""
+        content = json.loads(line)
+        lists = {name: tuple(content[name]) for name in ("causes", "layers")}
+        return cls(**{**content, **lists, "fault": faults[content["number"]]})
+
     def line(self) -> str:
         fault = self.fault
         found = f"{self.stage} {self.causes} {self.layers[:2]} {self.notice}"
@@ -91,6 +111,7 @@ def main() -> None:
     parser.add_argument("--gate", choices=[*LIMIT], help="faults that this gate refuses alone")
     parser.add_argument("--minutes", type=float, default=60, help="after which none is begun")
     parser.add_argument("--repair", action="store_true", help="run repairs too")
+    parser.add_argument("--json", type=Path, help="file of outcomes: known ones are not made anew")
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
@@ -99,12 +120,17 @@ def main() -> None:
     quantiles.WIDEST = math.inf
     measurements.SELF_SPEEDUP_TOLERANCE = math.inf
     real_peak = peak_memory.peak_memory
+    faults = [*cost_faults(), *clean_controls()]
     outcomes: list[Outcome] = []
+    if options.json and options.json.exists():
+        outcomes = [Outcome.read(line, faults) for line in options.json.read_text().splitlines()]
+    known = {outcome.number for outcome in outcomes}
     kinds: Counter[str] = Counter()
     chosen = []
-    for number, fault in enumerate([*cost_faults(), *clean_controls()]):
+    for number, fault in enumerate(faults):
         is_named = any(fault.name.startswith(name) for name in options.names)
-        if options.gate in (None, fault.gate) and (is_named or not options.names):
+        is_asked = options.gate in (None, fault.gate) and (is_named or not options.names)
+        if is_asked and number not in known:
             chosen.append((kinds[fault.cause], number, fault))
         kinds[fault.cause] += 1
     deadline = time.monotonic() + 60 * options.minutes
@@ -119,6 +145,9 @@ def main() -> None:
         outcome.is_judging = place % 2 == 1
         outcomes.append(outcome)
         print(outcome.line(), flush=True)
+        if options.json:
+            with options.json.open("a") as file:
+                file.write(json.dumps({**vars(outcome), "fault": fault.name}) + "\n")
     print_goals(outcomes)
 
 
@@ -172,7 +201,7 @@ def run(fault: CostFault, folder: Path, limit: float, stages: tuple[dict[str, An
     if tokens:
         inputs["dtype"] = "int64"
     gate = {"gate": fault.gate, LIMIT[fault.gate]: limit}
-    if fault.gate != "max_memory":
+    if LIMIT[fault.gate] == "ratio":
         gate["against"] = "source"
     content = {
         "version": 1,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -159,6 +159,7 @@ STATIC = {"name": "int8", "stage": "quantize_static", "calibration_samples": 32}
 DYNAMIC = {"name": "int8", "stage": "quantize_dynamic"}
 PRUNE = {"name": "pruned", "stage": "prune_channels", "calibration_samples": 0}
 SPEED, SIZE, MEMORY = "min_speedup", "max_size", "max_memory"
+PARAMETERS, INTEGERS = "max_parameters", "min_integer_macs"
 LESS = 0.93
 """Of a speedup with other settings."""
 MORE = 1.15
@@ -166,8 +167,8 @@ MORE = 1.15
 
 
 def cost_faults() -> list[CostFault]:
-    """Return sixty faults."""
-    return [*_of_settings(), *_of_networks(), *_of_size()]
+    """Return sixty faults of speed, size and memory, and twenty of weights and kernels."""
+    return [*_of_settings(), *_of_networks(), *_of_size(), *_of_counts()]
 
 
 def _of_settings() -> Iterator[CostFault]:
@@ -282,6 +283,70 @@ def _of_size() -> Iterator[CostFault]:
         )
 
 
+def _of_counts() -> Iterator[CostFault]:
+    """Yield faults of what needs no clock: weights that are left, and products in integers."""
+    places = {"chain": ("convs.2", "convs.3"), "residual": ("conv1.1", "conv2.2")}
+    half = {**PRUNE, "ratio": 0.5}
+    coarse = {**STATIC, "activation_bits": 16}
+    for family, layers in places.items():
+        for layer, width in product(layers, (32, 64)):
+            size = (("width", width),)
+            left = ({**STATIC, "exclude": [layer]},)
+            yield CostFault(
+                "in float",
+                "excluded_layers",
+                "int8",
+                family,
+                INTEGERS,
+                LESS,
+                left,
+                (STATIC,),
+                size,
+                layer,
+            )
+        for width in (32, 64):
+            size = (("width", width),)
+            kept = ({**half, "exclude": [layers[0]]},)
+            yield CostFault(
+                "all channels",
+                "excluded_layers",
+                "pruned",
+                family,
+                PARAMETERS,
+                1.02,
+                kept,
+                (half,),
+                size,
+                layers[0],
+            )
+            yield CostFault(
+                "too many bits",
+                "float_kernels",
+                "int8",
+                family,
+                INTEGERS,
+                LESS,
+                (coarse,),
+                (STATIC,),
+                size,
+            )
+    for width, bits in product((32, 64), (4, 8)):
+        packed = {"name": "int8", "stage": "quantize_weights", "bits": bits}
+        size = (("width", width),)
+        floats = ({**packed, "activation_bits": 32},)
+        yield CostFault(
+            "float inputs",
+            "float_kernels",
+            "int8",
+            "tokens",
+            INTEGERS,
+            LESS,
+            floats,
+            (packed,),
+            size,
+        )
+
+
 def clean_controls() -> list[CostFault]:
     """Return networks without a fault, of which more is asked than they can give."""
     half = {**PRUNE, "ratio": 0.5}
@@ -298,5 +363,7 @@ def clean_controls() -> list[CostFault]:
             ("chain", SIZE, 48, (STATIC,), 0.7),
             ("residual", SIZE, 64, (half,), 0.7),
             ("large", MEMORY, 24, (), 0.5),
+            ("residual", PARAMETERS, 64, (half,), 0.7),
+            ("chain", PARAMETERS, 48, (half,), 0.7),
         )
     ]

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from export.diagnosis.layer_names import SEPARATOR, modules_by_node, named_copy
+from export.onnx.kernels import KERNEL_TIME, is_kernel_call, kernel_macs
 from export.onnx.proto_io import read, write
 from export.onnx.session import exact_session
 
@@ -46,6 +47,10 @@ class ProfiledNode:
     """Type of what it writes, as onnxruntime calls it: `float`, `uint8` …; empty without one."""
     written_bytes: int
     """What it writes in one call."""
+    macs: int
+    """Multiply-accumulates of one call."""
+    in_integers: bool
+    """Whether its kernel computes in integers."""
 
 
 @dataclass(frozen=True)
@@ -88,13 +93,15 @@ class Profile:
             events = json.loads(Path(session.end_profiling()).read_text("utf-8"))
             rewritten = read(optimized)
         times, written = defaultdict[str, list[float]](list), dict[str, tuple[str, int]]()
-        for event in events:
-            if event["cat"] == "Node" and event["name"].endswith("_kernel_time"):
-                name = event["name"].removesuffix("_kernel_time")
-                times[name].append(1e-3 * event["dur"] + CUT_OFF_MS)
-                types = [kind for value in event["args"]["output_type_shape"] for kind in value]
-                size = int(event["args"].get("output_size", 0))
-                written[name] = (types[0] if types else "", size)
+        arguments = dict[str, dict[str, Any]]()
+        for event in filter(is_kernel_call, events):
+            name = event["name"].removesuffix(KERNEL_TIME)
+            times[name].append(1e-3 * event["dur"] + CUT_OFF_MS)
+            types = [kind for value in event["args"]["output_type_shape"] for kind in value]
+            size = int(event["args"].get("output_size", 0))
+            written[name] = (types[0] if types else "", size)
+            arguments[name] = event["args"]
+        weights = {tensor.name: tuple(tensor.dims) for tensor in rewritten.graph.initializer}
         origins = {key: n for n in named.graph.node for key in (*n.output, n.name)}
         producers = {name: node for node in rewritten.graph.node for name in node.output if name}
         nodes = tuple(
@@ -104,6 +111,7 @@ class Profile:
                 _module_of(node, producers),
                 _mean(times[node.name]),
                 *written[node.name],
+                *kernel_macs(node, arguments[node.name], weights),
             )
             for node in rewritten.graph.node
             if node.name in times

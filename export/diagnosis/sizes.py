@@ -1,15 +1,17 @@
-"""What makes a file larger than a gate allows: bytes and memory by module."""
+"""What makes a file larger than a gate allows: bytes, weights and memory by module."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Self
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, NamedTuple, Self
 
 from onnx import TensorProto, numpy_helper
 
 from export.diagnosis.layer_names import as_onnx, modules_by_node, plain_export, tables_of
 from export.diagnosis.profile import Profile
+from export.onnx.graph import weight_elements
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
     Rerun = Callable[[str, Mapping[str, Any]], onnx.ModelProto | None]
 
+Unit = Literal["bytes", "weights"]
 FLOATS = {TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16}
 SMALL = 1024
 """Bytes of a tensor that is not looked for twice: scales and biases are equal by chance."""
@@ -34,6 +37,8 @@ class TensorSize(NamedTuple):
 
     module: str
     bytes: int
+    weights: int
+    """Elements; 0 for scales, zero points and shapes."""
     is_float: bool
     is_table: bool
     """Whether rows of it are looked up, as in an embedding."""
@@ -47,7 +52,7 @@ def tensor_sizes(model: onnx.ModelProto, names: Sequence[str]) -> list[TensorSiz
     for node, module in zip(model.graph.node, modules_by_node(model, names), strict=True):
         for name in node.input:
             readers.setdefault(name, module)
-    tables = {node.input[0] for node in tables_of(model)}
+    tables, elements = {node.input[0] for node in tables_of(model)}, weight_elements(model)
     found, seen = [], set[bytes]()
     for tensor in model.graph.initializer:
         content = (
@@ -60,6 +65,7 @@ def tensor_sizes(model: onnx.ModelProto, names: Sequence[str]) -> list[TensorSiz
             TensorSize(
                 readers.get(tensor.name, ""),
                 len(content),
+                elements.get(tensor.name, 0),
                 tensor.data_type in FLOATS,
                 tensor.name in tables,
                 is_copy,
@@ -68,11 +74,11 @@ def tensor_sizes(model: onnx.ModelProto, names: Sequence[str]) -> list[TensorSiz
     return found
 
 
-def bytes_by_module(tensors: Sequence[TensorSize]) -> dict[str, int]:
-    """Return module → bytes, the largest first."""
+def sizes_by_module(tensors: Sequence[TensorSize], unit: Unit = "bytes") -> dict[str, int]:
+    """Return module → bytes or weights, the largest first."""
     counts: Counter[str] = Counter()
     for tensor in tensors:
-        counts[tensor.module] += tensor.bytes
+        counts[tensor.module] += getattr(tensor, unit)
     return dict(counts.most_common())
 
 
@@ -93,23 +99,58 @@ def _largest_values(profile: Profile) -> tuple[dict[str, int], int]:
 
 
 @dataclass
-class SizeDiagnosis:
+class CountedCost(ABC):
+    """What a file costs by a count that needs no clock, and what other settings would save."""
+
+    missing: float
+    """By how much the gate's limit is missed, in the unit of the count."""
+    rerun: Rerun
+    """Returns the file that the stages would make with other settings of one of them, None where
+    that would take training."""
+    names: list[str]
+    """Modules of the file's layers."""
+    measured: int = field(default=0, init=False)
+    """How many changed files were made."""
+
+    @abstractmethod
+    def share_of(self, layer: str, *, floats_alone: bool) -> float | None:
+        """Return the share of the whole that a module's layer has; None without any.
+
+        Args:
+            layer: the module.
+            floats_alone: whether what is in integers is left out.
+        """
+
+    @abstractmethod
+    def saved_by(self, changed: onnx.ModelProto) -> float:
+        """Return what a changed file saves."""
+
+    def saved_with(self, stage: str, settings: Mapping[str, Any]) -> float:
+        """Return what other settings of a stage save; 0 where that takes training."""
+        self.measured += 1
+        changed = self.rerun(stage, settings)
+        return 0.0 if changed is None else self.saved_by(changed)
+
+    def returned(self, saved: float) -> float:
+        """Return what is saved as a share of what must be saved."""
+        return saved / self.missing if self.missing > 0 else 0.0
+
+
+@dataclass
+class SizeDiagnosis(CountedCost):
     """A file that is too large, or takes too much memory: what holds the bytes."""
 
     tensors: list[TensorSize]
     before: list[TensorSize]
     """Of the plain export of the float model that the file was made of."""
-    file_bytes: int
-    missing: float
-    """Bytes by which the gate's limit is missed."""
+    whole: int
+    """Bytes or weights of the file."""
+    unit: Unit
     activations: dict[str, int]
-    """Module → bytes of the largest value that it writes in a call, the largest first."""
+    """Module → bytes of the largest value that it writes in a call, the largest first; empty where
+    the gate is not about memory."""
     peak_values: int
     """Bytes of the values that a call needs at the same time, at most."""
-    rerun: Rerun
-    names: list[str]
-    measured: int = 0
-    """How many changed files were made."""
 
     @classmethod
     def create(
@@ -117,31 +158,48 @@ class SizeDiagnosis:
         file: Artifact,
         source: EagerModel | GraphModel,
         missing: float,
-        batch: int,
         rerun: Rerun,
         context: Context,
+        unit: Unit = "bytes",
+        batch: int | None = None,
     ) -> Self:
         """Read a file, and the plain export of its float model.
+
+        Args:
+            file: what is too large.
+            source: the float model that it was made of.
+            missing: bytes or weights by which the gate's limit is missed.
+            rerun: makes the file with other settings of a stage.
+            context: data and threads of the run.
+            unit: what the gate counts.
+            batch: samples of a call, of a gate on memory.
 
         Raises:
             StageFailed: the file is not taken apart, or the float model cannot be exported.
         """
         plain, names = plain_export(source)
         model = as_onnx(file)
-        inputs = context.measured_batches(file.signature, batch)[0]
-        largest, peak = _largest_values(Profile.measure(model, names, inputs, context.threads))
+        largest, peak = dict[str, int](), 0
+        if batch is not None:
+            inputs = context.measured_batches(file.signature, batch)[0]
+            largest, peak = _largest_values(Profile.measure(model, names, inputs, context.threads))
         tensors, before = tensor_sizes(model, names), tensor_sizes(plain, names)
-        return cls(tensors, before, file.payload_bytes, missing, largest, peak, rerun, names)
+        whole = file.payload_bytes if unit == "bytes" else sum(t.weights for t in tensors)
+        return cls(missing, rerun, names, tensors, before, whole, unit, largest, peak)
 
-    def returned(self, saved: float) -> float:
-        """Return saved bytes as a share of what must be saved."""
-        return saved / self.missing if self.missing > 0 else 0.0
+    def share_of(self, layer: str, *, floats_alone: bool) -> float | None:
+        """Return the share of the file that a module has; tables in float are another cause."""
+        return self.share_where(
+            layer, lambda t: not floats_alone or (t.is_float and not t.is_table)
+        )
 
-    def saved_with(self, stage: str, settings: Mapping[str, Any]) -> float:
-        """Return the bytes that other settings of a stage save; 0 where that takes training."""
-        self.measured += 1
-        changed = self.rerun(stage, settings)
-        if changed is None:
-            return 0.0
-        left = sum(t.bytes for t in tensor_sizes(changed, self.names))
-        return sum(t.bytes for t in self.tensors) - left
+    def share_where(self, layer: str, is_counted: Callable[[TensorSize], bool]) -> float | None:
+        """Return the share of the file that some of a module's tensors have; None without any."""
+        own = [getattr(t, self.unit) for t in self.tensors if t.module == layer and is_counted(t)]
+        return sum(own) / self.whole if own else None
+
+    def saved_by(self, changed: onnx.ModelProto) -> float:
+        """Return the bytes or weights that a changed file saves."""
+        left = tensor_sizes(changed, self.names)
+        own, others = (sum(getattr(t, self.unit) for t in some) for some in (self.tensors, left))
+        return float(own - others)

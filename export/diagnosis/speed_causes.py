@@ -133,11 +133,7 @@ class LonePairs(SpeedCause):
     def repairs(self, refused: Refused, layers: Sequence[str]) -> tuple[Repair, ...]:
         """Return formats that the runtime has kernels for, and the layers in float."""
         own = refused.stage.own_settings()
-        found = []
-        if own.get("activation_bits") == 16:
-            found.append(Repair({"activation_bits": 8}, 0))
-        if own.get("target", "onnxruntime-cpu") != "onnxruntime-cpu":
-            found.append(Repair({"target": "onnxruntime-cpu"}, 0))
+        found = [Repair(settings, 0) for settings in formats_with_kernels(own)]
         if "exclude" in own:
             found.append(Repair({"exclude": [*own["exclude"], *layers]}, 1))
         return tuple(found)
@@ -269,6 +265,16 @@ SPEED_CAUSES: tuple[type[SpeedCause], ...] = (
 def excluding(patterns: Sequence[str], layers: Collection[str]) -> list[str]:
     """Return the patterns of `exclude` that name some layers."""
     return [p for p in patterns if any(fnmatchcase(layer, p) for layer in layers)]
+
+
+def formats_with_kernels(own: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return changes of a quantization's settings to formats that onnxruntime has kernels for."""
+    found: list[dict[str, Any]] = []
+    if own.get("activation_bits", 8) != 8:
+        found.append({"activation_bits": 8})
+    if own.get("target", "onnxruntime-cpu") != "onnxruntime-cpu":
+        found.append({"target": "onnxruntime-cpu"})
+    return found
 
 
 def layer_widths(measured: SpeedDiagnosis) -> Mapping[str, int]:

@@ -102,7 +102,12 @@ def count_operators(model: onnx.ModelProto) -> dict[str, int]:
 
 
 def count_weights(model: onnx.ModelProto) -> int:
-    """Count the elements of weights: float tensors, and integers of 8 bits or dequantized ones.
+    """Count the elements of all weights, see :func:`weight_elements`."""
+    return sum(weight_elements(model).values())
+
+
+def weight_elements(model: onnx.ModelProto) -> dict[str, int]:
+    """Return stored tensor → elements: of floats, and of integers of 8 bits or dequantized ones.
 
     Scales, zero points, shapes and scalars are not weights.
     """
@@ -111,15 +116,15 @@ def count_weights(model: onnx.ModelProto) -> int:
     quantizing = [n for n in graph.node if n.op_type in ("QuantizeLinear", "DequantizeLinear")]
     dequantized = {n.input[0] for n in quantizing if n.op_type == "DequantizeLinear"}
     products = [node for node in graph.node if node.op_type == PACKED_MATMUL]
-    packed = {tuple(node.input[1:]): prod(_sizes(node)) for node in products}
     tables = {node.input[0] for node in graph.node if node.op_type == PACKED_GATHER}
-    plain: int = sum(
-        prod(tensor.dims) * (2 if tensor.name in tables else 1)  # two of four bits in a byte
+    plain = {
+        # Two of four bits in a byte.
+        tensor.name: prod(tensor.dims) * (2 if tensor.name in tables else 1)
         for tensor in graph.initializer
         if tensor.dims and tensor.name not in parameters
         if tensor.data_type in WEIGHT_TYPES or tensor.name in dequantized
-    )
-    return plain + sum(packed.values())
+    }
+    return plain | {node.input[1]: prod(_sizes(node)) for node in products}
 
 
 def _scales_and_zero_points(graph: onnx.GraphProto) -> Iterator[str]:

@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING, Any
 from export.onnx.graph import UNCOUNTED
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
     from pathlib import Path
 
     import onnx
-
-    Shapes = list[tuple[int, ...]]
 
 RECURRENT = {"LSTM", "GRU", "RNN", "DynamicQuantizeLSTM"}
 CONVOLUTIONS = {"Conv", "FusedConv", "ConvTranspose", "ConvInteger", "QLinearConv"}
@@ -35,6 +33,8 @@ COUNTED = {
     *("MatMulInteger", "MatMulIntegerToFloat", "DynamicQuantizeMatMul"),
 }
 UNCOUNTED_KERNELS = UNCOUNTED | {"QAttention", "MultiHeadAttention", "GroupQueryAttention"}
+KERNEL_TIME = "_kernel_time"
+"""What follows an operator's name in the event of its kernel's call."""
 ACTIVATIONS_IN_8_BITS = 4
 """Value of `accuracy_level` with which MatMulNBits rounds its input, and multiplies integers."""
 
@@ -62,39 +62,44 @@ def integer_macs_share(optimized: onnx.ModelProto, profile: Path) -> float | Non
         optimized: the model as onnxruntime rewrote it.
         profile: what its profiler wrote of one call.
     """
-    calls = list(_calls(profile))
+    events = [e for e in json.loads(profile.read_text("utf-8")) if is_kernel_call(e)]
     # Both are in onnxruntime's topological order; names are missing or made up.
-    if [node.op_type for node in optimized.graph.node] != [operator for operator, *_ in calls]:
+    operators = [event["args"]["op_name"] for event in events]
+    if [node.op_type for node in optimized.graph.node] != operators:
         return None
     weights = {tensor.name: tuple(tensor.dims) for tensor in optimized.graph.initializer}
     macs: Counter[bool] = Counter()
-    for node, (operator, inputs, outputs) in zip(optimized.graph.node, calls, strict=True):
-        if operator in UNCOUNTED_KERNELS:
+    for node, event in zip(optimized.graph.node, events, strict=True):
+        if node.op_type in UNCOUNTED_KERNELS:
             return None
-        if operator in COUNTED:
-            count, in_integers = _macs(node, inputs, outputs, weights)
-            macs[in_integers] += count
+        count, in_integers = kernel_macs(node, event["args"], weights)
+        macs[in_integers] += count
     return macs[True] / macs.total() if macs.total() else None
 
 
-def _calls(profile: Path) -> Iterator[tuple[str, Shapes, Shapes]]:
-    """Yield the operator of each kernel that ran, with the shapes of its inputs and outputs."""
-    for event in json.loads(profile.read_text("utf-8")):
-        if event["cat"] == "Node" and event["name"].endswith("_kernel_time"):
-            arguments = event["args"]
-            inputs, outputs = (
-                [tuple(shape) for tensor in arguments[key] for shape in tensor.values()]
-                for key in ("input_type_shape", "output_type_shape")
-            )
-            yield arguments["op_name"], inputs, outputs
+def is_kernel_call(event: Mapping[str, Any]) -> bool:
+    """Whether an event of a profile is the call of a kernel."""
+    return event["cat"] == "Node" and str(event["name"]).endswith(KERNEL_TIME)
 
 
-def _macs(
-    node: onnx.NodeProto, inputs: Shapes, outputs: Shapes, weights: Mapping[str, tuple[int, ...]]
+def kernel_macs(
+    node: onnx.NodeProto, arguments: Mapping[str, Any], weights: Mapping[str, tuple[int, ...]]
 ) -> tuple[int, bool]:
-    """Return a kernel's multiply-accumulates, and whether it does them in integers."""
-    attributes: dict[str, Any] = {a.name: a.i for a in node.attribute}
+    """Return a kernel's multiply-accumulates, and whether it does them in integers.
+
+    Args:
+        node: an operator as onnxruntime rewrote it.
+        arguments: of the event of its call in a profile.
+        weights: stored tensor → sizes.
+    """
     in_integers = is_integer_kernel(node.op_type)
+    if node.op_type not in COUNTED:
+        return 0, in_integers
+    inputs, outputs = (
+        [tuple(shape) for tensor in arguments[key] for shape in tensor.values()]
+        for key in ("input_type_shape", "output_type_shape")
+    )
+    attributes: dict[str, Any] = {a.name: a.i for a in node.attribute}
     if node.op_type in RECURRENT:
         # Sequence and batch come first in either layout; each step reads both weights once.
         size = sum(prod(weights.get(name, ())) for name in node.input[1:3])

@@ -60,12 +60,13 @@ class RefusedBranch:
     @property
     def gate(self) -> Any:
         """The gate's settings."""
-        verdict = self.judged.verdict
+        verdict, planned = self.judged.verdict, self.run.state.plan.stage(self.names[-1])
         return next(
             gate
-            for gate in self.stage(self.names[-1]).gates
+            for gate in planned.stage.gates
             if (gate.gate, gate.verdict(None).rule) == (verdict.gate, verdict.rule)
-            and gate.verdict(None).against == verdict.against
+            # Without `against` a verdict names the stage's input.
+            and ((gate.against or planned.input) if gate.compares else None) == verdict.against
         )
 
     @property

@@ -1,4 +1,4 @@
-"""Explains refusals of speed, size, memory and parity: which modules, and for what cause."""
+"""Explains refusals of speed, size, integer kernels and parity: which modules, for what cause."""
 
 from __future__ import annotations
 
@@ -7,22 +7,31 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from compress.common.errors import CompressError
-from compress.core.diagnosis.cause import MEMORY_GATES, PARITY_GATES, SPEED_GATES, Repair
+from compress.core.diagnosis.cause import (
+    MACS_GATES,
+    MEMORY_GATES,
+    PARAMETER_GATES,
+    PARITY_GATES,
+    SPEED_GATES,
+    Repair,
+)
 from compress.core.gate_kinds.baselines import baseline_for
 from compress.profiling.benchmark import compare_latency
+from export.diagnosis.macs import MacsDiagnosis, float_macs
 from export.diagnosis.parity import ParityDiagnosis
-from export.diagnosis.sizes import SizeDiagnosis, bytes_by_module
+from export.diagnosis.sizes import SizeDiagnosis, sizes_by_module
 from export.diagnosis.speed import SpeedDiagnosis, SpeedGate
 from export.diagnosis.speed_causes import Noise
 from export.onnx.stage import ExportOnnx
 from pipelines.explain.branch import RefusedBranch
 from pipelines.explain.tested_causes import Explained, check_cause
-from pipelines.results.explanation import Explanation, ModuleCost
+from pipelines.results.explanation import FLOAT_MACS, Explanation, ModuleCost
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from compress.profiling.benchmark import Comparison
+    from export.diagnosis.sizes import Unit
     from pipelines.explain.finished_run import FinishedRun, JudgedStage
 
     Found = tuple[dict[str, Any], tuple[Repair, ...]]
@@ -34,7 +43,7 @@ LONGER_SECONDS = 3.0
 
 
 def explain_cost(run: FinishedRun, judged: JudgedStage) -> Explained:
-    """Explain a verdict on speed, size or memory.
+    """Explain a verdict on what a file costs, or on its outputs.
 
     Raises:
         ArtifactInvalid: the run's artifacts are not in the store any more.
@@ -55,6 +64,8 @@ def explain_cost(run: FinishedRun, judged: JudgedStage) -> Explained:
             changes, repairs = _explain_speed(branch)
         elif judged.verdict.gate in PARITY_GATES:
             changes, repairs = _explain_parity(branch)
+        elif judged.verdict.gate in MACS_GATES:
+            changes, repairs = _explain_macs(branch)
         else:
             changes, repairs = _explain_size(branch)
     except CompressError as error:
@@ -109,29 +120,50 @@ def _speed_gate(gate: Any, compared: Comparison, earlier: float | None) -> Speed
 def _explain_size(branch: RefusedBranch) -> Found:
     """Return what an explanation has of a file that is too large, and its repairs."""
     gate, after, verdict = branch.gate, branch.after, branch.judged.verdict
-    is_memory = verdict.gate in MEMORY_GATES
-    if is_memory:
+    unit: Unit = "weights" if verdict.gate in PARAMETER_GATES else "bytes"
+    if verdict.gate in MEMORY_GATES:
         missing = MIB * (float(verdict.value or verdict.limit) - verdict.limit)
     elif gate.compares:
         before = baseline_for(gate, branch.before(branch.names[-1]), branch.context)
-        missing = after.payload_bytes - verdict.limit * before.payload_bytes
+        sizes = [a.parameters() if unit == "weights" else a.payload_bytes for a in (before, after)]
+        missing = (sizes[1] or 0) - verdict.limit * (sizes[0] or 0)
     else:
         missing = after.payload_bytes - MIB * verdict.limit
     measured = SizeDiagnosis.create(
         after,
         branch.float_model,
         missing,
-        gate.batch if is_memory else after.signature.smallest_batch,
         branch.rerun,
         branch.context,
+        unit,
+        gate.batch if verdict.gate in MEMORY_GATES else None,
     )
-    before_bytes, now = bytes_by_module(measured.before), bytes_by_module(measured.tensors)
+    sizes_before, now = (sizes_by_module(t, unit) for t in (measured.before, measured.tensors))
     changes = {
-        "unit": "bytes",
-        "costs": _module_costs(before_bytes, now),
+        "unit": unit,
+        "costs": _module_costs(sizes_before, now),
         "layers": len(measured.names),
     }
     tested, repairs = branch.check_causes(measured, [*{**now, **measured.activations}])
+    return {**changes, **tested, "judgings": measured.measured}, repairs
+
+
+def _explain_macs(branch: RefusedBranch) -> Found:
+    """Return what an explanation has of a file too little of which is integer, and its repairs."""
+    verdict = branch.judged.verdict
+    if verdict.value is None:
+        return {"notice": verdict.reason}, ()
+    missing = verdict.limit - verdict.value
+    measured = MacsDiagnosis.create(
+        branch.after, branch.float_model, missing, branch.rerun, branch.context
+    )
+    before, now = (float_macs(profile) for profile in (measured.float_profile, measured.profile))
+    changes = {
+        "unit": FLOAT_MACS,
+        "costs": _module_costs(before, now),
+        "layers": len(measured.names),
+    }
+    tested, repairs = branch.check_causes(measured, [*now])
     return {**changes, **tested, "judgings": measured.measured}, repairs
 
 

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, Self
 from compress.common.errors import ArtifactInvalid, PipelineInvalid, StageFailed
 from compress.core.diagnosis.cause import (
     ACCURACY_GATES,
+    MACS_GATES,
     MEMORY_GATES,
+    PARAMETER_GATES,
     PARITY_GATES,
     SIZE_GATES,
     SPEED_GATES,
@@ -35,7 +37,15 @@ if TYPE_CHECKING:
     from compress.core.progress import Progress
     from pipelines.runner.run_state import RunState
 
-EXPLAINED = (*ACCURACY_GATES, *SPEED_GATES, *SIZE_GATES, *MEMORY_GATES, *PARITY_GATES)
+EXPLAINED = (
+    *ACCURACY_GATES,
+    *SPEED_GATES,
+    *SIZE_GATES,
+    *MEMORY_GATES,
+    *PARAMETER_GATES,
+    *MACS_GATES,
+    *PARITY_GATES,
+)
 
 
 @dataclass(frozen=True)

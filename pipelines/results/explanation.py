@@ -9,7 +9,7 @@ from pydantic import JsonValue
 from compress.common.atomic_files import write_atomically
 from compress.common.config import Settings
 from compress.core.verdict import Verdict
-from pipelines.results.schema import readable_bytes
+from pipelines.results.schema import readable_bytes, readable_count
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 FILE = "explain.json"
 MOST_COSTS = 6
 """Modules whose cost is shown in the text; the file has all."""
+FLOAT_MACS = "float MACs"
+"""Unit of what float kernels multiply, of which a share of all is shown."""
 LEAST_COST = 0.01
 """Share of the whole that is shown."""
 SAID_IF_REMOVED = ("calibration_samples", "learning_rate", "temperature", "soft_weight")
@@ -147,9 +149,9 @@ class Explanation(Settings):
     spread: bool = False
     """Whether no quarter of the layers returns half of the loss."""
     costs: tuple[ModuleCost, ...] = ()
-    """Of gates on speed, size and memory: what each module costs, the dearest first."""
+    """Of gates that are not about outputs: what each module costs, the dearest first."""
     unit: str = ""
-    """Of these: `ms` or `bytes`."""
+    """Of these: `ms`, `bytes`, `weights` or `float MACs`."""
     causes: tuple[FoundCause, ...] = ()
     """The likeliest first."""
     repairs: tuple[dict[str, JsonValue], ...] = ()
@@ -186,16 +188,20 @@ class Explanation(Settings):
                 "half of it"
             )
         if self.costs:
-            total = sum(cost.now for cost in self.costs)
+            is_share = self.unit == FLOAT_MACS
+            total = sum((c.before or 0) if is_share else c.now for c in self.costs) or 1
             dearest = [
                 f"{c.module or 'the rest'} {c.now / total:.0%}"
                 + (f" ({c.now / c.before:.2g}×)" if c.before and c.now else "")
                 for c in self.costs[:MOST_COSTS]
                 if c.now >= LEAST_COST * total
             ]
-            is_time = self.unit == "ms"
-            whole = f"{total:.3g} ms" if is_time else readable_bytes(round(total))
-            yield f"  {'time' if is_time else 'bytes':7} {', '.join(dearest)} of {whole}"
+            label, whole = {
+                "ms": ("time", f"{total:.3g} ms"),
+                "bytes": ("bytes", readable_bytes(round(total))),
+                FLOAT_MACS: ("float", f"{readable_count(round(total))} multiply-accumulates"),
+            }.get(self.unit, (self.unit, readable_count(round(total))))
+            yield f"  {label:7} {', '.join(dearest) or 'nothing'} of {whole}"
             yield "          (×: as much as in the plain export of the float model)"
         for cause in self.causes:
             where = f"{', '.join([*cause.layers][:3])}: " if any(cause.layers) else ""

@@ -27,6 +27,8 @@ ACCURACY_GATES = ("max_drop", "max_relative_drop", "min_metric", "label_agreemen
 SPEED_GATES = ("min_speedup", "max_latency")
 SIZE_GATES = ("max_size", "max_file_size")
 MEMORY_GATES = ("max_memory",)
+PARAMETER_GATES = ("max_parameters",)
+MACS_GATES = ("min_integer_macs",)
 PARITY_GATES = ("parity",)
 
 Measured = TypeVar("Measured")

@@ -1,14 +1,15 @@
 """Bytes of a file by module: tables, copies, values of a call."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from compress.core.context import Context
 from compress.core.diagnosis.cause import RefusedStage
+from export.diagnosis.counted_causes import LargeActivation, StoredTwice
 from export.diagnosis.layer_names import plain_export
-from export.diagnosis.size_causes import LargeActivation, StoredTwice
-from export.diagnosis.sizes import SizeDiagnosis, bytes_by_module, tensor_sizes
+from export.diagnosis.sizes import SizeDiagnosis, sizes_by_module, tensor_sizes
 from export.onnx.stage import ExportOnnx
 from tests.export.builders import TOKENS, network_of
 
@@ -35,7 +36,9 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> RefusedStage[SizeDiagn
     context = Context(root=folder / "onnx")
     stage = ExportOnnx(name="onnx")
     file = stage.run(source, context)
-    found = SizeDiagnosis.create(file, source, 3200.0, 2, lambda name, settings: None, context)
+    found = SizeDiagnosis.create(
+        file, source, 3200.0, lambda name, settings: None, context, batch=2
+    )
     return RefusedStage(stage, source, file, context, (), found, 0.0)
 
 
@@ -43,7 +46,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> RefusedStage[SizeDiagn
 def test_tensors_belong_to_the_modules_that_read_them(measured, tmp_path: Path) -> None:
     found = measured.measured
     assert found.names == ["fc", "table", "copy"]
-    sizes = bytes_by_module(found.tensors)
+    sizes = sizes_by_module(found.tensors)
     assert sizes["table"] >= 200 * 8 * 4 <= sizes["copy"]
     assert sizes["fc"] >= (8 + 1) * 16 * 4
     tables = {t.module for t in found.tensors if t.is_table}
@@ -55,7 +58,7 @@ def test_tensors_belong_to_the_modules_that_read_them(measured, tmp_path: Path) 
 def test_a_copy_is_a_cause_by_its_share_of_the_file(measured) -> None:
     cause, table = StoredTwice(), 200 * 8 * 4
     value = cause.measure(measured, "copy")
-    assert value == pytest.approx(table / measured.measured.file_bytes)
+    assert value == pytest.approx(table / measured.measured.whole)
     assert value > cause.limit and cause.measure(measured, "table") is None
     assert cause.returned(measured, ["copy"]) == pytest.approx(table / 3200)
 
@@ -73,5 +76,18 @@ def test_values_of_a_call_are_a_cause_where_they_outweigh_the_weights(measured) 
 @pytest.mark.slow
 def test_a_plain_export_has_the_same_tensors(measured) -> None:
     model, names = plain_export(measured.before)
-    plain = bytes_by_module(tensor_sizes(model, names))
-    assert plain["table"] == bytes_by_module(measured.measured.tensors)["table"]
+    plain = sizes_by_module(tensor_sizes(model, names))
+    assert plain["table"] == sizes_by_module(measured.measured.tensors)["table"]
+
+
+@pytest.mark.slow
+def test_weights_are_counted_without_what_shapes_take(measured) -> None:
+    found = measured.measured
+    weights = {"table": 200 * 8, "copy": 200 * 8, "fc": (8 + 1) * 16}
+    by_module = sizes_by_module(found.tensors, "weights")
+    assert {name: n for name, n in by_module.items() if n} == weights
+    assert sum(weights.values()) == measured.after.parameters()
+    counted = replace(found, unit="weights", whole=sum(weights.values()), missing=800)
+    of_weights = replace(measured, measured=counted)
+    assert StoredTwice().measure(of_weights, "copy") == pytest.approx(1600 / 3344)
+    assert StoredTwice().returned(of_weights, ["copy"]) == pytest.approx(2.0)

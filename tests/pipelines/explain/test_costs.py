@@ -123,3 +123,47 @@ def test_an_export_that_failed_is_explained(folder: Path, capfd) -> None:
     assert found.causes[0].cause == "other_graph"
     assert "the graph that torch.export traced is wrong in PyTorch too" in capfd.readouterr().out
     assert found.repairs == ({"stage": "export_torchscript"},)
+
+
+@pytest.mark.slow
+def test_a_layer_left_in_float_is_named_and_mended(folder: Path, capfd) -> None:
+    text = FILE.replace("embeddings: false", "exclude: [inner]")
+    text = text.replace("max_size, ratio: 0.6, against: source", "min_integer_macs, share: 0.9")
+    (folder / "net.yaml").write_text(text)
+    out = folder / "out"
+    assert compress("run", folder / "net.yaml", "--out", out) == 3
+    assert compress("repair", out) == 0
+    found = explanation(out)
+    assert (found.culprit, found.unit) == ("int8", "float MACs")
+    # Of each sample, eight tokens through `inner` and one mean through `head`.
+    shares = {cost.module: cost.now / cost.before for cost in found.costs if cost.before}
+    assert shares == {"inner": 1.0, "head": 0.0}
+    assert [cause.cause for cause in found.causes] == ["excluded_layers"]
+    said = capfd.readouterr().out
+    assert "inner 97% (1×) of 2.11 k multiply-accumulates" in said
+    assert json.loads((out / "explain.json").read_text())["chosen"] == {"int8": {"exclude": []}}
+
+
+@pytest.mark.slow
+def test_a_table_whose_channels_are_kept_is_named_and_mended(folder: Path, capfd) -> None:
+    stages = """\
+  - name: pruned
+    stage: prune_channels
+    ratio: 0.5
+    round_to: 1
+    exclude: [table]
+    gates: [{gate: max_parameters, ratio: 0.6}]
+"""
+    text = FILE.partition("  - {name: int8")[0] + stages
+    (folder / "net.yaml").write_text(text)
+    out = folder / "out"
+    assert compress("run", folder / "net.yaml", "--out", out) == 3
+    assert compress("repair", out) == 0
+    found = explanation(out)
+    assert (found.stage, found.culprit, found.unit) == ("pruned", "pruned", "weights")
+    weights = {cost.module: (cost.before, cost.now) for cost in found.costs}
+    assert weights["table"] == (400 * 16, 400 * 16)
+    assert [cause.cause for cause in found.causes] == ["excluded_layers"]
+    assert [*found.causes[0].layers] == ["table"] and found.causes[0].returned > 1
+    assert "weights table" in capfd.readouterr().out
+    assert json.loads((out / "explain.json").read_text())["chosen"] == {"pruned": {"exclude": []}}

@@ -1,12 +1,20 @@
-"""Causes of a file that is too large or takes too much memory: what they measure and what mends."""
+"""Causes of a file that is too large, takes too much memory or is too little in integers."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from compress.core.diagnosis.cause import MEMORY_GATES, SIZE_GATES, Cause, Repair
-from export.diagnosis.sizes import SizeDiagnosis
-from export.diagnosis.speed_causes import QUANTIZING, excluding
+from compress.core.diagnosis.cause import (
+    MACS_GATES,
+    MEMORY_GATES,
+    PARAMETER_GATES,
+    SIZE_GATES,
+    Cause,
+    Repair,
+)
+from export.diagnosis.macs import MacsDiagnosis
+from export.diagnosis.sizes import CountedCost, SizeDiagnosis
+from export.diagnosis.speed_causes import QUANTIZING, excluding, formats_with_kernels
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -17,31 +25,34 @@ if TYPE_CHECKING:
     Change = tuple[dict[str, Any], int]
     """Settings, and what they cost the other gates."""
 
+BYTE_GATES = (*SIZE_GATES, *MEMORY_GATES)
+"""Weights are in memory too."""
+Counted = TypeVar("Counted", bound=CountedCost)
 
-class SizeCause(Cause[SizeDiagnosis]):
-    """A reason why a file has too many bytes; its weights are in memory too."""
 
-    gates: ClassVar[tuple[str, ...]] = (*SIZE_GATES, *MEMORY_GATES)
+class CountedCause(Cause[Counted]):
+    """A reason why a file has too many bytes, weights or multiplications in float."""
 
-    def changes(self, refused: Refused, layers: Sequence[str]) -> Iterator[Change]:
+    def changes(self, refused: RefusedStage[Counted], layers: Sequence[str]) -> Iterator[Change]:
         """Yield changes of the settings that mend it, and what they cost."""
         yield from ()
 
-    def returned(self, refused: Refused, layers: Sequence[str]) -> float | None:
-        """Return the share of the missing bytes that the best change saves."""
+    def returned(self, refused: RefusedStage[Counted], layers: Sequence[str]) -> float | None:
+        """Return the share of what is missing that the best change saves."""
         measured, title = refused.measured, refused.stage.title
         saved = [measured.saved_with(title, s) for s, _ in self.changes(refused, layers)]
         return measured.returned(max(saved, default=0.0)) if saved else None
 
-    def repairs(self, refused: Refused, layers: Sequence[str]) -> tuple[Repair, ...]:
+    def repairs(self, refused: RefusedStage[Counted], layers: Sequence[str]) -> tuple[Repair, ...]:
         """Return the changes."""
         return tuple(Repair(s, cost) for s, cost in self.changes(refused, layers))
 
 
-class FloatTables(SizeCause):
+class FloatTables(CountedCause[SizeDiagnosis]):
     """Tables of embeddings that a quantized model holds in float."""
 
     key: ClassVar[str] = "float_tables"
+    gates: ClassVar[tuple[str, ...]] = BYTE_GATES
     stages: ClassVar[tuple[str, ...]] = (*QUANTIZING, "quantize_mixed")
     limit: ClassVar[float] = 0.1
     text: ClassVar[str] = (
@@ -50,9 +61,7 @@ class FloatTables(SizeCause):
 
     def measure(self, refused: Refused, layer: str) -> float | None:
         """Return the share of the file that a module's float tables have."""
-        measured = refused.measured
-        own = [t.bytes for t in measured.tensors if t.is_table and t.is_float and t.module == layer]
-        return sum(own) / measured.file_bytes if own else None
+        return refused.measured.share_where(layer, lambda t: t.is_table and t.is_float)
 
     def changes(self, refused: Refused, layers: Sequence[str]) -> Iterator[Change]:
         """Yield tables in 8 bits."""
@@ -67,28 +76,25 @@ class FloatTables(SizeCause):
             yield settings, 0
 
 
-class ExcludedLayers(SizeCause):
+class ExcludedLayers(CountedCause[CountedCost]):
     """Layers that `exclude` leaves in float, or whose channels it keeps."""
 
     key: ClassVar[str] = "excluded_layers"
+    gates: ClassVar[tuple[str, ...]] = (*BYTE_GATES, *PARAMETER_GATES, *MACS_GATES)
     stages: ClassVar[tuple[str, ...]] = (*QUANTIZING, "quantize_mixed", "prune_channels")
     limit: ClassVar[float] = 0.1
-    text: ClassVar[str] = "left out by exclude ({value:.0%} of the file; limit {limit:.0%})"
+    text: ClassVar[str] = "left out by exclude ({value:.0%} of the whole; limit {limit:.0%})"
 
-    def measure(self, refused: Refused, layer: str) -> float | None:
-        """Return the share of the file that a module has which a pattern leaves out."""
-        measured = refused.measured
+    def measure(self, refused: RefusedStage[CountedCost], layer: str) -> float | None:
+        """Return the share of the whole that a module has which a pattern leaves out."""
         if not excluding(refused.stage.own_settings()["exclude"], [layer]):
             return None
         is_pruned = refused.stage.stage == "prune_channels"
-        own = [
-            t.bytes
-            for t in measured.tensors
-            if t.module == layer and (is_pruned or t.is_float) and not t.is_table
-        ]
-        return sum(own) / measured.file_bytes if own else None
+        return refused.measured.share_of(layer, floats_alone=not is_pruned)
 
-    def changes(self, refused: Refused, layers: Sequence[str]) -> Iterator[Change]:
+    def changes(
+        self, refused: RefusedStage[CountedCost], layers: Sequence[str]
+    ) -> Iterator[Change]:
         """Yield the stage without these patterns."""
         own = refused.stage.own_settings()["exclude"]
         excluded = excluding(own, layers)
@@ -96,10 +102,36 @@ class ExcludedLayers(SizeCause):
             yield {"exclude": [p for p in own if p not in excluded]}, 0
 
 
-class StoredTwice(SizeCause):
+class FloatKernels(CountedCause[MacsDiagnosis]):
+    """Layers with weights in integers that the runtime multiplies in float all the same."""
+
+    key: ClassVar[str] = "float_kernels"
+    gates: ClassVar[tuple[str, ...]] = MACS_GATES
+    stages: ClassVar[tuple[str, ...]] = QUANTIZING
+    limit: ClassVar[float] = 0.05
+    text: ClassVar[str] = (
+        "weights in integers, but a float kernel ({value:.0%} of the multiply-accumulates; limit "
+        "{limit:.0%})"
+    )
+
+    def measure(self, refused: RefusedStage[MacsDiagnosis], layer: str) -> float | None:
+        """Return the share of the multiply-accumulates that a quantized layer has in float."""
+        measured = refused.measured
+        return measured.share_of(layer, floats_alone=True) if layer in measured.quantized else None
+
+    def changes(
+        self, refused: RefusedStage[MacsDiagnosis], layers: Sequence[str]
+    ) -> Iterator[Change]:
+        """Yield formats that the runtime has integer kernels for."""
+        for settings in formats_with_kernels(refused.stage.own_settings()):
+            yield settings, 0
+
+
+class StoredTwice(CountedCause[SizeDiagnosis]):
     """Tensors of the same values, of which one would do."""
 
     key: ClassVar[str] = "stored_twice"
+    gates: ClassVar[tuple[str, ...]] = (*BYTE_GATES, *PARAMETER_GATES)
     stages: ClassVar[tuple[str, ...]] = ("export_onnx",)
     limit: ClassVar[float] = 0.05
     text: ClassVar[str] = (
@@ -109,17 +141,16 @@ class StoredTwice(SizeCause):
 
     def measure(self, refused: Refused, layer: str) -> float | None:
         """Return the share of the file that a module's copies have."""
-        measured = refused.measured
-        own = [t.bytes for t in measured.tensors if t.is_copy and t.module == layer]
-        return sum(own) / measured.file_bytes if own else None
+        return refused.measured.share_where(layer, lambda t: t.is_copy)
 
     def returned(self, refused: Refused, layers: Sequence[str]) -> float | None:
-        """Return the share of the missing bytes that the copies have."""
+        """Return the share of what is missing that the copies have."""
         measured = refused.measured
-        return measured.returned(sum(t.bytes for t in measured.tensors if t.is_copy))
+        copies = [getattr(t, measured.unit) for t in measured.tensors if t.is_copy]
+        return measured.returned(sum(copies))
 
 
-class LargeActivation(SizeCause):
+class LargeActivation(CountedCause[SizeDiagnosis]):
     """One value that takes most of the memory of a call."""
 
     key: ClassVar[str] = "large_activation"
@@ -140,9 +171,10 @@ class LargeActivation(SizeCause):
         return measured.activations[layer] / (weights + measured.peak_values)
 
 
-SIZE_CAUSES: tuple[type[SizeCause], ...] = (
+COUNTED_CAUSES: tuple[type[CountedCause[Any]], ...] = (
     FloatTables,
     ExcludedLayers,
+    FloatKernels,
     StoredTwice,
     LargeActivation,
 )

@@ -1,0 +1,80 @@
+"""Multiply-accumulates in float by module, and what other settings would bring into integers."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from compress.artifacts.eager_model import EagerModel
+from compress.artifacts.graph_model import GraphModel
+from compress.core.context import Context
+from compress.core.diagnosis.cause import RefusedStage
+from compress.quantization.stages.static import QuantizeStatic
+from export.diagnosis.counted_causes import ExcludedLayers, FloatKernels
+from export.diagnosis.macs import MacsDiagnosis, float_macs, float_share
+from export.onnx.stage import ExportOnnx
+from tests.export.builders import images, samples
+
+PIXELS = 8 * 8
+MACS = {"stem": PIXELS * 16 * 9, "last": PIXELS * 16 * 16 * 9, "head": 16 * 4}
+"""Module → multiply-accumulates of a sample."""
+INNER = PIXELS * 16 * 16 * 9
+NORM = PIXELS * 16
+"""Of the BatchNorm behind `inner`, which float kernels compute as a convolution if `inner` is one
+of them."""
+WITH_NORM = (INNER + NORM) / (sum(MACS.values()) + INNER + NORM)
+Refused = RefusedStage[MacsDiagnosis]
+
+
+@pytest.fixture(scope="module")
+def refused(net: EagerModel, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Refused]:
+    """Return what counts in a network that was quantized with some settings.
+
+    Any other settings bring all layers into integers.
+    """
+    root = tmp_path_factory.mktemp("macs")
+    context = Context(root=root, data=samples(images()))
+    export = ExportOnnx(name="onnx")
+
+    def quantized(folder: str, **settings: Any) -> tuple[QuantizeStatic, GraphModel]:
+        stage = QuantizeStatic(name="int8", calibration_samples=32, **settings)
+        return stage, stage.run(net, context.with_root(root / folder / "int8"))
+
+    in_integers = export.translated(quantized("all")[1])[0]
+
+    def count(missing: float, **settings: Any) -> Refused:
+        folder = "-".join(settings)
+        stage, graph = quantized(folder, **settings)
+        file = export.run(graph, context.with_root(root / folder / "onnx"))
+        found = MacsDiagnosis.create(file, net, missing, lambda name, s: in_integers, context)
+        assert 1 - float_share(found.profile) == pytest.approx(file.fact("integer_share"))
+        return RefusedStage(stage, net, file, context, (), found, 0.0)
+
+    return count
+
+
+@pytest.mark.slow
+def test_a_layer_left_out_is_what_float_kernels_multiply(refused: Callable[..., Refused]) -> None:
+    left = refused(WITH_NORM / 2, exclude=("inner",))
+    found, cause = left.measured, ExcludedLayers()
+    batch = found.inputs[0].shape[0]
+    inner = {"inner": batch * (INNER + NORM)}
+    assert float_macs(found.float_profile) == {m: batch * n for m, n in MACS.items()} | inner
+    assert float_macs(found.profile) == dict.fromkeys(MACS, 0) | inner
+    assert found.quantized == {"stem", "last", "head"}
+    assert cause.measure(left, "inner") == pytest.approx(WITH_NORM)
+    assert cause.measure(left, "last") is None
+    assert FloatKernels().measure(left, "inner") is None, "it is not quantized"
+    assert [dict(r.settings) for r in cause.repairs(left, ["inner"])] == [{"exclude": []}]
+    assert cause.returned(left, ["inner"]) == pytest.approx(2.0)
+    assert found.measured == 1
+
+
+@pytest.mark.slow
+def test_weights_in_integers_may_have_float_kernels(refused: Callable[..., Refused]) -> None:
+    coarse, cause = refused(1.0, activation_bits=16), FloatKernels()
+    assert coarse.measured.quantized == {"stem", "inner", "last", "head"}
+    share = INNER / (sum(MACS.values()) + INNER)
+    assert cause.measure(coarse, "inner") == pytest.approx(share)
+    assert [dict(r.settings) for r in cause.repairs(coarse, [])] == [{"activation_bits": 8}]
+    assert cause.returned(coarse, ["inner"]) == pytest.approx(1.0)
