@@ -10,7 +10,10 @@ cost it with and without a rotation. With `--stream` (and `--gptq`) it makes a f
 billion random weights, and prints peak memory and time of quantizing it with `stream: true`; 8 GB
 of disk. With `--llama-cpp` it opens files of `export_gguf` in llama.cpp, and takes `pip install
 llama-cpp-python`. With `--serve` it prints the speed of an earlier run's int4 folder by `compress
-generate` and by `compress serve`.
+generate` and by `compress serve`. With `--peers` (and `--speed`) it compares perplexity and speed
+with llm-compressor's, torchao's and onnxruntime-genai's builder's, whose environments are in
+build/peers or the folder of `--environments=`; it says how to make what is missing. With `--large`
+it prints the speed of 124 million random weights.
 It needs the extras `transformers` and `genai`. One thread.
 """
 
@@ -41,8 +44,17 @@ def main() -> None:
     if "--stream" in sys.argv:
         import_module("decoder.streaming").main(Path(folder), sys.argv[1:])
         return
+    if "--large" in sys.argv:
+        import_module("decoder.large").main(Path(folder) / "large")
+        return
     if "--serve" in sys.argv:
         import_module("decoder.serving").main(Path(folder) / "genai-int4")
+        return
+    if "--peers" in sys.argv:
+        given = (a.partition("=")[2] for a in sys.argv if a.startswith("--environments="))
+        environments = Path(next(given, "build/peers"))
+        peers = import_module("decoder.peers")
+        peers.main(Path(folder), environments, speed_alone="--speed" in sys.argv)
         return
     benchmark = import_module("decoder.compression")
     benchmark.main(Path(folder), speed_alone="--speed" in sys.argv)
