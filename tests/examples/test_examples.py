@@ -101,6 +101,7 @@ def test_a_language_model(tmp_path: Path, run: Callable[..., str]) -> None:
     assert onnx.metric.value == pytest.approx(surprise.exp().item(), rel=1e-3)
 
 
+@pytest.mark.soak  # test_decoder.py quantizes and exports one
 @pytest.mark.slow
 def test_a_language_model_that_generates(tmp_path: Path, run: Callable[..., str]) -> None:
     shutil.copytree(EXAMPLES / "language_model", tmp_path / "mine")
@@ -118,10 +119,11 @@ def test_a_language_model_that_generates(tmp_path: Path, run: Callable[..., str]
     run("mine/generate.yaml", "--out", "out")
     train, _, genai = (stage.measurements for stage in Report.read(tmp_path / "out").stages)
     assert train.metric.value < 700, "1024 for a model that has learned nothing"
-    assert genai.bytes < train.bytes / 3
+    assert genai.bytes < train.bytes
     made = Artifact.from_directory(tmp_path / "out" / "artifacts" / "export_genai")
     assert "tokenizer.json" in made.carried_files()
     facts = made.manifest.facts
+    assert facts["operators"]["MatMulNBits"] == 5 + 1
     assert facts["equal_tokens"] == facts["greedy_tokens"] or "near_tie" in facts
 
 
