@@ -1,20 +1,19 @@
-"""What 4 bits cost a decoder and what they gain: `python benchmarks/decoders.py [FOLDER]`.
+"""What 4 bits cost a decoder and what they gain: `python benchmarks/decoders.py [FOLDER] [OPTION]`.
 
-Trains a Llama of 24 million weights on Python's manual and sources, which takes most of the time,
-unless FOLDER (build/decoders) has it from an earlier run. Then prints perplexity and KL divergence
-of the next token by method, and size and speed of the folders of `export_genai`, measured in one
-process; with `--speed` the speed of the folders of an earlier run alone. With `--architectures` it
-prints which decoders of transformers become proven folders instead, tiny ones made from configs.
-With `--rotations` it gives that Llama outliers without changing its scores, and prints what 4 bits
-cost it with and without a rotation. With `--stream` (and `--gptq`) it makes a folder of 1.01
-billion random weights, and prints peak memory and time of quantizing it with `stream: true`; 8 GB
-of disk. With `--llama-cpp` it opens files of `export_gguf` in llama.cpp, and takes `pip install
-llama-cpp-python`. With `--serve` it prints the speed of an earlier run's int4 folder by `compress
-generate` and by `compress serve`. With `--peers` (and `--speed`) it compares perplexity and speed
-with llm-compressor's, torchao's and onnxruntime-genai's builder's, whose environments are in
-build/peers or the folder of `--environments=`; it says how to make what is missing. With `--large`
-it prints the speed of 124 million random weights.
-It needs the extras `transformers` and `genai`. One thread.
+Without an option it trains a Llama of 24 million weights on Python's manual and sources, unless
+FOLDER (build/decoders) has it from an earlier run, and prints perplexity and KL divergence of the
+next token by method, and size and speed of the folders of `export_genai`, measured in one process.
+
+    --speed             the speed of an earlier run's folders alone
+    --architectures     which decoders of transformers, tiny ones, become proven folders
+    --rotations         what 4 bits cost that Llama with outliers, as it is and rotated
+    --stream [--gptq]   memory and time of quantizing 1.01 billion random weights; 8 GB of disk
+    --llama-cpp         files of `export_gguf` in llama.cpp; needs `pip install llama-cpp-python`
+    --peers [--speed]   perplexity and speed beside llm-compressor and onnxruntime-genai's builder,
+                        whose environments are in build/peers or `--environments=FOLDER`
+    --serve             speed of an earlier run's int4 folder by `compress generate` and `serve`
+
+It needs the extras `transformers` and `genai`, and computes on one thread.
 """
 
 import logging
@@ -43,9 +42,6 @@ def main() -> None:
         return
     if "--stream" in sys.argv:
         import_module("decoder.streaming").main(Path(folder), sys.argv[1:])
-        return
-    if "--large" in sys.argv:
-        import_module("decoder.large").main(Path(folder) / "large")
         return
     if "--serve" in sys.argv:
         import_module("decoder.serving").main(Path(folder) / "genai-int4")

@@ -31,29 +31,12 @@ def llm_compressor(model: torch.nn.Module, tokens: torch.Tensor, *, symmetric: b
     )
 
 
-def torchao(model: torch.nn.Module) -> None:
-    from torchao.quantization import IntxWeightOnlyConfig, quantize_
-    from torchao.quantization.granularity import PerGroup
-
-    settings = IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(32))
-    quantize_(
-        model, settings, lambda part, name: isinstance(part, torch.nn.Linear) and name != "lm_head"
-    )
-    for part in model.modules():
-        if isinstance(part, torch.nn.Linear) and hasattr(part.weight, "dequantize"):
-            floats = part.weight.dequantize().detach()
-            part.weight = torch.nn.Parameter(floats, requires_grad=False)
-
-
 def main() -> None:
     peer, folder, tokens, output = sys.argv[1:]
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     names = set(model.state_dict())
     texts = load_file(tokens)["tokens"]
-    if peer == "torchao":
-        torchao(model)
-    else:
-        llm_compressor(model, texts, symmetric=peer == "llm_compressor_symmetric")
+    llm_compressor(model, texts, symmetric=peer == "llm_compressor_symmetric")
     state = model.state_dict()
     save_file({name: state[name].contiguous() for name in names}, Path(output))
 

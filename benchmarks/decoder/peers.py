@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 ENVIRONMENTS = {
     "llm_compressor": ("llmcompressor==0.14.0", "torch==2.13.0"),
-    "torchao": ("torchao==0.18.0", "torch==2.13.0", "transformers==5.24.0", "safetensors"),
     "genai_builder": ("onnxruntime-genai==0.18.0", "torch==2.13.0", "transformers==5.24.0"),
 }
 """Name of an environment → what its packages are."""
@@ -40,7 +39,6 @@ OURS = {
 THEIRS = {
     "llm-compressor 0.14, GPTQ, zero points": ("llm_compressor", "llm_compressor"),
     "llm-compressor 0.14, GPTQ, symmetric": ("llm_compressor", "llm_compressor_symmetric"),
-    "torchao 0.18, RTN, symmetric": ("torchao", "torchao"),
 }
 """Rows of the table → environment, and what `peer_quantizers.py` is asked for."""
 ROUNDS = 9

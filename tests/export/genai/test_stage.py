@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 import compress
 from cli import app
-from compress import MaxFirstToken, MinTokensPerSecond, QuantizeStatic, QuantizeWeights
+from compress import MaxFirstToken, MinTokensPerSecond, QuantizeStatic
 from compress.artifacts.artifact import Artifact
 from compress.common.errors import StageFailed
 from export import ExportGenai, GenaiModel, OnnxModel
@@ -188,21 +188,6 @@ def test_other_architectures(tmp_path, kind, sizes, rotary) -> None:
     assert facts["equal_tokens"] == facts["greedy_tokens"]
     assert facts["scores_error"] < 1e-4
     assert facts["rotary_in_attention"] == f"{rotary} layers"
-
-
-@pytest.mark.soak
-def test_a_decoder_of_124_million_weights(tmp_path) -> None:
-    sizes = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12}
-    heads = {"num_attention_heads": 12, "num_key_value_heads": 4, "vocab_size": 32000}
-    source = decoder(tmp_path, **sizes, **heads)
-    assert 123e6 < source.parameters() < 126e6
-    context = context_for(source, tmp_path / "int4")
-    small = QuantizeWeights(method="rtn", symmetric=True)(source, context)
-    made = ExportGenai()(small, context.with_root(tmp_path / "genai"))
-    facts = made.manifest.facts
-    assert made.payload_bytes < source.payload_bytes / 5
-    assert facts["operators"]["MatMulNBits"] == 12 * 5 + 1
-    assert facts["equal_tokens"] == facts["greedy_tokens"] or "near_tie" in facts
 
 
 def test_what_is_no_decoder_is_refused(mlp, llama, tmp_path) -> None:
