@@ -1,4 +1,4 @@
-"""Questions asked in processes of their own, which have only so much time."""
+"""Calls of functions in processes of their own, within a limit of processor time."""
 
 import multiprocessing
 import resource
@@ -12,35 +12,33 @@ from queue import Empty
 import torch
 
 MOST_SECONDS = 900
-"""How long an answer is waited for in all."""
+"""How long a result is waited for, by the clock."""
 
 
-def _answer(
-    seconds: int, question: Callable[..., object], arguments: tuple[object, ...], queue
+def _call(
+    seconds: int, function: Callable[..., object], arguments: tuple[object, ...], queue
 ) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     sys.stdout = sys.stderr = open("/dev/null", "w")  # noqa: SIM115, PTH123 - the process ends soon
     try:
-        queue.put(question(*arguments))
-    except Exception as error:  # noqa: BLE001 - whatever a model does is an answer
+        queue.put(function(*arguments))
+    except Exception as error:  # noqa: BLE001 - whatever a model does is a result
         queue.put(f"{type(error).__name__}: {error}")
 
 
-def within(seconds: int, question: Callable[..., object], *arguments: object) -> object:
-    """Ask in a process of its own; an error is an answer, and None says that none came.
+def within(seconds: int, function: Callable[..., object], *arguments: object) -> object:
+    """Return a function's result, or its error as text; None where the limit ended it.
 
     Args:
-        seconds: what it has of the processor's time, so that a busy machine changes nothing.
-        question: what gives the answer.
+        seconds: limit of its processor time, which a busy machine does not change.
+        function: called in a forked process.
         arguments: its arguments.
     """
     context = multiprocessing.get_context("fork")
     queue = context.Queue()
-    process = context.Process(
-        target=_answer, args=(seconds, question, arguments, queue), daemon=True
-    )
+    process = context.Process(target=_call, args=(seconds, function, arguments, queue), daemon=True)
     process.start()
     deadline = time.monotonic() + MOST_SECONDS
     try:

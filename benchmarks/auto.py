@@ -1,7 +1,7 @@
 """The solver of `compress auto` beside the true optimum and Optuna's TPE, on spaces made once.
 
     python benchmarks/auto.py build [A|B|C]    # makes every model of the spaces: an hour each
-    python benchmarks/auto.py                  # takes pip install optuna (5.0) for the opponent
+    python benchmarks/auto.py                  # needs `pip install optuna` (5.0), the baseline
 
 A is a chain of five convolutions, B the ResNet-20 with layers in float or int8, both on digits, and
 C a text encoder. Each model is cut once, refitted on 128 samples and not trained;
@@ -10,8 +10,8 @@ the best model found within a share of the whole model's latency, beyond that of
 is; a check reveals one model's true figures.
 
 What was made stays in `benchmarks/runs`, so that a build that was stopped goes on. `build B losses`
-makes what takes no timing, in as many processes as there are; `build B latencies 240` measures for
-240 seconds, on a machine that does nothing else.
+makes what needs no timing, and may run in several processes at once; `build B latencies 240`
+measures for 240 seconds, on a machine that does nothing else.
 """
 
 import os

@@ -82,7 +82,7 @@ class Manifest(Settings):
     def _inside(cls, files: dict[str, FileDigest]) -> dict[str, FileDigest]:
         for name in files:
             if not stays_inside(name) or name == MANIFEST:
-                raise ValueError(f"{name[:80]!r} is no file of an artifact")
+                raise ValueError(f"{name[:80]!r} is not a file of an artifact")
         return files
 
 
@@ -406,7 +406,7 @@ def replace_artifact(new: Path, path: Path) -> None:
 def _refuse_foreign(path: Path) -> None:
     if path.exists() and not (path / MANIFEST).is_file() and any(path.iterdir()):
         raise PipelineInvalid(
-            f"{path}: holds files that are no artifact, and would be lost; move them or choose "
+            f"{path}: holds files that are not an artifact, and would be lost; move them or choose "
             "another directory"
         )
 

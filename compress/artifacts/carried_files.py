@@ -6,13 +6,31 @@ folder.
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 CONFIG, TOKENIZER, IMAGES = "config.json", "tokenizer.json", "preprocessor_config.json"
-TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+TOKENIZER_CONFIG, CHAT_TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
+TOKENIZER_SETTINGS = (TOKENIZER_CONFIG, "special_tokens_map.json", CHAT_TEMPLATE)
 TIED = "tie_word_embeddings"
 """Entry of a config: whether a language model's head is its table of embeddings."""
 CARRIED_NAMES = (CONFIG, TOKENIZER, *TOKENIZER_SETTINGS, IMAGES)
+
+
+def chat_template_of(files: Mapping[str, bytes]) -> str | None:
+    """Return a tokenizer's chat template, of its own file or of the tokenizer's settings.
+
+    Several templates are a list there, by name; None where there is none, or none for chats.
+    """
+    if CHAT_TEMPLATE in files:
+        return files[CHAT_TEMPLATE].decode()
+    source = json.loads(files.get(TOKENIZER_CONFIG, b"{}")).get("chat_template")
+    if isinstance(source, list):
+        source = {each["name"]: each["template"] for each in source}.get("default")
+    return None if source is None else str(source)
 
 
 def names_in(config: Any) -> tuple[str, ...]:

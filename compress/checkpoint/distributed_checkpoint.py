@@ -64,7 +64,7 @@ def read_distributed(folder: Path) -> dict[Any, Any]:
         metadata = _Unpickler(io.BytesIO((folder / METADATA).read_bytes())).load()
     except PermissionError as error:
         raise ArtifactInvalid(
-            f"checkpoint {folder}: {METADATA} names {error}, which is no part of an index of "
+            f"checkpoint {folder}: {METADATA} names {error}, which is not part of an index of "
             "torch.distributed.checkpoint and is never executed here; save the weights anew"
         ) from error
     except Exception as error:  # for bytes that are no pickle, the reader raises anything

@@ -291,7 +291,8 @@ def _read_by_import(module_name: str, recorded: Recording) -> Recording:
 
 def _modules_of(files: Set[str]) -> list[str]:
     """Return the names of the modules that were imported from the given files."""
-    modules = list(sys.modules.items())
+    # Thousands of modules may be imported, and this is asked each time that a model is built.
+    modules = list(sys.modules.items()) if files else []
     return [n for n, m in modules if n != "__main__" and getattr(m, "__file__", None) in files]
 
 

@@ -244,6 +244,6 @@ def refuse_other_axes(inputs: Sequence[TensorSpec], bounded: Mapping[str, AxisBo
             raise ValueError(f"axes: {axis!r} is the batch, of which any size is answered")
         if axis not in named:
             raise ValueError(
-                f"axes: {axis!r} is no named axis of the inputs; they have "
+                f"axes: {axis!r} is not a named axis of the inputs; they have "
                 f"{', '.join(named) or 'none'} beside the batch"
             )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Protocol
 
 from compress.common.atomic_files import remove
@@ -16,7 +18,6 @@ from compress.core.progress import Progress, silent
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
-    from pathlib import Path
 
     import torch
 
@@ -252,3 +253,19 @@ class Context:
     def with_root(self, root: Path) -> Context:
         """Return the same context with another artifact directory."""
         return replace(self, root=root)
+
+    @contextmanager
+    def in_temporary_folder(self) -> Iterator[Context]:
+        """Provide the same context for a stage that is run again, of which nothing is kept.
+
+        Artifact, checkpoints and results are in a folder that is removed afterwards, so that those
+        of the run itself stay as they are.
+        """
+        with TemporaryDirectory(prefix="compress-rerun-") as name:
+            folder = Path(name)
+            yield replace(
+                self,
+                root=folder / "artifact",
+                scratch=folder / "work",
+                results=folder / "results",
+            )

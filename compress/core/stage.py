@@ -12,7 +12,7 @@ from compress.core.gates import AnyGate
 from compress.core.verdict import Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Set
+    from collections.abc import Mapping, Set
     from pathlib import Path
 
     from compress.core.context import Context
@@ -149,6 +149,16 @@ class Stage(Settings, Generic[Reads, Writes]):
     def all_requirements(self) -> tuple[Requirement, ...]:
         """Return the modules and programs that the stage, or a setting within it, needs."""
         return tuple(requirements_of(self))
+
+    def with_settings(self, changes: Mapping[str, Any]) -> Self:
+        """Return the stage without its gates and with other settings; None removes one.
+
+        Raises:
+            ValidationError: the settings do not fit together.
+        """
+        own = {name: getattr(self, name) for name in self.model_fields_set - {"gates"}}
+        changed = {**own, **changes}
+        return type(self).model_validate({k: v for k, v in changed.items() if v is not None})
 
     def own_settings(self) -> dict[str, Any]:
         """Return the settings that decide the result: all but name, input and gates."""

@@ -39,11 +39,14 @@ def cached_composite_ops() -> Iterator[None]:
 
 
 @contextmanager
-def cached_type_hints() -> Iterator[None]:
-    """Let torch evaluate the annotations of its own dataclasses once in a block."""
+def cached_deserialization() -> Iterator[None]:
+    """Let torch evaluate its dataclasses' annotations and parse each symbolic size once in a block.
+
+    Of a graph that it loads: torch 2.13 does both for each part of each node.
+    """
     from torch._export.serde import serialize
 
-    # To load a graph, torch 2.13 evaluates them for each part of each node: two fifths of the time.
+    # Annotations take two fifths of the time, and of the rest sympy's parser as much.
     known: dict[Any, dict[str, Any]] = {}
 
     def get_type_hints(of: Any, **named: Any) -> dict[str, Any]:
@@ -53,5 +56,10 @@ def cached_type_hints() -> Iterator[None]:
 
     cached_typing = ModuleType("typing")
     vars(cached_typing).update({**vars(typing), "get_type_hints": get_type_hints})
-    with patched_attribute(serialize, "typing", cached_typing):
+    deserializer, parse = serialize.GraphModuleDeserializer, "_parse_sym_expr"
+    parsed = functools.lru_cache(None, typed=True)(getattr(deserializer, parse, lambda: None))
+    with (
+        patched_attribute(serialize, "typing", cached_typing),
+        patched_attribute(deserializer, parse, parsed),
+    ):
         yield

@@ -29,7 +29,7 @@ from compress.checkpoint.safe_zip import refuse_bomb
 from compress.common.errors import ArtifactInvalid, StageFailed
 from compress.common.forward import flatten_outputs
 from compress.graph.axis_bounds import trace
-from compress.graph.library_cache import cached_type_hints, patched_attribute
+from compress.graph.library_cache import cached_deserialization, patched_attribute
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -196,7 +196,7 @@ def load_program(file: Path) -> ExportedProgram:
         for danger in find_code(PT2ArchiveReader(io.BytesIO(content))):
             raise ArtifactInvalid(f"{file}: {danger}; it was not read")
         # Not torch.export.load: on an error it falls back to an older format, which is pickled.
-        with cached_type_hints():
+        with cached_deserialization():
             return load_pt2(io.BytesIO(content)).exported_programs["model"]
     except ArtifactInvalid:
         raise

@@ -99,15 +99,14 @@ class ProfiledGraph:
                 for neighbour in (*self.before(node), *self.after(node)):
                     if neighbour.node.op_type in (QUANTIZE, DEQUANTIZE):
                         conversions += self._connected(neighbour, _is_conversion)
-            unique = {id(node): node for node in conversions}
-            if unique:
-                found.append(FloatIsland(tuple(island), tuple(unique.values())))
+            if conversions:
+                found.append(FloatIsland(tuple(island), tuple(dict.fromkeys(conversions))))
         return tuple(found)
 
     @cached_property
     def lone_pairs(self) -> tuple[ProfiledNode, ...]:
         """Roundings to integers that no integer kernel reads, and what makes floats of them."""
-        found: dict[int, ProfiledNode] = {}
+        found: dict[ProfiledNode, None] = {}
         for node in self.profile.nodes:
             if node.node.op_type != QUANTIZE:
                 continue
@@ -115,8 +114,8 @@ class ProfiledGraph:
             last = [r for reader in (node, *readers) for r in self.after(reader)]
             ends = [r for r in last if r not in readers]
             if ends and all(r.node.op_type == DEQUANTIZE for r in ends):
-                found |= {id(n): n for n in (node, *readers, *ends)}
-        return tuple(found.values())
+                found |= dict.fromkeys((node, *readers, *ends))
+        return tuple(found)
 
     @cached_property
     def unfused(self) -> tuple[ProfiledNode, ...]:
@@ -152,14 +151,14 @@ class ProfiledGraph:
         forward: bool = False,
     ) -> list[ProfiledNode]:
         """Return an operator and those that belong to it and are connected with it."""
-        found, pending = [start], [start]
+        found, pending = {start: None}, [start]
         while pending:
             node = pending.pop()
             for neighbour in (*(() if forward else self.before(node)), *self.after(node)):
                 if belongs(neighbour) and neighbour not in found:
-                    found.append(neighbour)
+                    found[neighbour] = None
                     pending.append(neighbour)
-        return found
+        return [*found]
 
 
 def without(model: onnx.ModelProto, names: Collection[str]) -> onnx.ModelProto:

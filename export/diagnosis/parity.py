@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -57,6 +57,7 @@ class ParityDiagnosis:
     rerun: Rerun
     measured: int = 0
     """How many changed files were made."""
+    _differences: dict[str, float] = field(default_factory=dict)
 
     @cached_property
     def outputs(self) -> dict[str, tuple[Tensors, Tensors, Tensors]]:
@@ -113,10 +114,13 @@ class ParityDiagnosis:
         return self._difference(self.model)
 
     def difference_with(self, settings: Mapping[str, Any]) -> float:
-        """Return the largest absolute difference with other settings of the export."""
-        self.measured += 1
-        changed = self.rerun(self.stage.title, settings)
-        return math.inf if changed is None else self._difference(changed)
+        """Return the largest absolute difference with other settings of the export, made once."""
+        key = str(sorted(settings.items()))
+        if key not in self._differences:
+            self.measured += 1
+            changed = self.rerun(self.stage.title, settings)
+            self._differences[key] = math.inf if changed is None else self._difference(changed)
+        return self._differences[key]
 
     @cached_property
     def own_error(self) -> float | None:

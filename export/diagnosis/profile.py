@@ -31,7 +31,7 @@ CUT_OFF_MS = 0.5e-3
 """onnxruntime writes whole microseconds, cut off."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # compared by identity: NodeProtos compare field by field
 class ProfiledNode:
     """An operator that onnxruntime ran."""
 

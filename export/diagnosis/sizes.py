@@ -29,7 +29,7 @@ SMALL = 1024
 """Bytes of a tensor that is not looked for twice: scales and biases are equal by chance."""
 
 
-class StoredTensor(NamedTuple):
+class TensorSize(NamedTuple):
     """A tensor of a file."""
 
     module: str
@@ -41,7 +41,7 @@ class StoredTensor(NamedTuple):
     """Whether the file has the same values in an earlier tensor."""
 
 
-def stored_tensors(model: onnx.ModelProto, names: Sequence[str]) -> list[StoredTensor]:
+def tensor_sizes(model: onnx.ModelProto, names: Sequence[str]) -> list[TensorSize]:
     """Return the tensors of a model with its weights, by the module that reads them first."""
     readers: dict[str, str] = {}
     for node, module in zip(model.graph.node, modules_by_node(model, names), strict=True):
@@ -57,7 +57,7 @@ def stored_tensors(model: onnx.ModelProto, names: Sequence[str]) -> list[StoredT
         is_copy = len(content) >= SMALL and key in seen
         seen.add(key)
         found.append(
-            StoredTensor(
+            TensorSize(
                 readers.get(tensor.name, ""),
                 len(content),
                 tensor.data_type in FLOATS,
@@ -68,7 +68,7 @@ def stored_tensors(model: onnx.ModelProto, names: Sequence[str]) -> list[StoredT
     return found
 
 
-def bytes_by_module(tensors: Sequence[StoredTensor]) -> dict[str, int]:
+def bytes_by_module(tensors: Sequence[TensorSize]) -> dict[str, int]:
     """Return module → bytes, the largest first."""
     counts: Counter[str] = Counter()
     for tensor in tensors:
@@ -96,8 +96,8 @@ def _largest_values(profile: Profile) -> tuple[dict[str, int], int]:
 class SizeDiagnosis:
     """A file that is too large, or takes too much memory: what holds the bytes."""
 
-    tensors: list[StoredTensor]
-    before: list[StoredTensor]
+    tensors: list[TensorSize]
+    before: list[TensorSize]
     """Of the plain export of the float model that the file was made of."""
     file_bytes: int
     missing: float
@@ -130,7 +130,7 @@ class SizeDiagnosis:
         model = as_onnx(file)
         inputs = context.measured_batches(file.signature, batch)[0]
         largest, peak = _largest_values(Profile.measure(model, names, inputs, context.threads))
-        tensors, before = stored_tensors(model, names), stored_tensors(plain, names)
+        tensors, before = tensor_sizes(model, names), tensor_sizes(plain, names)
         return cls(tensors, before, file.payload_bytes, missing, largest, peak, rerun, names)
 
     def returned(self, saved: float) -> float:
@@ -143,5 +143,5 @@ class SizeDiagnosis:
         changed = self.rerun(stage, settings)
         if changed is None:
             return 0.0
-        left = sum(t.bytes for t in stored_tensors(changed, self.names))
+        left = sum(t.bytes for t in tensor_sizes(changed, self.names))
         return sum(t.bytes for t in self.tensors) - left

@@ -1,7 +1,7 @@
 """A decoder of transformers with its cache of keys and values as inputs and outputs, in ONNX.
 
-Attention becomes onnxruntime's `GroupQueryAttention`, which appends to the cache, masks the future
-and turns queries and keys by their positions (rotary embeddings).
+Attention becomes onnxruntime's `GroupQueryAttention`, which appends to the cache and applies the
+causal mask and the rotary embeddings.
 """
 
 from __future__ import annotations
@@ -28,11 +28,13 @@ if TYPE_CHECKING:
     import onnx
 
 ATTENTION = "group_query_attention"
-"""Name of the attention that transformers knows while a decoder is traced."""
+"""Name under which :class:`AttentionCalls` is registered while a decoder is traced."""
 ROTARY = "apply_rotary_pos_emb"
-"""Function of transformers' modules that turns queries and keys."""
+"""Function of transformers' modules that applies rotary embeddings to queries and keys."""
 ROTARY_MULTIPLE = 16
-"""onnxruntime's rotary embeddings take heads of a multiple of so many numbers."""
+"""onnxruntime's rotary embeddings take heads whose size is a multiple of this."""
+ANGLES_BY_LENGTH = ("dynamic", "longrope")
+"""Types of rotary embeddings whose angles depend on the length of the text."""
 PAST, PRESENT = "past_key_values.{}.{}", "present.{}.{}"
 PARTS = ("key", "value")
 INPUT_IDS, MASK, LOGITS = "input_ids", "attention_mask", "logits"
@@ -79,7 +81,7 @@ class CachedDecoder(nn.Module):
                 "onnxruntime-genai has one number of heads for all layers, found heads of queries "
                 f"and keys {found}; prune with scope: uniform"
             )
-        return CacheShape(layers, *shapes.pop(), self.calls.turned)
+        return CacheShape(layers, *shapes.pop(), self.calls.rotary_layers)
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return scores, and keys and values of each layer."""
@@ -108,8 +110,8 @@ class CachedDecoder(nn.Module):
             ALL_ATTENTION_FUNCTIONS[ATTENTION] = self.calls
             restore.callback(ALL_ATTENTION_FUNCTIONS.__delitem__, ATTENTION)
             if self.cos is not None:
-                turn = self.calls.skip_rotary
-                restore.enter_context(patched_attribute(module, ROTARY, turn))
+                skip = self.calls.skip_rotary
+                restore.enter_context(patched_attribute(module, ROTARY, skip))
             yield
 
 
@@ -127,13 +129,14 @@ class AttentionCalls:
         self.present: list[torch.Tensor] = []
         self.shapes: dict[int, tuple[int, int, int]] = {}
         """Layer → heads of queries, heads of keys, and size of a head."""
-        self.turned = 0
-        """Layers that turn their queries and keys so far."""
-        self._turns = False
+        self.rotary_layers = 0
+        """Layers with rotary embeddings that were called so far."""
+        self._skipped_rotary = False
+        """Whether the attention that is called next has to apply rotary embeddings."""
 
     def skip_rotary(self, query: Any, key: Any, *_: Any, **__: Any) -> tuple[Any, Any]:
-        """Leave queries and keys as they are: the attention turns them."""
-        self._turns = True
+        """Return queries and keys as they are: the attention applies the rotary embeddings."""
+        self._skipped_rotary = True
         return query, key
 
     def __call__(
@@ -160,8 +163,8 @@ class AttentionCalls:
                 "(sinks, values of another size than keys, or a mask of its own)"
             )
         self.shapes[layer.layer_idx] = (heads, key.shape[1], size)
-        turns, self._turns = self._turns, False
-        self.turned += turns
+        is_rotary, self._skipped_rotary = self._skipped_rotary, False
+        self.rotary_layers += is_rotary
         if self.past is None:
             return torch.zeros(batch, length, heads, size), None
         cached = self.past[2 * layer.layer_idx : 2 * layer.layer_idx + 2]
@@ -171,11 +174,11 @@ class AttentionCalls:
             "scale": float(size**-0.5 if scaling is None else scaling),
             **({"local_window_size": sliding_window} if sliding_window else {}),
             **({"softcap": float(softcap)} if softcap else {}),
-            **({"do_rotary": 1, "rotary_interleaved": 0} if turns else {}),
+            **({"do_rotary": 1, "rotary_interleaved": 0} if is_rotary else {}),
         }
         grown = (batch, key.shape[1], cached[0].shape[2] + length, size)
         flat = [x.transpose(1, 2).reshape(batch, length, -1) for x in (query, key, value)]
-        tables = self.rotary if turns else ()
+        tables = self.rotary if is_rotary else ()
         result, *present = torch.onnx.ops.symbolic_multi_out(
             "com.microsoft::GroupQueryAttention",
             (*flat, *cached, self.lengths, self.total, *tables),
@@ -189,25 +192,20 @@ class AttentionCalls:
 
 
 def _rotary_table(model: Any, context: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return cosines and sines `(context, half)` for `GroupQueryAttention`; None if it has others.
+    """Return cosines and sines `(context, size / 2)` for `GroupQueryAttention`.
 
-    It turns a head's first half against its second one, and each position by a fixed angle.
+    None where a model's rotary embeddings are not those of this operator, which rotates a head's
+    first half against its second one, at each position by angles that all texts share.
     """
-    turn = getattr(sys.modules[type(model).__module__], ROTARY, None)
-    angles = [m for name, m in model.named_modules() if name.endswith("rotary_emb")]
-    if (
-        turn is None
-        or len(angles) != 1
-        or getattr(angles[0], "rope_type", "")
-        in (
-            "dynamic",
-            "longrope",
-        )
-    ):
+    apply_rotary = getattr(sys.modules[type(model).__module__], ROTARY, None)
+    embeddings = [m for name, m in model.named_modules() if name.endswith("rotary_emb")]
+    if apply_rotary is None or len(embeddings) != 1:
         return None
-    if len(inspect.signature(angles[0].forward).parameters) != 2:
+    if getattr(embeddings[0], "rope_type", "") in ANGLES_BY_LENGTH:
+        return None
+    if len(inspect.signature(embeddings[0].forward).parameters) != 2:
         return None  # other angles in some layers
-    cos, sin = angles[0](torch.zeros(1), torch.arange(context)[None])
+    cos, sin = embeddings[0](torch.zeros(1), torch.arange(context)[None])
     size = cos.shape[-1]
     if cos.dim() != 3 or size % ROTARY_MULTIPLE:
         return None
@@ -218,10 +216,10 @@ def _rotary_table(model: Any, context: int) -> tuple[torch.Tensor, torch.Tensor]
         [first * half_cos - second * half_sin, second * half_cos + first * half_sin], -1
     )
     try:
-        turned = turn(drawn, drawn, cos, sin)[0]
+        rotated = apply_rotary(drawn, drawn, cos, sin)[0]
     except Exception:  # noqa: BLE001 - of whatever architecture: the angles stay in the graph
         return None
-    if turned.shape != expected.shape or not torch.allclose(turned, expected, atol=1e-5):
+    if rotated.shape != expected.shape or not torch.allclose(rotated, expected, atol=1e-5):
         return None
     return half_cos, half_sin
 

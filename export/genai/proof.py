@@ -152,7 +152,7 @@ class CacheProof:
         """Return the two tokens at a place where texts part; StageFailed if they are no tie."""
         best = int(scores.argmax())
         gap, spread = float(scores[best] - scores[chosen]), float(scores.max() - scores.min())
-        if gap > self.limit * spread:
+        if not gap <= self.limit * spread:  # also where a score is NaN
             raise StageFailed(
                 f"generated token {place + 1} is {chosen} and the source's is {best}, whose score "
                 f"is higher by {gap:.2g} (scores span {spread:.3g})"

@@ -8,6 +8,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from compress.artifacts.artifact import Artifact
+from compress.artifacts.carried_files import TOKENIZER
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.common.config import Count
@@ -116,7 +117,7 @@ class ExportGenai(Stage[EagerModel | GraphModel, GenaiModel]):
             "vocabulary": module.config.vocab_size,
         }
         carried = weights.carried_files(model)
-        if "tokenizer.json" not in carried:
+        if TOKENIZER not in carried:
             logger.warning(
                 "%s: the model has no tokenizer.json, so the folder reads and writes token ids "
                 "alone; load the model from a Hugging Face folder that has one",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from compress.artifacts.carried_files import TOKENIZER
+from compress.artifacts.carried_files import TOKENIZER, chat_template_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -23,7 +23,6 @@ SPLITS = {
     None: "gpt-2",
 }
 """Regular expression of a tokenizer → what llama.cpp calls that way to split text."""
-CHAT_TEMPLATE = "chat_template.jinja"
 
 
 def add_vocabulary(writer: GGUFWriter, carried: Mapping[str, bytes], module: Any) -> str:
@@ -53,8 +52,9 @@ def add_vocabulary(writer: GGUFWriter, carried: Mapping[str, bytes], module: Any
     writer.add_token_types(kinds)
     writer.add_token_merges([*merges])
     _add_special_tokens(writer, carried[TOKENIZER], module)
-    if CHAT_TEMPLATE in carried:
-        writer.add_chat_template(carried[CHAT_TEMPLATE].decode())
+    template = chat_template_of(carried)
+    if template is not None:
+        writer.add_chat_template(template)
     return ""
 
 

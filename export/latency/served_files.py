@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from export.onnx.graph import strip_
 from export.onnx.passes.stored_integers import compact_
+from export.onnx.proto_io import write
 from export.onnx.session import session_predictor
 from export.onnx.translate import translate
 
@@ -36,6 +37,13 @@ def graph_to_serve(model: EagerModel | GraphModel, title: str) -> onnx.ModelProt
     return graph
 
 
+def write_alone(graph: onnx.ModelProto, folder: Path) -> Path:
+    """Write a graph into a new folder of its own, and return the file."""
+    folder.mkdir()
+    write(graph, folder / "model.onnx")
+    return folder / "model.onnx"
+
+
 def open_as_served(
     file: Path, runtime: Literal["onnx", "openvino"], signature: Signature, threads: int
 ) -> ServedFile:
@@ -48,10 +56,10 @@ def open_as_served(
     if runtime == "onnx":
         size = sum(part.stat().st_size for part in file.parent.iterdir() if part.is_file())
         return ServedFile(size, session_predictor(file, threads))
-    from export.openvino.runtime import compiled, predictor, write
+    from export.openvino import runtime as openvino
 
     model = file.parent / "openvino" / "model.xml"
     model.parent.mkdir()
-    write(file, model, signature)
+    openvino.write(file, model, signature)
     size = sum(part.stat().st_size for part in model.parent.iterdir())
-    return ServedFile(size, predictor(compiled(model, threads)))
+    return ServedFile(size, openvino.predictor(openvino.compiled(model, threads)))

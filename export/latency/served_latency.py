@@ -18,9 +18,8 @@ from export.latency.kernel_table import KernelTable
 from export.latency.kernels import kernels_of
 from export.latency.latency_model import LatencyModel
 from export.latency.resizing import MOST_EXPORTS, ResizableModel
-from export.latency.served_files import graph_to_serve, open_as_served
-from export.latency.width_costs import WidthCosts, measure_grid
-from export.onnx.proto_io import write
+from export.latency.served_files import graph_to_serve, open_as_served, write_alone
+from export.latency.width_costs import WidthCosts, measure_grid, spread_widths
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -120,7 +119,7 @@ class OnnxLatency:
                 *(self, model, context, batches, arrays, table, folder),
                 *(served.predict, [kernel.key for kernel in kernels]),
             )
-            chosen = _spread(grid, context.seed)
+            chosen = spread_widths(grid, FITTED, random.Random(context.seed))
             shares = []
             for number, choice in enumerate(chosen):
                 context.progress(title, number, len(chosen), "whole models")
@@ -194,21 +193,3 @@ class LatencyByWidths:
                 key, MeasuredShare(share=share, unpruned_ms=unpruned_ms, ms=compared.after.p50)
             )
         return self._table.models[key]
-
-
-def write_alone(graph: onnx.ModelProto, folder: Path) -> Path:
-    """Write a graph into a new folder of its own, and return the file."""
-    folder.mkdir()
-    write(graph, folder / "model.onnx")
-    return folder / "model.onnx"
-
-
-def _spread(grid: Grid, seed: int) -> list[dict[str, int]]:
-    """Return the largest and the smallest widths of a grid, and random ones between."""
-    generator = random.Random(seed)
-    drawn = [
-        {group: generator.choice(widths) for group, widths in grid.items()}
-        for _ in range(FITTED - 2)
-    ]
-    largest, smallest = ({group: w[i] for group, w in grid.items()} for i in (0, -1))
-    return [largest, smallest, *drawn]

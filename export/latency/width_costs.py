@@ -17,6 +17,7 @@ from export.onnx.proto_io import write
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from random import Random
 
     import onnx
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from export.latency.kernel_table import KernelTable
     from export.latency.kernels import Arrays
 
+    Grid = Mapping[str, Sequence[Value]]
     Values = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 
@@ -73,7 +75,7 @@ class WidthCosts:
 
 def measure_grid(
     costs: WidthCosts,
-    grid: Mapping[str, Sequence[Value]],
+    grid: Grid,
     scopes: Sequence[tuple[str, ...]],
     progress: Callable[[int, int], None] = lambda *_: None,
 ) -> tuple[InteractionSum, InteractionSum, InteractionSum]:
@@ -127,6 +129,16 @@ def measure_grid(
         for i in range(3)
     )
     return seconds, weight_bytes, file_bytes
+
+
+def spread_widths(grid: Grid, count: int, generator: Random) -> list[dict[str, Value]]:
+    """Return the largest and the smallest widths of a grid, and random ones between."""
+    drawn = [
+        {group: generator.choice(widths) for group, widths in grid.items()}
+        for _ in range(count - 2)
+    ]
+    largest, smallest = ({group: widths[i] for group, widths in grid.items()} for i in (0, -1))
+    return [largest, smallest, *drawn]
 
 
 def _values(cost: WidthCost) -> Values:

@@ -37,7 +37,7 @@ def sizes_of(
     for name in given:
         if name not in axes:
             raise StageFailed(
-                f"sizes: {name!r} is no named axis of the model's inputs; they have "
+                f"sizes: {name!r} is not a named axis of the model's inputs; they have "
                 f"{', '.join(axes) or 'none'}"
             )
     all_sizes = {}

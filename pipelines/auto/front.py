@@ -74,6 +74,11 @@ class Front(Settings):
     """The model that meets all limits, confirmed on samples that the search did not decide by; None
     where there is none."""
 
+    @property
+    def by_name(self) -> dict[str, CheckedModel]:
+        """The checked models by name."""
+        return {model.name: model for model in self.checked}
+
     @staticmethod
     def pareto(models: Sequence[CheckedModel]) -> list[CheckedModel]:
         """Return the models that no other one beats in latency, drop and size."""

@@ -32,7 +32,7 @@ def front_table(front: Front) -> Table:
         title += f"; latencies are predicted for {front.predicted_for}"
     rows = Table(title=title)
     rows.add_column("point", no_wrap=True)
-    known = {model.name: model for model in front.checked}
+    known = front.by_name
     cells = [cells_of(front, known[name]) for name in front.points]
     for name in cells[0] if cells else ():
         rows.add_column(name, justify="left" if name in TEXT_COLUMNS else "right")
@@ -72,9 +72,8 @@ def _text(value: float | None) -> str:
 
 def lines_below(front: Front, out: Path) -> Iterator[str]:
     """Yield what was found, and where it is."""
-    known = {model.name: model for model in front.checked}
     if front.best is not None:
-        yield f"best: {front.line(known[front.best], front.limits)}"
+        yield f"best: {front.line(front.by_name[front.best], front.limits)}"
         folder = front.folders.get(front.best) if front.predicted_for is None else None
         yield f"its run: {out / folder if folder else out / CANDIDATES / front.best}"
     else:
@@ -88,7 +87,7 @@ def lines_below(front: Front, out: Path) -> Iterator[str]:
 
 def front_page(front: Front) -> str:
     """Render the page: what was found, a plot of drop against latency, and all figures."""
-    known = {model.name: model for model in front.checked}
+    known = front.by_name
     return render_page(
         "front.html.jinja",
         front=front,
@@ -106,7 +105,7 @@ def front_page(front: Front) -> str:
 
 def _compared_with_float(front: Front) -> str:
     """Say how much faster and smaller the best model is than the float one."""
-    known = {model.name: model for model in front.checked}
+    known = front.by_name
     if front.best is None or WHOLE not in known or front.best == WHOLE:
         return ""
     best, whole = known[front.best], known[WHOLE]

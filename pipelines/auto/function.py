@@ -51,7 +51,7 @@ class Found:
 
     def artifact_of(self, name: str) -> Artifact:
         """Return the file of a checked model."""
-        candidate = next(one.candidate for one in self.front.checked if one.name == name)
+        candidate = self.front.by_name[name].candidate
         folder = self.folder / CANDIDATES / name / "artifacts" / candidate.export
         return Artifact.from_directory(folder)
 

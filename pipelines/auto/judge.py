@@ -1,4 +1,4 @@
-"""Builds candidates by ordinary runs, and measures how fast, small and good they are."""
+"""Builds candidates by ordinary runs, and measures their latency, size, memory and accuracy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,13 @@ from compress.profiling.benchmark import compare_latency, unmeasurable
 from compress.pruning.depth.output_error import OutputErrorMeter
 from export.fastest.runtimes import RUNTIMES
 from pipelines.api import Pipeline
-from pipelines.auto.candidates import QUANTIZING, Candidate, CheckedModel, after_stages
+from pipelines.auto.candidates import (
+    QUANTIZING,
+    Candidate,
+    CheckedModel,
+    after_stages,
+    last_stage,
+)
 from pipelines.planning.planner import build_plan
 from pipelines.runner.inputs import measuring_context
 from pipelines.system.machine_info import machine
@@ -126,7 +132,7 @@ class Judge:
         _run(whole, base, settings, out, options)
         pipeline = whole.pipeline(base, settings)
         _, _, context = measuring_context(pipeline, out / "work", options.progress)
-        last = base.stages[-1].title if base.stages else "source"
+        last = last_stage(base)
         model = Artifact.from_directory(out / CANDIDATES / whole.name / "artifacts" / last)
         if not isinstance(model, EagerModel):
             raise StageFailed(f"{last!r} is a {model.kind!r} artifact, expected an eager model")

@@ -41,7 +41,7 @@ def chosen_points(front: Front, count: int) -> list[str]:
 
     Of more than there may be, some are taken evenly over the front.
     """
-    known = {model.name: model for model in front.checked}
+    known = front.by_name
     chosen = [front.best] if front.best is not None else []
     others = [name for name in front.points if name != front.best]
     good = [name for name in others if not missed_limits(front.limits, known[name])]
@@ -58,7 +58,7 @@ def write_points(front: Front, judge: Judge, passed: str | None) -> Front:
         judge: the float model, and settings.
         passed: a point that was run already.
     """
-    known = {model.name: model for model in front.checked}
+    known = front.by_name
     names = chosen_points(front, judge.settings.points)
     folders = {name: folder_of(front, name) for name in names}
     for folder in (judge.out / POINTS).glob("*"):

@@ -56,6 +56,7 @@ def candidate_chosen(candidate: Candidate, predicted_ms: float | None) -> RunEve
         "runtime": candidate.runtime,
         "widths": dict(candidate.widths),
         "float_layers": candidate.float_layers,
+        "removed_blocks": candidate.removed_blocks,
         "trained": candidate.trained,
         "predicted_ms": predicted_ms,
     }
@@ -98,7 +99,7 @@ def model_corrected(model: CheckedModel, uncorrected_ms: float, factor: float) -
 
 
 def front_changed(points: Sequence[str]) -> RunEvent:
-    """Build the event that other models than before are those that no other one beats."""
+    """Build the event that the front has changed: the models that no other one beats."""
     line = f"{len(points)} models that no other one beats"
     return RunEvent("front_changed", None, line, {"points": [*points]}, is_announced=False)
 

@@ -93,7 +93,7 @@ def _check_output_path(option: str, file: Path, taken: set[Path]) -> None:
     if file.is_dir():
         found = "a directory is there"
     elif not file.parent.is_dir():
-        found = f"{file.parent} is no directory"
+        found = f"{file.parent} is not a directory"
     elif place in taken:
         found = "another option names that file, too"
     elif any((folder / MANIFEST).is_file() for folder in place.parents):

@@ -112,9 +112,9 @@ class WidthSettings(Settings):
     """Which widths are tried."""
 
     values: Annotated[int, Field(ge=2, le=16)] = 4
-    """Widths of each group of coupled channels, at most."""
+    """Most widths that are tried of each group of coupled channels."""
     round_to: Count = 16
-    """As in `prune_channels`, as are the others."""
+    """As in `prune_channels`, like the settings below."""
     importance: Criterion = "obs"
     """How channels are ranked."""
     calibration_samples: Count | None = None
@@ -129,7 +129,7 @@ class WidthSettings(Settings):
 
 
 class AutoSpace(Settings):
-    """What is decided."""
+    """What the search may change."""
 
     widths: WidthSettings | None = WidthSettings()
     """How many channels of each group stay; null leaves all of them."""
@@ -139,15 +139,15 @@ class AutoSpace(Settings):
     than `int8` and is faster on x86 processors without VNNI, whose products of 8-bit numbers are
     not exact in the fast kernels."""
     float_layers: Annotated[int, Field(ge=0)] = 8
-    """Layers of a quantized format about which is decided one by one whether they stay in float, at
-    most: those that are faster so, and those that lose most. With 0 no format is mixed."""
+    """Most layers of a quantized format of which the search decides one by one whether they stay in
+    float: those that are faster in float, and those that lose most. 0 quantizes all layers."""
     blocks: bool = False
     """Whether whole blocks, such as transformer layers or residual blocks, may be removed as by
-    `prune_layers` with `refit`: none, 1, 2, 4, and so on, those first that lose least. Widths are
-    decided anew for each of these numbers, which takes time for each."""
+    `prune_layers` with `refit`: none, 1, 2, 4, and so on, those that lose least first. Widths are
+    searched for each of these numbers, which takes time."""
     runtimes: Annotated[tuple[Runtime, ...], Field(min_length=1)] = ("onnx",)
-    """What runs the file: ONNX Runtime (`onnx`), OpenVINO, or either; each format is tried in each
-    of these."""
+    """What runs the file: ONNX Runtime (`onnx`), OpenVINO (`openvino`), or either; each format is
+    tried in each of them."""
     recovery: AnyFinetune | None = None
     """How the most promising of the smaller models are trained, by successive halving: some for one
     epoch, the better half of them on, the best for all `epochs`. By default layers are refitted,
@@ -163,12 +163,12 @@ class AutoSettings(Settings):
     """Samples of a call whose latency is measured; by default one, or as many as the model
     takes."""
     time: Annotated[Seconds, Field(json_schema_extra={"default": "10m"})] = 600.0
-    """For how long the search goes on, with its unit: `10m`. What is measured then is finished."""
+    """How long to search, with its unit: `10m`. A measurement that has begun is finished."""
     points: Count = 8
     """Most points of the front for which a pipeline is written: the best, others within the limits,
     then the rest. The pipelines of those within the limits are run."""
     space: AutoSpace = AutoSpace()
-    """What is decided."""
+    """What the search may change."""
     after: tuple[AnyStage, ...] = ()
     """Stages that each point's pipeline has after its export, such as `package_triton`; the search
     leaves them out."""

@@ -199,7 +199,7 @@ class _Expansion:
 
     def _check(self, stage: dict[str, Any], key: str, values: Any, place: Location) -> None:
         if key in FIXED:
-            raise self._refusal(place, "is no setting to vary; write a stage for each")
+            raise self._refusal(place, "is not a setting to vary; write a stage for each")
         kind = stages().get(str(stage.get("stage")))
         if kind is not None and key not in kind.model_fields:
             known = {*kind.model_fields} - {*FIXED}

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from compress.common.atomic_files import temporary_folder
@@ -93,21 +91,19 @@ class RefusedBranch:
         Fine-tuning is left out, as it changes no size; None where a stage trains or fails.
         """
         artifact: Any = self.before(name)
-        with tempfile.TemporaryDirectory(prefix="compress-rerun-") as folder:
+        with self.context.in_temporary_folder() as context:
             for place, later in enumerate(self.names[self.names.index(name) :]):
                 stage = self.stage(later)
                 if isinstance(stage, Training):
                     return None
-                content = stage.model_dump(exclude={"gates"}, exclude_unset=True)
-                content |= {"stage": stage.stage, **({} if place else settings)}
-                if content.get("finetune"):
-                    content["finetune"] = None
-                changed = type(stage).model_validate(content)
+                changes = {} if place else dict(settings)
+                if hasattr(stage, "finetune"):
+                    changes["finetune"] = None
+                changed = stage.with_settings(changes)
                 try:
                     if isinstance(changed, ExportOnnx):
                         return changed.translated(artifact)[0]
-                    root = Path(folder) / later
-                    artifact = changed.run(artifact, self.context.with_root(root))
+                    artifact = changed.run(artifact, context.with_root(context.root / later))
                 except CompressError:
                     return None
             return as_onnx(artifact)

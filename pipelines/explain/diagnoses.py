@@ -11,7 +11,10 @@ from compress.pruning.diagnosis.blocks import RemovedBlocks
 from compress.pruning.diagnosis.channels import CutChannels
 from compress.pruning.diagnosis.weights import ZeroedWeights
 from compress.pruning.unstructured_stage import PruneWeights
-from compress.quantization.diagnosis.diagnosis import ExcludedLayers, QuantizationDiagnosis
+from compress.quantization.diagnosis.diagnosis import (
+    QuantizationDiagnosis,
+    RequantizationDiagnosis,
+)
 from compress.quantization.stages.dynamic import QuantizeDynamic
 from compress.quantization.stages.static import QuantizeStatic
 from compress.quantization.stages.weight_only import QuantizeWeights
@@ -41,7 +44,7 @@ def diagnose(
     if isinstance(stage, QuantizeStatic):
         return QuantizationDiagnosis.create(stage, before, context, allowed)
     if isinstance(stage, QuantizeDynamic | QuantizeWeights):
-        return ExcludedLayers.create(stage, before, after, context, allowed)
+        return RequantizationDiagnosis.create(stage, before, after, context, allowed)
     if isinstance(stage, PruneChannels):
         return CutChannels.create(stage, before, after, context, allowed)
     if isinstance(stage, PruneWeights):

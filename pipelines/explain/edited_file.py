@@ -61,7 +61,7 @@ def _with_lines(text: str, index: int, settings: Mapping[str, Any]) -> str:
             changes.append((start, end, ""))
         else:  # its whole line
             start = text.rindex("\n", 0, keys[name].start_mark.index)
-            changes.append((start, text.find("\n", end), ""))
+            changes.append((start, _line_end(text, end), ""))
     added = {
         name: _written(value)
         for name, value in settings.items()
@@ -73,8 +73,7 @@ def _with_lines(text: str, index: int, settings: Mapping[str, Any]) -> str:
     elif added:
         # Behind the line of `stage:`, at the same indentation.
         kind = known["stage"]
-        line_end = text.find("\n", kind.end_mark.index)
-        place = len(text) if line_end < 0 else line_end
+        place = _line_end(text, kind.end_mark.index)
         indent = "\n" + " " * stage.value[0][0].start_mark.column
         changes.append(
             (place, place, "".join(f"{indent}{name}: {value}" for name, value in added.items()))
@@ -82,6 +81,11 @@ def _with_lines(text: str, index: int, settings: Mapping[str, Any]) -> str:
     for start, end, replacement in sorted(changes, reverse=True):
         text = text[:start] + replacement + text[end:]
     return text
+
+
+def _line_end(text: str, start: int) -> int:
+    found = text.find("\n", start)
+    return len(text) if found < 0 else found  # the last line may have no end
 
 
 def _written(value: Any) -> str:

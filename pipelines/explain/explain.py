@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from compress.core.diagnosis.cause import Cause
     from compress.core.diagnosis.layer_diagnosis import LayerDiagnosis
     from pipelines.explain.finished_run import FinishedRun, JudgedStage
-    from pipelines.results.explanation import FoundCause
+    from pipelines.results.explanation import FoundCause, StageShare
 
 
 def explain_run(
@@ -52,9 +52,8 @@ def explain_verdict(run: FinishedRun, judged: JudgedStage, deadline: float) -> E
     # What was to recover the loss comes before what has lost it, which was known to lose.
     trained = trained_stages(run, judged, split)
     for name in trained:
-        found, found_repairs = _explain_training(
-            run, judged, name, _allowed(run, judged, name), deadline
-        )
+        refused = _refused(run, judged, split, name, deadline)
+        found, found_repairs = _explain_causes(refused, judged.verdict.gate)
         causes: tuple[FoundCause, ...] = found["causes"]
         # Half of what is missing: training more mends a little of most losses.
         if causes and (culprit is None or (causes[0].returned or 0.0) >= LEAST_RECOVERED):
@@ -62,8 +61,8 @@ def explain_verdict(run: FinishedRun, judged: JudgedStage, deadline: float) -> E
             break
     else:
         if culprit is not None:
-            allowed = _allowed(run, judged, culprit)
-            changes, repairs = _explain_stage(run, judged, culprit, allowed, deadline)
+            refused = _refused(run, judged, split, culprit, deadline)
+            changes, repairs = _explain_stage(refused, judged.verdict.gate, deadline)
         elif trained:
             culprit, changes = trained[0], {"notice": "no test of a cause is above its threshold"}
     explanation = Explanation(
@@ -78,27 +77,13 @@ def explain_verdict(run: FinishedRun, judged: JudgedStage, deadline: float) -> E
     return Explained(judged, explanation.model_copy(update=changes), tuple(repairs))
 
 
-def _allowed(run: FinishedRun, judged: JudgedStage, name: str) -> float:
-    """Return the points that a stage may lose where the others lose what they do."""
-    others = sum(share.points for share in run.split(judged) if share.stage != name)
-    return run.max_points(judged) - others
-
-
-def _explain_training(
-    run: FinishedRun, judged: JudgedStage, name: str, allowed: float, deadline: float
-) -> tuple[dict[str, Any], list[Repair]]:
-    """Return what an explanation has of a stage that should have learnt more, and its repairs."""
-    refused = _refused(run, judged, name, allowed, deadline)
-    causes = _tested_causes(refused)
-    return _with_causes(refused, causes)
-
-
 def _explain_stage(
-    run: FinishedRun, judged: JudgedStage, name: str, allowed: float, deadline: float
+    refused: RefusedStage[Any], gate: str, deadline: float
 ) -> tuple[dict[str, Any], list[Repair]]:
     """Return what an explanation has of the stage that loses most, and its repairs."""
-    refused = _refused(run, judged, name, allowed, deadline)
-    measured = diagnose(refused.stage, refused.before, refused.after, refused.context, allowed)
+    measured = diagnose(
+        refused.stage, refused.before, refused.after, refused.context, refused.max_points
+    )
     found: dict[str, Any] = {}
     if measured is not None:
         refused = replace(refused, measured=measured)
@@ -113,11 +98,11 @@ def _explain_stage(
                 "judgings": measured.judgings,
                 "notice": "so little is lost on these samples that it may be chance",
             }
-            return found, _repairs(refused, ())
+            return found, _repairs(refused, gate, ())
         guilty, layers = _guilty_layers(measured)
         found |= guilty
         refused = replace(refused, layers=layers)
-    explained, repairs = _with_causes(refused, _tested_causes(refused))
+    explained, repairs = _explain_causes(refused, gate)
     found |= explained
     if measured is None:
         found["notice"] = found["notice"] or f"layers of {refused.stage.stage} cannot be put back"
@@ -128,20 +113,26 @@ def _explain_stage(
 
 
 def _refused(
-    run: FinishedRun, judged: JudgedStage, name: str, allowed: float, deadline: float
+    run: FinishedRun,
+    judged: JudgedStage,
+    split: Sequence[StageShare],
+    name: str,
+    deadline: float,
 ) -> RefusedStage[Any]:
+    """Return a stage with the points that it may lose where the others lose what they do."""
+    points = {share.stage: share.points for share in split}
+    allowed = run.max_points(judged) - sum(lost for stage, lost in points.items() if stage != name)
     planned = run.state.plan.stage(name)
     context = run.context(name, judged, temporary_folder() / "explain")
     before, after = run.state.artifacts[planned.input], run.state.artifacts[name]
-    share = next(share.points for share in run.split(judged) if share.stage == name)
-    rerun = rerun_of(run, name, context, share - allowed, deadline)
+    rerun = rerun_of(run, name, context, points[name] - allowed, deadline)
     return RefusedStage(planned.stage, before, after, context, (), None, allowed, rerun)
 
 
-def _tested_causes(refused: RefusedStage[Any]) -> list[tuple[Cause[Any], FoundCause]]:
+def _tested_causes(refused: RefusedStage[Any], gate: str) -> list[tuple[Cause[Any], FoundCause]]:
     """Return the causes above their thresholds, the likeliest first."""
     kind = refused.stage.stage
-    tested = [(cause, check_cause(cause, refused)) for cause in causes_of(kind)]
+    tested = [(cause, check_cause(cause, refused)) for cause in causes_of(kind, gate)]
     causes = [(cause, result) for cause, result in tested if result is not None]
     # Equal ones in their own order: a twentieth of the loss is some samples.
     causes.sort(key=lambda pair: -round(20 * (pair[1].returned or 0.0)))
@@ -154,10 +145,10 @@ def _tested_causes(refused: RefusedStage[Any]) -> list[tuple[Cause[Any], FoundCa
     return named
 
 
-def _with_causes(
-    refused: RefusedStage[Any], causes: Sequence[tuple[Cause[Any], FoundCause]]
-) -> tuple[dict[str, Any], list[Repair]]:
-    repairs = _repairs(refused, causes)
+def _explain_causes(refused: RefusedStage[Any], gate: str) -> tuple[dict[str, Any], list[Repair]]:
+    """Test the causes of a gate's refusal; return what an explanation has of them, and repairs."""
+    causes = _tested_causes(refused, gate)
+    repairs = _repairs(refused, gate, causes)
     notice = "" if causes else "no test of a cause is above its threshold"
     return {
         "causes": tuple(result for _, result in causes),
@@ -197,7 +188,7 @@ def _guilty_layers(measured: LayerDiagnosis) -> tuple[dict[str, Any], tuple[str,
 
 
 def _repairs(
-    refused: RefusedStage[Any], causes: Sequence[tuple[Cause[Any], FoundCause]]
+    refused: RefusedStage[Any], gate: str, causes: Sequence[tuple[Cause[Any], FoundCause]]
 ) -> list[Repair]:
     """Return what the causes name, cheapest first, and of equal cost by the likeliest cause.
 
@@ -209,7 +200,7 @@ def _repairs(
         for repair in cause.repairs(refused, layers):
             likely.setdefault(str(sorted(repair.settings.items())), repair)
     others: dict[str, Repair] = {}
-    for cause in causes_of(refused.stage.stage) if refused.measured is not None else ():
+    for cause in causes_of(refused.stage.stage, gate) if refused.measured is not None else ():
         for repair in cause.repairs(refused, refused.layers):
             others.setdefault(str(sorted(repair.settings.items())), repair)
     rest = [repair for key, repair in others.items() if key not in likely]

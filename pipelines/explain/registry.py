@@ -46,6 +46,6 @@ def causes() -> tuple[Cause[Any], ...]:
     return tuple(known.values())
 
 
-def causes_of(stage: str, gate: str = "max_drop") -> tuple[Cause[Any], ...]:
+def causes_of(stage: str, gate: str) -> tuple[Cause[Any], ...]:
     """Return the causes that are tested on a kind of stage where a gate refused."""
     return tuple(cause for cause in causes() if stage in cause.stages and gate in cause.gates)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pipelines.results.explanation import Explanation
 
 LEAST_RETURNED = 0.1
-"""Share of the loss that must return without a cause; with less, it is there and does no harm."""
+"""Share of the loss that must return without a cause; with less, the cause is not named."""
 
 
 @dataclass(frozen=True)

@@ -165,7 +165,7 @@ def _onnx_signature(file: Path) -> Signature:
             inputs.append(TensorSpec.model_validate(content))
         except (KeyError, ValueError) as error:
             raise ArtifactInvalid(
-                f"{file}: input {value.name!r} is no tensor of numbers with a known rank"
+                f"{file}: input {value.name!r} is not a tensor of numbers with a known rank"
             ) from error
     if not inputs:
         raise ArtifactInvalid(f"{file}: takes no inputs")

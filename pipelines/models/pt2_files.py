@@ -140,7 +140,7 @@ def _specs(file: Path, program: ExportedProgram) -> Iterator[TensorSpec]:
             continue
         name, value = argument.name, values.get(argument.name)
         if not isinstance(value, torch.Tensor):
-            raise ArtifactInvalid(f"{file}: input {name!r} is no tensor")
+            raise ArtifactInvalid(f"{file}: input {name!r} is not a tensor")
         shape = [
             d if isinstance(d, int) else axes.setdefault(str(d), f"{name}_{i}" if i else "batch")
             for i, d in enumerate(value.shape)

@@ -96,7 +96,7 @@ class TriedRepair(Settings):
     bytes: int | None = None
     """Size of the file that the last stage which ran has written."""
     error: str = ""
-    """Which gate refused what came of it, or why a stage failed."""
+    """Which gate refused the result, or why a stage failed."""
     seconds: float = 0.0
 
     @property

@@ -63,7 +63,7 @@ class Record(Settings):
         try:
             record = cls.model_validate(load_sealed(raw))
         except ValidationError:
-            raise ArtifactInvalid("is no record of this version") from None
+            raise ArtifactInvalid("is not a record of this version") from None
         if key_of(record.parts) != key:
             raise ArtifactInvalid("is not the record of this key")
         return record

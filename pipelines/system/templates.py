@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,8 +32,12 @@ def jinja_environment(autoescape: bool, **filters: Callable[..., str]) -> Enviro
 
 def render_template(template: str, **names: Any) -> str:
     """Render a text file; the filter `yaml` quotes a value on one line."""
-    environment = jinja_environment(autoescape=False, yaml=_one_line_yaml)
-    return environment.get_template(template).render(**names)
+    return _text_environment().get_template(template).render(**names)
+
+
+@cache
+def _text_environment() -> Environment:
+    return jinja_environment(autoescape=False, yaml=_one_line_yaml)
 
 
 def _one_line_yaml(value: Any) -> str:

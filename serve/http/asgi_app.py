@@ -37,9 +37,10 @@ SPECIAL_HEADERS = frozenset({"expect", "transfer-encoding", "upgrade"})
 class Application(BaseApplication):
     """Answers requests for one model."""
 
+    state: Inference
+
     def __init__(self, model: ServedModel, batcher: Batcher, limits: Limits, token: str) -> None:
         """Create the application; all but the two health paths require the bearer token."""
-        self.inference = Inference(model, batcher, limits)
         base = f"/v2/models/{model.name}"
         ready = {"name": model.name, "ready": True}
         metadata = model_metadata(model.name, model.kind, model.interface)
@@ -49,7 +50,7 @@ class Application(BaseApplication):
         content |= {f"{base}/ready": ready, f"{base}/versions/1": metadata}
         content |= {f"{base}/versions/1/ready": ready}
         paths = (f"{base}/infer", f"{base}/versions/1/infer")
-        super().__init__(self.inference, token, paths, content)
+        super().__init__(Inference(model, batcher, limits), token, paths, content)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -57,17 +58,19 @@ class Application(BaseApplication):
         if scope["path"] not in self._model_paths:
             await send_response(scope, send, await response_of(self._get(scope, headers)))
             return
-        start, count = time.perf_counter(), self.inference.metrics.count
-        self.inference.in_progress += 1
+        start, count = time.perf_counter(), self.state.metrics.count
+        self.state.in_progress += 1
+        response = None
         try:
             response = await response_of(self._infer(scope["method"], headers, receive))
             count(response.status, response.rows, time.perf_counter() - start)
             await send_response(scope, send, response)
         except asyncio.CancelledError:
-            count(CLIENT_CLOSED, 0, time.perf_counter() - start)
+            if response is None:  # else it is counted, and its client left while it was sent
+                count(CLIENT_CLOSED, 0, time.perf_counter() - start)
             raise
         finally:
-            self.inference.in_progress -= 1
+            self.state.in_progress -= 1
 
     def accept_whole(
         self, scope: Message, respond: Callable[[Response], None]
@@ -75,7 +78,7 @@ class Application(BaseApplication):
         """Return a small inference request that may begin once its body is received, else None."""
         if scope["method"] != "POST" or scope["path"] not in self._model_paths:
             return None
-        headers, limit = headers_of(scope), self.inference.limits.body_bytes
+        headers, limit = headers_of(scope), self.state.limits.body_bytes
         if (
             not 0 < int(headers.get("content-length", 0)) <= min(SMALL_BYTES, limit)
             or not SPECIAL_HEADERS.isdisjoint(headers)
@@ -83,13 +86,13 @@ class Application(BaseApplication):
         ):
             return None
         try:
-            self._admit("POST", headers, self.inference.in_progress)
+            self._admit("POST", headers, self.state.in_progress)
         except HttpError:
             return None  # the error is sent before the body is received
-        return WholeRequest(self.inference, headers, respond)
+        return WholeRequest(self.state, headers, respond)
 
     async def _infer(self, method: str, headers: Headers, receive: Receive) -> Response:
-        inference = self.inference
+        inference = self.state
         # This request is in progress already.
         self._admit(method, headers, inference.in_progress - 1)
         size = inference.body_size(headers)
@@ -103,14 +106,14 @@ class Application(BaseApplication):
                 decoded = inference.run_in_thread(in_thread, inference.decode, headers, body)
                 arrays, wanted = await decoded
                 late = 504
-                outputs = await inference.batcher.outputs(arrays)
+                outputs = await inference.workers.outputs(arrays)
         except TimeoutError:
             raise inference.late_error(late) from None
         return await inference.respond(headers, wanted, arrays, outputs)
 
     def _has_reader(self, headers: Headers) -> bool:
         """Return whether a body is a text or an image."""
-        return content_type_of(headers) in self.inference.model.readers
+        return content_type_of(headers) in self.state.model.readers
 
 
 def model_metadata(name: str, kind: str, interface: Interface) -> dict[str, Any]:

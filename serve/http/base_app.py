@@ -35,20 +35,20 @@ UNSPECIFIED = ("", "application/x-www-form-urlencoded")
 
 
 class BodyReceiver(Protocol):
-    """A request that an application begins once its body is received, without a task."""
+    """A request that an application answers once its body is received, without a task."""
 
     @property
     def seconds(self) -> float:
         """Time limit of the body, and of the response."""
 
     def run(self, body: bytes) -> None:
-        """Begin, with the whole body."""
+        """Answer the request, whose body is complete."""
 
     def cancel(self) -> None:
-        """Take note that the client has gone."""
+        """Drop the request: its client has disconnected."""
 
     def expire(self) -> None:
-        """Answer that the time is over."""
+        """Answer that the time limit has passed."""
 
 
 class SharedState:
@@ -140,12 +140,12 @@ class BaseApplication:
     def accept_whole(
         self, scope: Message, respond: Callable[[Response], None]
     ) -> BodyReceiver | None:
-        """Return a request that may begin once its body is received, if it needs no task."""
+        """Return the request if it can be answered without a task once its body is received."""
         del scope, respond
         return None
 
     def _admit(self, method: str, headers: Headers, others: int) -> None:
-        """Refuse a request that is not from the token's owner, or if too many others wait."""
+        """Refuse a request without the token, or while too many others wait."""
         self._check_token(headers)
         closing = close_if_continue_expected(headers)
         if method != "POST":

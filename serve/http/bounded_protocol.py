@@ -9,7 +9,6 @@ stays in the kernel's socket buffer, so that TCP flow control slows the client d
 from __future__ import annotations
 
 import asyncio
-import json
 import resource
 import time
 from functools import partial
@@ -17,10 +16,11 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from serve.http.flow_control import Deadline, HoldableFlowControl, LingeringTransport
-from serve.http.responses import response_bytes
+from serve.http.responses import HttpError, response_bytes
+from serve.worker.http_errors import UNREADABLE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,15 +63,6 @@ GRACE_SECONDS = 1.0
 request may be the first of them."""
 OTHER_FILES = 128
 """File descriptors reserved for everything but connections."""
-
-
-class ProtocolError(Exception):
-    """Malformed or oversized HTTP: answered with an error, then the connection is closed."""
-
-    def __init__(self, status: int, message: str) -> None:
-        """Store the response's status and error message."""
-        super().__init__(message)
-        self.status = status
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
@@ -188,22 +179,21 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             return
         super().on_header(name, value)
         if len(self.headers) > HEADERS:
-            raise ProtocolError(431, f"the request has more than {HEADERS} headers")
+            raise HttpError(431, f"the request has more than {HEADERS} headers")
         name = self.headers[-1][0]
         if name == b"content-length":
             self._body_bytes_left = int(value)
         elif name == b"transfer-encoding":
             self._chunked = True
             if value.lower() != b"chunked":
-                raise ProtocolError(
-                    400, f"Transfer-Encoding is {value.decode('latin-1')[:40]!r}, expected chunked"
-                )
+                found = value.decode("latin-1")[:40]
+                raise HttpError(UNREADABLE, f"Transfer-Encoding is {found!r}, expected chunked")
 
     def on_headers_complete(self) -> None:
         """Start the ASGI application, which has a time limit of its own."""
         version = self.parser.get_http_version()
         if version not in ("1.0", "1.1"):
-            raise ProtocolError(400, f"the request is HTTP/{version}, expected HTTP/1.1")
+            raise HttpError(UNREADABLE, f"the request is HTTP/{version}, expected HTTP/1.1")
         self.deadline.cancel()
         self._waiting.discard(self)
         self._in_head, self._in_body = False, True
@@ -318,7 +308,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             try:
                 self.parser.feed_data(data[start:end])
                 if self._overhead_bytes > HEAD_BYTES:
-                    raise ProtocolError(431, f"the head has more than {HEAD_BYTES} bytes")
+                    raise HttpError(431, f"the head has more than {HEAD_BYTES} bytes")
             except httptools.HttpParserUpgrade as upgrade:
                 # A server may ignore an offered upgrade: RFC 9110, section 7.8.
                 end = start + upgrade.args[0]
@@ -326,12 +316,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                     self.parser = self._parser_for_body()
             except httptools.HttpParserError as error:
                 cause = error.__context__ or error  # httptools wraps what a callback raises
-                if not isinstance(cause, ProtocolError):
-                    message = f"this is no HTTP/1.1 request: {str(cause)[:120]}"
-                    cause = ProtocolError(400, message)
-                self._send_error(cause)
-            except ProtocolError as error:
-                self._send_error(error)
+                if not isinstance(cause, HttpError):
+                    message = f"this is not an HTTP/1.1 request: {str(cause)[:120]}"
+                    cause = HttpError(UNREADABLE, message)
+                self._refuse(cause)
+            except HttpError as error:
+                self._refuse(error)
             start = end
         self._unparsed = data[start:] if not self.transport.is_closing() else b""
         if self._unparsed:
@@ -371,11 +361,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if not self._unparsed and not self._lingering:
             self.flow.release_reading()
 
-    def _send_error(self, error: ProtocolError) -> None:
-        body = json.dumps({"error": str(error)}).encode()
-        head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
+    def _refuse(self, error: HttpError) -> None:
+        """Answer malformed or oversized HTTP with an error, and close the connection."""
         if not self.transport.is_closing():
-            self.transport.write(STATUS_LINE[error.status] + head % len(body) + body)
+            defaults = self.server_state.default_headers
+            self.transport.write(response_bytes(error.response, defaults, keep_alive=False))
             self.transport.close()
 
     def _is_idle(self) -> bool:

@@ -37,11 +37,12 @@ EXTRA_COMMAS = 1024
 class Inference(SharedState):
     """The steps of all inference requests, and what they share."""
 
+    workers: Batcher
+
     def __init__(self, model: ServedModel, batcher: Batcher, limits: Limits) -> None:
         """Create the steps, inside a running event loop."""
         super().__init__(model.name, batcher, limits)
         self.model = model
-        self.batcher = batcher
         self.outputs = [output.name for output in model.signature.outputs]
         self.deadlines = Deadlines(limits.seconds)
         self._example = example_inputs(model.signature, rows=1)
@@ -88,7 +89,7 @@ class Inference(SharedState):
         failure = output_fault(outputs, self.outputs)
         if not failure and not isinstance(outputs, Exception):
             return outputs
-        works = not output_fault(await self.batcher.outputs(self._example), self.outputs)
+        works = not output_fault(await self.workers.outputs(self._example), self.outputs)
         raise HttpError.from_exception(inference_error(failure, works=works))
 
     def encode(
@@ -180,7 +181,7 @@ class WholeRequest:
         except Exception as error:  # noqa: BLE001 - the parser called this
             self._finish(error_response(error))
             return
-        self._job = inference.batcher.submit(self._arrays, self._encode)
+        self._job = inference.workers.submit(self._arrays, self._encode)
         inference.deadlines.add(self, self._start)
 
     def expire(self) -> None:

@@ -1,4 +1,4 @@
-"""Answers in OpenAI's form: whole ones, the events of a stream, and errors."""
+"""OpenAI's response format: whole completions, the chunks of a stream, and errors."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ EVENT_STREAM = {
 
 
 @dataclass(frozen=True)
-class AnswerForm:
-    """The fields of one answer, or of the events of one stream."""
+class CompletionFormat:
+    """OpenAI's JSON of one completion: a whole body, or the chunks of a stream."""
 
     decoder: ServedDecoder
     chat: bool
     with_usage: bool
-    """Whether a stream ends with the numbers of tokens."""
+    """Whether the last chunk of a stream has the numbers of tokens."""
     created: int = field(default_factory=lambda: int(time.time()))
     id: str = field(default_factory=lambda: secrets.token_hex(12))
 
-    def whole(self, text: str, finish_reason: str, usage: dict[str, int]) -> dict[str, Any]:
-        """Return an answer that is no stream."""
+    def completion(self, text: str, finish_reason: str, usage: dict[str, int]) -> dict[str, Any]:
+        """Return the body of a response that is not streamed."""
         choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": finish_reason}
         if self.chat:
             choice["message"] = {"role": "assistant", "content": text, "refusal": None}
@@ -43,22 +43,22 @@ class AnswerForm:
             choice["text"] = text
         return self._object([choice], "chat.completion") | {"usage": usage}
 
-    def first_event(self) -> bytes:
-        """Return what a stream begins with."""
-        return self._event({"role": "assistant", "content": ""}, None) if self.chat else b""
+    def first_chunk(self) -> bytes:
+        """Return the event that begins a stream: the role in a chat, else nothing."""
+        return self._chunk({"role": "assistant", "content": ""}, None) if self.chat else b""
 
-    def text_event(self, text: str) -> bytes:
-        """Return a part of the text."""
-        return self._event({"content": text} if self.chat else text, None)
+    def text_chunk(self, text: str) -> bytes:
+        """Return the event of a part of the text."""
+        return self._chunk({"content": text} if self.chat else text, None)
 
-    def last_events(self, finish_reason: str, usage: dict[str, int]) -> bytes:
-        """Return why the text ends, the numbers of tokens if wanted, and the end of the stream."""
-        events = self._event({} if self.chat else "", finish_reason)
+    def last_chunks(self, finish_reason: str, usage: dict[str, int]) -> bytes:
+        """Return the events that end a stream: finish reason, usage if wanted, `[DONE]`."""
+        events = self._chunk({} if self.chat else "", finish_reason)
         if self.with_usage:
             events += event(self._object([], "chat.completion.chunk") | {"usage": usage})
         return events + DONE
 
-    def _event(self, content: Any, finish_reason: str | None) -> bytes:
+    def _chunk(self, content: Any, finish_reason: str | None) -> bytes:
         key = "delta" if self.chat else "text"
         choice = {"index": 0, key: content, "logprobs": None, "finish_reason": finish_reason}
         usage = {"usage": None} if self.with_usage else {}
@@ -76,7 +76,7 @@ class AnswerForm:
 
 
 def usage_of(prompt_tokens: int, tokens: int) -> dict[str, int]:
-    """Return the numbers of tokens of a request."""
+    """Return the `usage` of a response."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": tokens,
@@ -89,8 +89,8 @@ def event(content: dict[str, Any]) -> bytes:
     return b"data: %s\n\n" % json.dumps(content, separators=(",", ":")).encode()
 
 
-def in_openai_form(error: Exception, response: Response) -> Response:
-    """Return the built-in server's response to an error with OpenAI's body."""
+def error_in_openai_format(error: Exception, response: Response) -> Response:
+    """Return the built-in server's response to an error, with OpenAI's body."""
     param, code = (error.param, error.code) if isinstance(error, ApiError) else (None, None)
     content = {
         "message": json.loads(response.body)["error"],

@@ -18,7 +18,13 @@ from serve.http.base_app import (
     headers_of,
 )
 from serve.http.responses import Response, error_response, send_response
-from serve.openai.answers import EVENT_STREAM, AnswerForm, event, in_openai_form, usage_of
+from serve.openai.answers import (
+    EVENT_STREAM,
+    CompletionFormat,
+    error_in_openai_format,
+    event,
+    usage_of,
+)
 from serve.openai.job import create_job
 from serve.openai.request import ApiError, ChatBody, CompletionBody, parse_body
 from serve.worker.http_errors import UNKNOWN_FORM, abbreviated
@@ -67,7 +73,7 @@ class OpenAIApplication(BaseApplication):
             try:
                 response = await self._get(scope, headers)
             except Exception as error:  # noqa: BLE001 - a bug must not leave the client without one
-                response = in_openai_form(error, error_response(error))
+                response = error_in_openai_format(error, error_response(error))
             await send_response(scope, send, response)
             return
         start, status = time.perf_counter(), CLIENT_CLOSED
@@ -82,30 +88,31 @@ class OpenAIApplication(BaseApplication):
         self, scope: Message, headers: Headers, receive: Receive, send: Send
     ) -> int:
         """Answer a request to the model; return the status."""
-        form: AnswerForm | None = None  # once a stream has begun
+        is_chat, streams = scope["path"] == CHAT, False
         try:
             # This request is in progress already.
             self._admit(scope["method"], headers, self.state.in_progress - 1)
-            until = self._deadline()
-            asked, job = await self._read(scope["path"] == CHAT, headers, receive, until)
-            with_usage = bool(asked.stream_options and asked.stream_options.include_usage)
-            answer = AnswerForm(self._decoder, scope["path"] == CHAT, with_usage)
+            deadline = self._deadline()
+            body, job = await self._read(is_chat, headers, receive, deadline)
+            with_usage = bool(body.stream_options and body.stream_options.include_usage)
+            written = CompletionFormat(self._decoder, is_chat, with_usage)
             async with aclosing(self._threads.parts(job)) as parts:
-                part = await self._next(parts, until)
-                if asked.stream:
-                    form = answer
-                    await self._stream(form, job, part, parts, send)
+                part = await self._next(parts, deadline)
+                if body.stream:
+                    streams = True
+                    await self._stream(written, job, part, parts, send)
                     return 200
                 texts = [part.text]
                 while not part.finish_reason:
-                    part = await self._next(parts, until)
+                    part = await self._next(parts, deadline)
                     texts.append(part.text)
-            content = answer.whole("".join(texts), part.finish_reason, self._usage(job, part))
-            body = json.dumps(content).encode()
-            await send_response(scope, send, Response(200, body, {"content-type": JSON}))
+            usage = self._usage(job, part)
+            content = written.completion("".join(texts), part.finish_reason, usage)
+            response = Response(200, json.dumps(content).encode(), {"content-type": JSON})
+            await send_response(scope, send, response)
         except Exception as error:  # noqa: BLE001 - a bug must not leave the client without an answer
-            response = in_openai_form(error, error_response(error))
-            if form is not None:
+            response = error_in_openai_format(error, error_response(error))
+            if streams:
                 await send_events(send, event(json.loads(response.body)), more=False)
             else:
                 await send_response(scope, send, response)
@@ -114,7 +121,7 @@ class OpenAIApplication(BaseApplication):
 
     async def _stream(
         self,
-        form: AnswerForm,
+        written: CompletionFormat,
         job: GenerationJob,
         part: Part,
         parts: AsyncGenerator[Part, None],
@@ -123,46 +130,48 @@ class OpenAIApplication(BaseApplication):
         """Send each part as an event, no faster than the client reads."""
         headers = [(name.encode(), value.encode()) for name, value in EVENT_STREAM.items()]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send_events(send, form.first_event())
+        await send_events(send, written.first_chunk())
         while True:
             if part.text:
-                await send_events(send, form.text_event(part.text))
+                await send_events(send, written.text_chunk(part.text))
             if part.finish_reason:
-                last = form.last_events(part.finish_reason, self._usage(job, part))
+                last = written.last_chunks(part.finish_reason, self._usage(job, part))
                 await send_events(send, last, more=False)
                 return
             part = await self._next(parts, self._deadline())
 
     async def _read(
-        self, chat: bool, headers: Headers, receive: Receive, until: float
+        self, is_chat: bool, headers: Headers, receive: Receive, deadline: float
     ) -> tuple[Body, GenerationJob]:
-        """Return what a request asks for."""
+        """Receive a request's body, and return it with what is generated for it."""
         state, late = self.state, 503
         size = state.body_size(headers)
         try:
-            async with asyncio.timeout_at(until), state.reserved(size):
+            async with asyncio.timeout_at(deadline), state.reserved(size):
                 late = 408
-                body = await state.read_body(receive)
-                large = len(body) > SMALL_BYTES
-                asked: tuple[Body, GenerationJob] = await state.run_in_thread(
-                    large, self._decode, chat, headers, body
+                content = await state.read_body(receive)
+                large = len(content) > SMALL_BYTES
+                decoded: tuple[Body, GenerationJob] = await state.run_in_thread(
+                    large, self._decode, is_chat, headers, content
                 )
-                return asked
+                return decoded
         except TimeoutError:
             raise state.late_error(late) from None
 
-    def _decode(self, chat: bool, headers: Headers, body: bytes) -> tuple[Body, GenerationJob]:
+    def _decode(
+        self, is_chat: bool, headers: Headers, content: bytes
+    ) -> tuple[Body, GenerationJob]:
         found = content_type_of(headers)
         if found not in (JSON, *UNSPECIFIED) or "content-encoding" in headers:
             message = f"found the Content-Type {abbreviated(found)}, expected {JSON}, uncompressed"
             raise ApiError(UNKNOWN_FORM, message)
-        asked = parse_body(ChatBody if chat else CompletionBody, body)
-        return asked, create_job(self._decoder, asked)
+        body = parse_body(ChatBody if is_chat else CompletionBody, content)
+        return body, create_job(self._decoder, body)
 
-    async def _next(self, parts: AsyncGenerator[Part, None], until: float) -> Part:
+    async def _next(self, parts: AsyncGenerator[Part, None], deadline: float) -> Part:
         """Return the next part of an answer; HttpError if it is not there in time."""
         try:
-            async with asyncio.timeout_at(until):
+            async with asyncio.timeout_at(deadline):
                 return await anext(parts)
         except TimeoutError:
             raise self.state.late_error(504) from None

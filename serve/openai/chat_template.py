@@ -10,6 +10,7 @@ from jinja2 import TemplateError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from compress.artifacts.carried_files import TOKENIZER_CONFIG, chat_template_of
 from compress.common.errors import ArtifactInvalid, first_line
 
 if TYPE_CHECKING:
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
     from jinja2.parser import Parser
 
     from compress.artifacts.artifact import Artifact
-
-FILE, TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer_config.json"
 
 
 class GenerationTag(Extension):
@@ -52,9 +51,11 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[dict[str, str]]) -> str:
         """Return the text up to where the answer begins; ValueError if the template refuses."""
+        # None rather than undefined, as transformers passes them: templates ask `is not none`.
+        absent = {"tools": None, "documents": None}
         try:
             return self._template.render(
-                messages=messages, add_generation_prompt=True, **self._special_tokens
+                messages=messages, add_generation_prompt=True, **absent, **self._special_tokens
             )
         except Exception as error:  # a template may fail in any way for some messages
             raise ValueError(first_line(error)) from error
@@ -63,10 +64,7 @@ class ChatTemplate:
     def from_artifact(cls, artifact: Artifact) -> ChatTemplate | None:
         """Return an artifact's template, or None; ArtifactInvalid for a broken one."""
         settings: dict[str, Any] = artifact.carried_json(TOKENIZER_CONFIG) or {}
-        file = artifact.carried_files().get(FILE)
-        source = settings.get("chat_template") if file is None else file.decode()
-        if isinstance(source, list):  # several, by name
-            source = {each["name"]: each["template"] for each in source}.get("default")
+        source = chat_template_of(artifact.carried_files())
         if source is None:
             return None
         tokens = {

@@ -1,4 +1,4 @@
-"""From a body to what is generated: prompt tokens, number of tokens, sampling."""
+"""Turns a request's body into what is generated: prompt tokens, number of tokens, sampling."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ TOO_LONG = "context_length_exceeded"
 UNKNOWN_MODEL = 404
 
 
-def create_job(decoder: ServedDecoder, asked: Body) -> GenerationJob:
+def create_job(decoder: ServedDecoder, body: Body) -> GenerationJob:
     """Return what a decoder generates for a body; ApiError where it cannot."""
-    if asked.model not in (None, decoder.name):
-        message = f"model: found {abbreviated(asked.model)}, expected {decoder.name!r}"
+    if body.model not in (None, decoder.name):
+        message = f"model: found {abbreviated(body.model)}, expected {decoder.name!r}"
         raise ApiError(UNKNOWN_MODEL, message, "model", "model_not_found")
-    is_chat = isinstance(asked, ChatBody)
+    is_chat = isinstance(body, ChatBody)
     where = "messages" if is_chat else "prompt"
-    prompt = prompt_tokens(decoder, asked)
+    prompt = prompt_tokens(decoder, body)
     room = decoder.context - len(prompt)
     if not prompt or room < 1:
         message = (
@@ -34,7 +34,7 @@ def create_job(decoder: ServedDecoder, asked: Body) -> GenerationJob:
             f"answer have at most {decoder.context} together"
         )
         raise ApiError(UNREADABLE, message, where, TOO_LONG if prompt else None)
-    wanted = asked.wanted_tokens
+    wanted = body.wanted_tokens
     if wanted is not None and wanted > room:
         message = (
             f"max_tokens: found {wanted}, expected at most {room}: the prompt has {len(prompt)} "
@@ -42,14 +42,14 @@ def create_job(decoder: ServedDecoder, asked: Body) -> GenerationJob:
         )
         raise ApiError(UNREADABLE, message, "max_tokens", TOO_LONG)
     count = wanted or (room if is_chat else min(room, COMPLETION_TOKENS))
-    temperature = 1.0 if asked.temperature is None else asked.temperature
-    top_p = 1.0 if asked.top_p is None else asked.top_p
-    return GenerationJob(prompt, count, Sampling(temperature, top_p, asked.seed), asked.stops)
+    temperature = 1.0 if body.temperature is None else body.temperature
+    top_p = 1.0 if body.top_p is None else body.top_p
+    return GenerationJob(prompt, count, Sampling(temperature, top_p, body.seed), body.stops)
 
 
-def prompt_tokens(decoder: ServedDecoder, asked: Body) -> list[int]:
+def prompt_tokens(decoder: ServedDecoder, body: Body) -> list[int]:
     """Return the token ids of a prompt or a chat."""
-    if isinstance(asked, ChatBody):
+    if isinstance(body, ChatBody):
         if decoder.chat_template is None:
             message = (
                 "messages: the model carries no chat template (chat_template.jinja, or "
@@ -57,14 +57,14 @@ def prompt_tokens(decoder: ServedDecoder, asked: Body) -> list[int]:
             )
             raise ApiError(UNREADABLE, message, "messages", "no_chat_template")
         try:
-            text = decoder.chat_template.render([each.for_template() for each in asked.messages])
+            text = decoder.chat_template.render([each.for_template() for each in body.messages])
         except ValueError as error:
             message = f"messages: the chat template refuses them: {error}"
             raise ApiError(UNREADABLE, message, "messages") from error
         # The template writes the special tokens.
         return decoder.tokenizer.encode(text, special_tokens=False)
-    assert isinstance(asked, CompletionBody)
-    prompt = asked.prompt
+    assert isinstance(body, CompletionBody)
+    prompt = body.prompt
     if isinstance(prompt, str):
         return decoder.tokenizer.encode(prompt)
     if prompt and isinstance(prompt[0], str):

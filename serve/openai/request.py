@@ -164,7 +164,7 @@ def parse_body(kind: type[AnyBody], body: bytes) -> AnyBody:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
     if first["type"] == "json_invalid":
-        raise ApiError(UNREADABLE, f"the body is no JSON: {first['ctx']['error']}")
+        raise ApiError(UNREADABLE, f"the body is not JSON: {first['ctx']['error']}")
     message = first["msg"]
     if first["type"] == "value_error":  # of a validator here, whose message begins with the name
         message = str(first["ctx"]["error"])

@@ -78,7 +78,7 @@ def read_recorded_dependence(artifact: Artifact, report: Path | None) -> BatchDe
     except ArtifactInvalid as error:
         why = str(error).removeprefix(f"{file}: ")
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ValidationError) as error:
-        why = f"is no report of a run ({type(error).__name__})"
+        why = f"is not a report of a run ({type(error).__name__})"
     if report is not None:
         raise ArtifactInvalid(f"{report}: {why}; expected the {REPORT} of the run that made it")
     return None

@@ -52,7 +52,7 @@ class KServeService(Artifact):
         """Yield a predictor of the packaged file; nothing is deployed."""
         name = self.fact("model_file")
         if name not in self.manifest.files:
-            raise ArtifactInvalid(f"{self.path}: {name} is no file of this artifact")
+            raise ArtifactInvalid(f"{self.path}: {name} is not a file of this artifact")
         self.verify_cached()
         with open_predictor(self, self.path / name, device, threads) as predict:
             yield predict

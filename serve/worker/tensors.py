@@ -39,7 +39,8 @@ def to_exact_array(values: Any, spec: Named) -> Array:
     try:
         parsed = np.asarray(values)
     except (ValueError, OverflowError) as error:
-        raise ValueError(UNREADABLE, f"{spec['name']} is no tensor: {str(error)[:120]}") from None
+        message = f"{spec['name']} is not a tensor: {str(error)[:120]}"
+        raise ValueError(UNREADABLE, message) from None
     if parsed.dtype.kind in "biuf":
         with np.errstate(all="ignore"):
             array = parsed.astype(spec["dtype"])

@@ -239,7 +239,7 @@ def directory_bytes(data: bytes) -> int:
     """Return the size of a zip's central directory, of which Python makes an object per entry."""
     end = data[-END_OF_ZIP.size :]
     if len(end) < END_OF_ZIP.size or end[:4] != b"PK\5\6":
-        raise ValueError(UNREADABLE, "the body is no zip, as numpy.savez writes it")
+        raise ValueError(UNREADABLE, "the body is not a zip archive, as numpy.savez writes it")
     if data[-END_OF_ZIP.size - 20 :][:4] == b"PK\6\7":  # a zip64 end record overrides this one
         raise ValueError(UNREADABLE, "the npz is a zip64: it holds more than 2 GiB, or many arrays")
     size: int = END_OF_ZIP.unpack(end)[5]

@@ -86,7 +86,7 @@ def test_requests_outside_are_refused() -> None:
 @pytest.mark.parametrize(
     ("axes", "message"),
     [
-        ({"width": {"min": 2}}, "'width' is no named axis of the inputs; they have length"),
+        ({"width": {"min": 2}}, "'width' is not a named axis of the inputs; they have length"),
         ({"batch": {"min": 2}}, "'batch' is the batch"),
         ({"length": {"min": 8, "max": 8}}, "declare the number"),
         ({"length": {"min": 0}}, "greater than 0"),

@@ -85,7 +85,7 @@ MISTAKES = {
     ),
     "bounds of no axis": (
         ("[batch, 4]}]", "[batch, 4]}]\n  axes: {words: {min: 2}}"),
-        r"p\.yaml:\d: model.*axes: 'words' is no named axis of the inputs; they have none",
+        r"p\.yaml:\d: model.*axes: 'words' is not a named axis of the inputs; they have none",
     ),
     "misspelt runtime": (
         ("gate: parity, atol: 1e-4", "gate: min_speedup, ratio: 1, against: onxruntime"),

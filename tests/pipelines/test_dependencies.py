@@ -2,6 +2,8 @@
 
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from compress.data import fingerprint
 from pipelines import Pipeline
 from pipelines.commands.cache_miss import why
 from pipelines.results.schema import Report
+from tests.pipelines.conftest import Project
 
 NETS = """
 import importlib
@@ -83,19 +86,27 @@ def rows(count: int) -> bytes:
     return bytes(value for index in range(count) for value in (index % 3, index % 251))
 
 
-@pytest.fixture
-def user(project, tmp_path, monkeypatch):
-    """Return a project whose code reads files, variables and modules wherever it likes."""
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
+@contextmanager
+def modules_of(elsewhere: Path) -> Iterator[None]:
+    """Find the modules outside of the project, as they were at first, and import all anew."""
     (elsewhere / "shared_settings.py").write_text("A = 1\n")
     (elsewhere / "widths.py").write_text("WIDTH = 2\n")
-    monkeypatch.syspath_prepend(elsewhere)
-    monkeypatch.delenv("HIDDEN_UNITS", raising=False)
-    monkeypatch.setattr(fingerprint, "SAMPLED_FOR_FINGERPRINT", 8)
-    for name in MODULES:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    folder = project.folder
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(elsewhere)
+        patch.delenv("HIDDEN_UNITS", raising=False)
+        patch.setattr(fingerprint, "SAMPLED_FOR_FINGERPRINT", 8)
+        for name in MODULES:
+            patch.delitem(sys.modules, name, raising=False)
+        yield
+        for name in MODULES:
+            sys.modules.pop(name, None)
+
+
+@pytest.fixture(scope="module")
+def finished_user(finished_run, tmp_path_factory):
+    """Return a project that has run, whose code reads files, variables and modules anywhere."""
+    folder = tmp_path_factory.mktemp("finished_user") / "user"
+    project = Project(Path(shutil.copytree(finished_run.folder, folder)))
     for name, count in (("train", 90), ("val", 40), ("test", 40)):
         (folder / f"{name}.bin").write_bytes(rows(count))
     (folder / "nets.py").write_text(NETS)
@@ -103,13 +114,21 @@ def user(project, tmp_path, monkeypatch):
     (folder / "settings_here.py").write_text("B = 1\n")
     (folder / "weight.txt").write_text("1.0")
     project.file.write_text(FILE)
-    project.elsewhere = elsewhere
-    project.run()
-    project.run()
+    project.elsewhere = tmp_path_factory.mktemp("elsewhere")
+    with modules_of(project.elsewhere):
+        project.run()
+        project.run()
     assert project.ran() == {}, project.said
-    yield project
-    for name in MODULES:
-        sys.modules.pop(name, None)
+    return project
+
+
+@pytest.fixture
+def user(finished_user, tmp_path):
+    """Return a copy of that project, which finds nothing to run."""
+    project = Project(Path(shutil.copytree(finished_user.folder, tmp_path / "user")))
+    project.elsewhere = finished_user.elsewhere
+    with modules_of(project.elsewhere):
+        yield project
 
 
 def relabel(file: Path, index: int) -> None:
@@ -253,7 +272,7 @@ def test_another_checkout_of_the_same_code_takes_what_a_shared_store_holds(
 ) -> None:
     store = f"file://{tmp_path / 'shared'}"
     user.run(store=store)
-    other = type(user)(Path(shutil.copytree(user.folder, tmp_path / "another" / "checkout")))
+    other = Project(Path(shutil.copytree(user.folder, tmp_path / "another" / "checkout")))
     shutil.rmtree(other.out)
     other.run(store=store)
     assert other.ran() == {}

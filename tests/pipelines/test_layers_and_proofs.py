@@ -87,7 +87,8 @@ def test_a_proof_is_written_for_people_and_for_machines(
 
 
 def test_a_proof_that_cannot_be_written_is_refused_before_anything_is_started(tmp_path) -> None:
-    for file, found in ((tmp_path / "absent" / "p.md", "is no directory"), (tmp_path, "is there")):
+    absent = (tmp_path / "absent" / "p.md", "is not a directory")
+    for file, found in (absent, (tmp_path, "is there")):
         with pytest.raises(PipelineInvalid, match=rf"^--report .*{found}$"):
             verify_command(tmp_path / "no archive", report=file)
 

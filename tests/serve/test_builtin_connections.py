@@ -73,7 +73,7 @@ def answers(connection: socket.socket, count: int = 1) -> list[tuple[int, bytes,
     [
         (b"GET /v2/health/live\r\n\r\n", 400, "HTTP/0.9, expected HTTP/1.1"),
         (b"GET /v2/health/live HTTP/2.0\r\n\r\n", 400, "HTTP/2.0, expected HTTP/1.1"),
-        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(500), 400, "no HTTP/1.1 request"),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(500), 400, "not an HTTP/1.1"),
         (head(f"{LENGTH}Content-Length: 9\r\n") + REQUEST, 400, "Duplicate Content-Length"),
         (head(LENGTH + CHUNKED) + b"0\r\n\r\n" + SMALL, 400, "Transfer-Encoding can't be present"),
         (head("Transfer-Encoding: gzip, chunked\r\n"), 400, "'gzip, chunked', expected chunked"),

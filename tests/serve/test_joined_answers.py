@@ -136,7 +136,7 @@ def test_nothing_is_joined_that_no_report_speaks_for(
         pass
     report.write_text("{")
     with (
-        pytest.raises(ArtifactInvalid, match="is no report of a run"),
+        pytest.raises(ArtifactInvalid, match="is not a report of a run"),
         open_model(models["row"], "text", 1, report),
     ):
         pass

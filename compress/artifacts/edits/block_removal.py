@@ -89,7 +89,7 @@ def _check(module: nn.Module, name: str, indices: Sequence[int]) -> None:
     container = dict(module.named_modules()).get(name)
     if not isinstance(container, nn.ModuleList | nn.Sequential):
         known = ", ".join(map(repr, blocks_of(module))) or "none"
-        raise KeyError(f"{name!r} is no list of blocks; those there are: {known}")
+        raise KeyError(f"{name!r} is not a list of blocks; those there are: {known}")
     count = len(container)
     ascending = all(a < b for a, b in pairwise(indices))
     if not indices or not ascending or indices[0] < 0 or indices[-1] >= count:

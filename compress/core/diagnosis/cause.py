@@ -69,7 +69,7 @@ class RefusedStage(Generic[Measured]):
     """What it made."""
     context: Context
     layers: tuple[str, ...]
-    """The layers that lose it, worst first; empty where they are not known."""
+    """The layers that lose the accuracy, worst first; empty where they are not known."""
     measured: Measured
     """What the stage's own diagnosis measured; None where it has none."""
     max_points: float
@@ -88,9 +88,9 @@ class Cause(Generic[Measured]):
     gates: ClassVar[tuple[str, ...]] = ACCURACY_GATES
     """Gates whose refusals it explains."""
     limit: ClassVar[float]
-    """The cause is there where the measured value is above."""
+    """Threshold: the cause is found where the measured value is above it."""
     text: ClassVar[str]
-    """What is found, with `{value}` and `{limit}`."""
+    """The finding for users, with the placeholders `{value}` and `{limit}`."""
 
     def measure(self, refused: RefusedStage[Measured], layer: str) -> float | None:
         """Return the value for a layer, or for the stage as a whole (`layer` is empty).
@@ -107,7 +107,7 @@ class Cause(Generic[Measured]):
         return None
 
     def repairs(self, refused: RefusedStage[Measured], layers: Sequence[str]) -> tuple[Repair, ...]:
-        """Return what may mend it in the layers that have it, cheapest first."""
+        """Return changes that may mend the cause in the layers that have it, cheapest first."""
         return ()
 
     def in_words(self, value: float) -> str:

@@ -1,4 +1,4 @@
-"""A model of which parts can be put back as they were, and the search for those that lose."""
+"""A compressed model whose parts can be put back, and the search for those that lose accuracy."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from compress.common.forward import accept_any_batch, torch_predictor
+from compress.core.diagnosis.guilty_layers import GuiltSearch
 from compress.core.val_halves import halves_of_val
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Sequence
 
     from torch import nn
 
     from compress.artifacts.artifact import Artifact
     from compress.common.forward import Predictor
     from compress.core.context import Context
-    from compress.core.diagnosis.guilty_layers import GuiltSearch
     from compress.core.val_halves import HalfOfVal
 
 WHY = "compress explain"
@@ -30,18 +30,19 @@ class LayerDiagnosis:
     """What a stage has made, of which parts can be put back, and the search for the guilty ones."""
 
     parts: ClassVar[str] = "layers"
-    """What is put back, in words."""
+    """What can be put back, for messages."""
     put_back: ClassVar[str] = "in float"
-    """How it is then, in words."""
+    """How these parts are once they are put back, for messages."""
     notice: ClassVar[str] = ""
-    """What the figures leave out."""
+    """What the figures leave out, for messages."""
 
     model: Artifact
     """The model that the stage has read."""
     context: Context
     decided_on: HalfOfVal
     confirmed_on: HalfOfVal
-    search: GuiltSearch
+    search: GuiltSearch = field(init=False)
+    """Begun by :meth:`begin`."""
     judgings: int = field(default=0, init=False)
     """How many models were judged on half of `val`."""
     spread: bool = field(default=False, init=False)
@@ -53,12 +54,12 @@ class LayerDiagnosis:
         metric = context.metric.for_model(model.signature).with_inferred_loss(context.data)
         return halves_of_val(model, context, WHY, metric, MOST_SAMPLES)
 
-    def begin(self, points: float) -> None:
-        """Measure the loss, given what the refused gate allows."""
-        search = self.search
-        search.drop = lambda layers: self._drop_on(self.decided_on, layers)
-        lost = search.lost
-        search.wanted = search.share_returned(points) if lost > 0 else 0.0
+    def begin(self, ranking: Sequence[str], points: float) -> None:
+        """Begin the search among ranked parts, given the points that the refused gate allows."""
+        self.search = search = GuiltSearch(
+            ranking, lambda layers: self._drop_on(self.decided_on, layers)
+        )
+        search.wanted = search.share_returned(points) if search.lost > 0 else 0.0
         search.least_points = max(points, self.resolution)
 
     @property

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-import tempfile
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compress.common.errors import CompressError, StageFailed
@@ -117,19 +115,9 @@ class RerunStage:
         return train, val
 
     def _run(self, settings: dict[str, Any]) -> float | None:
-        own: dict[str, Any] = {
-            name: getattr(self.stage, name)
-            for name in self.stage.model_fields_set - {"gates", "input"}
-        }
-        content = {"stage": self.stage.stage, **own, **settings}
-        kept = {name: value for name, value in content.items() if value is not None}
-        with tempfile.TemporaryDirectory() as folder:
-            root = Path(folder)
-            context = replace(
-                self.context, root=root / "made", scratch=root / "work", results=root / "results"
-            )
+        with self.context.in_temporary_folder() as context:
             try:
-                stage = type(self.stage).model_validate(kept)
+                stage = self.stage.with_settings(settings)
                 return self.share_of(context.score(stage.run(self.before, context)))
             except CompressError:  # such as a loss that is not finite
                 return 0.0

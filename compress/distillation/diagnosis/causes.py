@@ -6,10 +6,6 @@ Thresholds were set on half of the injected faults of `benchmarks/explain.py`.
 from __future__ import annotations
 
 import math
-from contextlib import contextmanager
-from dataclasses import replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -24,7 +20,6 @@ from compress.distillation.teacher import OnnxFile
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from compress.core.context import Context
     from compress.core.diagnosis.cause import RefusedStage
     from compress.core.diagnosis.rerun import RerunStage
 
@@ -132,7 +127,7 @@ class LossWeights(DistillationCause):
 
 def teacher_score(stage: Distill, rerun: RerunStage) -> float | None:
     """Return the teacher's metric on `val`; None of an ONNX file, or where it has none."""
-    with in_temporary_folder(rerun.context) as context:
+    with rerun.context.in_temporary_folder() as context:
         try:
             teacher = stage.teacher_model(rerun.before, context)  # type: ignore[arg-type]
             return None if isinstance(teacher, OnnxFile) else context.score(teacher)
@@ -148,7 +143,7 @@ def gradient_ratio(stage: Distill, rerun: RerunStage) -> float:
     Raises:
         CompressError: there are no labels, or the loss reads features.
     """
-    with in_temporary_folder(rerun.context) as context:
+    with rerun.context.in_temporary_folder() as context:
         student, objective, _ = stage.student_and_objective(rerun.before, context)  # type: ignore[arg-type]
         if objective.teacher_modules:
             raise StageFailed("the loss compares features, which the module does not return here")
@@ -162,14 +157,6 @@ def gradient_ratio(stage: Distill, rerun: RerunStage) -> float:
             gradients = [p.grad.flatten() for p in module.parameters() if p.grad is not None]
             norms.append(float(torch.cat(gradients).norm()) if gradients else 0.0)
     return norms[0] / norms[1] if norms[1] > 0 else math.inf
-
-
-@contextmanager
-def in_temporary_folder(context: Context) -> Iterator[Context]:
-    """Provide a context whose models are written to a folder that is removed afterwards."""
-    with TemporaryDirectory() as folder:
-        root = Path(folder)
-        yield replace(context, root=root / "made", scratch=root / "work")
 
 
 DISTILLATION_CAUSES: tuple[type[DistillationCause], ...] = (TeacherWorse, LossWeights)

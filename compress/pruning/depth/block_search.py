@@ -111,7 +111,7 @@ def blocks_named(
     known = {block.name: block for block in blocks}
     for name in names:
         if name not in known:
-            raise StageFailed(f"{name!r} is no repeated block; these are: {', '.join(known)}")
+            raise StageFailed(f"{name!r} is not a repeated block; these are: {', '.join(known)}")
         if name in refused:
             raise StageFailed(f"{name} cannot be removed: {refused[name]}")
     return [known[name] for name in dict.fromkeys(names)]

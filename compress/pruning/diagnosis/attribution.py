@@ -27,7 +27,7 @@ Variant = TypeVar("Variant")
 
 @dataclass
 class PruningDiagnosis(LayerDiagnosis, Generic[Variant]):
-    """A pruned model that can be made again otherwise: with parts put back, or pruned better."""
+    """A pruned model and its variants: with parts put back, or pruned with better settings."""
 
     _attributed: dict[tuple[str, ...], dict[str, float]] = field(default_factory=dict, init=False)
     _points: dict[Variant, float] = field(default_factory=dict, init=False)
@@ -38,7 +38,7 @@ class PruningDiagnosis(LayerDiagnosis, Generic[Variant]):
         raise NotImplementedError
 
     def remedies(self, layers: Sequence[str]) -> Iterable[tuple[str, Callable[[Variant], Variant]]]:
-        """Return for each cause, in the order in which they are taken away, what mends it.
+        """Return each cause with the function that mends it in a variant, in the order to try them.
 
         Args:
             layers: the guilty parts; empty where the loss is spread over the model.

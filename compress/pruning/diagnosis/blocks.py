@@ -7,7 +7,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from compress.artifacts.recipe import KeepBlocks
-from compress.core.diagnosis.guilty_layers import GuiltSearch
 from compress.pruning.depth.block_search import all_blocks, kept_without
 from compress.pruning.diagnosis.attribution import PruningDiagnosis, batch_norm_shift
 from compress.pruning.recovery.recovery import (
@@ -74,9 +73,8 @@ class RemovedBlocks(PruningDiagnosis[Removed]):
         """
         recorded: Any = after.manifest.facts["removed"]
         removed = tuple(step["block"] for step in recorded)
-        search = GuiltSearch([*reversed(removed)], lambda layers: 0.0)
-        found = cls(model, context, *cls.halves(model, context), search, stage, removed)
-        found.begin(points)
+        found = cls(model, context, *cls.halves(model, context), stage, removed)
+        found.begin([*reversed(removed)], points)
         return found
 
     @property

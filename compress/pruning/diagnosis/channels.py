@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from compress.core.diagnosis.guilty_layers import GuiltSearch
 from compress.core.diagnosis.input_ranges import (
     SAMPLES,
     UNLIKE,
@@ -106,9 +105,8 @@ class CutChannels(PruningDiagnosis[Cut]):
         real = real_inputs(model.signature, context)
         rewrite_(module, inputs, real, others, across_norms=stage.across_norms)
         recorded: Any = after.manifest.facts["families"]
-        search = GuiltSearch([], lambda layers: 0.0)
         halves = cls.halves(model, context)
-        found = cls(model, context, *halves, search, stage, module, tuple(inputs), {}, {})
+        found = cls(model, context, *halves, stage, module, tuple(inputs), {}, {})
         kept = {tuple(family["modules"]): family for family in recorded}
         ranking = found._ranking("l2", 0, False)
         for one in ranking.ranked:
@@ -116,8 +114,7 @@ class CutChannels(PruningDiagnosis[Cut]):
             found.whole[one.group.name] = len(one.scores)
             if family is not None:
                 found.widths[one.group.name] = family["after"]
-        search.ranking = found._ranked_groups()
-        found.begin(points)
+        found.begin(found._ranked_groups(), points)
         return found
 
     @property

@@ -5,13 +5,10 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 
-from compress.core.diagnosis.guilty_layers import GuiltSearch
 from compress.core.diagnosis.layer_diagnosis import WHY
 from compress.pruning.diagnosis.attribution import PruningDiagnosis, batch_norm_shift
 from compress.pruning.recovery.recovery import (
@@ -86,16 +83,14 @@ class ZeroedWeights(PruningDiagnosis[Zeros]):
         """
         recorded: Any = after.manifest.facts["zeros"]
         zeros = {name: share for name, share in recorded["by_weight"].items() if share > 0}
-        search = GuiltSearch([], lambda layers: 0.0)
         halves = cls.halves(model, context)
-        found = cls(model, context, *halves, search, stage, model.load(), zeros)
+        found = cls(model, context, *halves, stage, model.load(), zeros)
         batches = list(halves[0].data.batches("val", limit=RANKED_ON))
         errors = {}
         for name in zeros:
             alone = found.changed_module(replace(found.own, back=frozenset(zeros) - {name}))
             errors[name] = output_error(alone, found.module, batches, context.device)
-        search.ranking = sorted(zeros, key=lambda name: -errors[name])
-        found.begin(points)
+        found.begin(sorted(zeros, key=lambda name: -errors[name]), points)
         return found
 
     @property
@@ -144,21 +139,19 @@ class ZeroedWeights(PruningDiagnosis[Zeros]):
         """Return the tensors that the stage changes, pruned by a method without fine-tuning."""
         key = method, halfway
         if key not in self._pruned:
-            content: dict[str, Any] = self.stage.model_dump(exclude={"gates"}, exclude_unset=True)
-            for name in ("finetune", "schedule", "until", "updates", "batch_norm"):
-                content.pop(name, None)
-            content |= {"stage": self.stage.stage, "method": method}
+            # Without training, its schedule and what follows it.
+            left_out = ("finetune", "schedule", "until", "updates", "batch_norm")
+            changes: dict[str, Any] = {**dict.fromkeys(left_out), "method": method}
             if halfway and self.stage.amount is not None:
-                content["amount"] = self.stage.amount / 2
+                changes["amount"] = self.stage.amount / 2
             if method == BEST_METHOD:
-                content.pop("scope", None)
                 data: Any = self.context.need_data(WHY)
                 available = len(data.split(data.calibration_split))
-                content["calibration_samples"] = min(self.stage.calibration_samples, available)
-            stage = type(self.stage).model_validate(content)
+                samples = min(self.stage.calibration_samples, available)
+                changes |= {"scope": None, "calibration_samples": samples}
             model: Any = self.model
-            with TemporaryDirectory() as folder:
-                made = stage.run(model, self.context.with_root(Path(folder) / "made"))
+            with self.context.in_temporary_folder() as context:
+                made = self.stage.with_settings(changes).run(model, context)
                 parameters = dict(made.load().named_parameters(remove_duplicate=False))
             self._pruned[key] = {
                 name: parameters[name].detach() for name in self.zeros if name in parameters

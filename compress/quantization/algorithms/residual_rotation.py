@@ -154,15 +154,9 @@ def rotated_weights(
     for name, offset in stream.norms.items():
         change(name, "weight", partial(torch.full_like, fill_value=1 - offset))
     for (values, output, size), own in zip(stream.heads, of_values, strict=False):
-
-        def rotate_heads(
-            axis: int, weight: torch.Tensor, own: Rotation = own, size: int = size
-        ) -> torch.Tensor:
-            return own.apply(torch.unflatten(weight, axis, (-1, size)), axis + 1).view(weight.shape)
-
-        change(values, "weight", partial(rotate_heads, 0))
-        change(values, "bias", partial(rotate_heads, 0))
-        change(output, "weight", partial(rotate_heads, 1))
+        change(values, "weight", partial(_rotate_heads, own, size, 0))
+        change(values, "bias", partial(_rotate_heads, own, size, 0))
+        change(output, "weight", partial(_rotate_heads, own, size, 1))
 
     def read(name: str) -> torch.Tensor:
         value = in_memory(weights[name])
@@ -174,6 +168,12 @@ def rotated_weights(
         name: StoredTensor(tuple(x.shape), x.dtype, partial(read, name)) if name in changes else x
         for name, x in weights.items()
     }
+
+
+def _rotate_heads(rotation: Rotation, size: int, axis: int, weight: torch.Tensor) -> torch.Tensor:
+    """Return a weight whose axis of heads, each of `size` channels, is rotated head by head."""
+    heads = torch.unflatten(weight, axis, (-1, size))
+    return rotation.apply(heads, axis + 1).view(weight.shape)
 
 
 def _takes_part(part: nn.Module) -> bool:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import dataclass, field
 from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from compress.common.forward import torch_predictor
-from compress.core.diagnosis.guilty_layers import GuiltSearch
 from compress.core.diagnosis.layer_diagnosis import LayerDiagnosis
 from compress.quantization.diagnosis.layer_evidence import (
     LayerEvidence,
@@ -77,9 +74,8 @@ class QuantizationDiagnosis(LayerDiagnosis):
         ranking = sorted(
             switched.layers, key=lambda name: (-evidence[name].effect, evidence[name].own.sqnr_db)
         )
-        search = GuiltSearch(ranking, lambda layers: 0.0)
-        found = cls(model, context, *halves, search, switched, evidence, calibrated)
-        found.begin(points)
+        found = cls(model, context, *halves, switched, evidence, calibrated)
+        found.begin(ranking, points)
         return found
 
     def drop(self, layers: Collection[str], rounds: Collection[Rounded] = ALL) -> float:
@@ -103,7 +99,7 @@ class QuantizationDiagnosis(LayerDiagnosis):
 
 
 @dataclass
-class ExcludedLayers(LayerDiagnosis):
+class RequantizationDiagnosis(LayerDiagnosis):
     """A model of a stage that is run again for each set of layers, with these in `exclude`."""
 
     stage: QuantizationStage
@@ -134,9 +130,8 @@ class ExcludedLayers(LayerDiagnosis):
         fidelity = {layer["module"]: layer["own_sqnr_db"] for layer in recorded["layers"]}
         # Float layers are recorded too, without an error.
         rounded = [name for name, value in fidelity.items() if value < LARGEST_DB]
-        search = GuiltSearch(rounded, lambda layers: 0.0)
-        found = cls(model, context, *cls.halves(model, context), search, stage, fidelity)
-        found.begin(points)
+        found = cls(model, context, *cls.halves(model, context), stage, fidelity)
+        found.begin(rounded, points)
         return found
 
     def drop_with(self, settings: dict[str, Any]) -> float:
@@ -156,10 +151,8 @@ class ExcludedLayers(LayerDiagnosis):
         return self._run(half, {"exclude": [*self.stage.exclude, *layers]})
 
     def _run(self, half: HalfOfVal, settings: dict[str, Any]) -> float:
-        content = {**self.stage.model_dump(exclude={"gates"}, exclude_unset=True), **settings}
-        stage = type(self.stage).model_validate({"stage": self.stage.stage, **content})
         model: Any = self.model
-        with tempfile.TemporaryDirectory() as folder:
-            made = stage.run(model, self.context.with_root(Path(folder) / "made"))
+        with self.context.in_temporary_folder() as context:
+            made = self.stage.with_settings(settings).run(model, context)
             with made.open("cpu", self.context.threads) as predict:
                 return self._judge(half, predict)

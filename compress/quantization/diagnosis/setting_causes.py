@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from compress.core.diagnosis.cause import Cause, Repair
-from compress.quantization.diagnosis.diagnosis import ExcludedLayers
+from compress.quantization.diagnosis.diagnosis import RequantizationDiagnosis
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from compress.core.diagnosis.cause import RefusedStage
 
-    Refused = RefusedStage[ExcludedLayers]
+    Refused = RefusedStage[RequantizationDiagnosis]
 
 
-class SettingCause(Cause[ExcludedLayers]):
+class SettingCause(Cause[RequantizationDiagnosis]):
     """A setting without which half of the loss returns."""
 
     limit: ClassVar[float] = 0.5

@@ -1,6 +1,9 @@
 """The names of torchao's PT2E quantization that this package uses."""
 
+from torch.fx import GraphModule
+
 from compress.common.process import gc_disabled
+from compress.graph.library_cache import patched_attribute
 
 # Without garbage collection: the import creates many objects that all stay.
 with gc_disabled():
@@ -12,9 +15,10 @@ with gc_disabled():
         ObserverBase,
         PerChannelMinMaxObserver,
         PlaceholderObserver,
+        quantize_pt2e,
     )
     from torchao.quantization.pt2e.observer import UniformQuantizationObserverBase
-    from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
+    from torchao.quantization.pt2e.quantize_pt2e import prepare_pt2e
     from torchao.quantization.pt2e.quantizer import (
         DerivedQuantizationSpec,
         QuantizationAnnotation,
@@ -44,3 +48,12 @@ __all__ = [
     "fuse_conv_bn_",
     "prepare_pt2e",
 ]
+
+
+def convert_pt2e(prepared: GraphModule) -> GraphModule:
+    """Convert a graph of `prepare_pt2e`, once calibrated or trained, to integers."""
+    # Where a batch normalization is left, torchao (0.18) looks for 96 patterns of its own training
+    # with quantization, which is not used here, and traces them anew each time: ten seconds.
+    with patched_attribute(quantize_pt2e, "_fold_conv_bn_qat", lambda graph: graph):
+        converted: GraphModule = quantize_pt2e.convert_pt2e(prepared)
+    return converted

@@ -421,7 +421,7 @@ def _spec(name: str, node: Any, axes: dict[str, str]) -> TensorSpec:
             shape.append(axes[str(size)])
         else:
             raise StageFailed(
-                f"blocks read a tensor of {tuple(value.shape)}, whose sizes are no axes of the "
+                f"blocks read a tensor of {tuple(value.shape)}, whose sizes are not axes of the "
                 "model's inputs; leave out `stream`"
             )
     dtype: Any = str(value.dtype).removeprefix("torch.")

@@ -172,7 +172,7 @@ def leave_float_(
 
 def convert(prepared: GraphModule) -> GraphModule:
     """Return the integer form of a calibrated graph, which cannot be used afterwards."""
-    converted: GraphModule = convert_pt2e(prepared)
+    converted = convert_pt2e(prepared)
     look_up_before_dequantizing_(converted)
     remove_unread_tensors_(converted)
     return converted

@@ -14,6 +14,7 @@ import logging
 import shutil
 import time
 from dataclasses import dataclass
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -103,12 +104,12 @@ class StreamedQuantization:
             partial = following.with_suffix(".partial")
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir()
-            count = iter(range(2**62))
+            numbers = count()
 
             def keep(outputs: Any) -> None:
                 tensors = outputs if isinstance(outputs, tuple | list) else (outputs,)
                 state = {str(place): tensor for place, tensor in enumerate(tensors)}
-                write_safetensors(partial / f"{next(count)}.safetensors", state)
+                write_safetensors(partial / f"{next(numbers)}.safetensors", state)
 
             is_last = index == len(blocks) - 1
             inputs = self._inputs(blocks, index)

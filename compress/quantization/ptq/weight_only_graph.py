@@ -111,7 +111,7 @@ class WeightQuantizer:
         inputs = weight.meta["val"].shape[1]
         if inputs % self.group_size:
             name = module_of(node) or str(weight.target)
-            reason = f"{inputs} inputs are no multiple of group_size {self.group_size}"
+            reason = f"{inputs} inputs are not a multiple of group_size {self.group_size}"
             self.left_float[name] = reason
             return
         if weight.target not in self._dequantized:

@@ -1,4 +1,4 @@
-"""What the losses of a training's epochs tell: whether they still fell, and whether they rose."""
+"""Indicators from the loss of each epoch of a training: whether it still fell, or rose again."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ class DecidedLayers:
 
 
 class FloatModel(Protocol):
-    """What is needed of a search's judge, which imports this module by its tables."""
+    """What this module uses of `Judge`, whose module imports this one by its tables."""
 
     out: Path
     model: EagerModel

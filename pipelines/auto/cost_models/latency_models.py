@@ -21,9 +21,9 @@ from compress.pruning.width_variants import WidthVariants
 from export.latency.float_layers import FLOAT
 from export.latency.latency_model import LatencyModel
 from export.latency.resizing import MOST_EXPORTS, ResizableModel
-from export.latency.served_files import graph_to_serve, open_as_served
-from export.latency.width_costs import WidthCosts, measure_grid
-from export.onnx.proto_io import read, write
+from export.latency.served_files import graph_to_serve, open_as_served, write_alone
+from export.latency.width_costs import WidthCosts, measure_grid, spread_widths
+from export.onnx.proto_io import read
 from pipelines.auto.candidates import QUANTIZING, Candidate
 from pipelines.auto.cost_models.float_layers import (
     QUANTIZED,
@@ -275,9 +275,8 @@ def build_format_models(
         sizes: dict[Runtime, list[int]] = {runtime: [] for runtime in unfitted}
         for number, choice in enumerate(chosen if unfitted else []):
             context.progress(title, number, FITTED, "whole models")
-            file = folder / f"fitted{number}" / "model.onnx"
-            file.parent.mkdir()
-            write(costs.model.resize({**whole, **choice}), file)
+            changed = costs.model.resize({**whole, **choice})
+            file = write_alone(changed, folder / f"fitted{number}")
             for runtime in unfitted:
                 key = json.dumps([format, runtime, choice], sort_keys=True)
                 if key not in whole_models.known:
@@ -362,12 +361,7 @@ def _spread(grid: Grid, layers: Sequence[str], count: int, seed: int) -> list[di
     Every second one has random layers in float.
     """
     generator = random.Random(seed)
-    drawn = [
-        {group: generator.choice(widths) for group, widths in grid.items()}
-        for _ in range(count - 2)
-    ]
-    largest = {group: widths[0] for group, widths in grid.items()}
-    chosen = [largest, {group: widths[-1] for group, widths in grid.items()}, *drawn]
+    chosen = spread_widths(grid, count, generator)
     for choice in chosen[2::2]:
         choice |= {decision: generator.choice((QUANTIZED, FLOAT)) for decision in layers}
     return [{**dict.fromkeys(layers, QUANTIZED), **choice} for choice in chosen]

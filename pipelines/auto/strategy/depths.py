@@ -103,7 +103,7 @@ class Depth:
 
 
 class Searching(Protocol):
-    """What is needed of a search, which imports this module."""
+    """What this module uses of `Search`, whose module imports this one."""
 
     judge: Judge
     settings: AutoSettings

@@ -44,8 +44,7 @@ def latency_targets(
     if asked_ms is not None:
         near = [m for m in found if m.predicted_ms and m.latency_ms <= 1.1 * asked_ms]
         if len(near) < CHECKS_AT_LIMIT:
-            keeps_to_it = any(model.latency_ms <= asked_ms for model in near)
-            targets.append(asked_ms if keeps_to_it else ROOM * asked_ms)
+            targets.append(aimed_at(found, asked_ms))
     good = [model for model in found if is_good(model)]
     # A metric on some hundred samples has steps, and a model that loses a sample too many may
     # have a faster neighbour that does not: so wherever nothing was checked yet, and most
@@ -60,6 +59,12 @@ def latency_targets(
     # Then where the front is thinnest.
     front = [model.latency_ms for model in Front.pareto(good)]
     return targets + _middles((a, b, 1.0) for a, b in pairwise(front))
+
+
+def aimed_at(checked: Iterable[CheckedModel], asked_ms: float) -> float:
+    """Return the predicted latency that models for an asked one are solved for."""
+    keeps_to_it = any(m.predicted_ms and m.latency_ms <= asked_ms for m in checked)
+    return asked_ms if keeps_to_it else ROOM * asked_ms
 
 
 def _middles(gaps: Iterable[tuple[float, float, float]]) -> list[float]:

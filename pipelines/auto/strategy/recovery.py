@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 from compress.common.atomic_files import write_atomically
 from pipelines.auto.candidates import Candidate, CheckedModel
 from pipelines.auto.front import missed_limits
-from pipelines.auto.strategy.latency_targets import NARROW, ROOM
+from pipelines.auto.strategy.latency_targets import NARROW, aimed_at
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -49,7 +49,7 @@ class Solution(NamedTuple):
 
 
 class Searching(Protocol):
-    """What is needed of a search, which imports this module."""
+    """What this module uses of `Search`, whose module imports this one."""
 
     settings: AutoSettings
     checked: dict[str, CheckedModel]
@@ -125,29 +125,27 @@ class Recovery:
     def _contenders(self) -> Contenders:
         """Return the cut models within the limits that lose least, and are not trained yet.
 
-        Those that were checked are beside those that the solver finds, the best first: where there
-        is time for few, these are trained.
+        The best is the first: where there is time for few, these are trained. All are in the order
+        of their predicted losses, also those that were checked: predictions add up what single cuts
+        lose, and are far above what a model of many cuts is measured to lose.
         """
         search = self.search
+        offered = search.offered()
         known = self._untrained(model for model in search.checked.values() if model.trained)
-        found: list[tuple[float, Candidate, float | None]] = [
-            (model.loss, model.candidate, model.predicted_ms)
-            for model in search.offered()
-            if model.candidate.is_smaller
-            and not model.trained
-            and model.candidate not in known
-            and not missed_limits(search.settings.limits, model, but="max_drop")
-        ]
-        known.update(model.candidate for model in search.checked.values())
-        target_ms = None if search.asked_ms is None else ROOM * search.asked_ms
-        for _ in range(TRAINED_AT_ONCE):
+        known.update(
+            model.candidate
+            for model in offered
+            if missed_limits(search.settings.limits, model, but="max_drop")
+        )
+        target_ms = None if search.asked_ms is None else aimed_at(offered, search.asked_ms)
+        found: Contenders = []
+        while len(found) < TRAINED_AT_ONCE:
             solved = search.solve(self.programmes, target_ms, [*known])
             if solved is None or not solved.candidate.is_smaller:
                 break
             known.add(solved.candidate)
-            found.append((solved.predicted_loss, solved.candidate, solved.predicted_ms))
-        found.sort(key=lambda one: one[0])
-        return [(candidate, predicted_ms) for _, candidate, predicted_ms in found[:TRAINED_AT_ONCE]]
+            found.append((solved.candidate, solved.predicted_ms))
+        return found
 
     def _train_fastest(self, deadline: float) -> bool:
         """Train a model that is faster than the fastest good one, until it is good itself.

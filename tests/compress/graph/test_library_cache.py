@@ -1,14 +1,23 @@
 """What torch looks up once and not again and again, with the same result."""
 
+import io
 import types
 import typing
+from pathlib import Path
 
 import pytest
+import sympy
 import torch
 from torch._export import utils
 from torch._export.serde import schema, serialize
+from torch.export.pt2_archive._package import load_pt2
 
-from compress.graph.library_cache import cached_composite_ops, cached_type_hints, patched_attribute
+from compress.graph.library_cache import (
+    cached_composite_ops,
+    cached_deserialization,
+    patched_attribute,
+)
+from compress.graph.torch_export import load_program, save_program
 
 
 def test_composite_operators_are_listed_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,9 +62,42 @@ def test_type_hints_of_a_stored_graph_are_evaluated_once(
     expected = [serialize._dict_to_dataclass(schema.NamedArgument, one) for one in found]
     assert len(read) > len({*read})
     read.clear()
-    with cached_type_hints():
+    with cached_deserialization():
         assert [
             serialize._dict_to_dataclass(schema.NamedArgument, one) for one in found
         ] == expected
     assert len(read) == len({*read}) == 2
     assert serialize.typing is typing
+
+
+def test_symbolic_sizes_of_a_stored_graph_are_parsed_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Net(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.cat([x.relu(), x.sin().cos()], 1).exp()
+
+    shapes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("length", max=64)}
+    program = torch.export.export(Net(), (torch.rand(3, 5),), dynamic_shapes=(shapes,))
+    save_program(program, file := tmp_path / "model.pt2")
+    parsed: list[object] = []
+    really = sympy.sympify
+
+    def parse(expression: object, **named: object) -> object:
+        parsed.append(expression)
+        return really(expression, **named)
+
+    def described(loaded: torch.export.ExportedProgram) -> list[str]:
+        values = [str(node.meta.get("val")) for node in loaded.graph.nodes]
+        return [*values, str(loaded.range_constraints)]
+
+    cached_sympy = types.ModuleType("sympy")
+    vars(cached_sympy).update({**vars(sympy), "sympify": parse})
+    monkeypatch.setattr(serialize, "sympy", cached_sympy)
+    expected = described(load_pt2(io.BytesIO(file.read_bytes())).exported_programs["model"])
+    sizes = [one for one in parsed if isinstance(one, str)]
+    assert len(sizes) > len({*sizes})
+    parsed.clear()
+    assert described(load_program(file)) == expected
+    found = [one for one in parsed if isinstance(one, str)]
+    assert len(found) == len({*found}) > 2

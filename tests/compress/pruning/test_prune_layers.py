@@ -94,7 +94,7 @@ def test_named_blocks_are_removed_without_a_search(deep: EagerModel, tmp_path: P
 @pytest.mark.parametrize(
     ("net", "names", "message"),
     [
-        ("Deep", ["blocks.7"], "'blocks.7' is no repeated block; these are: blocks.0, blocks.1"),
+        ("Deep", ["blocks.7"], "'blocks.7' is not a repeated block; these are: blocks.0, blocks.1"),
         ("Deep", [f"blocks.{i}" for i in range(5)], "blocks.4 cannot be removed with blocks.0, bl"),
         ("Stages", ["layer2.0"], "layer2.0 cannot be removed: its input has shape"),
         ("Indexed", ["blocks.0"], "blocks.0 cannot be removed: the model without it fails: Index"),

@@ -72,7 +72,7 @@ def test_the_model_is_trained_after_each_cut(
 @pytest.mark.slow
 def test_a_refit_saves_what_a_cut_breaks(digits: Splits, tmp_path: Path) -> None:
     context = Context(root=tmp_path / "trained", data=digits)
-    training = Train(epochs=6, batch_size=64)
+    training = Train(epochs=3, batch_size=64)
     trained = training(resnet(tmp_path / "source"), context)
     before = context.score(trained)
     found = {}

@@ -179,7 +179,7 @@ def test_weights_left_in_float_are_reported(tmp_path: Path) -> None:
     facts = {k: v for k, v in small.manifest.facts.items() if k != "fidelity"}
     assert facts == {
         "quantized_operators": {"embedding": 1, "linear": 1},
-        "left_float": {"up": "16 inputs are no multiple of group_size 32"},
+        "left_float": {"up": "16 inputs are not a multiple of group_size 32"},
     }
     with pytest.raises(StageFailed, match=r"no weight could be quantized \(up: 16 inputs"):
         quantized(model, tmp_path / "none", group_size=128, embeddings=False)

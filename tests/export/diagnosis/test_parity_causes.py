@@ -119,7 +119,8 @@ def test_rewriting_is_the_cause_where_the_file_without_it_is_right(
 ) -> None:
     wrong = refused("Net", scale_weight, optimize="basic")
     assert RewrittenGraph().measure(wrong, "") > 0.99
-    assert wrong.measured.measured == 1
+    assert RewrittenGraph().returned(wrong, ()) == RewrittenGraph().measure(wrong, "")
+    assert wrong.measured.measured == 1, "made once"
     assert RewrittenGraph().repairs(wrong, ())[0].settings == {"optimize": "none"}
     right = refused("Net", scale_weight)
     assert RewrittenGraph().measure(right, "") is None, "it is not rewritten"

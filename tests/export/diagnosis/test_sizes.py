@@ -8,7 +8,7 @@ from compress.core.context import Context
 from compress.core.diagnosis.cause import RefusedStage
 from export.diagnosis.layer_names import plain_export
 from export.diagnosis.size_causes import LargeActivation, StoredTwice
-from export.diagnosis.sizes import SizeDiagnosis, bytes_by_module, stored_tensors
+from export.diagnosis.sizes import SizeDiagnosis, bytes_by_module, tensor_sizes
 from export.onnx.stage import ExportOnnx
 from tests.export.builders import TOKENS, network_of
 
@@ -73,5 +73,5 @@ def test_values_of_a_call_are_a_cause_where_they_outweigh_the_weights(measured) 
 @pytest.mark.slow
 def test_a_plain_export_has_the_same_tensors(measured) -> None:
     model, names = plain_export(measured.before)
-    plain = bytes_by_module(stored_tensors(model, names))
+    plain = bytes_by_module(tensor_sizes(model, names))
     assert plain["table"] == bytes_by_module(measured.measured.tensors)["table"]

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from export import ExportGguf, GgufModel
 from export.gguf.blocks import block_type, blocks_of, integers_of
 from export.gguf.settings import check_family
 from export.gguf.vocabulary import add_vocabulary
-from tests.export.tiny_decoder import context_for, decoder
+from tests.export.tiny_decoder import context_for, decoder, save_tokenizer
 
 gguf = pytest.importorskip("gguf")
 transformers = pytest.importorskip("transformers")
@@ -160,6 +161,23 @@ def test_the_file_splits_text_as_the_tokenizer_does(made) -> None:
     assert fields["tokenizer.ggml.pre"].contents() == "gpt-2"
     assert fields["tokenizer.ggml.eos_token_id"].contents() == 256
     assert fields["tokenizer.ggml.tokens"].contents()[256] == "<|end|>"
+
+
+@pytest.mark.parametrize("where", ["file", "settings", "list"])
+def test_the_chat_template_is_found_where_transformers_puts_it(where, tmp_path) -> None:
+    template = "{{ messages[0].content }}"
+    save_tokenizer(tmp_path, MERGES, template)
+    carried = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    if where != "file":  # as older versions of transformers save it
+        named = [{"name": "default", "template": template}, {"name": "rag", "template": "x"}]
+        settings = json.loads(carried["tokenizer_config.json"])
+        settings["chat_template"] = template if where == "settings" else named
+        carried["tokenizer_config.json"] = json.dumps(settings).encode()
+        del carried["chat_template.jinja"]
+    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "llama")
+    config = SimpleNamespace(vocab_size=261, eos_token_id=256)
+    assert not add_vocabulary(writer, carried, SimpleNamespace(config=config))
+    assert writer.kv_data[0]["tokenizer.chat_template"].value == template
 
 
 @pytest.mark.parametrize(

@@ -115,6 +115,9 @@ def test_what_is_limited_is_in_lines_and_on_the_page() -> None:
     assert "Of the limits it takes 75 % of latency, 50 % of memory" in page
     assert "compress run points/1/pipeline.yaml" in page and "Not searched: x." in page
     assert "a drop of 1 points, 2 ms in 95 of 100 calls, 4 MiB of memory" in page
+    shorter = checked("a", 1.0, removed_blocks=["2.3", "2.1"])
+    page = front_page(front_of(shorter, limits={}, points=["a"]))
+    assert "Removed blocks: <code>2.3</code>, <code>2.1</code>." in page
 
 
 def test_the_nearest_model_is_told_and_what_to_allow() -> None:
@@ -187,6 +190,7 @@ def test_a_search_logs_its_own_events_and_leaves_those_of_runs_to_their_logs(
         "front_changed",
     ]
     assert (lines[0]["candidate"], lines[0]["predicted_ms"]) == ("float-whole", 1.5)
+    assert lines[0]["removed_blocks"] == []
     assert lines[1]["figures"]["latency_ms"] == 1.0 and lines[2]["factor"] == 0.5
     assert lines[3]["points"] == ["a"]
     assert said == [Front.line(model)]

@@ -173,14 +173,14 @@ def candidate(width: int) -> Candidate:
     return Candidate("float", widths=(("group", width),))
 
 
-def checked_model(one: Candidate, loss: float) -> CheckedModel:
+def checked_model(one: Candidate, loss: float, latency_ms: float = 0.1) -> CheckedModel:
     return CheckedModel(
         name=one.name,
         format=one.format,
         widths=dict(one.widths),
         trained=one.trained,
         predicted_ms=None,
-        latency_ms=0.1,
+        latency_ms=latency_ms,
         bytes=10,
         loss=loss,
         drop=40.0,
@@ -189,17 +189,23 @@ def checked_model(one: Candidate, loss: float) -> CheckedModel:
 
 @pytest.fixture
 def recovery(tmp_path: Path) -> Recovery:
-    """Return what trains models of a search that has checked the smallest one."""
+    """Return what trains models of a search that has checked the smallest and a too slow one.
+
+    The smallest loses less than the predictions add up to.
+    """
     smallest = checked_model(candidate(1), loss=0.9)
-    solutions = [Solution(candidate(n), 1.0, loss) for n, loss in [(4, 0.1), (3, 0.2), (2, 0.95)]]
+    slow = checked_model(candidate(5), loss=0.1, latency_ms=3.0)
+    losses = [(5, 1.0), (4, 2.0), (3, 3.0), (2, 4.0), (1, 5.0)]
+    solutions = [Solution(candidate(n), 1.0, loss) for n, loss in losses]
 
     def solve(programmes: object, latency_ms: float, known: list[Candidate]) -> Solution | None:
         assert latency_ms == 1.98  # room for models that are slower than predicted
         return next((one for one in solutions if one.candidate not in known), None)
 
+    limits = AutoLimits.model_validate({"max_drop": 1.0, "latency": "2ms"})
     search: Any = SimpleNamespace(
-        settings=SimpleNamespace(limits=AutoLimits(max_drop=1.0)),
-        checked={smallest.name: smallest},
+        settings=SimpleNamespace(limits=limits),
+        checked={model.name: model for model in (smallest, slow)},
         failed={},
         models={},
         asked_ms=2.0,
@@ -212,7 +218,7 @@ def recovery(tmp_path: Path) -> Recovery:
 
 def test_those_that_lose_least_are_trained_first(recovery: Recovery) -> None:
     found = [candidate for candidate, _ in recovery._contenders()]
-    assert found == [candidate(4), candidate(3), candidate(1), candidate(2)]
+    assert found == [candidate(4), candidate(3), candidate(2), candidate(1)]
 
 
 def test_no_training_begins_that_cannot_end_in_time(

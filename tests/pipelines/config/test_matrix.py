@@ -130,7 +130,7 @@ def test_values_that_make_no_name_are_numbered(pipeline) -> None:
         ("{stage: prune_channels, matrix: {ratio: [0.5, 0.5]}}", "ratio[1]: 0.5 stands there tw"),
         ("{stage: prune_channels, matrix: {ratio: [0.5, '0.5']}}", "have the same settings"),
         ("{stage: prune_channels, ratio: 0.2, matrix: {ratio: [0.5]}}", "beside its matrix too"),
-        ("{stage: prune_channels, matrix: {input: [source]}}", "is no setting to vary"),
+        ("{stage: prune_channels, matrix: {input: [source]}}", "is not a setting to vary"),
         (f"{{stage: distill, matrix: {{epochs: {list(range(1, 66))}}}}}", "has 65 branches"),
         (
             f"{{name: {'n' * 200}, stage: prune_weights, matrix: {{amount: [0.25]}}}}",

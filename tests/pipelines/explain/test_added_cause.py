@@ -3,12 +3,16 @@
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import cli
+from compress import Train
 from compress.common.errors import GateRefused, Unavailable
+from compress.core.diagnosis.cause import RefusedStage
 from pipelines.explain import registry
+from pipelines.explain.explain import _explain_causes
 from pipelines.results.explanation import Explanations
 from pipelines.results.schema import Report
 
@@ -58,6 +62,18 @@ def test_a_cause_of_a_package_explains_its_stage(project, install) -> None:
     (halved,) = [cause for cause in explanation.causes if cause.cause == "halved_input"]
     assert halved.text == "images are read at 1/2 of their size (limit 1.5)"
     assert {"scale": 1} in explanation.repairs
+
+
+def test_a_cause_of_some_gates_is_tested_for_these_alone(install) -> None:
+    install(stages='("train",)', text='"found"\n    gates = ("min_metric",)')
+    model = SimpleNamespace(manifest=SimpleNamespace(facts={}))
+    refused = RefusedStage(Train(epochs=1), model, model, None, (), None, 0.0)
+    found, _ = _explain_causes(refused, "min_metric")
+    assert [cause.cause for cause in found["causes"]] == ["halved_input"]
+    assert _explain_causes(refused, "max_drop") == (
+        {"causes": (), "repairs": (), "notice": "no test of a cause is above its threshold"},
+        [],
+    )
 
 
 def test_a_name_that_is_taken_is_refused(install) -> None:

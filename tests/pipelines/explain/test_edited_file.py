@@ -53,6 +53,12 @@ def test_a_setting_is_removed_with_its_line() -> None:
     assert edited == TEXT.replace(", epochs: 3", "")
 
 
+def test_the_last_line_of_a_file_may_have_no_end() -> None:
+    text = "# my pipeline\nstages:\n  - stage: quantize_static\n    observer: minmax"
+    assert changed_text(text, 0, {"observer": None}) == text.rpartition("\n")[0]
+    assert changed_text(text, 0, {"observer": "mse"}) == text.replace("minmax", "mse")
+
+
 def test_another_stage_keeps_name_and_gates() -> None:
     settings = {"stage": "quantize_mixed", "max_drop_points": 0.5}
     stage = changed_content(yaml.safe_load(TEXT), 1, settings)["stages"][1]

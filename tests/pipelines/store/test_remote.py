@@ -167,7 +167,7 @@ def test_a_manifest_may_name_files_of_its_own_folder_alone(mlp, machine, shared,
     before = {*shared.parent.rglob("*")}
     second = machine()
     assert second.find() is None
-    assert "is no file of an artifact" in second.said[0]
+    assert "is not a file of an artifact" in second.said[0]
     after = {p for p in shared.parent.rglob("*") if second.root.parent not in (p, *p.parents)}
     assert after == before
 

@@ -37,6 +37,7 @@ def test_the_text_is_that_of_transformers(folder: Artifact) -> None:
         "{{ m.content }}\n{% endfor %}",
         "{{ messages | tojson }}{{ bos_token }}",
         "{% generation %}x{% endgeneration %}",
+        "{% if tools is not none %}{{ tools | tojson }}{% endif %}{{ documents is none }}",
     ],
 )
 def test_other_templates_too(folder: Artifact, source: str) -> None:

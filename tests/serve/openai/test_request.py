@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from serve.http.responses import HttpError
-from serve.openai.answers import in_openai_form
+from serve.openai.answers import error_in_openai_format
 from serve.openai.generation import StopTexts
 from serve.openai.request import ApiError, ChatBody, CompletionBody, parse_body
 from serve.worker.http_errors import UNREADABLE
@@ -109,17 +109,17 @@ def test_a_mistake_in_a_message_is_named(messages: Any, words: str) -> None:
     "body", [b"", b"{", b"\xff", b'{"prompt": "\\ud800"}', b"[" * 100_000, b'{"prompt": "a"} x']
 )
 def test_what_is_no_json_is_refused(body: bytes) -> None:
-    with pytest.raises(ApiError, match="the body is no JSON"):
+    with pytest.raises(ApiError, match="the body is not JSON"):
         parse_body(CompletionBody, body)
 
 
 def test_errors_have_the_fields_of_openai() -> None:
     error: HttpError = ApiError(404, "model: not here", "model", "model_not_found")
-    written = in_openai_form(error, error.response)
+    written = error_in_openai_format(error, error.response)
     expected = {"type": "invalid_request_error", "param": "model", "code": "model_not_found"}
     assert json.loads(written.body) == {"error": {"message": "model: not here", **expected}}
     error = HttpError(503, "8 requests wait", retry_after="1")
-    written = in_openai_form(error, error.response)
+    written = error_in_openai_format(error, error.response)
     expected = {"type": "server_error", "param": None, "code": "overloaded"}
     assert json.loads(written.body) == {"error": {"message": "8 requests wait", **expected}}
     assert (written.status, written.headers["retry-after"]) == (503, "1")

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import threading
 from collections.abc import MutableMapping
 from pathlib import Path
@@ -98,6 +99,17 @@ def test_requests_that_arrive_together_are_shared_among_the_idle_threads() -> No
     assert (max(calls), sum(calls)) == (4, 8)
 
 
+INFER = {
+    "path": "/v2/models/m/infer",
+    "method": "POST",
+    "headers": [(b"authorization", b"Bearer t"), (b"content-type", b"application/json")],
+}
+
+
+async def receive() -> dict[str, object]:
+    return {"type": "http.request", "body": b"[[[1, 9, 1]]]"}
+
+
 @pytest.mark.parametrize(("breaks", "status"), [(False, 422), (True, 500)])
 def test_a_failure_is_422_if_the_model_answers_its_example(breaks: bool, status: int) -> None:
     broken = []
@@ -115,15 +127,10 @@ def test_a_failure_is_422_if_the_model_answers_its_example(breaks: bool, status:
         batcher = Batcher(call)
         sent = []
 
-        async def receive() -> dict[str, object]:
-            return {"type": "http.request", "body": b"[[[1, 9, 1]]]"}
-
         async def send(message: MutableMapping[str, Any]) -> None:
             sent.append(message)
 
-        headers = [(b"authorization", b"Bearer t"), (b"content-type", b"application/json")]
-        scope = {"path": "/v2/models/m/infer", "method": "POST", "headers": headers}
-        await Application(model, batcher, Limits(), "t")(scope, receive, send)
+        await Application(model, batcher, Limits(), "t")(INFER, receive, send)
         batcher.close()
         return sent[0]["status"], json.loads(sent[1]["body"])["error"]
 
@@ -131,6 +138,27 @@ def test_a_failure_is_422_if_the_model_answers_its_example(breaks: bool, status:
     found, message = asyncio.run(ask())
     assert found == status
     assert message == f"the model {words}: RuntimeError: index out of range"
+
+
+def test_a_client_that_leaves_while_it_is_answered_is_counted_once() -> None:
+    def call(x: np.ndarray) -> list[np.ndarray]:
+        return [x]
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        raise asyncio.CancelledError
+
+    async def metrics() -> str:
+        model = ServedModel("m", "onnx", SIGNATURE, infer_interface(call, SIGNATURE), call, "")
+        application = Application(model, Batcher(call), Limits(), "t")
+        with pytest.raises(asyncio.CancelledError):
+            await application(INFER, receive, send)
+        application.close()
+        return application.state.metrics.text().decode()
+
+    counts = re.findall(
+        r'^inference_requests_total\{.*status="(\d+)"\} (.+)', asyncio.run(metrics()), re.M
+    )
+    assert counts == [("200", "1.0")]
 
 
 def test_a_server_whose_calls_all_hang_is_not_ready_until_one_ends() -> None:

@@ -115,7 +115,7 @@ def test_wrong_indices_are_refused(source: EagerModel, indices: tuple[int, ...])
 
 @pytest.mark.parametrize("name", ["head", "layer"])
 def test_what_is_no_list_is_refused(source: EagerModel, name: str) -> None:
-    with pytest.raises(KeyError, match="no list of blocks; those there are: 'layers'"):
+    with pytest.raises(KeyError, match="not a list of blocks; those there are: 'layers'"):
         keep_blocks_(source.load(), {name: (0,)})
 
 

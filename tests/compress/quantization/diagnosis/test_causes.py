@@ -6,11 +6,14 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from compress import Context, QuantizeStatic, Splits
+from compress import Context, QuantizeDynamic, QuantizeStatic, Splits
 from compress.artifacts.eager_model import EagerModel
 from compress.core.diagnosis.cause import RefusedStage, Repair
 from compress.quantization.diagnosis.causes import CAUSES
-from compress.quantization.diagnosis.diagnosis import QuantizationDiagnosis
+from compress.quantization.diagnosis.diagnosis import (
+    QuantizationDiagnosis,
+    RequantizationDiagnosis,
+)
 from tests.compress.quantization.builders import build_model, images
 
 
@@ -80,3 +83,31 @@ def test_two_repairs_are_joined_unless_they_set_the_same() -> None:
     assert one.joined(other) == Repair({"equalize": True, "activation_bits": 16}, 3)
     assert one.joined(Repair({"equalize": False, "smooth": "auto"}, 1)) is None
     assert one.joined(Repair({"stage": "quantize_mixed"}, 3)) is None
+
+
+class Checkpointing(QuantizeDynamic):
+    """A stage that leaves a checkpoint, as one that streams weights does."""
+
+    def run(self, model: EagerModel, context: Context):
+        (context.work / "checkpoint").touch()
+        return super().run(model, context)
+
+
+def test_a_stage_that_is_run_again_leaves_nothing_behind(model: EagerModel, tmp_path: Path) -> None:
+    with model.open() as predict:
+        labels = predict(images(64))[0].argmax(1)
+    data = Splits({"val": TensorDataset(images(64), labels)}, 32)
+    root, scratch = tmp_path / "int8", tmp_path / "work"
+    context = Context(root=root, data=data, scratch=scratch)
+    stage = Checkpointing()
+    measured = RequantizationDiagnosis.create(stage, model, stage(model, context), context, 0.0)
+    measured.drop_with({"activation_range": "row"})
+    assert measured.judgings > 1
+    assert [*tmp_path.iterdir()] == [root]
+
+
+def test_a_stage_with_other_settings_has_no_gates_and_defaults_for_none() -> None:
+    gates = ({"gate": "max_drop", "points": 1},)
+    stage = QuantizeStatic(name="int8", observer="percentile", percentile=99.9, gates=gates)
+    changed = stage.with_settings({"observer": "mse", "percentile": None})
+    assert changed == QuantizeStatic(name="int8", observer="mse")
