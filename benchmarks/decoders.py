@@ -9,6 +9,8 @@ next token by method, and size and speed of the folders of `export_genai`, measu
     --rotations         what 4 bits cost that Llama with outliers, as it is and rotated
     --stream [--gptq]   memory and time of quantizing 1.01 billion random weights; 8 GB of disk
     --llama-cpp         files of `export_gguf` in llama.cpp; needs `pip install llama-cpp-python`
+    --peers [--speed]   perplexity and speed beside llm-compressor and onnxruntime-genai's builder,
+                        whose environments are in build/peers or `--environments=FOLDER`
     --serve             speed of an earlier run's int4 folder by `compress generate` and `serve`
 
 It needs the extras `transformers` and `genai`, and computes on one thread.
@@ -43,6 +45,12 @@ def main() -> None:
         return
     if "--serve" in sys.argv:
         import_module("decoder.serving").main(Path(folder) / "genai-int4")
+        return
+    if "--peers" in sys.argv:
+        given = (a.partition("=")[2] for a in sys.argv if a.startswith("--environments="))
+        environments = Path(next(given, "build/peers"))
+        peers = import_module("decoder.peers")
+        peers.main(Path(folder), environments, speed_alone="--speed" in sys.argv)
         return
     benchmark = import_module("decoder.compression")
     benchmark.main(Path(folder), speed_alone="--speed" in sys.argv)

@@ -18,6 +18,7 @@ from compress.common.errors import StageFailed
 from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.graph.library_cache import patched_attribute
 from compress.graph.torch_export import export_program
+from export.genai.fused_operators import fuse_operators_
 from export.onnx.lowering import lower
 from export.onnx.passes.rms_norm import use_fused_rms_norms_
 
@@ -228,6 +229,7 @@ def lower_decoder(decoder: CachedDecoder, shape: CacheShape) -> onnx.ModelProto:
     signature = cache_signature(shape)
     graph = lower(export_program(decoder, signature), signature, None, free_weights=True)
     use_fused_rms_norms_(graph)
+    fuse_operators_(graph)
     return graph
 
 

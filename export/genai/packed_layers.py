@@ -25,15 +25,14 @@ class PackedLinear(nn.Module):
 
     blocks: torch.Tensor
     scale: torch.Tensor
-    zeros: torch.Tensor
+    zeros: torch.Tensor | None
     bias: torch.Tensor | None
 
     def __init__(self, weight: PackedWeight, bias: torch.Tensor | None, level: int) -> None:
         super().__init__()
-        blocks, zeros = matmul_operands(weight.packed, weight.zero_point, weight.bits)
-        self.register_buffer("blocks", blocks)
-        self.register_buffer("scale", weight.scale)
-        self.register_buffer("zeros", zeros)
+        parts = (weight.packed, weight.scale, weight.zero_point, weight.bits)
+        for name, tensor in zip(("blocks", "scale", "zeros"), matmul_operands(*parts), strict=True):
+            self.register_buffer(name, tensor)
         self.register_buffer("bias", bias)
         self.bits, self.group_size, self.level = weight.bits, weight.group_size, level
 

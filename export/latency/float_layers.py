@@ -11,7 +11,7 @@ import onnx
 from onnx import helper, numpy_helper
 
 from compress.common.errors import StageFailed
-from export.onnx.graph import PACKED_MATMUL, inputs_of
+from export.onnx.graph import PACKED_MATMUL, remove_unread_
 from export.onnx.passes.float_layers import separate_float_layers_
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def leave_float(
     graph.detach_(chosen.values())
     for number, node in chosen.items():
         graph.use_floats_(node, None if weights is None else weights[number])
-    graph.remove_unread_()
+    remove_unread_(changed.graph)
     separate_float_layers_(changed)
     return changed
 
@@ -205,19 +205,6 @@ class _Graph:
             )
             self._graph.initializer.append(tensor)
             node.input[2] = tensor.name
-
-    def remove_unread_(self) -> None:
-        """Remove operators and tensors that nothing reads any more."""
-        while True:
-            read = {name for node in self._graph.node for name in inputs_of(node)}
-            read |= {output.name for output in self._graph.output}
-            unread = [node for node in self._graph.node if not read & {*node.output}]
-            if not unread:
-                break
-            for node in unread:
-                self._graph.node.remove(node)
-        for tensor in [tensor for tensor in self._graph.initializer if tensor.name not in read]:
-            self._graph.initializer.remove(tensor)
 
     def _use_product_(self, node: onnx.NodeProto, weight: Array | None) -> None:
         """Replace MatMulInteger, and the Cast and the Mul after it, by a float product."""

@@ -85,15 +85,23 @@ def keep_outputs_(model: onnx.ModelProto, names: Sequence[str]) -> None:
     graph = model.graph
     values = {output.name: output for output in graph.output}
     outputs = [values[name] for name in names]
-    needed, nodes = set(names), []
-    for node in reversed(graph.node):
-        if needed & set(node.output):
-            nodes.append(node)
-            needed |= set(inputs_of(node))
-    weights = [tensor for tensor in graph.initializer if tensor.name in needed]
-    for field, content in (("output", outputs), ("node", nodes[::-1]), ("initializer", weights)):
-        graph.ClearField(field)
-        getattr(graph, field).extend(content)
+    graph.ClearField("output")
+    graph.output.extend(outputs)
+    remove_unread_(graph)
+
+
+def remove_unread_(graph: onnx.GraphProto) -> None:
+    """Remove operators and tensors that no output needs, in place."""
+    needed = {output.name for output in graph.output}
+    for place in reversed(range(len(graph.node))):
+        if needed & set(graph.node[place].output):
+            needed |= set(inputs_of(graph.node[place]))
+        else:
+            del graph.node[place]
+    # One by one: to clear and extend would copy the weights.
+    for place in reversed(range(len(graph.initializer))):
+        if graph.initializer[place].name not in needed:
+            del graph.initializer[place]
 
 
 def count_operators(model: onnx.ModelProto) -> dict[str, int]:

@@ -101,6 +101,32 @@ def test_a_language_model(tmp_path: Path, run: Callable[..., str]) -> None:
     assert onnx.metric.value == pytest.approx(surprise.exp().item(), rel=1e-3)
 
 
+@pytest.mark.soak  # test_decoder.py quantizes and exports one
+@pytest.mark.slow
+def test_a_language_model_that_generates(tmp_path: Path, run: Callable[..., str]) -> None:
+    shutil.copytree(EXAMPLES / "language_model", tmp_path / "mine")
+    done = subprocess.run(
+        [sys.executable, "llama.py", "my-llama", "--width", "64", "--layers", "1"],
+        cwd=tmp_path / "mine",
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    file = tmp_path / "mine" / "generate.yaml"
+    fewer = '"llama:splits", arguments: {train: 640, val: 8}'
+    file.write_text(file.read_text().replace('"llama:splits"', fewer))
+    run("mine/generate.yaml", "--out", "out")
+    train, _, genai = (stage.measurements for stage in Report.read(tmp_path / "out").stages)
+    assert train.metric.value < 700, "1024 for a model that has learned nothing"
+    assert genai.bytes < train.bytes
+    made = Artifact.from_directory(tmp_path / "out" / "artifacts" / "export_genai")
+    assert "tokenizer.json" in made.carried_files()
+    facts = made.manifest.facts
+    assert facts["operators"]["MatMulNBits"] == 5 + 1
+    assert facts["equal_tokens"] == facts["greedy_tokens"] or "near_tie" in facts
+
+
 @pytest.mark.slow
 def test_the_road_from_python(tmp_path: Path) -> None:
     done = subprocess.run(

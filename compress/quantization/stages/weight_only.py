@@ -42,7 +42,8 @@ class QuantizeWeights(QuantizationStage):
     before rounding what is multiplied with large inputs."""
     symmetric: bool = False
     """Whether zero points lie in the middle of the integers instead of where a group's range has
-    them. GGUF's `Q8_0` and `Q4_0` have no others."""
+    them. GGUF's `Q8_0` and `Q4_0` have no others; ONNX files do not store them, and compute faster.
+    """
     activation_bits: Literal[8, 32] = 8
     """Bits of what linear layers multiply with these weights. 8 rounds each `group_size` numbers of
     a row with a scale of their own, as onnxruntime's fast kernel does (`MatMulNBits` with

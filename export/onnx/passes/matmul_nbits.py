@@ -66,14 +66,14 @@ def use_packed_weights(program: ExportedProgram, signature: Signature) -> Export
 def matmul_nbits(
     features: torch.Tensor,
     bytes_NGS: torch.Tensor,
-    scale_NG: torch.Tensor,
-    zero: torch.Tensor,
+    scale: torch.Tensor,
+    zero: torch.Tensor | None,
     bits: int,
     group_size: int,
     accuracy_level: int,
 ) -> torch.Tensor:
     """Call onnxruntime's product of features with a packed weight, for tracing alone."""
-    outputs, groups = scale_NG.shape
+    outputs, groups = bytes_NGS.shape[:2]
     attributes: dict[str, Any] = {
         **{"K": groups * group_size, "N": outputs, "bits": bits, "block_size": group_size},
         # Few other execution providers know the attribute, so it is left out where it says nothing.
@@ -81,7 +81,7 @@ def matmul_nbits(
     }
     product: torch.Tensor = torch.onnx.ops.symbolic(
         "com.microsoft::MatMulNBits",
-        (features, bytes_NGS, scale_NG.flatten(), zero),
+        (features, bytes_NGS, scale, *(() if zero is None else (zero,))),
         attrs=attributes,
         dtype=features.dtype,
         shape=(*features.shape[:-1], outputs),
@@ -110,13 +110,20 @@ def gather_block_quantized(
 
 
 def matmul_operands(
-    packed_NK: torch.Tensor, zero_NG: torch.Tensor, bits: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a weight's bytes and zero points as MatMulNBits takes them."""
+    packed_NK: torch.Tensor, scale_NG: torch.Tensor, zero_NG: torch.Tensor, bits: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return a weight's bytes, scales and zero points as MatMulNBits takes them.
+
+    Without zero points it takes the middle, and is a fifth faster (one row, AVX2).
+    """
+    # Flat, as the exporter leaves a flatten of many numbers in the graph.
+    blocks, scale = packed_NK.view(*zero_NG.shape, -1).clone(), scale_NG.flatten()
+    if bool((zero_NG == 2 ** (bits - 1)).all()):
+        return blocks, scale, None
     # It takes zero points as floats, or packed like the weight.
     is_packed = bits == 4 and not zero_NG.is_floating_point()
     zeros = pack_pairs(zero_NG) if is_packed else zero_NG
-    return packed_NK.view(*zero_NG.shape, -1).clone(), zeros.flatten()
+    return blocks, scale, zeros.flatten()
 
 
 def _use_matmul_nbits_(graph: fx.GraphModule, layer: fx.Node, packed: fx.Node) -> None:
@@ -124,12 +131,17 @@ def _use_matmul_nbits_(graph: fx.GraphModule, layer: fx.Node, packed: fx.Node) -
     packed_weight, scale_NG, zero_NG = _parts(graph, stem)
     bits = 4 if _reads_halves(packed) else 8
     group_size = packed_weight.shape[1] * 8 // bits // scale_NG.shape[1]
-    blocks, zeros = matmul_operands(packed_weight, zero_NG, bits)
-    graph.register_buffer(f"{stem}_blocks", blocks)
-    graph.register_buffer(f"{stem}_zeros", zeros)
+    parts = zip(
+        (f"{stem}_blocks", f"{stem}_scales", f"{stem}_zeros"),
+        matmul_operands(packed_weight, scale_NG, zero_NG, bits),
+        strict=True,
+    )
     with graph.graph.inserting_before(layer):
-        names = (f"{stem}_blocks", f"{stem}_scale", f"{stem}_zeros")
-        operands: list[Any] = [graph.graph.get_attr(name) for name in names]
+        operands: list[Any] = []
+        for name, tensor in parts:
+            if tensor is not None:
+                graph.register_buffer(name, tensor)
+            operands.append(None if tensor is None else graph.graph.get_attr(name))
         call = graph.graph.call_function
         features: Any = layer.args[0]
         source = _source_of_rounded(features)

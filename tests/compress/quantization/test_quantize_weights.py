@@ -1,5 +1,6 @@
 from pathlib import Path
 
+import onnx
 import pytest
 import torch
 from pydantic import ValidationError
@@ -93,6 +94,9 @@ def test_symmetric_weights_run_as_they_are_rounded(tmp_path: Path, method: str) 
     exported = ExportOnnx()(small, Context(root=tmp_path / "onnx"))
     (images,) = IMAGE.example(4)
     assert relative_error(answer(small, images), answer(exported, images)) < 1e-5
+    products = onnx.load(exported.payload_path).graph.node
+    sizes = {len(node.input) for node in products if node.op_type == "MatMulNBits"}
+    assert sizes == {3}, "onnxruntime's zero point is that one"
 
 
 def test_hqq_is_refused_where_no_runtime_takes_it() -> None:
