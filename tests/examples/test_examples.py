@@ -123,7 +123,8 @@ def test_a_language_model_that_generates(tmp_path: Path, run: Callable[..., str]
     made = Artifact.from_directory(tmp_path / "out" / "artifacts" / "export_genai")
     assert "tokenizer.json" in made.carried_files()
     facts = made.manifest.facts
-    assert facts["operators"]["MatMulNBits"] == 5 + 1
+    # One for queries, keys and values; the 168 inputs of down_proj are no multiple of 32.
+    assert facts["operators"]["MatMulNBits"] == 5
     assert facts["equal_tokens"] == facts["greedy_tokens"] or "near_tie" in facts
 
 
