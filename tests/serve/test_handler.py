@@ -241,7 +241,7 @@ REFUSED = {
     "infinity": (NPZ, to_npz({"x": X * np.inf}), 400, "holds infinity"),
     "JSON of infinity": (JSON, b"[[1e999, 1, 2]]", 400, "holds infinity"),
     "JSON's word for it": (JSON, b"[[Infinity, 1, 2]]", 400, "holds Infinity"),
-    "npz is not npz": (NPZ, b"hello", 400, "no zip"),
+    "npz is not npz": (NPZ, b"hello", 400, "not a zip"),
     "other shape": (NPZ, to_npz({"x": X[:, :2]}), 400, "[1, 2], expected ['batch', 3]"),
     "other type": (NPZ, to_npz({"x": X.astype(np.float64)}), 400, "float64, expected float32"),
     "NaN": (NPZ, to_npz({"x": X * np.nan}), 400, "holds NaN"),

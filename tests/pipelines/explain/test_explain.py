@@ -162,13 +162,14 @@ def test_a_run_that_passed_has_nothing_to_explain(project, capfd) -> None:
     assert "prune_channels/max_drop" in said
 
 
-def test_a_gate_that_names_what_it_counts_is_not_explained(project, capfd) -> None:
-    project.edit("gate: parity, atol: 1e-4", "gate: min_integer_macs, share: 0.5")
+def test_a_gate_without_causes_is_not_explained(project, capfd) -> None:
+    gate = "gate: min_cosine, minimum: 0.999999, against: source"
+    project.edit("gate: parity, atol: 1e-4", gate)
     with pytest.raises(GateRefused):
         project.run()
     assert compress("explain", project.out) == 2
     said = capfd.readouterr().err
-    assert "min_integer_macs is not explained; expected one of max_drop, " in said
+    assert "min_cosine is not explained; expected one of max_drop, " in said
 
 
 def test_a_time_without_a_unit_is_refused(project, capfd) -> None:
