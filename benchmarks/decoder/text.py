@@ -10,7 +10,8 @@ import torch
 from torch.utils.data import Dataset
 
 sys.path.append(str(Path(__file__).parents[2] / "examples" / "language_model"))
-from llama import VOCABULARY, pages, tokenizer, write_folder
+from llama import VOCABULARY as VOCABULARY
+from llama import pages, tokenizer, write_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
