@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
@@ -22,20 +21,6 @@ if TYPE_CHECKING:
     from compress.artifacts.graph_model import GraphModel
     from compress.core.context import Context
     from export.diagnosis.sizes import Rerun
-
-
-def float_macs(profile: Profile) -> dict[str, int]:
-    """Return module → multiply-accumulates of a call in float kernels, the most first."""
-    counts: Counter[str] = Counter()
-    for node in profile.nodes:
-        counts[node.module] += 0 if node.in_integers else node.macs
-    return dict(counts.most_common())
-
-
-def float_share(profile: Profile) -> float:
-    """Return the share of the multiply-accumulates that float kernels do."""
-    total = sum(node.macs for node in profile.nodes)
-    return sum(float_macs(profile).values()) / total if total else 0.0
 
 
 @dataclass
@@ -86,10 +71,10 @@ class MacsDiagnosis(CountedCost):
 
     def share_of(self, layer: str, *, floats_alone: bool) -> float | None:
         """Return the share of all multiply-accumulates that float kernels do for a module."""
-        total = sum(node.macs for node in self.profile.nodes)
-        return float_macs(self.profile).get(layer, 0) / total if total else None
+        total = self.profile.macs
+        return self.profile.float_macs.get(layer, 0) / total if total else None
 
     def saved_by(self, changed: onnx.ModelProto) -> float:
         """Return by how much the float kernels' share is smaller in a changed file."""
         profile = Profile.measure(changed, self.names, self.inputs, self.threads)
-        return float_share(self.profile) - float_share(profile)
+        return self.profile.float_share - profile.float_share

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -130,6 +130,24 @@ class Profile:
         for node in self.nodes:
             found[node.module] += node.ms
         return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+    @cached_property
+    def macs(self) -> int:
+        """Multiply-accumulates of a call."""
+        return sum(node.macs for node in self.nodes)
+
+    @cached_property
+    def float_macs(self) -> dict[str, int]:
+        """Module → multiply-accumulates of a call in float kernels, the most first."""
+        found = Counter[str]()
+        for node in self.nodes:
+            found[node.module] += 0 if node.in_integers else node.macs
+        return dict(found.most_common())
+
+    @property
+    def float_share(self) -> float:
+        """Share of the multiply-accumulates that float kernels do."""
+        return sum(self.float_macs.values()) / self.macs if self.macs else 0.0
 
 
 def _mean(times: list[float]) -> float:

@@ -17,7 +17,7 @@ from compress.core.diagnosis.cause import (
 )
 from compress.core.gate_kinds.baselines import baseline_for
 from compress.profiling.benchmark import compare_latency
-from export.diagnosis.macs import MacsDiagnosis, float_macs
+from export.diagnosis.macs import MacsDiagnosis
 from export.diagnosis.parity import ParityDiagnosis
 from export.diagnosis.sizes import SizeDiagnosis, sizes_by_module
 from export.diagnosis.speed import SpeedDiagnosis, SpeedGate
@@ -157,7 +157,7 @@ def _explain_macs(branch: RefusedBranch) -> Found:
     measured = MacsDiagnosis.create(
         branch.after, branch.float_model, missing, branch.rerun, branch.context
     )
-    before, now = (float_macs(profile) for profile in (measured.float_profile, measured.profile))
+    before, now = measured.float_profile.float_macs, measured.profile.float_macs
     changes = {
         "unit": FLOAT_MACS,
         "costs": _module_costs(before, now),

@@ -11,7 +11,7 @@ from compress.core.context import Context
 from compress.core.diagnosis.cause import RefusedStage
 from compress.quantization.stages.static import QuantizeStatic
 from export.diagnosis.counted_causes import ExcludedLayers, FloatKernels
-from export.diagnosis.macs import MacsDiagnosis, float_macs, float_share
+from export.diagnosis.macs import MacsDiagnosis
 from export.onnx.stage import ExportOnnx
 from tests.export.builders import images, samples
 
@@ -47,7 +47,7 @@ def refused(net: EagerModel, tmp_path_factory: pytest.TempPathFactory) -> Callab
         stage, graph = quantized(folder, **settings)
         file = export.run(graph, context.with_root(root / folder / "onnx"))
         found = MacsDiagnosis.create(file, net, missing, lambda name, s: in_integers, context)
-        assert 1 - float_share(found.profile) == pytest.approx(file.fact("integer_share"))
+        assert 1 - found.profile.float_share == pytest.approx(file.fact("integer_share"))
         return RefusedStage(stage, net, file, context, (), found, 0.0)
 
     return count
@@ -59,8 +59,8 @@ def test_a_layer_left_out_is_what_float_kernels_multiply(refused: Callable[..., 
     found, cause = left.measured, ExcludedLayers()
     batch = found.inputs[0].shape[0]
     inner = {"inner": batch * (INNER + NORM)}
-    assert float_macs(found.float_profile) == {m: batch * n for m, n in MACS.items()} | inner
-    assert float_macs(found.profile) == dict.fromkeys(MACS, 0) | inner
+    assert found.float_profile.float_macs == {m: batch * n for m, n in MACS.items()} | inner
+    assert found.profile.float_macs == dict.fromkeys(MACS, 0) | inner
     assert found.quantized == {"stem", "last", "head"}
     assert cause.measure(left, "inner") == pytest.approx(WITH_NORM)
     assert cause.measure(left, "last") is None
