@@ -156,9 +156,10 @@ class Stage(Settings, Generic[Reads, Writes]):
         Raises:
             ValidationError: the settings do not fit together.
         """
-        own = {name: getattr(self, name) for name in self.model_fields_set - {"gates"}}
-        changed = {**own, **changes}
-        return type(self).model_validate({k: v for k, v in changed.items() if v is not None})
+        kept = self.model_fields_set - {"gates"} - changes.keys()
+        own = {name: getattr(self, name) for name in kept}
+        changed = {name: value for name, value in changes.items() if value is not None}
+        return type(self).model_validate({**own, **changed})
 
     def own_settings(self) -> dict[str, Any]:
         """Return the settings that decide the result: all but name, input and gates."""
