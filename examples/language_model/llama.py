@@ -41,10 +41,10 @@ def tokenizer() -> Tokenizer:
 
 
 class Texts(Dataset):
-    """One sample is 128 tokens; the labels are the same tokens."""
+    """Parts of a text, of one length; the labels are the same tokens."""
 
-    def __init__(self, ids: list[int], most: int) -> None:
-        parts = torch.tensor(ids[: len(ids) // LENGTH * LENGTH]).view(-1, LENGTH)
+    def __init__(self, ids: list[int], most: int, length: int = LENGTH) -> None:
+        parts = torch.tensor(ids[: len(ids) // length * length]).view(-1, length)
         order = torch.randperm(len(parts), generator=torch.Generator().manual_seed(0))
         self.samples = parts[order[:most]]
 
