@@ -178,7 +178,7 @@ def test_a_module_in_memory_is_searched_as_well(tmp_path: Path) -> None:
     found = compress.auto(model, **arguments, size="20kB", time="5m", out=tmp_path / "out")
     assert found.artifact.payload_bytes <= 20_000
     assert found.module(x[:5]).shape == (5, 2)
-    with pytest.raises(compress.GateRefused, match=r"no model (can be )?within 0\.001 MB"):
-        compress.auto(model, **arguments, size="1kB", time="1s", out=tmp_path / "out")
+    with pytest.raises(compress.GateRefused, match=r"no model can be within 0\.001 MB"):
+        compress.auto(model, **arguments, size="1kB", time="5m", out=tmp_path / "out")
     with pytest.raises(compress.PipelineInvalid, match="latency: expected a number with its unit"):
         compress.auto(model, **arguments, latency="2")
