@@ -89,7 +89,7 @@ mutation: .venv/mutation
 	$(BIN)/pip install -q -e '.[serve,examples]'
 	touch $@
 
-# pip brings torch, as it reads where to find its builds; uv the rest, in a third of the time. Where uv does not
+# pip brings torch, as it reads where to find its builds; uv the rest, which takes less time. Where uv does not
 # reach the index, as it does not read pip's configuration, pip brings all.
 .venv/dev: .venv/bin/pip pyproject.toml
 	grep -oE '"(torch|uv)>=[^"]*"' pyproject.toml | xargs $(BIN)/pip install -q
