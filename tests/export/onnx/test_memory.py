@@ -180,9 +180,12 @@ def test_errors_are_the_same_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="no peaks here")
-def test_an_export_takes_less_than_three_times_its_model(
-    fresh_process: Callable[[str], str],
+def test_an_export_takes_less_than_twice_its_model(
+    fresh_process: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # glibc raises this threshold up to 32 MiB by itself; freed weights below it may stay on its
+    # heap, 2.8 times the model or 1.6 by chance.
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "4000000")
     peak = fresh_process("""
 import warnings; warnings.simplefilter("ignore")
 from pathlib import Path
@@ -209,4 +212,4 @@ reset_peak()
 ExportOnnx()(model, Context(root=Path("large")))
 print(1024 * (memory_kib("VmHWM") - before) / model.payload_bytes)
 """)
-    assert 1 < float(peak) < 3  # a third of it the largest weight, which onnxruntime copies
+    assert 1 < float(peak) < 2  # a third of it the largest weight, which onnxruntime copies
