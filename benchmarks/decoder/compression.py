@@ -13,7 +13,7 @@ from compress.common.signature import OutputSpec, Signature
 from compress.core.loss import Loss
 from compress.core.task import TASKS
 from compress.data.splits import Splits
-from decoder.text import splits, write_untrained
+from decoder.text import initial_folder, splits
 from export import ExportGenai, GenaiModel
 
 if TYPE_CHECKING:
@@ -37,16 +37,20 @@ def context_for(root: Path, data: Splits, **known: Artifact) -> Context:
     return Context(root=root, data=data, loss=loss, metric=PERPLEXITY, artifacts=known)
 
 
+def imported(folder: Path) -> EagerModel:
+    """Return the model that all begins with."""
+    initial = initial_folder(folder)
+    recipe, module = read_folder(initial, None, untrained_head=False)
+    inputs, axes = inputs_of_transformer(module, folder)
+    signature = Signature(inputs=inputs[:1], outputs=(OutputSpec(name="logits"),), axes=axes)
+    carried = files_to_carry(initial, module)
+    return import_module(folder / "source", recipe, module, signature, carried=carried)
+
+
 def trained(folder: Path, data: Splits) -> EagerModel:
     """Return the trained model; train it where the folder has none."""
     if (folder / "trained" / "manifest.json").exists():
         return EagerModel.from_directory(folder / "trained")
-    write_untrained(folder / "untrained")
-    recipe, module = read_folder(folder / "untrained", None, untrained_head=False)
-    inputs, axes = inputs_of_transformer(module, folder)
-    signature = Signature(inputs=inputs[:1], outputs=(OutputSpec(name="logits"),), axes=axes)
-    carried = files_to_carry(folder / "untrained", module)
-    source = import_module(folder / "source", recipe, module, signature, carried=carried)
     train = Train(
         epochs=1,
         batch_size=8,
@@ -56,7 +60,7 @@ def trained(folder: Path, data: Splits) -> EagerModel:
         clip_norm=1.0,
         warmup=0.1,
     )
-    return train(source, context_for(folder / "trained", data))
+    return train(imported(folder), context_for(folder / "trained", data))
 
 
 def made_once(folder: Path, make: Callable[[], Any]) -> Any:
@@ -68,7 +72,7 @@ def made_once(folder: Path, make: Callable[[], Any]) -> Any:
 
 def quality(folder: Path) -> None:
     """Print what 4 bits cost by method, and the folders' sizes."""
-    data = Splits(splits(), batch_size=4)
+    data = Splits(splits(folder), batch_size=4)
     source = trained(folder, data)
     context = context_for(folder / "any", data, source=source)
     before = context.score(source)

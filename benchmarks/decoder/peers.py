@@ -86,7 +86,7 @@ def quality(folder: Path, environments: Path, source: EagerModel, context: Conte
         root = folder / f"peers-{name.replace(', ', '-').replace(' ', '-')}"
         stage = QuantizeWeights(bits=4, calibration_samples=24, **ALIKE, **settings)
         row(f"ours, {name}", made_once(root, partial(stage, source, context.with_root(root))))
-    calibration: Any = splits()["calibration"]
+    calibration: Any = splits(folder)["calibration"]
     texts = torch.stack([calibration[i]["input_ids"] for i in range(len(calibration))])
     write_safetensors(folder / "calibration.safetensors", {"tokens": texts})
     script = Path(__file__).with_name("peer_quantizers.py")
@@ -112,7 +112,8 @@ def _with_weights(source: EagerModel, weights: Path, root: Path) -> EagerModel:
 def speed(folder: Path, environments: Path, source: EagerModel, context: Context) -> None:
     """Print the speed of the folders of `export_genai` and of onnxruntime-genai's own builder."""
     python = python_of(environments, "genai_builder")
-    folders = {}
+    export = partial(ExportGenai(), source, context.with_root(folder / "peers-genai-float32"))
+    folders = {"`export_genai`, float32": made_once(folder / "peers-genai-float32", export).path}
     for name, settings in (("zero points", {}), ("symmetric", {"symmetric": True})):
         root = folder / f"peers-genai-{name.replace(' ', '-')}"
         stage = QuantizeWeights(bits=4, method="gptq", calibration_samples=24, **settings)
@@ -129,7 +130,7 @@ def speed(folder: Path, environments: Path, source: EagerModel, context: Context
     for _ in range(ROUNDS):
         for name, path in folders.items():
             rounds[name].append(measure_speed(path, VOCABULARY, PROMPT, TOKENS, 1))
-    print("\n| int4 folder | first token, ms | tokens/s | fastest round |\n|---|---|---|---|")
+    print("\n| folder | first token, ms | tokens/s | fastest round |\n|---|---|---|---|")
     for name, found in rounds.items():
         first, rate = (median(values) for values in zip(*found, strict=True))
         fastest = max(rate for _, rate in found)
@@ -139,7 +140,7 @@ def speed(folder: Path, environments: Path, source: EagerModel, context: Context
 def main(folder: Path, environments: Path, *, speed_alone: bool) -> None:
     """Print both tables, or that of the speed alone."""
     folder.mkdir(parents=True, exist_ok=True)
-    data = Splits(splits(), batch_size=4)
+    data = Splits(splits(folder), batch_size=4)
     source = trained(folder, data)
     context = context_for(folder / "any", data, source=source)
     if not (folder / "hf" / "config.json").exists():

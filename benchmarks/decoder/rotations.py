@@ -21,7 +21,7 @@ CHANNELS, FACTOR, MEASURED = 8, 64, 8
 METHODS = ("rtn", "gptq")
 
 
-def rescaled(model: EagerModel, folder: Path) -> EagerModel:
+def rescaled(model: EagerModel, folder: Path, _: Splits) -> EagerModel:
     """Multiply channels of the norms, and divide what reads them: by a power of two, so exactly."""
     module = model.load()
     stream = residual_stream(module, module.state_dict(), model.signature.example())
@@ -38,7 +38,7 @@ def rescaled(model: EagerModel, folder: Path) -> EagerModel:
     return made
 
 
-def in_principal_axes(model: EagerModel, folder: Path) -> EagerModel:
+def in_principal_axes(model: EagerModel, folder: Path, data: Splits) -> EagerModel:
     """Rotate the residual stream so that its channels are uncorrelated: a few are large then."""
     module: Any = model.load()
     weights = module.state_dict()
@@ -51,7 +51,7 @@ def in_principal_axes(model: EagerModel, folder: Path) -> EagerModel:
 
     for layer in module.model.layers:
         layer.register_forward_pre_hook(add)
-    samples: Any = splits()["calibration"]
+    samples: Any = data.datasets["calibration"]
     with torch.inference_mode():
         for index in range(MEASURED):
             module(samples[index]["input_ids"][None])
@@ -60,7 +60,7 @@ def in_principal_axes(model: EagerModel, folder: Path) -> EagerModel:
 
 
 MODELS = {
-    "as trained": lambda model, folder: model,
+    "as trained": lambda model, folder, data: model,
     "activations × 64": rescaled,
     "principal axes": in_principal_axes,
 }
@@ -70,7 +70,7 @@ MODELS = {
 def main(folder: Path) -> None:
     """Print what RTN and GPTQ cost each model, and its rotated form."""
     folder.mkdir(parents=True, exist_ok=True)
-    data = Splits(splits(), batch_size=4)
+    data = Splits(splits(folder), batch_size=4)
     source = trained(folder, data)
     context = context_for(folder / "any", data, source=source)
     before = context.score(source)
@@ -79,7 +79,7 @@ def main(folder: Path) -> None:
     measured: dict[tuple[str, str], str] = {}
     for name, make in MODELS.items():
         root = folder / f"rotations-{name.replace(' ', '-')}"
-        plain = made_once(root / "plain", partial(make, source, root / "plain"))
+        plain = made_once(root / "plain", partial(make, source, root / "plain", data))
         rotated = made_once(
             root / "rotated", partial(RotateWeights(), plain, context.with_root(root / "rotated"))
         )

@@ -1,4 +1,4 @@
-"""Python's own manual and sources as tokens, and an untrained Llama as a Hugging Face folder."""
+"""Python's own manual and sources as a decoder's tokens, and the decoder as it begins."""
 
 from __future__ import annotations
 
@@ -8,38 +8,41 @@ from typing import TYPE_CHECKING
 
 sys.path.append(str(Path(__file__).parents[2] / "examples" / "language_model"))
 from llama import VOCABULARY as VOCABULARY
-from llama import Texts, pages, tokenizer, write_folder
+from llama import Texts, pages, write_folder
+from tokenizers import Tokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from torch.utils.data import Dataset
 
 TRAINED, MEASURED = 128, 512
 """Tokens of a sample of `train` and of `val`."""
 SAMPLES = {"train": 2240, "val": 8, "calibration": 24}
+END = 0
+"""The token after a text, of both tokenizers."""
 
 
-def splits() -> dict[str, Dataset]:
+def initial_folder(folder: Path) -> Path:
+    """Return the Hugging Face folder that all begins with; without one, a Llama's random weights.
+
+    That Llama has 24 million of them.
+    """
+    initial = folder / "initial"
+    if not (initial / "tokenizer.json").exists():
+        from compress.artifacts.hf_folder import transformers_silenced
+
+        with transformers_silenced():
+            write_folder(initial, width=512, layers=8)
+    return initial
+
+
+def splits(folder: Path) -> dict[str, Dataset]:
     """Return other pages for `val` than for `train` and `calibration`."""
-    made = tokenizer()
-
-    def joined(texts: Iterator[str]) -> list[int]:
-        return [i for text in texts for i in [*made.encode(text).ids, 0]]
-
-    texts = pages()
-    seen = joined(text for i, text in enumerate(texts) if i % 10)
-    unseen = joined(text for i, text in enumerate(texts) if not i % 10)
+    tokenizer = Tokenizer.from_file(str(initial_folder(folder) / "tokenizer.json"))
+    encoded = [[*text.ids, END] for text in tokenizer.encode_batch(pages())]
+    seen = [i for number, ids in enumerate(encoded) if number % 10 for i in ids]
+    unseen = [i for ids in encoded[::10] for i in ids]
     return {
         "train": Texts(seen, SAMPLES["train"], TRAINED),
         "calibration": Texts(seen, SAMPLES["calibration"], MEASURED),
         "val": Texts(unseen, SAMPLES["val"], MEASURED),
     }
-
-
-def write_untrained(folder: Path) -> None:
-    """Write a Llama of 24 million random weights, and the tokenizer, as `save_pretrained` does."""
-    from compress.artifacts.hf_folder import transformers_silenced
-
-    with transformers_silenced():
-        write_folder(folder, width=512, layers=8)

@@ -61,9 +61,13 @@ def decoder(
     kind: str = "Llama",
     merges: Sequence[tuple[str, str]] = (),
     chat_template: str | None = None,
+    scale: float = 3,
     **sizes: object,
 ) -> EagerModel:
-    """Return the artifact of a decoder with random weights."""
+    """Return the artifact of a decoder with random weights, `scale` times as large as usual.
+
+    At the default width all scores are near ties without that.
+    """
     import transformers
 
     torch.manual_seed(0)
@@ -71,9 +75,9 @@ def decoder(
     config = getattr(transformers, f"{kind}Config")(**{**SIZES, **vocabulary, **sizes})
     name = next(n for n in (f"{kind}ForCausalLM", f"{kind}LMHeadModel") if hasattr(transformers, n))
     module = getattr(transformers, name)(config)
-    with torch.no_grad():  # as small as they are drawn, all scores are near ties
+    with torch.no_grad():
         for parameter in module.parameters():
-            parameter.mul_(3 if parameter.dim() > 1 else 1)
+            parameter.mul_(scale if parameter.dim() > 1 else 1)
     module.save_pretrained(folder / "hf")
     save_tokenizer(folder / "hf", merges, chat_template)
     recipe, module = read_folder(folder / "hf", None, untrained_head=False)

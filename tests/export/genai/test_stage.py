@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 import compress
 from cli import app
-from compress import MaxFirstToken, MinTokensPerSecond, QuantizeStatic
+from compress import MaxFirstToken, MinTokensPerSecond, QuantizeStatic, QuantizeWeights
 from compress.artifacts.artifact import Artifact
 from compress.common.errors import StageFailed
 from export import ExportGenai, GenaiModel, OnnxModel
@@ -88,6 +88,13 @@ def test_it_opens_as_a_model_without_a_cache(llama, folder, tmp_path) -> None:
     Artifact.from_directory(folder.path).verify()
 
 
+def assert_nearer(model: Artifact, quantized: Artifact, folder: Artifact) -> None:
+    """Assert that the folder is far nearer to the quantized graph than that to the float model."""
+    ids = next(texts().batches("val")).inputs[0]
+    scores = [made.open()(ids)[0] for made in (model, quantized, folder)]
+    assert (scores[1] - scores[2]).norm() < 0.2 * (scores[0] - scores[1]).norm()
+
+
 @pytest.mark.slow
 def test_four_bits_stay_in_the_file(llama, folder, in_four_bits, folder_in_four_bits) -> None:
     facts = folder_in_four_bits.manifest.facts
@@ -96,11 +103,33 @@ def test_four_bits_stay_in_the_file(llama, folder, in_four_bits, folder_in_four_
     assert facts["operators"]["GatherBlockQuantized"] == 1
     assert folder_in_four_bits.payload_bytes < 0.4 * folder.payload_bytes
     assert facts["equal_tokens"] == facts["greedy_tokens"] or "near_tie" in facts
-    # Far nearer to the quantized graph than that is to the float model.
-    ids = next(texts().batches("val")).inputs[0]
-    scores = [model.open()(ids)[0] for model in (llama, in_four_bits, folder_in_four_bits)]
-    of_rounding = (scores[0] - scores[1]).norm()
-    assert (scores[1] - scores[2]).norm() < 0.2 * of_rounding
+    assert_nearer(llama, in_four_bits, folder_in_four_bits)
+
+
+@pytest.mark.soak
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_decoder_of_125_million_weights_in_four_bits(tmp_path) -> None:
+    layers = 20
+    source = decoder(
+        tmp_path,
+        scale=1,  # larger, so wide and deep a random model multiplies what is rounded
+        hidden_size=768,
+        intermediate_size=2048,
+        num_hidden_layers=layers,
+        num_attention_heads=12,
+        num_key_value_heads=4,
+    )
+    assert 125e6 < source.parameters() < 130e6
+    context = context_for(source, tmp_path / "gptq")
+    quantized = QuantizeWeights(method="gptq", symmetric=True)(source, context)
+    made = ExportGenai()(quantized, context.with_root(tmp_path / "genai"))
+    facts = made.manifest.facts
+    assert facts["equal_tokens"] == facts["greedy_tokens"] or "near_tie" in facts
+    assert facts["operators"]["MatMulNBits"] == 5 * layers + 1
+    # A scale of 32 bits for 32 weights of 4: 5 bits a weight.
+    assert made.payload_bytes < 1.02 * 5 / 32 * source.payload_bytes
+    assert_nearer(source, quantized, made)
 
 
 def test_a_cached_folder_is_compared_again(llama, folder, tmp_path) -> None:
