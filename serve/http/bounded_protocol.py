@@ -364,8 +364,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _refuse(self, error: HttpError) -> None:
         """Answer malformed or oversized HTTP with an error, and close the connection."""
         if not self.transport.is_closing():
+            application: Any = self.app
+            response = application.error_response(error)
             defaults = self.server_state.default_headers
-            self.transport.write(response_bytes(error.response, defaults, keep_alive=False))
+            self.transport.write(response_bytes(response, defaults, keep_alive=False))
             self.transport.close()
 
     def _is_idle(self) -> bool:

@@ -34,11 +34,19 @@ def create_job(decoder: ServedDecoder, body: Body) -> GenerationJob:
             f"answer have at most {decoder.context} together"
         )
         raise ApiError(UNREADABLE, message, where, TOO_LONG if prompt else None)
+    # Of texts, too: a tokenizer may have more tokens than the model.
+    unknown = next((token for token in prompt if not 0 <= token < decoder.vocabulary), None)
+    if unknown is not None:
+        message = (
+            f"{where}: found token id {abbreviated(unknown)}, expected 0 to "
+            f"{decoder.vocabulary - 1}"
+        )
+        raise ApiError(UNREADABLE, message, where)
     wanted = body.wanted_tokens
     if wanted is not None and wanted > room:
         message = (
-            f"max_tokens: found {wanted}, expected at most {room}: the prompt has {len(prompt)} "
-            f"tokens, and prompt and answer at most {decoder.context} together"
+            f"max_tokens: found {abbreviated(wanted)}, expected at most {room}: the prompt has "
+            f"{len(prompt)} tokens, and prompt and answer at most {decoder.context} together"
         )
         raise ApiError(UNREADABLE, message, "max_tokens", TOO_LONG)
     count = wanted or (room if is_chat else min(room, COMPLETION_TOKENS))
@@ -69,9 +77,4 @@ def prompt_tokens(decoder: ServedDecoder, body: Body) -> list[int]:
         return decoder.tokenizer.encode(prompt)
     if prompt and isinstance(prompt[0], str):
         return decoder.tokenizer.encode(prompt[0])
-    ids = [each for each in prompt if isinstance(each, int)]
-    wrong = next((each for each in ids if not 0 <= each < decoder.vocabulary), None)
-    if wrong is not None:
-        message = f"prompt: found token id {wrong}, expected 0 to {decoder.vocabulary - 1}"
-        raise ApiError(UNREADABLE, message, "prompt")
-    return ids
+    return [each for each in prompt if isinstance(each, int)]

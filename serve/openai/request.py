@@ -63,7 +63,13 @@ class ApiError(HttpError):
         self.param, self.code = param, code
 
 
-class StreamOptions(BaseModel):
+class Strict(BaseModel):
+    """Settings of exactly their types; any other one is refused."""
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class StreamOptions(Strict):
     """What a stream ends with."""
 
     include_usage: bool | None = None
@@ -71,10 +77,8 @@ class StreamOptions(BaseModel):
     """Taken and ignored: nothing is padded."""
 
 
-class Body(BaseModel):
-    """Settings that both paths take; a body with any other is refused."""
-
-    model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True, frozen=True)
+class Body(Strict):
+    """Settings that both paths take."""
 
     model: str | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -125,10 +129,8 @@ class TextPart(BaseModel):
     text: str
 
 
-class ChatMessage(BaseModel):
+class ChatMessage(Strict):
     """A message of a chat, for the chat template."""
-
-    model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
     content: str | Annotated[list[TextPart], Field(fail_fast=True)]
