@@ -286,6 +286,22 @@ def test_a_request_that_comes_byte_by_byte_is_answered(server: Served) -> None:
     assert contents(reply.body)
 
 
+def test_a_client_of_http_1_0_gets_a_stream_without_chunks(server: Served) -> None:
+    expected = events(server, **LONG)
+    with counted(server, {200: 2, 400: 1}):
+        for body in (json.dumps(LONG), json.dumps({**LONG, "stream": False}), "{"):
+            data = request(body.encode()).replace(b"HTTP/1.1", b"HTTP/1.0")
+            with connected(server) as connection:
+                connection.sendall(data)
+                received = b"".join(iter(lambda each=connection: each.recv(65536), b""))
+            head, _, answer = received.partition(b"\r\n\r\n")
+            assert (b"connection: close" in head, b"transfer-encoding" in head) == (True, False)
+            if b"event-stream" in head:
+                assert len(contents(answer)) == len(expected)
+            else:
+                assert b"content-length: %d" % len(answer) in head
+
+
 def test_clients_that_send_slowly_hold_no_worker(server: Served, normal: tuple[str, int]) -> None:
     with counted(server, {499: QUEUE - 1, 200: 3}), ExitStack() as clients:
         for _ in range(20):  # without a whole head, they do not count
