@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from export.genai.runtime import Sampling
 from serve.openai.generation import GenerationJob
 from serve.openai.request import ApiError, ChatBody, CompletionBody
-from serve.worker.http_errors import UNREADABLE, abbreviated
+from serve.worker.http_errors import SHOWN_CHARACTERS, UNREADABLE, abbreviated
 
 if TYPE_CHECKING:
     from serve.openai.decoder import ServedDecoder
@@ -67,7 +67,8 @@ def prompt_tokens(decoder: ServedDecoder, body: Body) -> list[int]:
         try:
             text = decoder.chat_template.render([each.for_template() for each in body.messages])
         except ValueError as error:
-            message = f"messages: the chat template refuses them: {error}"
+            reason = str(error)[:SHOWN_CHARACTERS]  # a template may repeat whole messages
+            message = f"messages: the chat template refuses them: {reason}"
             raise ApiError(UNREADABLE, message, "messages") from error
         # The template writes the special tokens.
         return decoder.tokenizer.encode(text, special_tokens=False)

@@ -47,6 +47,9 @@ EXPECTED = {
 }
 """Of settings of several types, in messages."""
 
+NAME_CHARACTERS = 64
+"""Most characters of a client's name of a setting in a message."""
+
 # fail_fast: an error for each of a million items would take more memory than the body.
 Text = Annotated[str, Field(max_length=256, min_length=1)]
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
@@ -171,7 +174,8 @@ def parse_body(kind: type[AnyBody], body: bytes) -> AnyBody:
     if first["type"] == "value_error":  # of a validator here, whose message begins with the name
         message = str(first["ctx"]["error"])
         raise ApiError(UNREADABLE, message, message.partition(" ")[0])
-    where = [str(part) for part in first["loc"]]
+    # The name of an unknown setting may be as long as the body.
+    where = [str(part)[:NAME_CHARACTERS] for part in first["loc"]]
     for place, name in enumerate(where):
         if name in EXPECTED and first["type"] != "missing":
             where, message = where[: place + 1], f"expected {EXPECTED[name]}"

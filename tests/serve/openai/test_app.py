@@ -205,6 +205,20 @@ def test_tokens_that_the_model_does_not_have_are_refused(decoder: ServedDecoder)
             create_job(small, parse_body(kind, body))
 
 
+def test_what_a_chat_template_says_is_shortened(decoder: ServedDecoder) -> None:
+    from dataclasses import replace
+
+    from serve.openai.chat_template import ChatTemplate
+    from serve.openai.job import create_job
+    from serve.openai.request import ApiError, ChatBody, parse_body
+
+    template = ChatTemplate("{{ raise_exception('no ' + messages[0].content) }}", {})
+    body = json.dumps({"messages": [{"role": "user", "content": "a" * 5000}]}).encode()
+    with pytest.raises(ApiError, match="the chat template refuses them: no aaa") as raised:
+        create_job(replace(decoder, chat_template=template), parse_body(ChatBody, body))
+    assert len(str(raised.value)) < 300
+
+
 def test_without_a_chat_template_chats_are_refused(decoder: ServedDecoder) -> None:
     from dataclasses import replace
 

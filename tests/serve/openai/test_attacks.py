@@ -127,6 +127,7 @@ BODIES = {
     "an unknown stream option": (with_setting("stream_options", b'{"x": 1}'), "stream_options"),
     "the model as a number": (with_setting("model", b"0"), "model"),
     "several answers": (with_setting("n", HUGE), "n"),
+    "an unknown setting of 60,000 characters": (with_setting("x" * 60_000, b"1"), "x" * 64),
     "1,000 unknown settings": (
         b'{"prompt": "a"%s}' % b"".join(b', "%d": 0' % place for place in range(1000)),
         "0",
