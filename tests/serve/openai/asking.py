@@ -150,7 +150,7 @@ def counted(server: Served, expected: dict[int, int]) -> Iterator[None]:
     deadline = time.monotonic() + 30
     while more != expected and time.monotonic() < deadline:
         more = counts(server) - before
-    assert more == expected
+    assert more == expected, f"counted {more}, expected {expected}"
 
 
 def until(true: Any) -> None:
@@ -165,8 +165,8 @@ def error_of(reply: Reply) -> dict[str, Any]:
     content = json.loads(reply.body)
     assert [*content] == ["error"], reply
     error: dict[str, Any] = content["error"]
-    assert [*error] == ["message", "type", "param", "code"]
-    assert 0 < len(error["message"]) < 1000
+    assert [*error] == ["message", "type", "param", "code"], reply
+    assert 0 < len(error["message"]) < 1000, reply
     kind = "server_error" if reply.status >= 500 else "invalid_request_error"
-    assert (error["type"], reply.headers["content-type"]) == (kind, "application/json")
+    assert (error["type"], reply.headers["content-type"]) == (kind, "application/json"), reply
     return error

@@ -38,7 +38,7 @@ from tests.serve.openai.asking import (
 from tests.serve.openai.session_decoder import serving_by_session
 from tests.serve.served_here import TOKEN, Served
 
-QUEUE, WORKERS = 8, 2  # of conftest.py
+QUEUE = 8  # of conftest.py
 NORMAL: dict[str, Any] = {"prompt": "Hé", "max_tokens": 12}
 LONG: dict[str, Any] = {"prompt": "hello", "max_tokens": 91, "temperature": 0, "stream": True}
 CHUNKED = "Transfer-Encoding: chunked\r\n"
@@ -320,7 +320,7 @@ def test_above_the_queue_requests_are_refused_until_others_leave(server: Served)
             (reply,) = sent(server, refused)
             assert (reply.status, error_of(reply)["code"]) == (503, "overloaded")
             assert reply.headers["retry-after"] == "1"
-        assert asked(server, MODELS, **{})[0] == 405  # all else is answered
+        assert asked(server, MODELS)[0] == 405  # all else is answered
 
 
 @pytest.mark.parametrize("bytes_read", [0, 1, 2000])
