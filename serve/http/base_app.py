@@ -11,7 +11,12 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcon
 from typing import TYPE_CHECKING, Any, Protocol
 
 from serve.http.prometheus import Metrics
-from serve.http.responses import HttpError, Response, close_if_continue_expected
+from serve.http.responses import (
+    HttpError,
+    Response,
+    close_if_continue_expected,
+    error_response,
+)
 from serve.worker.http_errors import TOO_LARGE, UNREADABLE
 from serve.worker.wire import JSON
 
@@ -132,6 +137,10 @@ class BaseApplication:
         self._model_paths = tuple(model_paths)
         self._public = {"/v2/health/live": {"live": True}, "/v2/health/ready": {"ready": True}}
         self._private: dict[str, Any] = {**content, "/metrics": None}
+
+    def error_response(self, error: Exception) -> Response:
+        """Return the response to an error; subclasses write it as their clients expect it."""
+        return error_response(error)
 
     def close(self) -> None:
         """End what the requests share."""

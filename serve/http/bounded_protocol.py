@@ -19,7 +19,7 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from serve.http.flow_control import Deadline, HoldableFlowControl, LingeringTransport
-from serve.http.responses import HttpError, response_bytes
+from serve.http.responses import HttpError, response_bytes, run_unchunked
 from serve.worker.http_errors import UNREADABLE
 
 if TYPE_CHECKING:
@@ -232,6 +232,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """Run the application as uvicorn does; remember its task so that it can be cancelled."""
         if cycle is self.cycle and cycle.more_body and self._start_whole_request(cycle):
             return
+        if cycle.scope["http_version"] == "1.0":
+            app = partial(run_unchunked, app, cycle)
         self._running_cycle = cycle
         self._asgi_task = self.loop.create_task(cycle.run_asgi(app))
         self._asgi_task.add_done_callback(self.tasks.discard)
@@ -364,8 +366,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _refuse(self, error: HttpError) -> None:
         """Answer malformed or oversized HTTP with an error, and close the connection."""
         if not self.transport.is_closing():
+            application: Any = self.app
+            response = application.error_response(error)
             defaults = self.server_state.default_headers
-            self.transport.write(response_bytes(error.response, defaults, keep_alive=False))
+            self.transport.write(response_bytes(response, defaults, keep_alive=False))
             self.transport.close()
 
     def _is_idle(self) -> bool:

@@ -43,14 +43,14 @@ class Stop:
 class WorkerThreads:
     """Threads that call a model, and the queue that they take jobs from."""
 
-    def __init__(self, workers: int) -> None:
-        """Start the threads, inside a running event loop; each runs :meth:`_work`."""
+    def __init__(self, workers: int, jobs: queue.SimpleQueue[Any] | queue.Queue[Any]) -> None:
+        """Start the threads, inside a running event loop; each runs :meth:`_work` on a queue."""
         self.depth = 0
         """Requests that wait or are being answered."""
         self._call_start: dict[int, float] = {}
         """Start time of the call that each busy thread is in, by thread id."""
         self._loop = asyncio.get_running_loop()
-        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._queue = jobs
         # Daemons: a call that never ends must not keep the process from ending.
         self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(workers)]
         for thread in self._threads:
@@ -100,7 +100,7 @@ class Batcher(WorkerThreads):
         self._delay_seconds = delay_seconds
         self._submitted: list[Job] = []
         """Jobs of this turn of the event loop, on their way to the queue."""
-        super().__init__(workers)
+        super().__init__(workers, queue.SimpleQueue())
 
     def submit(
         self, arrays: list[Array], on_done: Callable[[list[Array] | Exception], None]

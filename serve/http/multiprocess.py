@@ -24,6 +24,8 @@ METRICS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 """Folder of each process's counters, from which all can be summed; prometheus_client reads the
 variable at import."""
 POLL_SECONDS = 0.05
+KILL_SECONDS = 10.0
+"""Time for a process to cancel its requests, and to end its threads."""
 PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 
 
@@ -31,7 +33,7 @@ def run(count: int, child: Callable[[Ready], None], ready: Ready, stop_seconds: 
     """Run a function in `count` processes, until one of them ends or this one is interrupted.
 
     Each runs `child`, which calls its argument once it answers requests; `ready` is called here
-    once all answer. They have `stop_seconds` to end after SIGTERM, before SIGKILL.
+    once all answer. They end within `stop_seconds` of SIGTERM, or shortly after get SIGKILL.
 
     Raises:
         StageFailed: one of them ended by itself; the others are stopped.
@@ -99,7 +101,7 @@ def _stop(pids: set[int], stop_seconds: float) -> None:
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)
-    deadline = time.monotonic() + stop_seconds
+    deadline = time.monotonic() + stop_seconds + KILL_SECONDS
     while pids and time.monotonic() < deadline:
         _reap(pids)
         time.sleep(POLL_SECONDS)

@@ -15,6 +15,8 @@ from serve.worker.wire import JSON
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, MutableMapping, Sequence
 
+    from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
     Message = MutableMapping[str, Any]
     Receive = Callable[[], Awaitable[Message]]
     Send = Callable[[Message], Awaitable[None]]
@@ -79,6 +81,27 @@ async def send_response(scope: Message, send: Send, response: Response) -> None:
         end = start + PART_BYTES
         part = body[start:end]  # not a memoryview: ASGI requires bytes
         await send({"type": "http.response.body", "body": part, "more_body": end < len(body)})
+
+
+async def run_unchunked(
+    application: Any, cycle: RequestResponseCycle, scope: Message, receive: Receive, send: Send
+) -> None:
+    """Run an application for HTTP/1.0: the connection's end ends a response without a length.
+
+    uvicorn (0.54) sends it in chunks, which such a client does not know (RFC 9112, section 6.1).
+    """
+    has_length = True
+
+    async def send_unchunked(message: Message) -> None:
+        nonlocal has_length
+        if message["type"] == "http.response.start":
+            has_length = any(name == b"content-length" for name, _ in message["headers"])
+            cycle.chunked_encoding = None if has_length else False
+        elif not has_length:
+            cycle.expected_content_length = len(message.get("body", b""))  # of this part
+        await send(message)
+
+    await application(scope, receive, send_unchunked)
 
 
 def response_bytes(

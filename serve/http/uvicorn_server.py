@@ -35,6 +35,8 @@ TOKEN_CHARACTERS = 16
 SILENT_SECONDS = 10
 """How long the kernel keeps new connections on which nothing was sent."""
 KEEP_ALIVE_SECONDS = 75
+CANCEL_SECONDS = 1
+"""Time limit of the requests that a stopping server has cancelled."""
 BACKLOG = 4096
 """Most connections that wait in the kernel to be accepted."""
 
@@ -146,4 +148,6 @@ async def _serve(
         await server.serve(sockets=[listener])
     finally:
         notifying.cancel()
+        if unfinished := server.server_state.tasks:  # cancelled now: they may tell their clients
+            await asyncio.wait(unfinished, timeout=CANCEL_SECONDS)
         application.close()

@@ -17,7 +17,7 @@ from serve.http.base_app import (
     content_type_of,
     headers_of,
 )
-from serve.http.responses import Response, error_response, send_response
+from serve.http.responses import HttpError, Response, send_response
 from serve.openai.answers import (
     EVENT_STREAM,
     CompletionFormat,
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MODELS = "/v1/models"
+STOPPING = "the server stops, before the answer was complete; ask again"
 
 
 class OpenAIApplication(BaseApplication):
@@ -73,7 +74,7 @@ class OpenAIApplication(BaseApplication):
             try:
                 response = await self._get(scope, headers)
             except Exception as error:  # noqa: BLE001 - a bug must not leave the client without one
-                response = error_in_openai_format(error, error_response(error))
+                response = self.error_response(error)
             await send_response(scope, send, response)
             return
         start, status = time.perf_counter(), CLIENT_CLOSED
@@ -83,6 +84,10 @@ class OpenAIApplication(BaseApplication):
         finally:
             self.state.in_progress -= 1
             self.state.metrics.count(status, 1, time.perf_counter() - start)
+
+    def error_response(self, error: Exception) -> Response:
+        """Return the response to an error, with OpenAI's body."""
+        return error_in_openai_format(error, super().error_response(error))
 
     async def _complete(
         self, scope: Message, headers: Headers, receive: Receive, send: Send
@@ -110,14 +115,22 @@ class OpenAIApplication(BaseApplication):
             content = written.completion("".join(texts), part.finish_reason, usage)
             response = Response(200, json.dumps(content).encode(), {"content-type": JSON})
             await send_response(scope, send, response)
+        except asyncio.CancelledError:
+            # Its client has gone, to which nothing is sent; or the server stops, and waits no more.
+            await self._send_error(scope, send, HttpError(503, STOPPING), streams)
+            raise
         except Exception as error:  # noqa: BLE001 - a bug must not leave the client without an answer
-            response = error_in_openai_format(error, error_response(error))
-            if streams:
-                await send_events(send, event(json.loads(response.body)), more=False)
-            else:
-                await send_response(scope, send, response)
-            return response.status
+            return await self._send_error(scope, send, error, streams)
         return 200
+
+    async def _send_error(self, scope: Message, send: Send, error: Exception, streams: bool) -> int:
+        """Send an error, in a stream as its last event; return its status."""
+        response = self.error_response(error)
+        if streams:
+            await send_events(send, event(json.loads(response.body)), more=False)
+        else:
+            await send_response(scope, send, response)
+        return response.status
 
     async def _stream(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import queue
 import threading
 import time
 from contextlib import closing, suppress
@@ -50,7 +51,8 @@ class GenerationThreads(WorkerThreads):
     def __init__(self, decoder: ServedDecoder, workers: int) -> None:
         """Start the threads, inside a running event loop."""
         self._decoder = decoder
-        super().__init__(workers)
+        self._jobs: queue.Queue[Any] = queue.Queue()
+        super().__init__(workers, self._jobs)
 
     async def parts(self, job: GenerationJob) -> AsyncGenerator[Part, None]:
         """Yield the parts of an answer; end the generation where the caller ends."""
@@ -66,6 +68,10 @@ class GenerationThreads(WorkerThreads):
                     return
         finally:
             job.cancelled.set()
+            # Out of the queue, if it still waits there: while long answers are generated, clients
+            # that ask and leave would fill the memory.
+            with self._jobs.mutex, suppress(ValueError):
+                self._jobs.queue.remove(job)
             self.depth -= 1
 
     def _work(self) -> None:

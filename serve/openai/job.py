@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from export.genai.runtime import Sampling
 from serve.openai.generation import GenerationJob
 from serve.openai.request import ApiError, ChatBody, CompletionBody
-from serve.worker.http_errors import UNREADABLE, abbreviated
+from serve.worker.http_errors import SHOWN_CHARACTERS, UNREADABLE, abbreviated
 
 if TYPE_CHECKING:
     from serve.openai.decoder import ServedDecoder
@@ -34,11 +34,19 @@ def create_job(decoder: ServedDecoder, body: Body) -> GenerationJob:
             f"answer have at most {decoder.context} together"
         )
         raise ApiError(UNREADABLE, message, where, TOO_LONG if prompt else None)
+    # Of texts, too: a tokenizer may have more tokens than the model.
+    unknown = next((token for token in prompt if not 0 <= token < decoder.vocabulary), None)
+    if unknown is not None:
+        message = (
+            f"{where}: found token id {abbreviated(unknown)}, expected 0 to "
+            f"{decoder.vocabulary - 1}"
+        )
+        raise ApiError(UNREADABLE, message, where)
     wanted = body.wanted_tokens
     if wanted is not None and wanted > room:
         message = (
-            f"max_tokens: found {wanted}, expected at most {room}: the prompt has {len(prompt)} "
-            f"tokens, and prompt and answer at most {decoder.context} together"
+            f"max_tokens: found {abbreviated(wanted)}, expected at most {room}: the prompt has "
+            f"{len(prompt)} tokens, and prompt and answer at most {decoder.context} together"
         )
         raise ApiError(UNREADABLE, message, "max_tokens", TOO_LONG)
     count = wanted or (room if is_chat else min(room, COMPLETION_TOKENS))
@@ -59,7 +67,8 @@ def prompt_tokens(decoder: ServedDecoder, body: Body) -> list[int]:
         try:
             text = decoder.chat_template.render([each.for_template() for each in body.messages])
         except ValueError as error:
-            message = f"messages: the chat template refuses them: {error}"
+            reason = str(error)[:SHOWN_CHARACTERS]  # a template may repeat whole messages
+            message = f"messages: the chat template refuses them: {reason}"
             raise ApiError(UNREADABLE, message, "messages") from error
         # The template writes the special tokens.
         return decoder.tokenizer.encode(text, special_tokens=False)
@@ -69,9 +78,4 @@ def prompt_tokens(decoder: ServedDecoder, body: Body) -> list[int]:
         return decoder.tokenizer.encode(prompt)
     if prompt and isinstance(prompt[0], str):
         return decoder.tokenizer.encode(prompt[0])
-    ids = [each for each in prompt if isinstance(each, int)]
-    wrong = next((each for each in ids if not 0 <= each < decoder.vocabulary), None)
-    if wrong is not None:
-        message = f"prompt: found token id {wrong}, expected 0 to {decoder.vocabulary - 1}"
-        raise ApiError(UNREADABLE, message, "prompt")
-    return ids
+    return [each for each in prompt if isinstance(each, int)]

@@ -47,6 +47,9 @@ EXPECTED = {
 }
 """Of settings of several types, in messages."""
 
+NAME_CHARACTERS = 64
+"""Most characters of a client's name of a setting in a message."""
+
 # fail_fast: an error for each of a million items would take more memory than the body.
 Text = Annotated[str, Field(max_length=256, min_length=1)]
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
@@ -63,7 +66,13 @@ class ApiError(HttpError):
         self.param, self.code = param, code
 
 
-class StreamOptions(BaseModel):
+class Strict(BaseModel):
+    """Settings of exactly their types; any other one is refused."""
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class StreamOptions(Strict):
     """What a stream ends with."""
 
     include_usage: bool | None = None
@@ -71,10 +80,8 @@ class StreamOptions(BaseModel):
     """Taken and ignored: nothing is padded."""
 
 
-class Body(BaseModel):
-    """Settings that both paths take; a body with any other is refused."""
-
-    model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True, frozen=True)
+class Body(Strict):
+    """Settings that both paths take."""
 
     model: str | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -125,10 +132,8 @@ class TextPart(BaseModel):
     text: str
 
 
-class ChatMessage(BaseModel):
+class ChatMessage(Strict):
     """A message of a chat, for the chat template."""
-
-    model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
     content: str | Annotated[list[TextPart], Field(fail_fast=True)]
@@ -169,7 +174,8 @@ def parse_body(kind: type[AnyBody], body: bytes) -> AnyBody:
     if first["type"] == "value_error":  # of a validator here, whose message begins with the name
         message = str(first["ctx"]["error"])
         raise ApiError(UNREADABLE, message, message.partition(" ")[0])
-    where = [str(part) for part in first["loc"]]
+    # The name of an unknown setting may be as long as the body.
+    where = [str(part)[:NAME_CHARACTERS] for part in first["loc"]]
     for place, name in enumerate(where):
         if name in EXPECTED and first["type"] != "missing":
             where, message = where[: place + 1], f"expected {EXPECTED[name]}"

@@ -137,13 +137,19 @@ def as_json(*rows: list[float]) -> bytes:
 
 
 @contextmanager
-def serving(artifact: Path, *options: str, before: Sequence[str] = ()) -> Iterator[Served]:
+def serving(
+    artifact: Path,
+    *options: str,
+    before: Sequence[str] = (),
+    command: Sequence[str] = COMPRESS,
+    **environment: str,
+) -> Iterator[Served]:
     """Start ``compress serve`` and wait until it says where the model is.
 
-    A command such as ``prlimit`` may stand before it.
+    A command such as ``prlimit`` may stand before it, and another in the place of `compress`.
     """
-    environment = os.environ | {"COMPRESS_SERVE_TOKEN": TOKEN}
-    command = [*before, *COMPRESS, "serve", str(artifact), "--port", "0", *options]
+    environment = {**os.environ, "COMPRESS_SERVE_TOKEN": TOKEN, **environment}
+    command = [*before, *command, "serve", str(artifact), "--port", "0", *options]
     with subprocess.Popen(
         command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE
     ) as process:

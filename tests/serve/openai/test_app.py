@@ -2,63 +2,34 @@
 
 import asyncio
 import json
+import threading
 import time
-from collections.abc import Callable, Generator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import pytest
-import torch
 
 from compress.artifacts.artifact import Artifact
 from export.genai.runtime import Sampling
-from export.genai.session import CachedSession
-from export.genai.text import TextTokenizer
 from serve.http.options import Limits
 from serve.openai.app import OpenAIApplication
-from serve.openai.chat_template import ChatTemplate
 from serve.openai.decoder import ServedDecoder
 from serve.openai.generation import GenerationJob, GenerationThreads
 from tests.export.tiny_decoder import LONGEST, VOCABULARY
+from tests.serve.openai import session_decoder
+from tests.serve.openai.session_decoder import open_decoder
 
 Message = dict[str, Any]
 
 
-class SessionDecoder(ServedDecoder):
-    """Generates by onnxruntime without onnxruntime-genai."""
-
-    def generate(
-        self, prompt: Sequence[int], count: int, sampling: Sampling
-    ) -> Generator[int, None, None]:
-        """Yield the likeliest tokens."""
-        scores, cache = self._model(torch.tensor([prompt]))
-        for place in range(count):
-            before_token(place)
-            token = scores[:, -1:].argmax(-1)
-            yield int(token)
-            scores, cache = self._model(token, cache)
-
-
-before_token: Callable[[int], None] = int
-
-
 @pytest.fixture
 def decoder(folder: Artifact) -> ServedDecoder:
-    return SessionDecoder(
-        name="model",
-        digest=folder.digest,
-        context=LONGEST,
-        vocabulary=VOCABULARY,
-        end_tokens=frozenset({VOCABULARY - 1}),
-        tokenizer=TextTokenizer(folder),
-        chat_template=ChatTemplate.from_artifact(folder),
-        _model=CachedSession(folder.payload_path, 1),
-    )
+    return open_decoder(folder)
 
 
-def sent(decoder: ServedDecoder, limits: Limits, **body: Any) -> list[Message]:
-    """Return what the application sends for a completion of 20 tokens."""
-    messages: list[Message] = []
+async def ask(application: OpenAIApplication, send: Any, **body: Any) -> None:
+    """Ask for a completion of 20 tokens."""
     content = json.dumps({"prompt": "a", "max_tokens": 20, "temperature": 0, **body}).encode()
     headers = [(b"authorization", b"Bearer t"), (b"content-length", b"%d" % len(content))]
     scope = {"method": "POST", "path": "/v1/completions", "headers": headers}
@@ -66,16 +37,30 @@ def sent(decoder: ServedDecoder, limits: Limits, **body: Any) -> list[Message]:
     async def receive() -> Message:
         return {"type": "http.request", "body": content}
 
+    await application(scope, receive, send)
+
+
+@asynccontextmanager
+async def serving(decoder: ServedDecoder, limits: Limits) -> AsyncIterator[OpenAIApplication]:
+    """Create the application, with one thread; nothing may be left over in the end."""
+    application = OpenAIApplication(decoder, GenerationThreads(decoder, 1), limits, "t")
+    yield application
+    assert (application.state.in_progress, application.state.workers.depth) == (0, 0)
+    application.close()
+
+
+def sent(decoder: ServedDecoder, limits: Limits, **body: Any) -> list[Message]:
+    """Return what the application sends for a completion of 20 tokens."""
+    messages: list[Message] = []
+
     async def send(message: Any) -> None:
         messages.append(message)
 
-    async def ask() -> None:
-        application = OpenAIApplication(decoder, GenerationThreads(decoder, 1), limits, "t")
-        await application(scope, receive, send)
-        assert (application.state.in_progress, application.state.workers.depth) == (0, 0)
-        application.close()
+    async def answer() -> None:
+        async with serving(decoder, limits) as application:
+            await ask(application, send, **body)
 
-    asyncio.run(ask())
+    asyncio.run(answer())
     return messages
 
 
@@ -114,7 +99,7 @@ def test_what_fails_midway_ends_a_stream_with_an_error(
     status: int,
     words: str,
 ) -> None:
-    monkeypatch.setitem(globals(), "before_token", before)
+    monkeypatch.setattr(session_decoder, "before_token", before)
     start, *parts = sent(decoder, Limits(seconds=seconds), stream=True)
     assert start["status"] == 200
     error = json.loads(parts[-1]["body"].removeprefix(b"data: "))["error"]
@@ -136,7 +121,7 @@ def test_a_client_that_has_gone_ends_its_generation(
         places.append(place)
         time.sleep(0.01)
 
-    monkeypatch.setitem(globals(), "before_token", slowly)
+    monkeypatch.setattr(session_decoder, "before_token", slowly)
 
     async def leave() -> None:
         threads = GenerationThreads(decoder, 1)
@@ -152,6 +137,86 @@ def test_a_client_that_has_gone_ends_its_generation(
 
     asyncio.run(leave())
     assert len(places) < 60
+
+
+def test_clients_that_have_gone_leave_the_queue(
+    decoder: ServedDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while the only thread is busy: their prompts would fill the memory."""
+    go_on = threading.Event()
+    monkeypatch.setattr(session_decoder, "before_token", lambda _: go_on.wait(30))
+
+    async def leave() -> None:
+        threads = GenerationThreads(decoder, 1)
+        jobs = [GenerationJob([1], 2, Sampling(), ()) for _ in range(20)]
+        asking = [asyncio.create_task(anext(threads.parts(job))) for job in jobs]
+        while threads._queue.qsize() != 19:  # the thread has the first
+            await asyncio.sleep(0.01)
+        for each in asking[2:]:
+            each.cancel()
+        await asyncio.wait(asking[2:])
+        assert (threads.depth, threads._queue.qsize()) == (2, 1)
+        go_on.set()
+        assert all([await each for each in asking[:2]])
+        threads.close()
+
+    asyncio.run(leave())
+
+
+def test_a_client_that_reads_nothing_keeps_no_thread(decoder: ServedDecoder) -> None:
+    async def answer() -> None:
+        sent_whole = asyncio.Event()
+
+        async def never(_: Message) -> None:
+            await asyncio.Event().wait()
+
+        async def send(message: Message) -> None:
+            if message["type"] == "http.response.body":
+                sent_whole.set()
+
+        async with serving(decoder, Limits()) as application:
+            unread = [asyncio.create_task(ask(application, never, stream=True)) for _ in range(3)]
+            await asyncio.wait_for(ask(application, send), 30)
+            assert sent_whole.is_set()
+            for _ in range(2):  # then it tries to tell its client
+                for each in unread:
+                    each.cancel()
+                await asyncio.sleep(0)
+            await asyncio.wait(unread)
+
+    asyncio.run(answer())
+
+
+def test_tokens_that_the_model_does_not_have_are_refused(decoder: ServedDecoder) -> None:
+    """The tokenizer may write some, as the words that were added to it."""
+    from dataclasses import replace
+
+    from serve.openai.job import create_job
+    from serve.openai.request import ApiError, ChatBody, CompletionBody, parse_body
+
+    small = replace(decoder, vocabulary=VOCABULARY - 1)
+    for kind, body in (
+        (CompletionBody, b'{"prompt": "a<|end|>"}'),
+        (CompletionBody, b'{"prompt": [1, 256]}'),
+        (ChatBody, b'{"messages": [{"role": "user", "content": "a"}]}'),
+    ):
+        assert create_job(decoder, parse_body(kind, body))
+        with pytest.raises(ApiError, match="found token id 256, expected 0 to 255"):
+            create_job(small, parse_body(kind, body))
+
+
+def test_what_a_chat_template_says_is_shortened(decoder: ServedDecoder) -> None:
+    from dataclasses import replace
+
+    from serve.openai.chat_template import ChatTemplate
+    from serve.openai.job import create_job
+    from serve.openai.request import ApiError, ChatBody, parse_body
+
+    template = ChatTemplate("{{ raise_exception('no ' + messages[0].content) }}", {})
+    body = json.dumps({"messages": [{"role": "user", "content": "a" * 5000}]}).encode()
+    with pytest.raises(ApiError, match="the chat template refuses them: no aaa") as raised:
+        create_job(replace(decoder, chat_template=template), parse_body(ChatBody, body))
+    assert len(str(raised.value)) < 300
 
 
 def test_without_a_chat_template_chats_are_refused(decoder: ServedDecoder) -> None:

@@ -1,26 +1,21 @@
 """OpenAI's own Python client against the server, as its users write it."""
 
+import signal
+import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
 from compress.artifacts.artifact import Artifact
-from export.genai.runtime import GENAI
-from tests.serve.served_here import TOKEN, Served, serving
+from tests.serve.openai.asking import half_sent
+from tests.serve.openai.session_decoder import serving_by_session
+from tests.serve.served_here import TOKEN, Served
 
 openai: Any = pytest.importorskip("openai", reason="to run these tests: pip install openai")
-pytestmark = pytest.mark.skipif(
-    GENAI.missing(), reason="to run these tests: pip install -e '.[genai]'"
-)
 
 MESSAGES = [{"role": "user", "content": "Hé"}]
-
-
-@pytest.fixture(scope="module")
-def server(folder: Artifact) -> Iterator[Served]:
-    with serving(folder.path) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +62,45 @@ def test_errors_have_the_clients_types(client: Any, server: Served) -> None:
     with pytest.raises(openai.NotFoundError) as raised:
         client.chat.completions.create(model="gpt", messages=MESSAGES)
     assert raised.value.code == "model_not_found"
+    with pytest.raises(openai.APIStatusError) as raised:
+        client.completions.create(model="model", prompt="a" * 2**20, stream=True)
+    assert raised.value.status_code == 413
+    with pytest.raises(openai.BadRequestError, match="stream_options"):
+        client.completions.create(model="model", prompt="a", stream=True, stream_options={"x": 1})
     wrong = client.with_options(api_key="wrong-token")
     with pytest.raises(openai.AuthenticationError):
         wrong.models.list()
+
+
+def test_a_full_queue_is_tried_again(client: Any, server: Served) -> None:
+    asked = {"model": "model", "prompt": "a", "max_tokens": 2}
+    with ExitStack() as others:
+        for _ in range(8):  # of conftest.py
+            others.enter_context(half_sent(server, prompt="a"))
+        with pytest.raises(openai.InternalServerError) as raised:
+            client.completions.create(**asked)
+        assert (raised.value.status_code, raised.value.code) == (503, "overloaded")
+        leaving = threading.Timer(0.2, others.close)
+        leaving.start()
+        # It waits for the second of Retry-After.
+        assert client.with_options(max_retries=2).completions.create(**asked).choices[0].text
+        leaving.join()
+
+
+def test_a_stream_that_a_stopping_server_ends_raises(folder: Artifact) -> None:
+    with (
+        serving_by_session(folder, token_seconds=0.1, stop_seconds=1) as slow,
+        openai.OpenAI(base_url=f"{slow.url}/v1", api_key=TOKEN, max_retries=0) as client,
+    ):
+        parts = client.completions.create(
+            model="model", prompt="hello", max_tokens=91, temperature=0, stream=True
+        )
+        assert next(parts).choices[0].text
+        slow.process.send_signal(signal.SIGTERM)
+        with pytest.raises(openai.APIError, match="the server stops") as raised:
+            list(parts)
+        assert raised.value.code == "overloaded"
+        assert slow.process.wait(30) == 143
 
 
 def test_a_stream_that_is_left_ends(client: Any) -> None:

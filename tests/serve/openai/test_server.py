@@ -3,9 +3,6 @@
 import json
 import shutil
 import signal
-import socket
-import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,42 +16,27 @@ from export.genai.text import TextTokenizer
 from tests.export.tiny_decoder import LONGEST, VOCABULARY
 from tests.forging import forge
 from tests.serve.http.test_uvicorn_server import refused
+from tests.serve.openai.asking import (
+    CHAT,
+    COMPLETIONS,
+    USER,
+    asked,
+    events,
+    metric,
+    post,
+    text_of,
+    until,
+)
 from tests.serve.served_here import TOKEN, Served, serving
 
 pytestmark = pytest.mark.skipif(
     GENAI.missing(), reason="to run these tests: pip install -e '.[genai]'"
 )
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-USER = {"role": "user", "content": "hi"}
 
-
-@pytest.fixture(scope="module")
-def server(folder: Artifact) -> Iterator[Served]:
-    with serving(folder.path, "--queue", "8", "--workers", "2", "--max-mib", "1") as running:
-        yield running
-
-
-def asked(server: Served, path: str = COMPLETIONS, **body: Any) -> tuple[int, dict[str, Any]]:
-    status, _, answer = server.ask(json.dumps(body).encode(), path=path)
-    return status, json.loads(answer)
-
-
-def events(server: Served, path: str = COMPLETIONS, **body: Any) -> list[dict[str, Any]]:
-    """Return the events of a stream, which has to end with [DONE]."""
-    content = json.dumps({**body, "stream": True}).encode()
-    status, headers, answer = server.ask(content, path=path)
-    assert (status, headers["Content-Type"]) == (200, "text/event-stream; charset=utf-8"), answer
-    *lines, last, end = answer.decode().split("\n\n")
-    assert (last, end) == ("data: [DONE]", "")
-    return [json.loads(line.removeprefix("data: ")) for line in lines]
-
-
-def text_of(server: Served, **body: Any) -> str:
-    status, answer = asked(server, temperature=0, **body)
-    assert status == 200, answer
-    text: str = answer["choices"][0]["text"]
-    return text
+@pytest.fixture
+def server(genai_server: Served) -> Served:
+    return genai_server
 
 
 def test_the_proven_text_is_what_is_served(server: Served, folder: Artifact) -> None:
@@ -228,18 +210,6 @@ def test_paths_tokens_and_forms(server: Served) -> None:
     assert json.loads(server.ask(path="/v1/models/model", method="GET")[2]) == model
 
 
-def metric(server: Served, line: str) -> float:
-    text = server.ask(path="/metrics", method="GET")[2].decode()
-    return sum(float(each.split()[-1]) for each in text.splitlines() if each.startswith(line))
-
-
-def until(true: Any) -> None:
-    deadline = time.monotonic() + 30
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def test_metrics_count_requests_and_tokens(server: Served) -> None:
     answers, prompts = (
         f'inference_tokens_total{{model="model",part="{part}"}}' for part in ("answer", "prompt")
@@ -250,18 +220,6 @@ def test_metrics_count_requests_and_tokens(server: Served) -> None:
     assert metric(server, answers) == before[0] + 9
     assert metric(server, prompts) == before[1] + 5
     assert metric(server, 'inference_requests_total{model="model",status="200"}') > 0
-
-
-def post(server: Served, **body: Any) -> socket.socket:
-    """Send a request, and return its connection unread."""
-    content = json.dumps(body).encode()
-    connection = socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), 30)
-    connection.sendall(
-        f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n"
-        f"Content-Length: {len(content)}\r\n\r\n".encode()
-        + content
-    )
-    return connection
 
 
 LONG = {"prompt": "a", "max_tokens": LONGEST - 1, "temperature": 2, "stream": True}

@@ -1,0 +1,89 @@
+"""A decoder that generates by onnxruntime alone, and `compress serve` with it in a process.
+
+It is what a server without onnxruntime-genai can answer with; all else is as users have it.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from compress.artifacts.artifact import Artifact
+from export.genai.runtime import Sampling
+from export.genai.session import CachedSession
+from export.genai.text import TextTokenizer
+from serve.openai.chat_template import ChatTemplate
+from serve.openai.decoder import ServedDecoder
+from tests.export.tiny_decoder import LONGEST, VOCABULARY
+from tests.serve.served_here import Served, serving
+
+TOKEN_SECONDS, STOP_SECONDS = "TEST_TOKEN_SECONDS", "TEST_STOP_SECONDS"
+
+
+class SessionDecoder(ServedDecoder):
+    """Generates by onnxruntime without onnxruntime-genai."""
+
+    def generate(
+        self, prompt: Sequence[int], count: int, sampling: Sampling
+    ) -> Generator[int, None, None]:
+        """Yield the likeliest tokens."""
+        scores, cache = self._model(torch.tensor([prompt]))
+        for place in range(count):
+            before_token(place)
+            token = scores[:, -1:].argmax(-1)
+            yield int(token)
+            scores, cache = self._model(token, cache)
+
+
+before_token: Callable[[int], object] = int
+"""Called with the number of tokens before each."""
+
+
+def open_decoder(folder: Artifact, name: str = "model", threads: int = 1) -> ServedDecoder:
+    """Open a folder of conftest.py."""
+    return SessionDecoder(
+        name=name,
+        digest=folder.digest,
+        context=LONGEST,
+        vocabulary=VOCABULARY,
+        end_tokens=frozenset({VOCABULARY - 1}),
+        tokenizer=TextTokenizer(folder),
+        chat_template=ChatTemplate.from_artifact(folder),
+        _model=CachedSession(folder.payload_path, threads),
+    )
+
+
+@contextmanager
+def serving_by_session(
+    folder: Artifact, *options: str, token_seconds: float = 0.0, stop_seconds: float = 30.0
+) -> Iterator[Served]:
+    """Start ``compress serve`` without onnxruntime-genai; each token takes so long."""
+    code = "from tests.serve.openai.session_decoder import main; main()"
+    settings = {TOKEN_SECONDS: str(token_seconds), STOP_SECONDS: str(stop_seconds)}
+    with serving(folder.path, *options, command=[sys.executable, "-c", code], **settings) as served:
+        yield served
+
+
+def main() -> None:
+    """Be ``compress``, whose decoders generate by onnxruntime alone."""
+    global before_token
+    import cli
+    from serve.http import uvicorn_server
+    from serve.openai import decoder
+
+    serve, seconds = uvicorn_server.serve, float(os.environ[TOKEN_SECONDS])
+    before_token = lambda _: time.sleep(seconds)  # noqa: E731
+
+    def serve_until(create: Any, listener: Any, options: Any, ready: Any) -> None:
+        stop = float(os.environ[STOP_SECONDS])
+        serve(create, listener, replace(options, stop_seconds=stop), ready)
+
+    changes = {"open_decoder": open_decoder, "refuse_for_decoders": lambda *_: None}
+    vars(decoder).update(changes)
+    vars(uvicorn_server)["serve"] = serve_until
+    cli.main()
