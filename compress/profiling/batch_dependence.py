@@ -17,7 +17,7 @@ from compress.common.errors import first_line
 from compress.profiling.probe_rows import ROWS, extreme_rows, seeded_rows, val_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -45,6 +45,10 @@ FLOAT32_STEPS = 1e-5
 even where outputs hardly differ from row to row."""
 LAST_BITS = 1e-6
 """The same at an equal batch size."""
+LARGEST_OUTPUTS = 2**28
+"""Bytes that the outputs for one batch may take: a decoder scores every token of every row."""
+AT_ONCE = 2**20
+"""Outputs that are compared at a time: in float64 they take twice their memory and more."""
 UNBOUNDED = 1e6
 """Stands for an output that became infinite or NaN, which JSON cannot represent."""
 
@@ -174,7 +178,6 @@ class _BatchProbes:
     def __post_init__(self) -> None:
         first = self._signature.inputs[0].shape[:1]
         self._fixed_size = first[0] if first and isinstance(first[0], int) else None
-        self._size = self._fixed_size or ROWS
         inputs = self._signature.inputs
         self._has_rows = [bool(first) and spec.shape[:1] == first for spec in inputs]
         self._moves: dict[ProbeName, float] = {}
@@ -183,6 +186,7 @@ class _BatchProbes:
 
     def result(self) -> BatchDependence:
         available = len(self._batch[0]) if self._has_rows[0] else 0
+        self._size = self._fixed_size or (self._rows_that_fit() if available else ROWS)
         rows = range(min(available, self._size))
         taken = [self._take_rows(self._batch, [i]) for i in rows]
         distinct = len({b"".join(array.tobytes() for array in row) for row in taken})
@@ -199,6 +203,11 @@ class _BatchProbes:
             beyond_rounding=tuple(self._beyond_rounding),
             unproven="; ".join(self._unproven),
         )
+
+    def _rows_that_fit(self) -> int:
+        outputs = self._outputs_or_none(self._take_rows(self._batch, [0])) or []
+        row = sum(output.nbytes for output in outputs)
+        return max(2, min(ROWS, LARGEST_OUTPUTS // max(row, 1)))
 
     def _probe(self, available: int) -> None:
         size = self._size
@@ -330,10 +339,17 @@ def _spread(reference: Array) -> float:
     """Return the range of the finite outputs; their magnitude where they are all one number."""
     if reference.dtype.kind != "f":
         return 1.0
-    finite = reference[np.isfinite(reference)].astype(np.float64)
-    if not finite.size:
+    finite = (part[np.isfinite(part)].astype(np.float64) for part in _parts(reference))
+    limits = [(part.min(), part.max()) for part in finite if part.size]
+    if not limits:
         return 1.0
-    return float(np.ptp(finite)) or float(np.abs(finite).max()) or 1.0
+    low, high = min(low for low, _ in limits), max(high for _, high in limits)
+    return float(high - low) or float(abs(high)) or 1.0
+
+
+def _parts(array: Array) -> Iterator[Array]:
+    flat = array.reshape(-1)
+    return (flat[start : start + AT_ONCE] for start in range(0, flat.size, AT_ONCE))
 
 
 def _largest_move(a: Array, b: Array, spread: float, steps: float) -> float:
@@ -344,15 +360,17 @@ def _largest_move(a: Array, b: Array, spread: float, steps: float) -> float:
         return 0.0
     if a.dtype.kind != "f":
         return float(np.mean(a != b))
-    a, b = a.astype(np.float64), b.astype(np.float64)
-    with np.errstate(invalid="ignore", over="ignore"):
-        same = (a == b) | (np.isnan(a) & np.isnan(b))
-        difference = np.where(same, 0.0, np.abs(a - b))
-    largest = float(difference.max())  # NaN stays NaN
-    if not np.isfinite(largest):
-        return UNBOUNDED
+    largest = magnitude = 0.0
+    for expected, got in zip(_parts(a), _parts(b), strict=True):
+        x, y = expected.astype(np.float64), got.astype(np.float64)
+        with np.errstate(invalid="ignore", over="ignore"):
+            same = (x == y) | (np.isnan(x) & np.isnan(y))
+            difference = float(np.where(same, 0.0, np.abs(x - y)).max())
+        if not np.isfinite(difference):
+            return UNBOUNDED
+        largest = max(largest, difference)
+        magnitude = max(magnitude, float(np.abs(np.where(np.isfinite(x), x, 0)).max()))
     # Differences up to `steps` times the largest value are rounding.
-    magnitude = float(np.abs(np.where(np.isfinite(a), a, 0)).max())
     return min(largest / spread, UNBOUNDED) if largest > steps * magnitude else 0.0
 
 

@@ -17,6 +17,7 @@ from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.context import Context
 from compress.core.gates import LabelAgreement, MaxDrop, MinMetric, Parity
 from compress.data.splits import Splits
+from compress.profiling import batch_dependence
 from compress.profiling.batch_dependence import COARSE_ROUNDING, BatchDependence, measure
 from compress.profiling.probe_rows import extreme_rows, seeded_rows
 
@@ -98,6 +99,22 @@ def test_row_by_row_models_do_not_depend_on_the_batch(name: str) -> None:
 def test_models_that_depend_on_other_rows_are_detected(name: str) -> None:
     found = probed(DEPENDENT[name])
     assert found.depends and "depend" in found.why_not_joined, found
+
+
+@pytest.mark.parametrize("name", [*INDEPENDENT, *DEPENDENT])
+def test_large_outputs_are_asked_two_rows_and_compared_a_part_at_a_time(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def call(x: np.ndarray) -> Arrays:
+        asked.append(len(x))
+        return (INDEPENDENT | DEPENDENT)[name](x)
+
+    monkeypatch.setattr(batch_dependence, "LARGEST_OUTPUTS", 1)
+    monkeypatch.setattr(batch_dependence, "AT_ONCE", 3)
+    assert probed(call).depends == (name in DEPENDENT)
+    assert max(asked) == 2
 
 
 @pytest.mark.parametrize("call", [pooled, refuses_empty_rows])
