@@ -9,8 +9,9 @@ next token by method, and size and speed of the folders of `export_genai`, measu
     --rotations         what 4 bits cost that Llama with outliers, as it is and rotated
     --stream [--gptq]   memory and time of quantizing 1.01 billion random weights; 8 GB of disk
     --llama-cpp         files of `export_gguf` in llama.cpp; needs `pip install llama-cpp-python`
-    --peers [--speed]   perplexity and speed beside llm-compressor and onnxruntime-genai's builder,
-                        whose environments are in build/peers or `--environments=FOLDER`
+    --peers [--speed]   perplexity and speed beside llm-compressor, torchao, Olive and
+                        onnxruntime-genai's builder, whose environments are in build/peers or
+                        `--environments=FOLDER`
     --serve             speed of an earlier run's int4 folder by `compress generate` and `serve`
 
 With `--smollm` FOLDER has SmolLM2-135M-Instruct instead of that Llama, rotated, for `--peers` and

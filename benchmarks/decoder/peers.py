@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,16 @@ if TYPE_CHECKING:
 ENVIRONMENTS = {
     "llm_compressor": ("llmcompressor==0.14.0", "torch==2.13.0"),
     "genai_builder": ("onnxruntime-genai==0.18.0", "torch==2.13.0", "transformers==5.24.0"),
+    "torchao": ("torchao==0.18.0", "torch==2.13.0", "transformers==5.17.0"),
+    # Its builder pass imports what onnxruntime-genai has dropped since; its wheel omits requests.
+    "olive": (
+        "olive-ai==0.13.0",
+        "torch==2.13.0",
+        "transformers==5.17.0",
+        "onnxruntime==1.32.0",
+        "onnxruntime-genai==0.14.1",
+        "requests==2.34.2",
+    ),
 }
 """Name of an environment → what its packages are."""
 ALIKE: dict[str, Any] = {"activation_bits": 32, "exclude": ("lm_head",), "embeddings": False}
@@ -39,13 +49,28 @@ OURS = {
 THEIRS = {
     "llm-compressor 0.14, GPTQ, zero points": ("llm_compressor", "llm_compressor"),
     "llm-compressor 0.14, GPTQ, symmetric": ("llm_compressor", "llm_compressor_symmetric"),
+    "torchao 0.18, RTN, zero points": ("torchao", "torchao_rtn"),
+    "torchao 0.18, RTN, symmetric": ("torchao", "torchao_rtn_symmetric"),
+    "torchao 0.18, HQQ, zero points": ("torchao", "torchao_hqq"),
+    "torchao 0.18, HQQ, symmetric": ("torchao", "torchao_hqq_symmetric"),
+    "Olive 0.13, GPTQ, zero points": ("olive", "olive_gptq"),
+    "Olive 0.13, GPTQ, symmetric": ("olive", "olive_gptq_symmetric"),
+    "Olive 0.13, k-quant, zero points": ("olive", "olive_kquant"),
+    "Olive 0.13, k-quant, symmetric": ("olive", "olive_kquant_symmetric"),
 }
 """Rows of the table → environment, and what `peer_quantizers.py` is asked for."""
+THEIR_FOLDERS = {
+    "Olive 0.13, GPTQ, zero points": ("olive", "olive_genai"),
+    "Olive 0.13, GPTQ, symmetric": ("olive", "olive_genai_symmetric"),
+}
+"""Rows of the table of speed, likewise."""
+SCRIPT = Path(__file__).with_name("peer_quantizers.py")
 ROUNDS = 9
 BUILDER = ("-m", "onnxruntime_genai.models.builder", "-p", "int4", "-e", "cpu")
 LIKE_OURS = ("--extra_options", "int4_accuracy_level=4", "int4_block_size=32")
 
 
+@cache
 def python_of(environments: Path, name: str) -> Path | None:
     """Return the Python of a peer's environment; print how to make it where it is not there."""
     python = environments / name / "bin" / "python"
@@ -63,13 +88,22 @@ def python_of(environments: Path, name: str) -> Path | None:
 
 def run(command: list[Any]) -> None:
     """Run a peer's command without a network; SystemExit with its last words where it fails."""
-    variables = os.environ | {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    offline = {"HF_HUB_OFFLINE": "1", "OLIVE_DISABLE_TELEMETRY": "1"}
+    variables = os.environ | offline | {"CUDA_VISIBLE_DEVICES": ""}
     words = [str(part) for part in command]
     done = subprocess.run(
         words, env=variables, capture_output=True, text=True, timeout=1800, check=False
     )
     if done.returncode:
         raise SystemExit(f"{' '.join(words)} failed:\n{done.stderr[-2000:]}")
+
+
+def write_calibration(folder: Path) -> Path:
+    """Write the calibration texts for `peer_quantizers.py`."""
+    texts: Any = splits(folder)["calibration"]
+    tokens = torch.stack([texts[i]["input_ids"] for i in range(len(texts))])
+    write_safetensors(folder / "calibration.safetensors", {"tokens": tokens})
+    return folder / "calibration.safetensors"
 
 
 def quality(folder: Path, environments: Path, source: EagerModel, context: Context) -> None:
@@ -86,10 +120,7 @@ def quality(folder: Path, environments: Path, source: EagerModel, context: Conte
         root = folder / f"peers-{name.replace(', ', '-').replace(' ', '-')}"
         stage = QuantizeWeights(bits=4, calibration_samples=24, **ALIKE, **settings)
         row(f"ours, {name}", made_once(root, partial(stage, source, context.with_root(root))))
-    calibration: Any = splits(folder)["calibration"]
-    texts = torch.stack([calibration[i]["input_ids"] for i in range(len(calibration))])
-    write_safetensors(folder / "calibration.safetensors", {"tokens": texts})
-    script = Path(__file__).with_name("peer_quantizers.py")
+    tokens = write_calibration(folder)
     for name, (environment, peer) in THEIRS.items():
         root, python = folder / f"peers-{peer}", python_of(environments, environment)
         if python is None:
@@ -97,7 +128,7 @@ def quality(folder: Path, environments: Path, source: EagerModel, context: Conte
         root.mkdir(exist_ok=True)
         weights = root / "peer.safetensors"
         if not weights.exists():
-            run([python, script, peer, folder / "hf", folder / "calibration.safetensors", weights])
+            run([python, SCRIPT, peer, folder / "hf", tokens, weights])
         row(name, made_once(root / "model", partial(_with_weights, source, weights, root)))
 
 
@@ -110,7 +141,7 @@ def _with_weights(source: EagerModel, weights: Path, root: Path) -> EagerModel:
 
 
 def speed(folder: Path, environments: Path, source: EagerModel, context: Context) -> None:
-    """Print the speed of the folders of `export_genai` and of onnxruntime-genai's own builder."""
+    """Print the speed of the folders of `export_genai`, onnxruntime-genai's builder and Olive."""
     python = python_of(environments, "genai_builder")
     export = partial(ExportGenai(), source, context.with_root(folder / "peers-genai-float32"))
     folders = {"`export_genai`, float32": made_once(folder / "peers-genai-float32", export).path}
@@ -126,6 +157,14 @@ def speed(folder: Path, environments: Path, source: EagerModel, context: Context
             cache = folder / "peers-builder-cache"
             run([python, *BUILDER, "-i", folder / "hf", "-o", built, "-c", cache, *LIKE_OURS])
         folders["onnxruntime-genai's builder"] = built
+    tokens = write_calibration(folder)
+    for name, (environment, peer) in THEIR_FOLDERS.items():
+        built, python = folder / f"peers-{peer}", python_of(environments, environment)
+        if python is None:
+            continue
+        if not (built / "model.onnx").exists():
+            run([python, SCRIPT, peer, folder / "hf", tokens, built])
+        folders[name] = built
     rounds: dict[str, list[tuple[float, float]]] = {name: [] for name in folders}
     for _ in range(ROUNDS):
         for name, path in folders.items():
