@@ -38,6 +38,7 @@ def initial_folder(folder: Path) -> Path:
 def splits(folder: Path) -> dict[str, Dataset]:
     """Return other pages for `val` than for `train` and `calibration`."""
     tokenizer = Tokenizer.from_file(str(initial_folder(folder) / "tokenizer.json"))
+    tokenizer.no_truncation()  # to the context, as an artifact of ours has it
     encoded = [[*text.ids, END] for text in tokenizer.encode_batch(pages())]
     seen = [i for number, ids in enumerate(encoded) if number % 10 for i in ids]
     unseen = [i for ids in encoded[::10] for i in ids]
