@@ -31,6 +31,17 @@ def check_family(config: Any, title: str) -> None:
         )
     if config.hidden_act != "silu":
         raise StageFailed(f"{title}: takes hidden_act silu, found {config.hidden_act}")
+    heads, size = config.num_attention_heads, _head_size(config)
+    if config.model_type == "qwen2" and heads * size != config.hidden_size:
+        raise StageFailed(
+            f"{title}: llama.cpp takes a Qwen2 whose heads have hidden_size ({config.hidden_size}) "
+            f"numbers together, found {heads} heads of {size}; exclude its heads in "
+            "prune_channels, or use export_genai or export_compressed_tensors"
+        )
+
+
+def _head_size(config: Any) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def add_settings(writer: GGUFWriter, config: Any, name: str) -> None:
@@ -43,7 +54,7 @@ def add_settings(writer: GGUFWriter, config: Any, name: str) -> None:
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    head = _head_size(config)
     writer.add_rope_dimension_count(head)
     writer.add_key_length(head)
     writer.add_value_length(head)

@@ -18,6 +18,8 @@ pytest.importorskip("transformers")
 
 NARROW = {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 128}
 IDS = torch.arange(24)[None]
+PRUNE = PruneChannels(ratio=0.5, round_to=64, calibration_samples=0)
+QUANTIZE = QuantizeWeights(method="rtn", symmetric=True, activation_bits=32)
 
 needs_gguf = pytest.mark.skipif(
     GGUF.missing(), reason="to run these tests: pip install -e '.[gguf]'"
@@ -34,22 +36,20 @@ def wide(tmp_path_factory) -> EagerModel:
 def pruned(wide, tmp_path_factory) -> EagerModel:
     """Return it with half the heads and two thirds of the inner width."""
     root = tmp_path_factory.mktemp("narrow")
-    stage = PruneChannels(ratio=0.5, round_to=64, calibration_samples=0)
-    small = stage(wide, context_for(wide, root / "pruned"))
+    small = PRUNE(wide, context_for(wide, root / "pruned"))
     # A stage between pruning and quantization keeps the widths.
     return RotateWeights()(small, context_for(small, root / "rotated"))
 
 
 @pytest.fixture(scope="module")
 def narrow(pruned, tmp_path_factory) -> Artifact:
-    stage = QuantizeWeights(method="rtn", symmetric=True, activation_bits=32)
-    return stage(pruned, context_for(pruned, tmp_path_factory.mktemp("four") / "quantized"))
+    return QUANTIZE(pruned, context_for(pruned, tmp_path_factory.mktemp("four") / "quantized"))
 
 
 @needs_gguf
 def test_fewer_layers_and_widths_stand_in_one_config(tmp_path) -> None:
-    # A list in the config of Qwen2 has an entry for each layer.
-    deep = decoder(tmp_path, "Qwen2", intermediate_size=128, num_hidden_layers=3)
+    # A list in the config of Qwen3 has an entry for each layer.
+    deep = decoder(tmp_path, "Qwen3", head_dim=16, intermediate_size=128, num_hidden_layers=3)
     short = PruneLayers(remove=1)(deep, context_for(deep, tmp_path / "short"))
     stage = PruneChannels(ratio=0.5, calibration_samples=0)
     small = stage(short, context_for(short, tmp_path / "small"))
@@ -85,14 +85,17 @@ def test_compressed_tensors_say_the_widths(pruned, narrow, tmp_path) -> None:
 
 
 @needs_gguf
-def test_gguf_says_the_widths(pruned, narrow, tmp_path) -> None:
+def test_gguf_says_the_widths(tmp_path) -> None:
     from gguf import GGUFReader
 
+    wide = decoder(tmp_path, "Mistral", intermediate_size=192)
+    pruned = PRUNE(wide, context_for(wide, tmp_path / "pruned"))
+    narrow = QUANTIZE(pruned, context_for(pruned, tmp_path / "quantized"))
     file = ExportGguf()(narrow, context_for(pruned, tmp_path / "file"))
     fields = GGUFReader(file.payload_path).fields
     names = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
-    assert [fields[f"qwen2.{name}"].contents() for name in names] == [*NARROW.values()]
-    assert fields["qwen2.attention.key_length"].contents() == 16
+    assert [fields[f"llama.{name}"].contents() for name in names] == [*NARROW.values()]
+    assert fields["llama.attention.key_length"].contents() == 16
     assert file.manifest.facts["scores_error"] < 1e-6
     assert relative_error(narrow.open()(IDS)[0], file.open()(IDS)[0]) < 2e-3
     config = json.loads((file.path / "config.json").read_text())

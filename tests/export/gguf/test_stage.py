@@ -214,6 +214,11 @@ def test_a_tokenizer_that_llama_cpp_has_not_is_left_out(tokenizer, reason, tmp_p
         ("Mistral", {"sliding_window": 16}, "found sliding_window 16 in a context of 131072"),
         ("Llama", {"hidden_act": "gelu"}, "hidden_act silu, found gelu"),
         (
+            "Qwen2",
+            {"hidden_size": 64, "num_attention_heads": 2, "head_dim": 16},
+            r"hidden_size \(64\) numbers together, found 2 heads of 16",
+        ),
+        (
             "Llama",
             {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
             "type default, found linear",
