@@ -41,7 +41,8 @@ def check_family(config: Any, title: str) -> None:
 
 
 def _head_size(config: Any) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    stated: int | None = getattr(config, "head_dim", None)
+    return stated or int(config.hidden_size // config.num_attention_heads)
 
 
 def add_settings(writer: GGUFWriter, config: Any, name: str) -> None:
