@@ -90,18 +90,19 @@ class GenerationThreads(WorkerThreads):
             TextStream(self._decoder.tokenizer),
             StopTexts(job.stops),
         )
-        count, reason = 0, "length"
+        count = 0
         if job.cancelled.is_set():
             return
         self._call_start[threading.get_ident()] = time.monotonic()
         with closing(decoder.generate(job.prompt, job.count, job.sampling)) as tokens:
-            for count, token in enumerate(tokens, 1):
+            for token in tokens:
                 self._call_start[threading.get_ident()] = time.monotonic()
                 if job.cancelled.is_set():
                     return
+                # genai's engine does not return this token; its texts just end early.
                 if token in decoder.end_tokens:
-                    reason = "stop"
                     break
+                count += 1
                 part = stops.add(text.add(token))
                 if stops.found:
                     yield Part(part, count, "stop")
@@ -109,8 +110,7 @@ class GenerationThreads(WorkerThreads):
                 if part:
                     yield Part(part, count)
         part = stops.add(text.rest())
-        if stops.found:
-            reason = "stop"
+        reason = "stop" if stops.found or count < job.count else "length"
         yield Part(part + stops.rest(), count, reason)
 
     def _deliver(self, job: GenerationJob, part: Any) -> None:
