@@ -25,8 +25,7 @@ def prepare(folder: Path) -> None:
     """
     if (folder / "trained" / "manifest.json").exists():
         return
-    if not (folder / "initial" / "tokenizer.json").exists():
-        _write_initial(folder / "initial")
+    _write_initial(folder / "initial")
     source = imported(folder)
     context = context_for(folder / "trained", Splits(splits(folder), batch_size=1), source=source)
     RotateWeights()(source, context)

@@ -48,11 +48,12 @@ class GenerationJob:
 class GenerationThreads(WorkerThreads):
     """Threads that generate one answer each; further requests wait for their turn."""
 
+    _queue: queue.Queue[Any]
+
     def __init__(self, decoder: ServedDecoder, workers: int) -> None:
         """Start the threads, inside a running event loop."""
         self._decoder = decoder
-        self._jobs: queue.Queue[Any] = queue.Queue()
-        super().__init__(workers, self._jobs)
+        super().__init__(workers, queue.Queue())
 
     async def parts(self, job: GenerationJob) -> AsyncGenerator[Part, None]:
         """Yield the parts of an answer; end the generation where the caller ends."""
@@ -70,8 +71,8 @@ class GenerationThreads(WorkerThreads):
             job.cancelled.set()
             # Out of the queue, if it still waits there: while long answers are generated, clients
             # that ask and leave would fill the memory.
-            with self._jobs.mutex, suppress(ValueError):
-                self._jobs.queue.remove(job)
+            with self._queue.mutex, suppress(ValueError):
+                self._queue.queue.remove(job)
             self.depth -= 1
 
     def _work(self) -> None:

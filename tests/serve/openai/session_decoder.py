@@ -77,7 +77,11 @@ def main() -> None:
     from serve.openai import decoder
 
     serve, seconds = uvicorn_server.serve, float(os.environ[TOKEN_SECONDS])
-    before_token = lambda _: time.sleep(seconds)  # noqa: E731
+
+    def wait(_: int) -> None:
+        time.sleep(seconds)
+
+    before_token = wait
 
     def serve_until(create: Any, listener: Any, options: Any, ready: Any) -> None:
         stop = float(os.environ[STOP_SECONDS])
