@@ -52,11 +52,11 @@ class CompressedTensorsModel(Artifact):
 
         if self.is_streamed:
             self.verify_cached()
-            module = streamed_folder(self.path, self.signature)
+            module = streamed_folder(self.path, self.signature, device)
         else:
             require_all([COMPRESSED_TENSORS], str(self.path))
             self.verify_cached()
-            module = opened_folder(self.path, self.signature)
+            module = opened_folder(self.path, self.signature).to(device)
         with torch_predictor(module, device, threads) as predict:
             yield predict
 
@@ -216,7 +216,7 @@ def opened_folder(folder: Path, signature: Signature) -> Any:
     return module
 
 
-def streamed_folder(folder: Path, signature: Signature) -> Any:
+def streamed_folder(folder: Path, signature: Signature, device: str = "cpu") -> Any:
     """Return a folder's model, which reads and dequantizes a layer's weights when it is called."""
     from compress.artifacts.hf_folder import build
     from compress.artifacts.meta_init import parameters_on_meta
@@ -229,7 +229,7 @@ def streamed_folder(folder: Path, signature: Signature) -> Any:
     with parameters_on_meta():
         module = build(config["architectures"][0], config).eval()
     stored = read_safetensors(folder / CompressedTensorsModel.payload)
-    stream_weights_(module, floats_of(stored, config["quantization_config"]))
+    stream_weights_(module, floats_of(stored, config["quantization_config"]), device)
     names = tuple(spec.name for spec in signature.inputs)
     CallByName(inputs=names, outputs=("logits",)).apply_(module)
     return module
