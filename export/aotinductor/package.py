@@ -37,8 +37,6 @@ SETTINGS = {
     "cpp.vec_isa_ok": True,
     # The precompiled header would be written outside of the cache's folder, and stay.
     "aot_inductor.precompile_headers": False,
-    # They name the folder that was compiled in, which would make two packages differ.
-    "aot_inductor.enable_line_tables": False,
     "compile_threads": 1,
 }
 # A heavy operator in the generated C++, e.g. aoti_torch_cpu__qlinear_pointwise_tensor(.
@@ -74,6 +72,9 @@ def compile_package(
     refuse_unrolled_rnn(program, "AOTInductor", kernels=("LSTM",))
     share = IntegerShare()
     settings: dict[str, Any] = {**SETTINGS, "post_grad_custom_pre_pass": [share]}
+    if hasattr(config.aot_inductor, "enable_line_tables"):  # torch 2.11 writes no line tables
+        # They name the folder that was compiled in, which would make two packages differ.
+        settings["aot_inductor.enable_line_tables"] = False
     with (
         TemporaryDirectory(prefix="compress-aot-") as scratch,
         warnings.catch_warnings(),
