@@ -196,7 +196,10 @@ def load_program(file: Path) -> ExportedProgram:
         for danger in find_code(PT2ArchiveReader(io.BytesIO(content))):
             raise ArtifactInvalid(f"{file}: {danger}; it was not read")
         # Not torch.export.load: on an error it falls back to an older format, which is pickled.
-        with cached_deserialization():
+        with cached_deserialization(), warnings.catch_warnings():
+            # torch 2.11 makes tensors of `bytes` objects, which nothing else holds, and warns once
+            # that these are read-only. In 2.13 the tensors have storage of their own.
+            warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
             return load_pt2(io.BytesIO(content)).exported_programs["model"]
     except ArtifactInvalid:
         raise

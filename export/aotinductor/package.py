@@ -37,8 +37,6 @@ SETTINGS = {
     "cpp.vec_isa_ok": True,
     # The precompiled header would be written outside of the cache's folder, and stay.
     "aot_inductor.precompile_headers": False,
-    # They name the folder that was compiled in, which would make two packages differ.
-    "aot_inductor.enable_line_tables": False,
     "compile_threads": 1,
 }
 # A heavy operator in the generated C++, e.g. aoti_torch_cpu__qlinear_pointwise_tensor(.
@@ -65,7 +63,7 @@ def compile_package(
     from torch._inductor.utils import fresh_cache
     from torch.export.passes import move_to_device_pass
 
-    from export.aotinductor.graph_passes import IntegerShare, PackForImages
+    from export.aotinductor.graph_passes import IntegerShare, PackForImages, PassSequence
 
     # Inductor (torch 2.13) hands 16-bit activations to 8-bit kernels.
     if any(torch.uint16 in node.args for node in program.graph.nodes):
@@ -73,7 +71,10 @@ def compile_package(
     refuse_one_channel_integers(program)
     refuse_unrolled_rnn(program, "AOTInductor", kernels=("LSTM",))
     share = IntegerShare()
-    settings: dict[str, Any] = {**SETTINGS, "post_grad_custom_pre_pass": [share]}
+    settings: dict[str, Any] = {**SETTINGS, "post_grad_custom_pre_pass": share}
+    if hasattr(config.aot_inductor, "enable_line_tables"):  # torch 2.11 writes no line tables
+        # They name the folder that was compiled in, which would make two packages differ.
+        settings["aot_inductor.enable_line_tables"] = False
     with (
         TemporaryDirectory(prefix="compress-aot-") as scratch,
         warnings.catch_warnings(),
@@ -86,7 +87,7 @@ def compile_package(
             if device == "cpu":
                 merge_products_(program)
                 multiply_rows_(program)
-                settings["post_grad_custom_pre_pass"] = [PackForImages(), share]
+                settings["post_grad_custom_pre_pass"] = PassSequence(PackForImages(), share)
             else:
                 program = move_to_device_pass(program, device)
                 settings["freezing"] = False  # it is for oneDNN's kernels
