@@ -171,7 +171,7 @@ def _exact_near_zero() -> Iterator[None]:
 
 
 def _without_sources(package: Path, file: Path) -> dict[str, dict[str, int]]:
-    """Copy a package without its C++ sources; return the kernels that these call."""
+    """Copy a package with its C++ sources emptied; return the kernels that these call."""
     reader = PT2ArchiveReader(str(package))
     sources = []
     with file.open("wb") as stream:
@@ -180,7 +180,8 @@ def _without_sources(package: Path, file: Path) -> dict[str, dict[str, int]]:
             record = reader.read_bytes(name)
             if name.endswith(SOURCE_SUFFIXES):
                 sources.append(record.decode())
-            elif name != "byteorder":  # the writer adds it
+                record = b""  # torch 2.11 finds the package's metadata by the source's name
+            if name != "byteorder":  # the writer adds it
                 writer.write_record(name, record, len(record))
         writer.write_end_of_file()
     return count_kernels("\n".join(sources))

@@ -69,8 +69,8 @@ class SelectiveBlock:
     def _contexts(self) -> ContextPair:
         """Return torch's contexts of forward pass and recomputation."""
         saved = self.saved or frozenset()
-        # torch 2.11 asks again while it computes again, later releases ask in the forward pass alone
-        # (`is_recompute` is then always False).
+        # torch 2.11 asks the policy while it computes again, too; 2.13 in the forward pass alone,
+        # where `is_recompute` is always False.
         positions = {False: -1, True: -1}
 
         def policy(context: Any, operator: Any, *_: object, **named: object) -> CheckpointPolicy:
