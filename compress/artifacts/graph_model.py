@@ -85,14 +85,12 @@ class GraphModel(Artifact):
 
     def program(self, device: str = "cpu") -> torch.export.ExportedProgram:
         """Return the program; raise ArtifactInvalid for anything but tensors and a graph."""
-        from torch.export.passes import move_to_device_pass
-
-        from compress.graph.torch_export import load_program
+        from compress.graph.torch_export import load_program, move_program
 
         self.verify_cached()
         program = load_program(self.payload_path)
         # A module that is moved would still make its constants where they were traced: on the CPU.
-        return program if device == "cpu" else move_to_device_pass(program, device)
+        return program if device == "cpu" else move_program(program, device)
 
     @opened_model
     def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:

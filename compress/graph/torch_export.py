@@ -104,6 +104,14 @@ def _record_specializations() -> Iterator[dict[int, traceback.FrameSummary]]:
         yield locations
 
 
+def move_program(program: ExportedProgram, device: str) -> ExportedProgram:
+    """Move a program's weights, and the constants that it makes, to a device; return it."""
+    from torch.export.passes import move_to_device_pass
+
+    # With a number, as tensors have it: `cuda` is another device to a program's assertions.
+    return move_to_device_pass(program, "cuda:0" if device == "cuda" else device)
+
+
 def has_integer_operators(graph: torch.fx.Graph) -> bool:
     """Whether a graph quantizes or dequantizes tensors."""
     return any(str(node.target).startswith("quantized_decomposed.") for node in graph.nodes)

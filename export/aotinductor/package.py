@@ -16,6 +16,7 @@ from torch.export.pt2_archive import PT2ArchiveReader
 from compress.checkpoint.safe_zip import refuse_bomb
 from compress.common.errors import ArtifactInvalid, StageFailed, first_line
 from compress.graph.library_cache import patched_attribute
+from compress.graph.torch_export import move_program
 from export.aotinductor.lowering import merge_products_, multiply_rows_, widen_ranges_
 from export.common.recurrent import refuse_unrolled_rnn
 from export.common.targets import NO_UINT16_KERNELS
@@ -61,7 +62,6 @@ def compile_package(
     """
     from torch._inductor import aoti_compile_and_package, config
     from torch._inductor.utils import fresh_cache
-    from torch.export.passes import move_to_device_pass
 
     from export.aotinductor.graph_passes import IntegerShare, PackForImages, PassSequence
 
@@ -81,6 +81,8 @@ def compile_package(
         fresh_cache(dir=scratch),
     ):
         warnings.filterwarnings("ignore", module=r"torch\.")  # about Inductor's own code
+        # torch 2.11 copies a graph for CUDA, for which Python's copyreg is blamed.
+        warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)`", FutureWarning)
         package = Path(scratch) / file.name
         try:
             widen_ranges_(program)
@@ -89,7 +91,7 @@ def compile_package(
                 multiply_rows_(program)
                 settings["post_grad_custom_pre_pass"] = PassSequence(PackForImages(), share)
             else:
-                program = move_to_device_pass(program, device)
+                program = move_program(program, device)
                 settings["freezing"] = False  # it is for oneDNN's kernels
             # A stored program has none.
             program._example_inputs = (tuple(signature.example(device=device)), {})

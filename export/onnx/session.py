@@ -47,6 +47,8 @@ def session_predictor(file: Path, threads: int, device: str = "cpu") -> Predicto
     if device == "cpu":
         return _predictor(exact_session(file, threads))
     number = int(device.partition(":")[2] or 0)
+    # onnxruntime 1.31 warns of each session that no plugin has the device.
+    onnxruntime.set_default_logger_severity(ERRORS_ONLY)
     session = _session(file, session_options(threads), [(CUDA, {"device_id": number}), CPU])
     # Where the libraries are missing, onnxruntime (1.31) takes the CPU, and only logs it.
     if CUDA not in session.get_providers():
