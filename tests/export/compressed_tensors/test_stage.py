@@ -12,9 +12,10 @@ from compress.artifacts.streaming.packed_weight import PackedWeight
 from compress.common.errors import StageFailed
 from compress.common.tensor_difference import relative_error
 from export import CompressedTensorsModel, ExportCompressedTensors
-from export.common.packed_weights import decoder_weights
+from export.common.packed_weights import DecoderWeights, decoder_weights
 from export.compressed_tensors.stage import COMPRESSED_TENSORS, streamed_folder
-from export.compressed_tensors.tensors import packed_state, unpacked
+from export.compressed_tensors.tensors import packed_state, quantization_config, unpacked
+from export.compressed_tensors.vllm_limits import vllm_limits
 from tests.export.tiny_decoder import context_for, decoder
 
 IDS = torch.arange(24)[None]
@@ -88,7 +89,7 @@ def test_the_config_says_what_is_packed(folder, quantized) -> None:
     assert ("model.embed_tokens.weight", True) in ours
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [pytest.param(4, marks=pytest.mark.slow), 8])
 def test_zero_points_in_the_middle_are_not_stored(quantized, bits, tmp_path, caplog) -> None:
     source, _ = quantized
     context = context_for(source, tmp_path / "quantized")
@@ -108,6 +109,7 @@ def test_zero_points_in_the_middle_are_not_stored(quantized, bits, tmp_path, cap
         assert made.manifest.facts["scores_error"] < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("excluded", "is_tied"), [(("lm_head", "model.embed_tokens"), True), (("lm_head",), False)]
 )
@@ -130,21 +132,32 @@ def test_a_table_is_tied_where_it_still_is_the_last_layer(
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("bits", "floats", "message"),
     [
-        ({"exclude": ("*.q_proj", "lm_head")}, r"joins .*0\.self_attn\.q_proj, .* only .*k_proj, "),
-        ({}, r"does not open zero points of lm_head for 257 tokens, which 8 does not divide"),
-        ({"bits": 8, "exclude": ("lm_head",)}, r"no kernel for 8 bits with zero points"),
+        (4, ("q_proj", "lm_head"), r"joins .*0\.self_attn\.q_proj, .* only .*k_proj, .*v_proj is"),
+        (4, (), r"does not open zero points of lm_head for 257 tokens, which 8 does not divide"),
+        (8, ("lm_head",), r"no kernel for 8 bits with zero points"),
+        (4, ("q_proj", "k_proj", "v_proj", "lm_head"), None),
     ],
 )
-def test_what_vllm_does_not_open_is_said(quantized, settings, message, tmp_path, caplog) -> None:
-    source, _ = quantized
-    context = context_for(source, tmp_path / "quantized")
-    model = QuantizeWeights(activation_bits=32, **settings)(source, context)
-    ExportCompressedTensors()(model, context_for(source, tmp_path / "folder"))
-    limits = [record.getMessage() for record in caplog.records if "vLLM" in record.getMessage()]
-    assert len(limits) == 1
-    assert re.search(message, limits[0])
+def test_what_vllm_does_not_open_is_said(quantized, bits, floats, message) -> None:
+    module = quantized[0].load()
+    packed = {
+        (f"{name}.weight", False): PackedWeight(
+            torch.zeros(layer.out_features, layer.in_features * bits // 8, dtype=torch.uint8),
+            torch.ones(layer.out_features, layer.in_features // 32),
+            torch.ones(layer.out_features, layer.in_features // 32, dtype=torch.uint8),
+            bits,
+            is_table=False,
+        )
+        for name, layer in module.named_modules()
+        if isinstance(layer, torch.nn.Linear) and not name.endswith(floats or "none")
+    }
+    weights = DecoderWeights(module, packed, rounds_activations=False)
+    scheme = quantization_config(weights)["config_groups"]["group_0"]["weights"]
+    limits = [*vllm_limits(weights, scheme)]
+    assert len(limits) == (message is not None)
+    assert all(re.search(message, limit) for limit in limits)
 
 
 @pytest.mark.slow
