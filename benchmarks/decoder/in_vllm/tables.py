@@ -19,7 +19,7 @@ from compress.common.tensor_difference import relative_error
 from compress.data.splits import Splits
 from decoder.compression import PROMPT, TOKENS, context_for, made_once, trained
 from decoder.in_vllm.client import vllm
-from decoder.peers import ALIKE, OURS, ROUNDS, python_of
+from decoder.peers import ALIKE, OURS, python_of
 from decoder.text import VOCABULARY, splits
 from export import ExportCompressedTensors, ExportGenai
 from export.genai.runtime import measure_speed
@@ -36,7 +36,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Phi": {"num_key_value_heads": 4, "intermediate_size": 512},
     "Phi3": {"pad_token_id": 0},
     "Gemma": {"head_dim": 32},
-    "Gemma2": {"head_dim": 32, "sliding_window": 8},
     "Granite": {},
     "StableLm": {},
     "OPT": {"ffn_dim": 256, "word_embed_proj_dim": 128},
@@ -52,6 +51,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "8 bits, symmetric": {"bits": 8, "symmetric": True, **WHOLE_HEAD},
 }
 IDS = [256, 51, 71, 68, 220, 86, 72, 83, 71, 220, 82, 83]
+ROUNDS = 5
+MOST_SCORES = 2**22
+"""vLLM makes an object of each."""
 DTYPE = "float16"
 """Nearest to the stage's float32 of what vLLM's 4-bit kernel multiplies."""
 
@@ -111,7 +113,9 @@ def trained_model(folder: Path, python: Path, source: EagerModel, context: Conte
     """Print perplexity and KL divergence of vLLM's answers on texts of `val`, to ours."""
     assert context.data is not None
     data: Any = context.data.datasets["val"]
-    texts = [data[i]["input_ids"][:256] for i in range(2)]
+    module: Any = source.load()
+    vocabulary = module.get_input_embeddings().num_embeddings
+    texts = [data[i]["input_ids"][: min(256, MOST_SCORES // vocabulary)] for i in range(2)]
     print("\n| GPTQ, groups of 32 | perplexity, ours | in vLLM | KL, nats | equal next tokens |")
     print("|---|---|---|---|---|")
     with vllm(python, "bfloat16", log=folder / "vllm.log") as opened:
