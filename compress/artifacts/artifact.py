@@ -96,6 +96,8 @@ class Artifact:
     """Modules that take seconds to import in :meth:`open`; imported before memory is measured."""
     memory_elsewhere: ClassVar[str] = ""
     """Why no artifact of this kind shows a call's memory in this process; empty if they do."""
+    only_device: ClassVar[str] = ""
+    """What it runs on whatever device is asked for, such as `cpu`; empty: on any."""
     reports_delegation: ClassVar[bool] = False
     """Whether the fact `delegated_share` says how much a backend computes."""
     reports_integer_share: ClassVar[bool] = False
@@ -330,6 +332,10 @@ class Artifact:
     def is_streamed(self) -> bool:
         """Whether a call reads the weights part by part: they may not fit into memory."""
         return bool(self.manifest.facts.get(STREAMED))
+
+    def runs_on(self, device: str) -> str:
+        """Return the device on which :meth:`open` runs the model where one is asked for."""
+        return self.only_device or device
 
     def open(self, device: str = "cpu", threads: int = 1) -> OpenedModel:
         """Load the model as a predictor with so many CPU threads: for a ``with`` block, or a call.

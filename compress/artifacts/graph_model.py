@@ -83,12 +83,14 @@ class GraphModel(Artifact):
             carried=model.carried_files(),
         )
 
-    def program(self) -> torch.export.ExportedProgram:
+    def program(self, device: str = "cpu") -> torch.export.ExportedProgram:
         """Return the program; raise ArtifactInvalid for anything but tensors and a graph."""
-        from compress.graph.torch_export import load_program
+        from compress.graph.torch_export import load_program, move_program
 
         self.verify_cached()
-        return load_program(self.payload_path)
+        program = load_program(self.payload_path)
+        # A module that is moved would still make its constants where they were traced: on the CPU.
+        return program if device == "cpu" else move_program(program, device)
 
     @opened_model
     def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:
@@ -111,11 +113,11 @@ class GraphModel(Artifact):
         def choose_range(x: torch.Tensor, *limits: Any) -> Any:
             return choose(x if x.numel() else x.new_zeros(1), *limits)
 
-        module: Any = self.program().module()
+        module: Any = self.program(device).module()
         for node in module.graph.find_nodes(op="call_function", target=choose):
             node.target = choose_range
         module.recompile()
-        return module.to(device)  # type: ignore[no-any-return]
+        return module  # type: ignore[no-any-return]
 
     def parameters(self) -> int:
         """Count the weights; scales and zero points are not weights."""

@@ -204,7 +204,8 @@ class Context:
     def compare_latency(self, before: Artifact, after: Artifact, batch: int) -> Comparison:
         """Measure two artifacts' latencies call by call in turn, on samples of `val`.
 
-        Reliable ones are measured once.
+        Both run where the second does: a file for the CPU is compared with its source on the CPU.
+        Reliable latencies are measured once.
         """
         from compress.profiling.benchmark import compare_latency
 
@@ -212,10 +213,11 @@ class Context:
         key = (before.digest, after.digest, batch, *conditions)
         if key not in self.comparisons:
             batches = self.measured_batches(before.signature, batch)
+            device = after.runs_on(self.device)
             with (
                 recording() as recorded,
-                before.open(self.device, self.threads) as predict_before,
-                after.open(self.device, self.threads) as predict_after,
+                before.open(device, self.threads) as predict_before,
+                after.open(device, self.threads) as predict_after,
             ):
                 compared = compare_latency(predict_before, predict_after, batches)
             if compared.unreliable_reason:  # the machine may have less to do next time

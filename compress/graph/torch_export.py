@@ -104,6 +104,14 @@ def _record_specializations() -> Iterator[dict[int, traceback.FrameSummary]]:
         yield locations
 
 
+def move_program(program: ExportedProgram, device: str) -> ExportedProgram:
+    """Move a program's weights, and the constants that it makes, to a device; return it."""
+    from torch.export.passes import move_to_device_pass
+
+    # With a number, as tensors have it: `cuda` is another device to a program's assertions.
+    return move_to_device_pass(program, "cuda:0" if device == "cuda" else device)
+
+
 def has_integer_operators(graph: torch.fx.Graph) -> bool:
     """Whether a graph quantizes or dequantizes tensors."""
     return any(str(node.target).startswith("quantized_decomposed.") for node in graph.nodes)
@@ -196,7 +204,10 @@ def load_program(file: Path) -> ExportedProgram:
         for danger in find_code(PT2ArchiveReader(io.BytesIO(content))):
             raise ArtifactInvalid(f"{file}: {danger}; it was not read")
         # Not torch.export.load: on an error it falls back to an older format, which is pickled.
-        with cached_deserialization():
+        with cached_deserialization(), warnings.catch_warnings():
+            # torch 2.11 makes tensors of `bytes` objects, which nothing else holds, and warns once
+            # that these are read-only. In 2.13 the tensors have storage of their own.
+            warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
             return load_pt2(io.BytesIO(content)).exported_programs["model"]
     except ArtifactInvalid:
         raise

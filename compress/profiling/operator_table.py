@@ -49,7 +49,10 @@ class OperatorTable(Settings):
         cls, profiler: Any, task: str, steps: int, *, on_cuda: bool, shapes: bool, memory: bool
     ) -> OperatorTable:
         """Sum up what a ``torch.profiler.profile`` has recorded in its active steps."""
-        python_functions = {e.name for e in profiler.events() if e.is_python_function}
+        # The events of torch 2.11 lack the attribute, and none of them is a Python function.
+        python_functions = {
+            e.name for e in profiler.events() if getattr(e, "is_python_function", False)
+        }
         costs = []
         for event in profiler.key_averages(group_by_input_shape=shapes):
             # Kernels on the device are part of the operators that launch them, and annotations,

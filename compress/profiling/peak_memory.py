@@ -47,7 +47,8 @@ def peak_memory(
 
     Counted is resident memory beyond that of a process which has imported the same libraries, with
     neither their code nor their modules nor the inputs. On a CUDA device it is what torch allocates
-    there. StageFailed is raised, with the reason, where it cannot be measured.
+    there, without cuBLAS's workspace. StageFailed is raised, with the reason, where it cannot be
+    measured.
     """
     import torch
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from compress.common.errors import CompressError, describe_exit_code, first_line
+from compress.common.errors import CompressError, StageFailed, describe_exit_code, first_line
 from compress.common.factories import is_library
 from compress.common.process import import_modules
 from compress.profiling.measurement_request import MeasurementRequest
@@ -118,10 +118,16 @@ def _measure(request: MeasurementRequest) -> float:
     kind: type[Artifact] = functools.reduce(getattr, request.name.split("."), module)  # type: ignore[assignment]
     artifact = kind.from_directory(request.path)
     batches = torch.load(request.inputs, weights_only=True)
-    on_device = request.device.startswith("cuda")
+    device, already = artifact.runs_on(request.device), 0
+    on_device = device.startswith("cuda")
     if on_device:
-        torch.zeros(1, device=request.device)  # creates the context, which is no part of a model
-        torch.cuda.reset_peak_memory_stats(request.device)
+        # Creates the context and cuBLAS's workspace (32 MiB on a Hopper), which are no part of a
+        # model.
+        square = torch.zeros(16, 16, device=device)
+        torch.addmm(square, square, square @ square)
+        del square
+        already = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
     libraries = library_kib()
     release_memory()
     reset_peak()
@@ -130,8 +136,10 @@ def _measure(request: MeasurementRequest) -> float:
         for inputs in batches:
             predict(*inputs)
         growth = memory_kib("VmHWM") - before
-        if on_device and (allocated := torch.cuda.max_memory_allocated(request.device)):
-            return allocated / 2**20
+        if on_device:
+            if allocated := torch.cuda.max_memory_allocated(device) - already:
+                return allocated / 2**20
+            raise StageFailed("its runtime takes memory of the GPU, which PyTorch does not count")
         # A library's file is read as it is used; its pages are shared, and no part of a model.
         library_growth = sum(kib - libraries.get(file, kib) for file, kib in library_kib().items())
     return max(0, growth - library_growth) / 1024

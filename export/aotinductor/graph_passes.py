@@ -20,6 +20,23 @@ SHARED = ("stride", "padding", "dilation", "groups")
 INTEGER_OPERATOR = re.compile(r"onednn\.q(conv|linear)|aten\._int_mm")
 
 
+class PassSequence(CustomGraphPass):
+    """Graph pass of Inductor: applies passes one after the other (torch 2.11 takes only one)."""
+
+    def __init__(self, *passes: CustomGraphPass) -> None:
+        """Take the passes in their order."""
+        self.passes = passes
+
+    def __call__(self, graph: Graph) -> None:
+        """Apply all passes to a graph, in place."""
+        for graph_pass in self.passes:
+            graph_pass(graph)
+
+    def uuid(self) -> str:
+        """Return the passes' key in the compiler's cache."""
+        return " ".join(str(graph_pass.uuid()) for graph_pass in self.passes)
+
+
 class PackForImages(CustomGraphPass):
     """Graph pass of Inductor: packs weights for one image of the traced size.
 

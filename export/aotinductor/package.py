@@ -16,6 +16,7 @@ from torch.export.pt2_archive import PT2ArchiveReader
 from compress.checkpoint.safe_zip import refuse_bomb
 from compress.common.errors import ArtifactInvalid, StageFailed, first_line
 from compress.graph.library_cache import patched_attribute
+from compress.graph.torch_export import move_program
 from export.aotinductor.lowering import merge_products_, multiply_rows_, widen_ranges_
 from export.common.recurrent import refuse_unrolled_rnn
 from export.common.targets import NO_UINT16_KERNELS
@@ -37,8 +38,6 @@ SETTINGS = {
     "cpp.vec_isa_ok": True,
     # The precompiled header would be written outside of the cache's folder, and stay.
     "aot_inductor.precompile_headers": False,
-    # They name the folder that was compiled in, which would make two packages differ.
-    "aot_inductor.enable_line_tables": False,
     "compile_threads": 1,
 }
 # A heavy operator in the generated C++, e.g. aoti_torch_cpu__qlinear_pointwise_tensor(.
@@ -63,9 +62,8 @@ def compile_package(
     """
     from torch._inductor import aoti_compile_and_package, config
     from torch._inductor.utils import fresh_cache
-    from torch.export.passes import move_to_device_pass
 
-    from export.aotinductor.graph_passes import IntegerShare, PackForImages
+    from export.aotinductor.graph_passes import IntegerShare, PackForImages, PassSequence
 
     # Inductor (torch 2.13) hands 16-bit activations to 8-bit kernels.
     if any(torch.uint16 in node.args for node in program.graph.nodes):
@@ -73,22 +71,27 @@ def compile_package(
     refuse_one_channel_integers(program)
     refuse_unrolled_rnn(program, "AOTInductor", kernels=("LSTM",))
     share = IntegerShare()
-    settings: dict[str, Any] = {**SETTINGS, "post_grad_custom_pre_pass": [share]}
+    settings: dict[str, Any] = {**SETTINGS, "post_grad_custom_pre_pass": share}
+    if hasattr(config.aot_inductor, "enable_line_tables"):  # torch 2.11 writes no line tables
+        # They name the folder that was compiled in, which would make two packages differ.
+        settings["aot_inductor.enable_line_tables"] = False
     with (
         TemporaryDirectory(prefix="compress-aot-") as scratch,
         warnings.catch_warnings(),
         fresh_cache(dir=scratch),
     ):
         warnings.filterwarnings("ignore", module=r"torch\.")  # about Inductor's own code
+        # torch 2.11 copies a graph for CUDA, for which Python's copyreg is blamed.
+        warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)`", FutureWarning)
         package = Path(scratch) / file.name
         try:
             widen_ranges_(program)
             if device == "cpu":
                 merge_products_(program)
                 multiply_rows_(program)
-                settings["post_grad_custom_pre_pass"] = [PackForImages(), share]
+                settings["post_grad_custom_pre_pass"] = PassSequence(PackForImages(), share)
             else:
-                program = move_to_device_pass(program, device)
+                program = move_program(program, device)
                 settings["freezing"] = False  # it is for oneDNN's kernels
             # A stored program has none.
             program._example_inputs = (tuple(signature.example(device=device)), {})
@@ -170,7 +173,7 @@ def _exact_near_zero() -> Iterator[None]:
 
 
 def _without_sources(package: Path, file: Path) -> dict[str, dict[str, int]]:
-    """Copy a package without its C++ sources; return the kernels that these call."""
+    """Copy a package with its C++ sources emptied; return the kernels that these call."""
     reader = PT2ArchiveReader(str(package))
     sources = []
     with file.open("wb") as stream:
@@ -179,7 +182,8 @@ def _without_sources(package: Path, file: Path) -> dict[str, dict[str, int]]:
             record = reader.read_bytes(name)
             if name.endswith(SOURCE_SUFFIXES):
                 sources.append(record.decode())
-            elif name != "byteorder":  # the writer adds it
+                record = b""  # torch 2.11 finds the package's metadata by the source's name
+            if name != "byteorder":  # the writer adds it
                 writer.write_record(name, record, len(record))
         writer.write_end_of_file()
     return count_kernels("\n".join(sources))

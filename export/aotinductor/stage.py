@@ -48,6 +48,11 @@ class AotModel(Artifact):
         reason = "compiled code takes memory of the GPU that PyTorch does not count"
         return reason if built_for["device"] == "cuda" else ""
 
+    def runs_on(self, device: str) -> str:
+        """Return what it was compiled for, with the number of a CUDA device that is asked for."""
+        built_for: Any = self.fact("built_for")
+        return _numbered(built_for["device"], device)
+
     @opened_model
     def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:
         """Load the code as a predictor; it runs on what it was compiled for, whatever the device.
@@ -62,7 +67,7 @@ class AotModel(Artifact):
         built_for: Any = self.fact("built_for")
         refuse_other_host(built_for, self.payload_path)
         self.verify()
-        device = _numbered(built_for["device"], device)
+        device = self.runs_on(device)
         module = load(self.payload_path, self.signature, device)
         with torch_predictor(module, device, threads) as predict:
             yield predict

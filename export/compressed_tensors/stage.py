@@ -52,11 +52,11 @@ class CompressedTensorsModel(Artifact):
 
         if self.is_streamed:
             self.verify_cached()
-            module = streamed_folder(self.path, self.signature)
+            module = streamed_folder(self.path, self.signature, device)
         else:
             require_all([COMPRESSED_TENSORS], str(self.path))
             self.verify_cached()
-            module = opened_folder(self.path, self.signature)
+            module = opened_folder(self.path, self.signature).to(device)
         with torch_predictor(module, device, threads) as predict:
             yield predict
 
@@ -225,7 +225,7 @@ def opened_folder(folder: Path, signature: Signature) -> Any:
     return module
 
 
-def streamed_folder(folder: Path, signature: Signature) -> Any:
+def streamed_folder(folder: Path, signature: Signature, device: str = "cpu") -> Any:
     """Return a folder's model, which reads and dequantizes a layer's weights when it is called."""
     from compress.artifacts.hf_folder import build
     from compress.artifacts.meta_init import parameters_on_meta
@@ -242,7 +242,7 @@ def streamed_folder(folder: Path, signature: Signature) -> Any:
     for names, _ in shared_parameters(module):  # a tied one is in the file once
         at = next((name for name in names if name in floats), None)
         floats |= {name: floats[at] for name in names if at is not None and name not in floats}
-    stream_weights_(module, floats)
+    stream_weights_(module, floats, device)
     names = tuple(spec.name for spec in signature.inputs)
     CallByName(inputs=names, outputs=("logits",)).apply_(module)
     return module

@@ -37,6 +37,7 @@ class ExecuTorchModel(Artifact):
 
     kind: ClassVar[str] = "executorch"
     payload: ClassVar[str] = "model.pte"
+    only_device: ClassVar[str] = "cpu"
     opened_with: ClassVar[tuple[str, ...]] = ("executorch.runtime",)
     reports_delegation: ClassVar[bool] = True
     reports_integer_share: ClassVar[bool] = True

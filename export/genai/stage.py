@@ -38,6 +38,7 @@ class GenaiModel(Artifact):
 
     kind: ClassVar[str] = "genai"
     payload: ClassVar[str] = "model.onnx"
+    only_device: ClassVar[str] = "cpu"
     opened_with: ClassVar[tuple[str, ...]] = ("export.onnx.session",)
     generates: ClassVar[bool] = True
 

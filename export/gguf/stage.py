@@ -52,7 +52,7 @@ class GgufModel(Artifact):
 
         require_all([GGUF], str(self.path))
         self.verify_cached()
-        module = opened_file(self.payload_path, self.signature)
+        module = opened_file(self.payload_path, self.signature).to(device)
         with torch_predictor(module, device, threads) as predict:
             yield predict
 

@@ -50,12 +50,14 @@ class Kernel:
     inputs: Arrays
     outputs: tuple[onnx.ValueInfoProto, ...]
     opsets: tuple[onnx.OperatorSetIdProto, ...]
+    ir_version: int
+    """Of the model. Not onnx's newest, which onnxruntime's release may not read yet."""
 
     def to_model(self) -> onnx.ModelProto:
         """Return a model of this operator alone."""
         inputs = [_value_info(name, array) for name, array in self.inputs.items()]
         graph = make_graph([self.node], "kernel", inputs, self.outputs, self.weights)
-        return make_model(graph, opset_imports=self.opsets, ir_version=onnx.IR_VERSION)
+        return make_model(graph, opset_imports=self.opsets, ir_version=self.ir_version)
 
 
 def kernels_of(file: Path, inputs: Arrays, threads: int) -> list[Kernel]:
@@ -130,6 +132,7 @@ def _kernel(
         inputs=read_values,
         outputs=outputs,
         opsets=tuple(model.opset_import),
+        ir_version=model.ir_version,
     )
 
 
@@ -174,8 +177,9 @@ def _bound_call(kernel: Kernel, threads: int) -> tuple[Any, Any]:
 def _empty_kernel() -> Kernel:
     array = np.zeros(1, np.float32)
     node = onnx.helper.make_node("Identity", ["x"], ["y"])
+    inputs, outputs = {"x": array}, (_value_info("y", array),)
     opsets = (onnx.helper.make_opsetid("", 18),)
-    return Kernel("", "Identity", "", 0, node, (), {"x": array}, (_value_info("y", array),), opsets)
+    return Kernel("", "Identity", "", 0, node, (), inputs, outputs, opsets, ir_version=8)
 
 
 def _plain_options(threads: int = 1) -> Any:

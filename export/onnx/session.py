@@ -9,15 +9,18 @@ from typing import TYPE_CHECKING, Any, Literal
 import onnxruntime
 import torch
 
-from compress.common.errors import ArtifactInvalid, first_line
+from compress.common.errors import ArtifactInvalid, Unavailable, first_line
 from compress.common.tensor_difference import relative_error
 from export.common.int8_sums import has_16_bit_sums
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import onnx
 
     from compress.common.forward import Predictor
 
+CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 ERRORS_ONLY = 3
 """onnxruntime's number of a log level."""
 EXACT_SUMS = ("session.x64quantprecision", "1")
@@ -29,9 +32,31 @@ EPYC with AVX2. With the setting, weights are made unsigned where the processor 
 """
 
 
-def session_predictor(file: Path, threads: int) -> Predictor:
-    """Return a predictor that runs an ONNX file on the CPU."""
-    return _predictor(exact_session(file, threads))
+def device_of(device: str) -> str:
+    """Return the device if this onnxruntime has kernels for it, else the CPU."""
+    return device if CUDA in onnxruntime.get_available_providers() else "cpu"
+
+
+def session_predictor(file: Path, threads: int, device: str = "cpu") -> Predictor:
+    """Return a predictor that runs an ONNX file.
+
+    Raises:
+        ArtifactInvalid: onnxruntime cannot load the file.
+        Unavailable: the device is a CUDA one, and onnxruntime does not find CUDA's libraries.
+    """
+    if device == "cpu":
+        return _predictor(exact_session(file, threads))
+    number = int(device.partition(":")[2] or 0)
+    # onnxruntime 1.31 warns of each session that no plugin has the device.
+    onnxruntime.set_default_logger_severity(ERRORS_ONLY)
+    session = _session(file, session_options(threads), [(CUDA, {"device_id": number}), CPU])
+    # Where the libraries are missing, onnxruntime (1.31) takes the CPU, and only logs it.
+    if CUDA not in session.get_providers():
+        raise Unavailable(
+            f"{file}: onnxruntime does not find CUDA's libraries; "
+            "pip install 'onnxruntime-gpu[cuda,cudnn]'"
+        )
+    return _predictor(session)
 
 
 def counted_predictor(
@@ -147,9 +172,9 @@ def exact_session(
         return _session(file, session_options(threads, optimized, profiled=profiled))
 
 
-def _session(file: Path, options: Any) -> Any:
+def _session(file: Path, options: Any, providers: Sequence[Any] = (CPU,)) -> Any:
     """Return a session; ArtifactInvalid where onnxruntime cannot load the file."""
     try:
-        return onnxruntime.InferenceSession(str(file), options, ["CPUExecutionProvider"])
+        return onnxruntime.InferenceSession(str(file), options, list(providers))
     except Exception as error:
         raise ArtifactInvalid(f"{file}: onnxruntime cannot load it: {first_line(error)}") from error

@@ -52,20 +52,31 @@ ONNX_TARGETS = ("onnxruntime-cpu", "onnxruntime-cuda", "tensorrt")
 
 
 class OnnxModel(Artifact):
-    """An ONNX file, run by onnxruntime on the CPU."""
+    """An ONNX file, run by onnxruntime: on the CPU, or on CUDA where it is built for it."""
 
     kind: ClassVar[str] = "onnx"
     payload: ClassVar[str] = "model.onnx"
     reports_integer_share: ClassVar[bool] = True
     opened_with: ClassVar[tuple[str, ...]] = ("export.onnx.session",)
 
+    def runs_on(self, device: str) -> str:
+        """Return the device if onnxruntime is built for it, as onnxruntime-gpu is, else the CPU."""
+        from export.onnx.session import device_of
+
+        return device_of(device)
+
     @opened_model
     def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:
-        """Open an onnxruntime session as a predictor; it runs on the CPU whatever the device."""
+        """Open an onnxruntime session as a predictor.
+
+        Raises:
+            ArtifactInvalid: the file was altered after sealing, or cannot be loaded.
+            Unavailable: it is to run on CUDA, whose libraries onnxruntime does not find.
+        """
         from export.onnx.session import session_predictor
 
         self.verify_cached()
-        yield session_predictor(self.payload_path, threads)
+        yield session_predictor(self.payload_path, threads, self.runs_on(device))
 
     @property
     def payload_bytes(self) -> int:

@@ -39,6 +39,7 @@ class OpenVINOModel(Artifact):
 
     kind: ClassVar[str] = "openvino"
     payload: ClassVar[str] = "model.xml"
+    only_device: ClassVar[str] = "cpu"
 
     @opened_model
     def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:

@@ -65,7 +65,8 @@ def build_from_program(
     """Return a serialized engine, converted from the model's graph by torch-tensorrt."""
     import torch
     import torch_tensorrt
-    from torch.export.passes import move_to_device_pass
+
+    from compress.graph.torch_export import move_program
 
     if isinstance(model, OnnxModel):
         raise StageFailed("torch-tensorrt does not read ONNX; leave `through` out")
@@ -82,7 +83,7 @@ def build_from_program(
     with TemporaryDirectory(prefix="compress-tensorrt-") as scratch:
         try:
             engine: bytes = torch_tensorrt.dynamo.convert_exported_program_to_serialized_trt_engine(
-                move_to_device_pass(program, device),
+                move_program(program, device),
                 arg_inputs=inputs,
                 **conversion_settings(options, device, Path(scratch)),
             )

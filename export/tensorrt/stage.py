@@ -49,6 +49,7 @@ class TensorRTEngine(Artifact):
 
     kind: ClassVar[str] = "tensorrt"
     payload: ClassVar[str] = "model.engine"
+    only_device: ClassVar[str] = "cuda"
     memory_elsewhere: ClassVar[str] = (
         "TensorRT takes memory of the GPU by itself, and PyTorch does not count it"
     )

@@ -44,6 +44,10 @@ class TorchScriptModel(Artifact):
     payload: ClassVar[str] = "model.ts"
     opened_with: ClassVar[tuple[str, ...]] = ("export.torchscript.file_io",)
 
+    def runs_on(self, device: str) -> str:
+        """Return the CPU for a quantized model, as torch has integer kernels for it alone."""
+        return "cpu" if self.manifest.facts.get("integer_kernels") else device
+
     @opened_model
     def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:
         """Load the module as a predictor."""
@@ -51,6 +55,7 @@ class TorchScriptModel(Artifact):
         from export.torchscript.file_io import load
 
         self.verify_cached()
+        device = self.runs_on(device)
         optimized = bool(self.manifest.facts.get("optimize_for_inference"))
         module = load(self.payload_path, device, optimized=optimized)
         with torch_predictor(module, device, threads) as predict:

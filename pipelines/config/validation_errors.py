@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import difflib
-from typing import TYPE_CHECKING, Any, get_args
+import re
+from collections import Counter
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from compress.common.config import Settings
 from compress.core.gates import AddedGates, added_gates
 from pipelines.config.yaml_source import has_part
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from pydantic import ValidationError
     from pydantic_core import ErrorDetails
 
     from pipelines.config.yaml_source import Location, Source
 
+    ErrorPath = tuple[str | int, ...]
+    """Keys, indices and members of unions, as pydantic names them."""
 
 REMOVED_STAGES = {
     "quantize_native": "stage 'quantize_native' was removed, as torch deprecates the modes of "
@@ -27,28 +31,55 @@ REMOVED_STAGES = {
 """Messages for stages that earlier versions had, with their replacements."""
 
 
+KEYS_AND_VALUES = ("model_type", "model_attributes_type", "dict_type")
+
+
 def explain(error: ValidationError, source: Source, model: type[Settings]) -> str:
     """Return one line per problem: place, what was found, what was expected."""
-    found, lines = error.errors(), []
+    found = _of_likely_members(error.errors(), source, model)
     misspelt = {
-        (*e["loc"][:-1], closest(str(e["loc"][-1]), _known(e["loc"], source, model)))
+        (*e["loc"][:-1], closest(str(e["loc"][-1]), _known(e, source, model)))
         for e in found
         if e["type"] == "extra_forbidden"
     }
-    places: set[Location] = set()
+    places: dict[Location, list[ErrorDetails]] = {}
     for details in found:
         loc = details["loc"]
-        place = source.written(_resolve(loc, source.content, model)[0])
-        # A misspelt key is missing too; a list whose only item is wrong counts as empty; every
-        # member of a union complains about the same value.
+        # A misspelt key is missing too; a list whose only item is wrong counts as empty.
         misspelling = details["type"] == "missing" and loc in misspelt
         emptied = details["type"] == "too_short" and any(
             len(e["loc"]) > len(loc) and e["loc"][: len(loc)] == loc for e in found
         )
-        if not misspelling and not emptied and place not in places:
-            places.add(place)
-            lines.append(_line(details, source, model))
-    return "\n".join(lines)
+        if not misspelling and not emptied:
+            place = source.written(_resolve(details, source.content, model).location)
+            places.setdefault(place, []).append(details)
+    return "\n".join(_line(complaints, source, model) for complaints in places.values())
+
+
+def _of_likely_members(
+    found: list[ErrorDetails], source: Source, model: type[Settings]
+) -> list[ErrorDetails]:
+    """Drop errors of those members of a union that a value was hardly meant for.
+
+    Where a value has the form of some members, and only parts of it are wrong, these are the others
+    and all but the one with the fewest errors.
+    """
+    paths = [_resolve(details, source.content, model).members for details in found]
+    counts = Counter(member for members in paths for member in members)
+    fitting: dict[ErrorPath, list[ErrorPath]] = {}
+    for details, members in zip(found, paths, strict=True):
+        for member in members:
+            likely = fitting.setdefault(member[:-1], [])
+            if len(details["loc"]) > len(member) and member not in likely:
+                likely.append(member)
+    chosen = {
+        union: min(likely, key=counts.__getitem__) for union, likely in fitting.items() if likely
+    }
+    return [
+        details
+        for details, members in zip(found, paths, strict=True)
+        if all(chosen.get(member[:-1], member) == member for member in members)
+    ]
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -63,12 +94,19 @@ def closest(word: str, known: Iterable[str]) -> str | None:
     return next(iter(difflib.get_close_matches(word, sorted(known), n=1)), None)
 
 
-def _line(details: ErrorDetails, source: Source, model: type[Settings]) -> str:
-    location, _ = _resolve(details["loc"], source.content, model)
+def _line(complaints: Sequence[ErrorDetails], source: Source, model: type[Settings]) -> str:
+    """Return the line of one place; each member of a union may complain about the same value."""
+    others = [d for d in complaints if not _is_type_mismatch(d)]
+    details = (others or complaints)[0]
+    location = _resolve(details, source.content, model).location
     where = source.describe(location)
     kind, found = details["type"], details["input"]
+    if not others and len(complaints) > 1:
+        *most, last = dict.fromkeys(map(_expected, complaints))
+        expected = f"{', '.join(most)} or {last}" if most else last
+        return f"{where}: expected {expected}, found {_short(found)}"
     if kind == "extra_forbidden":
-        known = _known(details["loc"], source, model)
+        known = _known(details, source, model)
         return f"{where}: unknown key; {did_you_mean(str(location[-1]), known)}"
     if kind == "missing":
         return f"{where}: is required and not there"
@@ -82,35 +120,59 @@ def _line(details: ErrorDetails, source: Source, model: type[Settings]) -> str:
     if kind == "union_tag_not_found":
         key = details["ctx"]["discriminator"].strip("'")
         return f"{where}: has no key {key!r} saying which one it is"
-    if kind in ("model_type", "model_attributes_type", "dict_type"):
+    if kind in KEYS_AND_VALUES:
         return f"{where}: expected keys and values, found {_short(found)}"
     message = details["msg"].removeprefix("Value error, ")
     message = message[0].lower() + message[1:]
     return f"{where}: {message}" + ("" if kind == "value_error" else f", found {_short(found)}")
 
 
-def _known(loc: tuple[str | int, ...], source: Source, model: type[Settings]) -> Iterable[str]:
+def _is_type_mismatch(details: ErrorDetails) -> bool:
+    kind = details["type"]
+    return kind.endswith(("_type", "_parsing")) or kind in ("literal_error", "int_from_float")
+
+
+def _expected(details: ErrorDetails) -> str:
+    """Return what a value of another type should be, such as `a valid integer`."""
+    if details["type"] in KEYS_AND_VALUES:
+        return "keys and values"
+    message = details["msg"].removeprefix("Input should be ").replace("valid tuple", "list")
+    if details["type"] == "literal_error":
+        return ", ".join(message.rsplit(" or ", 1))
+    return re.sub(r", (unable to|got a) .*", "", message)
+
+
+def _known(details: ErrorDetails, source: Source, model: type[Settings]) -> Iterable[str]:
     """Return the keys that are allowed in the place of an unknown one."""
-    _, owner = _resolve(loc, source.content, model)
+    owner = _resolve(details, source.content, model).owner
     return owner.model_fields if owner else ()
 
 
-def _resolve(
-    loc: tuple[str | int, ...], content: Any, model: type[Settings]
-) -> tuple[Location, type[Settings] | None]:
-    """Drop the union tags that pydantic adds to a location, and find the settings class there."""
+class _Resolved(NamedTuple):
+    location: Location
+    """Place in the file."""
+    owner: type[Settings] | None
+    """Class of the settings there."""
+    members: tuple[ErrorPath, ...]
+    """Paths of the members of unions that pydantic tried on its way there."""
+
+
+def _resolve(details: ErrorDetails, content: Any, model: type[Settings]) -> _Resolved:
+    """Drop the members of unions that pydantic adds to a location: the file has no such keys."""
+    loc = details["loc"]
     location: list[str | int] = []
+    members: list[ErrorPath] = []
     owner: type[Settings] | None = model
     candidates: list[type[Settings]] = [model]
     for i, part in enumerate(loc):
-        last = i == len(loc) - 1
-        # The location names the member of a union that pydantic tried; the file has no such key.
         tagged = next((c for c in candidates if part in (c.__name__, *_keys_that_choose(c))), None)
         if tagged is not None and not (isinstance(content, dict) and part in content):
             owner, candidates = tagged, [tagged]
+            members.append(loc[: i + 1])
             continue
         present = has_part(content, part)
-        if not present and not last:
+        if not present and not (i == len(loc) - 1 and details["type"] == "missing"):
+            members.append(loc[: i + 1])  # such as `bool` or `literal['auto']`
             continue
         location.append(part)
         owner = candidates[0] if candidates else owner
@@ -120,7 +182,7 @@ def _resolve(
             candidates = list(_settings_in(field.annotation)) if field else []
             if field is not None:
                 candidates += [c for m in field.metadata for c in _settings_in(m)]
-    return tuple(location), owner
+    return _Resolved(tuple(location), owner, tuple(members))
 
 
 def _keys_that_choose(model: type[Settings]) -> list[Any]:

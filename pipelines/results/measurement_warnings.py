@@ -27,6 +27,14 @@ def measurement_warnings(
     for name, found in ({baseline_name: baseline} | measured).items():
         yield from (f"{name}: {reason}" for reason in (found.unmeasurable_reasons if found else ()))
     yield from slower_than_float(stages, baseline_name)
+    usual = baseline.device if baseline else ""
+    for stage in stages:
+        device = stage.measurements.device
+        if usual and device and device != usual:
+            yield (
+                f"{stage.name}: runs on {device}, and so did {baseline_name} where the two speeds "
+                f"were compared; {baseline_name}'s own latency is that on {usual}"
+            )
     for stage in stages:
         warnings: Any = stage.artifact.facts.get("warnings", ())
         yield from (f"{stage.name}: {warning}" for warning in warnings)

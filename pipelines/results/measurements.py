@@ -75,6 +75,9 @@ class Measurements(Settings):
     macs: int | None
     bytes: int
     latency_ms: LatencyReport
+    device: str = ""
+    """What it ran on where its latency was measured, and the baseline for the speedup; empty in
+    reports of older versions."""
     speedup: float | None
     """How many times faster than the baseline, from interleaved calls; None where timings on a busy
     machine were too noisy."""
@@ -136,6 +139,7 @@ class Measurements(Settings):
             macs=artifact.macs(),
             bytes=artifact.payload_bytes,
             latency_ms=LatencyReport.model_validate(compared.after.model_dump()),
+            device=artifact.runs_on(context.device),
             speedup=None if reason else compared.speedup,
             speedup_interval=None if reason else compared.interval,
             speedup_reason=reason,

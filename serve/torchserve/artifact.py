@@ -69,6 +69,7 @@ class TorchServeArchive(Artifact):
 
     kind: ClassVar[str] = "torchserve"
     payload: ClassVar[str] = "model.mar"
+    only_device: ClassVar[str] = "cpu"
     memory_elsewhere: ClassVar[str] = (
         "TorchServe runs the model in processes of its own; measure the packaged artifact instead"
     )

@@ -179,6 +179,27 @@ MISTAKES = {
         ),
         r"p\.yaml:11: stages\[1\]\.teacher: no earlier stage is named 'nobody'",
     ),
+    "neither one of some words nor keys": (
+        ("epochs: 1", "epochs: 1\n    compile: true"),
+        r"^\S+p\.yaml:9: stages\[0\] \(train\)\.compile: expected 'none', 'blocks', "
+        r"'whole' or keys and values, found True$",
+    ),
+    "misspelt key where a word may be": (
+        ("epochs: 1", "epochs: 1\n    compile: {modee: default}"),
+        r"p\.yaml:9: stages\[0\] \(train\)\.compile\.modee: unknown key; did you mean 'mode'\?$",
+    ),
+    "out of range where a word may be": (
+        ("epochs: 1", "epochs: 1\n    activation_checkpointing: 0"),
+        r"\.activation_checkpointing: input should be greater than 0, found 0$",
+    ),
+    "wrong item where a number may be": (
+        ("epochs: 1", "epochs: 1\n    parallel: {wrap: [1]}"),
+        r"\.parallel\.wrap\[0\]: input should be a valid string, found 1$",
+    ),
+    "wrong value in one of two forms": (
+        ("stage: train", "stage: distill\n    teacher: {onnx: 3}"),
+        r"p\.yaml:8: .*\.teacher\.onnx: input should be a valid string, found 3$",
+    ),
 }
 
 

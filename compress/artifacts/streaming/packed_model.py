@@ -65,7 +65,7 @@ class PackedModel(GraphModel):
             write_safetensors(partial_folder / cls.payload, state)
         return cls.from_directory(path)
 
-    def program(self) -> NoReturn:
+    def program(self, device: str = "cpu") -> NoReturn:
         """Refuse: such a model has no graph."""
         raise StageFailed(
             "was quantized block by block and has no graph, which would hold all of its weights; "
@@ -93,12 +93,12 @@ class PackedModel(GraphModel):
     @opened_model
     def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:
         """Open the model as a predictor that dequantizes a layer when it is called."""
-        with torch_predictor(self.load(), device, threads) as predict:
+        with torch_predictor(self.load(device), device, threads) as predict:
             yield predict
 
     def load(self, device: str = "cpu") -> nn.Module:
         """Return a module that reads and dequantizes a layer's weights when it is called."""
-        return packed_module(self.recipe, self.stored(), rounds=bool(self.fact(ROUNDS)))
+        return packed_module(self.recipe, self.stored(), device, rounds=bool(self.fact(ROUNDS)))
 
     def parameters(self) -> int:
         """Count the weights, tied ones once."""
@@ -120,19 +120,22 @@ def _skeleton_of(recipe: Recipe) -> nn.Module:
     return module.eval()
 
 
-def packed_module(recipe: Recipe, stored: Mapping[str, StoredTensor], *, rounds: bool) -> nn.Module:
+def packed_module(
+    recipe: Recipe, stored: Mapping[str, StoredTensor], device: str = "cpu", *, rounds: bool
+) -> nn.Module:
     """Return a module that reads and dequantizes a layer's weights when it is called.
 
     Args:
         recipe: how the float module is built.
         stored: the tensors of a packed model.
+        device: where the module is to run.
         rounds: whether packed linear layers read activations rounded to 8 bits.
     """
     from compress.checkpoint.streamed_module import stream_weights_
 
     module = _skeleton_of(recipe)
     weights = packed_weights(module, stored)
-    stream_weights_(module, prepare_(module, stored, weights, rounds=rounds))
+    stream_weights_(module, prepare_(module, stored, weights, rounds=rounds), device)
     return module
 
 
@@ -230,4 +233,4 @@ def _round_input_(layer: nn.Module, group_size: int) -> None:
 
 
 def _multiply_input(factor: torch.Tensor, _: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return (args[0] * factor, *args[1:])
+    return (args[0] * factor.to(args[0].device), *args[1:])

@@ -94,7 +94,7 @@ def _compiled(model: Artifact, device: str, threads: int) -> Iterator[Predictor]
     if isinstance(model, EagerModel):
         module = model.load(device)
     elif isinstance(model, GraphModel):
-        module = model.program().module().to(device)
+        module = model.program(device).module()
     else:
         raise StageFailed(f"{model.kind} artifacts have no module")
     # By default an axis becomes dynamic when its size changes. With ``dynamic=False`` the model

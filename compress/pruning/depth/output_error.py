@@ -59,7 +59,7 @@ class OutputErrorMeter:
         judged_by: JudgedBy | None = None,
         samples: int = 512,
     ) -> None:
-        """Run the unchanged module in eval mode; it is moved to the context's device.
+        """Run the unchanged module in eval mode; modules are moved to the context's device.
 
         Errors are judged by the metric if `val` has targets, unless ``judged_by`` says otherwise,
         on at most ``samples`` samples of `val`; without data on a few seeded ones.
@@ -72,7 +72,7 @@ class OutputErrorMeter:
         self.metric = metric.with_inferred_loss(context.data)
         self.batches = list(_batches(signature, context, samples))
         # Kept, because every changed module is compared with them.
-        self.expected = list(self._outputs(module.to(context.device)))
+        self.expected = list(self._outputs(module))
         self.targets = [batch.target for batch in self.batches]
         if self.metric.name == "fidelity" and judged_by != "outputs":
             task = context.task
@@ -114,7 +114,8 @@ class OutputErrorMeter:
         return OutputError(distance, self.metric.drop_points(self.base, value))
 
     def _outputs(self, module: nn.Module) -> Iterator[list[torch.Tensor]]:
-        with torch_predictor(module.eval(), self.context.device, self.context.threads) as predict:
+        device, threads = self.context.device, self.context.threads
+        with torch_predictor(module.eval().to(device), device, threads) as predict:
             yield from self._outputs_read(accept_any_batch(predict, self.signature))
 
     def _outputs_read(self, predict: Predictor) -> Iterator[list[torch.Tensor]]:

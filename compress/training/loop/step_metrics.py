@@ -256,6 +256,8 @@ def tracing(file: Path, settings: Trace, device: str, *, lists_operators: bool) 
             record_shapes=settings.shapes,
             profile_memory=settings.memory,
             with_stack=settings.stack,
+            # Of the only cycle. Without it torch 2.11 warns at the start that events are cleared.
+            acc_events=True,
         ) as profiler:
             yield profiler
     finally:

@@ -292,7 +292,7 @@ class PipelineRunner:
         # Given all shapes, torch need not run the model once more to infer them.
         specs: list[list[ShapeDtype]] = [[(torch.Size([1]), torch.int64)], *self.output_specs]
         stages = [
-            PipelineStage(
+            NeighborStage(
                 PartModule(self, part),
                 part,
                 self.settings.parts,
@@ -338,6 +338,18 @@ class PartModule(nn.Module):
         """Compute the part's output for the micro-batch of a number."""
         inputs = self.runner.batches[int(number)].inputs
         return self.runner.run_part(self.part, hidden[0] if self.part else None, inputs)
+
+
+class NeighborStage(PipelineStage):
+    """A stage that opens no connection to its own process, which gloo lacks.
+
+    Two stages that follow each other are in one process in `zbv_zero_bubble`. torch 2.11 opens a
+    connection between them; 2.13 does not.
+    """
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        operations = super()._get_init_p2p_neighbors_ops()
+        return [op for op in operations if op.group_peer != self.group_rank]
 
 
 def _empty(spec: ShapeDtype, device: torch.device) -> torch.Tensor:

@@ -144,6 +144,8 @@ def build_scheduler(
             after = lr_scheduler.PolynomialLR(optimizer, total_iters=rest, power=power)
         case _:  # `constant`, and `plateau` between its reductions
             return ramp
+    if not warmup:  # torch 2.11's SequentialLR would start with the scheduler of no steps
+        return after
     return lr_scheduler.SequentialLR(optimizer, [ramp, after], milestones=[warmup])
 
 

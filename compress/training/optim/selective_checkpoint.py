@@ -68,14 +68,16 @@ class SelectiveBlock:
 
     def _contexts(self) -> ContextPair:
         """Return torch's contexts of forward pass and recomputation."""
-        position, saved = -1, self.saved or frozenset()
+        saved = self.saved or frozenset()
+        # torch 2.11 asks the policy while it computes again, too; 2.13 in the forward pass alone,
+        # where `is_recompute` is always False.
+        positions = {False: -1, True: -1}
 
-        # torch calls it in the forward pass alone.
-        def policy(context: object, operator: Any, *_: object, **named: object) -> CheckpointPolicy:
-            nonlocal position
-            position += operator.overloadpacket in FLOPS
-            if operator.overloadpacket in FLOPS and position in saved:
-                return CheckpointPolicy.MUST_SAVE
+        def policy(context: Any, operator: Any, *_: object, **named: object) -> CheckpointPolicy:
+            if operator.overloadpacket in FLOPS:
+                positions[context.is_recompute] += 1
+                if positions[context.is_recompute] in saved:
+                    return CheckpointPolicy.MUST_SAVE
             return CheckpointPolicy.PREFER_RECOMPUTE
 
         return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call, no-any-return]

@@ -17,6 +17,7 @@ from tests.forging import forge
 
 IMAGE = Signature(inputs=(TensorSpec(name="image", shape=("batch", 1, 8, 8)),))
 ROWS = Signature(inputs=(TensorSpec(name="x", shape=("batch", 4)),))
+TOKENS = Signature(inputs=(TensorSpec(name="ids", shape=("batch", "length"), dtype="int64"),))
 
 
 class Net(nn.Module):
@@ -28,6 +29,16 @@ class Net(nn.Module):
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
         return self.head(self.bn(self.conv(image)).relu().mean((2, 3)))
+
+
+class Positions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(9, 4), nn.Embedding(16, 4)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        places = self.places(torch.arange(ids.shape[1], device=ids.device))
+        return (self.words(ids) + places).to(torch.float64)
 
 
 class Named(nn.Module):
@@ -232,3 +243,15 @@ def test_planted_code_is_refused_and_never_runs(
     with pytest.raises(ArtifactInvalid, match=r"model\.pt2: .*it was not read"):
         GraphModel.from_directory(graph.path).program()
     assert not planted.exists()
+
+
+def test_a_program_makes_its_constants_on_its_device(tmp_path: Path) -> None:
+    model = GraphModel.create(
+        tmp_path / "graph", export_program(Positions().eval(), TOKENS), TOKENS
+    )
+    program = model.program("meta")
+    made = [node.kwargs["device"] for node in program.graph.nodes if "device" in node.kwargs]
+    assert len(made) >= 2  # of the positions, and where the dtype changes
+    assert {str(device) for device in made} == {"meta"}
+    assert {tensor.device.type for tensor in program.state_dict.values()} == {"meta"}
+    assert next(model.load().parameters()).device.type == "cpu"

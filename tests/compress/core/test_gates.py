@@ -254,10 +254,26 @@ class Recording:
     signature: Signature
     inputs: list[torch.Tensor] = field(default_factory=list)
     digest: str = "recording"
+    only_device: str = ""
+    devices: list[str] = field(default_factory=list)
+
+    def runs_on(self, device: str) -> str:
+        return self.only_device or device
 
     @contextmanager
     def open(self, device: str, threads: int) -> Iterator[Predictor]:
+        self.devices.append(self.runs_on(device))
         yield lambda x: (self.inputs.append(x), (x,))[1]
+
+
+def test_a_file_for_the_cpu_is_compared_with_its_source_on_the_cpu(mlp, context) -> None:
+    before, after = (Recording(mlp.signature, digest=name) for name in "ab")
+    on_device = replace(context, device="meta")
+    on_device.compare_latency(before, after, 1)
+    assert before.devices == after.devices == ["meta"]
+    exported = Recording(mlp.signature, digest="c", only_device="cpu")
+    on_device.compare_latency(before, exported, 1)
+    assert before.devices[1:] == exported.devices == ["cpu"]
 
 
 def test_a_reliable_comparison_is_measured_once(mlp, context, monkeypatch) -> None:

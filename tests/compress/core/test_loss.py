@@ -1,6 +1,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import TensorDataset
 
 from compress.common.errors import PipelineInvalid, StageFailed
@@ -121,6 +122,37 @@ def test_samples_without_numbers_add_nothing_beside_a_teacher(name: str) -> None
     assert value(name, FOUR, targets * float("nan"), over_all=True) == 0
     found = value(name, FOUR, targets, over_all=True)
     assert found == pytest.approx(value(name, FOUR[::2], targets[::2]) / 2)
+
+
+@pytest.mark.parametrize("settings", [{}, {"class_weights": torch.arange(5.0)}])
+@pytest.mark.parametrize("name", ["cross_entropy", "nll"])
+def test_classes_in_any_layout_have_one_loss(name: str, settings: dict) -> None:
+    scores = torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(0)).log_softmax(1)
+    labels = torch.tensor([[0, 1, 2, 3], [4, -100, 0, 1], [-100, 2, 2, 2]])
+    losses, gradients, sums = [], [], []
+    for layout in (scores, scores.mT.contiguous().mT):
+        outputs = layout.detach().requires_grad_()
+        loss = Loss(name).function()(outputs, labels, **settings)
+        loss.backward()
+        losses.append(float(loss.detach()))
+        gradients.append(outputs.grad)
+        sums.append(Loss(name).sum_and_count(layout, labels))
+    assert losses[0] == pytest.approx(losses[1])
+    assert sums[0] == pytest.approx(sums[1])
+    assert torch.allclose(*gradients)
+
+
+def test_scores_that_lie_side_by_side_are_read_in_their_order() -> None:
+    class Axes(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function is torch.ops.aten._log_softmax.default:
+                axes.append((args[0].dim(), args[1]))
+            return function(*args, **(kwargs or {}))
+
+    axes: list[tuple[int, int]] = []
+    with Axes():
+        Loss("cross_entropy").function()(torch.randn(2, 6, 9).mT, torch.zeros(2, 6).long())
+    assert axes == [(2, 1)]
 
 
 def test_half_precision_losses_are_computed_in_float32() -> None:

@@ -258,6 +258,7 @@ def test_yaml_reads_the_pattern_as_a_time() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of SparseSemiStructuredTensor is in prototype")
 def test_sparse_kernels_take_the_pattern(tmp_path: Path) -> None:
     from torch.sparse import to_sparse_semi_structured
 

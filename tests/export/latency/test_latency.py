@@ -48,7 +48,8 @@ def network(tmp_path: Path) -> Path:
     initializers = [numpy_helper.from_array(array, name) for name, array in weights.items()]
     graph = helper.make_graph(nodes, "net", inputs, outputs, initializers)
     file = tmp_path / "net.onnx"
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)]), file)
+    opsets = [helper.make_opsetid("", 18)]
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=10), file)
     return file
 
 

@@ -189,6 +189,8 @@ def _resized(labels: Labels, axis: int, size: int) -> Labels:
 RULES: dict[str, Rule] = {
     # Operators with torch.Tag.pointwise need no entry; these lack it (where only with scalars).
     **dict.fromkeys(("hardswish", "where"), pointwise),
+    # These lack it in torch 2.11 and have it in 2.13; all but leaky_relu only when in-place.
+    **dict.fromkeys(("leaky_relu", "elu", "celu", "selu", "hardtanh", "hardsigmoid"), pointwise),
     **dict.fromkeys(
         ("dropout", "feature_dropout", "alpha_dropout", "contiguous", "clone", "alias", "detach"),
         identity,

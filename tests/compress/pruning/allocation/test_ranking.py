@@ -32,6 +32,7 @@ CUT = {
     "pixel_shuffle": (nets.PixelShuffled, IMAGE, {"conv": (8, 4)}),
     "reused": (nets.Reused, IMAGE, {"stem": (16, 8)}),
     "raw": (nets.Raw, IMAGE, {"kernel": (16, 8)}),
+    "in_place": (nets.in_place, IMAGE, {"0": (16, 8)}),
     "transformer": (
         linear_nets.Transformer,
         TOKENS,
