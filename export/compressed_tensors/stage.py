@@ -238,10 +238,10 @@ def streamed_folder(folder: Path, signature: Signature, device: str = "cpu") -> 
     with parameters_on_meta():
         module = build(config["architectures"][0], config).eval()
     stored = read_safetensors(folder / CompressedTensorsModel.payload)
-    floats = floats_of(stored, config["quantization_config"])
-    for names, _ in shared_parameters(module):  # a tied one is in the file once
-        at = next((name for name in names if name in floats), None)
-        floats |= {name: floats[at] for name in names if at is not None and name not in floats}
+    floats = dict(floats_of(stored, config["quantization_config"]))
+    for tied, _ in shared_parameters(module):  # such a weight is in the file once
+        at = next((name for name in tied if name in floats), None)
+        floats |= {name: floats[at] for name in tied if at is not None and name not in floats}
     stream_weights_(module, floats, device)
     names = tuple(spec.name for spec in signature.inputs)
     CallByName(inputs=names, outputs=("logits",)).apply_(module)
