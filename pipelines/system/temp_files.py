@@ -6,6 +6,7 @@ import fcntl
 import multiprocessing
 import os
 import shutil
+import sys
 import tempfile
 from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, resource_sharer
@@ -58,8 +59,20 @@ def temporary_files() -> Iterator[None]:
         del os.environ["TMPDIR"]
         if variable is not None:
             os.environ["TMPDIR"] = variable
+        _move_precompiled_headers(folder)
         shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
+
+
+def _move_precompiled_headers(folder: Path) -> None:
+    """Let TorchInductor precompile C++ headers outside of a folder that is about to be removed."""
+    # Imported during the run, torch (2.11 to 2.13) keeps them in the temporary folder of that
+    # moment, whatever its cache, and never looks again whether they are there.
+    codecache: Any = sys.modules.get("torch._inductor.codecache")
+    if codecache is not None and str(codecache._HEADER_DIR).startswith(f"{folder}/"):
+        headers = Path(os.environ[COMPILED]) / "precompiled_headers"
+        codecache._HEADER_DIR, codecache._HEADER_LOCK_DIR = str(headers), str(headers / "locks")
+        codecache._precompile_header.cache_clear()
 
 
 def _create_locked_folder(place: Path) -> tuple[Path, int]:
