@@ -61,7 +61,7 @@ MODELS = {"ResNet-50": resnet, "BERT base, 128 tokens": bert}
 def export(model: str, name: str, folder: Path, small: bool) -> Artifact:
     """Write a model in a format."""
     module, inputs = made(model, small)
-    given = {"example_inputs": (inputs(2),)}
+    given, device = {"example_inputs": (inputs(2),)}, "cpu" if small else "cuda"
     if name == "TorchScript":
         return compress.export_torchscript(module, **given, out=folder)
     if name == "ONNX Runtime":
@@ -69,8 +69,8 @@ def export(model: str, name: str, folder: Path, small: bool) -> Artifact:
     if name.endswith("float16"):
         samples = inputs(8)
         half = compress.convert_precision(module, dtype="float16", calibration=(samples, samples))
-        return compress.export_aot(half, device="cpu" if small else "cuda", out=folder)
-    return compress.export_aot(module, **given, device="cpu" if small else "cuda", out=folder)
+        return compress.export_aot(half, device=device, out=folder)
+    return compress.export_aot(module, **given, device=device, out=folder)
 
 
 FORMATS = ("AOTInductor", "AOTInductor, float16", "TorchScript", "ONNX Runtime")

@@ -201,11 +201,25 @@ class Context:
         with artifact.open(self.device, self.threads) as predict:
             yield accept_any_batch(predict, artifact.signature)
 
+    @contextmanager
+    def open_to_compare(
+        self, before: Artifact, after: Artifact
+    ) -> Iterator[tuple[Predictor, Predictor]]:
+        """Open two artifacts whose speeds are compared, both on the device that runs the second.
+
+        So a file for the CPU is compared with its source on the CPU.
+        """
+        device = after.runs_on(self.device)
+        with (
+            before.open(device, self.threads) as predict_before,
+            after.open(device, self.threads) as predict_after,
+        ):
+            yield predict_before, predict_after
+
     def compare_latency(self, before: Artifact, after: Artifact, batch: int) -> Comparison:
         """Measure two artifacts' latencies call by call in turn, on samples of `val`.
 
-        Both run where the second does: a file for the CPU is compared with its source on the CPU.
-        Reliable latencies are measured once.
+        Reliable ones are measured once.
         """
         from compress.profiling.benchmark import compare_latency
 
@@ -213,13 +227,8 @@ class Context:
         key = (before.digest, after.digest, batch, *conditions)
         if key not in self.comparisons:
             batches = self.measured_batches(before.signature, batch)
-            device = after.runs_on(self.device)
-            with (
-                recording() as recorded,
-                before.open(device, self.threads) as predict_before,
-                after.open(device, self.threads) as predict_after,
-            ):
-                compared = compare_latency(predict_before, predict_after, batches)
+            with recording() as recorded, self.open_to_compare(before, after) as opened:
+                compared = compare_latency(*opened, batches)
             if compared.unreliable_reason:  # the machine may have less to do next time
                 add_to_recordings(recorded)
                 return compared

@@ -49,10 +49,13 @@ class TensorRTEngine(Artifact):
 
     kind: ClassVar[str] = "tensorrt"
     payload: ClassVar[str] = "model.engine"
-    only_device: ClassVar[str] = "cuda"
     memory_elsewhere: ClassVar[str] = (
         "TensorRT takes memory of the GPU by itself, and PyTorch does not count it"
     )
+
+    def runs_on(self, device: str) -> str:
+        """Return the CUDA device that is asked for, or `cuda`."""
+        return device if device.startswith("cuda") else "cuda"
 
     @opened_model
     def open(self, device: str = "cuda", threads: int = 1) -> Iterator[Predictor]:

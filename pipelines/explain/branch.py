@@ -18,12 +18,10 @@ from pipelines.system.jsonl_log import log_event
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from contextlib import AbstractContextManager
 
     import onnx
 
     from compress.artifacts.artifact import Artifact
-    from compress.common.forward import Predictor
     from compress.core.context import Context
     from compress.core.diagnosis.cause import Cause
     from pipelines.explain.finished_run import FinishedRun, JudgedStage
@@ -81,10 +79,6 @@ class RefusedBranch:
     def before(self, name: str) -> Artifact:
         """Return what a stage reads."""
         return self.run.state.artifacts[self.run.state.plan.stage(name).input]
-
-    def opened(self, artifact: Artifact) -> AbstractContextManager[Predictor]:
-        """Open an artifact where and as the run does."""
-        return artifact.open(self.context.device, self.context.threads)
 
     def rerun(self, name: str, settings: Mapping[str, Any]) -> onnx.ModelProto | None:
         """Return the file that the branch would make with other settings of a stage.

@@ -85,8 +85,8 @@ def _explain_speed(branch: RefusedBranch) -> Found:
     if found.spread_in_margin > Noise.limit:
         # It may be told in more time than a run takes.
         batches = branch.context.measured_batches(before.signature, gate.batch)
-        with branch.opened(before) as predict_before, branch.opened(after) as predict_after:
-            compared = compare_latency(predict_before, predict_after, batches, LONGER_SECONDS)
+        with branch.context.open_to_compare(before, after) as opened:
+            compared = compare_latency(*opened, batches, LONGER_SECONDS)
         found = _speed_gate(gate, compared, earlier)
     measured = SpeedDiagnosis.create(
         after, branch.float_model, found, compared.after.p50, branch.rerun, branch.context

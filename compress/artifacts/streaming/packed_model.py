@@ -135,7 +135,7 @@ def packed_module(
 
     module = _skeleton_of(recipe)
     weights = packed_weights(module, stored)
-    stream_weights_(module, prepare_(module, stored, weights, rounds=rounds), device)
+    stream_weights_(module, prepare_(module, stored, weights, device, rounds=rounds), device)
     return module
 
 
@@ -189,6 +189,7 @@ def prepare_(
     module: nn.Module,
     stored: Mapping[str, StoredTensor],
     weights: PackedWeights,
+    device: str,
     *,
     rounds: bool,
 ) -> dict[str, StoredTensor]:
@@ -214,7 +215,7 @@ def prepare_(
     for name, layer in module.named_modules():
         if name + FACTOR in stored:
             # Hooks run in reverse order where they are put first: the factor comes before rounding.
-            factor = stored[name + FACTOR].read()
+            factor = stored[name + FACTOR].read().to(device)
             layer.register_forward_pre_hook(partial(_multiply_input, factor), prepend=True)
     return floats
 
@@ -233,4 +234,4 @@ def _round_input_(layer: nn.Module, group_size: int) -> None:
 
 
 def _multiply_input(factor: torch.Tensor, _: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return (args[0] * factor.to(args[0].device), *args[1:])
+    return (args[0] * factor, *args[1:])

@@ -211,6 +211,7 @@ def test_an_engine_from_an_earlier_run_is_proved_at_its_own_sizes(
     with TensorRTEngine.atomic_write(tmp_path / "engine", model.signature, facts=facts) as partial:
         (partial / TensorRTEngine.payload).write_bytes(b"no engine: there is no TensorRT here")
     engine = TensorRTEngine.from_directory(tmp_path / "engine")
+    assert [engine.runs_on(d) for d in ("cpu", "cuda", "cuda:1")] == ["cuda", "cuda", "cuda:1"]
     asked: list[int] = []
 
     @contextmanager
