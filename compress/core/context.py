@@ -8,9 +8,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Protocol
 
-from compress.common.atomic_files import remove
+from compress.common.atomic_files import remove, temporary_folder
 from compress.common.dependency_recorder import Recording, add_to_recordings, recording
-from compress.common.errors import StageFailed
+from compress.common.errors import CompressError, StageFailed
 from compress.core.loss import INFERRED_LOSS, Loss
 from compress.core.metrics import Metric, evaluate
 from compress.core.progress import Progress, silent
@@ -78,6 +78,29 @@ class ServedLatency(Protocol):
         """
 
 
+class ExportCache:
+    """Exports of uncompressed models, with which speeds are compared; each is written once."""
+
+    def __init__(self) -> None:
+        """Create an empty cache, whose files are removed when the process ends."""
+        self._exports: dict[str, Artifact | CompressError] = {}
+
+    def get_or_write(self, key: str, write: Callable[[Path], Artifact]) -> Artifact:
+        """Return the export of a key, or write it into a folder; an error is raised each time."""
+        if key not in self._exports:
+            try:
+                self._exports[key] = self._find_or_write(key, write)
+            except CompressError as error:
+                self._exports[key] = error
+        found = self._exports[key]
+        if isinstance(found, CompressError):
+            raise found
+        return found
+
+    def _find_or_write(self, key: str, write: Callable[[Path], Artifact]) -> Artifact:
+        return write(temporary_folder() / "export")
+
+
 @dataclass(frozen=True)
 class Context:
     """Where and with what a stage runs; what it does is its settings."""
@@ -95,6 +118,8 @@ class Context:
     seed: int = 0
     artifacts: Mapping[str, Artifact] = field(default_factory=dict)
     """Artifacts by stage name, for `against` and `teacher`; `source` is the input model."""
+    baseline: str = "source"
+    """Name of the uncompressed model among them."""
     progress: Progress = silent
     scratch: Path | None = None
     """Folder for a stage's checkpoints, with which it resumes after an interruption; by default
@@ -116,6 +141,8 @@ class Context:
         default_factory=dict, compare=False
     )
     """Cache of compared latencies, with what user code read for each."""
+    exports: ExportCache = field(default_factory=ExportCache, compare=False)
+    """Exports of the uncompressed model."""
     served_latency: ServedLatency | None = None
     """How fast models will be where a later stage exports them to; None where that is not known."""
 

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from compress.common.errors import GateRefused, exits_refused
 from compress.common.process import gc_frozen
-from compress.core.gate import Gate
-from compress.core.gate_kinds.baselines import baseline_for
+from compress.core.gate_kinds.baselines import baseline_for, baseline_name
 from compress.core.verdict import explain
 
 if TYPE_CHECKING:
@@ -16,6 +15,7 @@ if TYPE_CHECKING:
 
     from compress.artifacts.artifact import Artifact
     from compress.core.context import Context
+    from compress.core.gate import Gate
     from compress.core.verdict import Verdict
 
 Reads = TypeVar("Reads")
@@ -28,12 +28,20 @@ def run_stage(run: Callable[[Reads, Context], Writes], model: Reads, context: Co
         return run(model, context)
 
 
+def _evaluate(gate: Gate, before: Artifact, after: Artifact, context: Context) -> Verdict:
+    verdict = gate.evaluate(before, after, context)
+    if not gate.compares:
+        return verdict
+    name = baseline_name(gate, after.kind, "input", context.baseline)
+    return verdict.model_copy(update={"against": name})
+
+
 def evaluate_gates(
     gates: Sequence[Gate],
     model: Artifact,
     artifact: Artifact,
     context: Context,
-    evaluate: Callable[[Gate, Artifact, Artifact, Context], Verdict] = Gate.evaluate,
+    evaluate: Callable[[Gate, Artifact, Artifact, Context], Verdict] = _evaluate,
 ) -> tuple[Verdict, ...]:
     """Evaluate a stage's gates on its input and its result, in their order.
 
@@ -42,7 +50,8 @@ def evaluate_gates(
     """
     with artifact.keep_loaded():
         return tuple(
-            evaluate(gate, baseline_for(gate, model, context), artifact, context) for gate in gates
+            evaluate(gate, baseline_for(gate, model, artifact, context), artifact, context)
+            for gate in gates
         )
 
 

@@ -41,7 +41,8 @@ class Gate(Settings):
     compares: ClassVar[bool] = True
     """Whether the result is compared with another artifact, the one that `against` names."""
     allows_runtime: ClassVar[bool] = False
-    """Whether `against` may also name a runtime of the float model, such as `onnxruntime`."""
+    """Whether `against` may also name a runtime of the uncompressed model, such as `onnxruntime`,
+    and is by default that of the result, as it is for speed; else it is the stage's input."""
     needs_data: ClassVar[bool] = False
     """Whether it cannot be measured without the pipeline's data."""
     depends_on_batch: ClassVar[bool] = False

@@ -1,9 +1,8 @@
-"""The artifact `OpenVINOModel`, the stage that writes it, and the baseline of speedup gates."""
+"""The artifact `OpenVINOModel`, and the stage that writes it."""
 
 from __future__ import annotations
 
 import logging
-from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -151,19 +150,3 @@ class ExportOpenVINO(ComparesStoredFile, Stage[EagerModel | GraphModel | OnnxMod
         strip_(graph)
         write(graph, file)
         return predictor(compiled(file, threads=1))(*inputs)
-
-
-@contextmanager
-def openvino_baseline(model: Any, device: str, threads: int) -> Iterator[Predictor]:
-    """Give a model in OpenVINO, not compressed: the baseline `openvino` of speedup gates.
-
-    Raises:
-        StageFailed: it cannot be exported.
-    """
-    from compress.core.context import Context
-
-    with TemporaryDirectory() as folder:
-        stage = ExportOpenVINO(name="plain_openvino")
-        exported = stage.run(model, Context(root=Path(folder) / "openvino", threads=threads))
-        with exported.open(device, threads) as predict:
-            yield predict

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 from compress.common.atomic_files import temporary_folder
 from compress.common.errors import CompressError
 from compress.core.diagnosis.cause import RefusedStage, Repair
-from compress.core.gate_kinds.baselines import nearest_float_model
+from compress.core.gate_kinds.baselines import baseline_name, nearest_float_model
 from compress.training.config.training import Training
 from export.diagnosis.layer_names import as_onnx
 from export.onnx.stage import ExportOnnx
@@ -58,13 +58,14 @@ class RefusedBranch:
     @property
     def gate(self) -> Any:
         """The gate's settings."""
-        verdict, planned = self.judged.verdict, self.run.state.plan.stage(self.names[-1])
+        verdict, plan = self.judged.verdict, self.run.state.plan
+        planned, kind = plan.stage(self.names[-1]), self.after.kind
         return next(
             gate
             for gate in planned.stage.gates
             if (gate.gate, gate.verdict(None).rule) == (verdict.gate, verdict.rule)
-            # Without `against` a verdict names the stage's input.
-            and ((gate.against or planned.input) if gate.compares else None) == verdict.against
+            and verdict.against
+            == (baseline_name(gate, kind, planned.input, plan.baseline) if gate.compares else None)
         )
 
     @property

@@ -78,7 +78,7 @@ def _explain_speed(branch: RefusedBranch) -> Found:
     """Return what an explanation has of a file that is too slow, and its repairs."""
     gate, before, after = branch.gate, branch.before(branch.names[-1]), branch.after
     if gate.compares:
-        before = baseline_for(gate, before, branch.context)
+        before = baseline_for(gate, before, after, branch.context)
     compared = branch.context.compare_latency(before, after, gate.batch)
     earlier = branch.judged.verdict.value
     found = _speed_gate(gate, compared, earlier)
@@ -124,7 +124,7 @@ def _explain_size(branch: RefusedBranch) -> Found:
     if verdict.gate in MEMORY_GATES:
         missing = MIB * (float(verdict.value or verdict.limit) - verdict.limit)
     elif gate.compares:
-        before = baseline_for(gate, branch.before(branch.names[-1]), branch.context)
+        before = baseline_for(gate, branch.before(branch.names[-1]), after, branch.context)
         sizes = [a.parameters() if unit == "weights" else a.payload_bytes for a in (before, after)]
         missing = (sizes[1] or 0) - verdict.limit * (sizes[0] or 0)
     else:

@@ -113,7 +113,7 @@ def check_runtime(pipeline: PipelineConfig, index: int, number: int, earlier: Se
             f"{where}: {name!r} is a runtime, and a stage that is not earlier has that name; "
             "rename the stage"
         )
-    takes = BASELINES[name].artifact_kinds
+    takes = BASELINES[name].kinds | BASELINES[name].reads
     if pipeline.model.kind not in takes:
         raise PipelineInvalid(
             f"{where}: {name} runs {' and '.join(sorted(takes))} models, and this one comes in as "

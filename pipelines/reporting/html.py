@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from pipelines.reporting.headline import headline
+from pipelines.reporting.headline import headline, speed_in_words
 from pipelines.reporting.html_page import render_page
 from pipelines.reporting.latency_spread import latency_spreads
 from pipelines.reporting.layer_sizes import layer_sensitivities, layer_sizes
@@ -63,6 +63,7 @@ def render(report: Report, out: Path | None = None) -> str:
         rows=rows,
         status_counts=count_by_status(rows),
         headline=headline(report),
+        speed_in_words=speed_in_words,
         failures=failure_reasons(rows),
         served=_names_of_kind(rows, "torchserve"),
         simulated=_names_of_kind([r for r in rows if r.stage != "export_program"], "graph"),

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from compress.common.printable import printable
+from compress.core.gate_kinds.baselines import EAGER
 from compress.core.gates import rule_in_words, value_in_words
 from pipelines.config.model_spec import SOURCE
 from pipelines.reporting.headline import headline
@@ -27,9 +28,11 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from pipelines.results.comparison import Differences
-    from pipelines.results.measurements import Measurements
+    from pipelines.results.measurements import Measurements, SpeedupReport
     from pipelines.results.schema import Report
 
+VS_EAGER = "vs eager"
+"""Speedup over the baseline as it is, and not in the artifact's own runtime."""
 COLUMNS = (
     "metric",
     "size",
@@ -39,11 +42,12 @@ COLUMNS = (
     "p50 ms",
     "p95 ms",
     "faster",
+    VS_EAGER,
     "peak MiB",
     "gates",
     "run + evaluation",
 )
-OPTIONAL_COLUMNS = ("run + evaluation", "p95 ms", "MACs", "params", "p50 ms", "peak MiB")
+OPTIONAL_COLUMNS = ("run + evaluation", "p95 ms", "MACs", "params", "p50 ms", "peak MiB", VS_EAGER)
 """Columns that a narrow terminal drops, in this order."""
 
 NOT_MEASURABLE = "n/m"
@@ -72,7 +76,8 @@ def show_report(report: Report, out: Path, error_follows: bool = False) -> None:
 def stage_table(report: Report, console: Console) -> Table:
     """Build a table with one row per stage and as many columns as fit the console.
 
-    Ratios are against the baseline, latency is at batch 1.
+    Ratios are against the baseline, `faster` against it in the artifact's own runtime; latency is
+    at batch 1.
     """
     for left_out in range(len(OPTIONAL_COLUMNS) + 1):
         shown = [c for c in COLUMNS if c not in OPTIONAL_COLUMNS[:left_out]]
@@ -156,11 +161,12 @@ def _table(report: Report, shown: list[str], tight: bool = False) -> Table:
         pad_edge=not tight,
     )
     table.add_column("stage", overflow="fold")
+    origin = report.baseline.same_runtime if report.baseline else None
+    names = {"metric": f"{_metric(report)}{chr(10) if tight else ' '}(val)"}
+    if origin and origin.runtime != EAGER:
+        names[VS_EAGER] = f"vs {report.baseline_name}"
     for column in shown:
-        name = (
-            f"{_metric(report)}{chr(10) if tight else ' '}(val)" if column == "metric" else column
-        )
-        table.add_column(name, justify="right", no_wrap=True)
+        table.add_column(names.get(column, column), justify="right", no_wrap=True)
     if report.baseline and report.baseline_name == SOURCE:
         cells = _measured_cells(report.baseline)
         table.add_row(SOURCE, *(cells.get(column, "–") for column in shown))
@@ -196,9 +202,14 @@ def _measured_cells(m: Measurements) -> dict[str, str | Text]:
         "MACs": readable_count(m.macs),
         "p50 ms": NOT_MEASURABLE if m.latency_ms.p50 is None else f"{m.latency_ms.p50:.3f}",
         "p95 ms": NOT_MEASURABLE if m.latency_ms.p95 is None else f"{m.latency_ms.p95:.3f}",
-        "faster": NOT_MEASURABLE if m.speedup is None else f"{m.speedup:.2f}×",
+        "faster": _ratio(m.same_runtime) if m.same_runtime else "–",
+        VS_EAGER: _ratio(m),
         "peak MiB": "–" if m.peak_mebibytes is None else f"{m.peak_mebibytes:.1f}",
     }
+
+
+def _ratio(measured: SpeedupReport) -> str:
+    return NOT_MEASURABLE if measured.speedup is None else f"{measured.speedup:.2f}×"
 
 
 def print_table(table: Callable[[Console], Table], lines: Iterable[Any]) -> None:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 FIDELITY = "fidelity"
 """Fact of a quantized artifact: comparison of its outputs with the float model's."""
-IN_PYTORCH = {"graph": " in PyTorch, which simulates integers; export it"}
+IN_PYTORCH = {"graph": "; PyTorch simulates integers: export it"}
 """Artifact kinds that simulate quantization, and the hint for their speed."""
 SLOWER = 0.95
 """Speed ratio below which a stage is slower; medians of equal models differ by some percent."""
@@ -26,6 +26,9 @@ def measurement_warnings(
     measured = {stage.name: stage.measurements for stage in stages}
     for name, found in ({baseline_name: baseline} | measured).items():
         yield from (f"{name}: {reason}" for reason in (found.unmeasurable_reasons if found else ()))
+        own = found.same_runtime if found else None
+        if own and not own.takes_uncompressed:
+            yield f"{name}: what compression gains in speed is not known: {own.speedup_reason}"
     yield from slower_than_float(stages, baseline_name)
     usual = baseline.device if baseline else ""
     for stage in stages:
@@ -70,29 +73,30 @@ def _ancestors(name: str, inputs: dict[str, str]) -> Iterator[str]:
 
 
 def slower_than_float(stages: Sequence[StageReport], baseline: str) -> Iterator[str]:
-    """Yield a line for each quantized stage that is slower than its float parent.
+    """Yield a line for each deployable stage that compression made slower.
 
-    An exported stage is compared with the same export of the float parent if there is one, and
-    else with the parent itself. A simulated model that a later stage exports is left out, as only
-    the export is deployed.
+    It is compared with the uncompressed model in the same runtime, and if it is quantized, with its
+    float parent in that runtime if that was measured. A simulated model that a later stage exports
+    is left out, as only the export is deployed.
     """
     rows = {stage.name: stage for stage in stages}
-    found = {stage.name: stage.measurements.speedup for stage in stages}
-    speedups = {baseline: 1.0, **{name: s for name, s in found.items() if s is not None}}
     read = {stage.input for stage in stages}
     for stage in stages:
+        own, where = stage.measurements.same_runtime, IN_PYTORCH.get(stage.artifact.kind, "")
+        if own is None or own.speedup is None or (where and stage.name in read):
+            continue
         quantized = _quantizing_stage(stage, rows)
-        where = IN_PYTORCH.get(stage.artifact.kind)
-        if quantized is None or (where and stage.name in read):
-            continue
-        parent = _exported_parent(stage, quantized.input, rows) or quantized.input
-        # A server's latency includes HTTP.
-        served = stage.artifact.kind == "torchserve" and parent == quantized.input
-        if served or not {stage.name, parent} <= speedups.keys():
-            continue
-        ratio = speedups[stage.name] / speedups[parent]
-        if ratio < SLOWER:
-            yield f"{stage.name}: slower than {parent} ({ratio:.2g}×){where or ''}"
+        parent = None
+        if quantized is not None:
+            exported = _exported_parent(stage, quantized.input, rows)
+            parent = exported or (rows.get(quantized.input) if where else None)
+        if own.is_slower:
+            against = f"{baseline} in {own.runtime} ({own.speedup:.2g}×)"
+            yield f"{stage.name}: slower than {against}{where}"
+        elif parent and parent.measurements.speedup and stage.measurements.speedup:
+            ratio = stage.measurements.speedup / parent.measurements.speedup
+            if ratio < SLOWER:
+                yield f"{stage.name}: slower than {parent.name} ({ratio:.2g}×){where}"
 
 
 def _lineage(stage: StageReport, rows: Mapping[str, StageReport]) -> Iterator[StageReport]:
@@ -111,7 +115,7 @@ def _quantizing_stage(stage: StageReport, rows: Mapping[str, StageReport]) -> St
 
 def _exported_parent(
     stage: StageReport, parent: str, rows: Mapping[str, StageReport]
-) -> str | None:
+) -> StageReport | None:
     """Return the stage that exported the float parent into the same format."""
     for other in rows.values():
         if other.artifact.kind != stage.artifact.kind or _quantizing_stage(other, rows):
@@ -120,5 +124,5 @@ def _exported_parent(
             if ancestor.artifact.kind == "eager":  # a changed model, and no export of the parent
                 break
             if ancestor.input == parent:
-                return other.name
+                return other
     return None

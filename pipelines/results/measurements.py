@@ -9,7 +9,8 @@ from pydantic import field_validator, model_validator
 
 from compress.artifacts.artifact import WEIGHTS_ON_DISK
 from compress.common.config import Settings
-from compress.common.errors import StageFailed
+from compress.common.errors import StageFailed, Unavailable
+from compress.core.gate_kinds.baselines import in_runtime_of, runtime_of
 from compress.profiling.batch_dependence import BatchDependence
 from compress.profiling.benchmark import unmeasurable
 from compress.profiling.quantiles import Interval
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     from compress.artifacts.artifact import Artifact
     from compress.core.context import Context
+    from compress.profiling.benchmark import Comparison
 
 
 SELF_SPEEDUP_TOLERANCE = 1.2
@@ -67,35 +69,17 @@ class LatencyReport(Settings):
         return _drop_unreliable(content, {"p50": "p50 in ms", "p95": "p95 in ms"}, "reason")
 
 
-class Measurements(Settings):
-    """Measurements of an artifact; None where its format lacks the information."""
+class SpeedupReport(Settings):
+    """How many times faster than a baseline, from interleaved calls with equal threads."""
 
-    metric: MetricReport | None
-    parameters: int | None
-    macs: int | None
-    bytes: int
-    latency_ms: LatencyReport
-    device: str = ""
-    """What it ran on where its latency was measured, and the baseline for the speedup; empty in
-    reports of older versions."""
     speedup: float | None
-    """How many times faster than the baseline, from interleaved calls; None where timings on a busy
-    machine were too noisy."""
+    """None where timings on a busy machine were too noisy, or there is nothing to compare with."""
     speedup_interval: Bounds | None
     """95 % confidence interval of the speedup."""
     speedup_reason: str = ""
     """Why it is None."""
     speedup_blocks: tuple[float, ...] = ()
     """Ratio of each block of consecutive calls; the speedup is their median."""
-    bytes_ratio: float
-    """The baseline's bytes divided by this artifact's."""
-    peak_mebibytes: float | None = None
-    """Peak memory of opening and calling the model, without the libraries' own; None where it could
-    not be measured and in reports of older versions."""
-    peak_reason: str = ""
-    """Why it could not be measured."""
-    batch_dependence: BatchDependence | None = None
-    """Whether outputs depend on the other rows of a batch; None in reports of older versions."""
 
     @model_validator(mode="before")
     @classmethod
@@ -107,9 +91,59 @@ class Measurements(Settings):
         return _drop_unreliable(content, {"speedup": "the speedup"}, "speedup_reason")
 
     @property
+    def is_slower(self) -> bool:
+        """Whether it is slower beyond what chance explains."""
+        return self.speedup_interval is not None and self.speedup_interval[1] < 1
+
+    @property
+    def is_faster(self) -> bool:
+        """Whether it is faster beyond what chance explains."""
+        return self.speedup_interval is not None and self.speedup_interval[0] > 1
+
+
+class SameRuntimeReport(SpeedupReport):
+    """Speedup over the uncompressed model in the artifact's own runtime: what compression gains."""
+
+    runtime: str
+    """Such as `ONNX Runtime`."""
+    takes_uncompressed: bool = True
+    """Whether the uncompressed model could be exported to it; `speedup_reason` says why not."""
+
+
+class Measurements(SpeedupReport):
+    """Measurements of an artifact; None where its format lacks the information.
+
+    Its speedup is over the run's baseline as it is, most often in eager PyTorch, so that it holds
+    what the artifact's runtime gains as well.
+    """
+
+    metric: MetricReport | None
+    parameters: int | None
+    macs: int | None
+    bytes: int
+    latency_ms: LatencyReport
+    device: str = ""
+    """What it ran on where its latency was measured, and the baseline for the speedup; empty in
+    reports of older versions."""
+    same_runtime: SameRuntimeReport | None = None
+    """The speedup over the baseline in the artifact's own runtime; None for packages, and in
+    reports of older versions."""
+    bytes_ratio: float
+    """The baseline's bytes divided by this artifact's."""
+    peak_mebibytes: float | None = None
+    """Peak memory of opening and calling the model, without the libraries' own; None where it could
+    not be measured and in reports of older versions."""
+    peak_reason: str = ""
+    """Why it could not be measured."""
+    batch_dependence: BatchDependence | None = None
+    """Whether outputs depend on the other rows of a batch; None in reports of older versions."""
+
+    @property
     def unmeasurable_reasons(self) -> tuple[str, ...]:
         """Why speedup and latency could not be measured on this machine; empty if they were."""
-        reasons = filter(None, (self.speedup_reason, self.latency_ms.reason))
+        own = self.same_runtime
+        in_runtime = own.speedup_reason if own and own.takes_uncompressed else ""
+        reasons = filter(None, (self.speedup_reason, self.latency_ms.reason, in_runtime))
         return tuple(reason for reason in reasons if reason != WEIGHTS_ON_DISK)
 
     @classmethod
@@ -125,14 +159,8 @@ class Measurements(Settings):
         if artifact.is_streamed or baseline.is_streamed:
             sizes = cls.sizes(artifact, baseline, WEIGHTS_ON_DISK)
             return sizes.model_copy(update={"metric": metric})
-        compared = context.compare_latency(baseline, artifact, artifact.signature.smallest_batch)
-        reason = ""
-        if (
-            artifact.digest == baseline.digest
-            and not 1 / SELF_SPEEDUP_TOLERANCE <= compared.speedup <= SELF_SPEEDUP_TOLERANCE
-        ):
-            doubt = f"the same model seems {compared.speedup:.2f} times as fast as itself"
-            reason = unmeasurable("the speedup", doubt)
+        batch = artifact.signature.smallest_batch
+        compared = context.compare_latency(baseline, artifact, batch)
         return cls(
             metric=metric,
             parameters=artifact.parameters(),
@@ -140,10 +168,8 @@ class Measurements(Settings):
             bytes=artifact.payload_bytes,
             latency_ms=LatencyReport.model_validate(compared.after.model_dump()),
             device=artifact.runs_on(context.device),
-            speedup=None if reason else compared.speedup,
-            speedup_interval=None if reason else compared.interval,
-            speedup_reason=reason,
-            speedup_blocks=tuple(float(f"{ratio:.4g}") for ratio in compared.ratios),
+            **_speedup(compared, artifact.digest == baseline.digest),
+            same_runtime=_in_same_runtime(artifact, context),
             bytes_ratio=baseline.payload_bytes / artifact.payload_bytes,
         )
 
@@ -170,6 +196,40 @@ class Measurements(Settings):
             return self.model_copy(update={"peak_mebibytes": measure()})
         except StageFailed as error:
             return self.model_copy(update={"peak_reason": str(error)})
+
+
+def _speedup(compared: Comparison, is_itself: bool) -> dict[str, Any]:
+    """Return the fields of a :class:`SpeedupReport`."""
+    speedup, reason = compared.speedup, ""
+    if is_itself and not 1 / SELF_SPEEDUP_TOLERANCE <= speedup <= SELF_SPEEDUP_TOLERANCE:
+        doubt = f"the same model seems {speedup:.2f} times as fast as itself"
+        reason = unmeasurable("the speedup", doubt)
+    return {
+        "speedup": None if reason else speedup,
+        "speedup_interval": None if reason else compared.interval,
+        "speedup_reason": reason,
+        "speedup_blocks": tuple(float(f"{ratio:.4g}") for ratio in compared.ratios),
+    }
+
+
+def _in_same_runtime(artifact: Artifact, context: Context) -> SameRuntimeReport | None:
+    """Measure an artifact in turn with the uncompressed model in the artifact's runtime."""
+    runtime = runtime_of(artifact.kind)
+    if runtime is None:
+        return None
+    try:
+        twin = in_runtime_of(artifact, context)
+        assert twin is not None  # as there is a runtime
+        compared = context.compare_latency(twin, artifact, artifact.signature.smallest_batch)
+        measured = _speedup(compared, artifact.digest == twin.digest)
+    except (StageFailed, Unavailable) as error:
+        measured = {
+            "speedup": None,
+            "speedup_interval": None,
+            "speedup_reason": f"the uncompressed model in {runtime.title}: {error}",
+            "takes_uncompressed": False,
+        }
+    return SameRuntimeReport(runtime=runtime.title, **measured)
 
 
 def _drop_unreliable(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from compress.common.dependency_recorder import recording
 from compress.core.evaluation import evaluate_gates
+from compress.core.gate_kinds.baselines import baseline_name
 from compress.profiling.batch_dependence import BatchDependence
 from compress.profiling.operator_table import read_operator_tables
 from pipelines.results.measurements import Measurements
@@ -132,7 +133,7 @@ def _evaluate_gate(
     context: Context,
 ) -> Verdict:
     """Evaluate a gate on the value that was measured before, if it was, and emit the verdict."""
-    compared = gate.against or planned.input
+    compared = baseline_name(gate, after.kind, planned.input, state.plan.baseline)
     # The limit is no part of the key: a changed limit is held against the stored value.
     key = {**gate.measurement_key(), "against": before.digest, **state.measurement_conditions()}
     if gate.depends_on_batch:
@@ -159,7 +160,7 @@ def measure_artifact(state: RunState, name: str, cache: MeasurementCache) -> Mea
     context = state.context(name)
     conditions = state.measurement_conditions()
     # The number goes up where other things are measured: stored values are then measured again.
-    key = {"measurements": 2, "against": baseline.digest, **conditions}
+    key = {"measurements": 3, "against": baseline.digest, **conditions}
     with name_stage_in_errors(name, state.out), artifact.keep_loaded():
         measurements = cache.get_or_measure(
             key | judged_batch_size_part(state, name),

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from compress.common.dependency_recorder import Recording, recording
+from compress.core.context import ExportCache
 from compress.core.evaluation import refusal
 from pipelines.config.model_spec import SOURCE
 from pipelines.executors.task import StageTask
@@ -124,7 +125,8 @@ class PipelineExecutor:
         history = history_before(planned, self.state) if planned.stage.records_history else None
         context = self.state.context(planned.name, lookup.entry.artifact_path)
         served = served_latency(planned, self.state)
-        context = replace(context, history=history, served_latency=served)
+        # The store's exports stay here: another process may run the stage, and compares no speed.
+        context = replace(context, history=history, served_latency=served, exports=ExportCache())
         return StageTask(planned.name, planned.stage, planned.input, context)
 
     def evaluate(self, planned: PlannedStage, lookup: CacheLookup) -> None:

@@ -16,6 +16,7 @@ from pipelines.results.stage_reports import FailureReport, SkippedReport
 from pipelines.runner import events
 from pipelines.runner.data_warnings import validation_data_warnings
 from pipelines.runner.inputs import source_parts
+from pipelines.store.exports import StoredExports
 from pipelines.store.local import WORK
 from pipelines.system import signals
 from pipelines.system.machine_info import machine
@@ -165,6 +166,7 @@ class RunState:
 
     def __post_init__(self) -> None:
         self.outcome = RunOutcome(self.plan, self.emit)
+        self.exports = StoredExports(self.store)
 
     @cached_property
     def contents(self) -> Contents | None:
@@ -218,7 +220,7 @@ class RunState:
         It sees the artifacts of its ancestors, and those that it names. `root` is the directory of
         the artifact, by default that of its store entry.
         """
-        visible = {SOURCE, *self.plan.branch(name), *self.plan.needs(name)}
+        visible = {SOURCE, self.plan.baseline, *self.plan.branch(name), *self.plan.needs(name)}
         return Context(
             root=root or self.entries[name].artifact_path,
             data=self.data,
@@ -228,6 +230,7 @@ class RunState:
             threads=self.pipeline.threads,
             seed=self.pipeline.seed,
             artifacts={n: artifact for n, artifact in self.artifacts.items() if n in visible},
+            baseline=self.plan.baseline,
             progress=self.progress,
             # By name and not in the entry: a training resumes with another number of processes too,
             # which gives it another key.
@@ -237,4 +240,5 @@ class RunState:
             served_batch_size=self.pipeline.served_batch_size,
             dependences=self.batch_dependences,
             comparisons=self.comparisons,
+            exports=self.exports,
         )

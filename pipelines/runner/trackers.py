@@ -87,6 +87,7 @@ def stage_figures(fields: Mapping[str, Any]) -> dict[str, float]:
         "p50_ms": latency["p50"],
         "p95_ms": latency["p95"],
         "speedup": measured["speedup"],
+        "speedup_in_runtime": (measured["same_runtime"] or {}).get("speedup"),
         "peak_mebibytes": measured["peak_mebibytes"],
         "seconds": fields["seconds"],
     }

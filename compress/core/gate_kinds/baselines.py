@@ -1,8 +1,9 @@
-"""Baselines of a speedup: the float model in PyTorch, torch.compile, or another runtime."""
+"""Baselines of a speedup: the uncompressed model in the result's own runtime, or in another."""
 
 from __future__ import annotations
 
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from compress.artifacts.artifact import Artifact
@@ -20,50 +21,130 @@ if TYPE_CHECKING:
 
 
 class BaselineRuntime(NamedTuple):
-    """A runtime that can execute the float model."""
+    """A runtime in which the uncompressed model can be measured."""
 
-    open: Callable[[Artifact, str, int], AbstractContextManager[Predictor]]
-    """Opens an artifact on a device with a number of threads, as a predictor."""
-    artifact_kinds: frozenset[str]
-    """Kinds of artifacts that it can open."""
+    name: str
+    """As in a gate's ``against``."""
+    title: str
+    """As in tables and messages."""
+    kinds: frozenset[str]
+    """Kinds of artifacts that it executes as they are."""
+    write: Callable[[Artifact, Context], Artifact] | None = None
+    """Exports a model with default settings to the context's ``root``; None where nothing can."""
+    reads: frozenset[str] = frozenset()
+    """Kinds of artifacts that it exports."""
+    open: Callable[[Artifact, str, int], AbstractContextManager[Predictor]] | None = None
+    """Opens an artifact on a device with a number of threads; by default :meth:`Artifact.open`."""
     requirements: tuple[Requirement, ...] = ()
 
 
 class BaselineArtifact(Artifact):
-    """A float model that another runtime executes; nothing is written."""
+    """The uncompressed model in a runtime; it is exported when it is opened for the first time."""
 
     # An artifact, as gates, latency measurement and the cache of measurements need a signature, a
     # digest and ``open`` of the baseline, and then treat it as any other.
 
-    def __init__(self, name: str, model: Artifact) -> None:
-        """Wrap a model for a runtime; raise StageFailed if that cannot run models of its kind."""
-        self.runtime = BASELINES[name]
-        if model.kind not in self.runtime.artifact_kinds:
-            raise StageFailed(
-                f"against {name}: the model came in as {model.kind}, which {name} cannot run; "
-                f"it runs {' and '.join(sorted(self.runtime.artifact_kinds))}"
-            )
-        super().__init__(model.path, model.manifest, f"{model.digest} in {name}")
-        self.name, self.model = name, model
+    def __init__(self, runtime: BaselineRuntime, model: Artifact, context: Context) -> None:
+        """Wrap a model for a runtime, on the context's device."""
+        digest = f"{model.digest} in {runtime.name} on {context.device}"
+        super().__init__(model.path, model.manifest, digest)
+        self.runtime, self.model, self.context = runtime, model, context
 
     @opened_model
     def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:
-        """Open the model in the runtime; raise Unavailable if something for it is not installed."""
-        for need in self.runtime.requirements:
+        """Open the model in the runtime.
+
+        Raises:
+            StageFailed: the runtime cannot execute the model.
+            Unavailable: something for it is not installed.
+        """
+        runtime, model = self.runtime, self.model
+        for need in runtime.requirements:
             if need.missing():
-                raise Unavailable(f"against {self.name}: needs {need.what}; {need.install}")
-        with self.runtime.open(self.model, device, threads) as predict:
+                raise Unavailable(f"against {runtime.name}: needs {need.what}; {need.install}")
+        if model.kind not in runtime.kinds:
+            model = self._exported()
+        opened = runtime.open(model, device, threads) if runtime.open else None
+        with opened or model.open(device, threads) as predict:
             yield predict
 
+    def _exported(self) -> Artifact:
+        """Return the model as the runtime's file, written once."""
+        runtime, model, context = self.runtime, self.model, self.context
+        if runtime.write is None or model.kind not in runtime.reads:
+            takes = " and ".join(sorted(runtime.kinds | runtime.reads))
+            raise StageFailed(
+                f"against {runtime.name}: the model came in as {model.kind}, which {runtime.name} "
+                f"cannot run; it runs {takes}"
+            )
+        write = runtime.write
+        return context.exports.get_or_write(
+            self.digest, lambda root: write(model, context.with_root(root))
+        )
 
-def baseline_for(gate: Gate, model: Artifact, context: Context) -> Artifact:
-    """Return the artifact that a gate's ``against`` names, by default the stage's input."""
-    if gate.against is None:
-        return model
+
+def baseline_for(gate: Gate, model: Artifact, result: Artifact, context: Context) -> Artifact:
+    """Return the artifact that a gate compares a stage's result with.
+
+    That is what its ``against`` names; by default the uncompressed model in the result's runtime
+    for a gate on speed, and the stage's input for another.
+    """
     # A stage that bears a runtime's name takes precedence.
-    if gate.against in BASELINES and gate.against not in context.artifacts:
-        return BaselineArtifact(gate.against, nearest_float_model(model, context))
-    return context.artifact(gate.against)
+    if gate.allows_runtime and gate.against not in context.artifacts:
+        if gate.against is None:
+            return in_runtime_of(result, context) or model
+        if gate.against in BASELINES:
+            return _in_runtime(
+                BASELINES[gate.against], uncompressed_model(result, context), context
+            )
+    return model if gate.against is None else context.artifact(gate.against)
+
+
+def baseline_name(gate: Gate, result_kind: str, stage_input: str, uncompressed: str) -> str:
+    """Return the name of what a gate compares with, for reports.
+
+    Args:
+        gate: the gate.
+        result_kind: kind of the stage's result.
+        stage_input: name of the stage's input.
+        uncompressed: name of the uncompressed model.
+    """
+    runtime = runtime_of(result_kind) if gate.allows_runtime else None
+    if gate.against is None and runtime is not None:
+        return f"{uncompressed} in {runtime.title}"
+    return gate.against or stage_input
+
+
+def runtime_of(kind: str) -> BaselineRuntime | None:
+    """Return the runtime that executes artifacts of a kind; None for packages, and unknown ones."""
+    found = (r for r in BASELINES.values() if kind in r.kinds and r.open is None)
+    return next(found, None)
+
+
+def in_runtime_of(result: Artifact, context: Context) -> Artifact | None:
+    """Return the uncompressed model in the runtime of a result; None for one without a runtime.
+
+    So that a speedup is what compression gains, and not what the runtime does.
+    """
+    runtime = runtime_of(result.kind)
+    if runtime is None:
+        return None
+    # A file that was compiled for one device is compared with another for the same.
+    context = replace(context, device=result.runs_on(context.device))
+    return _in_runtime(runtime, uncompressed_model(result, context), context)
+
+
+def _in_runtime(runtime: BaselineRuntime, model: Artifact, context: Context) -> Artifact:
+    if model.kind in runtime.kinds and runtime.open is None:
+        return model
+    return BaselineArtifact(runtime, model, context)
+
+
+def uncompressed_model(result: Artifact, context: Context) -> Artifact:
+    """Return the model that a run compresses, else the first one that a result's lineage shows."""
+    if context.baseline in context.artifacts:
+        return context.artifacts[context.baseline]
+    return nearest_float_model(result, context)
 
 
 def nearest_float_model(model: Artifact, context: Context) -> Artifact:
@@ -103,13 +184,20 @@ def _compiled(model: Artifact, device: str, threads: int) -> Iterator[Predictor]
         yield predict
 
 
-IN_PYTORCH = frozenset({"eager", "graph"})
-# A registry, as ``compress`` may not import ``export``, which alone can write ONNX: each package
-# adds the runtimes that it can open when it is imported.
+EAGER = "eager PyTorch"
+"""Title of the runtime that models come from."""
+# gguf and compressed-tensors files are opened as modules of transformers to be measured.
+IN_PYTORCH = frozenset({"eager", "graph", "gguf", "compressed-tensors"})
+# A registry, as ``compress`` may not import ``export``, which alone can write files: each package
+# adds the runtimes that it writes for when it is imported.
 BASELINES: dict[str, BaselineRuntime] = {
-    "eager": BaselineRuntime(
-        lambda model, device, threads: model.open(device, threads), IN_PYTORCH
+    "eager": BaselineRuntime("eager", EAGER, IN_PYTORCH),
+    "compiled": BaselineRuntime(
+        "compiled",
+        "torch.compile",
+        frozenset({"eager", "graph"}),
+        open=_compiled,
+        requirements=(COMPILER,),
     ),
-    "compiled": BaselineRuntime(_compiled, IN_PYTORCH, (COMPILER,)),
 }
 """Every runtime by its name in a gate's ``against``; ``export`` adds those of its files."""

@@ -28,7 +28,7 @@ class _MeasuredOnVal(Gate):
 
 
 class MinSpeedup(_MeasuredOnVal):
-    """Faster than the artifact compared with, both measured in turn with equal threads on `val`."""
+    """Faster than the uncompressed model in the same runtime, both measured in turn on `val`."""
 
     gate: Literal["min_speedup"] = "min_speedup"
     ratio: Positive
@@ -36,8 +36,10 @@ class MinSpeedup(_MeasuredOnVal):
     batch: Count = 1
     """Samples per call."""
     against: str | None = None
-    """Earlier stage compared with, `source`, or what runs the float model that the input was made
-    of: `eager` (PyTorch), `compiled` (torch.compile), `onnxruntime`, `openvino` (plain exports)."""
+    """Earlier stage compared with, `source`, or a runtime that runs the uncompressed model: `eager`
+    (PyTorch), `compiled` (torch.compile), `onnxruntime`, `openvino`, `torchscript`, `aot` … (plain
+    exports). By default the uncompressed model in the result's own runtime, so that the speedup is
+    what compression gains, and not what the runtime does; for a package, its input."""
 
     limit_field: ClassVar[str] = "ratio"
     rule_template: ClassVar[str] = "speedup at batch {batch} >= {ratio:g} with 95 % confidence"

@@ -9,9 +9,12 @@ from compress.artifacts.graph_model import GraphModel, program_of
 from compress.common.errors import StageFailed, Unavailable
 from compress.common.requirements import Requirement
 from compress.core.context import Context
+from compress.core.evaluation import evaluate_gates
 from compress.core.gate_kinds.baselines import BASELINES, baseline_for
-from compress.core.gates import MinSpeedup
+from compress.core.gates import MaxSize, MinSpeedup
 from compress.core.stage import Stage
+from compress.pruning.channels_stage import PruneChannels
+from export.onnx.stage import ExportOnnx
 
 
 class Trace(Stage[EagerModel, GraphModel]):
@@ -34,35 +37,78 @@ def context(mlp: EagerModel, tmp_path: Path) -> Context:
     return Context(root=tmp_path / "result", artifacts={"source": mlp})
 
 
-def speedup(name: str) -> MinSpeedup:
+def speedup(name: str | None) -> MinSpeedup:
     return MinSpeedup(ratio=1e-6, against=name)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
-@pytest.mark.parametrize(
-    "name",
-    ["eager", *(pytest.param(n, marks=pytest.mark.slow) for n in ("compiled", "onnxruntime"))],
-)
-def test_the_float_model_runs_in_each_runtime(name: str, mlp, graph, context) -> None:
+@pytest.mark.parametrize("name", [pytest.param("compiled", marks=pytest.mark.slow), "onnxruntime"])
+def test_the_uncompressed_model_runs_in_another_runtime(name: str, mlp, graph, context) -> None:
     torch._dynamo.utils.counters.clear()
-    opponent = baseline_for(speedup(name), graph, context)
+    baseline = baseline_for(speedup(name), graph, graph, context)
     inputs = mlp.signature.example(batch=3)
-    with opponent.open() as found, mlp.open() as expected:
+    with baseline.open() as found, mlp.open() as expected:
         torch.testing.assert_close(found(*inputs), expected(*inputs))
     compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     assert bool(compiled) == (name == "compiled")
-    assert opponent.digest not in (mlp.digest, graph.digest)
-    assert speedup(name).evaluate(opponent, graph, context).passed
+    assert baseline.digest not in (mlp.digest, graph.digest)
+    assert speedup(name).evaluate(baseline, graph, context).passed
+
+
+def test_a_speedup_is_over_the_uncompressed_model_in_the_results_runtime(mlp, tmp_path) -> None:
+    wider = Context(root=tmp_path / "wider", artifacts={"source": mlp})
+    small = PruneChannels(ratio=0.5, round_to=1).run(mlp, wider)
+    context = Context(root=tmp_path / "onnx", artifacts={"source": mlp})
+    file = ExportOnnx(gates=(speedup(None), MaxSize(ratio=9))).run(small, context)
+    baseline = baseline_for(speedup(None), small, file, context)
+    inputs = mlp.signature.example(batch=3)
+    with baseline.open() as found, mlp.open() as expected, small.open() as pruned:
+        torch.testing.assert_close(found(*inputs), expected(*inputs))
+        assert not torch.allclose(pruned(*inputs)[0], expected(*inputs)[0])
+    assert baseline_for(speedup(None), small, small, context) is mlp, "eager against eager"
+    assert baseline_for(speedup("eager"), small, file, context) is mlp
+    assert baseline_for(MaxSize(ratio=9), small, file, context) is small, "sizes: the input"
+    judged = evaluate_gates((speedup(None), MaxSize(ratio=9)), small, file, context)
+    assert [v.against for v in judged] == ["source in ONNX Runtime", "input"]
+
+
+def test_the_uncompressed_model_is_exported_once(mlp, tmp_path, monkeypatch) -> None:
+    written = []
+    run = ExportOnnx.run
+
+    def counted(stage, model, context):
+        written.append(model.digest)
+        return run(stage, model, context)
+
+    monkeypatch.setattr(ExportOnnx, "run", counted)
+    context = Context(root=tmp_path / "onnx", artifacts={"source": mlp})
+    gates = (MinSpeedup(ratio=1e-6), MinSpeedup(ratio=1e-6, batch=2))
+    ExportOnnx(gates=gates)(mlp, context)
+    assert len(written) == 2, "the stage's own, and one for both gates"
+
+
+def test_a_model_that_the_runtime_does_not_take_fails_the_gate(mlp, tmp_path, monkeypatch) -> None:
+    def refuse(model, context):
+        raise StageFailed("aten.nonsense is not supported")
+
+    changed = BASELINES["onnxruntime"]._replace(write=refuse)
+    monkeypatch.setitem(BASELINES, "onnxruntime", changed)
+    context = Context(root=tmp_path / "onnx", artifacts={"source": mlp})
+    file = ExportOnnx().run(mlp, context)
+    baseline = baseline_for(speedup(None), mlp, file, context)
+    verdict = speedup(None).evaluate(baseline, file, context)
+    assert not verdict.passed
+    assert verdict.reason == "aten.nonsense is not supported"
 
 
 def test_a_stage_takes_precedence_over_a_runtime_of_its_name(graph, mlp, context) -> None:
     known = Context(root=context.root, artifacts={"eager": graph})
-    assert baseline_for(speedup("eager"), mlp, known) is graph
+    assert baseline_for(speedup("eager"), mlp, mlp, known) is graph
 
 
 def test_an_unknown_float_model_is_an_error(graph, tmp_path) -> None:
     with pytest.raises(StageFailed, match="float model that it was made of is not known"):
-        baseline_for(speedup("eager"), graph, Context(root=tmp_path / "result"))
+        baseline_for(speedup("eager"), graph, graph, Context(root=tmp_path / "result"))
 
 
 def test_a_missing_compiler_is_named_in_the_error(mlp, graph, context, monkeypatch) -> None:
@@ -70,4 +116,4 @@ def test_a_missing_compiler_is_named_in_the_error(mlp, graph, context, monkeypat
     monkeypatch.setitem(BASELINES, "compiled", BASELINES["compiled"]._replace(requirements=(none,)))
     gate = speedup("compiled")
     with pytest.raises(Unavailable, match="against compiled: needs no-such-compiler"):
-        gate.evaluate(baseline_for(gate, graph, context), graph, context)
+        gate.evaluate(baseline_for(gate, graph, graph, context), graph, context)

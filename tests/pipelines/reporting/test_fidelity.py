@@ -9,10 +9,12 @@ from rich.console import Console
 
 from compress.quantization.numeric_debug.fidelity_report import LabelParity
 from pipelines import Pipeline
+from pipelines.reporting.headline import headline
 from pipelines.reporting.html import render
 from pipelines.reporting.stage_rows import fidelity_of
 from pipelines.reporting.terminal_table import closing_lines
 from pipelines.results.measurement_warnings import slower_than_float
+from pipelines.results.measurements import SameRuntimeReport
 from pipelines.results.schema import Report
 from pipelines.results.stage_reports import StageReport
 from tests.pipelines.conftest import measured_briefly
@@ -90,16 +92,20 @@ def test_slower_than_the_same_export_of_the_float_parent(report: Report) -> None
     assert list(slower_than_float(stages, "train")) == ["int8_onnx: slower than export_onnx (0.8×)"]
 
 
-def test_without_such_an_export_the_float_parent_itself_is_compared_with(report: Report) -> None:
-    stages = [
-        s for s in timed(report, prune_channels=2.0, int8_onnx=1.6) if s.name != "export_onnx"
-    ]
-    assert list(slower_than_float(stages, "train")) == [
-        "int8_onnx: slower than prune_channels (0.8×)"
-    ]
-    assert list(slower_than_float(timed(report, int8_onnx=0.97), "train")) == []
-    from_source = [s.model_copy(update={"input": "source"}) for s in stages if s.name == "int8"]
-    assert list(slower_than_float(from_source, "train")) == [], "source was not measured"
+def test_slower_than_the_uncompressed_model_in_the_same_runtime(report: Report) -> None:
+    def with_interval(low: float, high: float) -> list[StageReport]:
+        stages = [s for s in timed(report, int8_onnx=9.0) if s.name != "export_onnx"]
+        own = SameRuntimeReport(runtime="ONNX Runtime", speedup=low, speedup_interval=(low, high))
+        measured = stages[-1].measurements.model_copy(update={"same_runtime": own})
+        return [*stages[:-1], stages[-1].model_copy(update={"measurements": measured})]
+
+    line = "int8_onnx: slower than train in ONNX Runtime (0.8×)"
+    assert list(slower_than_float(with_interval(0.8, 0.9), "train")) == [line]
+    assert list(slower_than_float(with_interval(0.8, 1.01), "train")) == []
+    shown = report.model_copy(update={"status": "passed", "stages": with_interval(0.8, 0.9)})
+    assert headline(shown) is None, "a file slower than the float one is not named to deploy"
+    shown = report.model_copy(update={"status": "passed", "stages": with_interval(0.8, 1.01)})
+    assert headline(shown).gains.split(", ")[1].startswith("as fast as before in ONNX Runtime")
 
 
 def test_an_export_of_a_smaller_model_is_no_twin(report: Report) -> None:
@@ -112,7 +118,8 @@ def test_an_export_of_a_smaller_model_is_no_twin(report: Report) -> None:
 def test_a_graph_that_is_shipped_is_said_to_simulate(report: Report) -> None:
     stages = [s for s in timed(report, int8=0.5) if s.name != "int8_onnx"]
     (line,) = slower_than_float(stages, "train")
-    assert line.startswith("int8: slower than prune_channels (0.5×) in PyTorch, which simulates")
+    assert line.startswith("int8: slower than train in eager PyTorch (0.")
+    assert line.endswith("×); PyTorch simulates integers: export it")
 
 
 def test_a_slower_stage_stands_below_the_verdict_and_in_the_terminal(

@@ -26,7 +26,7 @@ from pipelines.reporting.stage_rows import (
 )
 from pipelines.reporting.terminal_table import closing_lines, stage_table
 from pipelines.reporting.training_curves import trainings_of
-from pipelines.results.measurements import Measurements
+from pipelines.results.measurements import Measurements, SameRuntimeReport
 from pipelines.results.schema import Report
 from pipelines.results.stage_reports import FailureReport, SkippedReport, StageReport
 
@@ -174,7 +174,9 @@ def test_a_passed_run_says_first_what_to_deploy(finished_run) -> None:
     assert report.baseline
     before = report.baseline.model_copy(update={"bytes": 4_000_000})
     last = report.stages[-1]
-    measured = last.measurements.model_copy(update={"bytes": 250_000, "speedup": 0.5})
+    own = SameRuntimeReport(runtime="ONNX Runtime", speedup=2.5, speedup_interval=(2.4, 2.6))
+    update = {"bytes": 250_000, "speedup": 0.5, "same_runtime": own}
+    measured = last.measurements.model_copy(update=update)
     slower = last.model_copy(update={"measurements": measured})
     measured = measured.model_copy(update={"speedup": 9.13})
     artifact = last.artifact.model_copy(update={"path": "artifacts/fast"})
@@ -185,7 +187,8 @@ def test_a_passed_run_says_first_what_to_deploy(finished_run) -> None:
     report = report.model_copy(update={"baseline": before, "stages": stages})
     found = headline(report)
     metric = before.metric.name, before.metric.value, measured.metric.value
-    gained = "4.00 MB → 250 kB, 9.1× faster, {} {:.4f} → {:.4f}".format(*metric)
+    speed = "2.5× faster by compression (9.1× against eager PyTorch: 3.7× by ONNX Runtime)"
+    gained = f"4.00 MB → 250 kB, {speed}, {{}} {{:.4f}} → {{:.4f}}".format(*metric)
     assert found == Headline(gained, "artifacts/fast", last.artifact.file, is_served=True)
     verdict = render(report).split("<h2>")[0]
     assert verdict.index(gained) < verdict.index("Passed")
@@ -205,7 +208,7 @@ def test_a_passed_run_says_first_what_to_deploy(finished_run) -> None:
     named = headline(report.model_copy(update={"stages": (*stages[:-1], packaged, fastest)}))
     assert named == replace(found, gains=f"{gained}, in onnx (faster than aot)")
     alone = headline(report.model_copy(update={"stages": stages[:-1]}))
-    assert alone and "2.0× slower" in alone.gains
+    assert alone and "2.5× faster by compression (0.5× against eager PyTorch" in alone.gains
     assert headline(broken(report)) is None
     assert headline(report.model_copy(update={"stages": report.stages[:1]})) is None
 
