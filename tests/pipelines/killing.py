@@ -30,6 +30,7 @@ TIMINGS = {
     "judged_seconds",
     "latency_ms",
     "peak_mebibytes",
+    "same_runtime",
     "speedup",
     "speedup_interval",
     "speedup_blocks",
@@ -258,18 +259,22 @@ def _keep_what_is_imported() -> None:
 def _leave_the_server_out() -> None:
     """Answer with the packed model itself, and measure briefly: figures are not compared."""
     from compress.profiling import benchmark, peak_memory, quantiles
+    from pipelines.results import measurement_warnings
     from serve.torchserve.artifact import TorchServeArchive
 
     def inner(self: TorchServeArchive, device: str = "cpu", threads: int = 1):
         from export.onnx.stage import OnnxModel
 
-        store = self.path.parent.parent
-        (packed,) = store.glob("*/artifact/model.onnx")
-        return OnnxModel.from_directory(packed.parent).open(device, threads)
+        packed = self.manifest.lineage[-1].inputs["input"]
+        files = self.path.parent.parent.glob("*/artifact/model.onnx")
+        found = (OnnxModel.from_directory(file.parent) for file in files)
+        return next(model for model in found if model.digest == packed).open(device, threads)
 
     TorchServeArchive.open = inner
     benchmark.compare_latency.__defaults__ = (0.01,)
-    quantiles.WIDEST = math.inf  # or what is said of figures would differ from run to run
+    # Or what is said of figures would differ from run to run.
+    quantiles.WIDEST = math.inf
+    measurement_warnings.slower_than_float = lambda *_: iter(())
     peak_memory.peak_memory = lambda *_: 0.0  # each fork would import torch once more
 
 
