@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from compress.core.context import Context
 
 
-SELF_SPEEDUP_TOLERANCE = 1.2
-"""A model compared with itself may seem this much faster, as the second call finds warm caches."""
-
 Bounds = tuple[float, float]
 
 
@@ -126,19 +123,16 @@ class Measurements(Settings):
             sizes = cls.sizes(artifact, baseline, WEIGHTS_ON_DISK)
             return sizes.model_copy(update={"metric": metric})
         compared = context.compare_latency(baseline, artifact, artifact.signature.smallest_batch)
-        reason = ""
-        if (
-            artifact.digest == baseline.digest
-            and not 1 / SELF_SPEEDUP_TOLERANCE <= compared.speedup <= SELF_SPEEDUP_TOLERANCE
-        ):
-            doubt = f"the same model seems {compared.speedup:.2f} times as fast as itself"
-            reason = unmeasurable("the speedup", doubt)
+        latency, disturbed = compared.after.model_dump(), compared.after.disturbed
+        reason = disturbed and unmeasurable("the speedup", disturbed)
+        if disturbed:
+            latency |= {"p50": None, "p95": None, "ventiles": (), "reason": reason}
         return cls(
             metric=metric,
             parameters=artifact.parameters(),
             macs=artifact.macs(),
             bytes=artifact.payload_bytes,
-            latency_ms=LatencyReport.model_validate(compared.after.model_dump()),
+            latency_ms=LatencyReport.model_validate(latency),
             device=artifact.runs_on(context.device),
             speedup=None if reason else compared.speedup,
             speedup_interval=None if reason else compared.interval,

@@ -159,7 +159,7 @@ def measure_artifact(state: RunState, name: str, cache: MeasurementCache) -> Mea
     context = state.context(name)
     conditions = state.measurement_conditions()
     # The number goes up where other things are measured: stored values are then measured again.
-    key = {"measurements": 2, "against": baseline.digest, **conditions}
+    key = {"measurements": 3, "against": baseline.digest, **conditions}
     with name_stage_in_errors(name, state.out), artifact.keep_loaded():
         measurements = cache.get_or_measure(
             key | judged_batch_size_part(state, name),
