@@ -123,8 +123,9 @@ class Measurements(Settings):
             sizes = cls.sizes(artifact, baseline, WEIGHTS_ON_DISK)
             return sizes.model_copy(update={"metric": metric})
         compared = context.compare_latency(baseline, artifact, artifact.signature.smallest_batch)
-        latency, disturbed = compared.after.model_dump(), compared.after.disturbed
+        disturbed = compared.after.disturbed
         reason = disturbed and unmeasurable("the speedup", disturbed)
+        latency = compared.after.model_dump(exclude={"disturbed"})
         if disturbed:
             latency |= {"p50": None, "p95": None, "ventiles": (), "reason": reason}
         return cls(

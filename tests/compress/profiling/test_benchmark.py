@@ -222,8 +222,9 @@ def test_percentiles_of_few_calls_stay_within_the_measured_range(
     """`statistics.quantiles` made 95 % of few calls take longer than the slowest."""
     monkeypatch.setattr(quantiles, "WIDEST", math.inf)
     times = [1.0, *[1000.0] * 14, 3000.0]
-    # Two calls before those of each block warm up.
-    blocks = [called for i in range(0, 16, 2) for called in (1.0, 1.0, *times[i : i + 2])]
+    # Two calls before those of each block warm up, and one tells how many calls make a turn.
+    blocks = [1.0, 1.0, 1.0, *times[:2]]
+    blocks += [called for i in range(2, 16, 2) for called in (1.0, 1.0, *times[i : i + 2])]
     after = compare(clock.model(1.0), clock.model(*blocks), ROWS, 1e-9).after
     lowest, highest = min(times) / 1.024, max(times) / 1.024
     for figure in (after.p50, after.p95, *after.p50_interval, *after.p95_interval):
