@@ -344,6 +344,14 @@ class Artifact:
         """
         raise NotImplementedError(f"{self.kind} artifacts cannot answer")
 
+    def open_anew(self, device: str = "cpu", threads: int = 1) -> OpenedModel:
+        """Load the model once more, though :meth:`keep_loaded` may keep one."""
+        kept, self.kept_models = self.kept_models, None
+        try:
+            return self.open(device, threads)
+        finally:
+            self.kept_models = kept
+
     def generation_speed(
         self, prompt_tokens: int, tokens: int, threads: int
     ) -> tuple[float, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Protocol
@@ -228,34 +229,26 @@ class Context:
         with artifact.open(self.device, self.threads) as predict:
             yield accept_any_batch(predict, artifact.signature)
 
-    @contextmanager
-    def open_to_compare(
-        self, before: Artifact, after: Artifact
-    ) -> Iterator[tuple[Predictor, Predictor]]:
-        """Open two artifacts whose speeds are compared, both on the device that runs the second.
+    def compare_latency(
+        self, before: Artifact, after: Artifact, batch: int, seconds: float | None = None
+    ) -> Comparison:
+        """Measure two artifacts' latencies in turn, on samples of `val`.
 
-        So a file for the CPU is compared with its source on the CPU.
-        """
-        device = after.runs_on(self.device)
-        with (
-            before.open(device, self.threads) as predict_before,
-            after.open(device, self.threads) as predict_after,
-        ):
-            yield predict_before, predict_after
-
-    def compare_latency(self, before: Artifact, after: Artifact, batch: int) -> Comparison:
-        """Measure two artifacts' latencies call by call in turn, on samples of `val`.
-
-        Reliable ones are measured once.
+        Both run on the device that runs the second, so that a file for the CPU is compared with its
+        source on the CPU. Reliable ones are measured once for each number of seconds; see
+        :func:`~compress.profiling.benchmark.compare_latencies`.
         """
         from compress.profiling.benchmark import compare_latency
 
         conditions = (id(self.data), self.device, self.threads, self.seed)
-        key = (before.digest, after.digest, batch, *conditions)
+        key = (before.digest, after.digest, batch, seconds, *conditions)
         if key not in self.comparisons:
             batches = self.measured_batches(before.signature, batch)
-            with recording() as recorded, self.open_to_compare(before, after) as opened:
-                compared = compare_latency(*opened, batches)
+            device = after.runs_on(self.device)
+            first, second = (partial(a.open_anew, device, self.threads) for a in (before, after))
+            measure = partial(compare_latency, first, second, batches, threads=self.threads)
+            with recording() as recorded:
+                compared = measure() if seconds is None else measure(seconds=seconds)
             if compared.unreliable_reason:  # the machine may have less to do next time
                 add_to_recordings(recorded)
                 return compared

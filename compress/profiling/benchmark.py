@@ -1,19 +1,23 @@
-"""Latency of several models measured call by call in turn, and an interval for their ratio."""
+"""Latency of several models measured in turn, and an interval for their ratio."""
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import cycle, pairwise
+from functools import partial
 from typing import TYPE_CHECKING
 
 from compress.common.config import Settings
 from compress.common.errors import StageFailed
+from compress.profiling.call_timer import CallTimer
 from compress.profiling.quantiles import Interval, quantile, quantile_interval
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
 
     import torch
 
@@ -22,12 +26,12 @@ if TYPE_CHECKING:
     from compress.data.splits import Splits
 
     Batches = Sequence[Sequence[torch.Tensor]]
+    Opener = Callable[[], AbstractContextManager[Predictor]]
+    """Loads a model, for a ``with`` block."""
 
 MEASURED_SECONDS = 0.6
 PRECISE = 1.04
-"""Ratio of an interval's ends at which measuring stops early."""
-CHECKED_AFTER = (0.25, 0.25, 0.5)
-"""Shares of the seconds, after each of which measuring stops where all intervals are narrow.
+"""Ratio of an interval's ends at which measuring stops early.
 
 Stopping by the width of an interval, not by its place, keeps its coverage as it gets narrow (Chow
 and Robbins, "On the Asymptotic Theory of Fixed-Width Sequential Confidence Intervals for the Mean",
@@ -35,10 +39,15 @@ and Robbins, "On the Asymptotic Theory of Fixed-Width Sequential Confidence Inte
 """
 SECOND_TRY = 4
 """How many times longer models are measured once more where an interval is too wide."""
-MINIMUM_ROUNDS = 15
-MAXIMUM_BLOCKS = 30
-FEWEST_BLOCKS = 6
-"""Of fewer values the smallest and the largest enclose the median with less than 95 %."""
+FEWEST_BLOCKS = 8
+"""Their smallest and largest values enclose the median with 99 %."""
+TURN_SECONDS = 0.01
+"""Of one model's calls, before another one's: so that a small model's weights are in the
+processor's caches, as they are where it is served alone."""
+OPENING_SECONDS = 3.0
+"""For which a model is opened anew at most, one time after the other."""
+WARM_UP_CALLS = 2
+"""After a model was opened, for each shape: TorchScript optimizes a model in its second call."""
 MOST_BATCHES = 16
 MOST_ROWS = 256
 """Samples of `val` in memory during measurement, unless two batches have more."""
@@ -50,23 +59,31 @@ class Latency(Settings):
     batch: int
     """Samples per call."""
     p50: float
-    """Median, in milliseconds."""
+    """Median over blocks of calls, in milliseconds."""
     p95: float
-    """95th percentile, in milliseconds."""
+    """95th percentile of the calls, in milliseconds."""
     p50_interval: Interval
     """95 % confidence interval of the median, from the medians of blocks of calls."""
     p95_interval: Interval
     """95 % confidence interval of the 95th percentile, at most the slowest call."""
     outliers: float
     """Fraction of the calls above Tukey's upper fence, 1.5 times the interquartile range above the
-    third quartile: other load on the machine."""
+    third quartile."""
     ventiles: tuple[float, ...] = ()
     """Quantiles at 5 %, 10 %, … 95 % of the calls, in milliseconds."""
 
+    disturbed: str = ""
+    """Why none of it can be trusted, such as other processes; empty where it can."""
+
     @property
-    def unreliable_reason(self) -> str:
-        """Why the percentiles are too uncertain to be shown; empty where they are not."""
-        return self.p50_interval.unreliable_reason or self.p95_interval.unreliable_reason
+    def p95_doubt(self) -> str:
+        """Why the 95th percentile is too uncertain to be shown; empty where it is not."""
+        return self.disturbed or self.p95_interval.unreliable_reason
+
+    @property
+    def p50_doubt(self) -> str:
+        """Why the median is too uncertain to be shown; empty where it is not."""
+        return self.disturbed or self.p50_interval.unreliable_reason
 
 
 @dataclass(frozen=True)
@@ -76,7 +93,7 @@ class Comparison:
     before: Latency
     after: Latency
     ratios: tuple[float, ...]
-    """Median of ``before`` over median of ``after``, for each block of consecutive rounds."""
+    """Time of ``before`` over that of ``after``, for each block of consecutive rounds."""
 
     @property
     def speedup(self) -> float:
@@ -90,6 +107,11 @@ class Comparison:
         return quantile_interval(self.ratios, 0.5)
 
     @property
+    def speedup_doubt(self) -> str:
+        """Why the speedup is too uncertain to be shown; empty where it is not."""
+        return self.before.disturbed or self.interval.unreliable_reason
+
+    @property
     def is_precise(self) -> bool:
         """Whether the intervals of the speedup and of both medians are narrow."""
         intervals = (self.interval, self.before.p50_interval, self.after.p50_interval)
@@ -99,13 +121,14 @@ class Comparison:
     @property
     def unreliable_reason(self) -> str:
         """Why some of the figures are too uncertain; empty where none is."""
-        estimates = (self.interval, self.before, self.after)
-        return next(filter(None, (e.unreliable_reason for e in estimates)), "")
+        latencies = (self.before, self.after)
+        doubts = (doubt for one in latencies for doubt in (one.p50_doubt, one.p95_doubt))
+        return self.speedup_doubt or next(filter(None, doubts), "")
 
     @property
     def share(self) -> float | None:
         """Time of ``after`` as a share of that of ``before``; None where it is not measurable."""
-        return None if self.interval.unreliable_reason else 1 / self.speedup
+        return None if self.speedup_doubt else 1 / self.speedup
 
 
 class MeasuredShare(Settings):
@@ -125,7 +148,7 @@ class InterleavedLatencies:
 
     latencies: tuple[Latency, ...]
     medians: tuple[tuple[float, ...], ...]
-    """Median of each block of consecutive rounds, by model, in milliseconds."""
+    """Milliseconds of a call in each block of consecutive rounds, by model."""
 
     def comparison(self, before: int, after: int) -> Comparison:
         """Compare two of the models."""
@@ -177,69 +200,139 @@ def measured_batches(
 
 
 def compare_latency(
-    before: Predictor, after: Predictor, batches: Batches, seconds: float = MEASURED_SECONDS
+    before: Opener,
+    after: Opener,
+    batches: Batches,
+    seconds: float = MEASURED_SECONDS,
+    *,
+    threads: int,
 ) -> Comparison:
-    """Measure two models call by call in turn on the batches, so that both see the same noise.
+    """Measure two models in turn on the batches, so that both see the same noise.
 
-    Each is measured for so many seconds, after a quarter of that to warm up; for a quarter or a
-    half of them where the intervals are narrow then, and for longer where one is too wide.
+    See :func:`compare_latencies`.
     """
-    return compare_latencies([before, after], batches, seconds).comparison(0, 1)
+    return compare_latencies([before, after], batches, seconds, threads=threads).comparison(0, 1)
 
 
 def compare_latencies(
-    predictors: Sequence[Predictor], batches: Batches, seconds: float = MEASURED_SECONDS
+    models: Sequence[Opener],
+    batches: Batches,
+    seconds: float = MEASURED_SECONDS,
+    *,
+    threads: int,
 ) -> InterleavedLatencies:
-    """Measure any number of models as :func:`compare_latency` does."""
-    rounds = _Rounds(predictors, batches)
-    rounds.warm_up(seconds / 4)
-    for share in CHECKED_AFTER:
-        rounds.measure(share * seconds)
-        measured = rounds.results()
-        comparisons = [measured.comparison(0, i) for i in range(len(predictors))]
-        if all(comparison.is_precise for comparison in comparisons):
-            return measured
-    if any(comparison.unreliable_reason for comparison in comparisons):
-        rounds.measure(SECOND_TRY * seconds)
-        measured = rounds.results()
-    return measured
+    """Measure models in turn on the batches, in blocks before each of which they are opened anew.
+
+    Models are opened and called in another order each time, in which each of them stands at each
+    place equally often. Two copies of one model differ by several percent for as long as they stay
+    open, by where their weights lie in memory; opened anew they lie elsewhere, so that the blocks'
+    interval holds that, too.
+
+    Args:
+        models: what loads them.
+        batches: inputs; in a turn a model is called with one of them.
+        seconds: how long each model is measured at most; for longer where an interval is too wide,
+            or the blocks are too few.
+        threads: CPU threads of a call.
+    """
+    with ExitStack() as stack:
+        blocks = _Blocks(models, batches, seconds, threads, stack)
+        blocks.measure()
+    return blocks.results()
 
 
 @dataclass
-class _Rounds:
-    """Rounds of calls: in each one every model gets the same batch."""
+class _Blocks:
+    """Blocks of two rounds: in each round every model has a turn of calls with the same batch."""
 
-    predictors: Sequence[Predictor]
+    models: Sequence[Opener]
     batches: Batches
+    seconds: float
+    threads: int
+    opened: ExitStack
     times: list[list[float]] = field(default_factory=list)
     """Seconds of each call, by model."""
+    medians: list[list[float]] = field(default_factory=list)
+    """Milliseconds of a call in each block, by model: the mean over its turns of their medians."""
+    _predictors: dict[int, Predictor] = field(default_factory=dict)
+    _warm: set[tuple[int, ...]] = field(default_factory=set)
+    """Shapes that the opened models were called with."""
+    _calls: list[int] = field(default_factory=list)
+    """Calls of a turn, by model."""
+    _opening_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        self.times = [[] for _ in self.predictors]
-        self._next = cycle(self.batches)
+        self.times, self.medians = [[] for _ in self.models], [[] for _ in self.models]
+        self.timer = CallTimer(self.threads)
 
-    def warm_up(self, seconds: float) -> None:
-        """Call without measuring, each shape at least once, as some runtimes compile for it."""
-        shapes = {tuple(tuple(x.shape) for x in batch): batch for batch in self.batches}
-        for batch in shapes.values():
-            for predict in self.predictors:
-                predict(*batch)
-        deadline = time.perf_counter() + seconds * len(self.predictors)
-        for batch in cycle(self.batches):
-            for predict in self.predictors:
-                predict(*batch)
-            if time.perf_counter() >= deadline:
+    def measure(self) -> None:
+        """Measure blocks until the intervals are narrow, or the time is over."""
+        count, spent, number = len(self.models), 0.0, 0
+        while True:
+            order = [(number + i) % count for i in range(count)]
+            turns = [self.batches[(2 * number + i) % len(self.batches)] for i in range(2)]
+            self._open(order)
+            start = time.perf_counter()
+            self._warm_up(turns)
+            self._measure_block(order, turns)
+            spent += time.perf_counter() - start
+            number += 1
+            # Each model has stood at each place equally often.
+            if number >= FEWEST_BLOCKS and number % count == 0 and self._is_enough(spent):
                 break
 
-    def measure(self, seconds: float) -> None:
-        """Measure further rounds, for so many seconds each model."""
-        deadline = time.perf_counter() + seconds * len(self.predictors)
-        while len(self.times[0]) < MINIMUM_ROUNDS or time.perf_counter() < deadline:
-            batch = next(self._next)
-            for predict, own in zip(self.predictors, self.times, strict=True):
-                start = time.perf_counter()
-                predict(*batch)
-                own.append(time.perf_counter() - start)
+    def _is_enough(self, spent: float) -> bool:
+        results = self.results()
+        comparisons = [results.comparison(0, i) for i in range(len(self.models))]
+        if all(comparison.is_precise for comparison in comparisons):
+            return True
+        is_doubtful = any(c.unreliable_reason for c in comparisons)
+        tries = 1 + SECOND_TRY if is_doubtful else 1
+        return spent >= tries * self.seconds * len(self.models)
+
+    def _open(self, order: Sequence[int]) -> None:
+        """Open the models anew, unless that takes too long."""
+        start = time.perf_counter()
+        if self._opening_seconds > OPENING_SECONDS * len(self.models):
+            return
+        self._predictors.clear()
+        self._warm.clear()
+        self.opened.close()
+        for i in order:
+            self._predictors[i] = self.opened.enter_context(self.models[i]())
+        self._opening_seconds += time.perf_counter() - start
+
+    def _warm_up(self, turns: Batches) -> None:
+        """Call without measuring, as some runtimes compile for each shape."""
+        for batch in turns:
+            shapes = tuple(size for x in batch for size in (-1, *x.shape))
+            if shapes not in self._warm:
+                for predict in self._predictors.values():
+                    for _ in range(WARM_UP_CALLS):
+                        predict(*batch)
+                self._warm.add(shapes)
+        if not self._calls:
+            for i in range(len(self.models)):
+                shortest, start = math.inf, time.perf_counter()
+                while (began := time.perf_counter()) < start + self.seconds / 4:
+                    self._predictors[i](*turns[0])
+                    shortest = min(shortest, time.perf_counter() - began)
+                turn = min(TURN_SECONDS, self.seconds / (2 * FEWEST_BLOCKS))
+                self._calls.append(max(1, round(turn / max(shortest, 1e-6))))
+
+    def _measure_block(self, order: Sequence[int], turns: Batches) -> None:
+        """Measure two rounds, the second one in reverse order."""
+        medians: list[list[float]] = [[] for _ in self.models]
+        for batch, places in zip(turns, (order, reversed(order)), strict=True):
+            for i in places:
+                call = partial(self._predictors[i], *batch)
+                if self._calls[i] > 1:
+                    call()  # it finds another model's weights in the caches
+                times = [self.timer.call(call)[1] for _ in range(self._calls[i])]
+                self.times[i] += times
+                medians[i].append(statistics.median(times))
+        for own, block in zip(self.medians, medians, strict=True):
+            own.append(1e3 * statistics.fmean(block))
 
     def latency(self, index: int) -> Latency:
         """Return the latency of a model."""
@@ -250,29 +343,18 @@ class _Rounds:
         low, high = quantile_interval(times, 0.95)
         return Latency(
             batch=len(self.batches[0][0]),
-            p50=ventiles[9],
+            p50=statistics.median(self.medians[index]),
             p95=ventiles[18],
-            p50_interval=quantile_interval(self.medians(index), 0.5),
+            p50_interval=quantile_interval(self.medians[index], 0.5),
             # With fewer than 72 calls the interval has no upper end.
             p95_interval=Interval(low, min(high, max(times))),
             outliers=outliers / len(times),
             ventiles=tuple(float(f"{value:.4g}") for value in ventiles),
+            disturbed=self.timer.doubt,
         )
 
-    def medians(self, index: int) -> list[float]:
-        """Return a model's median of each block of rounds, in milliseconds."""
-        times = self.times[index]
-        # With enough rounds each block covers all batches, or blocks would differ where a model
-        # takes longer for some inputs than for others.
-        is_enough = len(times) >= FEWEST_BLOCKS * len(self.batches)
-        unit = len(self.batches) if is_enough else 1
-        units = len(times) // unit
-        blocks = min(MAXIMUM_BLOCKS, units)
-        bounds = [*(unit * (units * i // blocks) for i in range(blocks)), len(times)]
-        return [1e3 * statistics.median(times[start:end]) for start, end in pairwise(bounds)]
-
     def results(self) -> InterleavedLatencies:
-        """Return the latency of each model and the medians of its blocks."""
-        models = range(len(self.predictors))
-        medians = tuple(tuple(self.medians(i)) for i in models)
-        return InterleavedLatencies(tuple(map(self.latency, models)), medians)
+        """Return the latency of each model and its medians."""
+        return InterleavedLatencies(
+            tuple(map(self.latency, range(len(self.models)))), tuple(map(tuple, self.medians))
+        )

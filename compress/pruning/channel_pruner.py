@@ -275,9 +275,7 @@ class ChannelPruner:
         """
         compared = self._compare_latency(module, batch)
         if compared.share is None:
-            raise StageFailed(
-                unmeasurable("the latency of a cut", compared.interval.unreliable_reason)
-            )
+            raise StageFailed(unmeasurable("the latency of a cut", compared.speedup_doubt))
         return compared.share
 
     def _compare_latency(self, module: torch.nn.Module, batch: int) -> Comparison:
@@ -286,11 +284,11 @@ class ChannelPruner:
         signature = self._source.signature
         size = batch if signature.batch_axis else signature.smallest_batch
         batches = self._context.measured_batches(signature, size)
-        with (
-            torch_predictor(self._unpruned.to(device), device, threads) as slow,
-            torch_predictor(module.to(device), device, threads) as fast,
-        ):
-            compared = compare_latency(slow, fast, batches, seconds=MEASURED_SECONDS)
+        slow, fast = (
+            partial(torch_predictor, one.to(device), device, threads)
+            for one in (self._unpruned, module)
+        )
+        compared = compare_latency(slow, fast, batches, MEASURED_SECONDS, threads=threads)
         self._unpruned.cpu(), module.cpu()
         return compared
 
@@ -308,7 +306,7 @@ class ChannelPruner:
                 "measured": None if ratio is None else round(ratio, 4),
             }
         if ratio is None:
-            reason = unmeasurable("the speed of what is left", compared.interval.unreliable_reason)
+            reason = unmeasurable("the speed of what is left", compared.speedup_doubt)
             log.info("%s: %s", title, reason)
             return
         before, after = (sum(group[end] for group in groups) for end in ("before", "after"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from compress.common.config import Settings
@@ -183,11 +184,8 @@ def _latency_share(
 ) -> float | None:
     """Measure a pruned module's latency over the module's, or None on a busy machine."""
     device, threads = context.device, context.threads
-    with (
-        torch_predictor(module, device, threads) as slow,
-        torch_predictor(pruned, device, threads) as fast,
-    ):
-        return compare_latency(slow, fast, batches, seconds=MEASURED_SECONDS).share
+    slow, fast = (partial(torch_predictor, one, device, threads) for one in (module, pruned))
+    return compare_latency(slow, fast, batches, MEASURED_SECONDS, threads=threads).share
 
 
 def _mean_error(family: FamilySensitivity) -> tuple[float, float]:

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Self
 
 from onnx.helper import make_node
 
-from compress.profiling.benchmark import compare_latencies
+from compress.profiling.benchmark import compare_latency
 from export.diagnosis.graph_parts import ProfiledGraph
 from export.diagnosis.layer_names import as_onnx, fitting_names, plain_export
 from export.diagnosis.profile import Profile
 from export.latency.float_layers import leave_float, weighted_layers
 from export.onnx.graph import keep_outputs_
 from export.onnx.proto_io import write
-from export.onnx.session import session_predictor
+from export.onnx.session import opened_session
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from compress.artifacts.eager_model import EagerModel
     from compress.artifacts.graph_model import GraphModel
     from compress.core.context import Context
-    from compress.profiling.benchmark import Comparison
+    from compress.profiling.benchmark import Comparison, Opener
     from compress.profiling.quantiles import Interval
 
     Rerun = Callable[[str, Mapping[str, Any]], onnx.ModelProto | None]
@@ -178,15 +178,17 @@ class SpeedDiagnosis:
 
     def _measure(self, changed: onnx.ModelProto) -> float:
         compared = self._compared(changed)
-        return self.ms * (1 - 1 / compared.speedup) if compared.interval.low > 1 else 0.0
+        is_faster = compared.interval.low > 1 and not compared.speedup_doubt
+        return self.ms * (1 - 1 / compared.speedup) if is_faster else 0.0
 
     def _compared(self, changed: onnx.ModelProto) -> Comparison:
         self.measured += 1
         with TemporaryDirectory(prefix="compress-timed-") as folder:
-            predictors = []
+            openers: list[Opener] = []
             for name, model in (("own", self.model), ("changed", changed)):
                 file = Path(folder) / name / "model.onnx"
                 file.parent.mkdir()
                 write(model, file)
-                predictors.append(session_predictor(file, self.context.threads))
-            return compare_latencies(predictors, self.batches).comparison(0, 1)
+                openers.append(partial(opened_session, file, self.context.threads))
+            own, other = openers
+            return compare_latency(own, other, self.batches, threads=self.context.threads)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING
 
 from compress.common.config import Settings
@@ -29,13 +29,8 @@ class BenchRow(Settings):
     """How many times faster than the first model: the median over blocks of calls."""
     speedup_interval: Interval
     """95 % confidence interval of the speedup."""
-
-    @property
-    def unreliable_reason(self) -> str:
-        """Why the figures are too uncertain to be shown; empty where they are not."""
-        return self.latency.p50_interval.unreliable_reason or (
-            self.speedup_interval.unreliable_reason
-        )
+    unreliable_reason: str = ""
+    """Why the figures are too uncertain to be shown; empty where they are not."""
 
 
 class BenchCell(Settings):
@@ -66,7 +61,7 @@ def measure_fastest(
     threads: Sequence[int],
     seconds: float = MEASURED_SECONDS,
 ) -> list[BenchCell]:
-    """Measure models call by call in turn, for each number of threads and batch size.
+    """Measure models in turn, for each number of threads and batch size.
 
     Inputs are rows of `val`, or seeded ones without data.
 
@@ -93,28 +88,26 @@ def measure_fastest(
             )
     cells = []
     for count in threads:
-        with ExitStack() as stack:
-            opened = [
-                stack.enter_context(model.open(context.device, count)) for model in models.values()
-            ]
-            for batch in batches:
-                tensors = context.measured_batches(signature, batch)
-                measured = compare_latencies(opened, tensors, seconds)
-                rows = []
-                for i, name in enumerate(names):
-                    comparison = measured.comparison(0, i)
-                    row = BenchRow(
-                        model=name,
-                        latency=comparison.after,
-                        rows_per_second=1e3 * batch / comparison.after.p50,
-                        speedup=comparison.speedup,
-                        speedup_interval=comparison.interval,
-                    )
-                    rows.append(row)
-                doubtful = any(row.unreliable_reason for row in rows)
-                fastest = () if doubtful else tuple(names[i] for i in measured.fastest())
-                cell = BenchCell(batch=batch, threads=count, rows=tuple(rows), fastest=fastest)
-                cells.append(cell)
+        openers = [partial(model.open_anew, context.device, count) for model in models.values()]
+        for batch in batches:
+            tensors = context.measured_batches(signature, batch)
+            measured = compare_latencies(openers, tensors, seconds, threads=count)
+            rows = []
+            for i, name in enumerate(names):
+                comparison = measured.comparison(0, i)
+                row = BenchRow(
+                    model=name,
+                    latency=comparison.after,
+                    rows_per_second=1e3 * batch / comparison.after.p50,
+                    speedup=comparison.speedup,
+                    speedup_interval=comparison.interval,
+                    unreliable_reason=comparison.after.p50_doubt or comparison.speedup_doubt,
+                )
+                rows.append(row)
+            doubtful = any(row.unreliable_reason for row in rows)
+            fastest = () if doubtful else tuple(names[i] for i in measured.fastest())
+            cell = BenchCell(batch=batch, threads=count, rows=tuple(rows), fastest=fastest)
+            cells.append(cell)
     return cells
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from itertools import pairwise
+from contextlib import suppress
+from functools import partial
 from statistics import median
-from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from compress.common.errors import ArtifactInvalid, StageFailed, first_line
 from compress.common.requirements import Requirement
+from compress.profiling.benchmark import unmeasurable
+from compress.profiling.call_timer import CallTimer
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
@@ -134,19 +136,24 @@ def measure_speed(
     """Return how fast a folder continues a prompt of drawn tokens.
 
     Raises:
-        StageFailed: every text ended before its second token.
+        StageFailed: every text ended before its second token, or the machine is too busy.
     """
     import numpy as np
 
-    model = open_folder(folder, threads)
-    firsts, steps = [], []
+    model, timer = open_folder(folder, threads), CallTimer(threads)
+    firsts, steps = list[float](), list[float]()
     for seed in range(REPEATS + 1):
         prompt = np.random.default_rng(seed).integers(0, vocabulary, prompt_tokens).tolist()
-        times = [perf_counter()]
-        times += [perf_counter() for _ in next_tokens(model, prompt, tokens)]
+        step = partial(next, next_tokens(model, prompt, tokens))
+        times = list[float]()
+        with suppress(StopIteration):  # a text may end earlier
+            for _ in range(tokens):
+                times.append(timer.call(step)[1])
         if seed:  # the first text warms up
-            firsts.append(times[1] - times[0])
-            steps += [b - a for a, b in pairwise(times[1:])]
+            firsts += times[:1]
+            steps += times[1:]
     if not steps:
         raise StageFailed("every generated text ended before its second token")
+    if timer.doubt:
+        raise StageFailed(unmeasurable("the speed", timer.doubt))
     return GenerationSpeed(1000 * median(firsts), 1 / median(steps))

@@ -6,6 +6,7 @@ import hashlib
 import json
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -16,12 +17,14 @@ import onnxruntime
 from onnx.helper import make_graph, make_model, make_tensor_value_info, np_dtype_to_tensor_dtype
 
 from compress.common.errors import StageFailed, first_line
+from compress.profiling.benchmark import unmeasurable
+from compress.profiling.call_timer import CallTimer
 from export.onnx.graph import inputs_of
 from export.onnx.proto_io import read
 from export.onnx.session import exact_session, session_options
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     Arrays = Mapping[str, np.ndarray[Any, Any]]
 
@@ -137,7 +140,11 @@ def _kernel(
 
 
 def measure_kernels(kernels: Sequence[Kernel], threads: int) -> list[float]:
-    """Return the seconds of one call of each kernel, without what any call of a session takes."""
+    """Return the seconds of one call of each kernel, without what any call of a session takes.
+
+    Raises:
+        StageFailed: the machine is too busy to measure them.
+    """
     empty = _seconds_of([_empty_kernel()], threads)[0]
     return [
         max(0.0, seconds - empty)
@@ -148,21 +155,21 @@ def measure_kernels(kernels: Sequence[Kernel], threads: int) -> list[float]:
 
 def _seconds_of(kernels: Sequence[Kernel], threads: int) -> list[float]:
     """Call kernels in turn and return the low quantile of each one's seconds."""
-    calls = [_bound_call(kernel, threads) for kernel in kernels]
+    timer, calls = CallTimer(threads), [_bound_call(kernel, threads) for kernel in kernels]
     times: list[list[float]] = [[] for _ in calls]
-    for session, binding in calls:
-        session.run_with_iobinding(binding)
+    for call in calls:
+        call()
     deadline = time.perf_counter() + SECONDS * len(calls)
     while len(times[0]) < FEWEST_CALLS or time.perf_counter() < deadline:
-        for (session, binding), own in zip(calls, times, strict=True):
-            start = time.perf_counter()
-            session.run_with_iobinding(binding)
-            own.append(time.perf_counter() - start)
+        for call, own in zip(calls, times, strict=True):
+            own.append(timer.call(call)[1])
+    if timer.doubt:
+        raise StageFailed(unmeasurable("the latency of a kernel", timer.doubt))
     return [float(np.quantile(own, QUANTILE)) for own in times]
 
 
-def _bound_call(kernel: Kernel, threads: int) -> tuple[Any, Any]:
-    """Return a session of one kernel, and its inputs and outputs in onnxruntime's own memory."""
+def _bound_call(kernel: Kernel, threads: int) -> Callable[[], None]:
+    """Return what runs one kernel on inputs and outputs in onnxruntime's own memory."""
     options = _plain_options(threads)
     content = kernel.to_model().SerializeToString()
     session = onnxruntime.InferenceSession(content, options, ["CPUExecutionProvider"])
@@ -171,7 +178,7 @@ def _bound_call(kernel: Kernel, threads: int) -> tuple[Any, Any]:
         binding.bind_cpu_input(name, np.ascontiguousarray(array))
     for output in kernel.outputs:
         binding.bind_output(output.name)
-    return session, binding
+    return partial(session.run_with_iobinding, binding)
 
 
 def _empty_kernel() -> Kernel:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 import numpy as np
@@ -10,7 +11,7 @@ from scipy.optimize import nnls
 from compress.common.config import Settings
 from compress.common.errors import StageFailed
 from compress.profiling.benchmark import compare_latencies, unmeasurable
-from export.onnx.session import session_predictor
+from export.onnx.session import opened_session
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,11 +31,11 @@ def measure_files(
     Raises:
         StageFailed: the machine is too busy to measure them.
     """
-    predictors = [session_predictor(file, threads) for file in files]
-    measured = compare_latencies(predictors, batches).latencies
+    openers = [partial(opened_session, file, threads) for file in files]
+    measured = compare_latencies(openers, batches, threads=threads).latencies
     for latency in measured:
-        if doubt := latency.p50_interval.unreliable_reason:
-            raise StageFailed(unmeasurable("the latency of a variant", doubt))
+        if latency.p50_doubt:
+            raise StageFailed(unmeasurable("the latency of a variant", latency.p50_doubt))
     return [1e-3 * latency.p50 for latency in measured]
 
 

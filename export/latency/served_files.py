@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from export.onnx.graph import strip_
 from export.onnx.passes.stored_integers import compact_
 from export.onnx.proto_io import write
-from export.onnx.session import session_predictor
+from export.onnx.session import opened_session
 from export.onnx.translate import translate
 
 if TYPE_CHECKING:
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
 
     from compress.artifacts.eager_model import EagerModel
     from compress.artifacts.graph_model import GraphModel
-    from compress.common.forward import Predictor
     from compress.common.signature import Signature
+    from compress.profiling.benchmark import Opener
 
 
 class ServedFile(NamedTuple):
@@ -26,7 +27,7 @@ class ServedFile(NamedTuple):
 
     bytes: int
     """Of its files together."""
-    predict: Predictor
+    open: Opener
 
 
 def graph_to_serve(model: EagerModel | GraphModel, title: str) -> onnx.ModelProto:
@@ -47,19 +48,18 @@ def write_alone(graph: onnx.ModelProto, folder: Path) -> Path:
 def open_as_served(
     file: Path, runtime: Literal["onnx", "openvino"], signature: Signature, threads: int
 ) -> ServedFile:
-    """Open an ONNX file, alone in its folder, as `export_onnx` or `export_openvino` would write it.
+    """Return the file of `export_onnx` or `export_openvino` for an ONNX file alone in its folder.
 
     Raises:
         StageFailed: OpenVINO has no such operators.
-        ArtifactInvalid: the runtime cannot load it.
     """
     if runtime == "onnx":
         size = sum(part.stat().st_size for part in file.parent.iterdir() if part.is_file())
-        return ServedFile(size, session_predictor(file, threads))
+        return ServedFile(size, partial(opened_session, file, threads))
     from export.openvino import runtime as openvino
 
     model = file.parent / "openvino" / "model.xml"
     model.parent.mkdir()
     openvino.write(file, model, signature)
     size = sum(part.stat().st_size for part in model.parent.iterdir())
-    return ServedFile(size, openvino.predictor(openvino.compiled(model, threads)))
+    return ServedFile(size, partial(openvino.opened, model, threads))

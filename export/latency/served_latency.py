@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     import torch
 
     from compress.artifacts.eager_model import EagerModel
-    from compress.common.forward import Predictor
     from compress.core.context import Context
     from compress.core.stage import Stage
+    from compress.profiling.benchmark import Opener
     from export.latency.kernels import Arrays
 
     Widths = Mapping[str, int]
@@ -117,7 +117,7 @@ class OnnxLatency:
             kernels = kernels_of(base, arrays, context.threads)
             measured = LatencyByWidths(
                 *(self, model, context, batches, arrays, table, folder),
-                *(served.predict, [kernel.key for kernel in kernels]),
+                *(served.open, [kernel.key for kernel in kernels]),
             )
             chosen = spread_widths(grid, FITTED, random.Random(context.seed))
             shares = []
@@ -153,7 +153,7 @@ class LatencyByWidths:
     _inputs: Arrays
     _table: KernelTable
     _folder: Path
-    _unpruned: Predictor
+    _unpruned: Opener
     _unpruned_kernels: list[str]
     predicted: InteractionSum = field(default_factory=lambda: InteractionSum(1.0, {}))
     """The share of the unpruned model's latency, by the widths of the grid."""
@@ -184,10 +184,9 @@ class LatencyByWidths:
         key = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
         if key not in self._table.models:
             served = open_as_served(file, self._served.runtime, self._model.signature, threads)
-            compared = compare_latency(self._unpruned, served.predict, self._batches)
+            compared = compare_latency(self._unpruned, served.open, self._batches, threads=threads)
             if compared.share is None:
-                reason = compared.interval.unreliable_reason
-                raise StageFailed(unmeasurable("the latency of a cut", reason))
+                raise StageFailed(unmeasurable("the latency of a cut", compared.speedup_doubt))
             share, unpruned_ms = compared.share, compared.before.p50
             self._table.add_model(
                 key, MeasuredShare(share=share, unpruned_ms=unpruned_ms, ms=compared.after.p50)

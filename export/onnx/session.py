@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,7 +15,7 @@ from compress.common.tensor_difference import relative_error
 from export.common.int8_sums import has_16_bit_sums
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     import onnx
 
@@ -57,6 +58,12 @@ def session_predictor(file: Path, threads: int, device: str = "cpu") -> Predicto
             "pip install 'onnxruntime-gpu[cuda,cudnn]'"
         )
     return _predictor(session)
+
+
+@contextmanager
+def opened_session(file: Path, threads: int) -> Iterator[Predictor]:
+    """Open an ONNX file on the CPU for a ``with`` block."""
+    yield session_predictor(file, threads)
 
 
 def counted_predictor(

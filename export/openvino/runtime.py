@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +12,7 @@ from compress.common.errors import ArtifactInvalid, StageFailed, first_line
 from export.common.openvino_core import openvino_core
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from compress.common.forward import Predictor
@@ -97,6 +99,12 @@ def predictor(model: Any) -> Predictor:
         return tuple(torch.from_numpy(y) for y in answers.values())
 
     return predict
+
+
+@contextmanager
+def opened(file: Path, threads: int) -> Iterator[Predictor]:
+    """Open `model.xml`, or an ONNX file, on the CPU for a ``with`` block."""
+    yield predictor(compiled(file, threads))
 
 
 def within_bounds(predict: Predictor, signature: Signature) -> Predictor:

@@ -7,6 +7,7 @@ import json
 import math
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Self
 
 from compress.artifacts.artifact import Artifact
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
     from compress.common.forward import Predictor
     from compress.core.context import Context
-    from compress.profiling.benchmark import Comparison
+    from compress.profiling.benchmark import Comparison, Opener
     from pipelines.auto.cost_models.tables import LatencyTables
     from pipelines.config.auto_settings import AutoSettings
     from pipelines.config.pipeline import PipelineConfig
@@ -215,34 +216,34 @@ class Judge:
         """Return median and 95th percentile of a call, in milliseconds."""
         if self.tables is not None:
             return self.tables.latency_ms(candidate), None
-        with self.artifact(candidate).open(self.context.device, self.context.threads) as predict:
-            compared = self._compared_with_float(predict)
+        compared = self._compared_with_float(self._opener(candidate))
         median_ms, after = self.base_ms / compared.speedup, compared.after
-        doubt, limit = after.p95_interval.unreliable_reason, self.settings.limits.latency
+        doubt, limit = after.p95_doubt, self.settings.limits.latency
         if doubt:
             if limit is not None and limit.p95_ms is not None:
                 raise StageFailed(unmeasurable("p95 in ms", doubt))
             return median_ms, None
         return median_ms, median_ms * after.p95 / after.p50
 
-    def measure_latency_ms(self, predict: Predictor) -> float:
+    def measure_latency_ms(self, file: Opener) -> float:
         """Measure the median latency of a file in turn with the float ONNX file.
 
         Raises:
             StageFailed: the machine is too busy.
         """
-        compared = self._compared_with_float(predict)
+        compared = self._compared_with_float(file)
         return self.base_ms / compared.speedup
 
-    def _compared_with_float(self, predict: Predictor) -> Comparison:
-        # Not in turn with the model in PyTorch, as a run does, nor with many others: between two of
-        # its calls, a small model's weights would leave the processor's caches.
+    def _opener(self, candidate: Candidate) -> Opener:
         context = self.context
+        return partial(self.artifact(candidate).open_anew, context.device, context.threads)
+
+    def _compared_with_float(self, file: Opener) -> Comparison:
+        context, base = self.context, self._opener(Candidate("float"))
         batches = context.measured_batches(self.model.signature, self.batch)
-        with self.artifact(Candidate("float")).open(context.device, context.threads) as base:
-            compared = compare_latency(base, predict, batches)
-        if compared.interval.unreliable_reason:
-            raise StageFailed(unmeasurable("the latency", compared.interval.unreliable_reason))
+        compared = compare_latency(base, file, batches, threads=context.threads)
+        if compared.speedup_doubt:
+            raise StageFailed(unmeasurable("the latency", compared.speedup_doubt))
         # Once: the machine's speed drifts, and ratios do not.
         self.base_ms = self.base_ms or compared.before.p50
         return compared

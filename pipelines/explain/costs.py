@@ -6,7 +6,7 @@ import math
 import time
 from typing import TYPE_CHECKING, Any
 
-from compress.common.errors import CompressError
+from compress.common.errors import CompressError, StageFailed
 from compress.core.diagnosis.cause import (
     MACS_GATES,
     MEMORY_GATES,
@@ -16,7 +16,7 @@ from compress.core.diagnosis.cause import (
     Repair,
 )
 from compress.core.gate_kinds.baselines import baseline_for
-from compress.profiling.benchmark import compare_latency
+from compress.profiling.benchmark import unmeasurable
 from export.diagnosis.macs import MacsDiagnosis
 from export.diagnosis.parity import ParityDiagnosis
 from export.diagnosis.sizes import SizeDiagnosis, sizes_by_module
@@ -84,10 +84,10 @@ def _explain_speed(branch: RefusedBranch) -> Found:
     found = _speed_gate(gate, compared, earlier)
     if found.spread_in_margin > Noise.limit:
         # It may be told in more time than a run takes.
-        batches = branch.context.measured_batches(before.signature, gate.batch)
-        with branch.context.open_to_compare(before, after) as opened:
-            compared = compare_latency(*opened, batches, LONGER_SECONDS)
+        compared = branch.context.compare_latency(before, after, gate.batch, LONGER_SECONDS)
         found = _speed_gate(gate, compared, earlier)
+    if compared.after.disturbed:
+        raise StageFailed(unmeasurable("the speed", compared.after.disturbed))
     measured = SpeedDiagnosis.create(
         after, branch.float_model, found, compared.after.p50, branch.rerun, branch.context
     )

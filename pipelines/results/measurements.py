@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from compress.profiling.benchmark import Comparison
 
 
-SELF_SPEEDUP_TOLERANCE = 1.2
-"""A model compared with itself may seem this much faster, as the second call finds warm caches."""
-
 Bounds = tuple[float, float]
 
 
@@ -161,14 +158,17 @@ class Measurements(SpeedupReport):
             return sizes.model_copy(update={"metric": metric})
         batch = artifact.signature.smallest_batch
         compared = context.compare_latency(baseline, artifact, batch)
+        latency = compared.after.model_dump(exclude={"disturbed"})
+        if reason := _disturbance(compared):
+            latency |= {"p50": None, "p95": None, "ventiles": (), "reason": reason}
         return cls(
             metric=metric,
             parameters=artifact.parameters(),
             macs=artifact.macs(),
             bytes=artifact.payload_bytes,
-            latency_ms=LatencyReport.model_validate(compared.after.model_dump()),
+            latency_ms=LatencyReport.model_validate(latency),
             device=artifact.runs_on(context.device),
-            **_speedup(compared, artifact.digest == baseline.digest),
+            **_speedup(compared),
             same_runtime=_in_same_runtime(artifact, context),
             bytes_ratio=baseline.payload_bytes / artifact.payload_bytes,
         )
@@ -198,14 +198,16 @@ class Measurements(SpeedupReport):
             return self.model_copy(update={"peak_reason": str(error)})
 
 
-def _speedup(compared: Comparison, is_itself: bool) -> dict[str, Any]:
+def _disturbance(compared: Comparison) -> str:
+    disturbed = compared.after.disturbed
+    return disturbed and unmeasurable("the speedup", disturbed)
+
+
+def _speedup(compared: Comparison) -> dict[str, Any]:
     """Return the fields of a :class:`SpeedupReport`."""
-    speedup, reason = compared.speedup, ""
-    if is_itself and not 1 / SELF_SPEEDUP_TOLERANCE <= speedup <= SELF_SPEEDUP_TOLERANCE:
-        doubt = f"the same model seems {speedup:.2f} times as fast as itself"
-        reason = unmeasurable("the speedup", doubt)
+    reason = _disturbance(compared)
     return {
-        "speedup": None if reason else speedup,
+        "speedup": None if reason else compared.speedup,
         "speedup_interval": None if reason else compared.interval,
         "speedup_reason": reason,
         "speedup_blocks": tuple(float(f"{ratio:.4g}") for ratio in compared.ratios),
@@ -221,7 +223,7 @@ def _in_same_runtime(artifact: Artifact, context: Context) -> SameRuntimeReport 
         twin = in_runtime_of(artifact, context)
         assert twin is not None  # as there is a runtime
         compared = context.compare_latency(twin, artifact, artifact.signature.smallest_batch)
-        measured = _speedup(compared, artifact.digest == twin.digest)
+        measured = _speedup(compared)
     except (StageFailed, Unavailable) as error:
         measured = {
             "speedup": None,

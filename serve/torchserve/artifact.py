@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from compress.artifacts.artifact import MANIFEST, Artifact, Manifest
 from compress.common.atomic_files import sha256_of
 from compress.common.errors import ArtifactInvalid
-from compress.common.forward import opened_model
+from compress.common.forward import OpenedModel, opened_model
 from serve.packaging.provenance import PROVENANCE, Provenance, digest_of, refuse_broken_chain
 from serve.torchserve.handler_bundle import handler_text
 from serve.torchserve.mar_file import (
@@ -94,6 +94,10 @@ class TorchServeArchive(Artifact):
         else:
             with self._served(threads) as predict:
                 yield predict
+
+    def open_anew(self, device: str = "cpu", threads: int = 1) -> OpenedModel:
+        """Return what :meth:`open` does: the model lies in memory of the server's."""
+        return self.open(device, threads)
 
     @contextmanager
     def _served(self, threads: int) -> Iterator[Predictor]:

@@ -15,7 +15,6 @@ import pytest
 from compress.profiling import quantiles
 from compress.profiling.benchmark import compare_latency
 from pipelines import Pipeline
-from pipelines.results import measurements
 from pipelines.results.schema import Report
 
 DEADLINE = 120
@@ -68,7 +67,6 @@ def measured_briefly() -> Iterator[None]:
         patch.setattr(compare_latency, "__defaults__", (0.001,))
         # So few calls are seldom sure.
         patch.setattr(quantiles, "WIDEST", math.inf)
-        patch.setattr(measurements, "SELF_SPEEDUP_TOLERANCE", math.inf)
         yield
 
 

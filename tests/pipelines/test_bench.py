@@ -75,7 +75,9 @@ def test_the_verdict_names_the_fastest_or_those_that_are_level(exported: Path) -
     one, both = (cell.model_copy(update={"fastest": names}) for names in (("a",), ("a", "b")))
     assert one.verdict == "batch 1, 2 threads: a is fastest"
     assert both.verdict == "batch 1, 2 threads: a and b are level"
-    row = cell.rows[0].model_copy(update={"speedup": 3.456, "speedup_interval": Interval(3, 4)})
+    row = cell.rows[0].model_copy(
+        update={"speedup": 3.456, "speedup_interval": Interval(3, 4), "unreliable_reason": ""}
+    )
     assert cells_of(row)[4:] == ("3.46×", "3 – 4")
 
 

@@ -23,8 +23,8 @@ class _MeasuredOnVal(Gate):
 
     def measurement_key(self) -> dict[str, JsonValue]:
         """Return what changes the value."""
-        # "measured on" sets it apart from values that earlier versions measured on seeded inputs.
-        return {**super().measurement_key(), "measured on": "val"}
+        # Sets it apart from what earlier versions measured, on seeded inputs or by wall time alone.
+        return {**super().measurement_key(), "measured on": "val", "timed": "by call_timer"}
 
 
 class MinSpeedup(_MeasuredOnVal):
@@ -48,10 +48,10 @@ class MinSpeedup(_MeasuredOnVal):
 
     def measure(self, before: Artifact, after: Artifact, context: Context) -> float:
         """Return the lower end of the interval in which the ratio of median latencies lies."""
-        interval = context.compare_latency(before, after, self.batch).interval
-        if interval.unreliable_reason:
-            raise StageFailed(unmeasurable("the speedup", interval.unreliable_reason))
-        return interval.low
+        compared = context.compare_latency(before, after, self.batch)
+        if compared.speedup_doubt:
+            raise StageFailed(unmeasurable("the speedup", compared.speedup_doubt))
+        return compared.interval.low
 
 
 class MaxLatency(_MeasuredOnVal):
@@ -70,8 +70,8 @@ class MaxLatency(_MeasuredOnVal):
     def measure(self, before: Artifact, after: Artifact, context: Context) -> float:
         """Return the p95 latency in milliseconds."""
         latency = context.compare_latency(before, after, self.batch).after
-        if latency.p95_interval.unreliable_reason:
-            raise StageFailed(unmeasurable("p95 in ms", latency.p95_interval.unreliable_reason))
+        if latency.p95_doubt:
+            raise StageFailed(unmeasurable("p95 in ms", latency.p95_doubt))
         return latency.p95
 
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import fx
 
+from compress.profiling.call_timer import CallTimer
 from compress.quantization.config.dtype_scheme import unsigned_format
 from compress.quantization.pt2e.bn_fusion import protect_shared_layers_
 from compress.quantization.pt2e.graph_capture import copy_graph
@@ -218,6 +219,7 @@ class _LayerProfile(fx.Interpreter):
 
     def __init__(self, graph: fx.GraphModule) -> None:
         super().__init__(graph)
+        self.timer = CallTimer(torch.get_num_threads())
         self.macs: Counter[str] = Counter()
         self.seconds: defaultdict[str, list[float]] = defaultdict(list)
         """Layer → its time in each run, over all calls."""
@@ -230,9 +232,7 @@ class _LayerProfile(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         if n.target not in WEIGHTED:
             return super().run_node(n)
-        start = time.perf_counter()
-        result = super().run_node(n)
-        seconds = time.perf_counter() - start
+        result, seconds = self.timer.call(partial(super().run_node, n))
         name = layer_name(n)
         self.seconds[name] = self.seconds[name] or [0.0]
         self.seconds[name][-1] += seconds

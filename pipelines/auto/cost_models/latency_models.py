@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     import onnx
 
     from compress.artifacts.eager_model import EagerModel
-    from compress.common.forward import Predictor
     from compress.core.context import Context
+    from compress.profiling.benchmark import Opener
     from compress.profiling.interaction_sum import Choice, Value
     from export.latency.kernel_table import KernelTable
     from pipelines.auto.cost_models.float_layers import LayerHarms
@@ -202,7 +202,7 @@ def build_format_models(
     context: Context,
     settings: AutoSettings,
     table: KernelTable,
-    measure_ms: Callable[[Predictor], float],
+    measure_ms: Callable[[Opener], float],
     layers: LayerHarms | None = None,
     deadline: float = math.inf,
     deeper: DeeperModels | None = None,
@@ -281,7 +281,7 @@ def build_format_models(
                 key = json.dumps([format, runtime, choice], sort_keys=True)
                 if key not in whole_models.known:
                     served = open_as_served(file, runtime, model.signature, context.threads)
-                    whole_models.add(key, measure_ms(served.predict), served.bytes)
+                    whole_models.add(key, measure_ms(served.open), served.bytes)
                 measured_ms, size = whole_models.known[key]
                 measured[runtime].append(1e-3 * measured_ms)
                 sizes[runtime].append(size)
