@@ -133,7 +133,7 @@ def _fitting_loss(
     batch_targets, first = select(batch.target, known), outputs[0]
     with _located_errors(pipeline, "loss" if pipeline.loss else "data"):
         loss_name = loss.name_for(first, batch_targets)
-        loss.sum_and_count(outputs, batch_targets)
+        loss.sums_and_counts(outputs, batch_targets)
         if (
             not loss.is_custom
             and isinstance(targets, torch.Tensor)

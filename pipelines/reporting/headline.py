@@ -50,7 +50,9 @@ def headline(report: Report) -> Headline | None:
         factor = 1 / after.speedup if slower else after.speedup
         gains.append(f"{factor:.1f}× {'slower' if slower else 'faster'}")
     if before.metric and after.metric:
-        gains.append(f"{after.metric.name} {before.metric.value:.4f} → {after.metric.value:.4f}")
+        name, drop = after.metric.name, after.metric.drop
+        change = f" ({drop.in_words(name)})" if drop else ""
+        gains.append(f"{name} {before.metric.value:.4f} → {after.metric.value:.4f}{change}")
     fastest: Any = artifact.facts.get("fastest")  # of export_fastest
     if fastest:
         gains.append(fastest["verdict"])

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 COLUMNS = (
     "metric",
+    "drop (95 %)",
     "size",
     "smaller",
     "params",
@@ -112,7 +113,8 @@ def closing_lines(report: Report, out: Path) -> Iterator[Text]:
     yield from gate_lines(report)
     if report.test:
         values = ", ".join(f"{name} {value:.4f}" for name, value in report.test.values.items())
-        yield Text(f"test {report.test.metric}: {values}")
+        counted = f" ({report.test.samples} samples)" if report.test.samples else ""
+        yield Text(f"test {report.test.metric}{counted}: {values}")
     for warning in report.warnings:
         yield Text(f"! {warning}", style="bold yellow")
     cached = sum(stage.cached for stage in report.stages)
@@ -157,9 +159,9 @@ def _table(report: Report, shown: list[str], tight: bool = False) -> Table:
     )
     table.add_column("stage", overflow="fold")
     for column in shown:
-        name = (
-            f"{_metric(report)}{chr(10) if tight else ' '}(val)" if column == "metric" else column
-        )
+        name = column
+        if column == "metric":
+            name = f"{_metric(report)}{chr(10) if tight else ' '}(val{_samples(report)})"
         table.add_column(name, justify="right", no_wrap=True)
     if report.baseline and report.baseline_name == SOURCE:
         cells = _measured_cells(report.baseline)
@@ -187,9 +189,16 @@ def _metric(report: Report) -> str:
     return next((m.name for m in measured if m), "metric")
 
 
+def _samples(report: Report) -> str:
+    """Return how many samples of `val` the metric was measured on; empty where that is unknown."""
+    metric = report.baseline and report.baseline.metric
+    return f", n = {metric.samples}" if metric and metric.samples else ""
+
+
 def _measured_cells(m: Measurements) -> dict[str, str | Text]:
     return {
         "metric": f"{m.metric.value:.4f}" if m.metric else "–",
+        "drop (95 %)": m.metric.drop.cell(m.metric.name) if m.metric and m.metric.drop else "–",
         "size": readable_bytes(m.bytes),
         "smaller": f"{m.bytes_ratio:.2f}×",
         "params": readable_count(m.parameters),

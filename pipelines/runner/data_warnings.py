@@ -12,6 +12,7 @@ from compress.core.metrics import REGRESSION_METRICS, MetricMeter
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from compress.core.metric_kinds.score import Score
     from compress.core.metrics import Metric
     from compress.data.batch import Batch
     from compress.data.fingerprint import Contents
@@ -59,6 +60,21 @@ def validation_data_warnings(contents: Contents) -> Iterator[str]:
                     f"val shares {count} samples with {other}, so that it tells less of new "
                     "data; keep each sample in one split"
                 )
+
+
+def unlike_test(name: str, metric: str, on_val: Score, on_test: Score) -> str:
+    """Describe how a metric on `test` differs from that on `val` beyond both intervals, or ''."""
+    intervals = [score.uncertainty().interval for score in (on_val, on_test)]
+    if None in intervals or max(i[0] for i in intervals) <= min(i[1] for i in intervals):  # type: ignore[index]
+        return ""
+    shown = (
+        f"{score.value:.4f} on {split} ({score.uncertainty().in_words()})"
+        for split, score in (("val", on_val), ("test", on_test))
+    )
+    return (
+        f"{name}: {metric} is {' and '.join(shown)}, beyond what chance explains: test and val are "
+        "not samples of the same data, or val was trained on"
+    )
 
 
 def unlike_val(data: Splits, samples: int, seed: int) -> str:

@@ -47,6 +47,7 @@ def build_report(state: RunState, status: Status, error: str = "") -> Report:
             # They may read data and score: who interrupts a run does not wait for that.
             *(accuracy_warnings(state) if status != INTERRUPTED else ()),
             *measurement_warnings(stages, plan.baseline, state.baseline),
+            *(state.test.unlike_val if state.test else ()),
             *_sampling_warnings(state),
             *state.store.warnings,
         ),
