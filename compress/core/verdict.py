@@ -29,9 +29,10 @@ class Uncertainty(Settings):
     def in_words(self, unit: str = "", factor: float = 1.0) -> str:
         """Describe it: ``1 of 360 samples; 95 %: -0.3 to 0.8``; ends are multiplied by `factor`."""
         counted = f"{self.samples} samples"
-        if self.lost or self.gained:
-            changes = [f"{n} {w}" for n, w in ((self.lost, "lost"), (self.gained, "gained")) if n]
-            counted = f"{' and '.join(changes)} of {counted}"
+        if self.lost and self.gained:
+            counted = f"{self.lost} lost and {self.gained} gained of {counted}"
+        elif self.lost is not None:
+            counted = f"{self.lost or self.gained} of {counted}"
         if self.interval is None:
             return counted
         low, high = (f"{factor * end:.2g}" for end in self.interval)

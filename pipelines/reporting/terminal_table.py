@@ -44,7 +44,10 @@ COLUMNS = (
     "gates",
     "run + evaluation",
 )
-OPTIONAL_COLUMNS = ("run + evaluation", "p95 ms", "MACs", "params", "p50 ms", "peak MiB")
+OPTIONAL_COLUMNS = (
+    *("run + evaluation", "p95 ms", "MACs", "params", "p50 ms", "peak MiB"),
+    "drop (95 %)",
+)
 """Columns that a narrow terminal drops, in this order."""
 
 NOT_MEASURABLE = "n/m"
@@ -161,7 +164,7 @@ def _table(report: Report, shown: list[str], tight: bool = False) -> Table:
     for column in shown:
         name = column
         if column == "metric":
-            name = f"{_metric(report)}{chr(10) if tight else ' '}(val{_samples(report)})"
+            name = f"{_metric(report)}\n(val{_samples(report)})"
         table.add_column(name, justify="right", no_wrap=True)
     if report.baseline and report.baseline_name == SOURCE:
         cells = _measured_cells(report.baseline)
@@ -192,7 +195,7 @@ def _metric(report: Report) -> str:
 def _samples(report: Report) -> str:
     """Return how many samples of `val` the metric was measured on; empty where that is unknown."""
     metric = report.baseline and report.baseline.metric
-    return f", n = {metric.samples}" if metric and metric.samples else ""
+    return f", n={metric.samples}" if metric and metric.samples else ""
 
 
 def _measured_cells(m: Measurements) -> dict[str, str | Text]:

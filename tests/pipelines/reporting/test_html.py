@@ -186,6 +186,7 @@ def test_a_passed_run_says_first_what_to_deploy(finished_run) -> None:
     found = headline(report)
     metric = before.metric.name, before.metric.value, measured.metric.value
     gained = "4.00 MB → 250 kB, 9.1× faster, {} {:.4f} → {:.4f}".format(*metric)
+    gained += " (loses 0 points, 0 of 60 samples; 95 %: -6 to 6)"
     assert found == Headline(gained, "artifacts/fast", last.artifact.file, is_served=True)
     verdict = render(report).split("<h2>")[0]
     assert verdict.index(gained) < verdict.index("Passed")
