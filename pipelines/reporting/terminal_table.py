@@ -153,7 +153,8 @@ def difference_lines(differences: Differences) -> Iterator[Text]:
 
 
 def _table(report: Report, shown: list[str], tight: bool = False) -> Table:
-    title = printable(f"{report.pipeline}: {report.status} (ratios against {report.baseline_name})")
+    about = f"ratios and drops against {report.baseline_name}{_samples(report)}"
+    title = printable(f"{report.pipeline}: {report.status} ({about})")
     table = Table(
         title=title,
         title_justify="left",
@@ -164,7 +165,7 @@ def _table(report: Report, shown: list[str], tight: bool = False) -> Table:
     for column in shown:
         name = column
         if column == "metric":
-            name = f"{_metric(report)}\n(val{_samples(report)})"
+            name = f"{_metric(report)}{chr(10) if tight else ' '}(val)"
         table.add_column(name, justify="right", no_wrap=True)
     if report.baseline and report.baseline_name == SOURCE:
         cells = _measured_cells(report.baseline)
@@ -195,7 +196,7 @@ def _metric(report: Report) -> str:
 def _samples(report: Report) -> str:
     """Return how many samples of `val` the metric was measured on; empty where that is unknown."""
     metric = report.baseline and report.baseline.metric
-    return f", n={metric.samples}" if metric and metric.samples else ""
+    return f"; {metric.name} on {metric.samples} samples" if metric and metric.samples else ""
 
 
 def _measured_cells(m: Measurements) -> dict[str, str | Text]:
