@@ -28,6 +28,7 @@ from compress.core.metric_kinds.sliding_window import SlidingWindow
 from compress.core.progress import Progress, silent
 from compress.core.task import NO_METRIC
 from compress.core.task_targets import (
+    LabelOutOfRange,
     are_class_labels,
     describe_outputs,
     describe_targets,
@@ -35,6 +36,7 @@ from compress.core.task_targets import (
     has_target,
     match_to_loss,
     need_tensor,
+    refuse_wrong_labels,
     same_shape,
     target_kind,
 )
@@ -474,7 +476,10 @@ def _decisions(
             match_to_loss("binary_cross_entropy", outputs, targets)
             decisions = (targets > 0.5).where(targets != IGNORED_LABEL, IGNORED_LABEL)
             return outputs > 0, decisions.reshape(outputs.shape)
-    return predicted_labels(outputs), targets
+    labels = predicted_labels(outputs)
+    if not targets.is_floating_point():
+        refuse_wrong_labels(targets, outputs.shape[1])
+    return labels, targets
 
 
 def evaluate(
@@ -497,10 +502,14 @@ def evaluate(
     for batch in splits.batches(split, batch_size):
         targets = metric.targets_of(batch, split, reference)
         known += int(has_target(targets).sum())
-        sums: list[torch.Tensor | None] = [
-            meter.update(metric.outputs_read(predict(*inputs)), part)
-            for inputs, part in metric.parts(batch.inputs, targets)
-        ]
+        try:
+            sums: list[torch.Tensor | None] = [
+                meter.update(metric.outputs_read(predict(*inputs)), part)
+                for inputs, part in metric.parts(batch.inputs, targets)
+            ]
+        except LabelOutOfRange as error:
+            where = f"split {split!r}, sample {done + error.row}"
+            raise StageFailed(f"{where}: {error}") from error
         added = [x for x in sums if x is not None and x.shape[1] == len(batch)]
         if by_sample is not None and added and len(added) == len(sums):
             by_sample.append(torch.stack(added).sum(0))

@@ -9,8 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 import torch
-from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset
 
 from compress.common.dependency_recorder import Recording, add_to_recordings, recording
 from compress.common.errors import (
@@ -35,13 +36,13 @@ from compress.data.fingerprint import (
 )
 from compress.data.loader_config import Loading
 from compress.data.sample_cache import CachedDataset, cache_folder, indices_to_probe, probe
+from compress.data.sample_facts import FACTS, SplitFacts, facts_of_rows
 from compress.data.stream import Stream, StreamReader
 from compress.data.targets import describe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    import numpy as np
     from numpy.typing import NDArray
 
 __all__ = ["Batch", "DataReference", "Splits", "collate"]
@@ -113,6 +114,10 @@ class Splits:
         default_factory=dict, compare=False, repr=False
     )
     """Hashes by split and indices, of datasets that are read sample by sample: once per run."""
+    _facts: dict[tuple[str, Sequence[int]], NDArray[np.void]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
+    """As :attr:`_hashes`, what else is known of these samples."""
 
     def __post_init__(self) -> None:
         where = self._where
@@ -121,6 +126,13 @@ class Splits:
                 f"{where} returned {describe(self.datasets)}, "
                 'expected {"train": Dataset, "val": Dataset, …}'
             )
+        for name, dataset in self.datasets.items():
+            if isinstance(dataset, DataLoader):
+                raise PipelineInvalid(
+                    f"{where}: split {name!r} is a DataLoader, expected its dataset: return "
+                    "loader.dataset, or Subset(loader.dataset, rows) where a sampler chooses rows; "
+                    "batch size and workers are settings of `data:`"
+                )
         if self._is_stream(self.datasets.get("train")):
             stream = Stream(self.datasets["train"])
             object.__setattr__(self, "datasets", {**self.datasets, "train": stream})
@@ -155,7 +167,7 @@ class Splits:
         given: Any = (datasets, self.batch_size, self.loading, self.input_names)
         if self.source is not None:
             make, given = DataReference.load, (self.source,)
-        return _unpickled, (make, given, self._caches, self.views, self._hashes)
+        return _unpickled, (make, given, self._caches, self.views, self._hashes, self._facts)
 
     def with_view(self, view: View) -> Splits:
         """Return the splits with a view applied to ``train``."""
@@ -165,8 +177,16 @@ class Splits:
                 "the teacher's outputs can be joined; return a Dataset with samples by index"
             )
         hashes = {key: value for key, value in self._hashes.items() if key[0] != "train"}
-        views = (*self.views, view)
-        return replace(self, views=views, _kept_readers=[], _lengths={}, _viewed=[], _hashes=hashes)
+        facts = {key: value for key, value in self._facts.items() if key[0] != "train"}
+        return replace(
+            self,
+            views=(*self.views, view),
+            _kept_readers=[],
+            _lengths={},
+            _viewed=[],
+            _hashes=hashes,
+            _facts=facts,
+        )
 
     def interleaved_parts(self, name: str, count: int) -> list[Splits]:
         """Return every `count`-th sample of a split, from each of its first ones on."""
@@ -340,13 +360,15 @@ class Splits:
             streams["train"] = self.stream.fingerprint
             # Hugging Face's streams are shuffled in another order in a worker.
             made["streams"] = [streams, bool(self.loading.workers)]
-        lengths, hashes, counts, unrepeatable = {}, {}, {}, set()
+        lengths, hashes, counts, facts, unrepeatable = {}, {}, {}, {}, set()
         for name in sorted(self.datasets):
             dataset = self.split(name)
             lengths[name] = counts[name] = len(dataset)  # type: ignore[arg-type]
             held = in_memory_tensors(dataset)
             if held is not None:
                 hashes[name] = hashes_of_tensors(held)
+                rows = facts_of_rows(held[:1], held[1:])
+                facts[name] = SplitFacts(range(len(rows)), rows)
             else:
                 is_stream = isinstance(dataset, Stream)
                 indices = range(len(dataset)) if is_stream else indices_to_hash(name, lengths[name])  # type: ignore[arg-type]
@@ -355,8 +377,12 @@ class Splits:
                 if len(hashes[name]) < len(indices):
                     counts[name] = 0
                     unrepeatable.add(name)
+                else:
+                    facts[name] = SplitFacts(indices, self._facts[name, indices])
         cached = frozenset(self._cached)
-        return Contents(made, lengths, hashes, counts, cached, frozenset(unrepeatable), streams)
+        return Contents(
+            made, lengths, hashes, counts, cached, frozenset(unrepeatable), facts, streams
+        )
 
     def _hashes_of(self, name: str, indices: Sequence[int]) -> NDArray[np.uint64]:
         """Return hashes of samples, read by the loader's workers: [samples, 2].
@@ -378,17 +404,19 @@ class Splits:
             probes = [] if is_cached else [indices_to_probe(dataset)] * 2
             size = self.batch_size
             chunks = [indices[i : i + size] for i in range(0, len(indices), size)]
-            hashes, is_repeatable = [], True
+            hashes, facts, is_repeatable = [], [], True
             with self._sample_errors(name), recording() as recorded:
-                for batch, worker_reads in reader.read_batches([*probes, *chunks], seed=0):
+                for batch, known, worker_reads in reader.read_batches([*probes, *chunks], seed=0):
                     add_to_recordings(worker_reads)
                     hashes.append(batch)
+                    facts.append(known)
                     if probes and len(hashes) == 2 and hashes[0] != hashes[1]:
                         is_repeatable = False
                         break
             self._opened.add(recorded)
             own = hashes[len(probes) :] if is_repeatable else [hash_of_state(dataset)]
             self._hashes[key] = as_hashes(own)
+            self._facts[key] = np.frombuffer(b"".join(facts[len(probes) :]), FACTS)
         return self._hashes[key]
 
     @staticmethod
@@ -441,11 +469,13 @@ def _unpickled(
     caches: dict[str, Path],
     views: tuple[View, ...],
     hashes: dict[tuple[str, Sequence[int]], NDArray[np.uint64]],
+    facts: dict[tuple[str, Sequence[int]], NDArray[np.void]],
 ) -> Splits:
     """Rebuild splits in the process that they were sent to."""
     splits = make(*given)
     splits._caches.update(caches)
     splits._hashes.update(hashes)
+    splits._facts.update(facts)
     return replace(splits, views=views)
 
 

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from compress.common.errors import CompressError, PipelineInvalid, first_line
 from compress.common.forward import output_argument
 from compress.core.gates import LabelAgreement
-from compress.core.metrics import TARGET_METRICS, MetricMeter, default_metric
+from compress.core.metrics import LABEL_METRICS, TARGET_METRICS, MetricMeter, default_metric
 from compress.core.task_targets import (
+    are_class_labels,
     are_probabilities,
     describe_outputs,
     describe_targets,
     describe_tensor,
     has_target,
     match_to_loss,
+    need_tensor,
+    same_shape,
     sampled_targets,
     targets_split,
 )
+from compress.data.splits import UNLABELLED
 from compress.data.targets import select
 from pipelines.planning.requirement_checks import (
     check_loss,
@@ -29,7 +33,7 @@ from pipelines.planning.requirement_checks import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     import torch
 
@@ -38,6 +42,8 @@ if TYPE_CHECKING:
     from compress.core.context import Context
     from compress.core.metrics import Metric
     from compress.data.batch import Batch
+    from compress.data.fingerprint import Contents
+    from compress.data.sample_facts import SplitFacts
     from compress.data.splits import Splits
     from pipelines.config.pipeline import PipelineConfig
     from pipelines.planning.plan import Plan
@@ -82,21 +88,30 @@ def infer_loss_and_metric(
     return plan, pipeline.with_metric(metric.name)
 
 
-def fitting_loss(plan: Plan, pipeline: PipelineConfig, source: Artifact, context: Context) -> str:
+def fitting_loss(
+    plan: Plan,
+    pipeline: PipelineConfig,
+    source: Artifact,
+    context: Context,
+    contents: Contents | None,
+) -> str:
     """Run model, loss and metric on a few samples of each split, and describe what was inferred.
 
-    The loss is computed on `train`, the metric on the splits that it is measured on.
+    The loss is computed on `train`, the metric on the splits that it is measured on. `contents` are
+    those of the data: labels and NaN are looked for in all samples that were hashed.
 
     Raises:
         PipelineInvalid: the model does not take the samples, outputs and targets do not fit the
             loss or the metric, or settings of a training do not.
     """
     data = context.data
-    if data is None:
+    if data is None or contents is None:
         return ""
     lines: list[str] = []
     metric = plan.metric.for_model(source.signature)
     with context.predictor(source) as predict:
+        with _located_errors(pipeline, "data"):
+            _check_samples(plan, predict, data, contents.facts)
         if _uses_loss(plan):
             lines = _fitting_loss(plan, pipeline, source, predict, data)
         for split in data.datasets:
@@ -106,6 +121,45 @@ def fitting_loss(plan: Plan, pipeline: PipelineConfig, source: Artifact, context
                 for batch in _samples(pipeline, data, split, 1):
                     _outputs_for(pipeline, predict, batch.inputs, split)
     return "\n".join(lines)
+
+
+def _check_samples(
+    plan: Plan, predict: Predictor, data: Splits, facts: Mapping[str, SplitFacts]
+) -> None:
+    """Raise PipelineInvalid for NaN that makes the answer NaN, and for a label without a class."""
+    for split, known in facts.items():
+        index = known.first(known.rows["nan"])
+        if index is not None:
+            (batch,) = data.read(split, [index], 1)
+            spreads = False
+            with suppress(Exception):  # a model that does not take the samples is refused below
+                spreads = any(bool(x.isnan().any()) for x in predict(*batch.inputs))
+            if spreads:
+                raise PipelineInvalid(
+                    f"split {split!r}, sample {index}: an input holds NaN, and so does the model's "
+                    "answer; leave the sample out, or fill in a number"
+                )
+    split = targets_split(data)
+    uses_labels = plan.metric.name in LABEL_METRICS and plan.metric.name != "fidelity"
+    if split not in facts or not (uses_labels or (_uses_loss(plan) and not plan.loss.is_custom)):
+        return
+    index = facts[split].first(facts[split].rows["low"] <= facts[split].rows["high"])
+    classes = None if index is None else _classes(plan, predict, next(data.read(split, [index], 1)))
+    for split, known in facts.items():
+        if classes is not None and split != UNLABELLED:
+            known.check_labels(split, classes)
+
+
+def _classes(plan: Plan, predict: Predictor, batch: Batch) -> int | None:
+    """Return how many classes labels may have, by the model's outputs; None where it has none."""
+    try:
+        known = need_tensor("the data", batch.target)  # type: ignore[arg-type]
+        outputs, targets = plan.loss.align(predict(*batch.inputs)[0].cpu(), known)
+    except Exception:  # noqa: BLE001 - outputs that do not fit are refused by loss and metric
+        return None
+    if are_class_labels(outputs, targets):
+        return outputs.shape[1]
+    return 2 if same_shape(outputs, targets) else None
 
 
 def _fitting_loss(

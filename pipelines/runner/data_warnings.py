@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import combinations
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from compress.core.metrics import REGRESSION_METRICS, MetricMeter
@@ -36,30 +36,25 @@ def validation_data_warnings(contents: Contents) -> Iterator[str]:
             "its code; draw from torch, numpy.random, random, or generators that the dataset keeps "
             "as attributes, instead of the operating system, the time or one made anew each time"
         )
-    if "val" not in contents.lengths:
-        return
-    samples = contents.lengths["val"]
+    facts = contents.facts
+    labelled = int(facts["val"].rows["labelled"].sum()) if "val" in facts else 0
+    # Without any target, none is needed.
+    samples = labelled or contents.lengths.get("val", FEWEST_SAMPLES)
     if samples < FEWEST_SAMPLES:
         yield (
-            f"val has {samples} samples, so that one of them moves an accuracy by "
-            f"{100 / samples:.2g} points; use at least {FEWEST_SAMPLES}"
+            f"val has {samples} samples{' with a label' if labelled else ''}, so that one of them "
+            f"moves an accuracy by {100 / samples:.2g} points; use at least {FEWEST_SAMPLES}"
         )
-    for other in ("train", "test"):
-        if other in contents.hashes and contents.unrepeatable.isdisjoint(("val", other)):
-            splits = ("val", other)
-            exact = all(len(contents.hashes[name]) == contents.lengths[name] for name in splits)
-            # A hash is a row of two numbers, `(samples, 2)`, and isin compares scalars.
-            pair = [("a", np.uint64), ("b", np.uint64)]
-            val, others = (
-                np.ascontiguousarray(contents.hashes[name]).view(pair).ravel() for name in splits
+    splits = [name for name in dict.fromkeys(("val", "test", *facts)) if name in facts]
+    for measured, other in combinations(splits, 2):
+        # Calibration and training may share what is never measured on.
+        if measured in ("val", "test") and (shared := facts[measured].shared_with(facts[other])):
+            exact = not {measured, other} & {*contents.sampled}
+            yield (
+                f"{measured} shares {'' if exact else 'at least '}{shared} of its "
+                f"{contents.lengths[measured]} samples with {other}, so that it tells less of new "
+                "data; keep each sample in one split"
             )
-            shared = int(np.isin(val, others).sum())
-            if shared:
-                count = f"{'' if exact else 'at least '}{shared} of its {samples}"
-                yield (
-                    f"val shares {count} samples with {other}, so that it tells less of new "
-                    "data; keep each sample in one split"
-                )
 
 
 def unlike_test(name: str, metric: str, on_val: Score, on_test: Score) -> str:

@@ -75,7 +75,9 @@ class PipelineExecutor:
             "stages": [planned.stage.own_settings() for planned in state.plan.stages],
         }
         context = state.context(SOURCE)
-        fitting = functools.partial(fitting_loss, state.plan, state.pipeline, source, context)
+        fitting = functools.partial(
+            fitting_loss, state.plan, state.pipeline, source, context, state.contents
+        )
         line = str(state.entries[SOURCE].cached_value(loss_key, source, fitting))
         if line:
             state.emit(events.RunEvent("task_known", None, line))
@@ -150,16 +152,17 @@ class PipelineExecutor:
         has_val = "val" in state.data.datasets  # type: ignore[union-attr]
         names = dict.fromkeys((plan.baseline, *plan.leaves))
         scores = {name: score_of(state, name, "test") for name in names}
-        unlike_val = (
-            unlike_test(name, plan.metric.name, score_of(state, name, "val"), scores[name])
-            for name in names
-            if name not in state.unmeasured and has_val
-        )
+        unlike_val = {}
+        for name in names:
+            if has_val and name not in state.unmeasured:
+                on_val = score_of(state, name, "val")
+                if line := unlike_test(name, plan.metric.name, on_val, scores[name]):
+                    unlike_val[line] = (name,)
         state.test = TestReport(
             metric=plan.metric.name,
             values={name: score.value for name, score in scores.items()},
             samples=scores[plan.baseline].samples,
-            unlike_val=tuple(filter(None, unlike_val)),
+            unlike_val=unlike_val,
         )
 
     def _emit_finished(

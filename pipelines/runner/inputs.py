@@ -206,7 +206,7 @@ def check_model(pipeline: PipelineConfig) -> tuple[Signature, str]:
         context = Context(
             root=Path(folder), data=data, device=pipeline.device, threads=pipeline.threads
         )
-        loss = fitting_loss(plan, pipeline, source, context)
+        loss = fitting_loss(plan, pipeline, source, context, data.contents() if data else None)
         lines = [inferred, plan.task_line, loss]
         return source.signature, "\n".join(filter(None, lines))
 
