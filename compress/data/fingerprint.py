@@ -129,8 +129,11 @@ def hash_samples(
     return hashes, facts, take_recorded() if get_worker_info() else Recording()
 
 
-def hash_of_state(dataset: Dataset[Any]) -> bytes:
-    """Hash what a dataset holds: arrays, names and dates of files, settings, the user's code."""
+def hash_of_state(dataset: Any) -> bytes:
+    """Hash what a dataset, or a list of samples, holds: arrays, files, settings, the user's code.
+
+    Of files it takes name, size and date.
+    """
     digest = hashlib.blake2b(digest_size=16)
     for value in islice(reachable_objects(dataset), MOST_OBJECTS):
         digest.update(_describe_held(value))

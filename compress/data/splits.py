@@ -22,7 +22,7 @@ from compress.common.errors import (
     first_line,
 )
 from compress.common.factories import local_sources, resolve, sources_digest
-from compress.data.batch import LABELS, Batch, adapt, collate, collate_by
+from compress.data.batch import LABELS, Batch, adapt, collate, collate_as, collate_by
 from compress.data.dataloader import Reader, WorkerEnded
 from compress.data.fingerprint import (
     Contents,
@@ -58,6 +58,7 @@ class DataReference:
     batch_size: int
     loading: Loading = field(default_factory=Loading)
     input_names: tuple[str, ...] = ()
+    input_dtypes: tuple[str, ...] = ()
 
     def load(self) -> Splits:
         """Call the factory; raise PipelineInvalid if it fails or returns no mapping of datasets."""
@@ -71,7 +72,7 @@ class DataReference:
                 f"data.factory {self.factory!r}: {type(error).__name__}: {error}"
             ) from error
         splits = Splits(datasets, self.batch_size, self.loading, self.input_names, source=self)
-        return replace(splits, recorded=recorded)
+        return replace(splits, recorded=recorded, input_dtypes=self.input_dtypes)
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,8 @@ class Splits:
     """Order in which the model takes the entries of a mapping; the mapping's own by default."""
     source: DataReference | None = field(default=None, compare=False)
     """How another process obtains the same splits; without it they are pickled."""
+    input_dtypes: tuple[str, ...] = ()
+    """Types of the model's inputs, in the same order: floats of other types are converted."""
     views: tuple[View, ...] = ()
     """Wrappers of ``train``, applied in order; they can be pickled."""
     recorded: Recording = field(default_factory=Recording, compare=False, repr=False)
@@ -165,9 +168,11 @@ class Splits:
         make: Callable[..., Splits] = Splits
         datasets = {n: d.source if isinstance(d, Stream) else d for n, d in self.datasets.items()}
         given: Any = (datasets, self.batch_size, self.loading, self.input_names)
+        dtypes = self.input_dtypes
         if self.source is not None:
             make, given = DataReference.load, (self.source,)
-        return _unpickled, (make, given, self._caches, self.views, self._hashes, self._facts)
+        known = (self._caches, self._hashes, self._facts)
+        return _unpickled, (make, given, self.views, dtypes, known)
 
     def with_view(self, view: View) -> Splits:
         """Return the splits with a view applied to ``train``."""
@@ -195,7 +200,7 @@ class Splits:
         return [
             Splits(
                 {name: Subset(dataset, range(first, len(dataset), count))},
-                *(self.batch_size, loading, self.input_names, self.source),
+                *(self.batch_size, loading, self.input_names, self.source, self.input_dtypes),
             )
             for first in range(count)
         ]
@@ -278,8 +283,13 @@ class Splits:
         name, folder = self.loading.collate_fn, self.source.folder if self.source else None
         if name:
             function = resolve(name, folder)
-            return partial(collate_by, function=function, name=name, input_names=self.input_names)
-        return partial(collate, pad_values=self.loading.pad_values, input_names=self.input_names)
+            own: Callable[[list[Any]], Batch] = partial(
+                collate_by, function=function, name=name, input_names=self.input_names
+            )
+        else:
+            pad_values = self.loading.pad_values
+            own = partial(collate, pad_values=pad_values, input_names=self.input_names)
+        return partial(collate_as, collate_fn=own, dtypes=self.input_dtypes)
 
     @contextmanager
     def keep_workers(self) -> Iterator[None]:
@@ -466,17 +476,16 @@ def _lengths_of(split: str, key: str, samples: list[Any]) -> list[int]:
 def _unpickled(
     make: Callable[..., Splits],
     given: Any,
-    caches: dict[str, Path],
     views: tuple[View, ...],
-    hashes: dict[tuple[str, Sequence[int]], NDArray[np.uint64]],
-    facts: dict[tuple[str, Sequence[int]], NDArray[np.void]],
+    input_dtypes: tuple[str, ...],
+    known: Sequence[dict[Any, Any]],
 ) -> Splits:
     """Rebuild splits in the process that they were sent to."""
     splits = make(*given)
-    splits._caches.update(caches)
-    splits._hashes.update(hashes)
-    splits._facts.update(facts)
-    return replace(splits, views=views)
+    own: tuple[dict[Any, Any], ...] = (splits._caches, splits._hashes, splits._facts)
+    for cache, content in zip(own, known, strict=True):
+        cache.update(content)
+    return replace(splits, views=views, input_dtypes=input_dtypes)
 
 
 UNLABELLED = "unlabelled"

@@ -111,7 +111,7 @@ def fitting_loss(
     metric = plan.metric.for_model(source.signature)
     with context.predictor(source) as predict:
         with _located_errors(pipeline, "data"):
-            _check_samples(plan, predict, data, contents.facts)
+            _refuse_nan(predict, data, contents.facts)
         if _uses_loss(plan):
             lines = _fitting_loss(plan, pipeline, source, predict, data)
         for split in data.datasets:
@@ -120,13 +120,13 @@ def fitting_loss(
             else:
                 for batch in _samples(pipeline, data, split, 1):
                     _outputs_for(pipeline, predict, batch.inputs, split)
+        with _located_errors(pipeline, "data"):
+            _check_labels(plan, predict, data, contents.facts)
     return "\n".join(lines)
 
 
-def _check_samples(
-    plan: Plan, predict: Predictor, data: Splits, facts: Mapping[str, SplitFacts]
-) -> None:
-    """Raise PipelineInvalid for NaN that makes the answer NaN, and for a label without a class."""
+def _refuse_nan(predict: Predictor, data: Splits, facts: Mapping[str, SplitFacts]) -> None:
+    """Raise PipelineInvalid for a sample with NaN that makes the model's answer NaN."""
     for split, known in facts.items():
         index = known.first(known.rows["nan"])
         if index is not None:
@@ -139,6 +139,12 @@ def _check_samples(
                     f"split {split!r}, sample {index}: an input holds NaN, and so does the model's "
                     "answer; leave the sample out, or fill in a number"
                 )
+
+
+def _check_labels(
+    plan: Plan, predict: Predictor, data: Splits, facts: Mapping[str, SplitFacts]
+) -> None:
+    """Raise PipelineInvalid for a label in any split that the model has no class for."""
     split = targets_split(data)
     uses_labels = plan.metric.name in LABEL_METRICS and plan.metric.name != "fidelity"
     if split not in facts or not (uses_labels or (_uses_loss(plan) and not plan.loss.is_custom)):

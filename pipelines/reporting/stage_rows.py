@@ -198,11 +198,16 @@ def _by_time(row: StageRow, better: bool | None) -> Point:
 
 
 def deployable_rows(
-    rows: Sequence[StageRow], fronts: ParetoFronts | None, baseline: str
+    rows: Sequence[StageRow], fronts: ParetoFronts | None, report: Report
 ) -> list[StageRow]:
-    """Return the artifacts worth deploying: those on a front, and passed ones that none reads."""
+    """Return the artifacts worth deploying: those on a front, and passed ones that none reads.
+
+    None of those whose accuracy a warning is about.
+    """
     passed = [row for row in rows if row.report and row.status in ("passed", "measured")]
-    made = [row for row in passed if row.name != baseline]
+    made = [
+        row for row in passed if row.name not in (report.baseline_name, *report.accuracy_doubts)
+    ]
     read = {row.input for row in made}
     on_front = [*fronts.by_size, *fronts.by_time] if fronts else []
     leaves = [row for row in made if row.name not in read]

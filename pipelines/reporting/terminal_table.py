@@ -128,6 +128,9 @@ def closing_lines(report: Report, out: Path) -> Iterator[Text]:
         yield Text(f"{found.gains}: deploy {folder / found.file}", style="bold green")
         if found.is_served:
             yield Text(f"serve it: compress serve {shlex.quote(str(folder))}")
+    elif report.status == "passed" and report.accuracy_doubts:
+        doubts = ", ".join(report.accuracy_doubts)
+        yield Text(f"nothing to deploy: a warning is about the accuracy of {doubts}", "bold yellow")
 
 
 def difference_table(differences: Differences) -> Table:

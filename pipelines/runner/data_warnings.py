@@ -40,10 +40,11 @@ def validation_data_warnings(contents: Contents) -> Iterator[str]:
     labelled = int(facts["val"].rows["labelled"].sum()) if "val" in facts else 0
     # Without any target, none is needed.
     samples = labelled or contents.lengths.get("val", FEWEST_SAMPLES)
+    with_label = " with a label" if samples < contents.lengths.get("val", 0) else ""
     if samples < FEWEST_SAMPLES:
         yield (
-            f"val has {samples} samples{' with a label' if labelled else ''}, so that one of them "
-            f"moves an accuracy by {100 / samples:.2g} points; use at least {FEWEST_SAMPLES}"
+            f"val has {samples} samples{with_label}, so that one of them moves an accuracy by "
+            f"{100 / samples:.2g} points; use at least {FEWEST_SAMPLES}"
         )
     splits = [name for name in dict.fromkeys(("val", "test", *facts)) if name in facts]
     for measured, other in combinations(splits, 2):
