@@ -60,20 +60,29 @@ class SplitFacts:
         return int(np.isin(one, two).sum())
 
     def check_labels(self, split: str, classes: int) -> None:
-        """Raise PipelineInvalid for a label that a model of so many classes does not have."""
+        """Raise PipelineInvalid for a label that a model of so many classes does not have.
+
+        A model that answers yes or no has one class.
+        """
         low, high = self.rows["low"], self.rows["high"]
-        index = self.first((low <= high) & ((low < 0) | (high >= classes)))
+        index = self.first((low <= high) & ((low < 0) | (high >= max(classes, 2))))
         if index is None:
             return
         row = self.rows[self.indices.index(index)]
-        wrong = row["high"] if row["high"] >= classes else row["low"]
+        wrong = row["low"] if row["low"] < 0 else row["high"]
         raise PipelineInvalid(
             f"split {split!r}, sample {index}: {out_of_range(int(wrong), classes)}"
         )
 
 
 def out_of_range(label: int, classes: int) -> str:
-    """Return the error of a label that is none of a number of classes."""
+    """Return the error of a label that is none of a number of classes; one means yes or no."""
+    if classes == 1:
+        return (
+            f"label {label} is out of range: the model answers yes or no, 0 or 1 ({IGNORED_LABEL} "
+            "is left out); for numbers use mse, l1 or smooth_l1 (with floats), for more than two "
+            "classes one output for each"
+        )
     return (
         f"label {label} is out of range: the model has {classes} classes, 0 to {classes - 1} "
         f"({IGNORED_LABEL} is left out); give it as many classes as there are labels, or number "

@@ -112,6 +112,7 @@ def fitting_loss(
     with context.predictor(source) as predict:
         with _located_errors(pipeline, "data"):
             _refuse_nan(predict, data, contents.facts)
+            _check_labels(plan, predict, data, contents.facts)
         if _uses_loss(plan):
             lines = _fitting_loss(plan, pipeline, source, predict, data)
         for split in data.datasets:
@@ -120,8 +121,6 @@ def fitting_loss(
             else:
                 for batch in _samples(pipeline, data, split, 1):
                     _outputs_for(pipeline, predict, batch.inputs, split)
-        with _located_errors(pipeline, "data"):
-            _check_labels(plan, predict, data, contents.facts)
     return "\n".join(lines)
 
 
@@ -147,7 +146,8 @@ def _check_labels(
     """Raise PipelineInvalid for a label in any split that the model has no class for."""
     split = targets_split(data)
     uses_labels = plan.metric.name in LABEL_METRICS and plan.metric.name != "fidelity"
-    if split not in facts or not (uses_labels or (_uses_loss(plan) and not plan.loss.is_custom)):
+    uses_labels |= _uses_loss(plan) and not plan.loss.is_custom
+    if split not in facts or not uses_labels or plan.loss.is_regression:
         return
     index = facts[split].first(facts[split].rows["low"] <= facts[split].rows["high"])
     classes = None if index is None else _classes(plan, predict, next(data.read(split, [index], 1)))
@@ -157,7 +157,7 @@ def _check_labels(
 
 
 def _classes(plan: Plan, predict: Predictor, batch: Batch) -> int | None:
-    """Return how many classes labels may have, by the model's outputs; None where it has none."""
+    """Return how many classes the model's outputs have: one of yes or no, None of no labels."""
     try:
         known = need_tensor("the data", batch.target)  # type: ignore[arg-type]
         outputs, targets = plan.loss.align(predict(*batch.inputs)[0].cpu(), known)
@@ -165,7 +165,7 @@ def _classes(plan: Plan, predict: Predictor, batch: Batch) -> int | None:
         return None
     if are_class_labels(outputs, targets):
         return outputs.shape[1]
-    return 2 if same_shape(outputs, targets) else None
+    return 1 if same_shape(outputs, targets) else None
 
 
 def _fitting_loss(

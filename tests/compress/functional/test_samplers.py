@@ -29,7 +29,7 @@ def test_the_rows_that_a_sampler_chooses_are_those_that_are_read() -> None:
     batches = BatchSampler(SubsetRandomSampler(chosen), 2, drop_last=False)
     assert rows(DataLoader(DATA, batch_sampler=batches)) == sorted(chosen)
     assert rows(DataLoader(DATA, batch_sampler=[[3, 7], [1, 12]])) == sorted(chosen)
-    for loader in (DataLoader(DATA), DataLoader(DATA, shuffle=True), DataLoader(DATA, None)):
+    for loader in (DataLoader(DATA), DataLoader(DATA, shuffle=True)):
         assert rows(loader) == list(range(20))
 
 
