@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -40,16 +41,20 @@ if TYPE_CHECKING:
     from compress.artifacts.artifact import Artifact
     from compress.common.forward import Predictor
     from compress.core.context import Context
+    from compress.core.loss import Loss
     from compress.core.metrics import Metric
     from compress.data.batch import Batch
     from compress.data.fingerprint import Contents
     from compress.data.sample_facts import SplitFacts
     from compress.data.splits import Splits
+    from compress.data.targets import Targets
     from pipelines.config.pipeline import PipelineConfig
     from pipelines.planning.plan import Plan
 
 TARGET_WORDS = {"binary": "0 and 1", "probabilities": "probabilities of classes"}
 """Kind of targets → in words, where its name is none."""
+SAME_LOSS = 1e-3
+"""Relative difference within which the loss of a batch is the mean of those of its halves."""
 SAMPLES = 32
 """Samples of a split that the model runs on, to check its outputs against the targets."""
 MOST_SAMPLES = 512
@@ -209,7 +214,8 @@ def _fitting_loss(
         f"{describe_outputs(output_argument(outputs, loss.outputs))}"
     )
     line = "" if pipeline.loss else f"loss: {loss_name}, as {forms}; metric: {plan.metric.name}"
-    return list(filter(None, [line, _softmax_warning(loss_name, first)]))
+    warnings = (_softmax_warning(loss_name, first), _parts_warning(loss, outputs, batch_targets))
+    return list(filter(None, [line, *warnings]))
 
 
 def _check_metric(
@@ -276,6 +282,30 @@ def _softmax_warning(loss: str, outputs: torch.Tensor) -> str:
     else:
         return ""
     return f"warning: {loss} takes logits, and the model's outputs look like probabilities; {mend}"
+
+
+def _parts_warning(loss: Loss, outputs: list[torch.Tensor], targets: Targets) -> str:
+    """Warn of the user's own loss that is no mean over samples, and does not say over what."""
+    import torch
+
+    samples, function = len(outputs[0]), loss.function()
+    if not loss.is_custom or samples < 2 or loss.label_counter()(targets) is not None:
+        return ""
+    whole, mean = float(function(outputs, targets)), 0.0
+    is_first = torch.arange(samples) < samples // 2
+    if isinstance(targets, torch.Tensor):  # by size: padding and ignored labels come together
+        places = targets.reshape(samples, -1).double().sum(1).argsort(stable=True).argsort()
+        is_first = places < samples // 2
+    for part in (is_first, ~is_first):
+        share = float(part.double().mean())
+        mean += share * float(function([x[part] for x in outputs], select(targets, part)))
+    if math.isclose(whole, mean, rel_tol=SAME_LOSS):
+        return ""
+    return (
+        f"warning: {loss.name} is no mean over samples: {whole:.4g} for {samples}, and {mean:.4g} "
+        "as the mean of two halves; with accumulate, and on several processes, training minimizes "
+        "the mean of parts; return a mean, or say by an attribute count over what it is"
+    )
 
 
 @contextmanager

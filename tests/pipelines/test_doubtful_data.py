@@ -98,3 +98,19 @@ def test_splits_that_share_samples_are_named_whatever_their_labels_type(project)
     assert any(
         warning.startswith("val shares 30 of its 80 samples with test") for warning in warnings
     )
+
+
+@pytest.mark.parametrize(
+    ("loss", "is_warned"),
+    [
+        ("cross_entropy(o, y)", False),
+        ("cross_entropy(o, y, reduction='sum')", True),
+        ("cross_entropy(o, y, ignore_index=0)", True),
+    ],
+)
+def test_an_own_loss_that_is_no_mean_over_samples_is_named(project, loss, is_warned) -> None:
+    with (project.folder / "nets.py").open("a") as file:
+        file.write(f"\n\ndef own(o, y):\n    return nn.functional.{loss}\n")
+    project.edit("stages:", "loss: nets:own\nstages:")
+    _, lines = check_model(Pipeline.from_yaml(project.file))
+    assert ("nets:own is no mean over samples: " in lines) is is_warned

@@ -225,7 +225,7 @@ def test_another_loss_and_other_code_of_it_train_anew(tmp_path) -> None:
             "classes",
             "",
             TRAIN,
-            r":3: data: .*label 2 is out of range: the model answers yes or no, 0 or 1 .*for numbers use",
+            r":3: data: .*label 2 is out of range: the model answers yes or no, 0 or 1 ",
         ),
         ("numbers", "loss: mes", TRAIN, r":4: loss: unknown loss 'mes'; did you mean 'mse'"),
         ("numbers", "loss: nets:gone", TRAIN, r":4: loss: .* no callable 'gone'"),
