@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from compress.artifacts.eager_model import EagerModel
     from compress.common.forward import Predictor
     from compress.common.signature import Signature
+    from compress.core.metric_kinds.score import Score
     from compress.core.task import Task
-    from compress.core.verdict import History
+    from compress.core.verdict import History, Uncertainty
     from compress.data.splits import Splits
     from compress.profiling.batch_dependence import BatchDependence
     from compress.profiling.benchmark import Comparison, MeasuredShare
@@ -127,7 +128,7 @@ class Context:
     beside ``root``."""
     results: Path | None = None
     """Folder for results that are no artifacts, such as traces; by default ``root``'s parent."""
-    scores: dict[tuple[Any, ...], tuple[float, Recording]] = field(
+    scores: dict[tuple[Any, ...], tuple[Score, Recording]] = field(
         default_factory=dict, compare=False
     )
     """Cache of measured metrics, with the files and packages that user code read for each."""
@@ -185,8 +186,16 @@ class Context:
 
     def score(self, artifact: Artifact, split: str = "val") -> float:
         """Return an artifact's metric on a split, measured once."""
+        return self.score_by_sample(artifact, split).value
+
+    def score_key(self, artifact: Artifact, split: str) -> tuple[Any, ...]:
+        """Return the key of an artifact's metric in :attr:`scores`."""
         batch = self.judged_batch_size(artifact)
-        key = (artifact.digest, split, self.metric, id(self.data), self.device, batch)
+        return (artifact.digest, split, self.metric, id(self.data), self.device, batch)
+
+    def score_by_sample(self, artifact: Artifact, split: str = "val") -> Score:
+        """Return an artifact's metric on a split with each sample's part in it, measured once."""
+        key = self.score_key(artifact, split)
         if key not in self.scores:
             data = self.need_data(f"metric {self.metric.name}")
             with recording() as recorded, ExitStack() as stack:
@@ -195,11 +204,16 @@ class Context:
                 if self.metric.name == "fidelity":
                     reference = stack.enter_context(self.predictor(self.artifact("source")))
                 metric = self.metric.for_model(artifact.signature)
-                value = evaluate(predict, data, split, metric, reference, self.progress, batch)
-            self.scores[key] = value, recorded
-        value, recorded = self.scores[key]
+                score = evaluate(predict, data, split, metric, reference, self.progress, key[-1])
+            self.scores[key] = score, recorded
+        score, recorded = self.scores[key]
         add_to_recordings(recorded)
-        return value
+        return score
+
+    def drop_uncertainty(self, before: Artifact, after: Artifact) -> Uncertainty:
+        """Return the interval of how many points worse an artifact's metric on `val` is."""
+        change = self.score_by_sample(before).change_to(self.score_by_sample(after))
+        return change.scaled(-100 if self.metric.higher_is_better else 100)
 
     def batch_dependence(self, artifact: Artifact) -> BatchDependence:
         """Return whether an artifact's outputs depend on the rest of the batch, measured once."""

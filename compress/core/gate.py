@@ -7,11 +7,12 @@ group ``compress.gates``; see :mod:`compress.core.gates` for the built-in ones.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, ClassVar
+import re
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from compress.common.config import Settings
 from compress.common.errors import CompressError, Unavailable, exits_refused
-from compress.core.verdict import Verdict
+from compress.core.verdict import Uncertainty, Verdict
 
 if TYPE_CHECKING:
     from pydantic import JsonValue
@@ -35,7 +36,8 @@ class Gate(Settings):
     """The rule with its unit, as errors and `report.json` have it; settings in braces."""
     report_template: ClassVar[str] = ""
     """The rule as the table and the page have it, with `{limit}`, `{percent}` (100 times the limit)
-    and `{metric}`; ``rule_template`` where empty."""
+    and `{metric}`; ``rule_template`` where empty. Its unit is that of the value beside it: percent,
+    or the word that ends the rule after its limit."""
     higher_passes: ClassVar[bool] = False
     """Whether the value must reach the limit, instead of staying under it."""
     compares: ClassVar[bool] = True
@@ -72,6 +74,12 @@ class Gate(Settings):
         """
         raise NotImplementedError
 
+    def uncertainty(
+        self, before: Artifact, after: Artifact, context: Context
+    ) -> Uncertainty | None:
+        """Return how far the samples leave open what :meth:`measure` returned; None by default."""
+        return None
+
     def unsuitable_artifact(self, written: type[Artifact]) -> str:
         """Return, before anything runs, why a limit or this type of result cannot be meant."""
         return ""
@@ -93,7 +101,8 @@ class Gate(Settings):
         """Compare the measured value with the limit; raise Unavailable if a library is missing."""
         try:
             with exits_refused():
-                return self.verdict(self.measure(before, after, context))
+                value = self.measure(before, after, context)
+                return self.verdict(value, uncertainty=self.uncertainty(before, after, context))
         except Unavailable:
             raise
         except CompressError as error:
@@ -101,7 +110,16 @@ class Gate(Settings):
         except Exception as error:  # noqa: BLE001 - a model or metric of the user's may raise any
             return self.verdict(None, f"{type(error).__name__}: {error}")
 
-    def verdict(self, value: float | None, reason: str = "") -> Verdict:
+    def stored_verdict(self, stored: Any) -> Verdict:
+        """Hold against the limit what :attr:`Verdict.measured` returned for an earlier verdict."""
+        value, uncertainty = stored if isinstance(stored, list) else (stored, None)
+        return self.verdict(
+            float(value), uncertainty=uncertainty and Uncertainty.model_validate(uncertainty)
+        )
+
+    def verdict(
+        self, value: float | None, reason: str = "", uncertainty: Uncertainty | None = None
+    ) -> Verdict:
         """Hold a measured value against the limit; None and NaN never pass."""
         if value is None or not math.isfinite(value):
             value, passed = None, False
@@ -116,6 +134,7 @@ class Gate(Settings):
             against=(self.against or "input") if self.compares else None,
             rule=self.rule_template.format_map(dict(self)),
             reason=reason,
+            uncertainty=uncertainty,
         )
 
     def reproducible(self, verdict: Verdict) -> Verdict:
@@ -134,4 +153,20 @@ class Gate(Settings):
     @classmethod
     def value_in_words(cls, verdict: Verdict, metric: str) -> str:
         """Return a verdict's value in the unit of :meth:`rule_in_words`, or why there is none."""
-        return verdict.reason if verdict.value is None else f"{verdict.value:.5g}"
+        rule = cls.report_template or verdict.rule
+        if "{percent" in rule:
+            return describe_value(verdict, " %", 100)
+        unit = re.search(r"[\d}]( [^\s\d]+)$", rule)
+        return describe_value(verdict, unit[1] if unit else "")
+
+
+def describe_value(verdict: Verdict, unit: str, factor: float = 1.0) -> str:
+    """Return a verdict's value, times a factor, with its unit and uncertainty, or why it has none.
+
+    The unit begins with a space, if there is one.
+    """
+    if verdict.value is None:
+        return verdict.reason
+    own = verdict.uncertainty
+    doubt = f" ({own.in_words(unit if unit == ' %' else '', factor)})" if own else ""
+    return f"{factor * verdict.value:.5g}{unit}{doubt}"

@@ -13,7 +13,7 @@ from pydantic_core import core_schema
 from compress.common.config import Fraction, Positive
 from compress.common.errors import StageFailed, Unavailable
 from compress.common.requirements import load_entry_point
-from compress.core.gate import Gate
+from compress.core.gate import Gate, describe_value
 from compress.core.gate_kinds.call_cost import MaxLatency, MaxMemory, MinSpeedup
 from compress.core.gate_kinds.generation_speed import MaxFirstToken, MinTokensPerSecond
 from compress.core.gate_kinds.kernel_shares import MinDelegated, MinIntegerMacs
@@ -25,12 +25,12 @@ from compress.core.metrics import FALLING, FRACTIONS, IN_POINTS
 from compress.core.task import NO_METRIC
 
 if TYPE_CHECKING:
-    from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
+    from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler, JsonValue
 
     from compress.artifacts.artifact import Artifact
     from compress.core.context import Context
     from compress.core.task import Task
-    from compress.core.verdict import Verdict
+    from compress.core.verdict import Uncertainty, Verdict
 
 ENTRY_POINT_GROUP = "compress.gates"
 """Where installed packages announce gates of their own."""
@@ -150,6 +150,16 @@ class _MetricGate(Gate):
     judges_quality: ClassVar[bool] = True
     depends_on_batch: ClassVar[bool] = True
 
+    def uncertainty(
+        self, before: Artifact, after: Artifact, context: Context
+    ) -> Uncertainty | None:
+        """Return the interval of the drop, in points, from the scores that were measured."""
+        return context.drop_uncertainty(before, after)
+
+    def measurement_key(self) -> dict[str, JsonValue]:
+        """Return what changes the value, apart from values of versions without an interval."""
+        return {**super().measurement_key(), "measured": "by sample"}
+
     def unsuitable_metric(self, metric: str) -> str:
         """Return that there is no metric."""
         return "the pipeline has no metric; add `metric:`" if metric == NO_METRIC else ""
@@ -187,9 +197,8 @@ class MaxDrop(_MetricGate):
     @classmethod
     def value_in_words(cls, verdict: Verdict, metric: str) -> str:
         """Return the value in the unit of the rule, or why there is none."""
-        if verdict.value is not None and metric not in IN_POINTS:
-            verdict = verdict.model_copy(update={"value": verdict.value / 100})
-        return super().value_in_words(verdict, metric)
+        in_points = metric in IN_POINTS
+        return describe_value(verdict, " points" if in_points else "", 1 if in_points else 0.01)
 
 
 class MaxRelativeDrop(_MetricGate):
@@ -211,6 +220,12 @@ class MaxRelativeDrop(_MetricGate):
             raise StageFailed(f"{context.metric.name} was 0 before, which has no percentage")
         return round(context.metric.drop_points(score, context.score(after)) / abs(score), 9)
 
+    def uncertainty(
+        self, before: Artifact, after: Artifact, context: Context
+    ) -> Uncertainty | None:
+        """Return the interval of the loss in percent, taking the metric before as given."""
+        return context.drop_uncertainty(before, after).scaled(1 / abs(context.score(before)))
+
 
 class MinMetric(_MetricGate):
     """The metric on `val` reaches a value."""
@@ -230,6 +245,12 @@ class MinMetric(_MetricGate):
         if not context.metric.higher_is_better:
             raise StageFailed(f"metric {context.metric.name} falls with quality; use max_drop")
         return context.score(after)
+
+    def uncertainty(
+        self, before: Artifact, after: Artifact, context: Context
+    ) -> Uncertainty | None:
+        """Return the interval of the metric."""
+        return context.score_by_sample(after).uncertainty()
 
     def unsuitable_metric(self, metric: str) -> str:
         """Return why the metric, or a limit in its unit, cannot be meant."""

@@ -227,18 +227,33 @@ class Loss:
             return _count_next_labels if has_next else _count_labels
         return partial(_count_custom, str(self.name), self._import_custom())
 
-    def sum_and_count(self, outputs: Outputs, targets: Targets) -> tuple[float, float]:
-        """Return the sum of the loss over all targets that are not ignored, and their number."""
+    def sums_and_counts(self, outputs: Outputs, targets: Targets) -> torch.Tensor:
+        """Return the sum of the loss over targets that are not ignored, and their number.
+
+        By sample, `(2, samples)`, in float64; of the user's own loss for all together, `(2, 1)`.
+        """
+        import torch
+
+        from compress.data.batch import IGNORED_LABEL
+
         first = first_output(outputs)
         if self.is_custom:
             own = self.label_counter()(targets)
             count = len(first) if own is None else float(own)
-            return float(self.function()(outputs, targets)) * count if count else 0.0, count
+            value = float(self.function()(outputs, targets)) * count if count else 0.0
+            return torch.tensor([[value], [count]], dtype=torch.float64)
         name = self.name_for(first, targets)
-        first, matched = self.align(first, need_tensor(f"loss {name}", targets))
-        first, matched = match_to_loss(name, first, matched)
-        values = _functional_loss(name, first, matched, "none")
-        return float(values.double().sum()), _count_targets(name, matched)
+        first, aligned = self.align(first, need_tensor(f"loss {name}", targets))
+        first, matched = match_to_loss(name, first, aligned)
+        values = _functional_loss(name, first, matched, "none").double()
+        is_known = torch.ones_like(values, dtype=torch.bool)
+        if not aligned.is_floating_point():
+            is_known = aligned != IGNORED_LABEL
+        by_label = values.new_zeros(is_known.shape)
+        if values.numel() == is_known.numel():  # a binary loss leaves out the ignored labels itself
+            values = values.reshape(is_known.shape)[is_known]
+        by_label[is_known] = values
+        return torch.stack([x.reshape(len(x), -1).sum(1).double() for x in (by_label, is_known)])
 
     def _import_custom(self) -> Any:
         from compress.common.factories import resolve

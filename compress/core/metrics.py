@@ -23,16 +23,20 @@ from compress.core.metric_kinds.checked_values import (
     predicted_labels,
 )
 from compress.core.metric_kinds.r2 import add_r2, r2, r2_sums
+from compress.core.metric_kinds.score import Score
 from compress.core.metric_kinds.sliding_window import SlidingWindow
 from compress.core.progress import Progress, silent
 from compress.core.task import NO_METRIC
 from compress.core.task_targets import (
+    LabelOutOfRange,
     are_class_labels,
     describe_outputs,
     describe_targets,
     describe_tensor,
+    has_target,
     match_to_loss,
     need_tensor,
+    refuse_wrong_labels,
     same_shape,
     target_kind,
 )
@@ -203,8 +207,10 @@ class Metric:
         meter.update(outputs, targets)
         return meter.compute()
 
-    def sum_and_count(self, outputs: Outputs, targets: Targets) -> tuple[float, float] | None:
-        """Return a mean as sum and count, None for other metrics.
+    def sums_and_counts(self, outputs: Outputs, targets: Targets) -> torch.Tensor | None:
+        """Return a mean as sums and counts by sample, `(2, samples)`; None for other metrics.
+
+        Of the user's own loss these are sums over all samples, `(2, 1)`.
 
         Raises:
             StageFailed: the outputs are NaN or infinite (except -inf, a masked class), or of
@@ -214,7 +220,7 @@ class Metric:
         if problem := not_finite(first if task is None else task.classes_first(first)):
             raise StageFailed(f"metric {self.name}: {problem}")
         if self.name == "loss":
-            return self.loss.sum_and_count(outputs, targets)
+            return self.loss.sums_and_counts(outputs, targets)
         if self.name not in BUILT_IN:
             return None
         targets = need_tensor(f"metric {self.name}", targets)
@@ -222,12 +228,12 @@ class Metric:
             return count_equal(self.name, predicted_decisions(first, task), targets)
         if self.name == "perplexity":
             name = "nll" if self.loss.name == "nll" else "cross_entropy"
-            return replace(self.loss, name=name).sum_and_count(first, targets)
+            return replace(self.loss, name=name).sums_and_counts(first, targets)
         if self.name == "accuracy":
             first, targets = self.loss.align(first, targets)
             return count_equal(self.name, *_decisions(self.name, first, targets, self.loss))
         if self.name in ("mse", "mae"):
-            return Loss("mse" if self.name == "mse" else "l1").sum_and_count(first, targets)
+            return Loss("mse" if self.name == "mse" else "l1").sums_and_counts(first, targets)
         return None
 
     def torchmetrics_inputs(
@@ -240,8 +246,7 @@ class Metric:
         if self.name == "spearman":
             return ranked_inputs(outputs, targets)
         outputs, targets = self.loss.align(outputs, targets)
-        decisions = _decisions(self.name, outputs, targets, self.loss)
-        return labelled_inputs(outputs, targets, decisions)
+        return labelled_inputs(outputs, _decisions(self.name, outputs, targets, self.loss))
 
     def check(self) -> None:
         """Raise PipelineInvalid or Unavailable if the metric cannot be used, without evaluating."""
@@ -315,8 +320,11 @@ class MetricMeter:
         self.batches: list[tuple[Any, Targets]] = []
         """Outputs and targets, for a function of the user's."""
 
-    def update(self, outputs: Outputs, targets: Targets) -> None:
+    def update(self, outputs: Outputs, targets: Targets) -> torch.Tensor | None:
         """Add a batch, which may be empty: the model's first output, and targets.
+
+        Returns:
+            What :meth:`Metric.sums_and_counts` does.
 
         Raises:
             StageFailed: the outputs are NaN or infinite (except -inf, a masked class), or of
@@ -325,9 +333,9 @@ class MetricMeter:
         import torch
 
         if not len(first_output(outputs)):
-            return
+            return None
         metric, first = self.metric, first_output(outputs)
-        summed = metric.sum_and_count(outputs, targets)
+        sums = metric.sums_and_counts(outputs, targets)
         read = output_argument(outputs, metric.outputs) if metric.reads_all_outputs else first
         if metric.name in TORCHMETRICS:
             read, targets, inferred = metric.torchmetrics_inputs(first, targets)
@@ -338,10 +346,11 @@ class MetricMeter:
                 self._call(self.custom.update, read, targets)
         elif self.custom is not None:
             self.batches.append((read, targets))
-        elif summed is None:
+        elif sums is None:
             self._add(r2_sums(first, need_tensor("metric r2", targets)))
         else:
-            self._add(torch.tensor(summed, dtype=torch.float64))
+            self._add(sums.sum(1))
+        return sums
 
     @property
     def is_torchmetric(self) -> bool:
@@ -464,9 +473,13 @@ def _decisions(
         known = (targets == 0) | (targets == 1) | (targets == IGNORED_LABEL)
         may_be_binary = targets.is_floating_point() or bool(known.all())
         if may_be_binary and loss.name_for(outputs, targets) == "binary_cross_entropy":
-            outputs, targets = match_to_loss("binary_cross_entropy", outputs, targets)
-            return outputs > 0, targets > 0.5
-    return predicted_labels(outputs), targets
+            match_to_loss("binary_cross_entropy", outputs, targets)
+            decisions = (targets > 0.5).where(targets != IGNORED_LABEL, IGNORED_LABEL)
+            return outputs > 0, decisions.reshape(outputs.shape)
+    labels = predicted_labels(outputs)
+    if not targets.is_floating_point():
+        refuse_wrong_labels(targets, outputs.shape[1])
+    return labels, targets
 
 
 def evaluate(
@@ -477,16 +490,36 @@ def evaluate(
     reference: Predictor | None = None,
     progress: Progress = silent,
     batch_size: int | None = None,
-) -> float:
+) -> Score:
     """Compute a model's metric on a split, or raise StageFailed; `reference` is for `fidelity`."""
+    import torch
+
     # Once: of a few targets, as of a batch, the kind may be another.
     metric = metric.with_inferred_loss(splits)
     meter = MetricMeter(metric)
-    done, total = 0, len(splits.split(split))  # type: ignore[arg-type]  # Splits admits sized datasets only
+    by_sample: list[torch.Tensor] | None = []
+    done, known, total = 0, 0, len(splits.split(split))  # type: ignore[arg-type]  # Splits admits sized datasets only
     for batch in splits.batches(split, batch_size):
         targets = metric.targets_of(batch, split, reference)
-        for inputs, known in metric.parts(batch.inputs, targets):
-            meter.update(metric.outputs_read(predict(*inputs)), known)
+        known += int(has_target(targets).sum())
+        try:
+            sums: list[torch.Tensor | None] = [
+                meter.update(metric.outputs_read(predict(*inputs)), part)
+                for inputs, part in metric.parts(batch.inputs, targets)
+            ]
+        except LabelOutOfRange as error:
+            where = f"split {split!r}, sample {done + error.row}"
+            raise StageFailed(f"{where}: {error}") from error
+        added = [x for x in sums if x is not None and x.shape[1] == len(batch)]
+        if by_sample is not None and added and len(added) == len(sums):
+            by_sample.append(torch.stack(added).sum(0))
+        else:
+            by_sample = None
         done += len(batch)
         progress(f"evaluate on {split}", done, total)
-    return metric.require_finite(meter.compute(), split)
+    value = metric.require_finite(meter.compute(), split)
+    if not by_sample:
+        return Score(value, known)
+    sums_2N = torch.cat(by_sample, 1)
+    labelled = sums_2N[:, sums_2N[1] > 0].numpy()
+    return Score(value, labelled.shape[1], labelled, is_exponential=metric.name == "perplexity")

@@ -30,6 +30,15 @@ TargetKind: TypeAlias = Literal["labels", "binary", "probabilities", "numbers", 
 and mappings."""
 
 
+class LabelOutOfRange(StageFailed):
+    """A label that the model has no class for."""
+
+    def __init__(self, message: str, row: int = 0) -> None:
+        super().__init__(message)
+        self.row = row
+        """Place of its sample in the batch."""
+
+
 def target_kind(targets: Targets) -> TargetKind:
     """Infer what targets are: from their dtype, and of floats from values other than NaN."""
     if isinstance(targets, list | dict):
@@ -187,8 +196,6 @@ def _shape_of(tensor: torch.Tensor) -> str:
 
 def _match_to_classes(name: str, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Return labels as int64, or class probabilities in the outputs' dtype."""
-    from compress.data.batch import IGNORED_LABEL
-
     classes = outputs.shape[1] if outputs.dim() > 1 else 1
     if classes < 2:
         raise StageFailed(
@@ -215,15 +222,19 @@ def _match_to_classes(name: str, outputs: torch.Tensor, targets: torch.Tensor) -
             f"{describe_tensor(outputs)}, whose axis 1 has the classes, found targets "
             f"{describe_tensor(targets)}; {suggest_targets(outputs, targets)}"
         )
-    labels = targets.long()
-    wrong = labels[((labels < 0) | (labels >= classes)) & (labels != IGNORED_LABEL)]
-    if wrong.numel():
-        raise StageFailed(
-            f"label {int(wrong[0])} is out of range: the model has {classes} classes, 0 to "
-            f"{classes - 1} ({IGNORED_LABEL} is left out); give it as many classes as there are "
-            "labels, or number them from 0"
-        )
-    return labels
+    refuse_wrong_labels(targets, classes)
+    return targets.long()
+
+
+def refuse_wrong_labels(labels: torch.Tensor, classes: int) -> None:
+    """Raise LabelOutOfRange for a label that a model of so many classes does not have."""
+    from compress.data.batch import IGNORED_LABEL
+    from compress.data.sample_facts import out_of_range
+
+    is_wrong = ((labels < 0) | (labels >= classes)) & (labels != IGNORED_LABEL)
+    if bool(is_wrong.any()):
+        place = int(is_wrong.reshape(len(labels), -1).any(1).nonzero()[0])
+        raise LabelOutOfRange(out_of_range(int(labels[is_wrong][0]), classes), place)
 
 
 def _match_to_binary(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -15,14 +14,9 @@ if TYPE_CHECKING:
     from compress.artifacts.artifact import Artifact
     from compress.common.forward import Predictor
     from compress.core.context import Context
+    from compress.core.metric_kinds.score import Score
     from compress.core.metrics import Metric
     from compress.data.splits import Splits
-
-
-INTERVAL_PARTS = 20
-"""Parts of the samples, from whose differences a confidence interval follows."""
-SMALLEST_PART = 8
-"""Samples of a part at least."""
 
 
 def halves_of_val(
@@ -58,11 +52,12 @@ class HalfOfVal:
     context: Context
     model: Artifact
     """The model that others are compared with."""
-    float_score: float = field(init=False)
+    reference: Score = field(init=False)
+    """The model's own metric."""
 
     def __post_init__(self) -> None:
         with self.context.predictor(self.model) as predict:
-            self.float_score = self.score(predict)
+            self.reference = self.score(predict)
 
     @property
     def samples(self) -> int:
@@ -74,52 +69,38 @@ class HalfOfVal:
         """Points that one sample is worth, where the metric is a fraction of them; else 0."""
         return 100 / self.samples if self.metric.name in FRACTIONS else 0.0
 
-    def score(self, predict: Predictor, data: Splits | None = None) -> float:
-        """Measure the metric of a predictor that takes any number of samples, on all by default."""
+    def score(self, predict: Predictor) -> Score:
+        """Measure the metric of a predictor that takes any number of samples."""
         with ExitStack() as stack:
             reference = None
             if self.metric.name == "fidelity":
                 source = self.context.artifact("source")
                 reference = stack.enter_context(self.context.predictor(source))
-            return evaluate(predict, data or self.data, "val", self.metric, reference)
+            return evaluate(predict, self.data, "val", self.metric, reference)
 
     def drop_points(self, predict: Predictor) -> float:
         """Return by how many points a predictor's metric is worse; infinite without one."""
+        return self.drop_with_interval(predict)[0]
+
+    def drop_with_interval(self, predict: Predictor) -> tuple[float, tuple[float, float] | None]:
+        """Return by how many points a predictor's metric is worse, and the 95 % interval of that.
+
+        The drop is infinite where there is no metric; the interval is None for metrics that are no
+        mean over samples.
+        """
         try:
             score = self.score(predict)
         except StageFailed:  # the model has a score, so the other's is not finite
-            return math.inf
+            return math.inf, None
+        sign = -100 if self.metric.higher_is_better else 100
+        change = self.reference.change_to(score).scaled(sign)
         # Rounded: 0.98 - 0.97 must not exceed one point by a float's last bit.
-        return round(self.metric.drop_points(self.float_score, score), 9)
-
-    def drop_interval(self, predict: Predictor) -> tuple[float, float] | None:
-        """Return the 95 % confidence interval of a predictor's drop, from its drops on parts.
-
-        The parts are independent, so their mean has a t distribution; None where they are too few,
-        or the drop is the same on all of them.
-        """
-        count = min(INTERVAL_PARTS, self.samples // SMALLEST_PART)
-        if count < 2:
-            return None
-        drops = []
-        with self.context.predictor(self.model) as reference:
-            for part in self.data.interleaved_parts("val", count):
-                try:
-                    scores = self.score(reference, part), self.score(predict, part)
-                except StageFailed:  # too few samples for the metric, such as one class of two
-                    return None
-                drops.append(self.metric.drop_points(*scores))
-        middle, error = statistics.fmean(drops), statistics.stdev(drops) / math.sqrt(count)
-        # Imported here, as it takes longer than all else in this module.
-        from scipy.stats import t
-
-        reach = float(t.ppf(0.975, count - 1)) * error
-        return (middle - reach, middle + reach) if reach else None
+        return round(self.metric.drop_points(self.reference.value, score.value), 9), change.interval
 
     def facts(self, drop: float) -> dict[str, Any]:
         """Return what was measured on these samples, for a manifest."""
         return {
             "samples": self.samples,
-            "before": round(self.float_score, 6),
+            "before": round(self.reference.value, 6),
             "drop_points": None if drop == math.inf else round(drop, 6),
         }

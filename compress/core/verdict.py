@@ -7,6 +7,38 @@ from pydantic import JsonValue
 from compress.common.config import Settings
 
 
+class Uncertainty(Settings):
+    """On how many samples a figure was measured, and how far off the figure of all data may be."""
+
+    samples: int
+    """Samples that have a target."""
+    interval: tuple[float, float] | None = None
+    """95 % confidence interval, in the figure's unit; None for metrics that are no mean over
+    samples."""
+    lost: int | None = None
+    """Samples that the model compared with has right and the other has not; None for a figure of
+    one model, and where samples are not just right or wrong."""
+    gained: int | None = None
+    """Samples that only the other model has right."""
+
+    def scaled(self, factor: float) -> Uncertainty:
+        """Return the same of the figure times a factor."""
+        ends = sorted(factor * end for end in self.interval or ())
+        return self.model_copy(update={"interval": (ends[0], ends[1]) if ends else None})
+
+    def in_words(self, unit: str = "", factor: float = 1.0) -> str:
+        """Describe it: ``1 of 360 samples; 95 %: -0.3 to 0.8``; ends are multiplied by `factor`."""
+        counted = f"{self.samples} samples"
+        if self.lost and self.gained:
+            counted = f"{self.lost} lost and {self.gained} gained of {counted}"
+        elif self.lost is not None:
+            counted = f"{self.lost or self.gained} of {counted}"
+        if self.interval is None:
+            return counted
+        low, high = (f"{factor * end:.2g}" for end in self.interval)
+        return f"{counted}; 95 %: {low} to {high}{unit}"
+
+
 class Verdict(Settings):
     """The result of a gate."""
 
@@ -23,11 +55,22 @@ class Verdict(Settings):
     """The rule with its unit, such as ``size ratio <= 0.25``."""
     reason: str = ""
     """Why it could not be measured."""
+    uncertainty: Uncertainty | None = None
+    """Of a value that is measured on samples, in its unit; None for others, and in reports of older
+    versions."""
+
+    @property
+    def measured(self) -> JsonValue:
+        """What the gate measured, as :meth:`Gate.stored_verdict` takes it; None where nothing."""
+        if self.value is None or self.uncertainty is None:
+            return self.value
+        return [self.value, self.uncertainty.model_dump(mode="json")]
 
 
 def explain(verdict: Verdict) -> str:
     """Format a verdict in one line: the gate, its rule, and the measured value."""
     found = verdict.reason or f"found {verdict.value:.4g}"
+    found += f" ({verdict.uncertainty.in_words()})" if verdict.uncertainty else ""
     against = f" against {verdict.against}" if verdict.against not in (None, "input") else ""
     return f"{verdict.gate}{against}: {verdict.rule}, {found}"
 

@@ -141,6 +141,21 @@ def collate_by(
     return Batch(inputs, target)
 
 
+def collate_as(
+    samples: list[Any], collate_fn: Callable[[list[Any]], Batch], dtypes: Sequence[str]
+) -> Batch:
+    """Make a batch whose floats have the types of the model's inputs; NumPy's are float64."""
+    batch = collate_fn(samples)
+    wanted = [getattr(torch, name) for name in dtypes]
+    if len(wanted) != len(batch.inputs):
+        return batch
+    inputs = (
+        x.to(dtype) if x.is_floating_point() and dtype.is_floating_point else x
+        for x, dtype in zip(batch.inputs, wanted, strict=True)
+    )
+    return replace(batch, inputs=tuple(inputs))
+
+
 def adapt(
     sample: Any, input_names: Sequence[str] = ()
 ) -> tuple[tuple[torch.Tensor, ...], Targets | None]:

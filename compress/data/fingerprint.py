@@ -21,6 +21,7 @@ from torch.utils.data import get_worker_info
 from compress.common.dependency_recorder import Recording, digest_of, take_recorded
 from compress.data.batch import adapt
 from compress.data.own_generators import is_generator, is_user_code, reachable_objects, source_file
+from compress.data.sample_facts import SplitFacts, facts_of_rows, facts_of_sample
 from compress.data.targets import flatten
 
 if TYPE_CHECKING:
@@ -60,6 +61,8 @@ class Contents:
     """Splits whose samples come from the sample cache, as they were when they were first read."""
     unrepeatable: frozenset[str] = frozenset()
     """Splits of which the same sample differs each time; what their dataset holds is hashed."""
+    facts: Mapping[str, SplitFacts] = field(default_factory=dict)
+    """What is known of each sample that was hashed; not of splits that are unrepeatable."""
     streams: Mapping[str, str | None] = field(default_factory=dict)
     """Splits that are streams, with their own fingerprint; their first samples are hashed."""
 
@@ -108,21 +111,29 @@ def hashes_of_tensors(tensors: Sequence[torch.Tensor]) -> NDArray[np.uint64]:
 
 def hash_samples(
     samples: list[Any], as_batch: Callable[[list[Any]], Batch] | None = None
-) -> tuple[bytes, Recording]:
-    """Hash a batch in the process that has read it, and return a worker's reads; a collate_fn."""
-    hashes = b""
+) -> tuple[bytes, bytes, Recording]:
+    """Return hashes and facts of a batch, in the process that has read it, and a worker's reads.
+
+    A collate_fn.
+    """
+    hashes = facts = b""
     for sample in samples:
         if as_batch:
             batch = as_batch([sample])
             hashes += _hash(batch.tensors(), _structure(batch.target))
+            facts += facts_of_rows(batch.inputs, flatten(batch.target)[0]).tobytes()
             continue
         inputs, target = adapt(sample)
         hashes += _hash([*inputs, *flatten(target)[0]], _structure(target))
-    return hashes, take_recorded() if get_worker_info() else Recording()
+        facts += facts_of_sample(inputs, target).tobytes()
+    return hashes, facts, take_recorded() if get_worker_info() else Recording()
 
 
-def hash_of_state(dataset: Dataset[Any]) -> bytes:
-    """Hash what a dataset holds: arrays, names and dates of files, settings, the user's code."""
+def hash_of_state(dataset: Any) -> bytes:
+    """Hash what a dataset, or a list of samples, holds: arrays, files, settings, the user's code.
+
+    Of files it takes name, size and date.
+    """
     digest = hashlib.blake2b(digest_size=16)
     for value in islice(reachable_objects(dataset), MOST_OBJECTS):
         digest.update(_describe_held(value))

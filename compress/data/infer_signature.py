@@ -23,12 +23,15 @@ SAMPLES = 32
 BATCH, LENGTH = "batch", "length"
 
 
-def inputs_of(splits: Splits, parameters: Callable[[], Sequence[str]]) -> tuple[TensorSpec, ...]:
+def inputs_of(
+    splits: Splits, parameters: Callable[[], Sequence[str]], float_dtype: str = "float32"
+) -> tuple[TensorSpec, ...]:
     """Return the inputs of the samples: the batch and axes of varying size named, others fixed.
 
     Axes whose sizes vary together share a name. Mappings name their inputs; other samples take the
-    names of forward's positional parameters, which are asked for only then. PipelineInvalid is
-    raised where a sample cannot be read, or samples differ in more than sizes.
+    names of forward's positional parameters, which are asked for only then. Floats of any type have
+    the model's own, `float_dtype`. PipelineInvalid is raised where a sample cannot be read, or
+    samples differ in more than sizes.
     """
     names: list[str] = []
     found: list[tuple[torch.Tensor, ...]] = []
@@ -50,7 +53,7 @@ def inputs_of(splits: Splits, parameters: Callable[[], Sequence[str]]) -> tuple[
                 "declare model.inputs, and let samples differ in sizes alone"
             )
         found.append(tensors)
-    return tuple(_specs(names, list(zip(*found, strict=True))))
+    return tuple(_specs(names, list(zip(*found, strict=True)), float_dtype))
 
 
 def _samples(splits: Splits) -> Iterator[tuple[str, Any]]:
@@ -74,7 +77,9 @@ def _samples(splits: Splits) -> Iterator[tuple[str, Any]]:
                 yield place, sample.sample if isinstance(sample, SampleWithTeacher) else sample
 
 
-def _specs(names: list[str], columns: list[tuple[torch.Tensor, ...]]) -> Iterator[TensorSpec]:
+def _specs(
+    names: list[str], columns: list[tuple[torch.Tensor, ...]], float_dtype: str
+) -> Iterator[TensorSpec]:
     axes: dict[tuple[int, ...], str] = {}
     for name, column in zip(names, columns, strict=True):
         shape: list[int | str] = [BATCH]
@@ -87,6 +92,7 @@ def _specs(names: list[str], columns: list[tuple[torch.Tensor, ...]]) -> Iterato
             own = f"{name}_{own}" if sizes not in axes and own in axes.values() else own
             shape.append(axes.setdefault(sizes, own))
         dtype = str(column[0].dtype).removeprefix("torch.")
+        dtype = float_dtype if column[0].is_floating_point() else dtype
         try:
             yield TensorSpec.model_validate({"name": name, "shape": shape, "dtype": dtype})
         except ValidationError as error:

@@ -9,8 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 import torch
-from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset
 
 from compress.common.dependency_recorder import Recording, add_to_recordings, recording
 from compress.common.errors import (
@@ -21,7 +22,7 @@ from compress.common.errors import (
     first_line,
 )
 from compress.common.factories import local_sources, resolve, sources_digest
-from compress.data.batch import LABELS, Batch, adapt, collate, collate_by
+from compress.data.batch import LABELS, Batch, adapt, collate, collate_as, collate_by
 from compress.data.dataloader import Reader, WorkerEnded
 from compress.data.fingerprint import (
     Contents,
@@ -35,13 +36,13 @@ from compress.data.fingerprint import (
 )
 from compress.data.loader_config import Loading
 from compress.data.sample_cache import CachedDataset, cache_folder, indices_to_probe, probe
+from compress.data.sample_facts import FACTS, SplitFacts, facts_of_rows
 from compress.data.stream import Stream, StreamReader
 from compress.data.targets import describe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    import numpy as np
     from numpy.typing import NDArray
 
 __all__ = ["Batch", "DataReference", "Splits", "collate"]
@@ -57,6 +58,7 @@ class DataReference:
     batch_size: int
     loading: Loading = field(default_factory=Loading)
     input_names: tuple[str, ...] = ()
+    input_dtypes: tuple[str, ...] = ()
 
     def load(self) -> Splits:
         """Call the factory; raise PipelineInvalid if it fails or returns no mapping of datasets."""
@@ -70,7 +72,7 @@ class DataReference:
                 f"data.factory {self.factory!r}: {type(error).__name__}: {error}"
             ) from error
         splits = Splits(datasets, self.batch_size, self.loading, self.input_names, source=self)
-        return replace(splits, recorded=recorded)
+        return replace(splits, recorded=recorded, input_dtypes=self.input_dtypes)
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,8 @@ class Splits:
     """Order in which the model takes the entries of a mapping; the mapping's own by default."""
     source: DataReference | None = field(default=None, compare=False)
     """How another process obtains the same splits; without it they are pickled."""
+    input_dtypes: tuple[str, ...] = ()
+    """Types of the model's inputs, in the same order: floats of other types are converted."""
     views: tuple[View, ...] = ()
     """Wrappers of ``train``, applied in order; they can be pickled."""
     recorded: Recording = field(default_factory=Recording, compare=False, repr=False)
@@ -113,6 +117,10 @@ class Splits:
         default_factory=dict, compare=False, repr=False
     )
     """Hashes by split and indices, of datasets that are read sample by sample: once per run."""
+    _facts: dict[tuple[str, Sequence[int]], NDArray[np.void]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
+    """As :attr:`_hashes`, what else is known of these samples."""
 
     def __post_init__(self) -> None:
         where = self._where
@@ -121,6 +129,13 @@ class Splits:
                 f"{where} returned {describe(self.datasets)}, "
                 'expected {"train": Dataset, "val": Dataset, …}'
             )
+        for name, dataset in self.datasets.items():
+            if isinstance(dataset, DataLoader):
+                raise PipelineInvalid(
+                    f"{where}: split {name!r} is a DataLoader, expected its dataset: return "
+                    "loader.dataset, or Subset(loader.dataset, rows) where a sampler chooses rows; "
+                    "batch size and workers are settings of `data:`"
+                )
         if self._is_stream(self.datasets.get("train")):
             stream = Stream(self.datasets["train"])
             object.__setattr__(self, "datasets", {**self.datasets, "train": stream})
@@ -153,9 +168,11 @@ class Splits:
         make: Callable[..., Splits] = Splits
         datasets = {n: d.source if isinstance(d, Stream) else d for n, d in self.datasets.items()}
         given: Any = (datasets, self.batch_size, self.loading, self.input_names)
+        dtypes = self.input_dtypes
         if self.source is not None:
             make, given = DataReference.load, (self.source,)
-        return _unpickled, (make, given, self._caches, self.views, self._hashes)
+        known = (self._caches, self._hashes, self._facts)
+        return _unpickled, (make, given, self.views, dtypes, known)
 
     def with_view(self, view: View) -> Splits:
         """Return the splits with a view applied to ``train``."""
@@ -165,8 +182,16 @@ class Splits:
                 "the teacher's outputs can be joined; return a Dataset with samples by index"
             )
         hashes = {key: value for key, value in self._hashes.items() if key[0] != "train"}
-        views = (*self.views, view)
-        return replace(self, views=views, _kept_readers=[], _lengths={}, _viewed=[], _hashes=hashes)
+        facts = {key: value for key, value in self._facts.items() if key[0] != "train"}
+        return replace(
+            self,
+            views=(*self.views, view),
+            _kept_readers=[],
+            _lengths={},
+            _viewed=[],
+            _hashes=hashes,
+            _facts=facts,
+        )
 
     def interleaved_parts(self, name: str, count: int) -> list[Splits]:
         """Return every `count`-th sample of a split, from each of its first ones on."""
@@ -175,7 +200,7 @@ class Splits:
         return [
             Splits(
                 {name: Subset(dataset, range(first, len(dataset), count))},
-                *(self.batch_size, loading, self.input_names, self.source),
+                *(self.batch_size, loading, self.input_names, self.source, self.input_dtypes),
             )
             for first in range(count)
         ]
@@ -258,8 +283,13 @@ class Splits:
         name, folder = self.loading.collate_fn, self.source.folder if self.source else None
         if name:
             function = resolve(name, folder)
-            return partial(collate_by, function=function, name=name, input_names=self.input_names)
-        return partial(collate, pad_values=self.loading.pad_values, input_names=self.input_names)
+            own: Callable[[list[Any]], Batch] = partial(
+                collate_by, function=function, name=name, input_names=self.input_names
+            )
+        else:
+            pad_values = self.loading.pad_values
+            own = partial(collate, pad_values=pad_values, input_names=self.input_names)
+        return partial(collate_as, collate_fn=own, dtypes=self.input_dtypes)
 
     @contextmanager
     def keep_workers(self) -> Iterator[None]:
@@ -340,13 +370,15 @@ class Splits:
             streams["train"] = self.stream.fingerprint
             # Hugging Face's streams are shuffled in another order in a worker.
             made["streams"] = [streams, bool(self.loading.workers)]
-        lengths, hashes, counts, unrepeatable = {}, {}, {}, set()
+        lengths, hashes, counts, facts, unrepeatable = {}, {}, {}, {}, set()
         for name in sorted(self.datasets):
             dataset = self.split(name)
             lengths[name] = counts[name] = len(dataset)  # type: ignore[arg-type]
             held = in_memory_tensors(dataset)
             if held is not None:
                 hashes[name] = hashes_of_tensors(held)
+                rows = facts_of_rows(held[:1], held[1:])
+                facts[name] = SplitFacts(range(len(rows)), rows)
             else:
                 is_stream = isinstance(dataset, Stream)
                 indices = range(len(dataset)) if is_stream else indices_to_hash(name, lengths[name])  # type: ignore[arg-type]
@@ -355,8 +387,12 @@ class Splits:
                 if len(hashes[name]) < len(indices):
                     counts[name] = 0
                     unrepeatable.add(name)
+                else:
+                    facts[name] = SplitFacts(indices, self._facts[name, indices])
         cached = frozenset(self._cached)
-        return Contents(made, lengths, hashes, counts, cached, frozenset(unrepeatable), streams)
+        return Contents(
+            made, lengths, hashes, counts, cached, frozenset(unrepeatable), facts, streams
+        )
 
     def _hashes_of(self, name: str, indices: Sequence[int]) -> NDArray[np.uint64]:
         """Return hashes of samples, read by the loader's workers: [samples, 2].
@@ -378,17 +414,19 @@ class Splits:
             probes = [] if is_cached else [indices_to_probe(dataset)] * 2
             size = self.batch_size
             chunks = [indices[i : i + size] for i in range(0, len(indices), size)]
-            hashes, is_repeatable = [], True
+            hashes, facts, is_repeatable = [], [], True
             with self._sample_errors(name), recording() as recorded:
-                for batch, worker_reads in reader.read_batches([*probes, *chunks], seed=0):
+                for batch, known, worker_reads in reader.read_batches([*probes, *chunks], seed=0):
                     add_to_recordings(worker_reads)
                     hashes.append(batch)
+                    facts.append(known)
                     if probes and len(hashes) == 2 and hashes[0] != hashes[1]:
                         is_repeatable = False
                         break
             self._opened.add(recorded)
             own = hashes[len(probes) :] if is_repeatable else [hash_of_state(dataset)]
             self._hashes[key] = as_hashes(own)
+            self._facts[key] = np.frombuffer(b"".join(facts[len(probes) :]), FACTS)
         return self._hashes[key]
 
     @staticmethod
@@ -438,15 +476,16 @@ def _lengths_of(split: str, key: str, samples: list[Any]) -> list[int]:
 def _unpickled(
     make: Callable[..., Splits],
     given: Any,
-    caches: dict[str, Path],
     views: tuple[View, ...],
-    hashes: dict[tuple[str, Sequence[int]], NDArray[np.uint64]],
+    input_dtypes: tuple[str, ...],
+    known: Sequence[dict[Any, Any]],
 ) -> Splits:
     """Rebuild splits in the process that they were sent to."""
     splits = make(*given)
-    splits._caches.update(caches)
-    splits._hashes.update(hashes)
-    return replace(splits, views=views)
+    own: tuple[dict[Any, Any], ...] = (splits._caches, splits._hashes, splits._facts)
+    for cache, content in zip(own, known, strict=True):
+        cache.update(content)
+    return replace(splits, views=views, input_dtypes=input_dtypes)
 
 
 UNLABELLED = "unlabelled"

@@ -7,10 +7,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
 
 from compress.artifacts.in_process import register
 from compress.common.errors import PipelineInvalid
+from compress.common.process import seeded
 from compress.data.batch import LABELS
 from compress.data.loader_config import Loading
 from compress.data.splits import Splits
@@ -78,7 +89,7 @@ def _collate_reference(loaders: Sequence[DataLoader[Any]], count: int) -> str | 
 def as_dataset(data: Any, parameters: Sequence[str] = ()) -> Dataset[Any]:
     """Return data of one split as a dataset of samples; raise PipelineInvalid if it is none."""
     if isinstance(data, DataLoader):
-        return as_dataset(data.dataset, parameters)
+        return _chosen_rows(data, as_dataset(data.dataset, parameters))
     if isinstance(data, torch.Tensor | np.ndarray):
         return TensorDataset(_tensor(data))
     if isinstance(data, tuple) and data and all(hasattr(each, "shape") for each in data):
@@ -99,6 +110,34 @@ def as_dataset(data: Any, parameters: Sequence[str] = ()) -> Dataset[Any]:
         f"the data are {describe(data)}, expected a DataLoader, a Dataset, a list of samples, "
         "tensors or arrays (inputs, targets), or a mapping of splits"
     )
+
+
+def _chosen_rows(loader: DataLoader[Any], dataset: Dataset[Any]) -> Dataset[Any]:
+    """Return the rows that a loader's sampler chooses, in the dataset's order.
+
+    Raises:
+        PipelineInvalid: it draws rows repeatedly, or divides them among processes.
+    """
+    sampler: Any = loader.batch_sampler or loader.sampler
+    if type(sampler) is BatchSampler:
+        sampler = sampler.sampler
+    if type(sampler) is SequentialSampler or isinstance(loader.dataset, IterableDataset):
+        return dataset
+    with seeded(0, "cpu"):
+        drawn = list(sampler)
+    batches = (x if isinstance(x, list | tuple) else [x] for x in drawn)
+    rows = [int(row) for batch in batches for row in batch]
+    name = type(sampler).__name__
+    if isinstance(sampler, DistributedSampler):
+        raise PipelineInvalid(
+            f"{name} divides the rows among processes, which training does itself; leave it out"
+        )
+    if len(set(rows)) < len(rows):
+        raise PipelineInvalid(
+            f"{name} draws rows more than once; give a dataset that holds each row as often as it "
+            "counts, or class_weights to the training"
+        )
+    return dataset if len(rows) == len(dataset) else Subset(dataset, sorted(rows))  # type: ignore[arg-type]
 
 
 def _tensor(array: Any) -> torch.Tensor:

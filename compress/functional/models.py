@@ -54,8 +54,10 @@ def as_artifact(
     inputs = (example_inputs,) if isinstance(example_inputs, torch.Tensor) else example_inputs
     if inputs is not None:
         return EagerModel.from_module(model, example_inputs=inputs)
+    floats = [x for x in model.parameters() if x.is_floating_point()]
+    dtype = str(floats[0].dtype).removeprefix("torch.") if floats else "float32"
     return EagerModel.from_module(
-        model, signature=_signature(data, positional_parameters(model), None)
+        model, signature=_signature(data, positional_parameters(model), None, dtype)
     )
 
 
@@ -83,7 +85,12 @@ def _same(module: torch.nn.Module, mode: bool = True) -> torch.nn.Module:
     return module
 
 
-def _signature(data: Splits | None, parameters: list[str], inputs: Inputs | None) -> Signature:
+def _signature(
+    data: Splits | None,
+    parameters: list[str],
+    inputs: Inputs | None,
+    float_dtype: str = "float32",
+) -> Signature:
     if inputs is not None:
         inputs = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
         return Signature.from_examples(inputs)
@@ -91,4 +98,4 @@ def _signature(data: Splits | None, parameters: list[str], inputs: Inputs | None
         raise PipelineInvalid(
             "nothing shows what the model takes; pass example_inputs=(x,) or data"
         )
-    return Signature(inputs=inputs_of(data, lambda: parameters))
+    return Signature(inputs=inputs_of(data, lambda: parameters, float_dtype))

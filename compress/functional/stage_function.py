@@ -146,8 +146,8 @@ def _run_stage(
         raise PipelineInvalid(f"{name}: {_explained(error)}") from None
     source = as_artifact(model, splits, example_inputs, stage.reads())
     if splits is not None:
-        names = tuple(spec.name for spec in source.signature.inputs)
-        splits = replace(splits, input_names=names)
+        names, dtypes = zip(*((x.name, x.dtype) for x in source.signature.inputs), strict=True)
+        splits = replace(splits, input_names=names, input_dtypes=dtypes)
     loss_name = register(task_loss, "loss") if callable(task_loss) else task_loss
     loss = Loss(loss_name, task=task_named(task))
     loss = loss.infer_targets(splits)

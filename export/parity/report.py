@@ -217,7 +217,7 @@ def _metric(parity: ParityContext, expected: Predictor) -> dict[str, Any] | None
         values = [evaluate(predict, data, "val", metric, source) for predict in (source, exported)]
     except Exception as error:  # noqa: BLE001 - a metric of the user's may raise any
         return {"name": metric.name, "note": first_line(error)}
-    return {"name": metric.name, "source": values[0], "exported": values[1]}
+    return {"name": metric.name, "source": values[0].value, "exported": values[1].value}
 
 
 def _number(value: float) -> float | str:

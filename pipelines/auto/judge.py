@@ -194,8 +194,7 @@ class Judge:
     def confirm(self, model: CheckedModel) -> CheckedModel:
         """Return a chosen model with its drop on the half of `val` that the search did not see."""
         with self._opened(model.candidate) as predict:
-            drop = self.confirmed_on.drop_points(predict)
-            between = self.confirmed_on.drop_interval(predict)
+            drop, between = self.confirmed_on.drop_with_interval(predict)
         confirmed = drop if math.isfinite(drop) else None
         return model.model_copy(update={"confirmed_drop": confirmed, "confirmed_between": between})
 

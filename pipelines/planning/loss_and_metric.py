@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+import math
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from compress.common.errors import CompressError, PipelineInvalid, first_line
 from compress.common.forward import output_argument
 from compress.core.gates import LabelAgreement
-from compress.core.metrics import TARGET_METRICS, MetricMeter, default_metric
+from compress.core.metrics import LABEL_METRICS, TARGET_METRICS, MetricMeter, default_metric
 from compress.core.task_targets import (
+    are_class_labels,
     are_probabilities,
     describe_outputs,
     describe_targets,
     describe_tensor,
     has_target,
     match_to_loss,
+    need_tensor,
+    same_shape,
     sampled_targets,
     targets_split,
 )
+from compress.data.splits import UNLABELLED
 from compress.data.targets import select
 from pipelines.planning.requirement_checks import (
     check_loss,
@@ -29,21 +34,27 @@ from pipelines.planning.requirement_checks import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     import torch
 
     from compress.artifacts.artifact import Artifact
     from compress.common.forward import Predictor
     from compress.core.context import Context
+    from compress.core.loss import Loss
     from compress.core.metrics import Metric
     from compress.data.batch import Batch
+    from compress.data.fingerprint import Contents
+    from compress.data.sample_facts import SplitFacts
     from compress.data.splits import Splits
+    from compress.data.targets import Targets
     from pipelines.config.pipeline import PipelineConfig
     from pipelines.planning.plan import Plan
 
 TARGET_WORDS = {"binary": "0 and 1", "probabilities": "probabilities of classes"}
 """Kind of targets → in words, where its name is none."""
+SAME_LOSS = 1e-3
+"""Relative difference within which the loss of a batch is the mean of those of its halves."""
 SAMPLES = 32
 """Samples of a split that the model runs on, to check its outputs against the targets."""
 MOST_SAMPLES = 512
@@ -82,21 +93,31 @@ def infer_loss_and_metric(
     return plan, pipeline.with_metric(metric.name)
 
 
-def fitting_loss(plan: Plan, pipeline: PipelineConfig, source: Artifact, context: Context) -> str:
+def fitting_loss(
+    plan: Plan,
+    pipeline: PipelineConfig,
+    source: Artifact,
+    context: Context,
+    contents: Contents | None,
+) -> str:
     """Run model, loss and metric on a few samples of each split, and describe what was inferred.
 
-    The loss is computed on `train`, the metric on the splits that it is measured on.
+    The loss is computed on `train`, the metric on the splits that it is measured on. `contents` are
+    those of the data: labels and NaN are looked for in all samples that were hashed.
 
     Raises:
         PipelineInvalid: the model does not take the samples, outputs and targets do not fit the
             loss or the metric, or settings of a training do not.
     """
     data = context.data
-    if data is None:
+    if data is None or contents is None:
         return ""
     lines: list[str] = []
     metric = plan.metric.for_model(source.signature)
     with context.predictor(source) as predict:
+        with _located_errors(pipeline, "data"):
+            _refuse_nan(predict, data, contents.facts)
+            _check_labels(plan, predict, data, contents.facts)
         if _uses_loss(plan):
             lines = _fitting_loss(plan, pipeline, source, predict, data)
         for split in data.datasets:
@@ -106,6 +127,50 @@ def fitting_loss(plan: Plan, pipeline: PipelineConfig, source: Artifact, context
                 for batch in _samples(pipeline, data, split, 1):
                     _outputs_for(pipeline, predict, batch.inputs, split)
     return "\n".join(lines)
+
+
+def _refuse_nan(predict: Predictor, data: Splits, facts: Mapping[str, SplitFacts]) -> None:
+    """Raise PipelineInvalid for a sample with NaN that makes the model's answer NaN."""
+    for split, known in facts.items():
+        index = known.first(known.rows["nan"])
+        if index is not None:
+            (batch,) = data.read(split, [index], 1)
+            spreads = False
+            with suppress(Exception):  # a model that does not take the samples is refused below
+                spreads = any(bool(x.isnan().any()) for x in predict(*batch.inputs))
+            if spreads:
+                raise PipelineInvalid(
+                    f"split {split!r}, sample {index}: an input holds NaN, and so does the model's "
+                    "answer; leave the sample out, or fill in a number"
+                )
+
+
+def _check_labels(
+    plan: Plan, predict: Predictor, data: Splits, facts: Mapping[str, SplitFacts]
+) -> None:
+    """Raise PipelineInvalid for a label in any split that the model has no class for."""
+    split = targets_split(data)
+    uses_labels = plan.metric.name in LABEL_METRICS and plan.metric.name != "fidelity"
+    uses_labels |= _uses_loss(plan) and not plan.loss.is_custom
+    if split not in facts or not uses_labels or plan.loss.is_regression:
+        return
+    index = facts[split].first(facts[split].rows["low"] <= facts[split].rows["high"])
+    classes = None if index is None else _classes(plan, predict, next(data.read(split, [index], 1)))
+    for split, known in facts.items():
+        if classes is not None and split != UNLABELLED:
+            known.check_labels(split, classes)
+
+
+def _classes(plan: Plan, predict: Predictor, batch: Batch) -> int | None:
+    """Return how many classes the model's outputs have: one of yes or no, None of no labels."""
+    try:
+        known = need_tensor("the data", batch.target)  # type: ignore[arg-type]
+        outputs, targets = plan.loss.align(predict(*batch.inputs)[0].cpu(), known)
+    except Exception:  # noqa: BLE001 - outputs that do not fit are refused by loss and metric
+        return None
+    if are_class_labels(outputs, targets):
+        return outputs.shape[1]
+    return 1 if same_shape(outputs, targets) else None
 
 
 def _fitting_loss(
@@ -133,7 +198,7 @@ def _fitting_loss(
     batch_targets, first = select(batch.target, known), outputs[0]
     with _located_errors(pipeline, "loss" if pipeline.loss else "data"):
         loss_name = loss.name_for(first, batch_targets)
-        loss.sum_and_count(outputs, batch_targets)
+        loss.sums_and_counts(outputs, batch_targets)
         if (
             not loss.is_custom
             and isinstance(targets, torch.Tensor)
@@ -149,7 +214,8 @@ def _fitting_loss(
         f"{describe_outputs(output_argument(outputs, loss.outputs))}"
     )
     line = "" if pipeline.loss else f"loss: {loss_name}, as {forms}; metric: {plan.metric.name}"
-    return list(filter(None, [line, _softmax_warning(loss_name, first)]))
+    warnings = (_softmax_warning(loss_name, first), _parts_warning(loss, outputs, batch_targets))
+    return list(filter(None, [line, *warnings]))
 
 
 def _check_metric(
@@ -216,6 +282,30 @@ def _softmax_warning(loss: str, outputs: torch.Tensor) -> str:
     else:
         return ""
     return f"warning: {loss} takes logits, and the model's outputs look like probabilities; {mend}"
+
+
+def _parts_warning(loss: Loss, outputs: list[torch.Tensor], targets: Targets) -> str:
+    """Warn of the user's own loss that is no mean over samples, and does not say over what."""
+    import torch
+
+    samples, function = len(outputs[0]), loss.function()
+    if not loss.is_custom or samples < 2 or loss.label_counter()(targets) is not None:
+        return ""
+    whole, mean = float(function(outputs, targets)), 0.0
+    is_first = torch.arange(samples) < samples // 2
+    if isinstance(targets, torch.Tensor):  # by size: padding and ignored labels come together
+        places = targets.reshape(samples, -1).double().sum(1).argsort(stable=True).argsort()
+        is_first = places < samples // 2
+    for part in (is_first, ~is_first):
+        share = float(part.double().mean())
+        mean += share * float(function([x[part] for x in outputs], select(targets, part)))
+    if math.isclose(whole, mean, rel_tol=SAME_LOSS):
+        return ""
+    return (
+        f"warning: {loss.name} is no mean over samples: {whole:.4g} for {samples}, and {mean:.4g} "
+        "as the mean of two halves; with accumulate, and on several processes, training minimizes "
+        "the mean of parts; return a mean, or say by an attribute count over what it is"
+    )
 
 
 @contextmanager

@@ -36,12 +36,13 @@ def headline(report: Report) -> Headline | None:
     """Return what to deploy of a passed run: its fastest exported artifact, else its smallest.
 
     None where a stage did not pass, nothing was exported, there is no baseline to compare with, or
-    all files are slower than the uncompressed model in their runtime.
+    all files are slower than the uncompressed model in their runtime or have a warning about their
+    accuracy.
     """
     exported = [
         (stage.measurements, stage.artifact)
         for stage in report.stages
-        if stage.name != report.baseline_name
+        if stage.name not in (report.baseline_name, *report.accuracy_doubts)
         and stage.artifact.kind not in NOT_FOR_DEPLOYMENT
         # Who exports the uncompressed model to the same runtime has the faster file.
         and not (stage.measurements.same_runtime and stage.measurements.same_runtime.is_slower)
@@ -54,7 +55,9 @@ def headline(report: Report) -> Headline | None:
     if speed := speed_in_words(after, before):
         gains.append(speed)
     if before.metric and after.metric:
-        gains.append(f"{after.metric.name} {before.metric.value:.4f} → {after.metric.value:.4f}")
+        name, drop = after.metric.name, after.metric.drop
+        change = f" ({drop.in_words(name)})" if drop else ""
+        gains.append(f"{name} {before.metric.value:.4f} → {after.metric.value:.4f}{change}")
     fastest: Any = artifact.facts.get("fastest")  # of export_fastest
     if fastest:
         gains.append(fastest["verdict"])

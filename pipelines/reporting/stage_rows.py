@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from compress.common.errors import CompressError
-from compress.core.metrics import Metric
+from compress.core.metrics import FRACTIONS, Metric
 from compress.quantization.numeric_debug.fidelity_report import Fidelity, LabelParity
 from pipelines.config.model_spec import SOURCE
 from pipelines.reporting.svg_plots import Plot, Point, pareto_indices, scatter_plot
@@ -127,7 +127,8 @@ def pareto_fronts(report: Report, rows: Sequence[StageRow]) -> ParetoFronts | No
     name = found[0].measured.metric.name  # type: ignore[union-attr]
     better = higher_is_better(report)
     timed = [row for row in found if row.measured and row.measured.speedup is not None]
-    sizes, times = [_by_size(row) for row in found], [_by_time(row) for row in timed]
+    sizes = [_by_size(row, better) for row in found]
+    times = [_by_time(row, better) for row in timed]
     direction = {True: ", higher is better", False: ", lower is better", None: ""}[better]
     smallest = set() if better is None else pareto_indices(sizes, better)
     fastest = set() if better is None else pareto_indices(times, better)
@@ -157,14 +158,30 @@ def pareto_fronts(report: Report, rows: Sequence[StageRow]) -> ParetoFronts | No
     )
 
 
-def _by_size(row: StageRow) -> Point:
+def _metric_interval(row: StageRow, higher_is_better: bool | None) -> tuple[float, float] | None:
+    """Return the ends of a metric's interval: those of its difference to the baseline's."""
+    metric = row.measured.metric if row.measured else None
+    drop = metric.drop if metric else None
+    if drop is None or drop.uncertainty.interval is None or higher_is_better is None:
+        return None
+    assert metric is not None
+    sign = 0.01 if higher_is_better else -0.01
+    ends = (metric.value + sign * (drop.points - end) for end in drop.uncertainty.interval)
+    if metric.name in FRACTIONS:
+        ends = (min(max(end, 0.0), 1.0) for end in ends)
+    low, high = sorted(ends)
+    return low, high
+
+
+def _by_size(row: StageRow, better: bool | None) -> Point:
     assert row.measured and row.metric is not None
     size = row.measured.bytes
     title = f"{row.number} {row.name}: {row.metric:.4f}, {readable_bytes(size)}"
-    return Point(str(row.number), title, size, row.metric, refused=row.status == "refused")
+    interval, refused = _metric_interval(row, better), row.status == "refused"
+    return Point(str(row.number), title, size, row.metric, None, refused, interval)
 
 
-def _by_time(row: StageRow) -> Point:
+def _by_time(row: StageRow, better: bool | None) -> Point:
     assert row.measured and row.metric is not None and row.measured.speedup
     # From interleaved calls: medians that were measured minutes apart would also differ by the
     # machine's changing clock and load.
@@ -176,15 +193,21 @@ def _by_time(row: StageRow) -> Point:
         f"(95 %: {low:.3g} to {high:.3g})"
     )
     refused = row.status == "refused"
-    return Point(str(row.number), title, share, row.metric, (low, high), refused)
+    interval = _metric_interval(row, better)
+    return Point(str(row.number), title, share, row.metric, (low, high), refused, interval)
 
 
 def deployable_rows(
-    rows: Sequence[StageRow], fronts: ParetoFronts | None, baseline: str
+    rows: Sequence[StageRow], fronts: ParetoFronts | None, report: Report
 ) -> list[StageRow]:
-    """Return the artifacts worth deploying: those on a front, and passed ones that none reads."""
+    """Return the artifacts worth deploying: those on a front, and passed ones that none reads.
+
+    None of those whose accuracy a warning is about.
+    """
     passed = [row for row in rows if row.report and row.status in ("passed", "measured")]
-    made = [row for row in passed if row.name != baseline]
+    made = [
+        row for row in passed if row.name not in (report.baseline_name, *report.accuracy_doubts)
+    ]
     read = {row.input for row in made}
     on_front = [*fronts.by_size, *fronts.by_time] if fronts else []
     leaves = [row for row in made if row.name not in read]

@@ -91,6 +91,7 @@ class Point:
     y: float
     x_interval: tuple[float, float] | None = None
     refused: bool = False
+    y_interval: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,9 @@ class Mark:
     shape: Shape
     title: str
     whisker: tuple[float, float] | None
+    """Ends of the interval of x."""
+    bar: tuple[float, float] | None = None
+    """Ends of the interval of y, the lower value first."""
 
 
 @dataclass(frozen=True)
@@ -169,19 +173,24 @@ def scatter_plot(
     """
     ends = [end for p in points for end in (p.x, *(p.x_interval or ()))]
     x_axis = axis_for(ends, LEFT, RIGHT, log=True)
-    # Refused points may be outliers: they do not stretch the vertical axis.
-    choices = [p.y for p in points if not p.refused]
-    y_axis = axis_for(choices if len(choices) > 1 else [p.y for p in points], FLOOR, TOP)
+    # Refused points may be outliers: they do not stretch the vertical axis. Intervals do: what
+    # chance explains is drawn no larger than it is.
+    choices = [p for p in points if not p.refused]
+    choices = choices if len(choices) > 1 else list(points)
+    y_axis = axis_for([y for p in choices for y in (p.y, *(p.y_interval or ()))], FLOOR, TOP)
     marks = []
     for i, p in enumerate(points):
         whisker = p.x_interval and (
             x_axis.position(p.x_interval[0]),
             x_axis.position(p.x_interval[1]),
         )
-        shape: Shape = "refused" if p.refused else "front" if i in front else "other"
-        marks.append(
-            Mark(x_axis.position(p.x), y_axis.clamped_position(p.y), shape, p.title, whisker)
+        bar = p.y_interval and (
+            y_axis.clamped_position(p.y_interval[0]),
+            y_axis.clamped_position(p.y_interval[1]),
         )
+        shape: Shape = "refused" if p.refused else "front" if i in front else "other"
+        x, y = x_axis.position(p.x), y_axis.clamped_position(p.y)
+        marks.append(Mark(x, y, shape, p.title, whisker, bar))
     members = sorted({(marks[i].x, marks[i].y) for i in front})
     steps = [f"{x},{y}" for x, y in members[:1]]
     for (_, previous), (x, y) in pairwise(members):

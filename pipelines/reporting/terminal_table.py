@@ -35,6 +35,7 @@ VS_EAGER = "vs eager"
 """Speedup over the baseline as it is, and not in the artifact's own runtime."""
 COLUMNS = (
     "metric",
+    "drop (95 %)",
     "size",
     "smaller",
     "params",
@@ -47,7 +48,10 @@ COLUMNS = (
     "gates",
     "run + evaluation",
 )
-OPTIONAL_COLUMNS = ("run + evaluation", "p95 ms", "MACs", "params", "p50 ms", "peak MiB", VS_EAGER)
+OPTIONAL_COLUMNS = (
+    *("run + evaluation", "p95 ms", "MACs", "params", "p50 ms", "peak MiB"),
+    *("drop (95 %)", VS_EAGER),
+)
 """Columns that a narrow terminal drops, in this order."""
 
 NOT_MEASURABLE = "n/m"
@@ -117,7 +121,8 @@ def closing_lines(report: Report, out: Path) -> Iterator[Text]:
     yield from gate_lines(report)
     if report.test:
         values = ", ".join(f"{name} {value:.4f}" for name, value in report.test.values.items())
-        yield Text(f"test {report.test.metric}: {values}")
+        counted = f" ({report.test.samples} samples)" if report.test.samples else ""
+        yield Text(f"test {report.test.metric}{counted}: {values}")
     for warning in report.warnings:
         yield Text(f"! {warning}", style="bold yellow")
     cached = sum(stage.cached for stage in report.stages)
@@ -128,6 +133,9 @@ def closing_lines(report: Report, out: Path) -> Iterator[Text]:
         yield Text(f"{found.gains}: deploy {folder / found.file}", style="bold green")
         if found.is_served:
             yield Text(f"serve it: compress serve {shlex.quote(str(folder))}")
+    elif report.status == "passed" and report.accuracy_doubts:
+        doubts = ", ".join(report.accuracy_doubts)
+        yield Text(f"nothing to deploy: a warning is about the accuracy of {doubts}", "bold yellow")
 
 
 def difference_table(differences: Differences) -> Table:
@@ -153,7 +161,8 @@ def difference_lines(differences: Differences) -> Iterator[Text]:
 
 
 def _table(report: Report, shown: list[str], tight: bool = False) -> Table:
-    title = printable(f"{report.pipeline}: {report.status} (ratios against {report.baseline_name})")
+    about = f"ratios and drops against {report.baseline_name}{_samples(report)}"
+    title = printable(f"{report.pipeline}: {report.status} ({about})")
     table = Table(
         title=title,
         title_justify="left",
@@ -193,9 +202,16 @@ def _metric(report: Report) -> str:
     return next((m.name for m in measured if m), "metric")
 
 
+def _samples(report: Report) -> str:
+    """Return how many samples of `val` the metric was measured on; empty where that is unknown."""
+    metric = report.baseline and report.baseline.metric
+    return f"; {metric.name} on {metric.samples} samples" if metric and metric.samples else ""
+
+
 def _measured_cells(m: Measurements) -> dict[str, str | Text]:
     return {
         "metric": f"{m.metric.value:.4f}" if m.metric else "–",
+        "drop (95 %)": m.metric.drop.cell(m.metric.name) if m.metric and m.metric.drop else "–",
         "size": readable_bytes(m.bytes),
         "smaller": f"{m.bytes_ratio:.2f}×",
         "params": readable_count(m.parameters),

@@ -11,6 +11,8 @@ from compress.artifacts.artifact import WEIGHTS_ON_DISK
 from compress.common.config import Settings
 from compress.common.errors import StageFailed, Unavailable
 from compress.core.gate_kinds.baselines import in_runtime_of, runtime_of
+from compress.core.metrics import IN_POINTS
+from compress.core.verdict import Uncertainty
 from compress.profiling.batch_dependence import BatchDependence
 from compress.profiling.benchmark import unmeasurable
 from compress.profiling.quantiles import Interval
@@ -26,12 +28,42 @@ if TYPE_CHECKING:
 Bounds = tuple[float, float]
 
 
+class Drop(Settings):
+    """How much worse a metric is than another model's on the same samples."""
+
+    points: float
+    """In hundredths of the metric, negative where it is better."""
+    uncertainty: Uncertainty
+    """Of the points."""
+
+    def in_words(self, metric: str) -> str:
+        """Describe it in points where 1 is best, and else in the metric's own unit."""
+        in_points = metric in IN_POINTS
+        change = 1 if in_points else 0.01
+        verb = "loses" if self.points >= 0 else "gains"
+        if not in_points:
+            verb = "worse by" if self.points >= 0 else "better by"
+        much = f"{abs(self.points) * change:.2g}{' points' if in_points else ''}"
+        return f"{verb} {much}, {self.uncertainty.in_words(factor=change)}"
+
+    def cell(self, metric: str) -> str:
+        """Describe it in a cell of a table: ``0.28 (-0.78 to 1.6)``."""
+        change = 1 if metric in IN_POINTS else 0.01
+        low, high = self.uncertainty.interval or (math.nan, math.nan)
+        interval = f" ({change * low:.2g} to {change * high:.2g})" if low <= high else ""
+        return f"{change * self.points:.2g}{interval}"
+
+
 class MetricReport(Settings):
     """A metric's value on a split."""
 
     name: str
     split: str
     value: float
+    samples: int | None = None
+    """Samples that have a target; None in reports of older versions."""
+    drop: Drop | None = None
+    """How much worse it is than the baseline's; None of the baseline itself."""
 
     @field_validator("value", mode="before")
     @classmethod
@@ -141,7 +173,7 @@ class Measurements(SpeedupReport):
         own = self.same_runtime
         in_runtime = own.speedup_reason if own and own.takes_uncompressed else ""
         reasons = filter(None, (self.speedup_reason, self.latency_ms.reason, in_runtime))
-        return tuple(reason for reason in reasons if reason != WEIGHTS_ON_DISK)
+        return tuple(reason for reason in dict.fromkeys(reasons) if reason != WEIGHTS_ON_DISK)
 
     @classmethod
     def from_artifact(
@@ -151,8 +183,20 @@ class Measurements(SpeedupReport):
         metric = None
         has_val = context.data is not None and "val" in context.data.datasets
         if has_val and context.metric.is_measured:
-            value = context.score(artifact)
-            metric = MetricReport(name=context.metric.name, split="val", value=value)
+            score, drop = context.score_by_sample(artifact), None
+            if artifact.digest != baseline.digest:
+                before = context.score(baseline)
+                drop = Drop(
+                    points=round(context.metric.drop_points(before, score.value), 9),
+                    uncertainty=context.drop_uncertainty(baseline, artifact),
+                )
+            metric = MetricReport(
+                name=context.metric.name,
+                split="val",
+                value=score.value,
+                samples=score.samples,
+                drop=drop,
+            )
         if artifact.is_streamed or baseline.is_streamed:
             sizes = cls.sizes(artifact, baseline, WEIGHTS_ON_DISK)
             return sizes.model_copy(update={"metric": metric})

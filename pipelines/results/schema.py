@@ -46,6 +46,9 @@ class Report(Settings):
     """Suspicious results that no gate refused, one line each: losses without a gate, too little
     data, figures that could not be measured, quantized stages that are slower than their float
     parent, and warnings of artifacts."""
+    accuracy_doubts: tuple[str, ...] = ()
+    """Names of the stages whose accuracy, or that of a model they were made of, a warning is about:
+    none of them is recommended."""
     failed_stage: FailureReport | None = None
     """The first of the failures."""
     failures: tuple[FailureReport, ...] = Field(

@@ -110,3 +110,7 @@ class TestReport(Settings):
     metric: str
     values: dict[str, float]
     """By stage name: the baseline, and each artifact that no other stage reads."""
+    samples: int | None = None
+    """Samples that have a target; None in reports of older versions."""
+    unlike_val: dict[str, tuple[str, ...]] = {}
+    """Where the metric on `test` and on `val` differ beyond their intervals: a line → its stage."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import combinations
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from compress.core.metrics import REGRESSION_METRICS, MetricMeter
@@ -12,6 +12,7 @@ from compress.core.metrics import REGRESSION_METRICS, MetricMeter
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from compress.core.metric_kinds.score import Score
     from compress.core.metrics import Metric
     from compress.data.batch import Batch
     from compress.data.fingerprint import Contents
@@ -35,30 +36,41 @@ def validation_data_warnings(contents: Contents) -> Iterator[str]:
             "its code; draw from torch, numpy.random, random, or generators that the dataset keeps "
             "as attributes, instead of the operating system, the time or one made anew each time"
         )
-    if "val" not in contents.lengths:
-        return
-    samples = contents.lengths["val"]
+    facts = contents.facts
+    labelled = int(facts["val"].rows["labelled"].sum()) if "val" in facts else 0
+    # Without any target, none is needed.
+    samples = labelled or contents.lengths.get("val", FEWEST_SAMPLES)
+    with_label = " with a label" if samples < contents.lengths.get("val", 0) else ""
     if samples < FEWEST_SAMPLES:
         yield (
-            f"val has {samples} samples, so that one of them moves an accuracy by "
+            f"val has {samples} samples{with_label}, so that one of them moves an accuracy by "
             f"{100 / samples:.2g} points; use at least {FEWEST_SAMPLES}"
         )
-    for other in ("train", "test"):
-        if other in contents.hashes and contents.unrepeatable.isdisjoint(("val", other)):
-            splits = ("val", other)
-            exact = all(len(contents.hashes[name]) == contents.lengths[name] for name in splits)
-            # A hash is a row of two numbers, `(samples, 2)`, and isin compares scalars.
-            pair = [("a", np.uint64), ("b", np.uint64)]
-            val, others = (
-                np.ascontiguousarray(contents.hashes[name]).view(pair).ravel() for name in splits
+    splits = [name for name in dict.fromkeys(("val", "test", *facts)) if name in facts]
+    for measured, other in combinations(splits, 2):
+        # Calibration and training may share what is never measured on.
+        if measured in ("val", "test") and (shared := facts[measured].shared_with(facts[other])):
+            exact = not {measured, other} & {*contents.sampled}
+            yield (
+                f"{measured} shares {'' if exact else 'at least '}{shared} of its "
+                f"{contents.lengths[measured]} samples with {other}, so that it tells less of new "
+                "data; keep each sample in one split"
             )
-            shared = int(np.isin(val, others).sum())
-            if shared:
-                count = f"{'' if exact else 'at least '}{shared} of its {samples}"
-                yield (
-                    f"val shares {count} samples with {other}, so that it tells less of new "
-                    "data; keep each sample in one split"
-                )
+
+
+def unlike_test(name: str, metric: str, on_val: Score, on_test: Score) -> str:
+    """Describe how a metric on `test` differs from that on `val` beyond both intervals, or ''."""
+    intervals = [score.uncertainty().interval for score in (on_val, on_test)]
+    if None in intervals or max(i[0] for i in intervals) <= min(i[1] for i in intervals):  # type: ignore[index]
+        return ""
+    shown = (
+        f"{score.value:.4f} on {split} ({score.uncertainty().in_words()})"
+        for split, score in (("val", on_val), ("test", on_test))
+    )
+    return (
+        f"{name}: {metric} is {' and '.join(shown)}, beyond what chance explains: test and val are "
+        "not samples of the same data, or val was trained on"
+    )
 
 
 def unlike_val(data: Splits, samples: int, seed: int) -> str:

@@ -10,9 +10,10 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from compress.common.dependency_recorder import recording
+from compress.common.dependency_recorder import Recording, recording
 from compress.core.evaluation import evaluate_gates
 from compress.core.gate_kinds.baselines import baseline_name
+from compress.core.metric_kinds.score import Score
 from compress.profiling.batch_dependence import BatchDependence
 from compress.profiling.operator_table import read_operator_tables
 from pipelines.results.measurements import Measurements
@@ -145,8 +146,8 @@ def _evaluate_gate(
     verdict = cache.get_or_measure(
         key,
         measure=lambda: gate.evaluate(before, after, context),
-        load=lambda value: gate.verdict(float(value)),
-        dump=lambda verdict: verdict.value,
+        load=gate.stored_verdict,
+        dump=lambda verdict: verdict.measured,
     )
     verdict = verdict.model_copy(update={"against": compared if gate.compares else None})
     state.emit(gate_event(planned.name, verdict))
@@ -157,6 +158,8 @@ def measure_artifact(state: RunState, name: str, cache: MeasurementCache) -> Mea
     """Measure metric, size, latency and memory of an artifact, compared with the run's baseline."""
     baseline, artifact = state.artifacts[state.plan.baseline], state.artifacts[name]
     dependence = batch_dependence(state, name, cache)
+    if state.data and "val" in state.data.datasets and state.plan.metric.is_measured:
+        score_of(state, name, "val", cache)
     context = state.context(name)
     conditions = state.measurement_conditions()
     # The number goes up where other things are measured: stored values are then measured again.
@@ -180,6 +183,27 @@ def measure_artifact(state: RunState, name: str, cache: MeasurementCache) -> Mea
             key, lambda: context.peak_memory(artifact, batch), float, lambda mebibytes: mebibytes
         )
     )
+
+
+def score_of(
+    state: RunState, name: str, split: str, cache: MeasurementCache | None = None
+) -> Score:
+    """Return an artifact's metric on a split, by sample, from the store if it was measured before.
+
+    The run's contexts find it from then on, so that no other comparison reads the split again.
+    """
+    artifact, context = state.artifacts[name], state.context(name)
+    cache = cache or MeasurementCache(state.entries[name], artifact)
+    key = {"metric by sample": split, **state.measurement_conditions()}
+    with name_stage_in_errors(name, state.out):
+        score = cache.get_or_measure(
+            key | judged_batch_size_part(state, name),
+            measure=lambda: context.score_by_sample(artifact, split),
+            load=Score.from_json,
+            dump=Score.to_json,
+        )
+        state.scores.setdefault(context.score_key(artifact, split), (score, Recording()))
+    return score
 
 
 def batch_dependence(

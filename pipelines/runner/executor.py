@@ -17,12 +17,13 @@ from pipelines.results.measurements import Measurements
 from pipelines.results.stage_reports import TestReport
 from pipelines.runner import events
 from pipelines.runner.cache_keys import history_before, source_key_parts, stage_key_parts
+from pipelines.runner.data_warnings import unlike_test
 from pipelines.runner.evaluator import (
     NOT_ASKED_FOR,
     MeasurementCache,
     evaluate_stage,
-    judged_batch_size_part,
     measure_artifact,
+    score_of,
 )
 from pipelines.runner.inputs import import_source
 from pipelines.runner.run_state import CacheLookup
@@ -75,7 +76,9 @@ class PipelineExecutor:
             "stages": [planned.stage.own_settings() for planned in state.plan.stages],
         }
         context = state.context(SOURCE)
-        fitting = functools.partial(fitting_loss, state.plan, state.pipeline, source, context)
+        fitting = functools.partial(
+            fitting_loss, state.plan, state.pipeline, source, context, state.contents
+        )
         line = str(state.entries[SOURCE].cached_value(loss_key, source, fitting))
         if line:
             state.emit(events.RunEvent("task_known", None, line))
@@ -148,16 +151,21 @@ class PipelineExecutor:
         has_test = state.data is not None and "test" in state.data.datasets
         if not has_test or plan.cut or not plan.metric.is_measured:
             return
-        values: dict[str, float] = {}
-        for name in dict.fromkeys((plan.baseline, *plan.leaves)):
-            key = {"metric on": "test", **state.measurement_conditions()}
-            key |= judged_batch_size_part(state, name)
-            artifact = state.artifacts[name]
-            score = functools.partial(state.context(name).score, artifact, "test")
-            with name_stage_in_errors(name, state.out):
-                value = state.entries[name].cached_value(key, artifact, score)
-            values[name] = float(str(value))
-        state.test = TestReport(metric=plan.metric.name, values=values)
+        has_val = "val" in state.data.datasets  # type: ignore[union-attr]
+        names = dict.fromkeys((plan.baseline, *plan.leaves))
+        scores = {name: score_of(state, name, "test") for name in names}
+        unlike_val = {}
+        for name in names:
+            if has_val and name not in state.unmeasured:
+                on_val = score_of(state, name, "val")
+                if line := unlike_test(name, plan.metric.name, on_val, scores[name]):
+                    unlike_val[line] = (name,)
+        state.test = TestReport(
+            metric=plan.metric.name,
+            values={name: score.value for name, score in scores.items()},
+            samples=scores[plan.baseline].samples,
+            unlike_val=unlike_val,
+        )
 
     def _emit_finished(
         self,

@@ -79,9 +79,9 @@ def resolve_inputs(pipeline: PipelineConfig) -> tuple[PipelineConfig, Splits | N
     except CompressError as error:
         raise type(error)(f"{pipeline.place('model')}: {error}") from error
     if data is not None:
-        names = tuple(spec.name for spec in inputs)
-        source = replace(data.source, input_names=names) if data.source else None
-        data = replace(data, input_names=names, source=source)
+        names, dtypes = zip(*((spec.name, spec.dtype) for spec in inputs), strict=True)
+        source = data.source and replace(data.source, input_names=names, input_dtypes=dtypes)
+        data = replace(data, input_names=names, input_dtypes=dtypes, source=source)
     model = spec.model_copy(update={"inputs": inputs})
     inferred = f"model.inputs, from {origin}: {described(inputs)}"
     pipeline = pipeline.model_copy(update={"model": model})
@@ -155,6 +155,7 @@ def load_data(pipeline: PipelineConfig) -> Splits | None:
         spec.batch_size,
         spec.loader.resolve_paths(pipeline.folder),
         tuple(tensor.name for tensor in pipeline.model.inputs or ()),
+        tuple(tensor.dtype for tensor in pipeline.model.inputs or ()),
     )
     try:
         return reference.load()
@@ -206,7 +207,7 @@ def check_model(pipeline: PipelineConfig) -> tuple[Signature, str]:
         context = Context(
             root=Path(folder), data=data, device=pipeline.device, threads=pipeline.threads
         )
-        loss = fitting_loss(plan, pipeline, source, context)
+        loss = fitting_loss(plan, pipeline, source, context, data.contents() if data else None)
         lines = [inferred, plan.task_line, loss]
         return source.signature, "\n".join(filter(None, lines))
 

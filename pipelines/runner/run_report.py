@@ -31,6 +31,10 @@ def build_report(state: RunState, status: Status, error: str = "") -> Report:
     plan, outcome, pipeline = state.plan, state.outcome, state.pipeline
     stages = tuple(state.reports[name] for name in plan.ordered(state.reports))
     failures = tuple(outcome.failures[name] for name in plan.ordered(outcome.failures))
+    # They may read data and score: who interrupts a run does not wait for that.
+    doubts = accuracy_warnings(state) if status != INTERRUPTED else {}
+    doubts |= state.test.unlike_val if state.test else {}
+    doubtful = {name for names in doubts.values() for name in names}
     return Report(
         pipeline=pipeline.name,
         status=status,
@@ -44,11 +48,15 @@ def build_report(state: RunState, status: Status, error: str = "") -> Report:
         stages=stages,
         warnings=(
             *state.data_warnings,
-            # They may read data and score: who interrupts a run does not wait for that.
-            *(accuracy_warnings(state) if status != INTERRUPTED else ()),
+            *doubts,
             *measurement_warnings(stages, plan.baseline, state.baseline),
             *_sampling_warnings(state),
             *state.store.warnings,
+        ),
+        accuracy_doubts=tuple(
+            n
+            for n in (SOURCE, *plan.names)
+            if doubtful & {n, *(plan.branch(n) if n != SOURCE else ())}
         ),
         test=state.test,
         lock={
@@ -65,18 +73,18 @@ def build_report(state: RunState, status: Status, error: str = "") -> Report:
     )
 
 
-def accuracy_warnings(state: RunState) -> tuple[str, ...]:
-    """Return a warning for each suspicious accuracy, with its likely cause."""
-    warnings: list[str] = []
+def accuracy_warnings(state: RunState) -> dict[str, tuple[str, ...]]:
+    """Return a warning for each suspicious accuracy, with its likely cause → stages it is about."""
+    warnings: dict[str, tuple[str, ...]] = {}
     try:
         with only_signals_interrupt():
-            warnings.extend(_accuracy_warnings(state))
+            warnings.update(_accuracy_warnings(state))
     except Exception:  # the report is written all the same, with the warnings so far
         log.debug("accuracies could not be checked", exc_info=True)
-    return tuple(warnings)
+    return warnings
 
 
-def _accuracy_warnings(state: RunState) -> Iterator[str]:
+def _accuracy_warnings(state: RunState) -> Iterator[tuple[str, tuple[str, ...]]]:
     plan, metric, data = state.plan, state.plan.metric, state.data
     measurements = {name: report.measurements for name, report in state.reports.items()}
     if state.baseline:
@@ -91,7 +99,7 @@ def _accuracy_warnings(state: RunState) -> Iterator[str]:
         if samples and data is not None:
             cause = unlike_val(data, samples, state.pipeline.seed)
         if cause or not drop.is_judged:
-            yield drop.line(metric, cause)
+            yield drop.line(metric, cause), (drop.stage,)
     if data is None:
         return
     key = {"constant answer": 1, "data": state.fingerprint, "metric": metric.identity()}
@@ -110,7 +118,8 @@ def _accuracy_warnings(state: RunState) -> Iterator[str]:
         yield (
             f"{', '.join(no_better)}: {metric.name} is no better than that of one and the same "
             f"answer to every sample ({constant:.4f} on val); train longer, or judge by another "
-            "metric"
+            "metric",
+            tuple(no_better),
         )
 
 

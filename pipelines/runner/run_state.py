@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from compress.artifacts.artifact import Artifact
     from compress.common.dependency_recorder import Recording
+    from compress.core.metric_kinds.score import Score
     from compress.core.progress import Progress
     from compress.data.fingerprint import Contents
     from compress.data.splits import Splits
@@ -156,7 +157,7 @@ class RunState:
     entries: dict[str, Entry] = field(default_factory=dict)
     reports: dict[str, StageReport] = field(default_factory=dict)
     """Of the stages whose gates have been evaluated, whether they passed or not."""
-    scores: dict[tuple[Any, ...], tuple[float, Recording]] = field(default_factory=dict)
+    scores: dict[tuple[Any, ...], tuple[Score, Recording]] = field(default_factory=dict)
     batch_dependences: dict[str, BatchDependence] = field(default_factory=dict)
     comparisons: dict[tuple[Any, ...], tuple[Comparison, Recording]] = field(default_factory=dict)
     unmeasured: frozenset[str] = frozenset()

@@ -221,7 +221,12 @@ def test_another_loss_and_other_code_of_it_train_anew(tmp_path) -> None:
             r":4: metric: .*use metric: mse \(task: regression, as targets",
         ),
         ("classes", "loss: mse", TRAIN, r":4: loss: mse takes targets that are numbers"),
-        ("classes", "", TRAIN, r":3: data: .*from 0 to 1, found 2; for numbers use mse"),
+        (
+            "classes",
+            "",
+            TRAIN,
+            r":3: data: .*label 2 is out of range: the model answers yes or no, 0 or 1 ",
+        ),
         ("numbers", "loss: mes", TRAIN, r":4: loss: unknown loss 'mes'; did you mean 'mse'"),
         ("numbers", "loss: nets:gone", TRAIN, r":4: loss: .* no callable 'gone'"),
         (

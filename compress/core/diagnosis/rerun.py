@@ -83,7 +83,7 @@ class RerunStage:
         metric = metric.with_inferred_loss(self.context.data)
         try:
             with self.context.predictor(self.after) as predict:
-                on_train = evaluate(predict, part, "train", metric)
+                on_train = evaluate(predict, part, "train", metric).value
         except CompressError:  # such as a metric that needs a reference
             return None
         return self.context.metric.drop_points(on_train, self.score)
@@ -104,7 +104,7 @@ class RerunStage:
                 return predict(*with_ranges(Batch(inputs, None), val, train).inputs)
 
             try:
-                return self.share_of(evaluate(in_range, data, "val", metric))
+                return self.share_of(evaluate(in_range, data, "val", metric).value)
             except StageFailed:
                 return 0.0
 

@@ -28,8 +28,13 @@ def not_finite(outputs: torch.Tensor) -> str:
     return ""
 
 
-def count_equal(name: str, labels: torch.Tensor, targets: torch.Tensor) -> tuple[float, int]:
-    """Return how many labels equal their targets, and how many targets are not ignored."""
+def count_equal(name: str, labels: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return how many labels equal their targets, and how many targets are not ignored.
+
+    By sample, `(2, samples)`, in float64.
+    """
+    import torch
+
     from compress.data.batch import IGNORED_LABEL
 
     if labels.shape != targets.shape:
@@ -37,7 +42,8 @@ def count_equal(name: str, labels: torch.Tensor, targets: torch.Tensor) -> tuple
             f"metric {name}: labels have shape {tuple(labels.shape)} and targets "
             f"{tuple(targets.shape)}"
         )
-    return float((labels == targets).sum()), int((targets != IGNORED_LABEL).sum())
+    counts = (labels == targets, targets != IGNORED_LABEL)
+    return torch.stack([x.reshape(len(x), -1).sum(1).double() for x in counts])
 
 
 def one_number(name: str, value: Any) -> float:

@@ -69,13 +69,12 @@ def ranked_inputs(
 
 
 def labelled_inputs(
-    outputs: torch.Tensor, targets: torch.Tensor, decisions: tuple[torch.Tensor, torch.Tensor]
+    outputs: torch.Tensor, decisions: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
     """Return predictions and targets for a metric of labels, and its arguments.
 
     Args:
         outputs: scores of classes on axis 1, or binary logits.
-        targets: as they come from the data.
         decisions: predicted and true labels, booleans if outputs are binary logits.
     """
     import torch
@@ -86,15 +85,10 @@ def labelled_inputs(
         classes = {"task": "multiclass", "num_classes": outputs.shape[1]}
         return labels.flatten(), known.flatten().long(), classes | several
     if outputs.dim() > 1 and outputs.shape[1] > 1:
-        # As given: the decisions leave out single ignored labels, and with them the shape.
-        known = targets.reshape(outputs.shape)
-        known = known > 0.5 if known.is_floating_point() else known
-        return (
-            (outputs > 0).long(),
-            known.long(),
-            {"task": "multilabel", "num_labels": outputs.shape[1]} | several,
-        )
-    return labels.flatten().long(), known.flatten().long(), {"task": "binary"}
+        settings = {"task": "multilabel", "num_labels": outputs.shape[1]} | several
+        return labels.long(), known.long(), settings
+    binary = {"task": "binary", "ignore_index": IGNORED_LABEL}
+    return labels.flatten().long(), known.flatten().long(), binary
 
 
 def metrics_in(metric: Any) -> list[Any]:

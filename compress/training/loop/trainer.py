@@ -14,6 +14,8 @@ import torch
 from compress.artifacts.eager_model import EagerModel
 from compress.common.errors import StageFailed
 from compress.common.process import derive_seed, reseed, seeded
+from compress.data.fingerprint import hash_of_state
+from compress.data.stream import StreamReader
 from compress.data.targets import flatten
 from compress.training.checkpoint.metadata import (
     NO_LOSSES,
@@ -39,10 +41,15 @@ if TYPE_CHECKING:
 
     from compress.data.batch import Batch
     from compress.data.dataloader import Reader
+    from compress.data.splits import Splits
     from compress.training.checkpoint.metadata import LossSum
     from compress.training.distributed.base import Strategy
     from compress.training.loop.job import Job
     from compress.training.loop.step_metrics import StepMetrics, TrainingRecord
+
+
+COMPARED_SAMPLES = 8
+"""First samples of a stream that processes compare."""
 
 
 def train(job: Job, strategy: Strategy, on_record: Callable[[TrainingRecord], None]) -> None:
@@ -66,6 +73,7 @@ def train(job: Job, strategy: Strategy, on_record: Callable[[TrainingRecord], No
         stream = job.data.open_stream(job.seed)
         if stream is not None:
             list(stream.read((), 1, job.seed))
+            _refuse_divided(job.data, strategy, job.seed)
         module = strategy.load(EagerModel.from_directory(job.start), job.device)
         loss = job.objective.prepare(job.device)
         # Its hooks and parameters must be there before the module is compiled and wrapped.
@@ -95,6 +103,20 @@ def train(job: Job, strategy: Strategy, on_record: Callable[[TrainingRecord], No
                 report = partial(on_record, metrics.of_epoch(progress.history[-1]))
                 manager.save(step, progress, state, report)
             manager.wait()
+
+
+def _refuse_divided(data: Splits, strategy: Strategy, seed: int) -> None:
+    """Raise StageFailed where a stream gives each process other samples, of which most are lost."""
+    assert data.stream is not None
+    first = StreamReader(data.stream, seed).first_samples(COMPARED_SAMPLES)
+    # As many bits as a float64 holds exactly, also of their sum.
+    number = float(int.from_bytes(hash_of_state(first)[:4], "little"))
+    if strategy.sum_over_ranks([number])[0] != number * strategy.ranks:
+        raise StageFailed(
+            "split 'train' is a stream that divides itself by rank, and so does training, which "
+            "would lose most samples; give the whole stream to every process (leave out "
+            "split_dataset_by_node, split_by_node or your own division)"
+        )
 
 
 def _train_epoch(

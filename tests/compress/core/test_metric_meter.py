@@ -112,7 +112,9 @@ def test_texts_are_measured_by_a_subclass_that_decodes(own: Callable[..., Metric
         return (torch.nn.functional.one_hot(ids, 4).float(),)
 
     splits = Splits({"val": samples}, batch_size=2)
-    assert evaluate(predict, splits, "val", own("WordErrors"), predict) == pytest.approx(2 / 7)
+    assert evaluate(predict, splits, "val", own("WordErrors"), predict).value == pytest.approx(
+        2 / 7
+    )
 
 
 @pytest.mark.parametrize("gate", [Parity(atol=0), LabelAgreement()], ids=lambda gate: gate.gate)
@@ -140,7 +142,7 @@ def test_batches_of_other_lengths_are_measured_without_padding(metric: Metric) -
     def predict(ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return (scores[ids].movedim(2, 1),)
 
-    found = evaluate(predict, splits, "val", metric, predict)
+    found = evaluate(predict, splits, "val", metric, predict).value
     (outputs,) = predict(pad_sequence(rows, batch_first=True))
     labels = pad_sequence([s["labels"] for s in samples], batch_first=True, padding_value=-100)
     if metric.name == "fidelity":
@@ -164,7 +166,7 @@ def test_a_class_of_the_users_is_streamed(own: Callable[..., Metric]) -> None:
     whole = next(labelled(5).batches("val", 20))
     known = whole.target != 1
     expected = own("share").score(whole.inputs[0][known, :3], whole.target[known])
-    assert evaluate(Tracked(), labelled(5), "val", share) == pytest.approx(expected)
+    assert evaluate(Tracked(), labelled(5), "val", share).value == pytest.approx(expected)
     with pytest.raises(PipelineInvalid, match=r"mine:Other.*expected .*subclass of torchmetrics"):
         own("Other").check()
 

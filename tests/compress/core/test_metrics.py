@@ -17,15 +17,15 @@ def test_accuracy_equals_torchmetrics(blobs: Splits) -> None:
         "torchmetrics.classification.MulticlassAccuracy",
         (("average", "micro"), ("num_classes", 3)),
     )
-    mine = evaluate(_first_features, blobs, "val", Metric("accuracy"))
+    mine = evaluate(_first_features, blobs, "val", Metric("accuracy")).value
     assert 0.5 < mine < 1
-    assert mine == pytest.approx(evaluate(_first_features, blobs, "val", theirs))
+    assert mine == pytest.approx(evaluate(_first_features, blobs, "val", theirs).value)
 
 
 def test_loss_is_lower_when_better(blobs: Splits) -> None:
     metric = Metric("loss")
-    good = evaluate(lambda x: (3 * x[:, :3],), blobs, "val", metric)
-    bad = evaluate(lambda x: (-x[:, :3],), blobs, "val", metric)
+    good = evaluate(lambda x: (3 * x[:, :3],), blobs, "val", metric).value
+    bad = evaluate(lambda x: (-x[:, :3],), blobs, "val", metric).value
     assert good < bad
     assert metric.drop_points(good, bad) > 0
     assert Metric("accuracy").drop_points(0.98, 0.97) == pytest.approx(1.0)
@@ -33,8 +33,8 @@ def test_loss_is_lower_when_better(blobs: Splits) -> None:
 
 def test_fidelity_compares_with_the_reference(blobs: Splits) -> None:
     metric = Metric("fidelity")
-    same = evaluate(_first_features, blobs, "val", metric, _first_features)
-    other = evaluate(lambda x: (-x[:, :3],), blobs, "val", metric, _first_features)
+    same = evaluate(_first_features, blobs, "val", metric, _first_features).value
+    other = evaluate(lambda x: (-x[:, :3],), blobs, "val", metric, _first_features).value
     assert same == 1.0
     assert other < 0.5
     with pytest.raises(StageFailed, match="reference"):
@@ -47,9 +47,9 @@ def test_the_users_own_metric(blobs: Splits, tmp_path) -> None:
     )
     metric = Metric("mine:misses", direction=False, folder=tmp_path)
     metric.check()
-    misses = evaluate(_first_features, blobs, "val", metric)
+    misses = evaluate(_first_features, blobs, "val", metric).value
     assert not metric.higher_is_better
-    right = evaluate(_first_features, blobs, "val", Metric("accuracy"))
+    right = evaluate(_first_features, blobs, "val", Metric("accuracy")).value
     assert misses == pytest.approx(1 - right)
 
 
@@ -124,8 +124,8 @@ def _masked(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
 @pytest.mark.parametrize("name", ["accuracy", "loss", "fidelity"])
 def test_a_masked_class_is_never_predicted(name: str, blobs: Splits) -> None:
     metric, reference = Metric(name), _first_features
-    masked = evaluate(_masked, blobs, "val", metric, reference)
-    assert masked == evaluate(_first_features, blobs, "val", metric, reference)
+    masked = evaluate(_masked, blobs, "val", metric, reference).value
+    assert masked == evaluate(_first_features, blobs, "val", metric, reference).value
 
 
 @pytest.mark.parametrize(

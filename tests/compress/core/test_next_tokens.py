@@ -89,8 +89,8 @@ def test_in_windows_every_token_counts_once_and_sees_its_window_alone(
                 scores = module(ids[None, begin:place])[0, -1]
                 losses.append(float(F.cross_entropy(scores, labels[place])))
     with running.open() as predict:
-        found = evaluate(predict, texts, "val", metric)
-        plain = evaluate(predict, texts, "val", Metric("perplexity", loss=LANGUAGE))
+        found = evaluate(predict, texts, "val", metric).value
+        plain = evaluate(predict, texts, "val", Metric("perplexity", loss=LANGUAGE)).value
     assert found == pytest.approx(math.exp(sum(losses) / len(losses)), rel=1e-6)
     assert (found == pytest.approx(plain, rel=1e-6)) == (length > LENGTH)
 
@@ -155,4 +155,4 @@ def test_labels_of_tokens_without_a_task_name_the_task() -> None:
     outputs, labels = torch.zeros(2, 5, 7), torch.ones(2, 5, dtype=torch.int64)
     for loss in (Loss(), Loss("cross_entropy")):
         with pytest.raises(StageFailed, match="labels of tokens write task: causal-lm"):
-            loss.sum_and_count(outputs, labels)
+            loss.sums_and_counts(outputs, labels).sum(1)

@@ -39,7 +39,7 @@ def test_tokens_have_their_classes_last(tokens, name) -> None:
         scores, known = outputs[:, :-1], labels[:, 1:]
     expected = F.cross_entropy(scores.reshape(-1, CLASSES), known.reshape(-1))
     assert loss.function()(outputs, labels, label_smoothing=0.0) == pytest.approx(float(expected))
-    total, count = loss.sum_and_count(outputs, labels)
+    total, count = loss.sums_and_counts(outputs, labels).sum(1)
     assert total / count == pytest.approx(float(expected))
     assert count == loss.label_counter()(labels) == int((known != -100).sum())
     right = (scores.argmax(-1) == known).sum() / count
@@ -151,7 +151,7 @@ def test_a_drop_is_in_points_only_where_1_is_best() -> None:
         "mse": "mse rises by at most 5",
         "own:perplexity": "own:perplexity gets worse by at most 5",
     }
-    assert [value_in_words(verdict, m) for m in words] == ["20", "0.2", "0.2"]
+    assert [value_in_words(verdict, m) for m in words] == ["20 points", "0.2", "0.2"]
 
 
 def test_a_task_and_the_targets_kind_are_inferred_together(blobs, tmp_path: Path) -> None:

@@ -28,16 +28,23 @@ def test_the_interval_of_a_drop_is_that_of_a_proportion(mlp: EagerModel, tmp_pat
     data = Splits({"val": torch.utils.data.TensorDataset(x, y)}, batch_size=50)
     half = HalfOfVal(data, Metric("accuracy"), Context(root=tmp_path / "w", data=data), mlp)
     predict = Wrong(mlp, -2.0)
-    drop, interval = half.drop_points(predict), half.drop_interval(predict)
+    drop, interval = half.drop_with_interval(predict)
     assert interval is not None and drop > 5
-    assert sum(interval) / 2 == pytest.approx(drop)
+    assert sum(interval) / 2 == pytest.approx(drop, rel=0.1)
     share = drop / 100
     expected = 100 * (share * (1 - share) / 400) ** 0.5
-    # Twenty parts estimate the standard error, and 2.09 is the quantile of t beside 1.96.
-    assert (interval[1] - interval[0]) / 2 == pytest.approx(2.09 * expected, rel=0.3)
+    assert (interval[1] - interval[0]) / 2 == pytest.approx(1.96 * expected, rel=0.1)
 
 
-def test_without_a_difference_there_is_no_interval(mlp: EagerModel, tmp_path, blobs) -> None:
+def test_without_a_difference_the_interval_is_that_of_no_sample_of_all(
+    mlp: EagerModel, tmp_path, blobs
+) -> None:
     context = Context(root=tmp_path / "w", data=blobs)
     half = HalfOfVal(blobs, Metric("accuracy"), context, mlp)
-    assert half.drop_interval(Wrong(mlp, -100.0)) is None
+    drop, interval = half.drop_with_interval(Wrong(mlp, -100.0))
+    # The rule of three: of n samples none changed, so that up to about 4 / n of others may.
+    bound = 100 * 1.96**2 / (half.samples + 1.96**2)
+    assert (drop, interval) == (
+        0,
+        (pytest.approx(-bound, rel=1e-3), pytest.approx(bound, rel=1e-3)),
+    )

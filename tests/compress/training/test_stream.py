@@ -74,6 +74,15 @@ def test_two_ranks_train_as_one_process_and_resume_after_a_kill(tmp_path, whole)
     assert largest_difference(killed, whole) <= 1e-6
 
 
+@pytest.mark.multiprocess
+@pytest.mark.usefixtures("forked_ranks")
+def test_a_stream_that_divides_itself_by_rank_is_refused(tmp_path):
+    divided = data("divided")
+    assert train(tmp_path / "one", divided) is not None
+    with pytest.raises(StageFailed, match="divides itself by rank, and so does training"):
+        train(tmp_path / "two", divided, parallel={"processes": 2})
+
+
 @pytest.fixture(scope="module")
 def parquet_file(tmp_path_factory):
     datasets = pytest.importorskip("datasets")

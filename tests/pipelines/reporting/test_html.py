@@ -189,6 +189,7 @@ def test_a_passed_run_says_first_what_to_deploy(finished_run) -> None:
     metric = before.metric.name, before.metric.value, measured.metric.value
     speed = "2.5× faster by compression (9.1× against eager PyTorch: 3.7× by ONNX Runtime)"
     gained = f"4.00 MB → 250 kB, {speed}, {{}} {{:.4f}} → {{:.4f}}".format(*metric)
+    gained += " (loses 0 points, 0 of 60 samples; 95 %: -6 to 6)"
     assert found == Headline(gained, "artifacts/fast", last.artifact.file, is_served=True)
     verdict = render(report).split("<h2>")[0]
     assert verdict.index(gained) < verdict.index("Passed")

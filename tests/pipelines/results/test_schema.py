@@ -6,7 +6,8 @@ import pytest
 from rich.console import Console
 
 from compress.common.errors import StageFailed
-from compress.core.gates import MaxDrop, MinMetric, rule_in_words, value_in_words
+from compress.core.gates import BUILT_IN, MaxDrop, MinMetric, rule_in_words, value_in_words
+from compress.core.verdict import Uncertainty, explain
 from pipelines.reporting.html import render
 from pipelines.reporting.html_page import breakable
 from pipelines.reporting.terminal_table import COLUMNS, OPTIONAL_COLUMNS, gate_lines, stage_table
@@ -53,9 +54,26 @@ def test_rules_are_in_plain_words() -> None:
 
 def test_what_a_gate_found_has_the_unit_of_its_rule() -> None:
     drop = MaxDrop(points=1).verdict(0.5)
-    assert value_in_words(drop, "accuracy") == "0.5"
+    assert value_in_words(drop, "accuracy") == "0.5 points"
     assert value_in_words(drop, "loss") == "0.005"
     assert value_in_words(MaxDrop(points=1).verdict(None, "no data"), "loss") == "no data"
+    for name, gate in BUILT_IN.items():
+        limits = {gate.limit_field: 1 if name == "min_equal_tokens" else 0.45, "atol": 0.45}
+        made = gate.model_validate({k: v for k, v in limits.items() if k in gate.model_fields})
+        at_limit = made.verdict(made.limit)
+        rule = rule_in_words(at_limit, "accuracy")
+        assert re.search(rf"\b{value_in_words(at_limit, 'accuracy')}( |$)", rule), name
+
+
+def test_what_a_gate_found_says_on_how_many_samples_and_how_sure_it_is() -> None:
+    doubt = Uncertainty(samples=360, interval=(-0.781, 1.556), lost=1, gained=0)
+    drop = MaxDrop(points=1).verdict(1 / 3.6, uncertainty=doubt)
+    found = "0.27778 points (1 of 360 samples; 95 %: -0.78 to 1.6)"
+    assert value_in_words(drop, "accuracy") == found
+    assert explain(drop).endswith("found 0.2778 (1 of 360 samples; 95 %: -0.78 to 1.6)")
+    assert MaxDrop(points=0.1).stored_verdict(drop.measured).uncertainty == doubt
+    both = doubt.model_copy(update={"lost": 3, "gained": 2})
+    assert both.in_words().startswith("3 lost and 2 gained of 360 samples")
 
 
 def test_the_page_gives_the_command_that_makes_it_again(finished_run) -> None:
@@ -89,7 +107,7 @@ def test_the_table_is_never_truncated(finished_run, width: int) -> None:
     text = _printed(report, width)
     assert "…" not in text
     assert max(map(len, text.splitlines())) <= width
-    header = "\n".join(text.splitlines()[1:4])
+    header = "\n".join(text.splitlines()[1:5])
     expected = {"size", "smaller", "faster", "gates"}
     if width == 120:
         expected = {*COLUMNS} - {"metric", *OPTIONAL_COLUMNS[:3]}
