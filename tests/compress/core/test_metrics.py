@@ -166,3 +166,14 @@ def test_the_metric_beside_a_loss_of_your_own(task: str | None, metric: str) -> 
     kind = "numbers" if task == "regression" else "nested"
     loss = Loss("own:loss", targets=kind, task=TASKS[task] if task else None)
     assert default_metric(loss).name == metric
+
+
+@pytest.mark.parametrize("name", ["accuracy", "f1", "loss"])
+def test_a_label_without_a_class_is_named_with_its_split_and_sample(name: str) -> None:
+    pytest.importorskip("torchmetrics")
+    x, y = torch.randn(50, 4), torch.arange(50) % 4
+    y[20], y[47] = -100, 4
+    data = Splits({"val": torch.utils.data.TensorDataset(x, y)}, batch_size=16)
+    reason = r"^split 'val', sample 47: label 4 is out of range: the model has 4 classes, 0 to 3 "
+    with pytest.raises(StageFailed, match=reason):
+        evaluate(lambda x: (x,), data, "val", Metric(name))

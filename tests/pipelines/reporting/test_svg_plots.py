@@ -101,3 +101,16 @@ def test_a_long_curve_is_thinned_and_keeps_the_kept_epoch_and_the_last() -> None
     assert len(plot.lines[0].split()) <= DRAWN_POINTS + 2
     assert plot.marks
     assert plot.description.endswith("epoch 1000: 0.0010.")
+
+
+def test_an_axis_is_no_shorter_than_the_intervals_that_are_drawn_on_it() -> None:
+    found = [
+        Point("0", "before", 2.0, 0.9944),
+        Point("1", "after", 1.0, 0.9917, None, False, (0.9789, 1.0)),
+    ]
+    plot = scatter(found, {0, 1})
+    low, high = plot.marks[1].bar or (math.nan, math.nan)
+    assert TOP <= high < low <= FLOOR
+    assert plot.marks[0].bar is None
+    # One sample of 360 is an eighth of the interval, and was nearly the whole axis.
+    assert abs(plot.marks[0].y - plot.marks[1].y) < (low - high) / 7
