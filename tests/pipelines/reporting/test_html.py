@@ -226,8 +226,8 @@ def test_failures_come_first_on_the_page_and_have_rows(finished_run) -> None:
     fronts = pareto_fronts(report, rows)
     assert {row.name for row in fronts.absent} == {"int8", "int8_onnx", "mar"}
     assert "worse" not in [row.name for row in (*fronts.by_size, *fronts.by_time)]
-    assert "worse" not in [row.name for row in deployable_rows(rows, fronts, "train")]
-    assert "train" not in [row.name for row in deployable_rows(rows, fronts, "train")]
+    assert "worse" not in [row.name for row in deployable_rows(rows, fronts, report)]
+    assert "train" not in [row.name for row in deployable_rows(rows, fronts, report)]
     page = render(report)
     assert "no &lt;samples&gt; left" in page
     before_stages = page.partition("<h2>Stages")[0]

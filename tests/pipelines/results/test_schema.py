@@ -110,7 +110,7 @@ def test_the_table_is_never_truncated(finished_run, width: int) -> None:
     header = "\n".join(text.splitlines()[1:5])
     expected = {"size", "smaller", "faster", "gates"}
     if width == 120:
-        expected = {*COLUMNS} - {"metric", *OPTIONAL_COLUMNS[:3]}
+        expected = {*COLUMNS} - {"metric", *OPTIONAL_COLUMNS[:4]}
     assert all(column in header for column in expected), text
     for stage in report.stages:
         assert re.search(rf"\b{stage.name}\b", text)
