@@ -40,7 +40,7 @@ def bench(
     seconds: float = MEASURED_SECONDS,
     web: Path | str | None = None,
 ) -> Bench:
-    """Measure models call by call in turn in this process, and name the fastest.
+    """Measure models in turn in this process, and name the fastest.
 
     Args:
         models: artifacts or their folders, or a module in memory; the first one is what the

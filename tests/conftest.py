@@ -24,6 +24,8 @@ os.environ.setdefault("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")
 
 import pytest
 
+from compress.profiling.call_timer import CallTimer
+
 # What imports torch is imported in functions: xdist's controller, which no test runs in, and which
 # starts the workers only then, needs none of it.
 if TYPE_CHECKING:
@@ -56,6 +58,8 @@ def pytest_configure() -> None:
     """Let Ctrl-C reach what tests start, also where a shell began this in the background."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Tests run beside one another, where a user's speeds would rightly not be measurable.
+    CallTimer.doubt = ""  # type: ignore[method-assign,assignment]
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import time
+from functools import partial
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,7 +18,7 @@ from export.latency.float_layers import MixedModel, weighted_layers
 from export.latency.kernel_table import KernelTable
 from export.latency.resizing import ResizableModel
 from export.onnx.proto_io import read, write
-from export.onnx.session import session_predictor
+from export.onnx.session import opened_session, session_predictor
 from export.onnx.translate import translate
 from pipelines.auto.cost_models import latency_models
 from pipelines.auto.cost_models.float_layers import LayerHarms, decision_of
@@ -106,10 +107,10 @@ def measure_models(built: Built, deadline: float) -> bool:
     table = KernelTable(built.work, machine(), 1)
     signature = built.whole.signature
     batches = built.context.measured_batches(signature, 1)
-    whole = session_predictor(whole_file(built), 1)
+    whole = partial(opened_session, whole_file(built), 1)
 
-    def measure_ms(predict) -> float:
-        compared = compare_latency(whole, predict, batches, seconds=0.3)
+    def measure_ms(file) -> float:
+        compared = compare_latency(whole, file, batches, seconds=0.3, threads=1)
         return whole_ms(built, compared.before.p50) / compared.speedup
 
     for name, model in built.models.items():
@@ -158,7 +159,7 @@ def measure_points(built: Built, deadline: float) -> bool:
     known = {_key(*json.loads(line)[0]) for line in _lines(file)}
     missing = [point for point in points(built) if _key(*point) not in known]
     batches = built.context.measured_batches(built.whole.signature, 1)
-    whole = session_predictor(whole_file(built), 1)
+    whole = partial(opened_session, whole_file(built), 1)
     resizable: dict[tuple[str, str], Any] = {}
     with file.open("a") as out:
         for name, format, widths, patterns in missing:
@@ -171,10 +172,9 @@ def measure_points(built: Built, deadline: float) -> bool:
             choice = own | dict(zip(built.widths[name].grid, widths, strict=True))
             choice |= {decision_of(pattern): "float" for pattern in patterns}
             write(model.resize(choice), built.work / "point.onnx")
-            predict = session_predictor(built.work / "point.onnx", 1)
-            # In turn with the whole model alone, as a search does: others would take its place in
-            # the processor's caches. As a share of its time, since the machine's speed drifts.
-            compared = compare_latency(whole, predict, batches, seconds=SECONDS)
+            point = partial(opened_session, built.work / "point.onnx", 1)
+            # As a share of the whole model's time, since the machine's speed drifts.
+            compared = compare_latency(whole, point, batches, seconds=SECONDS, threads=1)
             latency_ms = whole_ms(built, 0.0) / compared.speedup
             out.write(json.dumps([[*key, widths, patterns], latency_ms]) + "\n")
             out.flush()

@@ -21,7 +21,8 @@ import sys
 import tempfile
 import time
 import warnings
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
@@ -162,18 +163,20 @@ def load(path: Path) -> dict:
 def _ratios(model: EagerModel, root: Path, kinds: list[str], *, small: bool) -> dict:
     """Return for each kind the times of its calls over those of eager ones, by batch size."""
     with ExitStack() as stack:
-        predictors = []
+        openers = []
         for kind in kinds:
             if kind == COMPILED:
                 compiled = torch.compile(model.load(), dynamic=False)
                 opened = torch_predictor(compiled, "cpu", 1)
             else:
                 opened = (model if kind == EAGER else Artifact.from_directory(root / kind)).open()
-            predictors.append(stack.enter_context(opened))
+            openers.append(partial(nullcontext, stack.enter_context(opened)))
         by_batch = []
         for batch in BATCHES:
             inputs = model.signature.example(batch=batch)
-            measured = compare_latencies(predictors, [inputs], 0.2 if small else 3.0).latencies
+            measured = compare_latencies(
+                openers, [inputs], 0.2 if small else 3.0, threads=1
+            ).latencies
             medians = [math.nan if found.unreliable_reason else found.p50 for found in measured]
             by_batch.append([median / medians[0] for median in medians])
     return dict(zip(kinds, zip(*by_batch, strict=True), strict=True))

@@ -16,6 +16,8 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -246,10 +248,10 @@ def _latency_ratio(before: nn.Module, after: nn.Module, x: torch.Tensor) -> floa
             sessions.append(onnxruntime.InferenceSession(path, options))
     name = sessions[0].get_inputs()[0].name
 
-    def predictor(session):
-        return lambda batch: session.run(None, {name: batch.numpy()})
+    def opener(session):
+        return partial(nullcontext, lambda batch: session.run(None, {name: batch.numpy()}))
 
-    return compare_latency(*map(predictor, sessions), [(x[:32],)]).share or math.nan
+    return compare_latency(*map(opener, sessions), [(x[:32],)], threads=1).share or math.nan
 
 
 def _record(results: Path | None, known: dict, key: tuple, line: dict[str, float]) -> None:
