@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -63,6 +64,42 @@ def test_what_changes_nothing_but_the_bytes_is_seen(file: Path, tmp_path: Path) 
     assert depends.change(tmp_path) == "file labels.npy changed"
 
 
+WAYS = {
+    "environ.copy": lambda: os.environ.copy()["WAY"],
+    "copy.get": lambda: os.environ.copy().get("WAY"),
+    "in copy": lambda: "WAY" in os.environ.copy(),
+    "copy.pop": lambda: os.environ.copy().pop("WAY"),
+    "environb": lambda: os.environb[b"WAY"],
+    "getenvb": lambda: os.getenvb(b"WAY"),
+    "expandvars": lambda: os.path.expandvars("$WAY/x"),
+    "format": lambda: "{WAY}".format(**os.environ),
+    "items": lambda: {k: v for k, v in os.environ.items() if k.startswith("WAY")},
+    "of a copy": lambda: dict(os.environ.copy())["WAY"],
+    "names": lambda: [k for k in os.environ if k.startswith("WAY")],
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_variable_counts_however_it_is_read(monkeypatch, tmp_path: Path, way) -> None:
+    monkeypatch.setenv("WAY", "1")
+    with recording() as found:
+        WAYS[way]()
+    depends = found.dependencies(tmp_path)
+    assert way == "names" or depends.environment.keys() >= {"WAY"}
+    assert depends.change(tmp_path) == ""
+    monkeypatch.delenv("WAY")
+    assert depends.change(tmp_path).startswith("environment variable")
+
+
+def test_another_variable_counts_where_all_are_listed(monkeypatch, tmp_path: Path) -> None:
+    with recording() as found:
+        assert len([name for name in os.environ if name.startswith("OURS_")]) == 0
+    depends = found.dependencies(tmp_path)
+    assert depends.change(tmp_path) == ""
+    monkeypatch.setenv("OURS_WIDTH", "8")
+    assert depends.change(tmp_path) == "environment variables are set or gone, and code lists them"
+
+
 def test_variables_count_that_user_code_asks_for_itself(monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setenv("ASKED", "a secret value")
     monkeypatch.setenv("ASKED_OF_A_LIBRARY", "1")
@@ -74,8 +111,8 @@ def test_variables_count_that_user_code_asks_for_itself(monkeypatch, tmp_path: P
         os.environ["SET_BY_ITSELF"] = "1"
         assert os.environ["SET_BY_ITSELF"] == "1"
         assert os.environ.setdefault("DEFAULTED", "1") == "1"
-        os.path.expandvars("$ASKED_OF_A_LIBRARY")
-        assert dict(os.environ.copy())
+        tempfile.gettempdir()
+        subprocess.run([sys.executable, "-c", ""], env=os.environ.copy(), check=True)
     depends = found.dependencies(tmp_path)
     assert set(depends.environment) == {"ASKED", "UNSET"}
     assert "a secret value" not in depends.model_dump_json()
