@@ -416,7 +416,7 @@ class _EnvironmentCopy(dict[Any, Any]):
 
     __contains__, get = Mapping.__contains__, Mapping.get
     keys, values, items = Mapping.keys, Mapping.values, Mapping.items  # type: ignore[assignment]
-    pop = MutableMapping.pop
+    pop = MutableMapping.pop  # type: ignore[assignment]
 
 
 _MAPPINGS = frozenset(
