@@ -44,13 +44,15 @@ log = logging.getLogger(__name__)
 def read_state_dict(checkpoint: Path) -> Weights:
     """Return a checkpoint's tensors, still on disk where the format allows.
 
-    Of several sets of weights that under a trainer's usual key is taken, and a warning names the
-    others; where another one has tensors of the same shapes, such as a moving average, it is
-    refused. Formats: ``.safetensors``, alone or sharded with a ``.safetensors.index.json``; a directory of
+    Formats: ``.safetensors``, alone or sharded with a ``.safetensors.index.json``; a directory of
     torch.distributed.checkpoint; one of DeepSpeed's ZeRO stages; a directory of Hugging Face's
     save_pretrained, Trainer or Accelerate; and what torch.save wrote, such as Lightning's ``.ckpt``
     or a sharded ``.bin`` with its ``.bin.index.json``. Nothing in a pickle is executed: objects of
     other classes beside the weights are skipped.
+
+    Of several sets of weights that under a trainer's usual key is taken, and a warning names the
+    others; where one of these has tensors of the same shapes, such as a moving average, the
+    checkpoint is refused.
 
     Raises:
         ArtifactInvalid: missing, truncated, holding code, no tensors, or several sets of weights.
@@ -108,8 +110,10 @@ def read_state_dict(checkpoint: Path) -> Weights:
 
 def _tensors_in(value: Any) -> dict[str, Any]:
     """Return all tensors of a mapping, by dotted name; none of an optimizer's state."""
-    if not isinstance(value, dict) or "param_groups" in value:
+    if not isinstance(value, dict):
         return {}
+    if {str(name).partition(".")[0] for name in value} <= {"state", "param_groups"}:
+        return {}  # torch writes an optimizer's so, nested or with dotted names
     found: dict[str, Any] = {}
     for name, entry in value.items():
         tensors = dict(enumerate(entry)) if isinstance(entry, list | tuple) else {"": entry}

@@ -112,6 +112,16 @@ def in_memory(tensor: torch.Tensor | StoredTensor) -> torch.Tensor:
     return tensor.read() if isinstance(tensor, StoredTensor) else tensor
 
 
+def zero_share(state: Weights) -> float:
+    """Return the share of zeros among the entries of matrices and kernels."""
+    zeros = entries = 0
+    for tensor in state.values():
+        if len(tensor.shape) > 1:
+            zeros += int((in_memory(tensor) == 0).sum())
+            entries += prod(tensor.shape)
+    return zeros / max(1, entries)
+
+
 def refuse_path_outside(index: Path, file: object) -> None:
     """Raise ArtifactInvalid for an entry that is no plain file name in the index's own folder."""
     if not isinstance(file, str) or file in ("", ".", "..") or "/" in file or "\\" in file:

@@ -39,6 +39,7 @@ from compress.common.code_origin import (
     origin_of,
 )
 from compress.common.config import Settings
+from compress.common.native_readers import note_native_readers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -307,7 +308,7 @@ def imported_names(source: bytes, package: str = "") -> frozenset[str]:
 
 @cache
 def _install() -> None:
-    """Install the audit hook, which Python cannot remove again, and observe `os.environ`."""
+    """Install what notes reads: Python cannot remove an audit hook again."""
 
     def audit(event: str, arguments: tuple[Any, ...]) -> None:
         if event == "open" and _recordings and not getattr(_thread, "paused", False):
@@ -315,7 +316,15 @@ def _install() -> None:
             with suppress(ValueError, TypeError, OSError), recording_paused():
                 _note_open(*arguments)
 
+    def note(path: str) -> None:
+        if _recordings and not getattr(_thread, "paused", False):
+            within = sorted(file for file in Path(path).rglob("*") if file.is_file())
+            for file in within or [Path(path)]:
+                with recording_paused():
+                    _note_open(file, None, os.O_RDONLY)
+
     sys.addaudithook(audit)
+    note_native_readers(note)
     # Not other objects: those who imported `environ` before would keep the old one.
     os.environ.__class__ = os.environb.__class__ = _Environment
 
@@ -414,7 +423,8 @@ class _EnvironmentCopy(dict[Any, Any]):
         _note_variable(ALL_NAMES, sys._getframe(1))
         return super().__iter__()
 
-    __contains__, get = Mapping.__contains__, Mapping.get
+    __contains__ = Mapping.__contains__
+    get = Mapping.get  # type: ignore[assignment]
     keys, values, items = Mapping.keys, Mapping.values, Mapping.items  # type: ignore[assignment]
     pop = MutableMapping.pop  # type: ignore[assignment]
 

@@ -13,6 +13,7 @@ import importlib.util
 import os
 import re
 import sys
+import threading
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from importlib.abc import MetaPathFinder
@@ -76,18 +77,49 @@ class NameOrReference:
         return {"anyOf": [{"enum": list(self.names)}, own]}
 
 
+class _ImportsItself(PipelineInvalid):
+    """A script without a guard is imported by what it runs itself."""
+
+
+class _Importing(threading.local):
+    """The modules that this thread is importing for references, the innermost last."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+
+_importing = _Importing()
+
+
+def refuse_in_import() -> None:
+    """Raise PipelineInvalid if a factory's module is being imported: it should only define it."""
+    if _importing.names:
+        resolve(f"{_importing.names[-1]}:factory")
+
+
 def resolve(reference: str, folder: Path | None = None) -> Callable[..., Any]:
     """Import ``module:callable``, first from the user's folder, or raise PipelineInvalid."""
     module_name, _, attribute = reference.partition(":")
+    if module_name in _importing.names:
+        raise _ImportsItself(
+            f"{reference!r}: importing {module_name!r} runs what imports it again; put what a "
+            f'script does under `if __name__ == "__main__":`, so that importing it only defines '
+            f"{attribute!r}"
+        )
+    _importing.names.append(module_name)
     try:
         with nullcontext() if folder else _as_installed(module_name):
             module = _import(module_name, folder, local_sources(reference, folder))
+    except _ImportsItself:
+        raise
     except (Exception, SystemExit) as error:
         where = f" (looked in {folder}, then among installed packages)" if folder else ""
         raise PipelineInvalid(
             f"cannot import {module_name!r} for {reference!r}{where}: "
             f"{type(error).__name__}: {error}"
         ) from error
+    finally:
+        _importing.names.pop()
     target: Any = module
     for part in attribute.split("."):
         target = getattr(target, part, None)

@@ -1,5 +1,6 @@
 """What counts as read by user code: its own files, variables and modules, and no library's."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -9,7 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors
 import torch
+from safetensors.torch import load_file, save_file
 from torch.utils.data import Dataset
 
 from compress.common.dependency_recorder import Recording, recording, recording_paused
@@ -151,6 +154,67 @@ def test_a_module_imported_before_counts_for_whoever_names_it(tmp_path, monkeypa
     assert all("tables_of_ours.py" in names for names in found)
     (elsewhere / "tables_of_ours.py").write_text("A = 22\n")
     assert resolve("second_of_ours:asked", tmp_path)() == 22
+
+
+def read_by_library(file: Path) -> None:
+    assert load_file(file)["w"].sum() == 3
+
+
+def read_piece_by_piece(file: Path) -> None:
+    with safetensors.safe_open(file, framework="pt") as opened:
+        assert opened.get_tensor("w").sum() == 3
+
+
+def read_as_bytes(file: Path) -> None:
+    assert len(torch.from_file(str(file), size=4, dtype=torch.uint8)) == 4
+
+
+NATIVE = [read_by_library, read_piece_by_piece, read_as_bytes]
+
+
+@pytest.mark.parametrize("read", NATIVE)
+def test_files_count_that_a_library_opens_outside_of_python(tmp_path: Path, read) -> None:
+    file = tmp_path / "w.safetensors"
+    save_file({"w": torch.ones(3)}, file)
+    with recording() as found:
+        read(file)
+    assert found.files == {str(file)}
+    assert not isinstance(3, safetensors.safe_open)
+
+
+PARQUET = """
+import ctypes, os
+class ParquetFile:
+    def __init__(self, source):
+        descriptor = ctypes.CDLL(None).open(os.fsencode(source), os.O_RDONLY)
+        assert os.close(descriptor) is None
+def read_table(source, columns=None):
+    return columns
+"""
+
+
+def test_readers_are_noted_whenever_they_are_imported(tmp_path: Path, monkeypatch) -> None:
+    package = tmp_path / "site-packages" / "pyarrow"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "parquet.py").write_text(PARQUET)
+    tables = tmp_path / "tables"
+    tables.mkdir()
+    for name in ("a", "b", "c"):
+        (tables / name).write_text("")
+    monkeypatch.syspath_prepend(package.parent)
+    for name in ("pyarrow", "pyarrow.parquet"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    with recording() as found:
+        parquet = importlib.import_module("pyarrow.parquet")
+        parquet.ParquetFile(tables / "a")
+        assert parquet.read_table(source=str(tables / "b"), columns=["c"]) == ["c"]
+    assert found.files == {str(tables / "a"), str(tables / "b")}
+    with recording() as found:
+        parquet.read_table(tables)
+    assert found.files == {str(tables / name) for name in "abc"}
+    for name in ("pyarrow", "pyarrow.parquet"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
 
 
 class Lazy(Dataset):
