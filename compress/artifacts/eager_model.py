@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 CODE = "code"
 SPARSITY_KEPT = 0.5
-"""Part of the share of zeros below which they are called gone: channels of many zeros may be cut."""
+"""Part of the share of zeros below which they are called gone: a cut may take channels of zeros."""
 
 
 class EagerModel(Artifact):

@@ -426,7 +426,7 @@ class _EnvironmentCopy(dict[Any, Any]):
     __contains__ = Mapping.__contains__
     get = Mapping.get  # type: ignore[assignment]
     keys, values, items = Mapping.keys, Mapping.values, Mapping.items  # type: ignore[assignment]
-    pop = MutableMapping.pop  # type: ignore[assignment]
+    pop = MutableMapping.pop
 
 
 _MAPPINGS = frozenset(
