@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from compress.common.factories import refuse_in_import
 from pipelines.config.pipeline import PipelineConfig
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ class Pipeline(PipelineConfig):
                 kept.
             CompressError: the pipeline is invalid, or a stage failed; then the report says so.
         """
+        refuse_in_import()  # it would wait for the run that imports it
         # Importing the runner imports torch, which reading and checking a file do not need.
         from pipelines.config.run_options import RunOptions
         from pipelines.reporting.html import render

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from compress.artifacts.artifact import Artifact, Step
 from compress.artifacts.in_process import is_in_process
-from compress.checkpoint.state_dict import load_state_
+from compress.checkpoint.state_dict import load_state_, zero_share
 from compress.common.atomic_files import temporary_folder
 from compress.common.errors import ArtifactInvalid, PipelineInvalid
 from compress.common.factories import imported_libraries, local_sources
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from compress.common.forward import Predictor
 
 CODE = "code"
+SPARSITY_KEPT = 0.5
+"""Part of the share of zeros below which they are called gone: a cut may take channels of zeros."""
 
 
 class EagerModel(Artifact):
@@ -113,6 +115,11 @@ class EagerModel(Artifact):
         )
 
     @property
+    def has_pruned_weights(self) -> bool:
+        """Whether a stage before has set single weights to zero."""
+        return any(step.stage == "prune_weights" for step in self.manifest.lineage)
+
+    @property
     def only_here(self) -> bool:
         """Whether the model can be loaded in the process that made it alone."""
         return is_in_process(self.recipe.factory)
@@ -163,31 +170,38 @@ class EagerModel(Artifact):
         weights: torch.nn.Module | Weights,
         *,
         edits: Sequence[AnyEdit] = (),
-        lineage: tuple[Step, ...] = (),
+        lineage: tuple[Step, ...] | None = None,
         facts: dict[str, Any] | None = None,
         carried: Mapping[str, bytes] | None = None,
     ) -> EagerModel:
         """Write a changed version of this model: new weights, and edits of its architecture.
 
-        The files beside it are those of this model, unless ``carried`` has others.
+        The lineage and the files beside it are those of this model, unless others are given. Where
+        zeros of pruned weights are gone, a warning among the facts says so.
 
         Weights on disk (:func:`~compress.checkpoint.loading.read_state_dict`) give the same digest
         as a module with those weights; ArtifactInvalid is raised if they do not fit the recipe.
         """
         from compress.artifacts.meta_init import match_state_dict
+        from compress.checkpoint.safetensors_io import read_safetensors
 
         recipe = self.recipe.model_copy(update={"edits": (*self.recipe.edits, *edits)})
         if isinstance(weights, Mapping):
             state = match_state_dict(weights, recipe, self.code, str(path))
         else:
             state = weights.state_dict()
+        if self.has_pruned_weights:
+            before, after = zero_share(read_safetensors(self.payload_path)), zero_share(state)
+            if after < SPARSITY_KEPT * before:
+                lost = f"most pruned weights are zero no more: {before:.1%} before, {after:.1%} now"
+                facts = {**(facts or {}), "warnings": [*(facts or {}).get("warnings", ()), lost]}
         return self.create(
             path,
             recipe,
             state,
             self.signature,
             folder=self.code,
-            lineage=lineage,
+            lineage=self.manifest.lineage if lineage is None else lineage,
             facts=facts,
             carried=self.carried_files() if carried is None else carried,
         )

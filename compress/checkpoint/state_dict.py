@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     import torch
 
+COMPLEX = "complex numbers for the real"
 BYTES_AT_ONCE = 16 * 2**20
 """Bytes read from disk before they are copied into the module; a larger tensor is read alone."""
 
@@ -39,15 +40,27 @@ Weights: TypeAlias = "Mapping[str, torch.Tensor | StoredTensor]"
 def load_state_(module: torch.nn.Module, state: Weights, source: str) -> None:
     """Copy a state dict into a module, in place, or raise ArtifactInvalid naming what differs.
 
-    A name may be missing if the module ties it to a name that is present.
+    A name may be missing if the module ties it to a name that is present, and names may differ
+    where the module's own loading makes up for it, such as BatchNorm's for older checkpoints.
     """
-    problems = mismatches(module.state_dict(), state)
+    own = module.state_dict()
+    problems = mismatches(own, state)
     if problems:
         built_by = inspect.getmodule(type(module))
         place = f"{getattr(built_by, '__name__', '')}.{type(module).__name__}"
-        raise ArtifactInvalid(
-            f"{source} does not hold the weights of {place}: {'; '.join(problems)}"
-        )
+        refused = f"{source} does not hold the weights of {place}: {'; '.join(problems)}"
+        if any(problem.startswith(COMPLEX) for problem in problems):
+            raise ArtifactInvalid(refused)
+        weights = {name: in_memory(tensor) for name, tensor in state.items()}
+        try:
+            left = module.load_state_dict(weights, strict=False)
+        except Exception as error:  # a module's own loading may raise any
+            raise ArtifactInvalid(refused) from error
+        loaded = {storage_key(own[name]) for name in own if name not in left.missing_keys}
+        missing = {storage_key(own[name]) for name in left.missing_keys if name in own}
+        if left.unexpected_keys or missing - loaded:
+            raise ArtifactInvalid(refused)
+        return
     # Stored tensors are read a few at a time, so that the weights are never in memory twice.
     names: list[str] = []
     pending_bytes = 0
@@ -75,9 +88,14 @@ def mismatches(own: Mapping[str, torch.Tensor], state: Weights) -> list[str]:
         for k in own
         if k in state and tuple(state[k].shape) != tuple(own[k].shape)
     ]
+    # Copying would leave out the imaginary parts.
+    complex_ = [
+        k for k in own if k in state and state[k].dtype.is_complex and not own[k].dtype.is_complex
+    ]
+    found = {"missing": missing, "unexpected": unexpected, "shape of": shapes, COMPLEX: complex_}
     return [
         f"{label} {', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
-        for label, names in (("missing", missing), ("unexpected", unexpected), ("shape of", shapes))
+        for label, names in found.items()
         if names
     ]
 
@@ -92,6 +110,16 @@ def storage_key(tensor: torch.Tensor | StoredTensor) -> tuple[object, ...]:
 def in_memory(tensor: torch.Tensor | StoredTensor) -> torch.Tensor:
     """Return the tensor, read from disk where it lies there."""
     return tensor.read() if isinstance(tensor, StoredTensor) else tensor
+
+
+def zero_share(state: Weights) -> float:
+    """Return the share of zeros among the entries of matrices and kernels."""
+    zeros = entries = 0
+    for tensor in state.values():
+        if len(tensor.shape) > 1:
+            zeros += int((in_memory(tensor) == 0).sum())
+            entries += prod(tensor.shape)
+    return zeros / max(1, entries)
 
 
 def refuse_path_outside(index: Path, file: object) -> None:

@@ -1,50 +1,52 @@
 """Records which files, modules and environment variables user code reads, with digests.
 
-Python calls audit hooks for each `open`, imports included, and reads of `os.environ` go through a
-class of this module. Only reads by user code count: code that is neither of the standard library,
-nor of an installed package, nor of this toolkit.
+Python calls audit hooks for each `open`, imports included, reads of `os.environ` go through a
+class of this module, and those of libraries that open files themselves through `native_readers`.
+Only reads by user code count: code that is neither of the standard library, nor of an installed
+package, nor of this toolkit. Of the packages that it imports the versions are recorded.
 
-Not recorded: reads by C extensions and other processes, the network, listings of folders and checks
-whether a file exists.
+Not recorded: reads by other C extensions and other processes, the network, listings of folders and
+checks whether a file exists.
 """
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib.util
 import json
 import os
 import stat
 import sys
-import sysconfig
 import threading
 import time
+from collections.abc import Mapping, MutableMapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
+
+from pydantic import Field
 
 from compress.common.atomic_files import sha256_of
+from compress.common.code_origin import (
+    identify,
+    is_below,
+    is_installed,
+    locate,
+    name_of,
+    origin_of,
+)
 from compress.common.config import Settings
+from compress.common.native_readers import note_native_readers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from types import FrameType
 
-OWN_PACKAGES = ("cli", "compress", "export", "serve", "pipelines")
-"""Modules of this toolkit, never user code, even if user code lies in the same folder."""
-_STANDARD = Path(sysconfig.get_path("stdlib")).resolve()
-INSTALLED = (
-    _STANDARD,
-    _STANDARD.with_name("python{}{}.zip".format(*sys.version_info)),  # first on sys.path
-    *(Path(sysconfig.get_path(key)).resolve() for key in ("purelib", "platlib")),
-)
-"""Folders of the standard library and of installed packages, which their versions identify."""
-_ROOT = Path(__file__).resolve().parents[2]
-_OWN = tuple(str(_ROOT / name) for name in OWN_PACKAGES)
-_LOADERS = (str(_ROOT / "compress" / "common" / "factories.py"), str(Path(__file__).resolve()))
-"""Files of this toolkit between the user's code and a module that it imports, on the stack."""
+ALL_NAMES = "*"
+"""Stands for the names of all environment variables, which code may list."""
 _NO_DATA = ("/proc/", "/sys/", "/dev/")
 """The kernel and its devices make up the content of these files: they hold no data of the user."""
 _RACY_SECONDS = 2.0
@@ -57,21 +59,35 @@ class Dependencies(Settings):
     files: dict[str, str | None] = {}
     """Relative to the pipeline's folder where they lie below it or beside the user's code."""
     environment: dict[str, str | None] = {}
+    modules: Annotated[dict[str, str | None], Field(exclude_if=lambda modules: not modules)] = {}
+    """Name in an import statement → the distribution and its version, or the user's file."""
 
-    def change(self, folder: Path) -> str:
-        """Describe the first file or variable that has changed since; empty if none has."""
+    def change(self, folder: Path, code: Path | None = None) -> str:
+        """Describe the first file, variable or module that has changed since; empty if none has.
+
+        ``folder`` and ``code`` are those of :meth:`Recording.dependencies`.
+        """
         files = {name: digest_of(folder / name) for name in self.files}
         environment = {name: digest_of_variable(name) for name in self.environment}
-        return self.difference(Dependencies(files=files, environment=environment))
+        modules = _located(self.modules, _roots(folder, code))
+        now = Dependencies(files=files, environment=environment, modules=modules)
+        return self.difference(now)
 
     def difference(self, now: Dependencies) -> str:
-        """Describe the first file or variable that differs from ``now``; empty if none does."""
+        """Describe the first file, variable or module that differs; empty if none does."""
+        for name in sorted({*self.modules, *now.modules}):
+            before, after = self.modules.get(name), now.modules.get(name)
+            if before != after:
+                return f"module {name}: {before or 'not installed'} → {after or 'not installed'}"
         for name in sorted({*self.files, *now.files}):
             before, after = self.files.get(name), now.files.get(name)
             if before != after:
                 return f"file {name} {_how(before, after, 'is there now', 'is gone')}"
-        for name in sorted({*self.environment, *now.environment}):
+        names = {*self.environment, *now.environment}
+        for name in sorted(names, key=lambda name: (name == ALL_NAMES, name)):
             before, after = self.environment.get(name), now.environment.get(name)
+            if before != after and name == ALL_NAMES:
+                return "environment variables are set or gone, and code lists them"
             if before != after:
                 how = _how(before, after, "is set now", "is not set any more")
                 return f"environment variable {name} {how}"
@@ -88,23 +104,26 @@ class Recording:
     """Absolute paths of files that were opened for writing."""
     environment: dict[str, str | None] = field(default_factory=dict)
     """Digest of each variable's value when it was first read."""
+    modules: set[str] = field(default_factory=set)
+    """Dotted names of the modules that the code imported, of installed packages or its own."""
 
     def add(self, other: Recording) -> None:
         """Merge another recording into this one."""
         self.files |= other.files - self.written
         self.written |= other.written
         self.environment = {**other.environment, **self.environment}
+        self.modules |= other.modules
 
     def to_json(self) -> str:
         """Serialize it for another process."""
-        files, written = sorted(self.files), sorted(self.written)
-        return json.dumps([files, written, self.environment])
+        files, written, modules = map(sorted, (self.files, self.written, self.modules))
+        return json.dumps([files, written, self.environment, modules])
 
     @classmethod
     def from_json(cls, text: str) -> Self:
         """Restore what :meth:`to_json` serialized."""
-        files, written, environment = json.loads(text)
-        return cls(set(files), set(written), environment)
+        files, written, environment, modules = json.loads(text)
+        return cls(set(files), set(written), environment, set(modules))
 
     def dependencies(
         self, folder: Path, code: Path | None = None, outputs: Sequence[Path] = ()
@@ -113,23 +132,43 @@ class Recording:
 
         Files below ``folder`` or ``code``, that of the user's modules, are relative to ``folder``.
         """
-        start = os.path.abspath(folder)  # noqa: PTH100 - links stay, as user code names files
-        roots = start, os.path.realpath(folder), os.path.realpath(code or folder)
+        roots = _roots(folder, code)
         left_out = tuple(map(os.path.realpath, outputs))
         files: dict[str, str | None] = {}
         for path in sorted(self.files):
             is_special = os.path.exists(path) and not os.path.isfile(path)  # noqa: PTH110, PTH113
-            if not is_special and not _is_below(os.path.realpath(path), left_out):
-                # Relative names are the same in another checkout of the pipeline and its code.
-                name = os.path.relpath(path, start) if _is_below(path, roots) else path
-                files[name] = digest_of(Path(path))
+            if not is_special and not is_below(os.path.realpath(path), left_out):
+                files[_relative(path, roots)] = digest_of(Path(path))
         # A rank or worker process has variables of its own, such as RANK.
         environment = {
             name: digest
             for name, digest in sorted(self.environment.items())
             if name not in _set_here and digest == digest_of_variable(name)
         }
-        return Dependencies(files=files, environment=environment)
+        modules = _located(sorted(self.modules), roots)
+        return Dependencies(files=files, environment=environment, modules=modules)
+
+
+def _roots(folder: Path, code: Path | None) -> tuple[str, ...]:
+    """Return the pipeline's folder as user code names it, without links, and that of modules."""
+    start = os.path.abspath(folder)  # noqa: PTH100 - links stay
+    return start, os.path.realpath(folder), os.path.realpath(code or folder)
+
+
+def _relative(path: str, roots: tuple[str, ...]) -> str:
+    """Return a path as it is the same in another checkout of the pipeline and its code."""
+    return os.path.relpath(path, roots[0]) if is_below(path, roots) else path
+
+
+def _located(modules: Iterable[str], roots: tuple[str, ...]) -> dict[str, str | None]:
+    """Return what each imported name stands for in a fresh process, by the package's name."""
+    found = dict(filter(None, (locate(name, Path(roots[-1])) for name in modules)))
+    return {
+        name: identify(file)
+        if file and is_installed(os.path.realpath(file))
+        else file and _relative(file, roots)
+        for name, file in found.items()
+    }
 
 
 _recordings: list[Recording] = []
@@ -160,11 +199,17 @@ def recording() -> Iterator[Recording]:
         queue, found.files = list(found.files), set()
         while queue:
             path = queue.pop()
-            if path not in found.files:
-                found.files.add(path)
-                queue += _imports.get(path, ())
-                if path.endswith(".py"):
-                    _sources.setdefault(path, digest_of(Path(path)))
+            if path in found.files:
+                continue
+            if origin_of(path) == "other":
+                found.modules.add(name_of(path))
+                continue
+            found.files.add(path)
+            queue += _imports.get(path, ())
+            if path.endswith(".py"):
+                _sources.setdefault(path, digest_of(Path(path)))
+                with suppress(OSError):
+                    found.modules |= imported_names(Path(path).read_bytes())
 
 
 @contextmanager
@@ -210,8 +255,17 @@ def changed_sources() -> set[str]:
 
 
 def digest_of_variable(name: str) -> str | None:
-    """Return the SHA-256 of an environment variable's value from before user code set it."""
-    return _digest(_set_here[name] if name in _set_here else os.environ.get(name))
+    """Return the SHA-256 of an environment variable's value from before user code set it.
+
+    Of :data:`ALL_NAMES` it is that of the names.
+    """
+    if name == ALL_NAMES:
+        own = {known for known, before in _set_here.items() if before is not None}
+        names = own | {
+            known for known in os._Environ.__iter__(os.environ) if known not in _set_here
+        }
+        return _digest("\n".join(sorted(names)))
+    return _digest(_set_here[name] if name in _set_here else _value_of(name))
 
 
 def digest_of(path: Path) -> str | None:
@@ -232,29 +286,47 @@ def digest_of(path: Path) -> str | None:
     return digest
 
 
-@lru_cache(maxsize=65_536)
-def origin_of(filename: str) -> Literal["user", "own", "other"]:
-    """Classify a source file: user code, this toolkit's own, or another library's."""
-    if filename.startswith("<"):  # generated code, such as the methods of dataclasses
-        return "other"
-    path = os.path.realpath(filename)
-    if path in _LOADERS or _is_below(path, tuple(map(str, INSTALLED))):
-        return "other"
-    return "own" if _is_below(path.removesuffix(".py"), _OWN) else "user"
+@lru_cache(maxsize=1024)
+def imported_names(source: bytes, package: str = "") -> frozenset[str]:
+    """Return the dotted names in a source's import statements, relative ones within a package."""
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:
+        return frozenset()  # the import itself reports the error with its line
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and (package or not node.level):
+            parents = package.split(".")
+            prefix = parents[: len(parents) - node.level + 1] if node.level else []
+            base = ".".join([*filter(None, prefix), *([node.module] if node.module else [])])
+            names |= {base} if base else set()
+            names |= {f"{base}.{alias.name}" if base else alias.name for alias in node.names}
+    return frozenset(names)
 
 
 @cache
 def _install() -> None:
-    """Install the audit hook, which Python cannot remove again, and observe `os.environ`."""
+    """Install what notes reads: Python cannot remove an audit hook again."""
 
     def audit(event: str, arguments: tuple[Any, ...]) -> None:
         if event == "open" and _recordings and not getattr(_thread, "paused", False):
-            with suppress(ValueError, TypeError, OSError):  # arguments that `open` will reject
+            # Arguments that `open` will reject; and what is opened to classify a file is not noted.
+            with suppress(ValueError, TypeError, OSError), recording_paused():
                 _note_open(*arguments)
 
+    def note(path: str) -> None:
+        if _recordings and not getattr(_thread, "paused", False):
+            within = sorted(file for file in Path(path).rglob("*") if file.is_file())
+            for file in within or [Path(path)]:
+                with recording_paused():
+                    _note_open(file, None, os.O_RDONLY)
+
     sys.addaudithook(audit)
-    # Not another object: those who imported `environ` before would keep the old one.
-    os.environ.__class__ = _Environment
+    note_native_readers(note)
+    # Not other objects: those who imported `environ` before would keep the old one.
+    os.environ.__class__ = os.environb.__class__ = _Environment
 
 
 def _note_open(path: Any, mode: Any, flags: int) -> None:
@@ -272,7 +344,14 @@ def _note_open(path: Any, mode: Any, flags: int) -> None:
     name = os.path.abspath(os.fsdecode(path))  # noqa: PTH100 - links stay, as the code names them
     if name.endswith(".pyc"):
         name = importlib.util.source_from_cache(name)
-    if origin_of(name) != "user" or name.startswith(_NO_DATA):
+    if name.startswith(_NO_DATA):
+        return
+    # Of the modules of packages, those count that user code imports itself.
+    if origin_of(name) != "user" and not (
+        origin_of(name) == "other"
+        and name.endswith(".py")
+        and _direct_origin(sys._getframe(2), _IMPORTERS) == "user"
+    ):
         return
     is_written = flags & (os.O_WRONLY | os.O_RDWR)
     is_read = not flags & (os.O_WRONLY | os.O_TRUNC)
@@ -285,58 +364,93 @@ def _note_open(path: Any, mode: Any, flags: int) -> None:
             active.written.add(name)
 
 
-def _direct_origin(frame: FrameType | None) -> str:
-    """Classify the direct caller only, because libraries read many variables for themselves."""
-    while frame is not None and frame.f_code.co_filename in _MAPPINGS:
+def _direct_origin(frame: FrameType | None, skipped: frozenset[str]) -> str:
+    """Classify the direct caller only, because libraries read much for themselves."""
+    while frame is not None and frame.f_code.co_filename in skipped:
         frame = frame.f_back
     return origin_of(frame.f_code.co_filename) if frame is not None else "other"
 
 
-class _Environment(os._Environ[str]):
-    """The class of `os.environ`: it adds each variable that user code reads to the recordings."""
+def _note_variable(key: Any, frame: FrameType) -> None:
+    """Add a variable that user code reads, or their names, to the recordings."""
+    is_recorded = _recordings and not getattr(_thread, "environment_paused", False)
+    is_name = isinstance(key, str | bytes)
+    if is_recorded and is_name and _direct_origin(frame, _MAPPINGS) == "user":
+        name = os.fsdecode(key)
+        for active in _recordings:
+            active.environment.setdefault(name, digest_of_variable(name))
 
-    def __getitem__(self, key: str) -> str:
-        is_recorded = _recordings and not getattr(_thread, "environment_paused", False)
-        if is_recorded and isinstance(key, str) and _direct_origin(sys._getframe(1)) == "user":
-            value = self._plain(key)
-            for active in _recordings:
-                active.environment.setdefault(key, _digest(value))
+
+class _Environment(os._Environ[Any]):
+    """The class of `os.environ` and `os.environb`: it notes which variables user code reads."""
+
+    def __getitem__(self, key: Any) -> Any:
+        _note_variable(key, sys._getframe(1))
         return super().__getitem__(key)
 
-    def __setitem__(self, key: str, value: str) -> None:
+    def __iter__(self) -> Iterator[Any]:
+        _note_variable(ALL_NAMES, sys._getframe(1))
+        return super().__iter__()
+
+    def __setitem__(self, key: Any, value: Any) -> None:
         self._note_change(key)
         super().__setitem__(key, value)
 
-    def __delitem__(self, key: str) -> None:
+    def __delitem__(self, key: Any) -> None:
         self._note_change(key)
         super().__delitem__(key)
 
-    def copy(self) -> dict[str, str]:
-        """Return all variables without recording them: copies are passed on to subprocesses."""
-        return {key: super(_Environment, self).__getitem__(key) for key in self}
+    def copy(self) -> dict[Any, Any]:
+        """Return a copy that notes what is read of it: most are only passed to subprocesses."""
+        get = super().__getitem__
+        return _EnvironmentCopy({key: get(key) for key in super().__iter__()})
 
-    def _note_change(self, key: str) -> None:
-        origin = _direct_origin(sys._getframe(2))
+    def _note_change(self, key: Any) -> None:
+        origin = _direct_origin(sys._getframe(2), _MAPPINGS)
         if origin == "own" or (origin == "user" and _recordings):
-            _set_here.setdefault(key, self._plain(key))
+            name = os.fsdecode(key)
+            _set_here.setdefault(name, _value_of(name))
 
-    def _plain(self, key: str) -> str | None:
-        try:
-            return super().__getitem__(key)
-        except KeyError:
-            return None
+
+class _EnvironmentCopy(dict[Any, Any]):
+    """A copy of all variables, of which user code may read some."""
+
+    def __getitem__(self, key: Any) -> Any:
+        _note_variable(key, sys._getframe(1))
+        return super().__getitem__(key)
+
+    def __iter__(self) -> Iterator[Any]:
+        _note_variable(ALL_NAMES, sys._getframe(1))
+        return super().__iter__()
+
+    __contains__ = Mapping.__contains__
+    get = Mapping.get  # type: ignore[assignment]
+    keys, values, items = Mapping.keys, Mapping.values, Mapping.items  # type: ignore[assignment]
+    pop = MutableMapping.pop
 
 
 _MAPPINGS = frozenset(
     code.co_filename
     for code in (
-        os.getenv.__code__,
-        os._Environ.__getitem__.__code__,
-        os.environ.get.__func__.__code__,  # type: ignore[attr-defined]
-        _Environment.__getitem__.__code__,
+        *(os.getenv.__code__, os.path.expandvars.__code__),
+        *(Mapping.get.__code__, _note_variable.__code__),
     )
 )
-"""Files whose functions stand between `os.environ[…]` or `os.getenv(…)` and their caller."""
+"""Files whose functions stand between a read of a variable and their caller."""
+_IMPORTERS = frozenset(
+    ("<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>", importlib.__file__)
+)
+"""Files between an import and the code that asks for it."""
+
+
+def _value_of(name: str) -> str | None:
+    """Return a variable's value from before user code or this toolkit set it."""
+    if name in _set_here:
+        return _set_here[name]
+    try:
+        return os._Environ.__getitem__(os.environ, name)
+    except KeyError:
+        return None
 
 
 def _digest(value: str | None) -> str | None:
@@ -345,7 +459,3 @@ def _digest(value: str | None) -> str | None:
 
 def _how(before: str | None, now: str | None, appeared: str, gone: str) -> str:
     return appeared if before is None else gone if now is None else "changed"
-
-
-def _is_below(path: str, folders: tuple[str, ...]) -> bool:
-    return any(path == folder or path.startswith(folder + os.sep) for folder in folders)

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import ast
 import difflib
 import hashlib
 import importlib
@@ -14,25 +13,24 @@ import importlib.util
 import os
 import re
 import sys
+import threading
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
 from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 from pydantic_core import core_schema
 
+from compress.common.code_origin import OWN_PACKAGES, find_below, is_installed, origin_of
 from compress.common.dependency_recorder import (
-    INSTALLED,
-    OWN_PACKAGES,
     Dependencies,
     Recording,
     add_to_recordings,
     changed_sources,
-    origin_of,
+    imported_names,
     recording,
 )
 from compress.common.errors import PipelineInvalid
@@ -79,18 +77,49 @@ class NameOrReference:
         return {"anyOf": [{"enum": list(self.names)}, own]}
 
 
+class _ImportsItself(PipelineInvalid):
+    """A script without a guard is imported by what it runs itself."""
+
+
+class _Importing(threading.local):
+    """The modules that this thread is importing for references, the innermost last."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+
+_importing = _Importing()
+
+
+def refuse_in_import() -> None:
+    """Raise PipelineInvalid if a factory's module is being imported: it should only define it."""
+    if _importing.names:
+        resolve(f"{_importing.names[-1]}:factory")
+
+
 def resolve(reference: str, folder: Path | None = None) -> Callable[..., Any]:
     """Import ``module:callable``, first from the user's folder, or raise PipelineInvalid."""
     module_name, _, attribute = reference.partition(":")
+    if module_name in _importing.names:
+        raise _ImportsItself(
+            f"{reference!r}: importing {module_name!r} runs what imports it again; put what a "
+            f'script does under `if __name__ == "__main__":`, so that importing it only defines '
+            f"{attribute!r}"
+        )
+    _importing.names.append(module_name)
     try:
         with nullcontext() if folder else _as_installed(module_name):
             module = _import(module_name, folder, local_sources(reference, folder))
+    except _ImportsItself:
+        raise
     except (Exception, SystemExit) as error:
         where = f" (looked in {folder}, then among installed packages)" if folder else ""
         raise PipelineInvalid(
             f"cannot import {module_name!r} for {reference!r}{where}: "
             f"{type(error).__name__}: {error}"
         ) from error
+    finally:
+        _importing.names.pop()
     target: Any = module
     for part in attribute.split("."):
         target = getattr(target, part, None)
@@ -107,7 +136,7 @@ def local_sources(reference: str, folder: Path | None = None) -> dict[str, Path]
     """Return the user's source files that a reference needs, by path relative to their root."""
     # Installed packages and the standard library are left out; their versions identify them.
     module_name = reference.partition(":")[0]
-    if folder and _find(module_name, folder):
+    if folder and find_below(module_name, folder):
         root = folder
     else:
         try:
@@ -115,7 +144,7 @@ def local_sources(reference: str, folder: Path | None = None) -> dict[str, Path]
         except (ImportError, ValueError):
             return {}
         path = Path(spec.origin).absolute() if spec and spec.origin else Path()
-        if path.suffix != ".py" or _is_installed(path.resolve()):
+        if path.suffix != ".py" or is_installed(str(path.resolve())):
             return {}
         root = path.parent.parent if path.name == "__init__.py" else path.parent
     found: dict[str, Path] = {}
@@ -123,13 +152,13 @@ def local_sources(reference: str, folder: Path | None = None) -> dict[str, Path]
     while queue:
         name = queue.pop()
         for part in _with_parents(name):
-            file = None if part.partition(".")[0] in OWN_PACKAGES else _find(part, root)
+            file = None if part.partition(".")[0] in OWN_PACKAGES else find_below(part, root)
             if file is None:
                 continue
             key = file.relative_to(root.absolute()).as_posix()
             if key not in found:
                 found[key] = file
-                queue += _imported_names(file.read_bytes(), part, file.name == "__init__.py")
+                queue += _names_imported_by(part, file)
     return dict(sorted(found.items()))
 
 
@@ -153,8 +182,7 @@ def imported_libraries(reference: str) -> tuple[str, ...]:
         if is_library(name):
             libraries[name] = None
         elif file.endswith(".py") and origin_of(file) == "user":
-            is_package = hasattr(sys.modules[name], "__path__")
-            queue += _imported_names(Path(file).read_bytes(), name, is_package)
+            queue += _names_imported_by(name, Path(file))
     return tuple(libraries)
 
 
@@ -164,11 +192,7 @@ def is_library(name: str) -> bool:
         return True
     spec = getattr(sys.modules.get(name), "__spec__", None)
     origin = Path(getattr(spec, "origin", None) or "built-in")
-    return origin.is_absolute() and _is_installed(origin.resolve())
-
-
-def _is_installed(path: Path) -> bool:
-    return any(path.is_relative_to(place) for place in INSTALLED)
+    return origin.is_absolute() and is_installed(str(origin.resolve()))
 
 
 def sources_digest(sources: dict[str, Path]) -> str:
@@ -200,7 +224,7 @@ class _UserModules(MetaPathFinder):
             return None
         if path is not None and not any(Path(p).is_relative_to(self.folder) for p in path):
             return None
-        file = _find(fullname, self.folder)
+        file = find_below(fullname, self.folder)
         if file is not None:
             places = [str(file.parent)] if file.name == "__init__.py" else None
             loader = _FromSource(fullname, str(file))
@@ -266,14 +290,16 @@ def _import(module_name: str, folder: Path | None, sources: dict[str, Path]) -> 
         module = importlib.import_module(module_name)
     found = _read_by_import(module_name, recorded)
     _loaded[module_name] = digest
-    _imports[module_name] = _Import(found, found.dependencies(_ANYWHERE))
+    # What is imported is as new as this process.
+    read = replace(found, modules=set()).dependencies(_ANYWHERE)
+    _imports[module_name] = _Import(found, read)
     add_to_recordings(found)
     return module
 
 
 def _read_by_import(module_name: str, recorded: Recording) -> Recording:
     """Add to a module's recording the modules that were already imported when it needed them."""
-    found, queue = Recording(), [module_name]
+    found, queue = Recording(modules={module_name}), [module_name]
     found.add(recorded)
     seen: set[str] = set()
     while queue:
@@ -285,7 +311,7 @@ def _read_by_import(module_name: str, recorded: Recording) -> Recording:
         seen.add(name)
         found.files.add(os.path.abspath(file))  # noqa: PTH100 - as it is named elsewhere
         with suppress(OSError):
-            queue += _imported_names(Path(file).read_bytes(), name, hasattr(module, "__path__"))
+            queue += _names_imported_by(name, Path(file))
     return found
 
 
@@ -311,40 +337,12 @@ def _as_installed(module_name: str) -> Iterator[None]:
         _finder.folder = last
 
 
-def _find(module_name: str, root: Path) -> Path | None:
-    """Return the source file of a module below a folder; None for namespace packages."""
-    place = root.absolute()
-    path: Path | None = None
-    for part in module_name.split("."):
-        spec = PathFinder.find_spec(part, [str(place)])
-        origin = spec.origin if spec else None
-        path = Path(origin) if origin and origin.endswith(".py") else None
-        if spec is None or (path is None and origin is not None):
-            return None
-        place = place / part
-    return path
+def _names_imported_by(module_name: str, file: Path) -> frozenset[str]:
+    is_package = file.name == "__init__.py"
+    package = module_name if is_package else module_name.rpartition(".")[0]
+    return imported_names(file.read_bytes(), package)
 
 
 def _with_parents(name: str) -> list[str]:
     parts = name.split(".")
     return [".".join(parts[:i]) for i in range(1, len(parts) + 1)]
-
-
-@lru_cache(maxsize=256)
-def _imported_names(source: bytes, module_name: str, is_package: bool) -> tuple[str, ...]:
-    try:
-        tree = ast.parse(source)
-    except SyntaxError:
-        return ()  # the import itself reports the error with its line
-    package = module_name if is_package else module_name.rpartition(".")[0]
-    names: list[str] = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            parents = package.split(".")
-            prefix = parents[: len(parents) - node.level + 1] if node.level else []
-            base = ".".join([*filter(None, prefix), *([node.module] if node.module else [])])
-            names += [base] if base else []
-            names += [f"{base}.{alias.name}" if base else alias.name for alias in node.names]
-    return tuple(names)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
 
-from compress.common.dependency_recorder import origin_of
+from compress.common.code_origin import origin_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

@@ -174,8 +174,9 @@ class PruneWeights(PruningStage):
         # Imported here, because settings are validated without loading torch.
         from compress.pruning.recovery.recovery import reestimate_on_calibration_
         from compress.pruning.unstructured.sparsity_report import sparsity_facts
-        from compress.pruning.unstructured.sparsity_schedule import AddZeros, KeepZeros
+        from compress.pruning.unstructured.sparsity_schedule import AddZeros
         from compress.pruning.unstructured.weight_layout import prunable_weights
+        from compress.training.objectives.weight_constraint import KeepZeros
 
         if self.needs_data:
             context.need_data(f"{self.title} with finetune, batch_norm or method: {self.method}")
@@ -246,7 +247,7 @@ class PruneWeights(PruningStage):
         import torch
 
         from compress.pruning.unstructured.masks import n_of_m_masks, unstructured_masks
-        from compress.pruning.unstructured.sparsity_schedule import set_zeros_
+        from compress.training.objectives.weight_constraint import set_zeros_
 
         parameters = dict(module.named_parameters())
         weights = {name: parameters[name] for name in prunable.layouts}

@@ -41,6 +41,7 @@ from compress.training.loop.loggers import (
 )
 from compress.training.loop.step_metrics import StepRecord, flops_per_unit
 from compress.training.loop.trainer import train
+from compress.training.objectives.weight_constraint import KeepZeros
 from compress.training.optim.compile import require_compiler
 from compress.training.result import Fit, read_result
 
@@ -74,7 +75,8 @@ def fit(
     """Train a model's weights; an interrupted training resumes from its last checkpoint.
 
     Checkpoints lie under ``context.work``, which the caller removes when the stage is done. With
-    ``accept_start`` the weights of the input model stay if no epoch is better by the metric.
+    ``accept_start`` the weights of the input model stay if no epoch is better by the metric. Zeros
+    that `prune_weights` has set stay zero, unless weights are divided among processes.
 
     Raises:
         StageFailed: a process failed or the loss is not finite; the message names the root cause.
@@ -245,6 +247,10 @@ def _create_job(
     constraint: Constraint | None,
 ) -> Job:
     """Describe the training; its folder is named by the hash of all that decides its result."""
+    parallel = training.parallel
+    divides = parallel.is_mesh or parallel.sharding_mode or parallel.strategy == "deepspeed"
+    if constraint is None and start.has_pruned_weights and not divides:
+        constraint = KeepZeros()
     reference = context.artifact("source") if context.metric.name == "fidelity" else None
     identity = {
         # Without `parallel`: a training resumes with another strategy or number of processes.

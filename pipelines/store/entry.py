@@ -105,6 +105,10 @@ class Surroundings:
         """Return the files and variables that user code read, with digests."""
         return recorded.dependencies(self.folder, self.code, self.outputs)
 
+    def change(self, depends: Dependencies) -> str:
+        """Describe the first of some dependencies that has changed since; empty if none has."""
+        return depends.change(self.folder, self.code)
+
 
 class Entry:
     """The folder of one key in the store."""
@@ -164,7 +168,7 @@ class Entry:
         `key` has what was measured, and everything that the value depends on.
         """
         stored = self._values_of(artifact).answers.get(canonical_json(key))
-        return None if not stored or stored.depends.change(self._surroundings.folder) else stored
+        return None if not stored or self._surroundings.change(stored.depends) else stored
 
     def store(
         self, key: dict[str, Any], artifact: Artifact, value: JsonValue, recorded: Recording

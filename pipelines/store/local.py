@@ -167,7 +167,7 @@ class Store:
 
     def _outdated(self, record: Record) -> str:
         """Return which file or variable that user code read has changed; empty if none has."""
-        change = record.depends.change(self.surroundings.folder)
+        change = self.surroundings.change(record.depends)
         if change:
             self._unusable[key_of(record.parts)] = change
         return change

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+MAX_ENTRIES = 2**24
+"""Entries of the systems of equations that are solved together, 8 bytes each."""
 RIDGE = 1e-4
 """Penalty on changes of the weights, relative to the mean square of a layer's inputs."""
 
@@ -143,8 +145,12 @@ def _refit_layer_(
     layer: RefittableLayer, module: nn.Module, moments: Moments, energy: float, ridge: float
 ) -> RefitResult:
     """Change a layer's weight and bias so that its squared error is minimal, in place."""
-    change_gio, shift_go = least_squares(moments, ridge, intercept=layer.bias is not None)
     weight = module.get_parameter(layer.weight)
+    is_zero = weight.mT if layer.read_axis == 0 else weight
+    groups, columns, outputs = moments.cross_gio.shape
+    zeros_gio = (is_zero == 0).reshape(groups, outputs, columns).mT  # an earlier stage pruned them
+    intercept = layer.bias is not None
+    change_gio, shift_go = least_squares(moments, ridge, intercept=intercept, fixed_gio=zeros_gio)
     change_OI = change_gio.mT.reshape(-1, change_gio.shape[1])
     change = change_OI.mT if layer.read_axis == 0 else change_OI.reshape(weight.shape)
     weight.add_(change.to(weight))
@@ -161,12 +167,12 @@ def _refit_layer_(
 
 
 def least_squares(
-    moments: Moments, ridge: float, *, intercept: bool
+    moments: Moments, ridge: float, *, intercept: bool, fixed_gio: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Solve for the matrices and shifts that map columns to answers with the least squared error.
 
     ``ridge`` penalizes the matrices, relative to the columns' mean square. Without ``intercept``
-    there are no shifts.
+    there are no shifts. Entries that ``fixed_gio`` marks are zero.
     """
     gram_gii, cross_gio = moments.gram_gii, moments.cross_gio
     if intercept:
@@ -176,7 +182,21 @@ def least_squares(
     # 1e-30: the inputs may all be zero.
     damping = (ridge * moments.gram_gii.diagonal(dim1=1, dim2=2).mean()).clamp_min(1e-30)
     identity = torch.eye(gram_gii.shape[1], dtype=gram_gii.dtype, device=gram_gii.device)
-    matrix_gio = torch.linalg.solve(gram_gii + damping * identity, cross_gio)
+    normal_gii = gram_gii + damping * identity
+    if fixed_gio is None or not fixed_gio.any():
+        matrix_gio = torch.linalg.solve(normal_gii, cross_gio)
+    else:  # each output has equations of its own, without those of its fixed entries
+        matrix_gio = torch.zeros_like(cross_gio)
+        at_once = max(1, MAX_ENTRIES // normal_gii.shape[1] ** 2)
+        for group, normal_ii in enumerate(normal_gii):
+            for part in range(0, cross_gio.shape[2], at_once):
+                outputs = slice(part, part + at_once)
+                free_oi = ~fixed_gio[group, :, outputs].mT
+                normal_oii = torch.where(
+                    free_oi[:, :, None] & free_oi[:, None], normal_ii, identity
+                )
+                answers_oi = torch.where(free_oi, cross_gio[group, :, outputs].mT, 0)
+                matrix_gio[group, :, outputs] = torch.linalg.solve(normal_oii, answers_oi).mT
     if not intercept:
         return matrix_gio, torch.zeros_like(moments.answers_go)
     shift_go = moments.answers_go - (moments.columns_gi[:, None] @ matrix_gio)[:, 0]

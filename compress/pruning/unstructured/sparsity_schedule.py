@@ -1,4 +1,4 @@
-"""Zeros during training: constraints that keep them, or add them step by step."""
+"""Zeros that are added during training, step by step."""
 
 from __future__ import annotations
 
@@ -6,39 +6,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-import torch
-
 from compress.pruning.unstructured.masks import unstructured_masks
+from compress.training.objectives.weight_constraint import KeepZeros, set_zeros_, weights_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
     from torch import nn
 
 Schedule: TypeAlias = Literal["linear", "cubic"]
-
-
-@dataclass(frozen=True)
-class KeepZeros:
-    """Keeps zeros of some weights, by masked gradients and restored values."""
-
-    tensors: tuple[str, ...]
-    """Names of the weights."""
-
-    @contextmanager
-    def around(self, module: nn.Module, step: int, steps: int) -> Iterator[None]:
-        """Context around the optimizer's step: mask gradients before it, restore zeros after it."""
-        weights = _weights(module, self.tensors)
-        zeros = {name: weight == 0 for name, weight in weights.items()}
-        for name, weight in weights.items():
-            if weight.grad is not None:
-                weight.grad.masked_fill_(zeros[name], 0)
-        yield
-        set_zeros_(weights, zeros)
-
-    def is_met(self, share: float) -> bool:
-        """Always: the zeros exist from the beginning."""
-        return True
 
 
 # The repr of a constraint is part of the key by which an interrupted training is resumed: class and
@@ -70,7 +46,7 @@ class AddZeros:
             yield
         before, after = self._done(step / steps), self._done((step + 1) / steps)
         if after > before:
-            weights = _weights(module, self.tensors)
+            weights = weights_of(module, self.tensors)
             amount = self.amount_at(after)
             set_zeros_(weights, unstructured_masks(weights, amount, "l1", self.whole))
 
@@ -87,15 +63,3 @@ class AddZeros:
         """Return how many updates are due within a share of the steps."""
         # 1e-9: rounding must not miss the last update, due at exactly `until` of the steps.
         return min(self.updates, int(share / self.until * self.updates + 1e-9))
-
-
-@torch.no_grad()
-def set_zeros_(weights: Mapping[str, torch.Tensor], zeros: Mapping[str, torch.Tensor]) -> None:
-    """Set entries of weights to zero, in place."""
-    for name, where in zeros.items():
-        weights[name].masked_fill_(where, 0)
-
-
-def _weights(module: nn.Module, tensors: tuple[str, ...]) -> dict[str, nn.Parameter]:
-    parameters = dict(module.named_parameters())
-    return {name: parameters[name] for name in tensors}

@@ -20,6 +20,7 @@ from compress.quantization.qat.fake_quantize import (
     FakeQuantize,
     WeightFakeQuantize,
 )
+from compress.training.objectives.weight_constraint import KeepZeros
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -165,15 +166,8 @@ class FreezeSchedule:
     @contextmanager
     def around(self, module: nn.Module, step: int, steps: int) -> Iterator[None]:
         """Context of an optimizer step: restores zeros after it, and freezes what is due."""
-        # An earlier stage may have pruned them.
-        zeros = [(weight, weight == 0) for weight in module.parameters() if weight.ndim > 1]
-        for weight, mask in zeros:
-            if weight.grad is not None:
-                weight.grad.masked_fill_(mask, 0)
-        yield
-        with torch.no_grad():
-            for weight, mask in zeros:
-                weight.masked_fill_(mask, 0)
+        with KeepZeros().around(module, step, steps):  # an earlier stage may have pruned weights
+            yield
         if isinstance(module, FakeQuantizedModel):
             self.apply_(module, (step + 1) / steps)
 

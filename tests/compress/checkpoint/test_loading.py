@@ -9,6 +9,8 @@ from torch import nn
 from compress.artifacts.importing import import_checkpoint
 from compress.artifacts.recipe import Recipe
 from compress.checkpoint.loading import read_state_dict
+from compress.checkpoint.safetensors_io import write_safetensors
+from compress.checkpoint.state_dict import load_state_
 from compress.common.errors import ArtifactInvalid
 from compress.common.signature import Signature, TensorSpec
 
@@ -132,3 +134,84 @@ def test_a_factory_that_exits_is_an_error(tmp_path: Path, project: Path) -> None
         import_checkpoint(
             tmp_path / "in", Recipe(factory="leaves:f"), SIGNATURE, checkpoint=None, folder=project
         )
+
+
+def _net(shift: float = 0.0) -> nn.Sequential:
+    torch.manual_seed(7)
+    net = nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2), nn.Linear(3, 3))
+    return net.apply(lambda part: [p.data.add_(shift) for p in part.parameters(recurse=False)])
+
+
+SGD = torch.optim.SGD(_net().parameters(), momentum=0.9)
+sum(p.sum() for p in SGD.param_groups[0]["params"]).backward()
+SGD.step()
+
+
+@pytest.mark.parametrize(
+    "averaged",
+    [
+        {"ema_state_dict": _net(1.0).state_dict()},
+        {"state_dict_ema": {f"module.{k}": v for k, v in _net(1.0).state_dict().items()}},
+        {"ema": {"shadow": [*_net(1.0).state_dict().values()], "decay": 0.9}},
+    ],
+    ids=["by name", "with a prefix", "a list"],
+)
+@pytest.mark.parametrize("key", ["state_dict", "model"])
+def test_two_sets_of_the_same_weights_are_refused(tmp_path, averaged, key) -> None:
+    file = tmp_path / "two.pt"
+    torch.save({key: _net().state_dict(), **averaged, "optimizer": SGD.state_dict()}, file)
+    with pytest.raises(
+        ArtifactInvalid, match=f"'{key}' and '{next(iter(averaged))}'; save the one"
+    ):
+        read_state_dict(file)
+
+
+def test_two_sets_without_a_usual_name_are_refused(tmp_path) -> None:
+    parts = {"generator": {"a.b": torch.ones(2)}, "critic": {"c": torch.ones(3)}}
+    torch.save(parts, tmp_path / "x")
+    with pytest.raises(ArtifactInvalid, match="'generator' and 'critic'"):
+        read_state_dict(tmp_path / "x")
+
+
+def test_other_weights_beside_are_named(tmp_path, caplog) -> None:
+    critic = {"critic": {"c": torch.ones(3)}, "optimizer": SGD.state_dict(), "epoch": 3}
+    torch.save({"model": _net().state_dict(), **critic}, tmp_path / "x")
+    assert read_state_dict(tmp_path / "x").keys() == _net().state_dict().keys()
+    assert "read from 'model'; left out: 'critic' (1 tensors)" in caplog.text
+
+
+def test_one_set_is_read_whatever_its_name(tmp_path) -> None:
+    state = _net().state_dict()
+    beside = {"rng": torch.ones(9), "optimizer": SGD.state_dict()}
+    torch.save({"ema_state_dict": state, **beside}, tmp_path / "x")
+    assert read_state_dict(tmp_path / "x").keys() == state.keys()
+
+
+def test_torchs_own_loading_decides_what_fits() -> None:
+    class Renamed(nn.Linear):
+        def _load_from_state_dict(self, state, prefix, *arguments):
+            state[prefix + "weight"] = state.pop(prefix + "kernel").T
+            super()._load_from_state_dict(state, prefix, *arguments)
+
+    net = nn.Sequential(nn.BatchNorm1d(3), Renamed(3, 2))
+    state = net.state_dict() | {"0.running_mean": torch.ones(3), "1.kernel": torch.ones(3, 2)}
+    del state["0.num_batches_tracked"], state["1.weight"]
+    load_state_(net, dict(state), "x")
+    assert torch.equal(net[1].weight, torch.ones(2, 3))
+    assert torch.equal(net[0].running_mean, torch.ones(3))
+    for change in ({"more": torch.ones(1)}, {"0.weight": torch.ones(4)}):
+        with pytest.raises(ArtifactInvalid, match="x does not hold the weights"):
+            load_state_(net, {**state, **change}, "x")
+    with pytest.raises(ArtifactInvalid, match=r"missing 0\.weight"):
+        load_state_(net, {k: v for k, v in state.items() if k != "0.weight"}, "x")
+
+
+def test_imaginary_parts_are_kept_or_refused(tmp_path) -> None:
+    net = nn.ParameterDict({"w": torch.zeros(2, dtype=torch.complex64)})
+    state = {"w": torch.tensor([1 + 2j, 3j])}
+    write_safetensors(tmp_path / "x.safetensors", state)
+    load_state_(net, read_state_dict(tmp_path / "x.safetensors"), "x")
+    assert torch.equal(net["w"], state["w"])
+    real = nn.ParameterDict({"w": torch.zeros(2)})
+    with pytest.raises(ArtifactInvalid, match="complex numbers for the real w"):
+        load_state_(real, state, "x")

@@ -1,14 +1,18 @@
 """What counts as read by user code: its own files, variables and modules, and no library's."""
 
+import importlib
 import json
 import os
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors
 import torch
+from safetensors.torch import load_file, save_file
 from torch.utils.data import Dataset
 
 from compress.common.dependency_recorder import Recording, recording, recording_paused
@@ -63,6 +67,42 @@ def test_what_changes_nothing_but_the_bytes_is_seen(file: Path, tmp_path: Path) 
     assert depends.change(tmp_path) == "file labels.npy changed"
 
 
+WAYS = {
+    "environ.copy": lambda: os.environ.copy()["WAY"],
+    "copy.get": lambda: os.environ.copy().get("WAY"),
+    "in copy": lambda: "WAY" in os.environ.copy(),
+    "copy.pop": lambda: os.environ.copy().pop("WAY"),
+    "environb": lambda: os.environb[b"WAY"],
+    "getenvb": lambda: os.getenvb(b"WAY"),
+    "expandvars": lambda: os.path.expandvars("$WAY/x"),
+    "format": lambda: "{WAY}".format(**os.environ),
+    "items": lambda: {k: v for k, v in os.environ.items() if k.startswith("WAY")},
+    "of a copy": lambda: dict(os.environ.copy())["WAY"],
+    "names": lambda: [k for k in os.environ if k.startswith("WAY")],
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_variable_counts_however_it_is_read(monkeypatch, tmp_path: Path, way) -> None:
+    monkeypatch.setenv("WAY", "1")
+    with recording() as found:
+        WAYS[way]()
+    depends = found.dependencies(tmp_path)
+    assert way == "names" or depends.environment.keys() >= {"WAY"}
+    assert depends.change(tmp_path) == ""
+    monkeypatch.delenv("WAY")
+    assert depends.change(tmp_path).startswith("environment variable")
+
+
+def test_another_variable_counts_where_all_are_listed(monkeypatch, tmp_path: Path) -> None:
+    with recording() as found:
+        assert len([name for name in os.environ if name.startswith("OURS_")]) == 0
+    depends = found.dependencies(tmp_path)
+    assert depends.change(tmp_path) == ""
+    monkeypatch.setenv("OURS_WIDTH", "8")
+    assert depends.change(tmp_path) == "environment variables are set or gone, and code lists them"
+
+
 def test_variables_count_that_user_code_asks_for_itself(monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setenv("ASKED", "a secret value")
     monkeypatch.setenv("ASKED_OF_A_LIBRARY", "1")
@@ -74,8 +114,8 @@ def test_variables_count_that_user_code_asks_for_itself(monkeypatch, tmp_path: P
         os.environ["SET_BY_ITSELF"] = "1"
         assert os.environ["SET_BY_ITSELF"] == "1"
         assert os.environ.setdefault("DEFAULTED", "1") == "1"
-        os.path.expandvars("$ASKED_OF_A_LIBRARY")
-        assert dict(os.environ.copy())
+        tempfile.gettempdir()
+        subprocess.run([sys.executable, "-c", ""], env=os.environ.copy(), check=True)
     depends = found.dependencies(tmp_path)
     assert set(depends.environment) == {"ASKED", "UNSET"}
     assert "a secret value" not in depends.model_dump_json()
@@ -114,6 +154,67 @@ def test_a_module_imported_before_counts_for_whoever_names_it(tmp_path, monkeypa
     assert all("tables_of_ours.py" in names for names in found)
     (elsewhere / "tables_of_ours.py").write_text("A = 22\n")
     assert resolve("second_of_ours:asked", tmp_path)() == 22
+
+
+def read_by_library(file: Path) -> None:
+    assert load_file(file)["w"].sum() == 3
+
+
+def read_piece_by_piece(file: Path) -> None:
+    with safetensors.safe_open(file, framework="pt") as opened:
+        assert opened.get_tensor("w").sum() == 3
+
+
+def read_as_bytes(file: Path) -> None:
+    assert len(torch.from_file(str(file), size=4, dtype=torch.uint8)) == 4
+
+
+NATIVE = [read_by_library, read_piece_by_piece, read_as_bytes]
+
+
+@pytest.mark.parametrize("read", NATIVE)
+def test_files_count_that_a_library_opens_outside_of_python(tmp_path: Path, read) -> None:
+    file = tmp_path / "w.safetensors"
+    save_file({"w": torch.ones(3)}, file)
+    with recording() as found:
+        read(file)
+    assert found.files == {str(file)}
+    assert not isinstance(3, safetensors.safe_open)
+
+
+PARQUET = """
+import ctypes, os
+class ParquetFile:
+    def __init__(self, source):
+        descriptor = ctypes.CDLL(None).open(os.fsencode(source), os.O_RDONLY)
+        assert os.close(descriptor) is None
+def read_table(source, columns=None):
+    return columns
+"""
+
+
+def test_readers_are_noted_whenever_they_are_imported(tmp_path: Path, monkeypatch) -> None:
+    package = tmp_path / "site-packages" / "pyarrow"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "parquet.py").write_text(PARQUET)
+    tables = tmp_path / "tables"
+    tables.mkdir()
+    for name in ("a", "b", "c"):
+        (tables / name).write_text("")
+    monkeypatch.syspath_prepend(package.parent)
+    for name in ("pyarrow", "pyarrow.parquet"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    with recording() as found:
+        parquet = importlib.import_module("pyarrow.parquet")
+        parquet.ParquetFile(tables / "a")
+        assert parquet.read_table(source=str(tables / "b"), columns=["c"]) == ["c"]
+    assert found.files == {str(tables / "a"), str(tables / "b")}
+    with recording() as found:
+        parquet.read_table(tables)
+    assert found.files == {str(tables / name) for name in "abc"}
+    for name in ("pyarrow", "pyarrow.parquet"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
 
 
 class Lazy(Dataset):

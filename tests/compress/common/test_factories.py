@@ -1,3 +1,5 @@
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -141,3 +143,27 @@ def test_errors_say_where_and_what_there_is(tmp_path: Path) -> None:
         resolve("absent_module:f", folder)
     with pytest.raises(PipelineInvalid, match="no callable 'resnte'; it has resnet"):
         resolve("nets:resnte", folder)
+
+
+SCRIPT = """
+from pathlib import Path
+from compress.common.factories import refuse_in_import, resolve
+
+def build():
+    return 3
+
+{guard}{what}
+"""
+
+
+@pytest.mark.parametrize(
+    "what", ['print(resolve("script:build", Path(__file__).parent)())', "refuse_in_import()"]
+)
+def test_a_script_that_imports_itself_is_told_to_guard_what_it_does(tmp_path: Path, what) -> None:
+    script = _write(tmp_path, script=SCRIPT.format(guard="", what=what)) / "script.py"
+    with pytest.raises(PipelineInvalid, match='under `if __name__ == "__main__":`'):
+        resolve("script:build", tmp_path)
+    script.write_text(SCRIPT.format(guard='if __name__ == "__main__":\n    ', what=what))
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
+    assert done.stdout in ("3\n", "")
+    assert resolve("script:build", tmp_path)() == 3

@@ -10,12 +10,15 @@ from torch.utils.data import TensorDataset
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.importing import import_checkpoint
 from compress.artifacts.recipe import Recipe
+from compress.checkpoint.state_dict import zero_share
 from compress.common.errors import GateRefused, StageFailed
 from compress.common.forward import run_in_eval
 from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
 from compress.core.gates import MinMetric
 from compress.data.splits import DataReference, Splits
+from compress.distillation.stage import Distill
+from compress.pruning.channels_stage import PruneChannels
 from compress.pruning.finetune import Finetune
 from compress.pruning.unstructured_stage import PruneWeights
 from compress.training.config.training import Training
@@ -279,3 +282,35 @@ def test_sparse_kernels_take_the_pattern(tmp_path: Path) -> None:
         torch.nn.functional.linear(x, sparse), torch.nn.functional.linear(x, weight),
         rtol=1e-2, atol=1e-2,
     )  # fmt: skip
+
+
+LATER = {
+    "train": Train(epochs=2, keep="last"),
+    "distill": Distill(teacher="source", epochs=2, keep="last"),
+    "prune_channels": PruneChannels(ratio=0.25, round_to=1, finetune={"epochs": 2, "keep": "last"}),
+}
+
+
+@pytest.mark.parametrize("later", LATER)
+def test_later_stages_keep_the_zeros(wide: EagerModel, blobs: Splits, tmp_path, later) -> None:
+    slim = PruneWeights(amount=0.5)(wide, Context(root=tmp_path / "slim"))
+    context = Context(root=tmp_path / "later", data=blobs, artifacts={"source": wide})
+    trained = LATER[later](slim, context)
+    before, after = slim.load(), trained.load()
+    assert not torch.equal(after.down.bias, before.down.bias)
+    if later == "prune_channels":
+        assert zero_share(after.state_dict()) >= 0.4
+    else:
+        assert torch.equal(after.up.weight == 0, before.up.weight == 0)
+    assert "warnings" not in trained.manifest.facts
+    dense = Train(epochs=1, keep="last")(wide, Context(root=tmp_path / "dense", data=blobs))
+    assert not dense.has_pruned_weights
+
+
+def test_zeros_that_are_gone_are_warned_of(wide: EagerModel, tmp_path: Path) -> None:
+    slim = PruneWeights(amount=0.5)(wide, Context(root=tmp_path / "slim"))
+    module = slim.load()
+    for weight in (module.up.weight, module.down.weight):
+        weight.data += 1.0
+    (warning,) = slim.derive(tmp_path / "dense", module).manifest.facts["warnings"]
+    assert warning.startswith("most pruned weights are zero no more: 50.0% before, ")

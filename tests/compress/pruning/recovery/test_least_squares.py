@@ -13,6 +13,7 @@ from compress.data.batch import Batch
 from compress.pruning.dependency.graph import trace
 from compress.pruning.importance import layer_calls
 from compress.pruning.importance.moments import Moments
+from compress.pruning.recovery import least_squares as least_squares_module
 from compress.pruning.recovery.least_squares import least_squares, refit_
 from compress.pruning.recovery.recovery import output_error, recover_
 from tests.compress.pruning import pruning_linear_nets as linear_nets
@@ -217,3 +218,19 @@ def test_samples_of_another_shape_are_refused() -> None:
     smaller, kept = cut(net, torch.randn(2, 4, dtype=torch.float64))
     with pytest.raises(StageFailed, match=r"does not take .* a batch of shape \(40, 5\): Runtime"):
         refit_(smaller, net, kept, batches(5))
+
+
+def test_zeros_of_the_weight_stay_and_the_others_are_the_best_without_them(monkeypatch) -> None:
+    monkeypatch.setattr(least_squares_module, "MAX_ENTRIES", 2 * 6**2)
+    generator = torch.Generator().manual_seed(0)
+    columns = torch.randn(1, 50, 6, generator=generator, dtype=torch.float64)
+    answers = torch.randn(1, 50, 5, generator=generator, dtype=torch.float64)
+    fixed = torch.rand(1, 6, 5, generator=generator) < 0.5
+    moments = Moments()
+    moments.add_(columns, answers)
+    found, _ = least_squares(moments, 0.0, intercept=False, fixed_gio=fixed)
+    for output in range(5):
+        free = ~fixed[0, :, output]
+        best = torch.linalg.lstsq(columns[0][:, free], answers[0][:, output]).solution
+        torch.testing.assert_close(found[0, free, output], best)
+    assert (found[fixed] == 0).all()

@@ -19,9 +19,9 @@ from compress.pruning.unstructured.masks import (
     wanda,
 )
 from compress.pruning.unstructured.obs_masks import set_calibrated_zeros_
-from compress.pruning.unstructured.sparsity_schedule import AddZeros, KeepZeros
+from compress.pruning.unstructured.sparsity_schedule import AddZeros
 from compress.pruning.unstructured.weight_layout import group_by_block, prunable_weights
-from compress.training.objectives.weight_constraint import step_context_for
+from compress.training.objectives.weight_constraint import KeepZeros, step_context_for
 from tests.compress.pruning.pruning_weight_nets import Many, Text, Transposed, Wide
 
 
