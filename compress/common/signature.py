@@ -103,6 +103,29 @@ class OutputSpec(Settings):
     """Name of the output in every exported format."""
 
 
+class CallState(Settings):
+    """What calls of a model as it was given change in it."""
+
+    names: tuple[str, ...]
+    """Buffers and attributes, by their dotted names."""
+    is_read: bool
+    """Whether outputs of later calls depend on them."""
+
+    def line(self) -> str:
+        """Return what becomes of the state, as a warning."""
+        names = f"{', '.join(self.names[:3])}{' …' if len(self.names) > 3 else ''}"
+        if not self.is_read:
+            return (
+                f"model: a call changes {names}, on which no output depends; these keep the values "
+                "that the model came with, here and in exported files"
+            )
+        return (
+            f"model: keeps state between calls in {names}; here and in exported files every call "
+            "starts from the state that the model came with. For a stream, make the state an input "
+            "and an output of forward"
+        )
+
+
 class Signature(Settings):
     """A model's interface, the same in every format that it is converted to."""
 
@@ -112,12 +135,14 @@ class Signature(Settings):
     """Outputs, flattened, in order."""
     axes: dict[str, AxisBounds] = {}
     """Named axis → smallest and largest size, where not every size is allowed."""
+    state: CallState | None = None
+    """What calls of the model as it was given change in it; an artifact's calls change nothing."""
 
     @model_serializer(mode="wrap")
-    def _omit_empty_axes(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out empty bounds, so that manifests from before `axes` keep their digests."""
+    def _omit_empty(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out empty fields, so that manifests from before them keep their digests."""
         dumped: dict[str, Any] = dump(self)
-        return dumped if self.axes else {k: v for k, v in dumped.items() if k != "axes"}
+        return {k: v for k, v in dumped.items() if v or k not in ("axes", "state")}
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
