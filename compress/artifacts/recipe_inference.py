@@ -83,16 +83,23 @@ def check_rebuild(
     Raises:
         ArtifactInvalid: the factory builds another architecture, or one with other outputs.
     """
-    rebuilt = recipe.build()
-    load_state_(rebuilt, module.state_dict(), f"factory {recipe.factory!r}")
-    kind = type(module)
+
+    def rebuild() -> torch.nn.Module:
+        built = recipe.build()
+        load_state_(built, module.state_dict(), f"factory {recipe.factory!r}")
+        return built
+
+    rebuilt, kind = rebuild(), type(module)
     # The module is the caller's. The rebuilt one shows whether its forward writes to weights.
     versions = [(p, (p.data_ptr(), p._version)) for p in rebuilt.parameters()]
     edits, signature = fit_call(rebuilt, signature, inputs, kind.__qualname__)
-    for edit in edits:
-        edit.apply_(rebuilt)
-    recipe = recipe.model_copy(update={"edits": (*recipe.edits, *edits)})
     writes = any((p.data_ptr(), p._version) != before for p, before in versions)
+    recipe = recipe.model_copy(update={"edits": (*recipe.edits, *edits)})
+    if writes:
+        rebuilt = rebuild()
+    else:
+        for edit in edits:
+            edit.apply_(rebuilt)
     with unchanged(module, weights=writes):
         try:
             for edit in edits:

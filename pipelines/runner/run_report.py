@@ -44,6 +44,7 @@ def build_report(state: RunState, status: Status, error: str = "") -> Report:
         stages=stages,
         warnings=(
             *state.data_warnings,
+            *_call_state_warnings(state),
             # They may read data and score: who interrupts a run does not wait for that.
             *(accuracy_warnings(state) if status != INTERRUPTED else ()),
             *measurement_warnings(stages, plan.baseline, state.baseline),
@@ -112,6 +113,14 @@ def _accuracy_warnings(state: RunState) -> Iterator[str]:
             f"answer to every sample ({constant:.4f} on val); train longer, or judge by another "
             "metric"
         )
+
+
+def _call_state_warnings(state: RunState) -> Iterator[str]:
+    """Yield what becomes of state that models keep between calls, each once."""
+    signatures = [
+        state.artifacts[n].signature for n in (SOURCE, *state.plan.names) if n in state.artifacts
+    ]
+    yield from dict.fromkeys(s.state.line() for s in signatures if s.state)
 
 
 def _sampling_warnings(state: RunState) -> Iterator[str]:

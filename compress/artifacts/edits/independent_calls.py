@@ -76,7 +76,11 @@ class ModuleState:
                 value = _copied(copied, self._memo)
             if now.get(name, ABSENT) is not value:
                 path, _, key = name.rpartition(".")
-                _put_back(self._module.get_submodule(path), key, value)
+                part = self._module.get_submodule(path)
+                table = part._buffers if key in part._buffers else vars(part)
+                table[key] = value
+                if value is ABSENT:
+                    del table[key]
         for part, training in self._modes:
             part.training = training
         for weight, data, copied in self._weights:
@@ -189,19 +193,29 @@ def make_calls_independent_(
         if own.training and not in_training:
             return original(own, *tensors)
         memo: dict[int, Any] = {id(x): x for x in (*own.modules(), *own.parameters())}
-        kept = [
-            (part, key, _table(part, key).get(key, ABSENT))
-            for part in own.modules()
-            for key in getattr(part, KEPT, ())
-        ]
+        before = []
+        for part in own.modules():
+            keys, buffers = getattr(part, KEPT, ()), part._buffers
+            before += [(part, key, vars(part).get(key, ABSENT)) for key in keys]
+            if keys:
+                before.append((part, "_buffers", buffers))
+                copies = {k: _copied(x, memo) for k, x in buffers.items() if k in keys}
+                part._buffers = {**buffers, **copies}
+                if torch.compiler.is_exporting():
+                    # As attributes: torch.export writes what is assigned to a buffer of the outer
+                    # module to the graph, which would change the buffer whenever it is called.
+                    part._buffers = {k: x for k, x in buffers.items() if k not in keys}
+                    vars(part).update(copies)
         try:
-            for part, key, value in kept:
-                if value is not ABSENT:
-                    _table(part, key)[key] = _copied(value, memo)
+            for part, key, value in before:
+                if key != "_buffers" and value is not ABSENT:
+                    vars(part)[key] = _copied(value, memo)
             return original(own, *tensors)
         finally:
-            for part, key, value in kept:
-                _put_back(part, key, value)
+            for part, key, value in before:
+                vars(part).pop(key, None)
+                if value is not ABSENT:
+                    vars(part)[key] = value
 
     replace_forward_(module, forward, inspect.signature(original))
 
@@ -237,17 +251,6 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
         for key, value in table.items()
         if table is part._buffers or key not in OF_EVERY_MODULE
     }
-
-
-def _table(part: nn.Module, key: str) -> dict[str, Any]:
-    return part._buffers if key in part._buffers else vars(part)
-
-
-def _put_back(part: nn.Module, key: str, value: Any) -> None:
-    if value is not ABSENT:
-        _table(part, key)[key] = value
-    else:
-        _table(part, key).pop(key, None)
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
