@@ -226,6 +226,7 @@ def test_hooks_of_torch_stay() -> None:
 
 
 def test_state_is_said_by_check_and_in_the_report(tmp_path: Path, caplog) -> None:
+    from pipelines.api import Pipeline
     from pipelines.commands.check import check_pipeline
 
     (tmp_path / "streams.py").write_text(
@@ -248,5 +249,5 @@ def test_state_is_said_by_check_and_in_the_report(tmp_path: Path, caplog) -> Non
     (warning,) = [w for w in check_pipeline(file, models=True).warnings if "state" in w]
     assert warning.startswith("model: keeps state between calls in last;")
     with caplog.at_level(logging.ERROR):
-        report = compress.Pipeline.from_yaml(file).run(tmp_path / "out")
+        report = Pipeline.from_yaml(file).run(tmp_path / "out")
     assert warning in report.warnings
