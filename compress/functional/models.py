@@ -15,7 +15,7 @@ from compress.artifacts.in_process import register
 from compress.artifacts.recipe_inference import positional_parameters
 from compress.common.errors import PipelineInvalid
 from compress.common.signature import Signature
-from compress.data.infer_signature import inputs_of
+from compress.data.infer_signature import inputs_of, sample_inputs
 
 if TYPE_CHECKING:
     from compress.data.splits import Splits
@@ -54,9 +54,9 @@ def as_artifact(
     inputs = (example_inputs,) if isinstance(example_inputs, torch.Tensor) else example_inputs
     if inputs is not None:
         return EagerModel.from_module(model, example_inputs=inputs)
-    return EagerModel.from_module(
-        model, signature=_signature(data, positional_parameters(model), None)
-    )
+    signature = _signature(data, positional_parameters(model), None)
+    samples = sample_inputs(data, signature)
+    return EagerModel.from_module(model, signature=signature, example_inputs=samples)
 
 
 def forward_names(model: Any) -> list[str]:
