@@ -47,6 +47,21 @@ class TensorSpec(Settings):
     """Sizes; a name instead of a number makes that axis dynamic. The first axis is the batch."""
     dtype: Dtype = "float32"
     """Element type."""
+    values: tuple[int, int] | None = None
+    """Smallest and largest integer of the input, where 0 is not one, as in lengths: inputs that are
+    made up to trace and to compare models stay within it."""
+
+    @model_serializer(mode="wrap")
+    def _omit_values(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out what is not there, so that manifests from before keep their digests."""
+        dumped: dict[str, Any] = dump(self)
+        return {k: v for k, v in dumped.items() if v is not None}
+
+    @property
+    def invented_integers(self) -> tuple[int, int]:
+        """Integers of made-up inputs: the smallest, and one more than the largest."""
+        least, most = self.values or (0, 1)
+        return least, min(least + 1, most) + 1
 
     def sized(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Return the shape with each named axis replaced by its size (2 where none is given)."""
@@ -201,7 +216,7 @@ class Signature(Settings):
         device: str = "cpu",
         sizes: Mapping[str, int] | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        """Return seeded inputs: standard normal for floats, 0 or 1 for integers.
+        """Return seeded inputs: standard normal for floats, 0 or 1 for integers, or seen ones.
 
         Named axes get their number in ``sizes``, the batch axis ``batch`` and others 8 elements, or
         the nearest number that is allowed.
@@ -226,7 +241,7 @@ class Signature(Settings):
             elif dtype.is_floating_point:
                 value = torch.randn(shape, generator=generator).to(dtype)
             else:
-                value = torch.randint(0, 2, shape, generator=generator).to(dtype)
+                value = torch.randint(*spec.invented_integers, shape, generator=generator).to(dtype)
             tensors.append(value.to(device))
         return tuple(tensors)
 
@@ -247,9 +262,24 @@ class Signature(Settings):
             head = (batch_axis or tensor.shape[0],) if tensor.dim() else ()
             dtype = str(tensor.dtype).removeprefix("torch.")
             specs.append(
-                TensorSpec.model_validate({"name": name, "shape": (*head, *rest), "dtype": dtype})
+                TensorSpec.model_validate(
+                    {
+                        "name": name,
+                        "shape": (*head, *rest),
+                        "dtype": dtype,
+                        "values": range_to_invent([tensor]),
+                    }
+                )
             )
         return cls(inputs=tuple(specs))
+
+
+def range_to_invent(tensors: Sequence[torch.Tensor]) -> tuple[int, int] | None:
+    """Return the smallest and largest of the integers in samples; None if 0 and 1 will do."""
+    seen = [x for x in tensors if x.numel() and not (x.is_floating_point() or x.is_complex())]
+    least = min((int(x.min()) for x in seen), default=0)
+    most = max((int(x.max()) for x in seen), default=1)
+    return (least, most) if least > 0 or most < 0 else None
 
 
 def refuse_double_names(inputs: Sequence[TensorSpec], outputs: Sequence[OutputSpec]) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from compress.common.errors import CompressError, PipelineInvalid, first_line
-from compress.common.signature import TensorSpec
+from compress.common.signature import TensorSpec, range_to_invent
 from compress.data.batch import LABELS, SampleWithTeacher, adapt
 
 if TYPE_CHECKING:
@@ -117,7 +117,10 @@ def _specs(names: list[str], columns: list[tuple[torch.Tensor, ...]]) -> Iterato
             shape.append(axes.setdefault(sizes, own))
         dtype = str(column[0].dtype).removeprefix("torch.")
         try:
-            yield TensorSpec.model_validate({"name": name, "shape": shape, "dtype": dtype})
+            values = range_to_invent(column)
+            yield TensorSpec.model_validate(
+                {"name": name, "shape": shape, "dtype": dtype, "values": values}
+            )
         except ValidationError as error:
             problem = error.errors()[0]["msg"].removeprefix("Value error, ")
             raise PipelineInvalid(
