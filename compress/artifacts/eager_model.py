@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 CODE = "code"
 SPARSITY_KEPT = 0.5
 """Part of the share of zeros below which they are called gone: a cut may take channels of zeros."""
+log = logging.getLogger(__name__)
 
 
 class EagerModel(Artifact):
@@ -110,6 +112,8 @@ class EagerModel(Artifact):
             example_inputs = [example_inputs[spec.name] for spec in signature.inputs]
         inputs = tuple(example_inputs or signature.example())
         recipe, signature = rebuilding_recipe(module, factory, arguments, signature, inputs)
+        if signature.state:
+            log.warning("%s", signature.state.line())
         return cls.create(
             root or temporary_folder() / "source", recipe, module.state_dict(), signature
         )

@@ -7,19 +7,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from compress.artifacts.eager_model import EagerModel
+from compress.artifacts.edits.independent_calls import ROUNDING
 from compress.artifacts.recipe_inference import fit_call
 from compress.checkpoint.loading import match_names, read_state_dict
 from compress.checkpoint.state_dict import load_state_
-from compress.common.errors import ArtifactInvalid, CompressError, first_line
+from compress.common.errors import ArtifactInvalid
 from compress.common.forward import run_in_eval
 from compress.common.tensor_difference import relative_error
 
-ROUNDING = 1e-4
-"""Part of the norm by which outputs may differ when a model is loaded again: where weights lie in
-memory decides in which order products are added. On an EPYC with AVX2 a tiny BERT differed for 138
-of 200 misaligned copies of its weights, by at most 3e-6."""
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from compress.artifacts.recipe import Recipe
@@ -34,11 +31,12 @@ def import_checkpoint(
     checkpoint: Path | None,
     folder: Path | None,
     seed: int = 0,
+    inputs: Sequence[torch.Tensor] | None = None,
 ) -> EagerModel:
     """Create an artifact from a user's factory, whose source lies in a folder, and checkpoint.
 
     Without a checkpoint the factory's own weights, seeded, are kept. The signature is checked by
-    one forward pass.
+    a forward pass on ``inputs``, or on seeded ones.
 
     Raises:
         ArtifactInvalid: the checkpoint is not the model's, or the model takes other inputs.
@@ -50,7 +48,7 @@ def import_checkpoint(
         source = f"checkpoint {checkpoint}"
         state = match_names(read_state_dict(checkpoint), module.state_dict(), source)
         load_state_(module, state, source)
-    return import_module(path, recipe, module, signature, folder=folder)
+    return import_module(path, recipe, module, signature, inputs=inputs, folder=folder)
 
 
 def import_module(
@@ -59,34 +57,24 @@ def import_module(
     module: torch.nn.Module,
     signature: Signature,
     *,
+    inputs: Sequence[torch.Tensor] | None = None,
     folder: Path | None = None,
     carried: Mapping[str, bytes] | None = None,
 ) -> EagerModel:
     """Create an artifact from a module that its recipe built and that has its weights.
 
-    The module may be changed so that it takes its inputs by name. ``carried`` are files beside it.
+    The module may be changed so that it takes its inputs by name, and that its calls leave it and
+    them as they are. ``inputs`` are an example, and ``carried`` are files beside the model.
 
     Raises:
         PipelineInvalid: the names of inputs or outputs contradict the model.
         ArtifactInvalid: the model takes other inputs, or has other outputs when loaded again.
     """
-    inputs = signature.example()
-    try:
-        edit, signature = fit_call(module, signature, inputs)
-    except CompressError:
-        raise
-    except Exception as error:
-        shapes = ", ".join(
-            f"{s.name} {list(x.shape)} {s.dtype}"
-            for s, x in zip(signature.inputs, inputs, strict=True)
-        )
-        raise ArtifactInvalid(
-            f"model.inputs: {recipe.factory!r} does not take {shapes}: "
-            f"{type(error).__name__}: {first_line(error)}"
-        ) from error
-    if edit is not None:
+    inputs = signature.example() if inputs is None else inputs
+    edits, signature = fit_call(module, signature, inputs, repr(recipe.factory))
+    for edit in edits:
         edit.apply_(module)
-        recipe = recipe.model_copy(update={"edits": (*recipe.edits, edit)})
+    recipe = recipe.model_copy(update={"edits": (*recipe.edits, *edits)})
     outputs = run_in_eval(module, inputs)
     model = EagerModel.create(
         path, recipe, module.state_dict(), signature, folder=folder, carried=carried

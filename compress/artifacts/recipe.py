@@ -120,6 +120,8 @@ class CallByName(Settings):
 
     def apply_(self, module: torch.nn.Module) -> None:
         """Adapt the module's forward, in place."""
+        from compress.artifacts.edits.independent_calls import replace_forward_
+
         kind = type(module)
         signature = inspect.signature(kind.forward)
 
@@ -134,19 +136,41 @@ class CallByName(Settings):
             return tuple(entries[name] for name in self.outputs)
 
         if self.inputs:
-            # torch.export reads the parameters' names and number here.
             own_parameter, *_ = signature.parameters.values()
             any_way = inspect.Parameter.POSITIONAL_OR_KEYWORD
             each = [inspect.Parameter(name, any_way) for name in self.inputs]
             signature = inspect.Signature([own_parameter, *each])
-        forward.__signature__ = signature  # type: ignore[attr-defined]
-        # A subclass of the same name, as a wrapping module would rename every parameter.
-        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-        module.__class__ = type(kind.__name__, (kind,), {**names, "forward": forward})
+        replace_forward_(module, forward, signature)
+
+
+class IndependentCalls(Settings):
+    """Calls that change neither the module nor their inputs, although its own forward does."""
+
+    edit: Literal["independent_calls"] = "independent_calls"
+    state: tuple[str, ...] = ()
+    """Buffers and attributes that each call starts from and leaves as they are."""
+    in_training: bool = False
+    """Whether calls in training mode do, too."""
+    copies_inputs: bool = False
+    """Whether forward gets copies of its inputs."""
+
+    def apply_(self, module: torch.nn.Module) -> None:
+        """Replace the module's forward, in place."""
+        from compress.artifacts.edits.independent_calls import make_calls_independent_
+
+        make_calls_independent_(
+            module, self.state, in_training=self.in_training, copies_inputs=self.copies_inputs
+        )
 
 
 AnyEdit = Annotated[
-    KeepIndices | KeepBlocks | SplitAttention | NameSizes | UntieWeights | CallByName,
+    KeepIndices
+    | KeepBlocks
+    | SplitAttention
+    | NameSizes
+    | UntieWeights
+    | CallByName
+    | IndependentCalls,
     Field(discriminator="edit"),
 ]
 """A change of an architecture; the key ``edit`` names its class."""

@@ -9,15 +9,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from compress.artifacts.edits.independent_calls import (
+    call_effects,
+    needed_hooks_alone,
+    unchanged,
+)
 from compress.artifacts.in_process import is_in_process, register_module
-from compress.artifacts.recipe import CallByName, Recipe
+from compress.artifacts.recipe import CallByName, IndependentCalls, Recipe
 from compress.checkpoint.state_dict import load_state_
-from compress.common.errors import ArtifactInvalid, PipelineInvalid
-from compress.common.forward import match_outputs, preserve_modes, run_in_eval
+from compress.common.errors import ArtifactInvalid, CompressError, PipelineInvalid, first_line
+from compress.common.forward import match_outputs, run_in_eval
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
+    from compress.artifacts.recipe import AnyEdit
     from compress.common.signature import Signature
 
 log = logging.getLogger(__name__)
@@ -50,42 +56,57 @@ def rebuilding_recipe(
     """Return a recipe that is known to rebuild a module, and the completed signature.
 
     Where neither a factory nor arguments are given and the class alone does not rebuild the module,
-    the recipe is one of this process.
+    the recipe is one of this process. Hooks that change no output are left out.
 
     Raises:
         PipelineInvalid: names contradict the model, or the factory cannot be imported.
         ArtifactInvalid: the factory builds another architecture, or one with other outputs.
     """
-    recipe = recipe_from_module(module, factory, arguments)
-    try:
-        return check_rebuild(module, recipe, signature, inputs)
-    except (ArtifactInvalid, PipelineInvalid) as error:
-        if factory is not None or arguments is not None or is_in_process(recipe.factory):
-            raise
-        log.info("%s is kept in this process: %s", type(module).__qualname__, error)
-        return check_rebuild(module, Recipe(factory=register_module(module)), signature, inputs)
+    call, _ = _by_signature(module, signature)
+    with needed_hooks_alone(module, call, inputs):
+        recipe = recipe_from_module(module, factory, arguments)
+        try:
+            return check_rebuild(module, recipe, signature, inputs)
+        except (ArtifactInvalid, PipelineInvalid) as error:
+            if factory is not None or arguments is not None or is_in_process(recipe.factory):
+                raise
+            log.info("%s is kept in this process: %s", type(module).__qualname__, error)
+            recipe = Recipe(factory=register_module(module))
+            return check_rebuild(module, recipe, signature, inputs)
 
 
 def check_rebuild(
     module: torch.nn.Module, recipe: Recipe, signature: Signature, inputs: Sequence[torch.Tensor]
 ) -> tuple[Recipe, Signature]:
-    """Return the recipe with the edit of :func:`fit_call`, and the signature with output names.
+    """Return the recipe with the edits of :func:`fit_call`, and the signature with output names.
 
     Raises:
         ArtifactInvalid: the factory builds another architecture, or one with other outputs.
     """
-    rebuilt = recipe.build()
-    load_state_(rebuilt, module.state_dict(), f"factory {recipe.factory!r}")
-    edit, signature = fit_call(module, signature, inputs)
-    kind = type(module)
-    try:
-        if edit is not None:
-            recipe = recipe.model_copy(update={"edits": (edit,)})
+
+    def rebuild() -> torch.nn.Module:
+        built = recipe.build()
+        load_state_(built, module.state_dict(), f"factory {recipe.factory!r}")
+        return built
+
+    rebuilt, kind = rebuild(), type(module)
+    # The module is the caller's. The rebuilt one shows whether its forward writes to weights.
+    versions = [(p, (p.data_ptr(), p._version)) for p in rebuilt.parameters()]
+    edits, signature = fit_call(rebuilt, signature, inputs, kind.__qualname__)
+    writes = any((p.data_ptr(), p._version) != before for p, before in versions)
+    recipe = recipe.model_copy(update={"edits": (*recipe.edits, *edits)})
+    if writes:
+        rebuilt = rebuild()
+    else:
+        for edit in edits:
             edit.apply_(rebuilt)
-            edit.apply_(module)
-        expected = run_in_eval(module, inputs)
-    finally:
-        module.__class__ = kind  # undoes the edit: the module is the caller's
+    with unchanged(module, weights=writes):
+        try:
+            for edit in edits:
+                edit.apply_(module)
+            expected = run_in_eval(module, inputs)
+        finally:
+            module.__class__ = kind
     got = run_in_eval(rebuilt, inputs)
     if not all(torch.equal(a, b) for a, b in zip(expected, got, strict=True)):
         raise ArtifactInvalid(
@@ -96,23 +117,65 @@ def check_rebuild(
 
 
 def fit_call(
-    module: torch.nn.Module, signature: Signature, inputs: Sequence[torch.Tensor]
-) -> tuple[CallByName | None, Signature]:
-    """Return the edit by which a signature's tensors fit a module, and the completed signature.
+    module: torch.nn.Module,
+    signature: Signature,
+    inputs: Sequence[torch.Tensor],
+    name: str = "the model",
+) -> tuple[tuple[AnyEdit, ...], Signature]:
+    """Return the edits by which a module becomes a function of a signature's tensors.
 
-    By one forward pass. Inputs named like parameters of forward are passed to them, whatever their
-    order, others by position. Names of outputs select among the model's, or rename all of them.
+    By one forward pass, and two more of a module that it changes. Inputs named like parameters of
+    forward are passed to them, whatever their order, others by position. Names of outputs select
+    among the model's, or rename all of them. The signature is returned, completed, too.
+
+    Args:
+        module: a module, which is not changed.
+        signature: its interface.
+        inputs: an example, in the signature's order.
+        name: the module's name in errors.
 
     Raises:
         PipelineInvalid: names contradict forward's parameters or what it returns.
+        ArtifactInvalid: the module does not take the inputs.
     """
+    call, keywords = _by_signature(module, signature)
+    try:
+        effects = call_effects(module, call, inputs)
+    except CompressError:
+        raise
+    except Exception as error:
+        shapes = ", ".join(
+            f"{spec.name} {list(x.shape)} {spec.dtype}"
+            for spec, x in zip(signature.inputs, inputs, strict=True)
+        )
+        raise ArtifactInvalid(
+            f"model.inputs: {name} does not take {shapes}: "
+            f"{type(error).__name__}: {first_line(error)}"
+        ) from error
+    selected, signature = match_outputs(effects.output, signature)
+    edits: list[AnyEdit] = []
+    if keywords or selected:
+        edits.append(CallByName(inputs=keywords, outputs=selected))
+    state = effects.state
+    if state is not None or effects.changes_inputs:
+        names, is_read = (state.names, state.is_read) if state else ((), False)
+        edits.append(
+            IndependentCalls(state=names, in_training=is_read, copies_inputs=effects.changes_inputs)
+        )
+    return tuple(edits), signature.model_copy(update={"state": state})
+
+
+def _by_signature(
+    module: torch.nn.Module, signature: Signature
+) -> tuple[Callable[[Sequence[torch.Tensor]], Any], tuple[str, ...]]:
+    """Return a function that calls a module, and forward's parameters where it does so by name."""
     keywords = _keywords(module, [spec.name for spec in signature.inputs])
-    with preserve_modes(module), torch.inference_mode():
-        module.eval()
-        output = module(**dict(zip(keywords, inputs, strict=True))) if keywords else module(*inputs)
-    selected, signature = match_outputs(output, signature)
-    edit = CallByName(inputs=keywords, outputs=selected) if keywords or selected else None
-    return edit, signature
+
+    def call(inputs: Sequence[torch.Tensor]) -> Any:
+        by_name = dict(zip(keywords, inputs, strict=True)) if keywords else {}
+        return module(**by_name) if keywords else module(*inputs)
+
+    return call, keywords
 
 
 def positional_parameters(module: torch.nn.Module) -> list[str]:

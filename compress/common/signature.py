@@ -47,6 +47,21 @@ class TensorSpec(Settings):
     """Sizes; a name instead of a number makes that axis dynamic. The first axis is the batch."""
     dtype: Dtype = "float32"
     """Element type."""
+    values: tuple[int, int] | None = None
+    """Smallest and largest integer of the input, where 0 is not one, as in lengths: inputs that are
+    made up to trace and to compare models stay within it."""
+
+    @model_serializer(mode="wrap")
+    def _omit_values(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out what is not there, so that manifests from before keep their digests."""
+        dumped: dict[str, Any] = dump(self)
+        return {k: v for k, v in dumped.items() if v is not None}
+
+    @property
+    def invented_integers(self) -> tuple[int, int]:
+        """Integers of made-up inputs: the smallest, and one more than the largest."""
+        least, most = self.values or (0, 1)
+        return least, min(least + 1, most) + 1
 
     def sized(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Return the shape with each named axis replaced by its size (2 where none is given)."""
@@ -103,6 +118,29 @@ class OutputSpec(Settings):
     """Name of the output in every exported format."""
 
 
+class CallState(Settings):
+    """What calls of a model as it was given change in it."""
+
+    names: tuple[str, ...]
+    """Buffers and attributes, by their dotted names."""
+    is_read: bool
+    """Whether outputs of later calls depend on them."""
+
+    def line(self) -> str:
+        """Return what becomes of the state, as a warning."""
+        names = f"{', '.join(self.names[:3])}{' …' if len(self.names) > 3 else ''}"
+        if not self.is_read:
+            return (
+                f"model: a call changes {names}, on which no output depends; these keep the values "
+                "that the model came with, here and in exported files"
+            )
+        return (
+            f"model: keeps state between calls in {names}; here and in exported files every call "
+            "starts from the state that the model came with. For a stream, make the state an input "
+            "and an output of forward"
+        )
+
+
 class Signature(Settings):
     """A model's interface, the same in every format that it is converted to."""
 
@@ -112,12 +150,14 @@ class Signature(Settings):
     """Outputs, flattened, in order."""
     axes: dict[str, AxisBounds] = {}
     """Named axis → smallest and largest size, where not every size is allowed."""
+    state: CallState | None = None
+    """What calls of the model as it was given change in it; an artifact's calls change nothing."""
 
     @model_serializer(mode="wrap")
-    def _omit_empty_axes(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out empty bounds, so that manifests from before `axes` keep their digests."""
+    def _omit_empty(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out empty fields, so that manifests from before them keep their digests."""
         dumped: dict[str, Any] = dump(self)
-        return dumped if self.axes else {k: v for k, v in dumped.items() if k != "axes"}
+        return {k: v for k, v in dumped.items() if v or k not in ("axes", "state")}
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
@@ -176,7 +216,7 @@ class Signature(Settings):
         device: str = "cpu",
         sizes: Mapping[str, int] | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        """Return seeded inputs: standard normal for floats, 0 or 1 for integers.
+        """Return seeded inputs: standard normal for floats, 0 or 1 for integers, or seen ones.
 
         Named axes get their number in ``sizes``, the batch axis ``batch`` and others 8 elements, or
         the nearest number that is allowed.
@@ -201,7 +241,7 @@ class Signature(Settings):
             elif dtype.is_floating_point:
                 value = torch.randn(shape, generator=generator).to(dtype)
             else:
-                value = torch.randint(0, 2, shape, generator=generator).to(dtype)
+                value = torch.randint(*spec.invented_integers, shape, generator=generator).to(dtype)
             tensors.append(value.to(device))
         return tuple(tensors)
 
@@ -222,9 +262,24 @@ class Signature(Settings):
             head = (batch_axis or tensor.shape[0],) if tensor.dim() else ()
             dtype = str(tensor.dtype).removeprefix("torch.")
             specs.append(
-                TensorSpec.model_validate({"name": name, "shape": (*head, *rest), "dtype": dtype})
+                TensorSpec.model_validate(
+                    {
+                        "name": name,
+                        "shape": (*head, *rest),
+                        "dtype": dtype,
+                        "values": range_to_invent([tensor]),
+                    }
+                )
             )
         return cls(inputs=tuple(specs))
+
+
+def range_to_invent(tensors: Sequence[torch.Tensor]) -> tuple[int, int] | None:
+    """Return the smallest and largest of the integers in samples; None if 0 and 1 will do."""
+    seen = [x for x in tensors if x.numel() and not (x.is_floating_point() or x.is_complex())]
+    least = min((int(x.min()) for x in seen), default=0)
+    most = max((int(x.max()) for x in seen), default=1)
+    return (least, most) if least > 0 or most < 0 else None
 
 
 def refuse_double_names(inputs: Sequence[TensorSpec], outputs: Sequence[OutputSpec]) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
 from compress.common.errors import CompressError, PipelineInvalid, first_line
-from compress.common.signature import TensorSpec
+from compress.common.signature import TensorSpec, range_to_invent
 from compress.data.batch import LABELS, SampleWithTeacher, adapt
 
 if TYPE_CHECKING:
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from compress.common.signature import Signature
     from compress.data.splits import Splits
 
 SAMPLES = 32
@@ -56,6 +59,32 @@ def inputs_of(
     return tuple(_specs(names, list(zip(*found, strict=True)), float_dtype))
 
 
+def sample_inputs(data: Splits | None, signature: Signature) -> tuple[torch.Tensor, ...] | None:
+    """Return the inputs of the first samples of the data, as a batch; None without data.
+
+    What a model does with them it does with invented ones only where any values will do: lengths
+    of 0 and indices that occur in no sample are refused by some. None, too, if they do not fit the
+    signature, which stages then report.
+    """
+    if data is None:
+        return None
+    name = next((n for n in ("train", "val") if n in data.datasets), next(iter(data.datasets)))
+    count = signature.inputs[0].shape[:1]
+    size = count[0] if count and isinstance(count[0], int) else 2
+    try:
+        named = replace(data, input_names=tuple(spec.name for spec in signature.inputs))
+        (batch,) = islice(named.batches(name, size, size), 1)
+    except (CompressError, ValueError):  # also where there are none
+        return None
+    fits = len(batch.inputs) == len(signature.inputs) and all(
+        str(x.dtype).removeprefix("torch.") == spec.dtype
+        and x.dim() == len(spec.shape)
+        and all(d == n for d, n in zip(spec.shape, x.shape, strict=True) if isinstance(d, int))
+        for x, spec in zip(batch.inputs, signature.inputs, strict=True)
+    )
+    return batch.inputs if fits else None
+
+
 def _samples(splits: Splits) -> Iterator[tuple[str, Any]]:
     for name in [n for n in ("train", "val") if n in splits.datasets] or [*splits.datasets]:
         dataset: Any = splits.split(name)
@@ -94,7 +123,10 @@ def _specs(
         dtype = str(column[0].dtype).removeprefix("torch.")
         dtype = float_dtype if column[0].is_floating_point() else dtype
         try:
-            yield TensorSpec.model_validate({"name": name, "shape": shape, "dtype": dtype})
+            values = range_to_invent(column)
+            yield TensorSpec.model_validate(
+                {"name": name, "shape": shape, "dtype": dtype, "values": values}
+            )
         except ValidationError as error:
             problem = error.errors()[0]["msg"].removeprefix("Value error, ")
             raise PipelineInvalid(

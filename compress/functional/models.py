@@ -15,7 +15,7 @@ from compress.artifacts.in_process import register
 from compress.artifacts.recipe_inference import positional_parameters
 from compress.common.errors import PipelineInvalid
 from compress.common.signature import Signature
-from compress.data.infer_signature import inputs_of
+from compress.data.infer_signature import inputs_of, sample_inputs
 
 if TYPE_CHECKING:
     from compress.data.splits import Splits
@@ -56,9 +56,9 @@ def as_artifact(
         return EagerModel.from_module(model, example_inputs=inputs)
     floats = [x for x in model.parameters() if x.is_floating_point()]
     dtype = str(floats[0].dtype).removeprefix("torch.") if floats else "float32"
-    return EagerModel.from_module(
-        model, signature=_signature(data, positional_parameters(model), None, dtype)
-    )
+    signature = _signature(data, positional_parameters(model), None, dtype)
+    samples = sample_inputs(data, signature)
+    return EagerModel.from_module(model, signature=signature, example_inputs=samples)
 
 
 def forward_names(model: Any) -> list[str]:

@@ -16,6 +16,7 @@ from compress.artifacts.artifact import Artifact
 from compress.artifacts.in_process import register, register_module
 from compress.common.atomic_files import temporary_folder
 from compress.common.errors import PipelineInvalid
+from compress.common.process import caller_state_kept
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -70,7 +71,8 @@ def stage_function(
                 hint = f"; did you mean {close[0]!r}?" if close else ""
                 raise TypeError(f"{name}() has no argument {argument!r}{hint}")
         settings = {n: arguments.pop(n) for n in [*arguments] if n in fields}
-        artifact: Writes = _run_stage(model, file, stage, settings, **arguments)
+        with caller_state_kept(str(arguments.get("device", "cpu"))):
+            artifact: Writes = _run_stage(model, file, stage, settings, **arguments)
         return artifact
 
     function.__name__ = function.__qualname__ = name

@@ -68,7 +68,7 @@ def seeded_rows(signature: Signature, rows: int, seed: int = 0) -> list[Array]:
             lengths = generator.integers(1, shape[-1] + 1, (*shape[:-1], 1))
             arrays.append((np.arange(shape[-1]) < lengths).astype(dtype))
         else:
-            arrays.append(generator.integers(0, 2, shape).astype(dtype))
+            arrays.append(generator.integers(*spec.invented_integers, shape).astype(dtype))
     return arrays
 
 

@@ -28,13 +28,13 @@ def check_pipeline(file: Path, models: bool) -> CheckResult:
     """Validate a pipeline file and describe it; with `models` its model and data too."""
     pipeline = PipelineConfig.from_yaml(file)
     plan = build_plan(pipeline)
-    signature, summary = None, ""
+    signature, summary, warnings = None, "", plan.warnings
     if models:
         from pipelines.runner.inputs import check_model
 
         found, summary = check_model(pipeline)
         signature = found.model_dump(mode="json")
-    warnings = plan.warnings
+        warnings += (found.state.line(),) if found.state else ()
     if pipeline.data is not None:
         warnings += advice(plan)
     stages = [{"name": p.name, "stage": p.stage.stage, "input": p.input} for p in plan.stages]

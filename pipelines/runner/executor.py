@@ -58,7 +58,7 @@ class PipelineExecutor:
         if not lookup.cached:
             began = time.monotonic()
             with name_stage_in_errors(SOURCE, state.out), recording() as recorded:
-                artifact = import_source(state.pipeline, lookup.entry.artifact_path)
+                artifact = import_source(state.pipeline, lookup.entry.artifact_path, state.data)
             lookup = self.commit(lookup, artifact, time.monotonic() - began, recorded)
         source = state.artifacts[SOURCE]
         publish(source, state.out / "artifacts" / SOURCE)

@@ -203,7 +203,7 @@ def check_model(pipeline: PipelineConfig) -> tuple[Signature, str]:
     pipeline, data, inferred = resolve_inputs(pipeline)
     plan, pipeline = infer_loss_and_metric(plan, pipeline, data)
     with temporary_files(), tempfile.TemporaryDirectory() as folder:
-        source = import_source(pipeline, Path(folder) / SOURCE)
+        source = import_source(pipeline, Path(folder) / SOURCE, data)
         context = Context(
             root=Path(folder), data=data, device=pipeline.device, threads=pipeline.threads
         )
@@ -212,8 +212,10 @@ def check_model(pipeline: PipelineConfig) -> tuple[Signature, str]:
         return source.signature, "\n".join(filter(None, lines))
 
 
-def import_source(pipeline: PipelineConfig, path: Path) -> Artifact:
-    """Import the model as an artifact."""
+def import_source(pipeline: PipelineConfig, path: Path, data: Splits | None = None) -> Artifact:
+    """Import the model as an artifact; it is checked on samples of the data where there are any."""
+    from compress.data.infer_signature import sample_inputs
+
     spec = pipeline.model
     outputs = {} if spec.outputs is None else {"outputs": spec.outputs}
     try:
@@ -237,6 +239,7 @@ def import_source(pipeline: PipelineConfig, path: Path) -> Artifact:
             checkpoint=pipeline.folder / spec.checkpoint if spec.checkpoint else None,
             folder=pipeline.code_folder,
             seed=pipeline.seed,
+            inputs=sample_inputs(data, signature),
         )
     except CompressError as error:
         # Errors begin with the setting that is wrong; else it is the one that names the model.

@@ -48,6 +48,7 @@ def build_report(state: RunState, status: Status, error: str = "") -> Report:
         stages=stages,
         warnings=(
             *state.data_warnings,
+            *_call_state_warnings(state),
             *doubts,
             *measurement_warnings(stages, plan.baseline, state.baseline),
             *_sampling_warnings(state),
@@ -121,6 +122,14 @@ def _accuracy_warnings(state: RunState) -> Iterator[tuple[str, tuple[str, ...]]]
             "metric",
             tuple(no_better),
         )
+
+
+def _call_state_warnings(state: RunState) -> Iterator[str]:
+    """Yield what becomes of state that models keep between calls, each once."""
+    signatures = [
+        state.artifacts[n].signature for n in (SOURCE, *state.plan.names) if n in state.artifacts
+    ]
+    yield from dict.fromkeys(s.state.line() for s in signatures if s.state)
 
 
 def _sampling_warnings(state: RunState) -> Iterator[str]:

@@ -11,7 +11,7 @@ from compress.artifacts.meta_init import build_skeleton, match_state_dict
 from compress.artifacts.recipe_inference import fit_call
 from compress.checkpoint.loading import match_names, read_state_dict
 from compress.checkpoint.streamed_module import stream_weights_
-from compress.common.errors import ArtifactInvalid, CompressError, first_line
+from compress.common.errors import ArtifactInvalid
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -43,17 +43,8 @@ def import_streamed(
     weights = match_state_dict(state, recipe, None, str(folder))
     carried = files_to_carry(folder, module)
     stream_weights_(module.eval(), weights)
-    try:
-        edit, signature = fit_call(module, signature, signature.example())
-    except CompressError:
-        raise
-    except Exception as error:
-        raise ArtifactInvalid(
-            f"model.inputs: the model does not take {', '.join(s.name for s in signature.inputs)}: "
-            f"{type(error).__name__}: {first_line(error)}"
-        ) from error
-    if edit is not None:
-        recipe = recipe.model_copy(update={"edits": (edit,)})
+    edits, signature = fit_call(module, signature, signature.example())
+    recipe = recipe.model_copy(update={"edits": edits})
     return EagerModel.create(
         path, recipe, weights, signature, facts={STREAMED: True}, carried=carried
     )

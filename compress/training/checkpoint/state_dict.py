@@ -24,9 +24,16 @@ if TYPE_CHECKING:
 
 STATE = "state."
 
-# torch warns when a checkpoint is written or read without a process group, which is intended in a
-# single process. A global filter, because the warnings come from threads too.
-warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+
+@contextmanager
+def no_group_expected() -> Iterator[None]:
+    """Ignore torch's warnings that checkpoints are of one process, which is intended, in a block.
+
+    Not around each call: the warnings come from threads too.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def read_(checkpoint: Path, state: dict[str, Any]) -> set[str]:

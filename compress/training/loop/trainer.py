@@ -24,6 +24,7 @@ from compress.training.checkpoint.metadata import (
     checkpoint_name,
     checkpoints,
 )
+from compress.training.checkpoint.state_dict import no_group_expected
 from compress.training.distributed.sampler import share_of_epoch
 from compress.training.loop.checkpoint_manager import CheckpointManager
 from compress.training.loop.cuda_prefetch import on_device
@@ -65,6 +66,7 @@ def train(job: Job, strategy: Strategy, on_record: Callable[[TrainingRecord], No
         memory_budget(training),
         job.data.keep_workers(),
         seeded(job.seed, job.device),
+        no_group_expected(),
         recording_metrics(job, strategy) as metrics,
     ):
         # The first read forks the data workers: before NCCL runs, beside which a fork may hang.

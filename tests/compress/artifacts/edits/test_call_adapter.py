@@ -153,7 +153,8 @@ def test_a_module_in_memory_in_three_lines(tmp_path) -> None:
     source = EagerModel.from_module(module, example_inputs={"ids": IDS, "x": X})
     assert type(module) is Keywords, "the caller's module stays what it was"
     assert named(source) == ["scores", "both_0", "both_1"]
-    assert source.signature.inputs[0] == TensorSpec(name="ids", shape=("batch", 2), dtype="int64")
+    ids = TensorSpec(name="ids", shape=("batch", 2), dtype="int64", values=(1, 4))
+    assert source.signature.inputs[0] == ids
     with source.open() as predict:
         assert torch.equal(predict(IDS, X)[0], module(X, ids=IDS)["scores"])
 
