@@ -1,10 +1,28 @@
 """Base class and field types of all settings: frozen pydantic models without unknown keys."""
 
-from collections.abc import Mapping
-from typing import Annotated, Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler
 from pydantic_core import PydanticCustomError, core_schema
+
+from compress.common.errors import CompressError, PipelineInvalid
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+
+class Unmet(NamedTuple):
+    """What keeps a stage or a gate from doing its work, known before anything runs."""
+
+    setting: tuple[str, ...]
+    """Path of the setting that is wrong, or that needs what is missing; empty for none."""
+    problem: str
+    """What was found, what was expected, and how to mend it."""
+    error: type[CompressError] = PipelineInvalid
+    is_program: bool = False
+    """Whether it is a program, which may be installed before its stage begins."""
 
 
 class Settings(BaseModel):
@@ -25,6 +43,23 @@ class Settings(BaseModel):
         # pydantic takes true as 1, and 1 and "no" as booleans.
         schema: core_schema.CoreSchema = _keep_booleans_apart(handler(source), cls)
         return schema
+
+    def unmet_by(self, context: Any) -> Iterator[Unmet]:
+        """Yield what these settings need and a run's data or machine have not.
+
+        ``context`` is a `Context`, whose data are None as long as they are not loaded. Nested
+        settings are asked too, and libraries and programs are `requirements`.
+        """
+        yield from ()
+
+    def nested(self) -> Iterator[tuple[tuple[str, ...], Settings]]:
+        """Yield these settings and all within them, each after its path."""
+        yield (), self
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            if isinstance(value, Settings):
+                for path, inner in value.nested():
+                    yield (name, *path), inner
 
     def refuse_settings_of_others(
         self, choice: str, takers_of: Mapping[str, tuple[str, ...]]

@@ -1,11 +1,10 @@
-"""Runs a stage and evaluates its gates: the one way, for a stage alone and for a whole pipeline."""
+"""Evaluates a stage's gates: the one way, for a stage alone and for a whole pipeline."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
-from compress.common.errors import GateRefused, exits_refused
-from compress.common.process import gc_frozen
+from compress.common.errors import GateRefused
 from compress.core.gate import Gate
 from compress.core.gate_kinds.baselines import baseline_for
 from compress.core.verdict import explain
@@ -17,15 +16,6 @@ if TYPE_CHECKING:
     from compress.artifacts.artifact import Artifact
     from compress.core.context import Context
     from compress.core.verdict import Verdict
-
-Reads = TypeVar("Reads")
-Writes = TypeVar("Writes")
-
-
-def run_stage(run: Callable[[Reads, Context], Writes], model: Reads, context: Context) -> Writes:
-    """Call a stage's `run`; raise CompressError where it fails or user code calls `sys.exit()`."""
-    with gc_frozen(), exits_refused():
-        return run(model, context)
 
 
 def evaluate_gates(

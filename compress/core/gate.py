@@ -9,11 +9,14 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, ClassVar
 
-from compress.common.config import Settings
+from compress.common.config import Settings, Unmet
 from compress.common.errors import CompressError, Unavailable, exits_refused
+from compress.common.requirements import unmet_in
 from compress.core.verdict import Verdict
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from pydantic import JsonValue
 
     from compress.artifacts.artifact import Artifact
@@ -43,7 +46,7 @@ class Gate(Settings):
     allows_runtime: ClassVar[bool] = False
     """Whether `against` may also name a runtime of the float model, such as `onnxruntime`."""
     needs_data: ClassVar[bool] = False
-    """Whether it cannot be measured without the pipeline's data."""
+    """Whether it cannot be measured without the pipeline's data, of which it reads `val`."""
     depends_on_batch: ClassVar[bool] = False
     """Whether outputs on `val` decide the value, so that the number of rows in a call may too."""
     may_vary: ClassVar[bool] = False
@@ -55,6 +58,17 @@ class Gate(Settings):
     def requirements(self) -> tuple[Requirement, ...]:
         """Libraries and programs that measuring takes; a run that lacks one is refused early."""
         return ()
+
+    def unmet(self, context: Context) -> Iterator[Unmet]:
+        """Yield what keeps the gate from being measured, known before anything runs."""
+        yield from unmet_in(self, self.requirements, context)
+
+    def unmet_by(self, context: Context) -> Iterator[Unmet]:
+        """Yield that there is no split to measure on."""
+        if self.needs_data and context.data is not None and "val" not in context.data.datasets:
+            found = ", ".join(map(repr, context.data.datasets))
+            problem = f"measures on split 'val', and the data has {found}; add a split 'val'"
+            yield Unmet((), problem)
 
     @property
     def limit(self) -> float:

@@ -22,6 +22,7 @@ from compress.core.task_targets import (
 )
 from compress.data.targets import select
 from pipelines.planning.requirement_checks import (
+    check_conditions,
     check_loss,
     check_metric,
     explained_task,
@@ -58,8 +59,10 @@ def infer_loss_and_metric(
     """Return plan and pipeline with loss, metric and task that follow from the data's targets.
 
     Raises:
-        PipelineInvalid: a gate or the metric does not suit the task.
+        CompressError: a stage or a gate lacks a split or samples of the data, or a gate or the
+            metric does not suit the task.
     """
+    check_conditions(pipeline, plan.stages, data)
     compares_labels = any(
         isinstance(gate, LabelAgreement) for p in plan.stages for gate in p.stage.gates
     )

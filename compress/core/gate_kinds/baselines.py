@@ -6,9 +6,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 from compress.artifacts.artifact import Artifact
-from compress.common.errors import StageFailed, Unavailable
+from compress.common.errors import StageFailed
 from compress.common.forward import opened_model
-from compress.common.requirements import COMPILER, Requirement
+from compress.common.requirements import COMPILER, Requirement, require_all
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -49,9 +49,7 @@ class BaselineArtifact(Artifact):
     @opened_model
     def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:
         """Open the model in the runtime; raise Unavailable if something for it is not installed."""
-        for need in self.runtime.requirements:
-            if need.missing():
-                raise Unavailable(f"against {self.name}: needs {need.what}; {need.install}")
+        require_all(self.runtime.requirements, f"against {self.name}")
         with self.runtime.open(self.model, device, threads) as predict:
             yield predict
 

@@ -122,7 +122,9 @@ def test_all_samples_are_taken_where_the_default_is_more(caplog: pytest.LogCaptu
     small = compress.quantize_static(network(), data=X[:10])
     assert "calibrated on 10 samples alone" in caplog.text
     assert small.module(X).shape == (64, 3)
-    with pytest.raises(compress.StageFailed, match="100 calibration samples asked for"):
+    with pytest.raises(
+        compress.PipelineInvalid, match="calibration_samples: 100 samples asked for"
+    ):
         compress.quantize_static(network(), data=X, calibration_samples=100)
 
 
