@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import TYPE_CHECKING
 
 from compress.common.errors import GateRefused
@@ -36,9 +37,15 @@ def evaluate_gates(
         )
 
 
-def refusal(stage: str, verdicts: Iterable[Verdict], kept_at: Path) -> GateRefused | None:
-    """Return the error that names the gates that refused a stage's result; None if all passed."""
+def refusal(
+    stage: str, verdicts: Iterable[Verdict], kept_at: Path, run: Path | None = None
+) -> GateRefused | None:
+    """Return the error that names the gates that refused a stage's result; None if all passed.
+
+    With the folder of a run it says how to learn why.
+    """
     refused = [explain(verdict) for verdict in verdicts if not verdict.passed]
     if not refused:
         return None
-    return GateRefused(f"{stage}: {'; '.join(refused)} (artifact kept in {kept_at})")
+    why = f"; why: compress explain {shlex.quote(str(run))}" if run else ""
+    return GateRefused(f"{stage}: {'; '.join(refused)} (artifact kept in {kept_at}{why})")

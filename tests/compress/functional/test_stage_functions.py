@@ -87,7 +87,7 @@ def test_a_class_of_a_function_loads_in_its_process_alone(
         "except compress.ArtifactInvalid as error:\n"
         "    print(error)\n"
     )
-    assert fresh_torch(code).startswith("Net was defined in a script, a notebook or a function")
+    assert fresh_torch(code).startswith("Net was given as an object in memory of another process")
 
 
 def test_training_and_distillation_take_classes_of_a_function() -> None:

@@ -134,7 +134,7 @@ def test_a_killed_training_resumes_with_the_same_bits(
         (
             None,
             {},
-            r"^train: steps_per_epoch: split 'train' is a stream without __len__; set steps_per_epoch$",
+            r"^train: steps_per_epoch: split 'train' is a stream without __len__; set steps",
         ),
         (8, {}, "a stream of 8 samples, expected at least a batch of 16"),
         (112, {}, "ended after 96 samples in pass 1, expected 112"),
