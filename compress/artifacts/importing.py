@@ -11,7 +11,7 @@ from compress.artifacts.recipe_inference import fit_call
 from compress.checkpoint.loading import match_names, read_state_dict
 from compress.checkpoint.state_dict import load_state_
 from compress.common.errors import ArtifactInvalid, CompressError, first_line
-from compress.common.forward import run_in_eval
+from compress.common.forward import image_advice, run_in_eval
 from compress.common.tensor_difference import relative_error
 
 ROUNDING = 1e-4
@@ -82,7 +82,7 @@ def import_module(
         )
         raise ArtifactInvalid(
             f"model.inputs: {recipe.factory!r} does not take {shapes}: "
-            f"{type(error).__name__}: {first_line(error)}"
+            f"{type(error).__name__}: {first_line(error)}{image_advice(inputs)}"
         ) from error
     if edit is not None:
         edit.apply_(module)

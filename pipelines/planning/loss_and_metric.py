@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from compress.common.errors import CompressError, PipelineInvalid, first_line
-from compress.common.forward import output_argument
+from compress.common.forward import image_advice, output_argument
 from compress.core.gates import LabelAgreement
 from compress.core.metrics import TARGET_METRICS, MetricMeter, default_metric
 from compress.core.task_targets import (
@@ -201,7 +201,7 @@ def _outputs_for(
         shapes = ", ".join(describe_tensor(x) for x in inputs)
         raise PipelineInvalid(
             f"{pipeline.place('data')}: the model does not take the samples of split {split!r}, "
-            f"{shapes}: {type(error).__name__}: {first_line(error)}"
+            f"{shapes}: {type(error).__name__}: {first_line(error)}{image_advice(inputs)}"
         ) from error
 
 
