@@ -290,7 +290,9 @@ def test_a_missing_java_stops_only_the_packaging(
     hide_java()
     done = called("run", "small.yaml", cwd=ran)
     assert done.returncode == 4, done.stderr
-    assert "warning: package_torchserve will stop: java was not found" in done.stderr
+    assert (
+        "warning: package_torchserve will stop: needs java, which is not installed" in done.stderr
+    )
     assert "error: package_torchserve: " in done.stderr
     artifacts = {p.name for p in (ran / "runs/small/artifacts").iterdir()}
     assert artifacts == {"source", "train", "export_onnx"}
