@@ -56,7 +56,7 @@ CASES = {
     ),
     "train, epochs: 1, keep: best": (
         "{bytes_last: true}",
-        r":2: model\.inputs: .* \[2, 8, 8, 3\] uint8: .*return x\.permute\(2, 0, 1\)\.float\(\) / 255",
+        r":2: model\.inputs: .* \[2, 8, 8, 3\] uint8: .*x\.permute\(2, 0, 1\)\.float\(\) / 255",
     ),
 }
 
