@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import yaml
-
 from compress.artifacts.artifact import Artifact
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.in_process import register, register_module
@@ -21,6 +19,7 @@ from compress.functional.models import as_artifact, forward_names
 from pipelines.api import Pipeline
 from pipelines.commands.init import inspect_model, render_and_plan
 from pipelines.commands.init_options import InitOptions, dump_input
+from pipelines.system import yaml_core
 
 if TYPE_CHECKING:
     import torch
@@ -119,7 +118,7 @@ def optimize(
     task_named(task)  # refuses an unknown one
     found = inspect_model(loaded, splits, trained=True, task=task)
     text, _ = render_and_plan(folder / "pipeline.yaml", content, init, found, inferred=True)
-    content = yaml.safe_load(text)
+    content = yaml_core.load(text)
     for stage in content["stages"]:
         for gate in stage.get("gates", ()):
             kind = gate_class(gate["gate"])

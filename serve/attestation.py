@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from compress import __version__
 from compress.artifacts.artifact import MANIFEST
 from compress.common.atomic_files import open_regular
-from compress.common.errors import ArtifactInvalid, PipelineInvalid, Unavailable
-from compress.common.requirements import Requirement
+from compress.common.errors import ArtifactInvalid, PipelineInvalid
+from compress.common.requirements import Requirement, pip_install, require_all
 from compress.common.strict_json import canonical_json, reject_duplicate_keys
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ BUILD_TYPE = "urn:compress-pipeline:run:v1"
 BUILDER = "urn:compress-pipeline:compress"
 MAX_BYTES = 2**24
 """Largest attestation that is read; ours have some kilobytes."""
-REQUIREMENT = Requirement(what="cryptography", install="pip install -e '.[sign]'")
+REQUIREMENT = Requirement(what="cryptography", install=pip_install("sign"))
 
 
 @dataclass(frozen=True)
@@ -193,8 +193,7 @@ def _check_signature(signatures: Any, payload: bytes, file: Path, key_file: Path
 
 
 def _load_key(file: Path, *, private: bool) -> Any:
-    if REQUIREMENT.missing():
-        raise Unavailable(f"signatures need {REQUIREMENT.what}: {REQUIREMENT.install}")
+    require_all([REQUIREMENT], "signatures")
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ed25519

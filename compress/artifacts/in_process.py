@@ -58,8 +58,8 @@ def __getattr__(name: str) -> Callable[..., Any]:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name not in _objects:
         raise ArtifactInvalid(
-            f"{name.rpartition('_')[0]} was defined in a script, a notebook or a function of "
-            "another process, and can be loaded in that one alone; put it into a file of its own, "
-            "or write the model there with compress.export_program or compress.export_onnx"
+            f"{name.rpartition('_')[0]} was given as an object in memory of another process, and "
+            "can be loaded in that one alone; return it from a function in a file of its own, or "
+            "write the model there with compress.export_program or compress.export_onnx"
         )
     return _objects[name]

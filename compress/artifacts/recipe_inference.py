@@ -18,7 +18,7 @@ from compress.artifacts.in_process import is_in_process, register_module
 from compress.artifacts.recipe import CallByName, IndependentCalls, Recipe
 from compress.checkpoint.state_dict import load_state_
 from compress.common.errors import ArtifactInvalid, CompressError, PipelineInvalid, first_line
-from compress.common.forward import match_outputs, run_in_eval
+from compress.common.forward import image_advice, match_outputs, run_in_eval
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -150,7 +150,7 @@ def fit_call(
         )
         raise ArtifactInvalid(
             f"model.inputs: {name} does not take {shapes}: "
-            f"{type(error).__name__}: {first_line(error)}"
+            f"{type(error).__name__}: {first_line(error)}{image_advice(inputs)}"
         ) from error
     selected, signature = match_outputs(effects.output, signature)
     edits: list[AnyEdit] = []

@@ -1,9 +1,28 @@
 """Base class and field types of all settings: frozen pydantic models without unknown keys."""
 
-from collections.abc import Mapping
-from typing import Annotated
+from __future__ import annotations
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler
+from pydantic_core import PydanticCustomError, core_schema
+
+from compress.common.errors import CompressError, PipelineInvalid
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+
+class Unmet(NamedTuple):
+    """What keeps a stage or a gate from doing its work, known before anything runs."""
+
+    setting: tuple[str, ...]
+    """Path of the setting that is wrong, or that needs what is missing; empty for none."""
+    problem: str
+    """What was found, what was expected, and how to mend it."""
+    error: type[CompressError] = PipelineInvalid
+    is_program: bool = False
+    """Whether it is a program, which may be installed before its stage begins."""
 
 
 class Settings(BaseModel):
@@ -17,6 +36,31 @@ class Settings(BaseModel):
         defer_build=True,
     )
 
+    @classmethod
+    def __get_pydantic_core_schema__(
+        cls, source: Any, handler: GetCoreSchemaHandler
+    ) -> core_schema.CoreSchema:
+        # pydantic takes true as 1, and 1 and "no" as booleans.
+        schema: core_schema.CoreSchema = _keep_booleans_apart(handler(source), cls)
+        return schema
+
+    def unmet_by(self, context: Any) -> Iterator[Unmet]:
+        """Yield what these settings need and a run's data or machine have not.
+
+        ``context`` is a `Context`, whose data are None as long as they are not loaded. Nested
+        settings are asked too, and libraries and programs are `requirements`.
+        """
+        yield from ()
+
+    def nested(self) -> Iterator[tuple[tuple[str, ...], Settings]]:
+        """Yield these settings and all within them, each after its path."""
+        yield (), self
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            if isinstance(value, Settings):
+                for path, inner in value.nested():
+                    yield (name, *path), inner
+
     def refuse_settings_of_others(
         self, choice: str, takers_of: Mapping[str, tuple[str, ...]]
     ) -> None:
@@ -29,6 +73,35 @@ class Settings(BaseModel):
             is_set = getattr(self, name) != type(self).model_fields[name].default
             if is_set and chosen not in takers:
                 raise ValueError(f"{name} is for {choice}: {', '.join(takers)}, found {chosen}")
+
+
+PARTS_OF_SCHEMAS = ("schema", "fields", "choices", "items_schema", "keys_schema", "values_schema")
+"""Keys of pydantic's core schemas that hold others."""
+
+
+def _keep_booleans_apart(part: Any, settings: type[Settings]) -> Any:
+    """Return settings' core schema where only true and false are booleans, and neither a number."""
+    if isinstance(part, list | tuple):
+        return type(part)(_keep_booleans_apart(each, settings) for each in part)
+    # Nested settings have done so themselves.
+    if not isinstance(part, dict) or part.get("cls", settings) is not settings:
+        return part
+    kind = part.get("type")
+    if kind == "bool":
+        return {**part, "strict": True}
+    if kind in ("int", "float"):
+        return core_schema.no_info_before_validator_function(_refuse_boolean, part)
+    if part.get("function", {}) == {"type": "no-info", "function": _refuse_boolean}:
+        return part  # the schema of a class that is complete comes here again
+    # Choices of a tagged union and fields of a model are mappings by name.
+    inner = part if kind is None else {key: part[key] for key in PARTS_OF_SCHEMAS if key in part}
+    return part | {key: _keep_booleans_apart(each, settings) for key, each in inner.items()}
+
+
+def _refuse_boolean(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise PydanticCustomError("number_type", "Input should be a number")
+    return value
 
 
 Ratio = Annotated[float, Field(gt=0, lt=1)]

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 Arguments = ParamSpec("Arguments")
 Self = TypeVar("Self", bound="KeepsModels")
 
+IMAGE_CHANNELS = (1, 3, 4)
 OUTPUT = "output"
 """Name of an output that the model itself does not name."""
 
@@ -242,6 +243,21 @@ def output_argument(
     if len(names) != len(outputs):
         names = [f"{OUTPUT}_{i}" for i in range(len(outputs))]
     return dict(zip(names, outputs, strict=True))
+
+
+def image_advice(inputs: Sequence[torch.Tensor]) -> str:
+    """Return how to make of images that a model refuses what convolutions take; else nothing."""
+    for x in inputs:
+        is_last = x.ndim == 4 and x.shape[3] in IMAGE_CHANNELS and x.shape[1] not in IMAGE_CHANNELS
+        scaled = "" if x.is_floating_point() else ".float() / 255"
+        if is_last:
+            return (
+                "; it looks like images with their channels last, and convolutions take floats "
+                f"[n, channels, height, width]: return x.permute(2, 0, 1){scaled} of each"
+            )
+        if x.ndim == 4 and scaled and str(x.dtype) == "torch.uint8":
+            return f"; it looks like images of bytes, and models take floats: return x{scaled}"
+    return ""
 
 
 def first_output(outputs: Outputs) -> torch.Tensor:

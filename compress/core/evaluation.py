@@ -1,11 +1,11 @@
-"""Runs a stage and evaluates its gates: the one way, for a stage alone and for a whole pipeline."""
+"""Evaluates a stage's gates: the one way, for a stage alone and for a whole pipeline."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+import shlex
+from typing import TYPE_CHECKING
 
-from compress.common.errors import GateRefused, exits_refused
-from compress.common.process import gc_frozen
+from compress.common.errors import GateRefused
 from compress.core.gate_kinds.baselines import baseline_for, baseline_name
 from compress.core.verdict import explain
 
@@ -17,15 +17,6 @@ if TYPE_CHECKING:
     from compress.core.context import Context
     from compress.core.gate import Gate
     from compress.core.verdict import Verdict
-
-Reads = TypeVar("Reads")
-Writes = TypeVar("Writes")
-
-
-def run_stage(run: Callable[[Reads, Context], Writes], model: Reads, context: Context) -> Writes:
-    """Call a stage's `run`; raise CompressError where it fails or user code calls `sys.exit()`."""
-    with gc_frozen(), exits_refused():
-        return run(model, context)
 
 
 def _evaluate(gate: Gate, before: Artifact, after: Artifact, context: Context) -> Verdict:
@@ -55,9 +46,15 @@ def evaluate_gates(
         )
 
 
-def refusal(stage: str, verdicts: Iterable[Verdict], kept_at: Path) -> GateRefused | None:
-    """Return the error that names the gates that refused a stage's result; None if all passed."""
+def refusal(
+    stage: str, verdicts: Iterable[Verdict], kept_at: Path, run: Path | None = None
+) -> GateRefused | None:
+    """Return the error that names the gates that refused a stage's result; None if all passed.
+
+    With the folder of a run it says how to learn why.
+    """
     refused = [explain(verdict) for verdict in verdicts if not verdict.passed]
     if not refused:
         return None
-    return GateRefused(f"{stage}: {'; '.join(refused)} (artifact kept in {kept_at})")
+    why = f"; why: compress explain {shlex.quote(str(run))}" if run else ""
+    return GateRefused(f"{stage}: {'; '.join(refused)} (artifact kept in {kept_at}{why})")

@@ -10,11 +10,14 @@ import math
 import re
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from compress.common.config import Settings
+from compress.common.config import Settings, Unmet
 from compress.common.errors import CompressError, Unavailable, exits_refused
+from compress.common.requirements import unmet_in
 from compress.core.verdict import Uncertainty, Verdict
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from pydantic import JsonValue
 
     from compress.artifacts.artifact import Artifact
@@ -46,7 +49,7 @@ class Gate(Settings):
     """Whether `against` may also name a runtime of the uncompressed model, such as `onnxruntime`,
     and is by default that of the result, as it is for speed; else it is the stage's input."""
     needs_data: ClassVar[bool] = False
-    """Whether it cannot be measured without the pipeline's data."""
+    """Whether it cannot be measured without the pipeline's data, of which it reads `val`."""
     depends_on_batch: ClassVar[bool] = False
     """Whether outputs on `val` decide the value, so that the number of rows in a call may too."""
     may_vary: ClassVar[bool] = False
@@ -58,6 +61,17 @@ class Gate(Settings):
     def requirements(self) -> tuple[Requirement, ...]:
         """Libraries and programs that measuring takes; a run that lacks one is refused early."""
         return ()
+
+    def unmet(self, context: Context) -> Iterator[Unmet]:
+        """Yield what keeps the gate from being measured, known before anything runs."""
+        yield from unmet_in(self, self.requirements, context)
+
+    def unmet_by(self, context: Context) -> Iterator[Unmet]:
+        """Yield that there is no split to measure on."""
+        if self.needs_data and context.data is not None and "val" not in context.data.datasets:
+            found = ", ".join(map(repr, context.data.datasets))
+            problem = f"measures on split 'val', and the data has {found}; add a split 'val'"
+            yield Unmet((), problem)
 
     @property
     def limit(self) -> float:

@@ -5,14 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar, get_args
 
 from compress.artifacts.artifact import Artifact, Step
-from compress.common.config import Settings, StageName
-from compress.common.requirements import Requirement, requirements_of
-from compress.core.evaluation import evaluate_gates, refusal, run_stage
+from compress.common.config import Settings, StageName, Unmet
+from compress.common.errors import exits_refused
+from compress.common.process import gc_frozen
+from compress.common.requirements import Requirement, refuse_unmet, requirements_of, unmet_in
+from compress.core.evaluation import evaluate_gates, refusal
 from compress.core.gates import AnyGate
 from compress.core.verdict import Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Set
+    from collections.abc import Iterator, Mapping, Set
     from pathlib import Path
 
     from compress.core.context import Context
@@ -55,12 +57,24 @@ class Stage(Settings, Generic[Reads, Writes]):
         """Do the stage's work and write its artifact to ``context.root``."""
         raise NotImplementedError
 
+    def run_checked(self, model: Reads, context: Context) -> Writes:
+        """Run; raise CompressError where something is missing, or user code calls `sys.exit()`."""
+        if self.needs_data:
+            context.need_data(self.title)
+        refuse_unmet(self.unmet(context), self.title)
+        with gc_frozen(), exits_refused():
+            return self.run(model, context)
+
     def check_parity(self, model: Reads, artifact: Writes, context: Context) -> None:
         """Raise StageFailed if a cached result computes other than its input; for exporters."""
 
     def __call__(self, model: Reads, context: Context) -> Writes:
         """Run, and return the artifact; raise GateRefused, which names it, if a gate refuses it."""
-        artifact = run_stage(self.run, model, context)
+        for gate in self.gates if context.task is None else self.for_task(context.task).gates:
+            if gate.needs_data:
+                context.need_data(f"{self.title}: {gate.gate}")
+            refuse_unmet(gate.unmet(context), f"{self.title}: {gate.gate}")
+        artifact = self.run_checked(model, context)
         context.clear_work()
         refused = refusal(self.title, self.judge(model, artifact, context), artifact.path)
         if refused:
@@ -102,6 +116,27 @@ class Stage(Settings, Generic[Reads, Writes]):
     def check_loss(self, loss: Loss) -> None:
         """Raise CompressError if a setting does not go with the loss, whose name is known."""
 
+    def unmet(self, context: Context) -> Iterator[Unmet]:
+        """Yield what keeps the stage from running, as far as settings, data and machine show it."""
+        yield from unmet_in(self, self.all_requirements(), context)
+
+    def unmet_by(self, context: Context) -> Iterator[Unmet]:
+        """Yield what is wrong with the split that calibration samples are drawn from."""
+        yield from super().unmet_by(context)
+        data, drawn = context.data, self.drawn_samples
+        if data is None or not (drawn and self.uses_data):
+            return
+        name = data.calibration_split
+        if name not in data.datasets:
+            found = ", ".join(map(repr, data.datasets))
+            yield Unmet((), f"draws samples from split {name!r}, and the data has {found}; add it")
+        elif self.available_samples(data) > (available := len(data.split(name))):  # type: ignore[arg-type]
+            problem = (
+                f"{drawn} samples asked for and split {name!r} has {available}; lower "
+                "calibration_samples or bring more data"
+            )
+            yield Unmet(("calibration_samples",), problem)
+
     @property
     def drawn_samples(self) -> int:
         """Upper bound of the samples that the stage draws from the calibration split."""
@@ -115,7 +150,8 @@ class Stage(Settings, Generic[Reads, Writes]):
             StageFailed: the data have no split for calibration.
         """
         available = len(data.split(data.calibration_split))  # type: ignore[arg-type]
-        is_set = "calibration_samples" in self.model_fields_set
+        chosen = self.model_dump(include={"calibration_samples"}, exclude_unset=True)
+        is_set = any(chosen.values())  # None is the default too
         return self.drawn_samples if is_set else min(self.drawn_samples, available)
 
     @property

@@ -94,8 +94,6 @@ class PruneLayers(PruningStage):
             StageFailed: the model has no repeated blocks or fewer that can be removed, a named one
                 is none of them or has to stay, or a setting requires data and there is none.
         """
-        if self.needs_data:
-            context.need_data(f"{self.title} with finetune, refit or judged_by: metric")
         edit, facts = self._search(model, context)
         module = model.load()
         edit.apply_(module)

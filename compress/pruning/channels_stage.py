@@ -152,8 +152,6 @@ class PruneChannels(PruningStage):
         # Imported here, because settings are validated without loading torch.
         from compress.pruning.channel_pruner import ChannelPruner
 
-        if self.needs_data:
-            context.need_data(f"{self.title} with {' and '.join(self._needing_data)}")
         weights, edits, facts = ChannelPruner(self.pruning_config(), model, context).run()
         lineage = self.lineage(model)
         return model.derive(context.root, weights, edits=edits, lineage=lineage, facts=facts)

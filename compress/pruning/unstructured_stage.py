@@ -178,8 +178,6 @@ class PruneWeights(PruningStage):
         from compress.pruning.unstructured.weight_layout import prunable_weights
         from compress.training.objectives.weight_constraint import KeepZeros
 
-        if self.needs_data:
-            context.need_data(f"{self.title} with finetune, batch_norm or method: {self.method}")
         module = model.load()
         prunable = prunable_weights(
             module, model.signature.example(seed=context.seed), self.include, self.exclude

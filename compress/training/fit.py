@@ -8,9 +8,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from compress.checkpoint.safetensors_io import read_safetensors
-from compress.common.errors import CompressError, StageFailed, Unavailable
+from compress.common.errors import CompressError, StageFailed
 from compress.common.factories import local_sources, resolve, sources_digest
 from compress.common.process import threads_to_use
+from compress.common.requirements import refuse_unmet, requirements_of, unmet_in
 from compress.common.strict_json import canonical_json
 from compress.profiling.operator_table import OPERATORS_FILE
 from compress.training.checkpoint.metadata import (
@@ -36,7 +37,6 @@ from compress.training.loop.loggers import (
     STEP,
     epoch_values,
     log_records,
-    require_tracker,
     step_values,
 )
 from compress.training.loop.step_metrics import StepRecord, flops_per_unit
@@ -84,9 +84,10 @@ def fit(
     training = training.hyper_parameters()
     data = context.need_data(task)
     training = _for_started_nodes(training, task)
-    _check(training, data, context.device, task)
+    refuse_unmet(unmet_in(training, requirements_of(training), context), task)
+    if training.parallel.strategy == "dp":
+        _check_data_parallel(training, context.device, task)
     _log_separate_statistics(start, training, task)
-    require_tracker(training.profile)
     results = (context.results or context.root.parent).absolute()
     try:
         require_compiler(training, context.device)
@@ -137,56 +138,6 @@ def _for_started_nodes(training: Training, task: str) -> Training:
             *(task, adapted.parallel.nodes, started, training.parallel.nodes),
         )
     return adapted
-
-
-def _check(training: Training, data: Splits, device: str, task: str) -> None:
-    """Refuse what cannot be trained, before any process is started."""
-    for requirement in training.parallel.requirements:
-        if requirement.missing():
-            raise Unavailable(f"{task}: needs {requirement.what}; {requirement.install}")
-    samples, processes = len(data.split("train")), training.parallel.replicas  # type: ignore[arg-type]  # Splits admits sized datasets only
-    if samples < processes:
-        raise StageFailed(
-            f"{task}: split 'train' has {samples} samples for {processes} processes; "
-            "lower parallel.processes or parallel.nodes, or bring more data"
-        )
-    stream = data.stream
-    if training.steps_per_epoch and stream is None:
-        raise StageFailed(
-            f"{task}: steps_per_epoch is for a stream and split 'train' has a length; leave it out"
-        )
-    if stream is not None and not training.steps_per_epoch:
-        if stream.samples is None:
-            raise StageFailed(
-                f"{task}: split 'train' is a stream without __len__; set steps_per_epoch"
-            )
-        samples = stream.samples
-        if samples < training.batch_size:
-            raise StageFailed(
-                f"{task}: split 'train' is a stream of {samples} samples, expected at least a "
-                f"batch of {training.batch_size}; lower batch_size or set steps_per_epoch"
-            )
-    if training.parallel.pipeline and samples < training.batch_size and stream is None:
-        raise StageFailed(
-            f"{task}: split 'train' has {samples} samples and a pipeline needs whole batches of "
-            f"{training.batch_size}; lower batch_size"
-        )
-    if training.needs_val and "val" not in data.datasets:
-        raise StageFailed(
-            f"{task}: {training.needs_val} needs a split 'val'; add one"
-            f"{' or set keep: last' if training.keep == 'best' else ' or change the setting'}"
-        )
-    if training.precision == "fp16" and not device.startswith("cuda"):
-        raise StageFailed(
-            f"{task}: precision: fp16 needs a CUDA device and this is {device}; use bf16 or fp32"
-        )
-    if training.profile.memory and not device.startswith("cuda"):
-        raise StageFailed(
-            f"{task}: profile.memory records a CUDA device's memory and this is {device}; leave it "
-            "out (the peak of each process is reported without it)"
-        )
-    if training.parallel.strategy == "dp":
-        _check_data_parallel(training, device, task)
 
 
 def _check_data_parallel(training: Training, device: str, task: str) -> None:

@@ -9,7 +9,7 @@ from compress.common.errors import Unavailable
 from compress.common.requirements import Requirement
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
     from pathlib import Path
 
 
@@ -24,13 +24,6 @@ class CudaDevice(Requirement):
 
 
 CUDA = CudaDevice(what="a CUDA device", install="use `device: cpu`")
-
-
-def require_all(requirements: Sequence[Requirement], title: str) -> None:
-    """Raise Unavailable where this host lacks something that a stage needs."""
-    for requirement in requirements:
-        if requirement.missing():
-            raise Unavailable(f"{title}: {requirement.what} is not here; {requirement.install}")
 
 
 def built_for(device: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from compress.artifacts.graph_model import GraphModel
 from compress.artifacts.streaming.packed_model import PackedModel, shared_parameters
 from compress.common.errors import ArtifactInvalid, StageFailed, first_line
 from compress.common.forward import flatten_outputs, opened_model, torch_predictor
-from compress.common.requirements import Requirement
+from compress.common.requirements import Requirement, pip_install, require_all
 from compress.core.stage import Stage
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 COMPRESSED_TENSORS = Requirement(
-    what="compressed_tensors", install="pip install -e '.[compressed-tensors]'"
+    what="compressed_tensors", install=pip_install("compressed-tensors")
 )
 
 
@@ -48,8 +48,6 @@ class CompressedTensorsModel(Artifact):
             ArtifactInvalid: it was altered after sealing, or cannot be opened.
             Unavailable: compressed-tensors is not installed.
         """
-        from export.common.host_check import require_all
-
         if self.is_streamed:
             self.verify_cached()
             module = streamed_folder(self.path, self.signature, device)

@@ -11,7 +11,7 @@ from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel, program_of
 from compress.common.config import Count
 from compress.common.forward import Predictor, opened_model, torch_predictor
-from compress.common.requirements import Requirement
+from compress.common.requirements import Requirement, pip_install
 from compress.core.stage import Stage
 from compress.graph.axis_bounds import axis_limit_facts
 from export.common.targets import SIGNED_8_BITS, warn_of_other_target
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-EXECUTORCH = Requirement(what="executorch", install="pip install -e '.[executorch]'")
+EXECUTORCH = Requirement(what="executorch", install=pip_install("executorch"))
 
 
 class ExecuTorchModel(Artifact):
@@ -52,10 +52,8 @@ class ExecuTorchModel(Artifact):
             ArtifactInvalid: it was altered after sealing, or cannot be loaded.
             Unavailable: ExecuTorch is not installed.
         """
-        from export.common.host_check import require_all
         from export.executorch.runtime import load
 
-        require_all([EXECUTORCH], str(self.path))
         self.verify_cached()
         run = load(self.payload_path, self.signature, self.fact("sizes"), threads)
         with torch_predictor(run, "cpu", threads) as predict:
@@ -83,7 +81,6 @@ class ExportExecuTorch(ComparesStoredFile, Stage[EagerModel | GraphModel, ExecuT
         """Trace, lower, load, compare with the source."""
         from importlib.metadata import version
 
-        from export.common.host_check import require_all
         from export.executorch.lowering import lower
         from export.executorch.planned_sizes import bounded_signature, planned_sizes
         from export.executorch.runtime import load
@@ -91,7 +88,6 @@ class ExportExecuTorch(ComparesStoredFile, Stage[EagerModel | GraphModel, ExecuT
         from export.parity.report import ParityContext, report_on_mismatch
         from export.parity.repro_script import EXECUTORCH as SCRIPT_RUNTIME
 
-        require_all(self.requirements, self.title)
         warn_of_other_target(model, ("xnnpack",), self.title)
         program = program_of(model)
         sizes = planned_sizes(program, model.signature, self.largest_batch)

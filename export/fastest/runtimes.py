@@ -46,10 +46,7 @@ def export_to(
             failures[runtime] = f"{stage.stage} reads {kinds}, and the model is {model.kind}"
             continue
         try:
-            for need in stage.all_requirements():
-                if need.missing():
-                    raise Unavailable(f"{stage.stage} needs {need.what}; {need.install}")
-            exported[runtime] = stage.run(model, context.with_root(context.root / runtime))
+            exported[runtime] = stage.run_checked(model, context.with_root(context.root / runtime))
         except (StageFailed, Unavailable) as error:
             failures[runtime] = str(error)
     return exported, failures

@@ -7,7 +7,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from compress.common.errors import PipelineInvalid
-from export.common.host_check import require_all
+from compress.common.requirements import require_all
 from export.genai.runtime import GENAI, next_tokens, open_folder
 from export.genai.stage import GenaiModel
 from export.genai.text import TOKENIZERS, TextTokenizer

@@ -9,7 +9,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from compress.common.errors import ArtifactInvalid, StageFailed, first_line
-from compress.common.requirements import Requirement
+from compress.common.requirements import Requirement, pip_install
 from compress.profiling.benchmark import unmeasurable
 from compress.profiling.call_timer import CallTimer
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
     from pathlib import Path
 
-GENAI = Requirement(what="onnxruntime_genai", install="pip install -e '.[genai]'")
+GENAI = Requirement(what="onnxruntime_genai", install=pip_install("genai"))
 CONFIG = "genai_config.json"
 REPEATS = 5
 """Texts that a speed is the median of."""

@@ -14,6 +14,7 @@ from compress.artifacts.graph_model import GraphModel
 from compress.common.config import Count
 from compress.common.errors import StageFailed
 from compress.common.forward import opened_model
+from compress.common.requirements import require_all
 from compress.core.stage import Stage
 from export.common.targets import NO_BFLOAT16
 from export.genai.runtime import CONFIG, GENAI
@@ -59,7 +60,6 @@ class GenaiModel(Artifact):
         self, prompt_tokens: int, tokens: int, threads: int
     ) -> tuple[float, float]:
         """Return milliseconds to the first token, and tokens a second after it."""
-        from export.common.host_check import require_all
         from export.genai.runtime import measure_speed
 
         require_all([GENAI], str(self.path))

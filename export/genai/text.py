@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 
 from compress.artifacts.carried_files import TOKENIZER
 from compress.common.errors import ArtifactInvalid, first_line
-from compress.common.requirements import Requirement
+from compress.common.requirements import Requirement, pip_install
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from compress.artifacts.artifact import Artifact
 
-TOKENIZERS = Requirement(what="tokenizers", install="pip install -e '.[genai]'")
+TOKENIZERS = Requirement(what="tokenizers", install=pip_install("genai"))
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 """What the bytes of half a character are decoded to."""
 

@@ -13,7 +13,7 @@ from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.common.errors import ArtifactInvalid, StageFailed, first_line
 from compress.common.forward import opened_model, torch_predictor
-from compress.common.requirements import Requirement
+from compress.common.requirements import Requirement, pip_install, require_all
 from compress.core.stage import Stage
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-GGUF = Requirement(what="gguf", install="pip install -e '.[gguf]'")
+GGUF = Requirement(what="gguf", install=pip_install("gguf"))
 
 
 class GgufModel(Artifact):
@@ -48,8 +48,6 @@ class GgufModel(Artifact):
             ArtifactInvalid: it was altered after sealing, or cannot be opened.
             Unavailable: gguf is not installed.
         """
-        from export.common.host_check import require_all
-
         require_all([GGUF], str(self.path))
         self.verify_cached()
         module = opened_file(self.payload_path, self.signature).to(device)

@@ -11,7 +11,7 @@ from compress.artifacts.artifact import Artifact
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.common.forward import Predictor, opened_model
-from compress.common.requirements import Requirement
+from compress.common.requirements import Requirement, pip_install, require_all
 from compress.core.stage import Stage
 from export.common.targets import NO_BFLOAT16, warn_of_other_target
 from export.onnx.stage import ONNX_TARGETS, OnnxModel
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-OPENVINO = Requirement(what="openvino", install="pip install -e '.[openvino]'")
+OPENVINO = Requirement(what="openvino", install=pip_install("openvino"))
 
 
 class OpenVINOModel(Artifact):
@@ -50,7 +50,6 @@ class OpenVINOModel(Artifact):
             ArtifactInvalid: it was altered after sealing, or OpenVINO cannot load it.
             Unavailable: OpenVINO is not installed.
         """
-        from export.common.host_check import require_all
         from export.openvino.runtime import compiled, predictor, within_bounds
 
         require_all([OPENVINO], str(self.path))

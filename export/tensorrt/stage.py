@@ -13,7 +13,7 @@ from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.common.config import Count
 from compress.common.forward import Predictor, opened_model, torch_predictor
-from compress.common.requirements import Requirement
+from compress.common.requirements import Requirement, pip_install
 from compress.core.stage import Stage
 from export.common.host_check import CUDA
 from export.onnx.stage import OnnxModel
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-INSTALL = "pip install -e '.[tensorrt]' on a machine with an NVIDIA GPU, or use export_onnx"
+INSTALL = f"{pip_install('tensorrt')} on a machine with an NVIDIA GPU, or use export_onnx"
 TENSORRT = Requirement(what="tensorrt", install=INSTALL)
 TORCH_TENSORRT = Requirement(what="torch_tensorrt", install=INSTALL)
 
@@ -135,14 +135,12 @@ class ExportTensorRT(Stage[EagerModel | GraphModel | OnnxModel, TensorRTEngine])
 
     def run(self, model: EagerModel | GraphModel | OnnxModel, context: Context) -> TensorRTEngine:
         """Build, load, compare with the source."""
-        from export.common.host_check import require_all
         from export.common.targets import warn_of_other_target
         from export.tensorrt.build import build_from_onnx, build_from_program
         from export.tensorrt.host_check import built_for
         from export.tensorrt.runtime import check_engine, load
         from export.tensorrt.shape_profiles import sizes_of
 
-        require_all(self.all_requirements(), self.title)
         warn_of_other_target(model, ("tensorrt",), self.title)
         sizes = sizes_of(model.signature, self.sizes)
         device = _numbered(context.device)

@@ -6,8 +6,6 @@ import shutil
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from compress.common.atomic_files import write_atomically
 from compress.common.errors import CompressError
 from pipelines.api import Pipeline
@@ -15,6 +13,7 @@ from pipelines.auto.candidates import after_stages, last_stage
 from pipelines.auto.front import Front, missed_limits
 from pipelines.auto.judge import STORE
 from pipelines.config.relative_paths import relocated
+from pipelines.system import yaml_core
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -75,7 +74,7 @@ def write_point(front: Front, judge: Judge, model: CheckedModel) -> None:
     """Write the pipeline file that makes a point and judges it by the limits, without a search."""
     file = judge.out / folder_of(front, model.name) / FILE
     content = relocated(_content(judge, model), judge.base.folder, file.parent)
-    text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
+    text = yaml_core.dump(content)
     if file.exists() and file.read_text(encoding="utf-8") != text:  # of an earlier search
         shutil.rmtree(file.parent)
     file.parent.mkdir(parents=True, exist_ok=True)

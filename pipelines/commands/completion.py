@@ -35,8 +35,10 @@ def run_names(incomplete: str) -> list[tuple[str, str]]:
 def _names_in(file: Path) -> list[str]:
     import yaml
 
+    from pipelines.system import yaml_core
+
     try:
-        stages = yaml.safe_load(file.read_text(encoding="utf-8"))["stages"]
+        stages = yaml_core.load(file.read_text(encoding="utf-8"))["stages"]
         return [str(stage.get("name") or stage["stage"]) for stage in stages]
     except (OSError, ValueError, yaml.YAMLError, LookupError, TypeError, AttributeError):
         return []

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from compress.common.config import Settings
 from compress.common.errors import exits_refused, first_line
 from compress.common.process import usable_cores
-from compress.common.requirements import COMPILER, JAVA
+from compress.common.requirements import COMPILER, JAVA, pip_install
 from compress.core.gates import BUILT_IN
 from pipelines.config.model_spec import TIMM
 from pipelines.config.registry import stages
@@ -62,7 +62,7 @@ class Findings(Settings):
         yield f"CUDA devices: {', '.join(self.cuda) or 'none'}"
         for extra, lacking in self.extras.items():
             if lacking:
-                install = INSTALLS.get(extra, f"pip install -e '.[{extra}]'")
+                install = INSTALLS.get(extra, pip_install(extra))
                 yield f"extra {extra}: without {', '.join(lacking)}; {install}"
             else:
                 yield f"extra {extra}: installed"

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import yaml
 from pydantic import ValidationError
 
 from compress.artifacts.eager_model import EagerModel
@@ -25,6 +24,7 @@ from pipelines.config.yaml_source import Source
 from pipelines.planning.planner import build_plan
 from pipelines.planning.task_inference import task_of
 from pipelines.runner.inputs import import_source, resolve_inputs
+from pipelines.system import yaml_core
 from pipelines.system.temp_files import temporary_files
 from pipelines.system.templates import render_template
 from serve.torchserve.stage import PackageTorchServe
@@ -182,7 +182,7 @@ def render_and_plan(
         package=package_stage() if found.kind in ("onnx", "torchscript") else None,
     )
     # What is written is what was checked, comments and quotes included.
-    return text, build_plan(_pipeline(file, yaml.safe_load(text)))
+    return text, build_plan(_pipeline(file, yaml_core.load(text)))
 
 
 def package_stage() -> str:

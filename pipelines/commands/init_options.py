@@ -12,6 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 from compress.common.errors import PipelineInvalid
 from compress.common.factories import REFERENCE, Reference
 from compress.common.signature import TensorSpec
+from pipelines.system import yaml_core
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -132,8 +133,8 @@ def parse_arguments(text: Sequence[str]) -> dict[str, Any]:
     for each in text:
         name, equals, value = each.partition("=")
         try:
-            found[name] = yaml.safe_load(value)
-        except yaml.YAMLError:
+            found[name] = yaml_core.load(value)
+        except (yaml.YAMLError, ValueError):
             equals = ""
         if not equals or not name.isidentifier():
             raise PipelineInvalid(f"--argument {each!r}: expected name=value, such as classes=10")

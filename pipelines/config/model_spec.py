@@ -9,7 +9,7 @@ from pydantic import Discriminator, Field, JsonValue, Tag, field_validator, mode
 from compress.artifacts.hf_folder import Task
 from compress.common.config import Settings
 from compress.common.factories import Reference
-from compress.common.requirements import Requirement
+from compress.common.requirements import Requirement, pip_install
 from compress.common.signature import (
     AxisBounds,
     OutputSpec,
@@ -85,7 +85,7 @@ class HuggingFaceModel(ModelInterface):
     for a decoder that does not fit into memory. Its stages are `quantize_weights`, and after it
     `export_compressed_tensors`, or `export_genai` where the weights of a few bits fit."""
 
-    requirements = (Requirement(what="transformers", install="pip install -e '.[transformers]'"),)
+    requirements = (Requirement(what="transformers", install=pip_install("transformers")),)
 
 
 class TimmModel(ModelInterface):

@@ -101,7 +101,7 @@ def _line(complaints: Sequence[ErrorDetails], source: Source, model: type[Settin
     location = _resolve(details, source.content, model).location
     where = source.describe(location)
     kind, found = details["type"], details["input"]
-    if not others and len(complaints) > 1:
+    if not others:
         *most, last = dict.fromkeys(map(_expected, complaints))
         expected = f"{', '.join(most)} or {last}" if most else last
         return f"{where}: expected {expected}, found {_short(found)}"
@@ -120,8 +120,6 @@ def _line(complaints: Sequence[ErrorDetails], source: Source, model: type[Settin
     if kind == "union_tag_not_found":
         key = details["ctx"]["discriminator"].strip("'")
         return f"{where}: has no key {key!r} saying which one it is"
-    if kind in KEYS_AND_VALUES:
-        return f"{where}: expected keys and values, found {_short(found)}"
     message = details["msg"].removeprefix("Value error, ")
     message = message[0].lower() + message[1:]
     return f"{where}: {message}" + ("" if kind == "value_error" else f", found {_short(found)}")

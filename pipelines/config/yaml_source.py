@@ -11,6 +11,7 @@ import yaml
 
 from compress.common.atomic_files import open_regular
 from compress.common.errors import ArtifactInvalid, PipelineInvalid
+from pipelines.system.yaml_core import MERGE, PREFIX, Loader
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,10 +25,8 @@ LARGEST = 100_000
 """Values of a file, aliases expanded; aliases of aliases ("billion laughs") grow far beyond it."""
 LONGEST_KEY = 200
 """Characters of a key."""
-STRING, FLOAT = "tag:yaml.org,2002:str", "tag:yaml.org,2002:float"
-SCALARS = (STRING, FLOAT, *(f"tag:yaml.org,2002:{name}" for name in ("int", "null", "bool")))
-PLAIN = (*SCALARS, "tag:yaml.org,2002:seq", "tag:yaml.org,2002:map")
-MERGE = "tag:yaml.org,2002:merge"
+STRING = f"{PREFIX}str"
+PLAIN = tuple(PREFIX + kind for kind in ("str", "float", "int", "null", "bool", "seq", "map"))
 UNPRINTED = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
 """Control characters and halves of characters, which YAML can write as escapes."""
 
@@ -117,7 +116,7 @@ def read(path: Path) -> Source:
             text = stream.read(LARGEST_BYTES + 1)
         if len(text) > LARGEST_BYTES:
             raise PipelineInvalid(f"{path}: has more than {LARGEST_BYTES} bytes")
-        loader = _Loader(text.decode())
+        loader = Loader(text.decode())
         root = loader.get_single_node()
         # Before the content is built, which would take aliases of aliases as they come.
         if root is not None:
@@ -145,16 +144,7 @@ def read(path: Path) -> Source:
     return Source(path, content, lines)
 
 
-class _Loader(yaml.SafeLoader):
-    """Reads only what JSON has too: text, numbers, lists and mappings; a date is text."""
-
-    yaml_implicit_resolvers = {
-        first: [(tag, pattern) for tag, pattern in resolvers if tag in (*PLAIN, MERGE)]
-        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-
-
-def _invalid_scalar_reason(node: yaml.ScalarNode, loader: _Loader) -> str:
+def _invalid_scalar_reason(node: yaml.ScalarNode, loader: Loader) -> str:
     """Return why a scalar is refused; empty if it is not."""
     if node.tag == STRING:
         odd = UNPRINTED.search(node.value)
@@ -176,7 +166,7 @@ def _short(text: str) -> str:
 
 
 def _collect_lines(
-    node: yaml.Node, here: Location, lines: dict[Location, int], path: Path, loader: _Loader
+    node: yaml.Node, here: Location, lines: dict[Location, int], path: Path, loader: Loader
 ) -> None:
     where = f"{path}:{node.start_mark.line + 1}"
     lines.setdefault(here, node.start_mark.line + 1)
@@ -196,6 +186,7 @@ def _collect_lines(
         for index, child in enumerate(node.value):
             _collect_lines(child, (*here, index), lines, path, loader)
     elif isinstance(node, yaml.MappingNode):
+        _merge_(node, path)
         for key_node, child in node.value:
             where = f"{path}:{key_node.start_mark.line + 1}"
             if not isinstance(key_node, yaml.ScalarNode):
@@ -213,3 +204,34 @@ def _collect_lines(
                 raise PipelineInvalid(f"{where}: key {key} stands twice; first on line {first}")
             lines[location] = key_node.start_mark.line + 1
             _collect_lines(child, location, lines, path, loader)
+
+
+def _merge_(node: yaml.MappingNode, path: Path) -> None:
+    """Replace `<<: *other` by the keys and values of the other mapping that this one has not."""
+    merges = [(key, value) for key, value in node.value if key.tag == MERGE]
+    if not merges:
+        return
+    own = [(key, value) for key, value in node.value if key.tag != MERGE]
+    # Set now: a mapping that merges itself ends here.
+    node.value = own
+    (key, value), where = merges[0], f"{path}:{merges[-1][0].start_mark.line + 1}"
+    if len(merges) > 1:
+        first = key.start_mark.line + 1
+        raise PipelineInvalid(
+            f"{where}: key '<<' stands twice; first on line {first}; write one, `<<: [*a, *b]`"
+        )
+    merged: dict[str, Any] = {}
+    names, pairs = {key.value for key, _ in own if isinstance(key, yaml.ScalarNode)}, 0
+    for other in value.value if isinstance(value, yaml.SequenceNode) else [value]:
+        if not isinstance(other, yaml.MappingNode):
+            raise PipelineInvalid(
+                f"{where}: '<<' adds the keys of other mappings, found {_short(str(other.value))}; "
+                "write an alias, `<<: *name`, of an anchor `&name` before keys and values"
+            )
+        _merge_(other, path)
+        pairs += len(other.value)
+        if pairs > LARGEST:
+            raise PipelineInvalid(f"{where}: '<<' adds more than {LARGEST} values")
+        for pair in other.value:
+            merged.setdefault(str(pair[0].value), pair)
+    node.value = [pair for name, pair in merged.items() if name not in names] + own

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from compress.common.errors import PipelineInvalid, Unavailable
-from compress.common.requirements import Requirement
+from compress.common.errors import PipelineInvalid
+from compress.common.requirements import Requirement, pip_install, require_all
 from pipelines.executors.process_pool import ProcessPool
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pipelines.executors.task import StageTask, TaskResult
     from pipelines.store.local import Store
 
-RAY = Requirement(what="ray", install="pip install -e '.[ray]', or leave --engine out")
+RAY = Requirement(what="ray", install=f"{pip_install('ray')}, or leave --engine out")
 
 
 class Engine(Protocol):
@@ -41,8 +41,8 @@ class Engine(Protocol):
 
 def check_engine(pipeline: PipelineConfig, name: EngineName) -> None:
     """Refuse an engine that is not installed, or a GPU, which was not tried with Ray."""
-    if name == "ray" and RAY.missing():
-        raise Unavailable(f"--engine ray needs {RAY.what}, which is not installed; {RAY.install}")
+    if name == "ray":
+        require_all([RAY], "--engine ray")
     if name == "ray" and pipeline.device != "cpu":
         raise PipelineInvalid(
             f"{pipeline.place('device')}: --engine ray runs on `device: cpu` alone, found "

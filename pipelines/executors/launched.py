@@ -96,25 +96,28 @@ def _end_with_torchrun() -> None:
         _prctl_pr_set_pdeathsig(signal.SIGTERM)
 
 
+def missing_processes(pipeline: PipelineConfig) -> Iterator[str]:
+    """Yield for each training on several machines that other processes were started, and a mend."""
+    for index, stage in enumerate(pipeline.stages):
+        for path, parallel in trainings_of(stage):
+            try:
+                need_group(parallel)
+            except PipelineInvalid as error:
+                keys = [*path.split(".")[:-1], "parallel"]
+                yield f"{pipeline.place('stages', index, *keys)} ({stage.title}): {error}"
+
+
 def check_processes(pipeline: PipelineConfig, store: Path) -> None:
-    """Refuse a run whose processes do not fit its trainings, or do not see its files.
+    """Refuse processes that no training is for, or that do not see the run's files.
 
     Raises:
-        PipelineInvalid: other processes were started than a training needs, or a machine has other
-            files or packages.
+        PipelineInvalid: no training needs them, or a machine has other files or packages.
     """
     group = joined_group()
-    trainings = [
-        (stage, parallel) for stage in pipeline.stages for _, parallel in trainings_of(stage)
-    ]
-    for stage, parallel in trainings:
-        try:
-            need_group(parallel)
-        except PipelineInvalid as error:
-            raise PipelineInvalid(f"stage {stage.title}: {error}") from None
     if group is None:
         return
-    if not any(parallel.ranks > 1 and group.fits(parallel) for _, parallel in trainings):
+    trainings = (parallel for stage in pipeline.stages for _, parallel in trainings_of(stage))
+    if not any(parallel.ranks > 1 and group.fits(parallel) for parallel in trainings):
         raise PipelineInvalid(
             f"{group.world_size} processes were started, and no training of the pipeline is for "
             f"them; give one `parallel: {{nodes: {group.nodes}, processes: "

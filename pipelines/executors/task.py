@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from compress.common.dependency_recorder import Recording, recording
-from compress.core.evaluation import run_stage
 from pipelines.system.error_context import name_stage_in_errors
 
 if TYPE_CHECKING:
@@ -53,7 +52,7 @@ class StageTask:
         began = time.monotonic()
         with name_stage_in_errors(self.name, self.out), recording() as recorded:
             model = self.context.artifacts[self.input]
-            artifact = run_stage(self.stage.run, model, replace(self.context, progress=progress))
+            artifact = self.stage.run_checked(model, replace(self.context, progress=progress))
         return artifact, time.monotonic() - began, recorded
 
     @property

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from pipelines.system.yaml_core import dump, dump_on_one_line, load
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -34,15 +36,15 @@ def changed_text(text: str, index: int, settings: Mapping[str, Any]) -> str:
 
     Comments and order stay; where the lines cannot be changed one by one, the file is written anew.
     """
-    content = yaml.safe_load(text)
+    content = load(text)
     wanted = changed_content(content, index, settings)
     try:
         edited = _with_lines(text, index, settings)
-        if yaml.safe_load(edited) == wanted:
+        if load(edited) == wanted:
             return edited
-    except (yaml.YAMLError, StopIteration, ValueError):
+    except (yaml.YAMLError, StopIteration, ValueError, KeyError):
         pass
-    return yaml.safe_dump(wanted, sort_keys=False, allow_unicode=True)
+    return dump(wanted)
 
 
 def _with_lines(text: str, index: int, settings: Mapping[str, Any]) -> str:
@@ -55,7 +57,7 @@ def _with_lines(text: str, index: int, settings: Mapping[str, Any]) -> str:
     for name in settings.keys() & known.keys():
         start, end = known[name].start_mark.index, known[name].end_mark.index
         if settings[name] is not None:
-            changes.append((start, end, _written(settings[name])))
+            changes.append((start, end, dump_on_one_line(settings[name])))
         elif stage.flow_style:  # it is not the first: that is the stage's kind or name
             start = text.rindex(",", 0, keys[name].start_mark.index)
             changes.append((start, end, ""))
@@ -63,7 +65,7 @@ def _with_lines(text: str, index: int, settings: Mapping[str, Any]) -> str:
             start = text.rindex("\n", 0, keys[name].start_mark.index)
             changes.append((start, _line_end(text, end), ""))
     added = {
-        name: _written(value)
+        name: dump_on_one_line(value)
         for name, value in settings.items()
         if name not in known and value is not None
     }
@@ -86,9 +88,3 @@ def _with_lines(text: str, index: int, settings: Mapping[str, Any]) -> str:
 def _line_end(text: str, start: int) -> int:
     found = text.find("\n", start)
     return len(text) if found < 0 else found  # the last line may have no end
-
-
-def _written(value: Any) -> str:
-    """Return a value on one line."""
-    text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True)
-    return text.removesuffix("\n").removesuffix("\n...")

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
-import yaml
 from pydantic import ValidationError
 
 from compress.common.atomic_files import write_atomically
@@ -26,6 +25,7 @@ from pipelines.config.yaml_source import Source
 from pipelines.explain.edited_file import changed_content, changed_text
 from pipelines.results.explanation import TriedRepair
 from pipelines.results.schema import Report, remove_report
+from pipelines.system import yaml_core
 from pipelines.system.jsonl_log import log_event
 
 if TYPE_CHECKING:
@@ -297,11 +297,9 @@ class RepairSearch:
         )
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / DIFFERENCE, "".join(difference))
-        content = {"name": original.stem, **yaml.safe_load(after)}
+        content = {"name": original.stem, **yaml_core.load(after)}
         moved = relocated(content, original.parent, folder)
-        write_atomically(
-            folder / REPAIRED, yaml.safe_dump(moved, sort_keys=False, allow_unicode=True)
-        )
+        write_atomically(folder / REPAIRED, yaml_core.dump(moved))
         if apply:
             write_atomically(original, after)
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from compress.common.errors import CompressError, PipelineInvalid, first_line
-from compress.common.forward import output_argument
+from compress.common.forward import image_advice, output_argument
 from compress.core.gates import LabelAgreement
 from compress.core.metrics import LABEL_METRICS, TARGET_METRICS, MetricMeter, default_metric
 from compress.core.task_targets import (
@@ -27,6 +27,7 @@ from compress.core.task_targets import (
 from compress.data.splits import UNLABELLED
 from compress.data.targets import select
 from pipelines.planning.requirement_checks import (
+    check_conditions,
     check_loss,
     check_metric,
     explained_task,
@@ -69,8 +70,10 @@ def infer_loss_and_metric(
     """Return plan and pipeline with loss, metric and task that follow from the data's targets.
 
     Raises:
-        PipelineInvalid: a gate or the metric does not suit the task.
+        CompressError: a stage or a gate lacks a split or samples of the data, or a gate or the
+            metric does not suit the task.
     """
+    check_conditions(pipeline, plan.stages, data)
     compares_labels = any(
         isinstance(gate, LabelAgreement) for p in plan.stages for gate in p.stage.gates
     )
@@ -264,7 +267,7 @@ def _outputs_for(
         shapes = ", ".join(describe_tensor(x) for x in inputs)
         raise PipelineInvalid(
             f"{pipeline.place('data')}: the model does not take the samples of split {split!r}, "
-            f"{shapes}: {type(error).__name__}: {first_line(error)}"
+            f"{shapes}: {type(error).__name__}: {first_line(error)}{image_advice(inputs)}"
         ) from error
 
 

@@ -24,7 +24,6 @@ from pipelines.planning.requirement_checks import (
     check_runtime,
     explained_task,
     fit_to_task,
-    missing_programs,
 )
 from pipelines.planning.task_inference import task_of
 
@@ -78,7 +77,7 @@ def build_plan(
         raise PipelineInvalid(
             f"--until {until!r} needs nothing of --from {start!r}; nothing would run again"
         )
-    check_needs(pipeline, selected)
+    programs = check_needs(pipeline, selected)
     loss, metric, reason = _loss_and_metric(pipeline)
     with explained_task(loss.task, reason):
         selected = fit_to_task(pipeline, selected, loss.task)
@@ -97,7 +96,7 @@ def build_plan(
         loss=loss,
         metric=metric,
         task_reason=reason,
-        warnings=missing_programs(selected),
+        warnings=programs,
         baseline=baseline,
         again=frozenset(again | {SOURCE, *(p.name for p in selected)} if force else again),
         cut=len(selected) < len(stages),

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import export  # noqa: F401 - adds the runtimes that it can open
 from compress.common.errors import CompressError, PipelineInvalid, Unavailable
+from compress.common.requirements import require_all
+from compress.core.context import Context
 from compress.core.gate_kinds.baselines import BASELINES
 from compress.core.gates import unlikely_points
 from compress.core.metrics import FRACTIONS
@@ -18,59 +21,28 @@ from pipelines.config.validation_errors import did_you_mean
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Set
 
-    from compress.common.requirements import Requirement
+    from compress.core.gate import Gate
     from compress.core.loss import Loss
+    from compress.core.stage import Stage
     from compress.core.task import Task
+    from compress.data.splits import Splits
     from pipelines.config.pipeline import PipelineConfig
     from pipelines.planning.plan import PlannedStage
 
 
-def missing_programs(planned: Iterable[PlannedStage]) -> tuple[str, ...]:
-    """Return a line for each missing program; no error, as it may be installed before its stage."""
-    return tuple(
-        f"{p.name} will stop: {requirement.what} was not found; {requirement.install} "
-        "(the stages before it run and are kept)"
-        for p in planned
-        for requirement in p.stage.all_requirements()
-        if requirement.program and requirement.missing()
-    )
+def check_needs(pipeline: PipelineConfig, planned: Iterable[PlannedStage]) -> tuple[str, ...]:
+    """Refuse stages and gates that lack a library, a device or data, before the data are loaded.
 
-
-def check_needs(pipeline: PipelineConfig, planned: Iterable[PlannedStage]) -> None:
-    """Refuse stages that lack a library, data or a device.
+    Returns:
+        A line for each missing program; no error, as it may be installed before its stage.
 
     Raises:
         PipelineInvalid: the file has no data, or a metric that does not suit a gate.
         Unavailable: a library or the device is missing.
     """
-    _refuse_missing(pipeline.model.requirements, pipeline.place("model"))
+    require_all(pipeline.model.requirements, pipeline.place("model"))
     if pipeline.tracker:
-        _refuse_missing(pipeline.tracker.requirements, pipeline.place("tracker"))
-    names = {stage.title for stage in pipeline.stages}
-    for p in planned:
-        where = f"{pipeline.place('stages', p.index)} ({p.name})"
-        if p.stage.needs_data and pipeline.data is None:
-            raise PipelineInvalid(f"{where}: needs data, and the file has no `data:` section")
-        for i, gate in enumerate(p.stage.gates):
-            gate_place = pipeline.place("stages", p.index, "gates", i)
-            problems = map(gate.unsuitable_artifact, members_of(p.stage.writes()))
-            problem = next(filter(None, problems), "")
-            if gate.needs_data and pipeline.data is None:
-                problem = "needs data, and the file has no `data:` section"
-            if problem:
-                raise PipelineInvalid(f"{gate_place} ({gate.gate}): {problem}")
-            _refuse_missing(gate.requirements, f"{gate_place} ({gate.gate})")
-            if gate.against in BASELINES and gate.against not in names:
-                for need in BASELINES[gate.against].requirements:
-                    if need.missing():
-                        raise Unavailable(
-                            f"{gate_place}: against {gate.against} needs {need.what}, which is "
-                            f"not here; {need.install}"
-                        )
-        if pipeline.metric is not None:
-            check_metric(pipeline, p, pipeline.metric.name)
-        # Of programs it is only warned: they may be installed before their stage runs.
-        _refuse_missing((r for r in p.stage.all_requirements() if not r.program), where)
+        require_all(pipeline.tracker.requirements, pipeline.place("tracker"))
     if pipeline.device != "cpu":
         # A plan for the CPU is checked without it, within a second.
         import torch
@@ -82,12 +54,58 @@ def check_needs(pipeline: PipelineConfig, planned: Iterable[PlannedStage]) -> No
                 f"{torch.__version__} sees {torch.cuda.device_count()} CUDA devices; use "
                 "`device: cpu`"
             )
+    names = {stage.title for stage in pipeline.stages}
+    for p in planned:
+        for location, name, step in _with_gates(p):
+            if step.needs_data and pipeline.data is None:
+                where = f"{pipeline.place(*location)} ({name})"
+                raise PipelineInvalid(f"{where}: needs data, and the file has no `data:` section")
+        for i, gate in enumerate(p.stage.gates):
+            where = f"{pipeline.place('stages', p.index, 'gates', i)} ({gate.gate})"
+            for kind in members_of(p.stage.writes()):
+                if problem := gate.unsuitable_artifact(kind):
+                    raise PipelineInvalid(f"{where}: {problem}")
+            if gate.against in BASELINES and gate.against not in names:
+                runtime = BASELINES[gate.against]
+                require_all(runtime.requirements, f"{where}: against {gate.against}")
+        if pipeline.metric is not None:
+            check_metric(pipeline, p, pipeline.metric.name)
+    return check_conditions(pipeline, planned, None)
 
 
-def _refuse_missing(requirements: Iterable[Requirement], where: str) -> None:
-    for need in requirements:
-        if need.missing():
-            raise Unavailable(f"{where}: needs {need.what}, which is not installed; {need.install}")
+def check_conditions(
+    pipeline: PipelineConfig, planned: Iterable[PlannedStage], data: Splits | None
+) -> tuple[str, ...]:
+    """Refuse whatever stages and gates cannot do here, on these data if they are loaded.
+
+    Returns:
+        A line for each missing program.
+
+    Raises:
+        CompressError: of the kind that the run would end with, with the place in the file.
+    """
+    context = Context(root=Path(), data=data, device=pipeline.device)
+    programs = []
+    for p in planned:
+        for location, name, step in _with_gates(p):
+            for unmet in step.unmet(context):
+                if not unmet.is_program:
+                    where = pipeline.place(*location, *unmet.setting)
+                    raise unmet.error(f"{where} ({name}): {unmet.problem}")
+                programs.append(
+                    f"{name} will stop: {unmet.problem} (the stages before it run and are kept)"
+                )
+    return tuple(programs)
+
+
+def _with_gates(
+    planned: PlannedStage,
+) -> Iterator[tuple[tuple[str | int, ...], str, Stage[Any, Any] | Gate]]:
+    """Yield a stage and its gates, each after its location in the file and its name."""
+    location = ("stages", planned.index)
+    yield location, planned.name, planned.stage
+    for i, gate in enumerate(planned.stage.gates):
+        yield (*location, "gates", i), gate.gate, gate
 
 
 def check_runtime(pipeline: PipelineConfig, index: int, number: int, earlier: Set[str]) -> None:

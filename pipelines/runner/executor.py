@@ -140,7 +140,7 @@ class PipelineExecutor:
             state.baseline = report.measurements
         state.outcome.current = ""  # from here on an interruption finds the stage finished
         self._emit_finished(lookup, report.judged_seconds, report.measurements, report.verdicts)
-        refused = refusal(name, report.verdicts, state.out / "artifacts" / name)
+        refused = refusal(name, report.verdicts, state.out / "artifacts" / name, state.out)
         if refused:
             state.outcome.errors[name] = refused
 

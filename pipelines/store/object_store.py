@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, NamedTuple
 
 from compress.common.errors import PipelineInvalid, Unavailable, first_line
+from compress.common.requirements import pip_install
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -66,7 +67,7 @@ class Objects:
             self._files, root = url_to_fs(url, use_listings_cache=False)
         except ImportError as error:
             raise Unavailable(
-                f"store {url}: {first_line(error)}; for s3: pip install -e '.[remote]'"
+                f"store {url}: {first_line(error)}; for s3: {pip_install('remote')}"
             ) from error
         except Exception as error:
             raise PipelineInvalid(

@@ -29,8 +29,6 @@ def readable_disk_errors(out: Path) -> Iterator[None]:
     """
     try:
         yield
-    except BrokenPipeError:
-        raise
     except OSError as error:
         raise _explain(error, out) from error
 

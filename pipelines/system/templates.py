@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
+from pipelines.system.yaml_core import dump_on_one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,10 +37,4 @@ def render_template(template: str, **names: Any) -> str:
 
 @cache
 def _text_environment() -> Environment:
-    return jinja_environment(autoescape=False, yaml=_one_line_yaml)
-
-
-def _one_line_yaml(value: Any) -> str:
-    text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10**6)
-    # PyYAML ends a document that is a plain scalar with `...`.
-    return text.removesuffix("\n").removesuffix("\n...")
+    return jinja_environment(autoescape=False, yaml=dump_on_one_line)

@@ -54,6 +54,26 @@ class OutputMode:
         return self.as_json or self.quiet
 
 
+class _Output(io.FileIO):
+    """A file descriptor whose reader may leave, as in `| head`: what a command did stays done."""
+
+    def write(self, content: Any, /) -> int:
+        """Write bytes; nowhere once the pipe is broken."""
+        try:
+            return super().write(content)
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+            return memoryview(content).nbytes
+
+
+def _open_output(
+    descriptor: int, encoding: str, line_buffering: bool = False, closefd: bool = True
+) -> TextIO:
+    raw = io.BufferedWriter(_Output(descriptor, "w", closefd))
+    # An ASCII terminal must not end a run.
+    return io.TextIOWrapper(raw, encoding, errors="replace", line_buffering=line_buffering)
+
+
 _mode: ContextVar[OutputMode] = ContextVar("_mode")
 
 
@@ -71,7 +91,7 @@ def use_mode(mode: OutputMode) -> Iterator[None]:
             yield
             return
         sys.stdout.flush()
-        with os.fdopen(os.dup(1), "w", encoding="utf-8") as mode.json_stream:
+        with _open_output(os.dup(1), "utf-8") as mode.json_stream:
             os.dup2(2, 1)  # what user code and its libraries print goes to standard error
             try:
                 yield
@@ -112,9 +132,12 @@ def fast_imports() -> Iterator[None]:
 def run_app(app: Callable[[], Any]) -> NoReturn:
     """Run the command line and exit with its code, or with a signal's."""
     signals.install_handlers()
-    for stream in (sys.stdout, sys.stderr):
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # an ASCII terminal must not end a run
+            by_line = name == "stderr" or stream.isatty()
+            wrapped = _open_output(stream.fileno(), stream.encoding, by_line, closefd=False)
+            setattr(sys, name, wrapped)
     try:
         app()
         raise SystemExit
@@ -152,7 +175,7 @@ def wrap_command(function: Callable[..., None], options: Mapping[str, Any]) -> C
                     with exits_refused():
                         function(*args, **kwargs)
                 except BaseException as error:
-                    if as_json and not mode.json_printed and not isinstance(error, BrokenPipeError):
+                    if as_json and not mode.json_printed:
                         _print_error_as_json(error)
                     raise
         except BaseException as error:  # noqa: BLE001 - users get one line, not a traceback
@@ -191,10 +214,6 @@ def exit_with_error(error: BaseException, debug: bool, resumes: bool) -> NoRetur
             else "stopped"
         )
         raise SystemExit(code) from None
-    if isinstance(error, BrokenPipeError):
-        # Else flushing standard output at exit fails once more, with a traceback.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(1) from None
     if not isinstance(error, Exception):
         raise error
     for line in cause_lines(error):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import time
 from contextlib import contextmanager
@@ -108,10 +107,7 @@ def _lines() -> Progress:
 
 
 def _say(line: str) -> None:
-    """Write a line on standard error; a closed pipe (`| head`) does not stop the run."""
+    """Write a line on standard error."""
     raise_if_stopped()
-    try:
-        sys.stderr.write(f"{printable(line)}\n")
-        sys.stderr.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+    sys.stderr.write(f"{printable(line)}\n")
+    sys.stderr.flush()

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from compress.common.errors import PipelineInvalid, Unavailable
-from compress.common.requirements import Requirement
+from compress.common.errors import PipelineInvalid
+from compress.common.requirements import Requirement, pip_install, require_all
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -24,9 +24,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-INSTALL = "pip install -e '.[server]'"
 REQUIREMENTS = tuple(
-    Requirement(what=what, install=INSTALL)
+    Requirement(what=what, install=pip_install("server"))
     for what in ("uvicorn", "httptools", "uvloop", "prometheus_client")
 )
 TOKEN_VARIABLE = "COMPRESS_SERVE_TOKEN"
@@ -43,9 +42,7 @@ BACKLOG = 4096
 
 def refuse_missing() -> None:
     """Raise Unavailable if a library of the `server` extra is missing."""
-    for requirement in REQUIREMENTS:
-        if requirement.missing():
-            raise Unavailable(f"compress serve needs {requirement.what}: {requirement.install}")
+    require_all(REQUIREMENTS, "compress serve")
 
 
 def token_from(file: Path | None) -> tuple[str, bool]:

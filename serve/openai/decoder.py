@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from compress.common.errors import PipelineInvalid, StageFailed
-from export.common.host_check import require_all
+from compress.common.requirements import require_all
 from export.genai.greedy_text import GreedyText
 from export.genai.runtime import CONFIG, GENAI, next_tokens, next_tokens_unlocked, open_folder
 from export.genai.text import TOKENIZERS, TextTokenizer

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from compress.common.config import Count, Positive, Settings
 from compress.common.errors import ArtifactInvalid, StageFailed
-from compress.common.requirements import Requirement
+from compress.common.requirements import Requirement, pip_install
 
 if TYPE_CHECKING:
     from compress.common.signature import Signature
@@ -47,7 +47,7 @@ class ImageInput(Settings):
     """What they are divided by then."""
 
     requirements: ClassVar[tuple[Requirement, ...]] = (
-        Requirement(what="PIL", install="pip install -e '.[serve]'"),
+        Requirement(what="PIL", install=pip_install("serve")),
     )
 
     def handler_settings(self, signature: Signature) -> dict[str, Any]:
@@ -96,7 +96,7 @@ class TextInput(Settings):
     `attention_mask` and `token_type_ids`."""
 
     requirements: ClassVar[tuple[Requirement, ...]] = (
-        Requirement(what="tokenizers", install="pip install -e '.[text]'"),
+        Requirement(what="tokenizers", install=pip_install("text")),
     )
 
     def resolve_paths(self, folder: Path) -> Self:

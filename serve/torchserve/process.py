@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from compress.common.errors import StageFailed, Unavailable
-from compress.common.requirements import JAVA
+from compress.common.requirements import JAVA, pip_install
 from serve.client.client import Client
 from serve.torchserve.mar_file import model_name_of
 from serve.worker.loaders import THREADS_VARIABLE
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-TORCHSERVE_MISSING = "needs TorchServe: pip install -e '.[serve]'"
+TORCHSERVE_MISSING = f"needs TorchServe: {pip_install('serve')}"
 KILL_SECONDS = 1.0
 """How long killed processes may take to disappear."""
 POLL_SECONDS = 0.1

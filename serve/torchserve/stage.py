@@ -14,7 +14,7 @@ from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.common.config import Count
 from compress.common.errors import StageFailed
-from compress.common.requirements import JAVA, Requirement
+from compress.common.requirements import JAVA, Requirement, pip_install
 from compress.core.gates import AnyGate, LabelAgreement, Parity
 from compress.core.stage import Stage
 from export.aotinductor.stage import AotModel
@@ -91,7 +91,7 @@ class PackageTorchServe(Stage[Servable, TorchServeArchive]):
     records_history: ClassVar[bool] = True
     requirements: ClassVar[tuple[Requirement, ...]] = (
         JAVA,
-        Requirement(what="ts", install="pip install -e '.[serve]'"),
+        Requirement(what="ts", install=pip_install("serve")),
     )
 
     @property

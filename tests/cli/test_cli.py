@@ -290,7 +290,9 @@ def test_a_missing_java_stops_only_the_packaging(
     hide_java()
     done = called("run", "small.yaml", cwd=ran)
     assert done.returncode == 4, done.stderr
-    assert "warning: package_torchserve will stop: java was not found" in done.stderr
+    assert (
+        "warning: package_torchserve will stop: needs java, which is not installed" in done.stderr
+    )
     assert "error: package_torchserve: " in done.stderr
     artifacts = {p.name for p in (ran / "runs/small/artifacts").iterdir()}
     assert artifacts == {"source", "train", "export_onnx"}
@@ -439,21 +441,31 @@ def test_colours_and_bars_are_left_out_where_they_are_not_wanted(user: Path) -> 
     assert "\x1b" not in said
 
 
-@pytest.mark.slow
-def test_a_reader_that_leaves_early_sees_no_traceback(ran: Path) -> None:
-    command = shlex.join([*COMPRESS, "run", "small.yaml"])
-    done = subprocess.run(
-        f"{{ {command}; echo $? > code; }} 2>&1 | head -1",
-        shell=True,
-        cwd=ran,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert len(done.stdout.splitlines()) == 1
+def _read_by(reader: str, *arguments: str, cwd: Path) -> tuple[int, str]:
+    """Pipe both outputs of a command into another; return the command's exit code and what came."""
+    command = f"{{ {shlex.join([*COMPRESS, *arguments])}; echo $? > code; }} 2>&1 | {reader}"
+    done = subprocess.run(command, shell=True, cwd=cwd, capture_output=True, text=True, timeout=120)
     assert done.stderr == ""
-    assert (ran / "code").read_text().strip() in ("0", "1")
+    return int((cwd / "code").read_text()), done.stdout
+
+
+@pytest.mark.slow
+def test_a_reader_that_leaves_early_changes_nothing(ran: Path) -> None:
+    code, said = _read_by("head -1", "run", "small.yaml", cwd=ran)
+    assert (code, len(said.splitlines())) == (0, 1)
     assert json.loads((ran / "runs/small/report.json").read_text())["status"] == "passed"
+    assert _read_by("true", "run", "small.yaml", "--json", cwd=ran)[0] == 0
+    refused = FILE.replace("parity, atol: 1e-4", "max_size, ratio: 1e-4")
+    (ran / "small.yaml").write_text(refused)
+    assert _read_by("true", "run", "small.yaml", cwd=ran)[0] == 3
+
+
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [("schema", 0), ("--help", 0), ("check small.yaml --quick", 0), ("check absent.yaml", 2)],
+)
+def test_a_reader_that_is_gone_leaves_the_exit_code(user: Path, command: str, code: int) -> None:
+    assert _read_by("true", *command.split(), cwd=user) == (code, "")
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="root may write anywhere")

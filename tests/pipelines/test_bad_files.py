@@ -194,11 +194,11 @@ MISTAKES = {
     ),
     "wrong item where a number may be": (
         ("epochs: 1", "epochs: 1\n    parallel: {wrap: [1]}"),
-        r"\.parallel\.wrap\[0\]: input should be a valid string, found 1$",
+        r"\.parallel\.wrap\[0\]: expected a valid string, found 1$",
     ),
     "wrong value in one of two forms": (
         ("stage: train", "stage: distill\n    teacher: {onnx: 3}"),
-        r"p\.yaml:8: .*\.teacher\.onnx: input should be a valid string, found 3$",
+        r"p\.yaml:8: .*\.teacher\.onnx: expected a valid string, found 3$",
     ),
 }
 

@@ -64,7 +64,7 @@ def test_an_engine_that_is_not_installed_is_refused_before_anything_runs(file, m
     missing = Requirement(what="no_such_library", install="install it")
     monkeypatch.setattr(factory, "RAY", missing)
     out = file.parent / "out"
-    with pytest.raises(Unavailable, match=r"^--engine ray needs no_such_library, .*; install it$"):
+    with pytest.raises(Unavailable, match=r"^--engine ray: needs no_such_library, .*; install it$"):
         Pipeline.from_yaml(file).run(out, engine="ray")
     assert not out.exists()
 

@@ -96,7 +96,7 @@ def test_an_embedding_is_measured_by_its_direction(tmp_path) -> None:
         ("task: multilabel\nmetric: perplexity\n", "'perplexity' is for .*; use metric: accuracy$"),
         ("loss: mse\nmetric: f1\n", r"metric 'f1' is for .* \(task: regression, as loss is mse"),
         ("task: regression\nloss: cross_entropy\n", ":5: loss: task: regression takes mse, l1, s"),
-        ("task: regresion\n", ":4: task: input should be 'classification', .* found 'reg"),
+        ("task: regresion\n", ":4: task: expected 'classification', .* found 'reg"),
     ],
 )
 def test_labels_of_what_has_none_are_not_compared(tmp_path, lines, message) -> None:

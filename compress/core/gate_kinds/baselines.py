@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from compress.artifacts.artifact import Artifact
-from compress.common.errors import StageFailed, Unavailable
+from compress.common.errors import StageFailed
 from compress.common.forward import opened_model
-from compress.common.requirements import COMPILER, Requirement
+from compress.common.requirements import COMPILER, Requirement, require_all
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -59,9 +59,7 @@ class BaselineArtifact(Artifact):
             Unavailable: something for it is not installed.
         """
         runtime, model = self.runtime, self.model
-        for need in runtime.requirements:
-            if need.missing():
-                raise Unavailable(f"against {runtime.name}: needs {need.what}; {need.install}")
+        require_all(runtime.requirements, f"against {runtime.name}")
         if model.kind not in runtime.kinds:
             model = self._exported()
         opened = runtime.open(model, device, threads) if runtime.open else None

@@ -7,6 +7,7 @@ from contextlib import redirect_stdout
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from compress.common.errors import PipelineInvalid, StageFailed, Unavailable
+from compress.common.requirements import pip_install
 from compress.core.task_targets import describe_outputs, describe_targets
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ class MeanAveragePrecision:
             import pycocotools  # noqa: F401
         except ImportError:
             raise Unavailable(
-                "metric 'map' needs pycocotools: pip install -e '.[detection]'"
+                f"metric 'map' needs pycocotools: {pip_install('detection')}"
             ) from None
         self.iou_thresholds, self.box_format, self.scores = iou_thresholds, box_format, scores
 

@@ -6,6 +6,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from compress.common.errors import PipelineInvalid, Unavailable
+from compress.common.requirements import pip_install
 from compress.core.task_targets import match_to_loss
 from compress.data.batch import IGNORED_LABEL
 
@@ -20,9 +21,7 @@ def import_torchmetrics(name: str) -> Any:
     try:
         import torchmetrics
     except ImportError:
-        raise Unavailable(
-            f"metric {name!r} needs torchmetrics: pip install -e '.[metrics]'"
-        ) from None
+        raise Unavailable(f"metric {name!r} needs torchmetrics: {pip_install('metrics')}") from None
     return torchmetrics
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, JsonValue, model_validator
 
 from compress.common.config import Count, Positive, Settings
-from compress.common.requirements import Requirement
+from compress.common.requirements import Requirement, pip_install
 
 # Settings of earlier versions, refused with what replaces them.
 REMOVED = ("rendezvous", "rendezvous_seconds")
@@ -64,7 +64,7 @@ DEEPSPEED_OWNED = {
 """Keys of DeepSpeed's configuration, and the settings here that decide them."""
 
 DEEPSPEED = Requirement(
-    what="deepspeed", install="pip install -e '.[deepspeed]', or use zero1 to zero3"
+    what="deepspeed", install=f"{pip_install('deepspeed')}, or use zero1 to zero3"
 )
 
 

@@ -8,12 +8,12 @@ from pydantic import Field, model_validator
 
 from compress.common.config import Count, Positive, Settings
 from compress.common.factories import Reference
-from compress.common.requirements import Requirement
+from compress.common.requirements import Requirement, pip_install
 
 DEFAULT_TRACED_STEPS = 3
 TRACKER_REQUIREMENTS = {
-    "tensorboard": Requirement(what="tensorboard", install="pip install -e '.[tensorboard]'"),
-    "mlflow": Requirement(what="mlflow", install="pip install -e '.[mlflow]'"),
+    "tensorboard": Requirement(what="tensorboard", install=pip_install("tensorboard")),
+    "mlflow": Requirement(what="mlflow", install=pip_install("mlflow")),
 }
 
 

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import difflib
 from contextlib import suppress
-from typing import Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
-from compress.common.config import Count, Fraction, Positive, Ratio, Settings
+from compress.common.config import Count, Fraction, Positive, Ratio, Settings, Unmet
 from compress.common.errors import PipelineInvalid
 from compress.common.factories import NameOrReference, Reference
 from compress.core.loss import Loss, refuse_class_settings
+from compress.training.config.conditions import unmet_by_data, unmet_by_machine
 from compress.training.config.parallel import Parallel
 from compress.training.config.profiling import Callbacks, Profile
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from compress.core.context import Context
 
 # Those of torch.optim but LBFGS (wants a closure), SparseAdam and Muon (want special weights). The
 # rates are torch's own defaults, except those of sgd and adamw, which are 0.001 there.
@@ -443,6 +449,19 @@ class Training(Settings):
         """Epochs between reductions of the learning rate, or without improvement before one."""
         default = PLATEAU_EPOCHS if self.schedule == "plateau" else max(1, self.epochs // 3)
         return self.schedule_epochs or default
+
+    def unmet_by(self, context: Context) -> Iterator[Unmet]:
+        """Yield what the training lacks: a device, samples, or splits of the data."""
+        yield from super().unmet_by(context)
+        yield from unmet_by_machine(self.precision, self.profile, context.device)
+        if context.data is not None:
+            yield from unmet_by_data(
+                context.data,
+                self.needs_val,
+                self.batch_size,
+                self.steps_per_epoch,
+                self.parallel,
+            )
 
     @property
     def needs_val(self) -> str | None:

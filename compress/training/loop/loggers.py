@@ -10,7 +10,7 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from compress.common.errors import Unavailable, first_line
+from compress.common.errors import first_line
 from compress.training.loop.step_metrics import StepRecord
 
 if TYPE_CHECKING:
@@ -168,16 +168,6 @@ def open_logger(
 def mlflow_name(name: str) -> str:
     """Replace characters that MLflow refuses in names, such as the equal sign of a branch's."""
     return NOT_IN_MLFLOW_NAMES.sub(":", name)
-
-
-def require_tracker(profile: Profile) -> None:
-    """Refuse a tracker that is not installed."""
-    for requirement in profile.requirements:
-        if requirement.missing():
-            raise Unavailable(
-                f"profile.tracker: {profile.tracker} needs {requirement.what}, which is not "
-                f"installed; {requirement.install}"
-            )
 
 
 def epoch_values(epoch: EpochMetrics, metric: str) -> dict[str, float]:

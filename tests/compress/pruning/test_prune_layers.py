@@ -152,7 +152,9 @@ def test_layers_behind_removed_blocks_are_refitted(
     assert not any(name.startswith("blocks.0") for name in facts["layers"])
     assert torch.equal(refitted.load().blocks[0].first.weight, deep.load().blocks[0].first.weight)
     fewer = PruneLayers(blocks=names, refit=True, calibration_samples=10**6)
-    with pytest.raises(StageFailed, match="1000000 calibration samples asked for and split"):
+    with pytest.raises(
+        PipelineInvalid, match="calibration_samples: 1000000 samples asked for and split"
+    ):
         fewer(deep, Context(root=tmp_path / "none", data=blobs))
 
 

@@ -77,9 +77,9 @@ def test_settings_that_need_data_are_refused_without(wide: EagerModel, tmp_path:
     for settings in ({"refit": True}, {"importance": "wanda"}, {"calibration_samples": 8}):
         stage = PruneChannels(ratio=0.5, **settings)
         name = next(iter(settings))
-        with pytest.raises(StageFailed, match=f"prune_channels with .*{name}.* needs data"):
+        with pytest.raises(StageFailed, match="prune_channels needs data"):
             stage(wide, Context(root=tmp_path / name))
-    with pytest.raises(StageFailed, match=r"500 calibration samples asked for .* has 120"):
+    with pytest.raises(PipelineInvalid, match=r"500 samples asked for .* has 120"):
         few = Splits({"train": TensorDataset(torch.randn(120, 4))})
         stage = PruneChannels(ratio=0.5, calibration_samples=500)
         stage(wide, Context(root=tmp_path / "few", data=few))

@@ -208,7 +208,7 @@ def test_wrong_input_is_refused(wide: EagerModel, blobs: Splits, tmp_path: Path)
     context = Context(root=tmp_path / "slim")
     with pytest.raises(StageFailed, match=r"can be set to zero \(up.weight: excluded"):
         PruneWeights(amount=0.5, exclude=("*",))(wide, context)
-    with pytest.raises(StageFailed, match="method: wanda needs data"):
+    with pytest.raises(StageFailed, match="prune_weights needs data"):
         PruneWeights(amount=0.5, method="wanda")(wide, context)
     other = Splits({"train": TensorDataset(torch.zeros(9, 5))})
     with pytest.raises(StageFailed, match=r"does not take the calibration samples.*\(8, 5\)"):

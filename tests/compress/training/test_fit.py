@@ -254,7 +254,7 @@ def test_what_cannot_be_trained_is_refused_in_one_line(tmp_path, source):
         run(source, Context(root=tmp_path / "a"))
     with pytest.raises(StageFailed, match="a loss needs targets"):
         run(source, context(tmp_path / "b", labelled=False))
-    with pytest.raises(StageFailed, match="has 1 samples for 2 processes"):
+    with pytest.raises(PipelineInvalid, match="has 1 samples for 2 processes"):
         run(source, context(tmp_path / "c", train=1), parallel={"processes": 2})
     frozen = import_net(tmp_path / "frozen", frozen=True)
     with pytest.raises(StageFailed, match="nothing to train"):
@@ -266,7 +266,7 @@ def test_what_cannot_be_trained_is_refused_in_one_line(tmp_path, source):
 def test_the_best_needs_a_val_split_and_the_last_does_not(tmp_path, source):
     where = context(tmp_path / "a")
     del where.data.datasets["val"]
-    with pytest.raises(StageFailed, match="keep: best needs a split 'val'"):
+    with pytest.raises(PipelineInvalid, match="keep: best needs a split 'val'"):
         run(source, where)
     result = run(source, where, keep="last")
     assert result.kept.epoch == 4 and result.kept.metric is None

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import OneCycleLR
 
-from compress.common.errors import StageFailed
+from compress.common.errors import PipelineInvalid, StageFailed, Unavailable
 from compress.core.context import Context
 from compress.core.metrics import Metric
 from compress.data.splits import Splits
@@ -186,13 +186,15 @@ def test_class_weights_must_be_one_for_each_class(tmp_path, source):
 
 
 def test_impossible_settings_are_refused_in_one_line(tmp_path, source):
-    with pytest.raises(StageFailed, match="fp16 needs a CUDA device and this is cpu; use bf16"):
+    with pytest.raises(
+        Unavailable, match="precision: fp16 needs a CUDA device and this is cpu; use bf16"
+    ):
         run(source, context(tmp_path / "a"), precision="fp16")
     where = context(tmp_path / "b")
     del where.data.datasets["val"]
-    with pytest.raises(StageFailed, match="schedule: plateau needs a split 'val'"):
+    with pytest.raises(PipelineInvalid, match="schedule: plateau needs a split 'val'"):
         run(source, where, keep="last", schedule="plateau")
-    with pytest.raises(StageFailed, match="early_stopping needs a split 'val'"):
+    with pytest.raises(PipelineInvalid, match="early_stopping: needs a split 'val'"):
         run(source, where, keep="last", early_stopping=1)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from compress.common.errors import StageFailed
+from compress.common.errors import CompressError, StageFailed
 from compress.core.context import Context
 from compress.data.loader_config import Loading
 from compress.data.splits import DataReference, Splits
@@ -140,19 +140,23 @@ def test_a_killed_training_resumes_with_the_same_bits(
 @pytest.mark.parametrize(
     ("length", "settings", "message"),
     [
-        (None, {}, r"^train: split 'train' is a stream without __len__; set steps_per_epoch$"),
+        (
+            None,
+            {},
+            r"^train: steps_per_epoch: split 'train' is a stream without __len__; set steps",
+        ),
         (8, {}, "a stream of 8 samples, expected at least a batch of 16"),
         (112, {}, "ended after 96 samples in pass 1, expected 112"),
     ],
 )
 def test_a_stream_of_unknown_or_wrong_length_is_refused(tmp_path, length, settings, message):
-    with pytest.raises(StageFailed, match=message):
+    with pytest.raises(CompressError, match=message):
         train(tmp_path, data(length=length), **settings)
 
 
 def test_steps_per_epoch_of_data_with_a_length_is_refused(tmp_path, whole):
     splits = Splits({name: data().datasets["val"] for name in ("train", "val")})
-    with pytest.raises(StageFailed, match="steps_per_epoch is for a stream"):
+    with pytest.raises(CompressError, match="steps_per_epoch: is for a stream"):
         train(tmp_path, splits, steps_per_epoch=2)
 
 

@@ -159,7 +159,9 @@ def test_without_a_compiler_nothing_is_begun(
     graph: tuple[GraphModel, Context], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(Unavailable, match=r"g\+\+ is not here; a C\+\+ compiler") as caught:
+    with pytest.raises(
+        Unavailable, match=r"needs g\+\+, which is not installed; a C\+\+ compiler"
+    ) as caught:
         ExportAot()(graph[0], graph[1].with_root(tmp_path / "aot"))
     assert caught.value.exit_code == 4
 

@@ -350,5 +350,7 @@ def test_without_executorch_one_line_says_how_to_install_it(
     exported_sequence: ExecuTorchModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(type(EXECUTORCH), "missing", lambda _: True)
-    with pytest.raises(Unavailable, match=r"executorch is not here; pip install .*\[executorch\]"):
+    with pytest.raises(
+        Unavailable, match=r"needs executorch, which is not installed; pip install .*\[executorch\]"
+    ):
         exported_sequence.open().__enter__()

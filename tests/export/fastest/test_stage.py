@@ -74,7 +74,9 @@ def test_runtimes_that_are_not_here_are_left_out(
     artifact = stage(mlp, Context(root=tmp_path / "kept"))
     assert artifact.kind == "onnx"
     (warning,) = artifact.manifest.facts["warnings"]
-    assert warning.startswith("openvino was not measured: export_openvino needs openvino; pip")
+    assert warning.startswith(
+        "openvino was not measured: export_openvino: needs openvino, which is not installed; pip"
+    )
     with pytest.raises(StageFailed, match="no runtime takes the model; openvino: export_openvino"):
         ExportFastest(runtimes=("openvino",))(mlp, Context(root=tmp_path / "none"))
 

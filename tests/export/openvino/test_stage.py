@@ -162,7 +162,9 @@ def test_without_openvino_one_line_says_how_to_install_it(tmp_path: Path, monkey
     model = network(tmp_path / "source", "networks:mlp")
     exported = ExportOpenVINO()(model, Context(root=tmp_path / "openvino"))
     monkeypatch.setattr(type(OPENVINO), "missing", lambda _: True)
-    with pytest.raises(Unavailable, match=r"openvino is not here; pip install .*\[openvino\]"):
+    with pytest.raises(
+        Unavailable, match=r"needs openvino, which is not installed; pip install .*\[openvino\]"
+    ):
         exported.open().__enter__()
 
 

@@ -82,7 +82,9 @@ def test_a_plan_is_refused_where_tensorrt_is_not(tmp_path: Path, through: str) -
 def test_nothing_is_begun_and_no_engine_opened_where_tensorrt_is_not(
     model: EagerModel, tmp_path: Path
 ) -> None:
-    with pytest.raises(Unavailable, match=r"export_tensorrt: tensorrt is not here; pip install"):
+    with pytest.raises(
+        Unavailable, match=r"export_tensorrt: needs tensorrt, which is not installed; pip install"
+    ):
         ExportTensorRT()(model, Context(root=tmp_path / "engine"))
     assert not (tmp_path / "engine").exists()
     facts = {"built_for": HERE, "sizes": {"batch": [1, 8, 32]}, "parameters": 1, "macs": 1}

@@ -139,7 +139,7 @@ def test_a_runtime_that_is_unknown_or_not_installed_is_refused(
 ) -> None:
     file.write_text(FILE.replace("formats:", "runtimes: [tensorrt], formats:"))
     assert auto(file) == 2
-    assert "auto.space.runtimes[0]: input should be 'onnx' or 'openvino'" in capfd.readouterr().err
+    assert "auto.space.runtimes[0]: expected 'onnx', 'openvino'" in capfd.readouterr().err
     file.write_text(FILE.replace("formats:", "runtimes: [onnx, openvino], formats:"))
     monkeypatch.setattr(Requirement, "missing", lambda self: self.what == "openvino")
     assert auto(file) == 4

@@ -121,7 +121,7 @@ def test_values_that_make_no_name_are_numbered(pipeline) -> None:
         ),
         (
             "{stage: prune_channels, matrix: {ratio: [0.3, half]}}",
-            "matrix.ratio[1]: input should be a valid number",
+            "matrix.ratio[1]: expected a valid number",
         ),
         ("{stage: prune_channels, matrix: {ratio: []}}", "matrix.ratio: is empty"),
         ("{stage: prune_channels, matrix: {ratio: 0.5}}", "expected a list of values, found 0.5"),

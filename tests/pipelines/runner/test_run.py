@@ -114,7 +114,7 @@ def test_a_damaged_artifact_is_made_again(project) -> None:
 def test_a_refused_gate_fails_the_run_and_keeps_the_artifact(project) -> None:
     project.edit("{gate: parity, atol: 1e-4}", "{gate: max_size, ratio: 0.001}")
     seen: list[Report] = []
-    with pytest.raises(GateRefused, match=r"export_onnx: max_size.*artifact kept in") as error:
+    with pytest.raises(GateRefused, match=r"max_size.*; why: compress explain ") as error:
         project.run(finished=seen.append)
     report = Report.read(project.out)
     assert seen[0].status == report.status == "refused"

@@ -173,7 +173,7 @@ def test_without_deepspeed_training_is_refused_before_it_starts(tmp_path, monkey
     assert DEEPSPEED not in Train(epochs=1).all_requirements()
     source = import_net(tmp_path / "source", "nets:blocks")
     context = Context(root=tmp_path / "a", data=load_data())
-    words = r"^train: needs deepspeed; pip install -e '\.\[deepspeed\]'"
+    words = r"^train: needs deepspeed, which is not installed; pip install -e '\.\[deepspeed\]'"
     with pytest.raises(Unavailable, match=words):
         fit(source, stage.hyper_parameters(), TargetLoss(0.1), context, "train")
     assert not (tmp_path / "a.work").exists()

@@ -55,7 +55,7 @@ def test_a_step_that_overflows_in_fp16_is_skipped_and_lowers_the_loss_scale(sett
 
 @pytest.mark.parametrize("on_nan", ["stop", "skip"])
 def test_a_training_that_overflows_at_every_loss_scale_stops(tmp_path, monkeypatch, on_nan):
-    monkeypatch.setattr(fitting, "_check", lambda *_: None)  # which refuses fp16 on the CPU
+    monkeypatch.setattr(fitting, "refuse_unmet", lambda *_: None)  # fp16 on the CPU
     data = load_data(batch_size=128)
     x, y = data.split("train").tensors
     large = torch.utils.data.TensorDataset(torch.full_like(x, TOO_LARGE), y)
