@@ -13,6 +13,7 @@ from compress.common.dependency_recorder import Recording, add_to_recordings, re
 from compress.common.errors import StageFailed
 from compress.core.loss import INFERRED_LOSS, Loss
 from compress.core.metrics import Metric, evaluate
+from compress.core.output_summary import OutputSummarizer
 from compress.core.progress import Progress, silent
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from compress.artifacts.eager_model import EagerModel
     from compress.common.forward import Predictor
     from compress.common.signature import Signature
+    from compress.core.output_summary import OutputSummary
     from compress.core.task import Task
     from compress.core.verdict import History
     from compress.data.splits import Splits
@@ -110,6 +112,10 @@ class Context:
     served_batch_size: int = 1
     """Rows of one call in deployment, at which models whose outputs depend on the batch are
     evaluated."""
+    output_summaries: dict[tuple[Any, ...], tuple[OutputSummary, ...]] = field(
+        default_factory=dict, compare=False
+    )
+    """Of the outputs on each split where a metric was measured, by the key of its score."""
     dependences: dict[str, BatchDependence] = field(default_factory=dict, compare=False)
     """Cache: an artifact's digest → whether its outputs depend on the batch."""
     comparisons: dict[tuple[Any, ...], tuple[Comparison, Recording]] = field(
@@ -158,7 +164,7 @@ class Context:
     def score(self, artifact: Artifact, split: str = "val") -> float:
         """Return an artifact's metric on a split, measured once."""
         batch = self.judged_batch_size(artifact)
-        key = (artifact.digest, split, self.metric, id(self.data), self.device, batch)
+        key = self._score_key(artifact, split)
         if key not in self.scores:
             data = self.need_data(f"metric {self.metric.name}")
             with recording() as recorded, ExitStack() as stack:
@@ -166,12 +172,22 @@ class Context:
                 reference = None
                 if self.metric.name == "fidelity":
                     reference = stack.enter_context(self.predictor(self.artifact("source")))
-                metric = self.metric.for_model(artifact.signature)
-                value = evaluate(predict, data, split, metric, reference, self.progress, batch)
+                metric, summarizer = self.metric.for_model(artifact.signature), OutputSummarizer()
+                watched = summarizer.watch(predict)
+                value = evaluate(watched, data, split, metric, reference, self.progress, batch)
             self.scores[key] = value, recorded
+            self.output_summaries[key] = summarizer.summaries()
         value, recorded = self.scores[key]
         add_to_recordings(recorded)
         return value
+
+    def summaries_on_val(self, artifact: Artifact) -> tuple[OutputSummary, ...]:
+        """Return a summary of each output on `val`; none before :meth:`score` was called."""
+        return self.output_summaries.get(self._score_key(artifact, "val"), ())
+
+    def _score_key(self, artifact: Artifact, split: str) -> tuple[Any, ...]:
+        batch = self.judged_batch_size(artifact)
+        return (artifact.digest, split, self.metric, id(self.data), self.device, batch)
 
     def batch_dependence(self, artifact: Artifact) -> BatchDependence:
         """Return whether an artifact's outputs depend on the rest of the batch, measured once."""

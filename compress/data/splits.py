@@ -217,10 +217,10 @@ class Splits:
     def batches(
         self, name: str, batch_size: int | None = None, limit: int | None = None
     ) -> Iterator[Batch]:
-        """Yield a split's batches in order, up to ``limit`` samples."""
+        """Yield a split's batches in its order: all samples, or ``limit`` spread over them."""
         samples = len(self.split(name))  # type: ignore[arg-type]
-        count = samples if limit is None else min(limit, samples)
-        yield from self.read(name, range(count), batch_size or self.batch_size)
+        order = range(samples) if limit is None else spread_indices(samples, limit)
+        yield from self.read(name, order, batch_size or self.batch_size)
 
     def read(
         self, name: str, order: Sequence[int], batch_size: int, seed: int = 0, first: int = 0
@@ -423,6 +423,21 @@ class Splits:
                 f"{self._where}: a sample of split {split!r} cannot be read: "
                 f"{kind}{first_line(error)}"
             ) from error
+
+
+def spread_indices(available: int, wanted: int) -> Sequence[int]:
+    """Return the indices of samples that stand for a whole split, in order; all where it has few.
+
+    They are one of each of ``wanted`` equal stretches, drawn at random by a fixed seed: the first
+    samples of a split that is sorted are of one class or source, and evenly spaced ones may be so
+    too where classes repeat in order.
+    """
+    if wanted >= available:
+        return range(available)
+    starts = torch.arange(wanted + 1) * available // wanted
+    draw = torch.rand(wanted, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    indices: list[int] = (starts[:-1] + (draw * starts.diff()).long()).tolist()
+    return indices
 
 
 def _lengths_of(split: str, key: str, samples: list[Any]) -> list[int]:

@@ -33,12 +33,16 @@ class Headline:
 def headline(report: Report) -> Headline | None:
     """Return what to deploy of a passed run: its fastest exported artifact, else its smallest.
 
-    None where a stage did not pass, nothing was exported, or there is no baseline to compare with.
+    None where a stage did not pass, nothing was exported, there is no baseline to compare with, or
+    each exported model has an output that moved and that nothing reads.
     """
+    unsure = {stage.name for stage in report.stages if stage.unread_outputs}
     exported = [
         (stage.measurements, stage.artifact)
         for stage in report.stages
-        if stage.name != report.baseline_name and stage.artifact.kind not in NOT_FOR_DEPLOYMENT
+        if stage.name != report.baseline_name
+        and stage.artifact.kind not in NOT_FOR_DEPLOYMENT
+        and unsure.isdisjoint((*stage.branch, stage.name))
     ]
     if report.status != "passed" or report.baseline is None or not exported:
         return None

@@ -10,6 +10,7 @@ from pydantic import field_validator, model_validator
 from compress.artifacts.artifact import WEIGHTS_ON_DISK
 from compress.common.config import Settings
 from compress.common.errors import StageFailed
+from compress.core.output_summary import OutputSummary
 from compress.profiling.batch_dependence import BatchDependence
 from compress.profiling.benchmark import unmeasurable
 from compress.profiling.quantiles import Interval
@@ -94,6 +95,9 @@ class Measurements(Settings):
     not be measured and in reports of older versions."""
     peak_reason: str = ""
     """Why it could not be measured."""
+    outputs: tuple[OutputSummary, ...] = ()
+    """A summary of each output on `val`; empty without a metric, and in reports of older
+    versions."""
     batch_dependence: BatchDependence | None = None
     """Whether outputs depend on the other rows of a batch; None in reports of older versions."""
 
@@ -122,9 +126,10 @@ class Measurements(Settings):
         if has_val and context.metric.is_measured:
             value = context.score(artifact)
             metric = MetricReport(name=context.metric.name, split="val", value=value)
+        outputs = context.summaries_on_val(artifact)
         if artifact.is_streamed or baseline.is_streamed:
             sizes = cls.sizes(artifact, baseline, WEIGHTS_ON_DISK)
-            return sizes.model_copy(update={"metric": metric})
+            return sizes.model_copy(update={"metric": metric, "outputs": outputs})
         compared = context.compare_latency(baseline, artifact, artifact.signature.smallest_batch)
         reason = ""
         if (
@@ -145,6 +150,7 @@ class Measurements(Settings):
             speedup_reason=reason,
             speedup_blocks=tuple(float(f"{ratio:.4g}") for ratio in compared.ratios),
             bytes_ratio=baseline.payload_bytes / artifact.payload_bytes,
+            outputs=outputs,
         )
 
     @classmethod

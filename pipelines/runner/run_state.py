@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from compress.artifacts.artifact import Artifact
     from compress.common.dependency_recorder import Recording
+    from compress.core.output_summary import OutputSummary
     from compress.core.progress import Progress
     from compress.data.fingerprint import Contents
     from compress.data.splits import Splits
@@ -156,6 +157,7 @@ class RunState:
     reports: dict[str, StageReport] = field(default_factory=dict)
     """Of the stages whose gates have been evaluated, whether they passed or not."""
     scores: dict[tuple[Any, ...], tuple[float, Recording]] = field(default_factory=dict)
+    output_summaries: dict[tuple[Any, ...], tuple[OutputSummary, ...]] = field(default_factory=dict)
     batch_dependences: dict[str, BatchDependence] = field(default_factory=dict)
     comparisons: dict[tuple[Any, ...], tuple[Comparison, Recording]] = field(default_factory=dict)
     unmeasured: frozenset[str] = frozenset()
@@ -234,6 +236,7 @@ class RunState:
             scratch=self.store.root / WORK / name,
             results=self.out,
             scores=self.scores,
+            output_summaries=self.output_summaries,
             served_batch_size=self.pipeline.served_batch_size,
             dependences=self.batch_dependences,
             comparisons=self.comparisons,
