@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field
 
+from compress.artifacts.artifact import TABLE_ROWS
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.common.config import Count
@@ -233,7 +234,7 @@ def archive_members(
 def handler_config(served: Artifact, stage: PackageTorchServe, probe: Probe) -> dict[str, Any]:
     """Return the content of ``model-config.yaml``, for TorchServe and for our handler."""
     signature = served.signature
-    inputs = signature.input_descriptions()
+    inputs = signature.input_descriptions(served.manifest.facts.get(TABLE_ROWS))
     for spec in inputs:
         if probe.holds_infinity(spec["name"]):
             spec["infinities"] = True
