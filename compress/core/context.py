@@ -13,8 +13,8 @@ from compress.common.dependency_recorder import Recording, add_to_recordings, re
 from compress.common.errors import StageFailed
 from compress.core.loss import INFERRED_LOSS, Loss
 from compress.core.metrics import Metric, evaluate
-from compress.core.output_summary import OutputSummarizer
 from compress.core.progress import Progress, silent
+from compress.profiling.output_summary import OutputSummarizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from compress.artifacts.eager_model import EagerModel
     from compress.common.forward import Predictor
     from compress.common.signature import Signature
-    from compress.core.output_summary import OutputSummary
     from compress.core.task import Task
     from compress.core.verdict import History
     from compress.data.splits import Splits
     from compress.profiling.batch_dependence import BatchDependence
     from compress.profiling.benchmark import Comparison, MeasuredShare
     from compress.profiling.interaction_sum import InteractionSum
+    from compress.profiling.output_summary import OutputSummary
 
 COMPARED_BATCHES = 4
 """Seeded batches compared where there is no data."""

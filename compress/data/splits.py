@@ -22,7 +22,7 @@ from compress.common.errors import (
 )
 from compress.common.factories import local_sources, resolve, sources_digest
 from compress.data.batch import LABELS, Batch, adapt, collate, collate_by
-from compress.data.dataloader import Reader, WorkerEnded
+from compress.data.dataloader import Reader, WorkerEnded, spread_indices
 from compress.data.fingerprint import (
     Contents,
     as_hashes,
@@ -423,21 +423,6 @@ class Splits:
                 f"{self._where}: a sample of split {split!r} cannot be read: "
                 f"{kind}{first_line(error)}"
             ) from error
-
-
-def spread_indices(available: int, wanted: int) -> Sequence[int]:
-    """Return the indices of samples that stand for a whole split, in order; all where it has few.
-
-    They are one of each of ``wanted`` equal stretches, drawn at random by a fixed seed: the first
-    samples of a split that is sorted are of one class or source, and evenly spaced ones may be so
-    too where classes repeat in order.
-    """
-    if wanted >= available:
-        return range(available)
-    starts = torch.arange(wanted + 1) * available // wanted
-    draw = torch.rand(wanted, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    indices: list[int] = (starts[:-1] + (draw * starts.diff()).long()).tolist()
-    return indices
 
 
 def _lengths_of(split: str, key: str, samples: list[Any]) -> list[int]:

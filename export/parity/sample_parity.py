@@ -20,7 +20,7 @@ import torch
 from compress.artifacts.graph_model import GraphModel
 from compress.common.errors import StageFailed
 from compress.common.tensor_difference import columns, equally_not_finite, largest, measured
-from compress.core.output_summary import error_scale
+from compress.profiling.output_summary import error_scale
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -10,9 +10,9 @@ from pydantic import field_validator, model_validator
 from compress.artifacts.artifact import WEIGHTS_ON_DISK
 from compress.common.config import Settings
 from compress.common.errors import StageFailed
-from compress.core.output_summary import OutputSummary
 from compress.profiling.batch_dependence import BatchDependence
 from compress.profiling.benchmark import unmeasurable
+from compress.profiling.output_summary import OutputSummary
 from compress.profiling.quantiles import Interval
 
 if TYPE_CHECKING:

@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
     from compress.artifacts.artifact import Artifact
     from compress.common.dependency_recorder import Recording
-    from compress.core.output_summary import OutputSummary
     from compress.core.progress import Progress
     from compress.data.fingerprint import Contents
     from compress.data.splits import Splits
     from compress.profiling.batch_dependence import BatchDependence
     from compress.profiling.benchmark import Comparison
+    from compress.profiling.output_summary import OutputSummary
     from pipelines.config.pipeline import PipelineConfig
     from pipelines.planning.plan import Plan, PlannedStage
     from pipelines.results.measurements import Measurements

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from compress.core.output_summary import OutputSummarizer, OutputSummary
+from compress.profiling.output_summary import OutputSummarizer, OutputSummary
 
 
 def summary_of(output: torch.Tensor, batch: int = 32) -> OutputSummary:
