@@ -142,8 +142,10 @@ def _moved_outputs(
         report = state.reports.get(planned.input)
         before = report.measurements if report else None
     context = state.context(planned.name)
-    if before is None or context.judged_batch_size(model) != context.judged_batch_size(artifact):
-        return {}  # not measured, or called in other batches, on which outputs depend
+    if before is None or not (before.outputs and measurements.outputs):
+        return {}
+    if context.judged_batch_size(model) != context.judged_batch_size(artifact):
+        return {}  # they were called in other batches, on which outputs depend
     limit, moved = planned.stage.rounding_error(model), {}
     names = [output.name for output in artifact.signature.outputs]
     for name, own, other in zip(names, before.outputs, measurements.outputs, strict=False):
