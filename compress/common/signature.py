@@ -199,13 +199,18 @@ class Signature(Settings):
                 f"{memory / 2**30:.3g} GiB; declare smaller sizes"
             )
 
-    def input_descriptions(self) -> list[dict[str, Any]]:
-        """Return the inputs as JSON, bounds included, against which servers check requests."""
+    def input_descriptions(self, table_rows: Any = None) -> list[dict[str, Any]]:
+        """Return the inputs as JSON, bounds included, against which servers check requests.
+
+        `table_rows` is the fact of that name: input of ids → rows of the table they look up.
+        """
         descriptions = []
         for spec in self.inputs:
             own = {d: self.axes[d] for d in spec.shape if isinstance(d, str) and d in self.axes}
             bounds = {axis: [bound.min, bound.max] for axis, bound in own.items()}
-            more = {"bounds": bounds} if bounds else {}
+            more: dict[str, Any] = {"bounds": bounds} if bounds else {}
+            if spec.name in (table_rows or {}):
+                more["rows"] = table_rows[spec.name]
             descriptions.append({**spec.model_dump(mode="json"), **more})
         return descriptions
 

@@ -15,6 +15,7 @@ from compress.common.errors import CompressError, StageFailed
 from compress.core.loss import INFERRED_LOSS, Loss
 from compress.core.metrics import Metric, evaluate
 from compress.core.progress import Progress, silent
+from compress.profiling.output_summary import OutputSummarizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from compress.profiling.batch_dependence import BatchDependence
     from compress.profiling.benchmark import Comparison, MeasuredShare
     from compress.profiling.interaction_sum import InteractionSum
+    from compress.profiling.output_summary import OutputSummary
 
 COMPARED_BATCHES = 4
 """Seeded batches compared where there is no data."""
@@ -137,6 +139,10 @@ class Context:
     served_batch_size: int = 1
     """Rows of one call in deployment, at which models whose outputs depend on the batch are
     evaluated."""
+    output_summaries: dict[tuple[Any, ...], tuple[OutputSummary, ...]] = field(
+        default_factory=dict, compare=False
+    )
+    """Of the outputs on each split where a metric was measured, by the key of its score."""
     dependences: dict[str, BatchDependence] = field(default_factory=dict, compare=False)
     """Cache: an artifact's digest → whether its outputs depend on the batch."""
     comparisons: dict[tuple[Any, ...], tuple[Comparison, Recording]] = field(
@@ -203,9 +209,11 @@ class Context:
                 reference = None
                 if self.metric.name == "fidelity":
                     reference = stack.enter_context(self.predictor(self.artifact("source")))
-                metric = self.metric.for_model(artifact.signature)
-                score = evaluate(predict, data, split, metric, reference, self.progress, key[-1])
+                metric, summarizer = self.metric.for_model(artifact.signature), OutputSummarizer()
+                watched = summarizer.watch(predict)
+                score = evaluate(watched, data, split, metric, reference, self.progress, key[-1])
             self.scores[key] = score, recorded
+            self.output_summaries[key] = summarizer.summaries()
         score, recorded = self.scores[key]
         add_to_recordings(recorded)
         return score
@@ -214,6 +222,10 @@ class Context:
         """Return the interval of how many points worse an artifact's metric on `val` is."""
         change = self.score_by_sample(before).change_to(self.score_by_sample(after))
         return change.scaled(-100 if self.metric.higher_is_better else 100)
+
+    def summaries_on_val(self, artifact: Artifact) -> tuple[OutputSummary, ...]:
+        """Return a summary of each output on `val`; none before :meth:`score` was called."""
+        return self.output_summaries.get(self.score_key(artifact, "val"), ())
 
     def batch_dependence(self, artifact: Artifact) -> BatchDependence:
         """Return whether an artifact's outputs depend on the rest of the batch, measured once."""

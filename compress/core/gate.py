@@ -54,6 +54,8 @@ class Gate(Settings):
     """Whether outputs on `val` decide the value, so that the number of rows in a call may too."""
     may_vary: ClassVar[bool] = False
     """Whether the value differs from run to run, as times and memory do."""
+    reads_all_outputs: ClassVar[bool] = False
+    """Whether it looks at every output of the model, and not at most at the first."""
     judges_quality: ClassVar[bool] = False
     """Whether it refuses a result that answers worse than the artifact compared with."""
 

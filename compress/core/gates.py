@@ -42,7 +42,7 @@ FEWEST_POINTS, MOST_POINTS = 0.01, 50
 
 
 class Parity(Gate):
-    """Outputs differ by at most `atol` in any element, on `val` (seeded inputs without data)."""
+    """No output differs by more than `atol` in any element, on `val` (or seeded inputs)."""
 
     gate: Literal["parity"] = "parity"
     atol: Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -51,6 +51,7 @@ class Parity(Gate):
     limit_field: ClassVar[str] = "atol"
     rule_template: ClassVar[str] = "max |difference| <= {atol:g}"
     report_template: ClassVar[str] = "outputs differ by at most {limit:g}"
+    reads_all_outputs: ClassVar[bool] = True
     judges_quality: ClassVar[bool] = True
     depends_on_batch: ClassVar[bool] = True
 
@@ -76,10 +77,11 @@ class Parity(Gate):
 
 
 class LabelAgreement(Gate):
-    """The largest output is the same one for at least this fraction of samples.
+    """The largest score of the first output is the same one for at least this share of samples.
 
-    Of a model with one output, or of several labels each: whether an output is above 0. The task
-    says on which axis the classes are; for tokens every position counts.
+    Other outputs are not read. Of a model with one output, or of several labels each: whether an
+    output is above 0. The task says on which axis the classes are; for tokens every position
+    counts.
     """
 
     gate: Literal["label_agreement"] = "label_agreement"

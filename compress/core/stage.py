@@ -32,6 +32,9 @@ def members_of(artifact_type: Any) -> tuple[type[Artifact], ...]:
     return get_args(artifact_type) or (artifact_type,)
 
 
+ROUNDING = 1e-2
+"""Of float32: sums in another order differ by some 1e-6 of the norm, of which the spread between
+samples may be a small part. An error so large costs an R² 0.0001."""
 DEFAULT_CALIBRATION_SAMPLES = 512
 """Samples drawn where ``calibration_samples`` is not set, if the split has as many."""
 
@@ -50,6 +53,8 @@ class Stage(Settings, Generic[Reads, Writes]):
     requirements: ClassVar[tuple[Requirement, ...]] = ()
     streams: ClassVar[bool] = False
     """Whether it takes a model whose weights stay on disk (`model.stream`)."""
+    keeps_outputs: ClassVar[bool] = False
+    """Whether the result must compute the outputs of its input, up to :meth:`rounding_error`."""
     records_history: ClassVar[bool] = False
     """Whether the result includes :attr:`Context.history`."""
 
@@ -64,6 +69,10 @@ class Stage(Settings, Generic[Reads, Writes]):
         refuse_unmet(self.unmet(context), self.title)
         with gc_frozen(), exits_refused():
             return self.run(model, context)
+
+    def rounding_error(self, model: Artifact) -> float:
+        """Return the error of outputs, relative to their spread, that rounding numbers explains."""
+        return ROUNDING
 
     def check_parity(self, model: Reads, artifact: Writes, context: Context) -> None:
         """Raise StageFailed if a cached result computes other than its input; for exporters."""

@@ -63,13 +63,8 @@ def sampled_targets(data: Splits) -> Targets | None:
     """
     import torch
 
-    name = targets_split(data)
-    count = len(data.stored(name))  # type: ignore[arg-type]  # Splits admits sized datasets only
-    # At random: evenly spaced samples may all be of one class where classes repeat in order.
-    order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
-    indices = sorted(order[:SAMPLES].tolist())
     batches = []
-    for batch in data.read(name, indices, data.batch_size):
+    for batch in data.batches(targets_split(data), limit=SAMPLES):
         if isinstance(batch.target, list | dict):
             return batch.target
         if batch.target is not None:

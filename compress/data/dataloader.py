@@ -193,3 +193,18 @@ def original_error(error: Exception) -> Exception:
         return error
     message = lines[-1].partition(f"{type(error).__name__}: ")[2] or lines[-1]
     return type(error)(message) if isinstance(error, CompressError) else StageFailed(lines[-1])
+
+
+def spread_indices(available: int, wanted: int) -> Sequence[int]:
+    """Return the indices of samples that stand for a whole split, in order; all where it has few.
+
+    They are one of each of ``wanted`` equal stretches, drawn at random by a fixed seed: the first
+    samples of a split that is sorted are of one class or source, and evenly spaced ones may be so
+    too where classes repeat in order.
+    """
+    if wanted >= available:
+        return range(available)
+    starts = torch.arange(wanted + 1) * available // wanted
+    draw = torch.rand(wanted, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    indices: list[int] = (starts[:-1] + (draw * starts.diff()).long()).tolist()
+    return indices

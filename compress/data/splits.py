@@ -23,7 +23,7 @@ from compress.common.errors import (
 )
 from compress.common.factories import local_sources, resolve, sources_digest
 from compress.data.batch import LABELS, Batch, adapt, collate, collate_as, collate_by
-from compress.data.dataloader import Reader, WorkerEnded
+from compress.data.dataloader import Reader, WorkerEnded, spread_indices
 from compress.data.fingerprint import (
     Contents,
     as_hashes,
@@ -242,10 +242,10 @@ class Splits:
     def batches(
         self, name: str, batch_size: int | None = None, limit: int | None = None
     ) -> Iterator[Batch]:
-        """Yield a split's batches in order, up to ``limit`` samples."""
+        """Yield a split's batches in its order: all samples, or ``limit`` spread over them."""
         samples = len(self.split(name))  # type: ignore[arg-type]
-        count = samples if limit is None else min(limit, samples)
-        yield from self.read(name, range(count), batch_size or self.batch_size)
+        order = range(samples) if limit is None else spread_indices(samples, limit)
+        yield from self.read(name, order, batch_size or self.batch_size)
 
     def read(
         self, name: str, order: Sequence[int], batch_size: int, seed: int = 0, first: int = 0

@@ -203,11 +203,9 @@ def distance_to(
 ) -> Callable[[nn.Module], float]:
     """Return a function that measures how far a module's outputs are from a teacher's."""
     data = context.need_data("a search of blocks")
-    samples = len(data.split("train"))  # type: ignore[arg-type]  # Splits admits sized datasets only
-    count = min(SEARCH_SAMPLES, samples)
-    drawn = torch.randperm(samples, generator=torch.Generator().manual_seed(context.seed))
-    batches = data.read("train", drawn[:count].tolist(), data.batch_size)
+    batches = data.batches("train", limit=SEARCH_SAMPLES)
     inputs = [batch.to(context.device).inputs for batch in batches]
+    count = sum(len(own[0]) for own in inputs)
     loaded = teacher.load(context.device)
     expected_outputs = [loaded(own)[0] for own in inputs]
     # By the terms that compare outputs without labels, else by cosine.

@@ -7,7 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from compress.artifacts.artifact import Artifact
+from compress.artifacts.artifact import TABLE_ROWS, Artifact
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.common.forward import Predictor, opened_model
@@ -125,7 +125,8 @@ class ExportOpenVINO(ComparesStoredFile, Stage[EagerModel | GraphModel | OnnxMod
         from export.onnx.translate import translate
 
         if isinstance(model, OnnxModel):
-            limits = {k: v for k, v in model.manifest.facts.items() if k == "axis_limits"}
+            known = ("axis_limits", TABLE_ROWS)
+            limits = {k: v for k, v in model.manifest.facts.items() if k in known}
             operators = count_operators(read(model.payload_path))
             return model.payload_path, {"operators": operators, **limits}
         graph, translation = translate(model, None, self.title)

@@ -84,7 +84,7 @@ def _all_kinds(
 
     def filled(values: Sequence[float]) -> Tensors:
         return tuple(
-            x if spec.is_mask or not x.numel() else torch.full_like(x, value)
+            x if spec.is_mask else torch.full_like(x, value)
             for spec, x, value in zip(signature.inputs, base, values, strict=True)
         )
 

@@ -20,6 +20,7 @@ import torch
 from compress.artifacts.graph_model import GraphModel
 from compress.common.errors import StageFailed
 from compress.common.tensor_difference import columns, equally_not_finite, largest, measured
+from compress.profiling.output_summary import error_scale
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -33,12 +34,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SAMPLES = 128
-"""Samples of `val` that are compared."""
+"""Samples of `val` that are compared, spread over it; a run compares all where it measures a
+metric."""
 NEAR_TIE = 0.05
 """Distance of two classes, as a share of that of best and worst, below which either may win."""
-NO_SPREAD = 0.01
-"""Spread, relative to the outputs' norm, below which the norm is the scale: a model that answers
-nearly the same to every sample would have rounding errors as large as its spread."""
 NOTHING_FINITE = "all answers of the source are infinite or NaN: nothing can be compared"
 OTHER_INFINITIES = "the exported model is infinite or NaN at other places than the source"
 
@@ -104,8 +103,7 @@ class OutputSums:
     @property
     def relative_error(self) -> float:
         """Error relative to the spread; NaN where one side alone is not finite."""
-        scale = self.spread if self.spread > NO_SPREAD**2 * self.norm else self.norm
-        return float((self.error / max(scale, 1e-18)) ** 0.5)
+        return float((self.error / max(error_scale(self.spread, self.norm), 1e-18)) ** 0.5)
 
 
 @dataclass
@@ -193,7 +191,7 @@ def check_on_samples(
 
 
 def val_inputs(context: Context) -> Iterator[Tensors]:
-    """Yield the inputs of the first samples of ``val``; none where there is no data."""
+    """Yield the inputs of samples that are spread over ``val``; none where there is no data."""
     if context.data is not None and "val" in context.data.datasets:
         for batch in context.data.batches("val", limit=SAMPLES):
             yield batch.inputs

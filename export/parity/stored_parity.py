@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from compress.artifacts.artifact import Artifact
@@ -11,6 +11,14 @@ if TYPE_CHECKING:
 
 class ComparesStoredFile:
     """Mixin of export stages: a file of an earlier run is compared on the data of this one."""
+
+    keeps_outputs: ClassVar[bool] = True
+
+    def rounding_error(self, model: Artifact) -> float:
+        """Return the largest error of an export that is taken for a right one."""
+        from export.parity.sample_parity import tolerance_for
+
+        return tolerance_for(model).spread
 
     def check_parity(self, model: Artifact, artifact: Artifact, context: Context) -> None:
         """Raise StageFailed where the artifact's outputs differ from the model's."""

@@ -371,8 +371,7 @@ def _with_data(
     targets = None
     if data is not None:
         name = next((n for n in ("train", "val") if n in samples), next(iter(samples)))
-        count = min(MOST_TARGETS_READ, len(samples[name]))
-        batch = next(data.read(name, range(count), count))
+        batch = next(data.batches(name, MOST_TARGETS_READ, MOST_TARGETS_READ))
         inputs, targets = batch.inputs, batch.target
     elif signature is not None:
         inputs = signature.example()

@@ -188,8 +188,7 @@ def _fitting_loss(
 
     split = targets_split(data)
     with _located_errors(pipeline, "data"):
-        count = min(SAMPLES, len(data.stored(split)))  # type: ignore[arg-type]  # Splits admits sized datasets only
-        batch, targets = next(data.read(split, range(count), count)), sampled_targets(data)
+        batch, targets = next(data.batches(split, SAMPLES, SAMPLES)), sampled_targets(data)
     outputs = _outputs_for(pipeline, predict, batch.inputs, split)
     if batch.target is None or targets is None:
         return []
@@ -246,13 +245,9 @@ def _check_metric(
 
 
 def _samples(pipeline: PipelineConfig, data: Splits, split: str, count: int) -> Iterator[Batch]:
-    """Yield at most a number of samples of a split, drawn at random, in batches."""
-    import torch
-
+    """Yield at most a number of samples of a split, spread over it, in batches."""
     with _located_errors(pipeline, "data"):
-        available = len(data.stored(split))  # type: ignore[arg-type]  # Splits admits sized datasets only
-        order = torch.randperm(available, generator=torch.Generator().manual_seed(0))
-        yield from data.read(split, sorted(order[:count].tolist()), data.batch_size)
+        yield from data.batches(split, limit=count)
 
 
 def _outputs_for(

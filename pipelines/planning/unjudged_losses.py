@@ -10,6 +10,7 @@ from pipelines.config.model_spec import SOURCE
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from compress.core.gate import Gate
     from compress.core.metrics import Metric
     from pipelines.planning.plan import Plan, PlannedStage
 
@@ -43,21 +44,43 @@ def advice(plan: Plan) -> tuple[str, ...]:
 
 
 def _checks(gated: PlannedStage, checked: PlannedStage, stages: Sequence[PlannedStage]) -> bool:
-    """Whether a gate of one stage checks what another one, at or before it, costs in accuracy.
+    """Whether a gate of one stage checks what another one, at or before it, costs in accuracy."""
+    return any(gate.judges_quality for gate in _gates_on(gated, checked, stages))
 
-    It does if it looks at the metric itself, or compares the stage's result, or one made from it,
-    with an artifact from before the stage.
+
+def _gates_on(
+    gated: PlannedStage, checked: PlannedStage, stages: Sequence[PlannedStage]
+) -> Iterator[Gate]:
+    """Yield the gates of one stage that see what another one, at or before it, changed.
+
+    They look at the result itself, or compare the stage's result, or one made from it, with an
+    artifact from before the stage.
     """
     by_name = {stage.name: stage for stage in stages}
     since, at = {gated.name}, gated
     while at.name != checked.name:
         if at.input not in by_name:
-            return False  # it is on another branch
+            return  # it is on another branch
         at = by_name[at.input]
         since.add(at.name)
-    return any(
-        gate.judges_quality and not (gate.compares and (gate.against or gated.input) in since)
-        for gate in gated.stage.gates
+    for gate in gated.stage.gates:
+        if not (gate.compares and (gate.against or gated.input) in since):
+            yield gate
+
+
+def reads_all_outputs(plan: Plan, stage: PlannedStage) -> bool:
+    """Whether a loss, a metric or a gate looks at every output of a stage's result.
+
+    A loss does where the stage trains with it, a gate also where it belongs to a later stage.
+    """
+    return (
+        plan.metric.reads_all_outputs
+        or (plan.loss.is_custom and stage.stage.uses_loss)
+        or any(
+            gate.reads_all_outputs
+            for gated in plan.stages
+            for gate in _gates_on(gated, stage, plan.stages)
+        )
     )
 
 

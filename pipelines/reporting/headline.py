@@ -36,9 +36,10 @@ def headline(report: Report) -> Headline | None:
     """Return what to deploy of a passed run: its fastest exported artifact, else its smallest.
 
     None where a stage did not pass, nothing was exported, there is no baseline to compare with, or
-    all files are slower than the uncompressed model in their runtime or have a warning about their
-    accuracy.
+    all files are slower than the uncompressed model in their runtime, have a warning about their
+    accuracy, or an output that moved and that nothing reads.
     """
+    unsure = {stage.name for stage in report.stages if stage.unread_outputs}
     exported = [
         (stage.measurements, stage.artifact)
         for stage in report.stages
@@ -46,6 +47,7 @@ def headline(report: Report) -> Headline | None:
         and stage.artifact.kind not in NOT_FOR_DEPLOYMENT
         # Who exports the uncompressed model to the same runtime has the faster file.
         and not (stage.measurements.same_runtime and stage.measurements.same_runtime.is_slower)
+        and unsure.isdisjoint((*stage.branch, stage.name))
     ]
     if report.status != "passed" or report.baseline is None or not exported:
         return None

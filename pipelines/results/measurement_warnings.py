@@ -39,6 +39,14 @@ def measurement_warnings(
                 f"were compared; {baseline_name}'s own latency is that on {usual}"
             )
     for stage in stages:
+        for output, distance in stage.unread_outputs.items():
+            yield (
+                f"{stage.name}: output {output!r} differs from that of {stage.input} by "
+                f"{100 * distance:.2g} % of how much it varies on val, and no loss, metric or gate "
+                "reads it: nothing made from it is named for deployment; judge it by a metric of "
+                "your own (metric: module:function gets all outputs), add {gate: parity, atol: …}, "
+                "or leave it out of model.outputs"
+            )
         warnings: Any = stage.artifact.facts.get("warnings", ())
         yield from (f"{stage.name}: {warning}" for warning in warnings)
 

@@ -15,6 +15,7 @@ from compress.core.metrics import IN_POINTS
 from compress.core.verdict import Uncertainty
 from compress.profiling.batch_dependence import BatchDependence
 from compress.profiling.benchmark import unmeasurable
+from compress.profiling.output_summary import OutputSummary
 from compress.profiling.quantiles import Interval
 
 if TYPE_CHECKING:
@@ -164,6 +165,9 @@ class Measurements(SpeedupReport):
     not be measured and in reports of older versions."""
     peak_reason: str = ""
     """Why it could not be measured."""
+    outputs: tuple[OutputSummary, ...] = ()
+    """A summary of each output on `val`; empty without a metric, and in reports of older
+    versions."""
     batch_dependence: BatchDependence | None = None
     """Whether outputs depend on the other rows of a batch; None in reports of older versions."""
 
@@ -197,9 +201,10 @@ class Measurements(SpeedupReport):
                 samples=score.samples,
                 drop=drop,
             )
+        outputs = context.summaries_on_val(artifact)
         if artifact.is_streamed or baseline.is_streamed:
             sizes = cls.sizes(artifact, baseline, WEIGHTS_ON_DISK)
-            return sizes.model_copy(update={"metric": metric})
+            return sizes.model_copy(update={"metric": metric, "outputs": outputs})
         batch = artifact.signature.smallest_batch
         compared = context.compare_latency(baseline, artifact, batch)
         latency = compared.after.model_dump(exclude={"disturbed"})
@@ -215,6 +220,7 @@ class Measurements(SpeedupReport):
             **_speedup(compared),
             same_runtime=_in_same_runtime(artifact, context),
             bytes_ratio=baseline.payload_bytes / artifact.payload_bytes,
+            outputs=outputs,
         )
 
     @classmethod

@@ -66,6 +66,9 @@ class StageReport(Settings):
     """Seconds that measurements and gates took in this run; 0 when they were cached."""
     artifact: ArtifactReport
     measurements: Measurements
+    unread_outputs: dict[str, float] = {}
+    """Outputs that no loss, metric or gate reads and that differ from the input's by more than
+    rounding explains → by how much on `val`, relative to how much the output varies there."""
     operators: tuple[OperatorTable, ...] = ()
     """The operators that took most time in training steps that this run has traced."""
     verdicts: tuple[Verdict, ...]

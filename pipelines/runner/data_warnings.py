@@ -80,10 +80,8 @@ def unlike_val(data: Splits, samples: int, seed: int) -> str:
     """
     if "val" not in data.datasets:
         return ""
-    count = len(data.split("val"))  # type: ignore[arg-type]
-    spread = sorted({i * count // COMPARED_SAMPLES for i in range(COMPARED_SAMPLES)})
     calibrated = _ranges(data.calibration(samples, seed))
-    evaluated = _ranges(data.read("val", spread, data.batch_size))
+    evaluated = _ranges(data.batches("val", limit=COMPARED_SAMPLES))
     for (low, high), (val_low, val_high) in zip(calibrated, evaluated, strict=True):
         largest, val_largest = max(-low, high), max(-val_low, val_high)
         if max(largest, val_largest) > OTHER_RANGE * min(largest, val_largest):

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from compress.common.dependency_recorder import Recording, recording
+from compress.common.errors import StageFailed
 from compress.core.evaluation import evaluate_gates
 from compress.core.gate_kinds.baselines import baseline_name
 from compress.core.metric_kinds.score import Score
 from compress.profiling.batch_dependence import BatchDependence
 from compress.profiling.operator_table import read_operator_tables
+from pipelines.planning.unjudged_losses import reads_all_outputs
 from pipelines.results.measurements import Measurements
 from pipelines.results.stage_reports import ArtifactReport, StageReport
 from pipelines.runner.events import gate_event
@@ -93,7 +95,8 @@ def evaluate_stage(state: RunState, planned: PlannedStage, lookup: CacheLookup) 
         return True
 
     with name_stage_in_errors(name, state.out):
-        key = {"proved against its input": 1, **state.measurement_conditions()}
+        # The number goes up where more is compared.
+        key = {"proved against its input": 2, **state.measurement_conditions()}
         cache.get_or_measure(key, check_parity, bool, bool)
     # Before its gates: what they refuse is kept for a look, too.
     publish(artifact, state.out / "artifacts" / name)
@@ -106,6 +109,8 @@ def evaluate_stage(state: RunState, planned: PlannedStage, lookup: CacheLookup) 
             measurements = Measurements.sizes(artifact, baseline, NOT_ASKED_FOR)
         else:
             measurements = measure_artifact(state, name, cache)
+    moved = _moved_outputs(state, planned, measurements)
+    others = [] if reads_all_outputs(state.plan, planned) else artifact.signature.outputs[1:]
     return StageReport(
         name=name,
         stage=planned.stage.stage,
@@ -118,10 +123,44 @@ def evaluate_stage(state: RunState, planned: PlannedStage, lookup: CacheLookup) 
         judged_seconds=cache.seconds,
         artifact=ArtifactReport.from_artifact(artifact, f"artifacts/{name}"),
         measurements=measurements,
+        unread_outputs={o.name: moved[o.name] for o in others if o.name in moved},
         # A stage from the cache was not trained: the folder may hold those of other settings.
         operators=() if lookup.cached else read_operator_tables(state.out / "profiles", name),
         verdicts=verdicts,
     )
+
+
+def _moved_outputs(
+    state: RunState, planned: PlannedStage, measurements: Measurements
+) -> dict[str, float]:
+    """Return by how much outputs differ from the input's on `val`, where rounding is no reason.
+
+    Raises:
+        StageFailed: the stage must keep the outputs.
+    """
+    model, artifact = state.artifacts[planned.input], state.artifacts[planned.name]
+    before = state.baseline
+    if planned.input != state.plan.baseline:
+        report = state.reports.get(planned.input)
+        before = report.measurements if report else None
+    context = state.context(planned.name)
+    if before is None or not (before.outputs and measurements.outputs):
+        return {}
+    if context.judged_batch_size(model) != context.judged_batch_size(artifact):
+        return {}  # they were called in other batches, on which outputs depend
+    limit, moved = planned.stage.rounding_error(model), {}
+    names = [output.name for output in artifact.signature.outputs]
+    for name, own, other in zip(names, before.outputs, measurements.outputs, strict=False):
+        distance = own.relative_distance(other)
+        if distance is not None and not distance <= limit:
+            moved[name] = distance
+    if moved and planned.stage.keeps_outputs:
+        errors = ", ".join(f"output {name!r} by {error:.2g}" for name, error in moved.items())
+        raise StageFailed(
+            f"{planned.name}: on all {measurements.outputs[0].rows} rows of `val` answers differ "
+            f"from the source's by more than {limit:g} of their spread: {errors}"
+        )
+    return moved
 
 
 def _evaluate_gate(

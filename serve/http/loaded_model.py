@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from compress.artifacts.artifact import TABLE_ROWS
 from compress.common.errors import ArtifactInvalid, StageFailed, first_line
 from compress.profiling.batch_dependence import numpy_call
 from serve.packaging.joinable import why_not_joined_without_data
@@ -52,6 +53,8 @@ class ServedModel:
     """Preprocessing of texts and images by content type, as the artifact carries it."""
     classes: Named | None = None
     """Settings of the first output's class names, if they have names."""
+    table_rows: Any = None
+    """Input of ids → rows of the embedding table that they look up."""
 
 
 @contextmanager
@@ -88,7 +91,8 @@ def open_model(
         not_joined = why_not_joined_without_data(artifact, call, interface.rows_stay_first, report)
         readers, classes = _request_forms(artifact, call)
         yield ServedModel(
-            name, artifact.kind, artifact.signature, interface, call, not_joined, readers, classes
+            *(name, artifact.kind, artifact.signature, interface, call, not_joined),
+            *(readers, classes, artifact.manifest.facts.get(TABLE_ROWS)),
         )
 
 

@@ -15,6 +15,7 @@ from serve.http.loaded_model import RUNTIMES, open_model
 from serve.image.locked_requirements import locked_requirements
 from serve.packaging.joinable import REPORT, read_recorded_dependence
 from serve.packaging.model_interface import PROBE_SIZES, example_inputs
+from serve.packaging.request_forms import forms_of
 from serve.worker.wire import to_npz
 
 if TYPE_CHECKING:
@@ -145,7 +146,11 @@ def write_image_files(path: Path, folder: Path, attest: Attest) -> Artifact:
     for package in PACKAGES:
         shutil.copytree(ROOT / package, folder / "app" / package, ignore=skip)
     shutil.copyfile(ROOT / "cli.py", folder / "app" / "cli.py")
-    requirements = locked_requirements(folder, RUNTIMES[artifact.kind])
+    forms = forms_of(artifact)
+    # What `compress serve` answers here, with the libraries of this machine, the image answers.
+    libraries = (("pillow", forms.image), ("tokenizers", forms.text))
+    readers = [library for library, form in libraries if form]
+    requirements = locked_requirements(folder, RUNTIMES[artifact.kind], readers)
     (folder / "requirements.txt").write_text(requirements, encoding="utf-8")
     return artifact
 

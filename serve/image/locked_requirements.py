@@ -13,6 +13,7 @@ from compress.common.errors import StageFailed, Unavailable
 from serve.http.uvicorn_server import refuse_missing
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
 
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
@@ -23,7 +24,7 @@ SERVING = (
 """What `compress serve` and `compress verify` import besides the model's runtime; no torch."""
 
 
-def locked_requirements(folder: Path, runtime: str) -> str:
+def locked_requirements(folder: Path, runtime: str, readers: Iterable[str] = ()) -> str:
     """Return a requirements file of the installed versions, with a hash each, as pip resolves them.
 
     pip asks the package index that it is configured for, and installs nothing. The wheels are
@@ -32,6 +33,7 @@ def locked_requirements(folder: Path, runtime: str) -> str:
     Args:
         folder: for the file with the versions that pip may choose.
         runtime: package that runs the model.
+        readers: packages that read texts and images of requests.
 
     Raises:
         Unavailable: pip or a package that serving needs is not installed.
@@ -40,7 +42,7 @@ def locked_requirements(folder: Path, runtime: str) -> str:
     refuse_missing()
     constraints = folder / "constraints.txt"
     # Not of the packages that are asked for: pip would only say that something conflicts.
-    serving = (*SERVING, runtime)
+    serving = (*SERVING, runtime, *readers)
     wanted = {name.replace("_", "-") for name in serving}
     installed = {d.name: d.version for d in distributions() if d.name}
     # Not by a search for the module, of which setuptools warns where distutils was imported.

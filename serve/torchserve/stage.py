@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field
 
+from compress.artifacts.artifact import TABLE_ROWS
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.common.config import Count
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from compress.common.signature import Signature
     from compress.core.context import Context
     from compress.core.verdict import History
+    from compress.data.splits import Splits
     from serve.packaging.recorded_probe import Probe
 
 logger = logging.getLogger(__name__)
@@ -140,6 +142,19 @@ class PackageTorchServe(Stage[Servable, TorchServeArchive]):
         update = {key: carried[key] for key in used if key != "class_names"}
         return self.model_copy(update=update)
 
+    def unlike_val(self, signature: Signature, data: Splits) -> list[str]:
+        """Return why images and texts may become other inputs than `val` holds.
+
+        Raises:
+            StageFailed: images become numbers that `val` has not.
+        """
+        from serve.packaging.val_preparation import preparation_warnings
+
+        forms = {"image": self.image, "text": self.text}
+        settings = {key: form.handler_settings(signature) for key, form in forms.items() if form}
+        tokenizer = Path(self.text.tokenizer) if self.text else None
+        return [*preparation_warnings(settings, signature, tokenizer, data)]
+
     def run(self, model: Servable, context: Context) -> TorchServeArchive:
         """Pack the model; the same model, settings and data give the same bytes."""
         from serve.packaging.recorded_probe import record_probe
@@ -162,9 +177,13 @@ class PackageTorchServe(Stage[Servable, TorchServeArchive]):
             ) as partial,
         ):
             probe = record_probe(served, context, self.max_rows)
+            stage, warnings = self.with_carried(model), []
             if probe.not_joined and self.batch_size > 1:
-                facts["warnings"] = [f"batch_size is 1, not {self.batch_size}: {probe.not_joined}"]
-            stage = self.with_carried(model)
+                warnings.append(f"batch_size is 1, not {self.batch_size}: {probe.not_joined}")
+            if context.data is not None and "val" in context.data.datasets:
+                warnings += stage.unlike_val(model.signature, context.data)
+            if warnings:
+                facts["warnings"] = warnings
             members = archive_members(model, served, stage, probe, context.history)
             facts["provenance"] = digest_of(members[PROVENANCE]).sha256
             write_mar(partial / TorchServeArchive.payload, members)
@@ -233,7 +252,7 @@ def archive_members(
 def handler_config(served: Artifact, stage: PackageTorchServe, probe: Probe) -> dict[str, Any]:
     """Return the content of ``model-config.yaml``, for TorchServe and for our handler."""
     signature = served.signature
-    inputs = signature.input_descriptions()
+    inputs = signature.input_descriptions(served.manifest.facts.get(TABLE_ROWS))
     for spec in inputs:
         if probe.holds_infinity(spec["name"]):
             spec["infinities"] = True

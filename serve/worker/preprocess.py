@@ -35,7 +35,7 @@ def create_readers(settings: Named, specs: Specs, folder: Path) -> Readers:
 
 def image_reader(settings: Named, spec: Named) -> Callable[[bytes], list[Array]]:
     """Return a function that decodes a PNG or JPEG to one row of the model's only input."""
-    from PIL import Image
+    from PIL import Image, ImageOps
 
     def read(body: bytes) -> list[Array]:
         try:
@@ -47,7 +47,9 @@ def image_reader(settings: Named, spec: Named) -> Callable[[bytes], list[Array]]
                 if image.mode.startswith(DEEP_MODES):
                     message = f"the image's mode is {image.mode}, expected 8 bits"
                     raise ValueError(UNREADABLE, message)
-                fitted = fit(image.convert(settings["mode"]), settings)
+                # Upright, as cameras store how they were held, and as transformers reads images.
+                upright = ImageOps.exif_transpose(image)
+                fitted = fit(upright.convert(settings["mode"]), settings)
         except (OSError, SyntaxError, Image.DecompressionBombError):
             raise ValueError(UNREADABLE, "the body is no PNG or JPEG image, or truncated") from None
         return [normalized(np.asarray(fitted), settings, spec["dtype"])]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from serve.worker.http_errors import TOO_LARGE, UNREADABLE, abbreviated
+from serve.worker.http_errors import TOO_LARGE, UNANSWERABLE, UNREADABLE, abbreviated
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -62,8 +62,9 @@ def leaf_types(values: Any) -> set[type]:
 def check(arrays: list[Array], specs: Specs, max_rows: int) -> None:
     """Raise ValueError for inputs that do not match the signature.
 
-    A spec may have ``infinities``, which allows them (float attention masks hold them), and
-    ``bounds``: the smallest and largest size of a named axis.
+    A spec may have ``infinities``, which allows them (float attention masks hold them), ``bounds``,
+    the smallest and largest size of a named axis, and ``rows``: those of the table that ids look
+    up.
     """
     sizes: dict[str, int] = {}
     for array, spec in zip(arrays, specs, strict=True):
@@ -81,6 +82,11 @@ def check(arrays: list[Array], specs: Specs, max_rows: int) -> None:
             if not least <= sizes[axis] <= (most or sizes[axis]):
                 allowed = f"{least} to {most}" if most else f"{least} or more"
                 raise ValueError(UNREADABLE, f"{name}: {axis} is {sizes[axis]}, expected {allowed}")
+        if "rows" in spec and not 0 <= array.min() <= array.max() < spec["rows"]:
+            found = array.min() if array.min() < 0 else array.max()
+            raise ValueError(
+                UNANSWERABLE, f"{name} holds {found}, expected ids from 0 to {spec['rows'] - 1}"
+            )
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             found = "NaN" if np.isnan(array).any() else "infinity"
             if found == "NaN" or not spec.get("infinities"):

@@ -22,6 +22,8 @@ from compress.common.errors import ArtifactInvalid, StageFailed
 from compress.common.signature import AxisBounds, Signature, TensorSpec
 from compress.core.context import Context
 from export.onnx.stage import ExportOnnx, OnnxModel
+from serve.image import locked_requirements
+from serve.image.build_folder import write_build_folder
 from serve.packaging.preprocessing import ImageInput
 from serve.packaging.request_forms import forms_of, image_input
 from serve.torchserve.mar_file import read_mar
@@ -255,6 +257,20 @@ def test_a_tokenizer_that_cannot_be_read_is_left_out_with_a_warning(
     assert forms_of(model).text is None
 
 
+def test_an_image_to_deploy_has_what_reads_its_texts(exported, tmp_path, monkeypatch) -> None:
+    asked: list[str] = []
+
+    def refuse(*arguments: str) -> str:
+        asked.extend(arguments)
+        raise StageFailed("no index here")
+
+    monkeypatch.setattr(locked_requirements, "run_pip", refuse)
+    with pytest.raises(StageFailed, match="no index here"):
+        write_build_folder(exported.path, tmp_path / "image", lambda file: file.write_text("{}"))
+    assert any(pin.startswith("tokenizers==") for pin in asked)
+    assert not any(pin.startswith("pillow==") for pin in asked)
+
+
 def test_a_tokenizer_of_other_inputs_is_not_used(source, tmp_path, caplog) -> None:
     pixels = Signature(inputs=(TensorSpec(name="pixels", shape=("batch", 3, 8, 8)),))
     recipe = source.recipe
@@ -265,6 +281,8 @@ def test_a_tokenizer_of_other_inputs_is_not_used(source, tmp_path, caplog) -> No
     assert "tokenizer.json is not used: text: input pixels" in caplog.text
 
 
+ORIENTATION = 0x0112
+"""EXIF's tag of how the camera was held."""
 PROCESSORS = {
     "squashed": ("ViTImageProcessor", {"size": {"height": 16, "width": 16}}),
     "shorter side, crop": (
@@ -308,6 +326,26 @@ def test_images_become_the_pixels_that_transformers_gives_them(kind, shape) -> N
     pixels = processor(image, return_tensors="np")["pixel_values"]
     scale = max(1.0, float(np.abs(pixels).max()))
     assert np.allclose(array, pixels, atol=1e-5 * scale)
+
+
+def test_an_image_is_turned_as_its_camera_was_held() -> None:
+    processor = transformers.ViTImageProcessorPil(size={"height": 16, "width": 16})
+    spec = TensorSpec(name="pixel_values", shape=("batch", 3, 16, 16))
+    form = image_input(json.loads(processor.to_json_string()))
+    assert form is not None
+    settings = form.handler_settings(Signature(inputs=(spec,)))
+    readers = create_readers({"image": settings}, [spec.model_dump(mode="json")], Path())
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (37, 50, 3), np.uint8))
+    for orientation in range(1, 9):
+        image.getexif()[ORIENTATION] = orientation
+        for form_of_file in ("png", "jpeg"):
+            stream = io.BytesIO()
+            image.save(stream, form_of_file, exif=image.getexif())
+            with Image.open(stream) as opened:
+                loaded = transformers.image_utils.load_image(opened)
+            pixels = processor(loaded, return_tensors="np")["pixel_values"]
+            (array,) = readers[f"image/{form_of_file}"](stream.getvalue())
+            assert np.allclose(array, pixels, atol=1e-5), (orientation, form_of_file)
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ PYTHON = f"python{sys.version_info[0]}.{sys.version_info[1]}"
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A package index of empty wheels, under the names and versions that are installed here."""
     folder = tmp_path_factory.mktemp("wheels")
-    for name in (*SERVING, *RUNTIMES.values()):
+    for name in (*SERVING, *RUNTIMES.values(), "tokenizers", "pillow"):
         distribution = f"{name.replace('-', '_')}-{version(name)}"
         meta = f"{distribution}.dist-info"
         with zipfile.ZipFile(folder / f"{distribution}-py3-none-any.whl", "w") as wheel:

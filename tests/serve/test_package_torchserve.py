@@ -106,11 +106,11 @@ def test_settings_reach_torchserve_as_numbers(
     assert config["handler"]["inputs"] == [{"name": "x", "shape": ["batch", 4], "dtype": "float32"}]
 
 
-def test_the_probe_holds_the_first_validation_samples_and_the_models_answers(
+def test_the_probe_holds_samples_spread_over_val_and_the_models_answers(
     archive: TorchServeArchive, model: OnnxModel, blobs: Splits
 ) -> None:
     probe = from_npz(read_mar(archive.payload_path)["probe.npz"])
-    first = next(iter(blobs.batches("val", batch_size=4))).inputs[0]
+    first = next(iter(blobs.batches("val", batch_size=4, limit=4))).inputs[0]
     assert np.array_equal(probe["x"], first.numpy())
     with model.open() as predict:
         assert np.array_equal(probe["logits"], predict(first)[0].numpy())

@@ -75,7 +75,7 @@ def archive(exported: Any, context: Context) -> TorchServeArchive:
         max_batch_delay_ms=200,
         max_rows=50,
         class_names=tuple("abcdefghij"),
-        image=ImageInput(),
+        image=ImageInput(mean=(0.5,), std=(0.5,)),  # as `val` is scaled: from -1 to 1
     )
     return stage.run(exported, context.with_root(context.root.with_name("mar")))
 
@@ -164,7 +164,7 @@ def test_an_image_is_answered_with_labels_as_its_tensor_is_by_the_protocol(
     pixels = np.arange(0, 192, 3, np.uint8).reshape(8, 8)
     stream = io.BytesIO()
     Image.fromarray(pixels).save(stream, "PNG")
-    x = (pixels / 255).astype(np.float32)
+    x = ((pixels / 255 - 0.5) / 0.5).astype(np.float32)
     tensor = {"name": "image", "shape": [1, 1, 8, 8], "datatype": "FP32"}
     tensor["data"] = x.ravel().tolist()
     token = {"Authorization": f"Bearer {server.token}"}

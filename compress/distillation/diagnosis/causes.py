@@ -147,7 +147,8 @@ def gradient_ratio(stage: Distill, rerun: RerunStage) -> float:
         student, objective, _ = stage.student_and_objective(rerun.before, context)  # type: ignore[arg-type]
         if objective.teacher_modules:
             raise StageFailed("the loss compares features, which the module does not return here")
-        batch = next(context.need_data(WHY).batches("train", GRADIENT_SAMPLES))
+        data = context.need_data(WHY)
+        batch = next(data.batches("train", GRADIENT_SAMPLES, GRADIENT_SAMPLES))
         norms = []
         for loss in (objective.prepare("cpu"), objective.targets.prepare("cpu")):
             module = student.load().eval()

@@ -154,9 +154,7 @@ class OutputErrorMeter:
 def _batches(signature: Signature, context: Context, samples: int) -> Iterator[Batch]:
     data = context.data
     if data is not None and "val" in data.datasets:
-        count = len(data.split("val"))  # type: ignore[arg-type]  # Splits admits sized datasets only
-        order = torch.randperm(count, generator=torch.Generator().manual_seed(context.seed))
-        yield from data.read("val", sorted(order[:samples].tolist()), data.batch_size)
+        yield from data.batches("val", limit=samples)
     else:
         for inputs in context.comparison_inputs(signature):
             yield Batch(inputs, None)

@@ -40,10 +40,7 @@ def real_inputs(
     if not batches and data is not None:
         for name in (data.calibration_split, "val"):
             if name in data.datasets:
-                count = len(data.split(name))  # type: ignore[arg-type]  # Splits admits sized ones only
-                generator = torch.Generator().manual_seed(context.seed)
-                read = torch.randperm(count, generator=generator)[:SAMPLES_SEARCHED]
-                batches = list(data.read(name, read.tolist(), data.batch_size))
+                batches = list(data.batches(name, limit=SAMPLES_SEARCHED))
                 break
     if not batches:
         return None

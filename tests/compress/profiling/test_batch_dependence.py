@@ -153,6 +153,36 @@ def test_eight_bit_steps_count_as_rounding_at_another_batch_size_only() -> None:
     assert probed(small, rounding=COARSE_ROUNDING).depends
 
 
+CHANGED_BY = {
+    "alone": lambda x: [x @ WEIGHT + (0.6 if len(x) == 1 else 0)],
+    "asked again": lambda x: [x @ WEIGHT + 0.01 * random.standard_normal((len(x), 3))],
+    "beside other rows": lambda x: [x @ WEIGHT + 0.01 * np.tanh(x).mean()],
+    "beside extreme rows": lambda x: [x @ WEIGHT + (0.01 if np.abs(x).max() > 100 else 0)],
+    "reordered": lambda x: [x @ WEIGHT + 0.3 * np.arange(len(x))[:, None]],
+}
+
+
+@pytest.mark.parametrize("probe", CHANGED_BY)
+def test_each_probe_finds_what_changes_answers_by_more_than_its_own_rounding(probe: str) -> None:
+    # A hundredth is 8-bit rounding where a batch has another size or order, and nowhere else.
+    found = probed(CHANGED_BY[probe], rounding=COARSE_ROUNDING)
+    assert probe in found.beyond_rounding, found
+
+
+def test_labels_shapes_and_nan_that_change_with_neighbours_are_detected() -> None:
+    def labels(x: np.ndarray) -> Arrays:
+        return [((x - x.mean(0)) @ WEIGHT).argmax(-1)]
+
+    def shapes(x: np.ndarray) -> Arrays:
+        return [np.resize(x @ WEIGHT, (len(x), 3 if np.abs(x).max() < 100 else 4))]
+
+    def nan(x: np.ndarray) -> Arrays:
+        return [np.where(np.abs(x).max() < 100, x, np.nan)]
+
+    for call in (labels, shapes, nan):
+        assert "beside extreme rows" in probed(call).beyond_rounding
+
+
 def test_a_row_that_is_refused_alone_depends_on_its_batch() -> None:
     def training(x: np.ndarray) -> Arrays:
         if len(x) == 1:

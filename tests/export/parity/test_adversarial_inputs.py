@@ -89,6 +89,27 @@ def test_integers_stay_within_what_was_seen_and_masks_stay_valid() -> None:
     assert kinds["zeros"][0].unique().tolist() == [int(ids.min())], "0 was never seen"
 
 
+def test_masks_stay_those_of_val_where_other_numbers_are_replaced() -> None:
+    ids = torch.randint(3, 90, (2, 6), generator=torch.Generator().manual_seed(0))
+    mask = torch.tensor([[True] * 6, [True] * 2 + [False] * 4])
+    kinds = dict(adversarial_inputs(TEXT, [(ids, mask)]))
+    base = torch.arange(8) % 2
+    for kind in (
+        "zeros",
+        "the smallest value seen everywhere",
+        "the largest value seen everywhere",
+    ):
+        assert torch.equal(kinds[kind][1], mask[base]), kind
+
+
+@pytest.mark.parametrize("rows", [torch.zeros(4, 3), torch.zeros(4, 0)], ids=["zeros", "nothing"])
+def test_samples_without_a_number_to_scale_make_finite_inputs(rows: torch.Tensor) -> None:
+    signature = Signature(inputs=(TensorSpec(name="x", shape=("batch", "width")),))
+    for kind, (x,) in adversarial_inputs(signature, [(rows,)]):
+        assert x.isfinite().all(), kind
+        assert x.shape == (2, rows.shape[1])
+
+
 def test_a_fixed_batch_keeps_its_size() -> None:
     fixed = Signature(inputs=(TensorSpec(name="x", shape=(3, 4)),))
     kinds = dict(adversarial_inputs(fixed, []))

@@ -1,0 +1,36 @@
+"""What is compared at several sizes of each named axis."""
+
+import pytest
+import torch
+
+from compress.common.errors import StageFailed
+from compress.common.signature import Signature, TensorSpec
+from export.parity.compare import ParityMismatch, check_axis_sizes
+
+SIGNATURE = Signature(inputs=(TensorSpec(name="x", shape=("batch", "length")),))
+
+
+def doubled(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return (2 * x,)
+
+
+def test_an_axis_of_which_the_source_takes_one_size_is_not_dynamic() -> None:
+    def takes_eight(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if x.shape[1] != 8:
+            raise ValueError("8 columns alone")
+        return doubled(x)
+
+    with pytest.raises(StageFailed, match=r"'length' .* takes one size only .*8 columns alone"):
+        check_axis_sizes(takes_eight, takes_eight, SIGNATURE)
+
+
+@pytest.mark.parametrize(
+    "exported", [lambda x: (2 * x[:, :1],), lambda x: (2 * x, x)], ids=["a column", "two outputs"]
+)
+def test_other_shapes_and_other_numbers_of_outputs_are_named(exported) -> None:
+    with pytest.raises(ParityMismatch, match="the exported model returns shapes"):
+        check_axis_sizes(doubled, exported, SIGNATURE)
+
+
+def test_equal_models_are_accepted() -> None:
+    check_axis_sizes(doubled, doubled, SIGNATURE)
