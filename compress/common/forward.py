@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import fields, is_dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar
 
@@ -152,6 +153,23 @@ def torch_predictor(module: Any, device: str, threads: int) -> Iterator[Predicto
         torch.set_num_threads(previous)
 
 
+@contextmanager
+def plain_attention() -> Iterator[None]:
+    """Run torch's layers of transformers in a block as they are trained, traced and exported.
+
+    Their fused path, which evaluation takes, answers NaN where a row is masked whole, and zeros at
+    padded places.
+    """
+    import torch
+
+    was_fused = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(was_fused)
+
+
 def accept_any_batch(predict: Predictor, signature: Signature) -> Predictor:
     """Let a predictor of a fixed batch size take any number of samples; others are unchanged."""
     size = signature.inputs[0].shape[0] if signature.inputs[0].shape else None
@@ -197,13 +215,18 @@ def preserve_modes(module: torch.nn.Module) -> Iterator[None]:
 
 
 def flatten_outputs(output: Any) -> tuple[torch.Tensor, ...]:
-    """Return the tensors of nested sequences, mappings or ``.logits``, or raise ArtifactInvalid."""
+    """Return the tensors of nested sequences, mappings, dataclasses or ``.logits``.
+
+    Raises:
+        ArtifactInvalid: there is anything else, or no tensor.
+    """
     import torch
 
     if isinstance(output, torch.Tensor):
         return (output,)
     if hasattr(output, "logits"):
         return (output.logits,)
+    output = _as_mapping(output)
     values = output.values() if isinstance(output, dict) else output
     if isinstance(output, dict | list | tuple):
         tensors = tuple(t for v in values if v is not None for t in flatten_outputs(v))
@@ -219,8 +242,7 @@ def outputs_by_name(output: Any) -> dict[str, torch.Tensor]:
     flat: dict[str, torch.Tensor] = {}
     if _is_flat(output):
         flat = dict(zip(_names_in(output), flatten_outputs(output), strict=True))
-    if hasattr(output, "_asdict"):
-        output = output._asdict()
+    output = _as_mapping(output)
     if not isinstance(output, Mapping):
         output = {"logits": output.logits} if hasattr(output, "logits") else {}
     own = {str(key): v for key, v in output.items() if isinstance(v, torch.Tensor)}
@@ -315,6 +337,15 @@ def name_outputs(signature: Signature, count: int) -> Signature:
     return signature.model_copy(update={"outputs": outputs})
 
 
+def _as_mapping(output: Any) -> Any:
+    """Return a named tuple or a dataclass as a dictionary of its fields; others as they are."""
+    if hasattr(output, "_asdict"):
+        return output._asdict()
+    if is_dataclass(output) and not isinstance(output, Mapping):
+        return {field.name: getattr(output, field.name) for field in fields(output)}
+    return output
+
+
 def _is_flat(output: Any) -> bool:
     """Whether :func:`flatten_outputs` takes an output."""
     try:
@@ -332,8 +363,7 @@ def _names_in(output: Any, name: str = "") -> list[str]:
         return [name or OUTPUT]
     if hasattr(output, "logits"):
         return [f"{name}_logits" if name else "logits"]
-    if hasattr(output, "_asdict"):
-        output = output._asdict()
+    output = _as_mapping(output)
     if isinstance(output, Mapping):
         pairs = [(re.sub(r"\W", "_", str(key)), value) for key, value in output.items()]
         pairs = [(f"{name}_{key}" if name else key, value) for key, value in pairs]

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from compress.profiling.batch_dependence import BatchDependence
     from compress.profiling.benchmark import Comparison, MeasuredShare
     from compress.profiling.interaction_sum import InteractionSum
-    from compress.profiling.output_summary import OutputSummary
 
 COMPARED_BATCHES = 4
 """Seeded batches compared where there is no data."""
@@ -139,10 +138,6 @@ class Context:
     served_batch_size: int = 1
     """Rows of one call in deployment, at which models whose outputs depend on the batch are
     evaluated."""
-    output_summaries: dict[tuple[Any, ...], tuple[OutputSummary, ...]] = field(
-        default_factory=dict, compare=False
-    )
-    """Of the outputs on each split where a metric was measured, by the key of its score."""
     dependences: dict[str, BatchDependence] = field(default_factory=dict, compare=False)
     """Cache: an artifact's digest → whether its outputs depend on the batch."""
     comparisons: dict[tuple[Any, ...], tuple[Comparison, Recording]] = field(
@@ -212,8 +207,8 @@ class Context:
                 metric, summarizer = self.metric.for_model(artifact.signature), OutputSummarizer()
                 watched = summarizer.watch(predict)
                 score = evaluate(watched, data, split, metric, reference, self.progress, key[-1])
+                score = replace(score, outputs=summarizer.summaries())
             self.scores[key] = score, recorded
-            self.output_summaries[key] = summarizer.summaries()
         score, recorded = self.scores[key]
         add_to_recordings(recorded)
         return score
@@ -222,10 +217,6 @@ class Context:
         """Return the interval of how many points worse an artifact's metric on `val` is."""
         change = self.score_by_sample(before).change_to(self.score_by_sample(after))
         return change.scaled(-100 if self.metric.higher_is_better else 100)
-
-    def summaries_on_val(self, artifact: Artifact) -> tuple[OutputSummary, ...]:
-        """Return a summary of each output on `val`; none before :meth:`score` was called."""
-        return self.output_summaries.get(self.score_key(artifact, "val"), ())
 
     def batch_dependence(self, artifact: Artifact) -> BatchDependence:
         """Return whether an artifact's outputs depend on the rest of the batch, measured once."""

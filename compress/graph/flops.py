@@ -11,6 +11,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from compress.common.forward import plain_attention
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
@@ -36,14 +38,13 @@ def count_macs(module: Any, inputs: Sequence[torch.Tensor]) -> int:
     """Count the multiply-accumulates (convolutions, products, attention) for one sample."""
     # torch's counter fails on a parameter that is passed to a submodule and requires gradients.
     trainable = [p for p in module.parameters() if p.requires_grad]
-    fast_path = torch.backends.mha.get_fastpath_enabled()
     # The counter sees neither fused attention nor oneDNN's LSTM: run them as matrix products.
-    torch.backends.mha.set_fastpath_enabled(False)
     try:
         for parameter in trainable:
             parameter.requires_grad_(False)
         with (
             _without_compiling(),
+            plain_attention(),
             FlopCounterMode(display=False, custom_mapping=UNCOUNTED) as counter,
             torch.backends.mkldnn.flags(enabled=False, allow_tf32=None),
             sdpa_kernel(SDPBackend.MATH),
@@ -53,7 +54,6 @@ def count_macs(module: Any, inputs: Sequence[torch.Tensor]) -> int:
     finally:
         for parameter in trainable:
             parameter.requires_grad_(True)
-        torch.backends.mha.set_fastpath_enabled(fast_path)
     return int(counter.get_total_flops()) // 2 // len(inputs[0])
 
 

@@ -7,6 +7,7 @@ plain data: see :mod:`compress.checkpoint.pt2_safety`.
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import io
 import json
@@ -23,6 +24,7 @@ import torch.ao.quantization.fx._decomposed  # registers quantize_per_tensor and
 from torch import nn
 from torch.export.pt2_archive import PT2ArchiveReader
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.nn.utils import parametrize
 
 from compress.checkpoint.pt2_safety import GRAPH, SAMPLE_INPUTS, find_code
 from compress.checkpoint.safe_zip import refuse_bomb
@@ -52,6 +54,7 @@ def export_program(module: nn.Module, signature: Signature) -> ExportedProgram:
         StageFailed: the module cannot be traced, or its code fixes the size of a named axis.
     """
     inputs = signature.example()
+    module = without_parametrizations(module)
     with (
         torch.no_grad(),
         warnings.catch_warnings(),
@@ -69,6 +72,28 @@ def export_program(module: nn.Module, signature: Signature) -> ExportedProgram:
         except Exception as error:
             reason = _explain_failure(error, locations)
             raise StageFailed(f"torch.export cannot trace the model: {reason}") from error
+
+
+def without_parametrizations(module: nn.Module) -> nn.Module:
+    """Return a module whose weights are computed once, where parametrizations compute them.
+
+    Such a weight norm or orthogonal weight is then a plain parameter, which can be quantized.
+    """
+    if not any(map(parametrize.is_parametrized, module.modules())):
+        return module
+    try:
+        plain = copy.deepcopy(module)
+    except RuntimeError:  # torch's recurrent layers keep what was computed, which cannot be copied
+        return module
+    for part in [p for p in plain.modules() if parametrize.is_parametrized(p)]:
+        names: Any = part.parametrizations
+        weights = {name: getattr(part, name).detach().clone() for name in names}
+        # torch's own function would take the weights from the class, which the module shares.
+        part.__class__ = type(part).__bases__[0]
+        del part.parametrizations
+        for name, weight in weights.items():
+            part.register_parameter(name, nn.Parameter(weight, weight.is_floating_point()))
+    return plain
 
 
 @contextlib.contextmanager
@@ -120,7 +145,7 @@ def has_integer_operators(graph: torch.fx.Graph) -> bool:
 def with_flat_outputs(module: nn.Module, inputs: Sequence[torch.Tensor]) -> nn.Module:
     """Return the module, wrapped if it returns anything but a tensor or a tuple of tensors."""
     output = module(*inputs)
-    tensors: Sequence[object] = output if isinstance(output, tuple) else (output,)
+    tensors: Sequence[object] = output if type(output) is tuple else (output,)
     is_flat = all(isinstance(t, torch.Tensor) for t in tensors)
     if is_flat:
         return module

@@ -16,15 +16,17 @@ from compress.graph.library_cache import cached_composite_ops
 from compress.graph.rnn import any_sequence_length
 from export.common.targets import NO_UINT16_IN_OPSET, UINT16_OPSET
 from export.onnx.metadata import INPUT, OUTPUT, rename_values_
+from export.onnx.passes.attention import TRANSLATIONS as ATTENTION
 from export.onnx.passes.dynamic_quant import TRANSLATIONS as DYNAMIC
 from export.onnx.passes.dynamic_quant import fuse_integer_products_
 from export.onnx.passes.float_layers import (
     has_weights_of,
     separate_float_layers_,
+    separate_shared_integers_,
     separate_transposes_,
-    separate_zero_points_,
 )
 from export.onnx.passes.matmul_nbits import use_packed_weights
+from export.onnx.passes.pooling import TRANSLATIONS as POOLING
 from export.onnx.passes.rnn import lower_quantized_rnns_
 from export.onnx.passes.stable_forms import TRANSLATIONS as STABLE
 from export.onnx.passes.stored_integers import (
@@ -32,7 +34,7 @@ from export.onnx.passes.stored_integers import (
     has_four_bit_weights,
 )
 from export.onnx.proto_io import to_proto
-from export.onnx.torch_registry import cached_registry
+from export.onnx.torch_registry import cached_registry, numbers_for_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -46,7 +48,8 @@ NOISY_LOGGERS = (
     "torch.onnx._internal.exporter._registration",
     "onnxscript.optimizer._constant_folding",  # it leaves alone what it cannot fold
 )
-TRANSLATIONS = {**DYNAMIC, **STABLE}
+UNHELPFUL = ("torchvision is not installed", "Evaluation failed", "Failed to infer the signature")
+TRANSLATIONS = {**DYNAMIC, **STABLE, **ATTENTION, **POOLING}
 """Operators that torch's exporter has no ONNX form for, or one that loses digits → our form."""
 TERMINAL_ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -77,6 +80,7 @@ def lower(
             any_sequence_length(),
             cached_registry(),
             cached_composite_ops(),
+            numbers_for_tensors(),
             # With gradients, attention with a learned mask is decomposed otherwise than traced.
             torch.no_grad(),
         ):
@@ -101,7 +105,7 @@ def lower(
     lower_quantized_rnns_(model)
     fuse_integer_products_(model)
     separate_float_layers_(model)
-    separate_zero_points_(model)
+    separate_shared_integers_(model)
     if half:
         separate_transposes_(model)
     written = model.opset_import[0].version
@@ -142,7 +146,7 @@ def _quiet() -> Iterator[None]:
 
     def matters(record: logging.LogRecord) -> bool:
         text = record.getMessage()
-        return "torchvision is not installed" not in text and "Evaluation failed" not in text
+        return not any(part in text for part in UNHELPFUL)
 
     loggers = [logging.getLogger(name) for name in NOISY_LOGGERS]
     for logger in loggers:

@@ -1,4 +1,4 @@
-"""Cache torch's table of ONNX operators, which it otherwise builds anew in each export."""
+"""Parts of torch's exporter that are replaced: its table of operators, its choice of overloads."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from onnxscript.values import TracedOnnxFunction
 from torch.onnx._internal.exporter._registration import ONNXRegistry
+from torch.onnx._internal.fx.passes import type_promotion
 
 from compress.common.process import gc_disabled
 from compress.graph.library_cache import patched_attribute
@@ -33,6 +35,24 @@ def cached_registry() -> Iterator[None]:
         return registry
 
     with patched_attribute(ONNXRegistry, "from_torchlib", staticmethod(copy_of_registry)):
+        yield
+
+
+@contextmanager
+def numbers_for_tensors() -> Iterator[None]:
+    """Have torch's exporter take numbers for operands that are tensors, as calls do, in a block."""
+    # Of `1.0 - integers`, torch 2.13 makes `sub.Tensor(1.0, floats)`, whose overload it then does
+    # not find: its check of types takes no number for a tensor.
+    find: Any = getattr(type_promotion, "find_compatible_op_overload", None)
+
+    def find_overload(packet: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        try:
+            return find(packet, args, named)
+        except RuntimeError:
+            as_tensors = (torch.tensor(x) if isinstance(x, int | float) else x for x in args)
+            return find(packet, tuple(as_tensors), named)
+
+    with patched_attribute(type_promotion, "find_compatible_op_overload", find_overload):
         yield
 
 

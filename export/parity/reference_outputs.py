@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from compress.common.forward import accept_any_batch
+from compress.common.forward import accept_any_batch, plain_attention
 from compress.profiling.rss import release_memory
 
 if TYPE_CHECKING:
@@ -33,7 +33,11 @@ def recorded_outputs(
 
     It is opened again for an input whose output is not stored.
     """
-    with TemporaryDirectory(prefix="compress-answers-") as folder, ExitStack() as stack:
+    with (
+        plain_attention(),
+        TemporaryDirectory(prefix="compress-answers-") as folder,
+        ExitStack() as stack,
+    ):
         stored = OutputFolder(Path(folder))
         with source.open(threads=threads) as predict:
             stored.record(accept_any_batch(stored.recording(predict), source.signature), inputs)

@@ -13,6 +13,7 @@ import torch
 
 from compress.checkpoint.safe_zip import refuse_bomb
 from compress.common.errors import ArtifactInvalid, StageFailed, first_line
+from compress.common.forward import plain_attention
 from compress.graph.library_cache import patched_attribute
 from compress.graph.torch_export import with_flat_outputs
 from export.torchscript.script_or_trace import record_guesses, script_parts_
@@ -73,7 +74,7 @@ def to_torchscript(
         with inlined_functions():
             return torch.jit.trace(flat, inputs, check_trace=False)  # type: ignore[no-untyped-call]  # torch
 
-    with torch.no_grad(), quiet():
+    with torch.no_grad(), plain_attention(), quiet():
         try:
             scripted: Any
             if method.name == "mixed":

@@ -184,7 +184,7 @@ class Measurements(SpeedupReport):
         cls, artifact: Artifact, baseline: Artifact, context: Context
     ) -> Measurements:
         """Measure an artifact against the baseline."""
-        metric = None
+        metric, score = None, None
         has_val = context.data is not None and "val" in context.data.datasets
         if has_val and context.metric.is_measured:
             score, drop = context.score_by_sample(artifact), None
@@ -201,7 +201,7 @@ class Measurements(SpeedupReport):
                 samples=score.samples,
                 drop=drop,
             )
-        outputs = context.summaries_on_val(artifact)
+        outputs = score.outputs if score else ()
         if artifact.is_streamed or baseline.is_streamed:
             sizes = cls.sizes(artifact, baseline, WEIGHTS_ON_DISK)
             return sizes.model_copy(update={"metric": metric, "outputs": outputs})

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from compress.data.splits import Splits
     from compress.profiling.batch_dependence import BatchDependence
     from compress.profiling.benchmark import Comparison
-    from compress.profiling.output_summary import OutputSummary
     from pipelines.config.pipeline import PipelineConfig
     from pipelines.planning.plan import Plan, PlannedStage
     from pipelines.results.measurements import Measurements
@@ -159,7 +158,6 @@ class RunState:
     reports: dict[str, StageReport] = field(default_factory=dict)
     """Of the stages whose gates have been evaluated, whether they passed or not."""
     scores: dict[tuple[Any, ...], tuple[Score, Recording]] = field(default_factory=dict)
-    output_summaries: dict[tuple[Any, ...], tuple[OutputSummary, ...]] = field(default_factory=dict)
     batch_dependences: dict[str, BatchDependence] = field(default_factory=dict)
     comparisons: dict[tuple[Any, ...], tuple[Comparison, Recording]] = field(default_factory=dict)
     unmeasured: frozenset[str] = frozenset()
@@ -240,7 +238,6 @@ class RunState:
             scratch=self.store.root / WORK / name,
             results=self.out,
             scores=self.scores,
-            output_summaries=self.output_summaries,
             served_batch_size=self.pipeline.served_batch_size,
             dependences=self.batch_dependences,
             comparisons=self.comparisons,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from compress.core.verdict import Uncertainty
+from compress.profiling.output_summary import OutputSummary
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -35,6 +36,8 @@ class Score:
     it is divided by (one, or a text's labels); None for metrics that are no mean over samples."""
     is_exponential: bool = False
     """Whether the value is the exponential of the mean."""
+    outputs: tuple[OutputSummary, ...] = ()
+    """A summary of each of the model's outputs on the split, whether the metric reads it or not."""
 
     @property
     def are_hits(self) -> bool:
@@ -75,15 +78,17 @@ class Score:
         if self.sums is not None:
             content = np.ascontiguousarray(self.sums).tobytes()
             sums = base64.b85encode(zlib.compress(content)).decode()
-        return [self.value, self.samples, sums, self.is_exponential]
+        outputs: JsonValue = [summary.model_dump(mode="json") for summary in self.outputs]
+        return [self.value, self.samples, sums, self.is_exponential, outputs]
 
     @classmethod
     def from_json(cls, content: Any) -> Score:
         """Restore what :meth:`to_json` returned."""
-        value, samples, sums, is_exponential = content
+        value, samples, sums, is_exponential, outputs = content
         if sums is not None:
             sums = np.frombuffer(zlib.decompress(base64.b85decode(sums))).reshape(2, -1)
-        return cls(value, samples, sums, is_exponential)
+        summaries = tuple(map(OutputSummary.model_validate, outputs))
+        return cls(value, samples, sums, is_exponential, summaries)
 
     def _influence(self) -> NDArray[np.float64] | None:
         """Return how far each sample moves the value, `(samples,)`: its mean is 0.

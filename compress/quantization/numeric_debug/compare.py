@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from compress.common.errors import StageFailed
-from compress.common.forward import flatten_outputs
+from compress.common.forward import flatten_outputs, plain_attention
 from compress.core.context import COMPARED_BATCHES
 from compress.core.metrics import MetricMeter
 from compress.graph.constant_folding import fold_constants_
@@ -96,7 +96,7 @@ def compare(
     sample = _Sample.from_context(signature, context, samples, one_by_one=one_by_one)
     metric = context.metric.for_model(signature).with_inferred_loss(context.data)
     result = _Comparison(_FirstOutputs((MetricMeter(metric), MetricMeter(metric))))
-    with torch.inference_mode():
+    with torch.inference_mode(), plain_attention():
         for inputs, target in sample.batches(reference):
             expected = reference(*inputs)
             float_outputs = reference.outputs

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 from torch.fx import GraphModule, Node
 
+from compress.quantization.pt2e.graph_constants import value_of
 from compress.quantization.pt2e.module_names import is_excluded, is_wrapped, module_of
 from compress.quantization.pt2e.observers import observer_class
 from compress.quantization.pt2e.qspec import bias_qspec, qspec
@@ -92,6 +93,21 @@ class OnnxRuntimeQuantizer(Quantizer):  # type: ignore[misc]  # torchao has no t
         """Modules with weights that stayed float, filled while annotating."""
         self.ranges: dict[str, Any] = {}
         """Saturated and dead ranges by module, filled while calibrating."""
+
+    def transform_for_annotation(self, model: GraphModule) -> GraphModule:
+        """Give each layer its own bias, whose scale is that of the layer's input and weight."""
+        for bias in model.graph.find_nodes(op="get_attr"):
+            layers = [n for n in bias.users if n.target in WEIGHTED and bias in n.args[2:3]]
+            for layer in layers[1:]:
+                name = f"{bias.target}_of_{layer.name}".replace(".", "_")
+                own = torch.nn.Parameter(value_of(model, bias).clone())
+                model.register_parameter(name, own)
+                with model.graph.inserting_before(layer):
+                    copy = model.graph.get_attr(name)
+                copy.meta = dict(bias.meta)
+                layer.update_arg(2, copy)
+        model.recompile()
+        return model
 
     def annotate(self, model: GraphModule) -> GraphModule:
         """Annotate the operators to be quantized, in graph order."""

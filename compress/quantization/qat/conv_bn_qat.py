@@ -48,8 +48,10 @@ def find_conv_bn(graph: GraphModule) -> dict[str, ConvBnParameters]:
             continue
         weight = layer.args[1]
         # Where another node reads the output or weight, torchao folds before training.
-        if is_constant(weight) and len(weight.users) == 1 and len(layer.users) == 1:
-            bias = layer.args[2] if len(layer.args) > 2 else None
+        bias = layer.args[2] if len(layer.args) > 2 else None
+        computed = [t for t in (bias, *tensors) if isinstance(t, Node) and not is_constant(t)]
+        is_read_once = is_constant(weight) and len(weight.users) == 1 and len(layer.users) == 1
+        if is_read_once and not computed:
             values = [
                 attrgetter(str(part.target))(graph) if isinstance(part, Node) else None
                 for part in (weight, bias, *tensors)

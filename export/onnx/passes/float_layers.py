@@ -20,6 +20,8 @@ CLAMPS = {"Relu", "Clip"}
 # onnxruntime's QDQPropagation moves conversions through them, so that they stand at the layer.
 MOVES = {"MaxPool", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze"}
 
+INTEGER_READERS = {"DequantizeLinear", "MatMulInteger"}
+
 Readers = dict[str, list[onnx.NodeProto]]
 
 
@@ -51,24 +53,46 @@ def separate_float_layers_(model: onnx.ModelProto) -> None:
             graph.node.insert(list(graph.node).index(layer) + 1, node)
 
 
-def separate_zero_points_(model: onnx.ModelProto) -> None:
-    """Give each int8 weight a zero point of its own, in place; the exporter shares equal ones."""
+def separate_shared_integers_(model: onnx.ModelProto) -> None:
+    """Give each reader of int8 weights and zero points tensors of its own, in place.
+
+    A weight stays stored once: others read a Reshape of it, which runtimes compute while they load.
+    """
     # With `session.x64quantprecision` onnxruntime 1.32 makes weights unsigned, and fails to load a
-    # file in which two of them share a zero point ("Attempt to replace the existing tensor").
+    # file in which two operators read one ("Attempt to replace the existing tensor").
     graph = model.graph
-    tensors = {tensor.name: tensor for tensor in graph.initializer}
-    seen: set[str] = set()
+    readers: Readers = defaultdict(list)
     for node in graph.node:
-        if node.op_type != "DequantizeLinear" or node.input[0] not in tensors:
-            continue
-        zero_point = tensors.get(node.input[2]) if len(node.input) > 2 else None
-        if zero_point is None or zero_point.data_type != onnx.TensorProto.INT8:
-            continue
-        if zero_point.name in seen:
-            copy = graph.initializer.add()
-            copy.CopyFrom(zero_point)
-            copy.name = node.input[2] = f"{node.output[0]}_zero_point"
-        seen.add(zero_point.name)
+        for name in node.input:
+            readers[name].append(node)
+    tensors = {t.name: t for t in graph.initializer if t.data_type == onnx.TensorProto.INT8}
+    for node in [
+        n for n in graph.node if n.op_type == "DequantizeLinear" and n.input[0] in tensors
+    ]:
+        for i, reader in enumerate(readers[node.output[0]][1:], start=1):
+            copy = helper.make_node("DequantizeLinear", node.input, [f"{node.output[0]}_copy{i}"])
+            copy.attribute.extend(node.attribute)
+            graph.node.insert(list(graph.node).index(node), copy)
+            place = list(reader.input).index(node.output[0])
+            reader.input[place] = copy.output[0]
+    latest: dict[str, str] = {}
+    for node in [n for n in graph.node if n.op_type in INTEGER_READERS]:
+        for place, name in enumerate(node.input):
+            if name not in tensors:
+                continue
+            tensor = tensors[name]
+            if name in latest and not tensor.dims:
+                copy = graph.initializer.add()
+                copy.CopyFrom(tensor)
+                node.input[place] = copy.name = f"{node.output[0]}_own{place}"
+            elif name in latest:
+                # Of the one before: onnxruntime merges operators that compute the same.
+                node.input[place] = own = f"{node.output[0]}_own{place}"
+                shape = numpy_helper.from_array(np.array(tensor.dims), f"{own}_shape")
+                graph.initializer.append(shape)
+                reshape = helper.make_node("Reshape", [latest[name], shape.name], [own])
+                graph.node.insert(list(graph.node).index(node), reshape)
+            latest[name] = node.input[place]
 
 
 def _is_quantized(names: Sequence[str], readers: Readers) -> bool:
