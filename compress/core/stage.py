@@ -133,7 +133,7 @@ class Stage(Settings, Generic[Reads, Writes]):
         """Yield what is wrong with the split that calibration samples are drawn from."""
         yield from super().unmet_by(context)
         data, drawn = context.data, self.drawn_samples
-        if data is None or not (drawn and self.uses_data):
+        if data is None or not (drawn and self.needs_data):
             return
         name = data.calibration_split
         if name not in data.datasets:

@@ -11,6 +11,7 @@ import export  # noqa: F401 - adds the runtimes that it can open
 from compress.common.errors import CompressError, PipelineInvalid, Unavailable
 from compress.common.requirements import require_all
 from compress.core.context import Context
+from compress.core.gate import Gate
 from compress.core.gate_kinds.baselines import BASELINES
 from compress.core.gates import unlikely_points
 from compress.core.metrics import FRACTIONS
@@ -21,7 +22,6 @@ from pipelines.config.validation_errors import did_you_mean
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Set
 
-    from compress.core.gate import Gate
     from compress.core.loss import Loss
     from compress.core.stage import Stage
     from compress.core.task import Task
@@ -89,7 +89,8 @@ def check_conditions(
     for p in planned:
         for location, name, step in _with_gates(p):
             for unmet in step.unmet(context):
-                if not unmet.is_program:
+                # A gate is evaluated after hours, a stage that needs a program stops by itself.
+                if not unmet.is_program or isinstance(step, Gate):
                     where = pipeline.place(*location, *unmet.setting)
                     raise unmet.error(f"{where} ({name}): {unmet.problem}")
                 programs.append(

@@ -72,7 +72,7 @@ def uneven(wide, tmp_path_factory) -> tuple[EagerModel, Artifact]:
 
 
 def test_compressed_tensors_say_the_widths(pruned, narrow, tmp_path, caplog) -> None:
-    folder = ExportCompressedTensors()(narrow, context_for(pruned, tmp_path / "folder"))
+    folder = ExportCompressedTensors().run(narrow, context_for(pruned, tmp_path / "folder"))
     config = json.loads((folder.path / "config.json").read_text())
     expected = {**NARROW, "head_dim": 16, "hidden_size": 64}
     assert {name: config[name] for name in expected} == expected
@@ -124,5 +124,5 @@ def test_genai_says_the_widths(pruned, narrow, tmp_path) -> None:
 def test_layers_of_different_widths_are_refused(uneven, stage, message, tmp_path) -> None:
     small, packed = uneven
     with pytest.raises(StageFailed, match=f"{message}.*scope: uniform"):
-        stage(packed, context_for(small, tmp_path / "out"))
+        stage.run(packed, context_for(small, tmp_path / "out"))
     assert not any(tmp_path.iterdir())

@@ -202,7 +202,7 @@ def test_without_java_nothing_is_written(
     model: OnnxModel, tmp_path: Path, hide_java: Callable[[], None]
 ) -> None:
     hide_java()
-    with pytest.raises(Unavailable, match="needs Java 17"):
+    with pytest.raises(Unavailable, match="needs java, which is not installed; Java 17"):
         PackageTorchServe()(model, Context(root=tmp_path / "mar"))
     assert not (tmp_path / "mar").exists()
     assert [r.what for r in PackageTorchServe.requirements if r.missing()] == ["java"]

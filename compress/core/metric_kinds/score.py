@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from compress.core.verdict import Uncertainty
 from compress.profiling.output_summary import OutputSummary
 
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import NDArray
     from pydantic import JsonValue
 
@@ -42,6 +41,8 @@ class Score:
     @property
     def are_hits(self) -> bool:
         """Whether each sample is either right or wrong."""
+        import numpy as np
+
         return self.sums is not None and bool(
             np.isin(self.sums, (0, 1)).all() and (self.sums[0] <= self.sums[1]).all()
         )
@@ -74,6 +75,8 @@ class Score:
 
     def to_json(self) -> JsonValue:
         """Return it in a form that JSON can hold."""
+        import numpy as np
+
         sums = None
         if self.sums is not None:
             content = np.ascontiguousarray(self.sums).tobytes()
@@ -84,6 +87,8 @@ class Score:
     @classmethod
     def from_json(cls, content: Any) -> Score:
         """Restore what :meth:`to_json` returned."""
+        import numpy as np
+
         value, samples, sums, is_exponential, outputs = content
         if sums is not None:
             sums = np.frombuffer(zlib.decompress(base64.b85decode(sums))).reshape(2, -1)

@@ -81,7 +81,7 @@ def separate_shared_integers_(model: onnx.ModelProto) -> None:
             if name not in tensors:
                 continue
             tensor = tensors[name]
-            if name in latest and not tensor.dims:
+            if name in latest and (place >= 2 or not tensor.dims):  # a zero point, or a scalar
                 copy = graph.initializer.add()
                 copy.CopyFrom(tensor)
                 node.input[place] = copy.name = f"{node.output[0]}_own{place}"

@@ -195,7 +195,7 @@ def test_the_integers_of_the_rotated_weights_are_exported(method, tied, tmp_path
     assert relative_error(scores, file.open()(ids())[0]) < 2e-3  # scales have 11 bits
     assert file.manifest.facts["equal_integers"] > 0
     if method == "rtn":
-        folder = ExportCompressedTensors()(small, context("folder"))
+        folder = ExportCompressedTensors().run(small, context("folder"))
         assert not json.loads((folder.path / "config.json").read_text())["tie_word_embeddings"]
         assert folder.manifest.facts["equal_integers"] > 0
         if folder.manifest.facts["opened_by"]:

@@ -154,7 +154,7 @@ def test_the_exported_folder_is_that_of_the_whole_model(models, tmp_path) -> Non
         context = context_for(model, tmp_path / f"{model.path.name}-packed")
         packed = stage(model, context)
         out = context_for(model, tmp_path / f"{model.path.name}-folder")
-        folders.append(ExportCompressedTensors()(packed, out))
+        folders.append(ExportCompressedTensors().run(packed, out))
     expected, found = folders
     assert found.manifest.files == expected.manifest.files
     assert found.manifest.facts["scores_error"] == 0
@@ -171,7 +171,7 @@ def test_awq_that_multiplies_inputs_is_not_exported(models, tmp_path) -> None:
         packed = QuantizeWeights(method="awq")(model, context)
         scores.append(packed.open()(ids())[0])
         with pytest.raises(StageFailed, match="awq multiplies the input of "):
-            ExportCompressedTensors()(packed, context_for(model, tmp_path / "folder"))
+            ExportCompressedTensors().run(packed, context_for(model, tmp_path / "folder"))
     assert any(name.endswith(".input_factor") for name in packed.stored())
     assert torch.equal(*scores)
 

@@ -41,7 +41,7 @@ def quantized(tmp_path_factory):
 def folder(quantized, tmp_path_factory) -> CompressedTensorsModel:
     source, model = quantized
     root = tmp_path_factory.mktemp("folder") / "folder"
-    return ExportCompressedTensors()(model, context_for(source, root))
+    return ExportCompressedTensors().run(model, context_for(source, root))
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -94,7 +94,7 @@ def test_zero_points_in_the_middle_are_not_stored(quantized, bits, tmp_path, cap
     source, _ = quantized
     context = context_for(source, tmp_path / "quantized")
     model = QuantizeWeights(bits=bits, symmetric=True, activation_bits=32)(source, context)
-    made = ExportCompressedTensors()(model, context_for(source, tmp_path / "folder"))
+    made = ExportCompressedTensors().run(model, context_for(source, tmp_path / "folder"))
     assert "vLLM" not in caplog.text
     config = json.loads((made.path / "config.json").read_text())["quantization_config"]
     assert config["config_groups"]["group_0"]["weights"]["symmetric"] is True
@@ -119,7 +119,7 @@ def test_a_table_is_tied_where_it_still_is_the_last_layer(
     source, _ = quantized
     context = context_for(source, tmp_path / "quantized")
     model = QuantizeWeights(exclude=excluded, activation_bits=32)(source, context)
-    made = ExportCompressedTensors()(model, context_for(source, tmp_path / "folder"))
+    made = ExportCompressedTensors().run(model, context_for(source, tmp_path / "folder"))
     stored = load_file(made.payload_path)
     assert json.loads((made.path / "config.json").read_text())["tie_word_embeddings"] is is_tied
     # vLLM's Gemma 2 has no last layer that a weight of this name could be read into.
@@ -177,7 +177,7 @@ def test_what_the_format_has_not_is_refused(quantized, tmp_path) -> None:
     context = context_for(source, tmp_path / "tables")
     tables = QuantizeWeights(exclude=("model.layers.*", "lm_head"))(source, context)
     with pytest.raises(StageFailed, match="found none in few bits"):
-        ExportCompressedTensors()(tables, context_for(source, tmp_path / "out"))
+        ExportCompressedTensors().run(tables, context_for(source, tmp_path / "out"))
     weight = PackedWeight(
         torch.zeros(2, 16, dtype=torch.uint8), torch.ones(2, 1), torch.ones(2, 1) / 2, 4, False
     )

@@ -48,7 +48,7 @@ def exported(
 ) -> tuple[Artifact, CompressedTensorsModel]:
     context = context_for(source, folder / "quantized")
     model = QuantizeWeights(activation_bits=32, **settings)(source, context)
-    return model, ExportCompressedTensors()(model, context_for(source, folder / "folder"))
+    return model, ExportCompressedTensors().run(model, context_for(source, folder / "folder"))
 
 
 @pytest.mark.parametrize(

@@ -281,7 +281,7 @@ def test_the_page_names_every_event_and_its_fields(finished_run, project) -> Non
     [
         ("{kind: tensorboard, uri: 'http://host/'}", "tensorboard writes to a folder"),
         ("{kind: mlflow, uri: 'https://me:secret@host/'}", "MLFLOW_TRACKING_USERNAME"),
-        ("{kind: wandb}", "'tensorboard' or 'mlflow'"),
+        ("{kind: wandb}", "expected 'tensorboard', 'mlflow', found 'wandb'"),
     ],
 )
 def test_a_tracker_that_cannot_be_is_refused(project, settings, message) -> None:
