@@ -147,7 +147,8 @@ class ParityDiagnosis:
         with self._source() as expected, torch.no_grad():
             module = program_of(self.source).module(check_guards=False)
             found = module(*self.worst)
-            return _relative(expected(*self.worst), _as_tuple(found))
+            outputs = (found,) if isinstance(found, torch.Tensor) else tuple(found)
+            return _relative(expected(*self.worst), outputs)
 
     @cached_property
     def wrong_layer(self) -> WrongLayer | None:
@@ -196,7 +197,3 @@ def _relative(expected: Tensors, found: Tensors) -> float:
     if [t.shape for t in expected] != [t.shape for t in found]:
         return math.inf
     return largest(relative_error(a, b) for a, b in zip(expected, found, strict=True))
-
-
-def _as_tuple(outputs: Any) -> Tensors:
-    return (outputs,) if isinstance(outputs, torch.Tensor) else tuple(outputs)

@@ -152,7 +152,12 @@ class OddWidths(SpeedCause):
 
     def measure(self, refused: Refused, layer: str) -> float | None:
         """Return how many channels are missing in the last block, as a share of the layer's."""
-        width = layer_widths(refused.measured).get(layer, 0)
+        measured, width = refused.measured, 0
+        tensors = {t.name: t for t in measured.model.graph.initializer}
+        for name, node in zip(measured.names, weighted_layers(measured.model), strict=False):
+            weight = tensors.get(node.input[1])
+            if name == layer and node.op_type == "Conv" and weight is not None:
+                width = int(weight.dims[0])
         return (ceil(width / BLOCK) * BLOCK - width) / width if width >= BLOCK // 2 else None
 
     def returned(self, refused: Refused, layers: Sequence[str]) -> float | None:
@@ -274,15 +279,4 @@ def formats_with_kernels(own: Mapping[str, Any]) -> list[dict[str, Any]]:
         found.append({"activation_bits": 8})
     if own.get("target", "onnxruntime-cpu") != "onnxruntime-cpu":
         found.append({"target": "onnxruntime-cpu"})
-    return found
-
-
-def layer_widths(measured: SpeedDiagnosis) -> Mapping[str, int]:
-    """Return the output channels of the convolutions of a file."""
-    tensors = {t.name: t for t in measured.model.graph.initializer}
-    found = {}
-    for name, node in zip(measured.names, weighted_layers(measured.model), strict=False):
-        weight = tensors.get(node.input[1])
-        if node.op_type == "Conv" and weight is not None:
-            found[name] = int(weight.dims[0])
     return found

@@ -226,15 +226,6 @@ def _rotary_table(model: Any, context: int) -> tuple[torch.Tensor, torch.Tensor]
 
 def lower_decoder(decoder: CachedDecoder, shape: CacheShape) -> onnx.ModelProto:
     """Return a decoder in ONNX; raise StageFailed where it cannot be traced or translated."""
-    signature = cache_signature(shape)
-    graph = lower(export_program(decoder, signature), signature, None, free_weights=True)
-    use_fused_rms_norms_(graph)
-    fuse_operators_(graph)
-    return graph
-
-
-def cache_signature(shape: CacheShape) -> Signature:
-    """Return the inputs and outputs of the ONNX file."""
     sizes = ("batch", shape.cached_heads, "past_length", shape.head_size)
     each = [(i, part) for i in range(shape.layers) for part in PARTS]
     specs = [
@@ -243,4 +234,10 @@ def cache_signature(shape: CacheShape) -> Signature:
         *(TensorSpec(name=PAST.format(i, part), shape=sizes) for i, part in each),
     ]
     names = (LOGITS, *(PRESENT.format(i, part) for i, part in each))
-    return Signature(inputs=tuple(specs), outputs=tuple(OutputSpec(name=name) for name in names))
+    signature = Signature(
+        inputs=tuple(specs), outputs=tuple(OutputSpec(name=name) for name in names)
+    )
+    graph = lower(export_program(decoder, signature), signature, None, free_weights=True)
+    use_fused_rms_norms_(graph)
+    fuse_operators_(graph)
+    return graph

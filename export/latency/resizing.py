@@ -106,7 +106,18 @@ class ResizableModel:
             found = self.sums.get(next(places))
             return number if found is None else found(widths)
 
-        _replace_integers_(resized, changed)
+        for tensor in resized.graph.initializer:
+            _resize_(tensor, changed)
+        for node in resized.graph.node:
+            for attribute in node.attribute:
+                if attribute.type == onnx.AttributeProto.INT:
+                    attribute.i = changed(attribute.i)
+                elif attribute.type == onnx.AttributeProto.INTS:
+                    attribute.ints[:] = [*map(changed, attribute.ints)]
+                elif attribute.type == onnx.AttributeProto.TENSOR:
+                    _resize_(attribute.t, changed)
+        # Shapes of values in between are those of the model that was resized.
+        del resized.graph.value_info[:]
         return resized
 
     def groups_together(self) -> set[tuple[str, str]]:
@@ -254,22 +265,6 @@ def _may_be_shape(tensor: onnx.TensorProto) -> bool:
     # Shapes have 64 bits; 32 bits have the biases of integer layers.
     is_integer = tensor.data_type == onnx.TensorProto.INT64
     return is_integer and int(np.prod(tensor.dims)) <= MOST_VALUES
-
-
-def _replace_integers_(model: onnx.ModelProto, changed: Callable[[int], int]) -> None:
-    """Replace the integers of a model by what a function returns, in the same order."""
-    for tensor in model.graph.initializer:
-        _resize_(tensor, changed)
-    for node in model.graph.node:
-        for attribute in node.attribute:
-            if attribute.type == onnx.AttributeProto.INT:
-                attribute.i = changed(attribute.i)
-            elif attribute.type == onnx.AttributeProto.INTS:
-                attribute.ints[:] = [*map(changed, attribute.ints)]
-            elif attribute.type == onnx.AttributeProto.TENSOR:
-                _resize_(attribute.t, changed)
-    # Shapes of values in between are those of the model that was resized.
-    del model.graph.value_info[:]
 
 
 def _resize_(tensor: onnx.TensorProto, changed: Callable[[int], int]) -> None:

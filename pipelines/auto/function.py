@@ -42,18 +42,15 @@ class Found:
     @property
     def artifact(self) -> Artifact:
         """The chosen model: the file to deploy."""
-        return self.artifact_of(str(self.front.best))
+        name = str(self.front.best)
+        candidate = self.front.by_name[name].candidate
+        folder = self.folder / CANDIDATES / name / "artifacts" / candidate.export
+        return Artifact.from_directory(folder)
 
     @property
     def module(self) -> torch.nn.Module:
         """The chosen model as a module to call."""
         return self.artifact.module
-
-    def artifact_of(self, name: str) -> Artifact:
-        """Return the file of a checked model."""
-        candidate = self.front.by_name[name].candidate
-        folder = self.folder / CANDIDATES / name / "artifacts" / candidate.export
-        return Artifact.from_directory(folder)
 
 
 def auto(

@@ -131,7 +131,13 @@ class Search:
                 if math.inf not in shares_of_limits(self.settings.limits, model).values()
             }
             self.judge.base_ms = earlier.base_ms
-        self._warn_of_few_samples()
+        half, most = self.judge.decided_on, self.settings.limits.max_drop
+        points = half.points_of_sample  # of less than one sample, `max_drop` allows none
+        if most and most < points:
+            self._warn(
+                f"half of val has {half.samples} samples, and one of them is worth "
+                f"{points:.3g} points, more than max_drop {most:g}: no sample may be lost"
+            )
         self.check_whole(deadline)
         if time.monotonic() < deadline:
             whole = Depth.of_model(self.judge, self.judge.model, ())
@@ -145,16 +151,6 @@ class Search:
                 self.measure_kernels(whole, deadline)
                 self._check_cut(depths, deadline)
         return self._finish()
-
-    def _warn_of_few_samples(self) -> None:
-        """Warn where `max_drop` is less than what one sample of half of `val` is worth."""
-        half, most = self.judge.decided_on, self.settings.limits.max_drop
-        points = half.points_of_sample
-        if most and most < points:
-            self._warn(
-                f"half of val has {half.samples} samples, and one of them is worth "
-                f"{points:.3g} points, more than max_drop {most:g}: no sample may be lost"
-            )
 
     def check_whole(self, deadline: float, removed_blocks: tuple[str, ...] = ()) -> None:
         """Check a model of whole widths in each format and runtime, the float ONNX file first."""

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from serve.http.loaded_model import ServedModel
     from serve.http.options import Limits
     from serve.http.responses import Headers, Message, Receive, Send
-    from serve.packaging.model_interface import Interface
 
 SPECIAL_HEADERS = frozenset({"expect", "transfer-encoding", "upgrade"})
 """Of requests that `WholeRequest` does not answer."""
@@ -43,7 +42,15 @@ class Application(BaseApplication):
         """Create the application; all but the two health paths require the bearer token."""
         base = f"/v2/models/{model.name}"
         ready = {"name": model.name, "ready": True}
-        metadata = model_metadata(model.name, model.kind, model.interface)
+        inputs, outputs = (
+            [
+                {"name": each.name, "datatype": DATATYPES[each.dtype], "shape": [*each.shape]}
+                for each in tensors
+            ]
+            for tensors in (model.interface.inputs, model.interface.outputs)
+        )
+        described = {"name": model.name, "versions": ["1"], "platform": model.kind}
+        metadata = described | {"inputs": inputs, "outputs": outputs}
         server: dict[str, Any] = {"name": "compress", "version": __version__}
         server |= {"extensions": ["binary_tensor_data"]}
         content: dict[str, Any] = {"/v2": server, "/v2/": server, base: metadata}
@@ -114,16 +121,3 @@ class Application(BaseApplication):
     def _has_reader(self, headers: Headers) -> bool:
         """Return whether a body is a text or an image."""
         return content_type_of(headers) in self.state.model.readers
-
-
-def model_metadata(name: str, kind: str, interface: Interface) -> dict[str, Any]:
-    """Return the response to ``GET /v2/models/{name}``."""
-    inputs, outputs = (
-        [
-            {"name": each.name, "datatype": DATATYPES[each.dtype], "shape": [*each.shape]}
-            for each in tensors
-        ]
-        for tensors in (interface.inputs, interface.outputs)
-    )
-    described = {"name": name, "versions": ["1"], "platform": kind}
-    return described | {"inputs": inputs, "outputs": outputs}

@@ -131,7 +131,16 @@ class GuiltSearch:
             return ()
         wanted = max(LEAST_RECOVERED, min(all_of_these, self.wanted or all_of_these))
         found = list(self.ranking[: self.smallest_prefix(most, wanted)])
-        found = self._reduced(found, wanted)
+        # Leave out halves, quarters, … and single layers without which as much returns.
+        size = len(found) // 2
+        while size >= 1 and len(found) > 1:
+            start = len(found) - size
+            while start >= 0 and self.budget > len(found):
+                fewer = found[:start] + found[start + size :]
+                if fewer and self.recovered(fewer) >= wanted - SLACK:
+                    found = fewer
+                start -= size
+            size //= 2
         costs = {layer: self.alone(layer) for layer in found if self.budget > 0}
         least = min(LEAST_ALONE, self.least_points / self.lost)
         kept = [layer for layer in found if costs.get(layer, 1.0) >= least]
@@ -139,16 +148,3 @@ class GuiltSearch:
         if kept and len(kept) < len(found) and self.recovered(kept) < wanted - SLACK:
             kept = found
         return tuple(sorted(kept or found, key=lambda layer: -costs.get(layer, 0.0)))
-
-    def _reduced(self, layers: list[str], wanted: float) -> list[str]:
-        """Leave out halves, quarters, … and single layers without which as much returns."""
-        size = len(layers) // 2
-        while size >= 1 and len(layers) > 1:
-            start = len(layers) - size
-            while start >= 0 and self.budget > len(layers):
-                fewer = layers[:start] + layers[start + size :]
-                if fewer and self.recovered(fewer) >= wanted - SLACK:
-                    layers = fewer
-                start -= size
-            size //= 2
-        return layers

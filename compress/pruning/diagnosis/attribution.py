@@ -49,13 +49,6 @@ class PruningDiagnosis(LayerDiagnosis, Generic[Variant]):
         """Return the module of a variant."""
         raise NotImplementedError
 
-    def points_of(self, variant: Variant) -> float:
-        """Return the points that a variant loses on the half that decides, measured once."""
-        if variant not in self._points:
-            module = self.changed_module(variant)
-            self._points[variant] = self._judge_module(self.decided_on, module)
-        return self._points[variant]
-
     def shares(self, layers: Sequence[str]) -> dict[str, float]:
         """Return cause → share of the loss that returns without it, beyond those before it."""
         key = tuple(layers)
@@ -64,7 +57,10 @@ class PruningDiagnosis(LayerDiagnosis, Generic[Variant]):
             best, returned = self.own, 0.0
             for cause, mend in self.remedies(layers):
                 mended = mend(best)
-                share = self.returned(self.points_of(mended))
+                if mended not in self._points:
+                    module = self.changed_module(mended)
+                    self._points[mended] = self._judge_module(self.decided_on, module)
+                share = self.returned(self._points[mended])
                 found[cause] = share - returned
                 if share > returned:
                     best, returned = mended, share

@@ -253,10 +253,8 @@ class CutChannels(PruningDiagnosis[Cut]):
     def _drop_on(self, half: HalfOfVal, layers: Collection[str]) -> float:
         if set(layers) >= set(self.cut_groups):
             return 0.0  # the model that is compared with
-        return self._drop_of(half, replace(self.own, back=frozenset(layers)))
-
-    def _drop_of(self, half: HalfOfVal, cut: Cut) -> float:
-        return self._judge_module(half, self.changed_module(cut))
+        variant = replace(self.own, back=frozenset(layers))
+        return self._judge_module(half, self.changed_module(variant))
 
     def _ranking(self, importance: Criterion, samples: int, matched: bool) -> Ranking:
         context, stage = self.context, self.stage

@@ -133,15 +133,12 @@ class _PrunedConsumer:
         self.inverse_gii.baddbmm_(across_gei.mT, solved_gei, alpha=-1)
         self.kept_i[rows_e] = False
         if 2 * self.kept_i.sum() <= len(self.kept_i):
-            self._drop_columns_()
-
-    def _drop_columns_(self) -> None:
-        """Leave out the columns of removed channels."""
-        kept_i = self.kept_i
-        self.weight_gio = self.weight_gio[:, kept_i]
-        self.inverse_gii = self.inverse_gii[:, kept_i][:, :, kept_i]
-        self.entries_ce = (kept_i.cumsum(0) - 1)[self.entries_ce]
-        self.kept_i = kept_i[kept_i]
+            # Leave out the columns of removed channels.
+            kept_i = self.kept_i
+            self.weight_gio = self.weight_gio[:, kept_i]
+            self.inverse_gii = self.inverse_gii[:, kept_i][:, :, kept_i]
+            self.entries_ce = (kept_i.cumsum(0) - 1)[self.entries_ce]
+            self.kept_i = kept_i[kept_i]
 
 
 def consumers(

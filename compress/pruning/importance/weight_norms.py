@@ -77,7 +77,16 @@ def geometric_median_distance(
     He et al., "Filter Pruning via Geometric Median" (2019): a channel near the geometric median is
     redundant, as the others can represent it.
     """
-    vectors = channel_vectors(group, graph, parameters)
+    # Each channel's weights in a row; shorter rows are padded with zeros.
+    columns = []
+    for tensor, axis in group.slots:
+        if tensor in parameters:
+            rows = parameters[tensor].detach().double().cpu().movedim(axis, 0)
+            rows = rows.reshape(len(rows), -1)
+            classes = graph.classes[tensor, axis]
+            own = [rows[classes == channel].flatten() for channel in group.channels]
+            columns.append(nn.utils.rnn.pad_sequence(own, batch_first=True))
+    vectors = torch.cat(columns, 1)
     # Distances by a matrix product lose digits where channels are nearly equal.
     return torch.cdist(vectors, vectors, compute_mode="donot_use_mm_for_euclid_dist").sum(1)
 
@@ -96,18 +105,3 @@ def batch_norm_scale(
     }
     slots = [slot for slot in group.slots if slot[0] in scales]
     return sums_by_channel(group, graph, slots, scales) if slots else None
-
-
-def channel_vectors(
-    group: ChannelGroup, graph: AxisGraph, parameters: Mapping[str, torch.Tensor]
-) -> torch.Tensor:
-    """Concatenate each channel's weights to a row; shorter rows are padded with zeros."""
-    columns = []
-    for tensor, axis in group.slots:
-        if tensor in parameters:
-            rows = parameters[tensor].detach().double().cpu().movedim(axis, 0)
-            rows = rows.reshape(len(rows), -1)
-            classes = graph.classes[tensor, axis]
-            own = [rows[classes == channel].flatten() for channel in group.channels]
-            columns.append(nn.utils.rnn.pad_sequence(own, batch_first=True))
-    return torch.cat(columns, 1)

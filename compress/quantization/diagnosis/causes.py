@@ -189,7 +189,13 @@ class SampleTooNarrow(QuantizationCause):
 
     def more_repairs(self, refused: Refused, layers: Sequence[str]) -> list[Repair]:
         """Return a larger sample, where there is one."""
-        return _more_samples(refused)
+        own, data = refused.stage, refused.context.data
+        if data is None:
+            return []
+        available = len(data.split(data.calibration_split))  # type: ignore[arg-type]
+        drawn = own.available_samples(data)
+        wanted = sorted({min(2 * drawn, available), available})
+        return [Repair({"calibration_samples": n}, 0) for n in wanted if n > drawn]
 
     def mended_range(self, evidence: LayerEvidence, observed: Range) -> Range:
         """Return the range on `val`."""
@@ -274,16 +280,6 @@ def _complete(settings: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
     """Return settings without the share of an observer that they replace."""
     replaces = own["observer"] == "percentile" and "percentile" not in settings
     return {**settings, "percentile": None} if "observer" in settings and replaces else settings
-
-
-def _more_samples(refused: Refused) -> list[Repair]:
-    own, data = refused.stage, refused.context.data
-    if data is None:
-        return []
-    available = len(data.split(data.calibration_split))  # type: ignore[arg-type]
-    drawn = own.available_samples(data)
-    wanted = sorted({min(2 * drawn, available), available})
-    return [Repair({"calibration_samples": n}, 0) for n in wanted if n > drawn]
 
 
 def _widths(switches: Sequence[RoundingSwitch]) -> Iterator[float]:

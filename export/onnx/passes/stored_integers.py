@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx
@@ -70,7 +70,10 @@ def _store_four_bits_(model: onnx.ModelProto) -> None:
             continue
         unpacked, tensor.name = tensor.name, f"{tensor.name}_int4"
         tensor.data_type = onnx.TensorProto.INT4
-        tensor.raw_data = _pack(integers)
+        # Two in a byte, of which the first takes the lower half.
+        nibbles = integers.flatten().view(np.uint8) & 15
+        nibbles = np.pad(nibbles, (0, nibbles.size % 2))
+        tensor.raw_data = (nibbles[::2] | nibbles[1::2] << 4).tobytes()
         cast = helper.make_node("Cast", [tensor.name], [unpacked], to=onnx.TensorProto.INT8)
         graph.node.insert(0, cast)
 
@@ -102,11 +105,3 @@ def _use_float_biases_(graph: onnx.GraphProto) -> None:
 def _is_worthwhile(shape: Sequence[int]) -> bool:
     """Whether a tensor of this shape is a weight, and large enough."""
     return len(shape) > 1 and int(np.prod(shape)) >= SMALLEST_WEIGHT
-
-
-def _pack(integers: np.ndarray[Any, Any]) -> bytes:
-    """Return integers of 4 bits, two in a byte, of which the first takes the lower half."""
-    nibbles = integers.flatten().view(np.uint8) & 15
-    nibbles = np.pad(nibbles, (0, nibbles.size % 2))
-    packed: bytes = (nibbles[::2] | nibbles[1::2] << 4).tobytes()
-    return packed
