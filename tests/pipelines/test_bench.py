@@ -58,7 +58,9 @@ def test_what_cannot_be_exported_here_is_named(
     assert f"torchscript was not measured: {reason}" in found.lines()
     monkeypatch.setattr(Requirement, "missing", lambda need: need is COMPILER)
     found = compress.bench(torch.nn.Linear(4, 3), runtimes=["aot"], **BRIEF)
-    assert found.not_exported == {"aot": f"export_aot: needs {COMPILER.what}, which is not installed; {COMPILER.install}"}
+    assert found.not_exported == {
+        "aot": f"export_aot: needs {COMPILER.what}, which is not installed; {COMPILER.install}"
+    }
 
 
 def test_a_figure_that_is_too_uncertain_is_not_shown_and_decides_nothing(

@@ -68,8 +68,8 @@ def run(folder: Path, text: str) -> Report:
 HEADS = "model: {factory: 'nets_unread:two_heads'}\ndata: {factory: 'nets_unread:data'}\n"
 TRAIN = """
 stages:
-  - {stage: train, epochs: 2, learning_rate: 0.05}
-  - {stage: train, name: again, epochs: 3, learning_rate: 0.05, gates: [%s]}
+  - {stage: train, epochs: 8, batch_size: 8, learning_rate: 0.05}
+  - {stage: train, name: again, epochs: 8, batch_size: 8, learning_rate: 0.05, gates: [%s]}
   - {stage: export_onnx}
 """
 
