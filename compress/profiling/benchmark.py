@@ -287,7 +287,9 @@ class _Blocks:
         if all(comparison.is_precise for comparison in comparisons):
             return True
         is_doubtful = any(c.unreliable_reason for c in comparisons)
-        tries = 1 + SECOND_TRY if is_doubtful else 1
+        # Other processes that have not ended by then will not end soon.
+        longer = 1 if self.timer.doubt else SECOND_TRY
+        tries = 1 + longer if is_doubtful else 1
         return spent >= tries * self.seconds * len(self.models)
 
     def _open(self, order: Sequence[int]) -> None:

@@ -176,7 +176,8 @@ class Measurements(SpeedupReport):
         """Why speedup and latency could not be measured on this machine; empty if they were."""
         own = self.same_runtime
         in_runtime = own.speedup_reason if own and own.takes_uncompressed else ""
-        reasons = filter(None, (self.speedup_reason, self.latency_ms.reason, in_runtime))
+        # Both speedups have the same reason on a busy machine, but for its figure.
+        reasons = filter(None, (self.speedup_reason or in_runtime, self.latency_ms.reason))
         return tuple(reason for reason in dict.fromkeys(reasons) if reason != WEIGHTS_ON_DISK)
 
     @classmethod

@@ -338,14 +338,14 @@ def test_data_that_does_not_fit_is_refused_by_shape(
 @pytest.mark.slow
 def test_too_few_samples_are_refused(resnet: tuple[EagerModel, Context], tmp_path: Path) -> None:
     model, context = resnet
-    with pytest.raises(StageFailed, match="5000 calibration samples asked for"):
+    with pytest.raises(PipelineInvalid, match="calibration_samples: 5000 samples asked for"):
         QuantizeStatic(calibration_samples=5000)(model, context.with_root(tmp_path / "none"))
     assert not (tmp_path / "none").exists()
 
 
 @pytest.mark.slow
 def test_no_data_is_refused(resnet: tuple[EagerModel, Context], tmp_path: Path) -> None:
-    with pytest.raises(StageFailed, match="calibration needs data"):
+    with pytest.raises(StageFailed, match="quantize_static needs data"):
         QuantizeStatic()(resnet[0], Context(root=tmp_path / "none"))
 
 

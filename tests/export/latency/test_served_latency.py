@@ -55,9 +55,9 @@ def test_the_same_tables_lead_to_the_same_artifact_and_measure_nothing(
     model: EagerModel, blobs: Splits, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stages
 ) -> None:
     def open_file(file: Path, *_: object) -> Any:
-        return SimpleNamespace(predict=file.stat().st_size)
+        return SimpleNamespace(open=file.stat().st_size)
 
-    def compare(unpruned: int, size: int, *_: object) -> Any:
+    def compare(unpruned: int, size: int, *_: object, threads: int) -> Any:
         # Sizes for latencies, which vary.
         before, after = SimpleNamespace(p50=2.0), SimpleNamespace(p50=2.0 * size / unpruned)
         return SimpleNamespace(share=size / unpruned, before=before, after=after)

@@ -243,5 +243,5 @@ def test_a_corrected_model_is_reported_and_loads_again(
     small = stage(model, Context(root=tmp_path / "int8", data=digits))
     assert small.manifest.facts["equalized_pairs"] == 2
     assert_same_in_fresh_process(small, *IMAGE.example(3))
-    with pytest.raises(StageFailed, match="calibration needs data"):
+    with pytest.raises(StageFailed, match="quantize_static needs data"):
         stage(model, Context(root=tmp_path / "none"))
