@@ -46,7 +46,7 @@ def validation_data_warnings(contents: Contents) -> Iterator[str]:
     for measured, other in combinations(splits, 2):
         # Calibration and training may share what is never measured on.
         if measured in ("val", "test") and (shared := facts[measured].shared_with(facts[other])):
-            exact = not {measured, other} & {*contents.sampled}
+            exact = all(len(facts[n].rows) == contents.lengths[n] for n in (measured, other))
             yield (
                 f"{measured} shares {'' if exact else 'at least '}{shared} of its "
                 f"{contents.lengths[measured]} samples with {other}, so that it tells less of new "
