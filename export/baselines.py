@@ -22,10 +22,6 @@ if TYPE_CHECKING:
     from compress.core.stage import Stage
 
 
-def _aot_stage(context: Context) -> Stage[Any, Any]:
-    return ExportAot(device="cuda" if context.device.startswith("cuda") else "cpu")
-
-
 def _register(
     name: str,
     title: str,
@@ -44,14 +40,19 @@ def _register(
 
     kinds = frozenset(kind.kind for kind in members_of(exporter.writes()))
     reads = frozenset(kind.kind for kind in members_of(exporter.reads()))
-    needs = tuple(need for need in exporter().all_requirements())
+    needs = tuple(exporter().all_requirements())
     BASELINES[name] = BaselineRuntime(name, title, kinds, write, reads, requirements=needs)
 
 
 _register("onnxruntime", "ONNX Runtime", ExportOnnx)
 _register("openvino", "OpenVINO", ExportOpenVINO)
 _register("torchscript", "TorchScript", ExportTorchScript)
-_register("aot", "AOTInductor", ExportAot, _aot_stage)
+_register(
+    "aot",
+    "AOTInductor",
+    ExportAot,
+    lambda context: ExportAot(device="cuda" if context.device.startswith("cuda") else "cpu"),
+)
 _register("executorch", "ExecuTorch", ExportExecuTorch)
 _register("tensorrt", "TensorRT", ExportTensorRT)
 _register("genai", "onnxruntime-genai", ExportGenai)

@@ -21,7 +21,7 @@ from torch.utils.data import get_worker_info
 from compress.common.dependency_recorder import Recording, digest_of, take_recorded
 from compress.data.batch import adapt
 from compress.data.own_generators import is_generator, is_user_code, reachable_objects, source_file
-from compress.data.sample_facts import SplitFacts, facts_of_rows, facts_of_sample
+from compress.data.sample_facts import SplitFacts, facts_of_sample
 from compress.data.targets import flatten
 
 if TYPE_CHECKING:
@@ -120,10 +120,9 @@ def hash_samples(
     for sample in samples:
         if as_batch:
             batch = as_batch([sample])
-            hashes += _hash(batch.tensors(), _structure(batch.target))
-            facts += facts_of_rows(batch.inputs, flatten(batch.target)[0]).tobytes()
-            continue
-        inputs, target = adapt(sample)
+            inputs, target = batch.inputs, batch.target
+        else:
+            inputs, target = adapt(sample)
         hashes += _hash([*inputs, *flatten(target)[0]], _structure(target))
         facts += facts_of_sample(inputs, target).tobytes()
     return hashes, facts, take_recorded() if get_worker_info() else Recording()

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+)
 
 from compress.common.dependency_recorder import Recording, add_to_recordings, recording
 from compress.common.errors import (
@@ -356,8 +363,11 @@ class Splits:
         """Return a SHA-256 over :meth:`contents`, which lists the exceptions."""
         return self.contents().fingerprint
 
-    def contents(self) -> Contents:
-        """Return what the data depend on: hashes of samples, batch size, source of the factory."""
+    def contents(self, most: int | None = None) -> Contents:
+        """Return what the data depend on: hashes of samples, batch size, source of the factory.
+
+        With `most`, at most so many samples, spread over each split, are read one by one.
+        """
         made = {"batch_size": self.batch_size, **self._origin()}
         if self.loading.bucket_by or self.loading.pad_values:
             made["loader"] = f"{self.loading.bucket_by} {self.loading.pad_values}"
@@ -377,18 +387,25 @@ class Splits:
             held = in_memory_tensors(dataset)
             if held is not None:
                 hashes[name] = hashes_of_tensors(held)
-                rows = facts_of_rows(held[:1], held[1:])
-                facts[name] = SplitFacts(range(len(rows)), rows)
-            else:
-                is_stream = isinstance(dataset, Stream)
-                indices = range(len(dataset)) if is_stream else indices_to_hash(name, lengths[name])  # type: ignore[arg-type]
-                hashes[name] = self._hashes_of(name, indices)
-                counts[name] = len(indices)
-                if len(hashes[name]) < len(indices):
-                    counts[name] = 0
+                # Others may change what they hold: their samples are read.
+                is_plain = type(dataset).__getitem__ is TensorDataset.__getitem__
+                if is_plain and not self.loading.collate_fn:
+                    rows = facts_of_rows(held[:1], held[1:])
+                    facts[name] = SplitFacts(range(len(rows)), rows)
+                    continue
+            is_stream = isinstance(dataset, Stream)
+            read = range(lengths[name]) if is_stream else indices_to_hash(name, lengths[name])
+            spread = spread_indices(len(read), most or len(read))
+            indices = read if len(spread) == len(read) else tuple(read[i] for i in spread)
+            found = self._hashes_of(name, indices)
+            is_repeatable = len(found) == len(indices)
+            if is_repeatable:
+                facts[name] = SplitFacts(indices, self._facts[name, indices])
+            if held is None:
+                hashes[name] = found
+                counts[name] = len(indices) if is_repeatable else 0
+                if not is_repeatable:
                     unrepeatable.add(name)
-                else:
-                    facts[name] = SplitFacts(indices, self._facts[name, indices])
         cached = frozenset(self._cached)
         return Contents(
             made, lengths, hashes, counts, cached, frozenset(unrepeatable), facts, streams

@@ -24,7 +24,7 @@ SAME_NUMBERS = ("train", "export_", "package_")
 
 def stages_without_gate(stages: Sequence[PlannedStage]) -> tuple[str, ...]:
     """Return the names of stages whose accuracy drop no gate checks, of theirs or a later stage."""
-    return tuple(s.name for s in stages if not any(_checks(gated, s, stages) for gated in stages))
+    return tuple(s.name for s in stages if not any(g.judges_quality for g in _gates_on(s, stages)))
 
 
 def advice(plan: Plan) -> tuple[str, ...]:
@@ -43,29 +43,22 @@ def advice(plan: Plan) -> tuple[str, ...]:
     )
 
 
-def _checks(gated: PlannedStage, checked: PlannedStage, stages: Sequence[PlannedStage]) -> bool:
-    """Whether a gate of one stage checks what another one, at or before it, costs in accuracy."""
-    return any(gate.judges_quality for gate in _gates_on(gated, checked, stages))
-
-
-def _gates_on(
-    gated: PlannedStage, checked: PlannedStage, stages: Sequence[PlannedStage]
-) -> Iterator[Gate]:
-    """Yield the gates of one stage that see what another one, at or before it, changed.
+def _gates_on(checked: PlannedStage, stages: Sequence[PlannedStage]) -> Iterator[Gate]:
+    """Yield the gates, of a stage or of later ones, that see what the stage changed.
 
     They look at the result itself, or compare the stage's result, or one made from it, with an
     artifact from before the stage.
     """
     by_name = {stage.name: stage for stage in stages}
-    since, at = {gated.name}, gated
-    while at.name != checked.name:
-        if at.input not in by_name:
-            return  # it is on another branch
-        at = by_name[at.input]
-        since.add(at.name)
-    for gate in gated.stage.gates:
-        if not (gate.compares and (gate.against or gated.input) in since):
-            yield gate
+    for gated in stages:
+        since, at = {gated.name}, gated
+        while at.name != checked.name and at.input in by_name:
+            at = by_name[at.input]
+            since.add(at.name)
+        if at.name == checked.name:  # else it is on another branch
+            for gate in gated.stage.gates:
+                if not (gate.compares and (gate.against or gated.input) in since):
+                    yield gate
 
 
 def reads_all_outputs(plan: Plan, stage: PlannedStage) -> bool:
@@ -76,11 +69,7 @@ def reads_all_outputs(plan: Plan, stage: PlannedStage) -> bool:
     return (
         plan.metric.reads_all_outputs
         or (plan.loss.is_custom and stage.stage.uses_loss)
-        or any(
-            gate.reads_all_outputs
-            for gated in plan.stages
-            for gate in _gates_on(gated, stage, plan.stages)
-        )
+        or any(gate.reads_all_outputs for gate in _gates_on(stage, plan.stages))
     )
 
 

@@ -61,23 +61,21 @@ def batch_warnings(
     found = {s.name: s.measurements.batch_dependence for s in stages}
     if baseline is not None:
         found.setdefault(baseline_name, baseline.batch_dependence)
-    inputs = {s.name: s.input for s in stages}
+    rows = {stage.name: stage for stage in stages}
     depends = {name: d for name, d in found.items() if d is not None and d.depends}
     for name, dependence in depends.items():
-        if inputs.get(name) not in depends:
-            descendants = [n for n in depends if n != name and name in _ancestors(n, inputs)]
+        if name not in rows or rows[name].input not in depends:
+            descendants = [
+                s.name
+                for s in stages
+                if s.name in depends and any(at.input == name for at in _lineage(s, rows))
+            ]
             also = f" (and {', '.join(descendants)})" if descendants else ""
             yield (
                 f"{name}{also}: answers depend on what else is in the batch: {dependence.line()}; "
                 "judged with `served_batch_size` rows in a call (1 by default), and its requests "
                 "are not joined"
             )
-
-
-def _ancestors(name: str, inputs: dict[str, str]) -> Iterator[str]:
-    while name in inputs:
-        name = inputs[name]
-        yield name
 
 
 def slower_than_float(stages: Sequence[StageReport], baseline: str) -> Iterator[str]:

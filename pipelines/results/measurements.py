@@ -39,13 +39,11 @@ class Drop(Settings):
 
     def in_words(self, metric: str) -> str:
         """Describe it in points where 1 is best, and else in the metric's own unit."""
-        in_points = metric in IN_POINTS
-        change = 1 if in_points else 0.01
-        verb = "loses" if self.points >= 0 else "gains"
-        if not in_points:
-            verb = "worse by" if self.points >= 0 else "better by"
-        much = f"{abs(self.points) * change:.2g}{' points' if in_points else ''}"
-        return f"{verb} {much}, {self.uncertainty.in_words(factor=change)}"
+        change, unit, verbs = 1.0, " points", ("loses", "gains")
+        if metric not in IN_POINTS:
+            change, unit, verbs = 0.01, "", ("worse by", "better by")
+        much = f"{verbs[self.points < 0]} {abs(self.points) * change:.2g}{unit}"
+        return f"{much}, {self.uncertainty.in_words(factor=change)}"
 
     def cell(self, metric: str) -> str:
         """Describe it in a cell of a table: ``0.28 (-0.78 to 1.6)``."""

@@ -7,23 +7,19 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from compress.core.diagnosis.input_ranges import SAMPLES, UNLIKE, input_ranges, unlikeness
 from compress.core.metrics import REGRESSION_METRICS, MetricMeter
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
     from compress.core.metric_kinds.score import Score
     from compress.core.metrics import Metric
-    from compress.data.batch import Batch
     from compress.data.fingerprint import Contents
     from compress.data.splits import Splits
 
 FEWEST_SAMPLES = 30
 """Of `val`: with fewer, one sample moves an accuracy by more than three points."""
-COMPARED_SAMPLES = 512
-"""Of `val`, whose ranges are compared with those of the calibration samples."""
-OTHER_RANGE = 2.0
-"""Ratio of the largest magnitudes beyond which inputs count as scaled in another way."""
 
 
 def validation_data_warnings(contents: Contents) -> Iterator[str]:
@@ -50,7 +46,7 @@ def validation_data_warnings(contents: Contents) -> Iterator[str]:
     for measured, other in combinations(splits, 2):
         # Calibration and training may share what is never measured on.
         if measured in ("val", "test") and (shared := facts[measured].shared_with(facts[other])):
-            exact = not {measured, other} & {*contents.sampled}
+            exact = all(len(facts[n].rows) == contents.lengths[n] for n in (measured, other))
             yield (
                 f"{measured} shares {'' if exact else 'at least '}{shared} of its "
                 f"{contents.lengths[measured]} samples with {other}, so that it tells less of new "
@@ -80,26 +76,19 @@ def unlike_val(data: Splits, samples: int, seed: int) -> str:
     """
     if "val" not in data.datasets:
         return ""
-    calibrated = _ranges(data.calibration(samples, seed))
-    evaluated = _ranges(data.batches("val", limit=COMPARED_SAMPLES))
-    for (low, high), (val_low, val_high) in zip(calibrated, evaluated, strict=True):
-        largest, val_largest = max(-low, high), max(-val_low, val_high)
-        if max(largest, val_largest) > OTHER_RANGE * min(largest, val_largest):
-            return (
-                f"calibration inputs range {low:.4g}…{high:.4g}, val {val_low:.4g}…{val_high:.4g}: "
-                f"scale the samples of {data.calibration_split} as those of val"
-            )
-    return ""
-
-
-def _ranges(batches: Iterable[Batch]) -> list[tuple[float, float]]:
-    """Return the smallest and the largest number of each input."""
-    ranges: list[tuple[float, float]] = []
-    for batch in batches:
-        new = [(float(x.min()), float(x.max())) for x in batch.inputs]
-        pairs = zip(ranges or new, new, strict=True)
-        ranges = [(min(a[0], b[0]), max(a[1], b[1])) for a, b in pairs]
-    return ranges
+    calibrated = input_ranges(data.calibration(samples, seed))
+    evaluated = input_ranges(data.batches("val", limit=SAMPLES))
+    if unlikeness(calibrated, evaluated) <= UNLIKE:
+        return ""
+    own, val = max(
+        ((a, b) for a, b in zip(calibrated, evaluated, strict=True) if a and b),
+        key=lambda pair: unlikeness(pair[:1], pair[1:]),
+    )
+    return (
+        f"calibration inputs are {own.mean:.4g} ± {own.deviation:.4g} (mean and standard "
+        f"deviation), val {val.mean:.4g} ± {val.deviation:.4g}: scale the samples of "
+        f"{data.calibration_split} as those of val"
+    )
 
 
 def constant_score(data: Splits, metric: Metric) -> float | None:

@@ -16,6 +16,7 @@ from compress.common.errors import CompressError, PipelineInvalid
 from compress.common.factories import local_sources, sources_digest
 from compress.common.signature import Signature
 from compress.core.context import Context
+from compress.data.fingerprint import SAMPLED_FOR_FINGERPRINT
 from compress.data.splits import DataReference, Splits
 from pipelines.config.model_spec import (
     MODEL_CLASSES,
@@ -207,7 +208,8 @@ def check_model(pipeline: PipelineConfig) -> tuple[Signature, str]:
         context = Context(
             root=Path(folder), data=data, device=pipeline.device, threads=pipeline.threads
         )
-        loss = fitting_loss(plan, pipeline, source, context, data.contents() if data else None)
+        contents = data.contents(SAMPLED_FOR_FINGERPRINT) if data else None
+        loss = fitting_loss(plan, pipeline, source, context, contents)
         lines = [inferred, plan.task_line, loss]
         return source.signature, "\n".join(filter(None, lines))
 

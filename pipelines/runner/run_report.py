@@ -48,7 +48,11 @@ def build_report(state: RunState, status: Status, error: str = "") -> Report:
         stages=stages,
         warnings=(
             *state.data_warnings,
-            *_call_state_warnings(state),
+            *dict.fromkeys(
+                kept.line()
+                for n in plan.ordered(state.artifacts)
+                if (kept := state.artifacts[n].signature.state)
+            ),
             *doubts,
             *measurement_warnings(stages, plan.baseline, state.baseline),
             *_sampling_warnings(state),
@@ -122,14 +126,6 @@ def _accuracy_warnings(state: RunState) -> Iterator[tuple[str, tuple[str, ...]]]
             "metric",
             tuple(no_better),
         )
-
-
-def _call_state_warnings(state: RunState) -> Iterator[str]:
-    """Yield what becomes of state that models keep between calls, each once."""
-    signatures = [
-        state.artifacts[n].signature for n in (SOURCE, *state.plan.names) if n in state.artifacts
-    ]
-    yield from dict.fromkeys(s.state.line() for s in signatures if s.state)
 
 
 def _sampling_warnings(state: RunState) -> Iterator[str]:

@@ -58,27 +58,21 @@ class BaselineArtifact(Artifact):
             StageFailed: the runtime cannot execute the model.
             Unavailable: something for it is not installed.
         """
-        runtime, model = self.runtime, self.model
+        runtime, model, write = self.runtime, self.model, self.runtime.write
         require_all(runtime.requirements, f"against {runtime.name}")
         if model.kind not in runtime.kinds:
-            model = self._exported()
+            if write is None or model.kind not in runtime.reads:
+                takes = " and ".join(sorted(runtime.kinds | runtime.reads))
+                raise StageFailed(
+                    f"against {runtime.name}: the model came in as {model.kind}, which "
+                    f"{runtime.name} cannot run; it runs {takes}"
+                )
+            model = self.context.exports.get_or_write(
+                self.digest, lambda root: write(self.model, self.context.with_root(root))
+            )
         opened = runtime.open(model, device, threads) if runtime.open else None
         with opened or model.open(device, threads) as predict:
             yield predict
-
-    def _exported(self) -> Artifact:
-        """Return the model as the runtime's file, written once."""
-        runtime, model, context = self.runtime, self.model, self.context
-        if runtime.write is None or model.kind not in runtime.reads:
-            takes = " and ".join(sorted(runtime.kinds | runtime.reads))
-            raise StageFailed(
-                f"against {runtime.name}: the model came in as {model.kind}, which {runtime.name} "
-                f"cannot run; it runs {takes}"
-            )
-        write = runtime.write
-        return context.exports.get_or_write(
-            self.digest, lambda root: write(model, context.with_root(root))
-        )
 
 
 def baseline_for(gate: Gate, model: Artifact, result: Artifact, context: Context) -> Artifact:

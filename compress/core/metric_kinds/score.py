@@ -57,21 +57,17 @@ class Score:
 
     def change_to(self, after: Score) -> Uncertainty:
         """Return the interval of the difference to another model's value on the same samples."""
-        before, difference = self, after.value - self.value
-        first, second = before._influence(), after._influence()
+        first, second, samples = self._influence(), after._influence(), after.samples
         if first is None or second is None or first.shape != second.shape:
-            return Uncertainty(samples=after.samples)
-        assert before.sums is not None and after.sums is not None
-        if before.are_hits and after.are_hits:
-            lost, gained = (
-                int((a > b).sum())
-                for a, b in ((before.sums[0], after.sums[0]), (after.sums[0], before.sums[0]))
-            )
-            interval = paired_interval(gained, lost, after.samples)
-            return Uncertainty(samples=after.samples, interval=interval, lost=lost, gained=gained)
-        return Uncertainty(
-            samples=after.samples, interval=_mean_interval(difference, second - first)
-        )
+            return Uncertainty(samples=samples)
+        if self.are_hits and after.are_hits:
+            assert self.sums is not None and after.sums is not None
+            change = after.sums[0] - self.sums[0]
+            lost, gained = int((change < 0).sum()), int((change > 0).sum())
+            interval = paired_interval(gained, lost, samples)
+            return Uncertainty(samples=samples, interval=interval, lost=lost, gained=gained)
+        interval_of_mean = _mean_interval(after.value - self.value, second - first)
+        return Uncertainty(samples=samples, interval=interval_of_mean)
 
     def to_json(self) -> JsonValue:
         """Return it in a form that JSON can hold."""

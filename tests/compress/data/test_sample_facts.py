@@ -7,6 +7,7 @@ import torch
 from torch.utils.data import Dataset, TensorDataset
 
 from compress.common.errors import PipelineInvalid
+from compress.data.loader_config import Loading
 from compress.data.sample_facts import SplitFacts, facts_of_rows, facts_of_sample
 from compress.data.splits import Splits
 
@@ -56,6 +57,60 @@ def test_the_first_label_without_a_class_is_named(made) -> None:
     with pytest.raises(PipelineInvalid, match=r"sample 9: label -1 is out of range"):
         facts.check_labels("val", 12)
     assert int(facts.rows["labelled"].sum()) == 19
+
+
+class FromZero(TensorDataset):
+    """Counts its labels from 0, which it holds counted from 1."""
+
+    def __getitem__(self, index: int):
+        x, y = super().__getitem__(index)
+        return x, y - 1
+
+
+def from_zero(rows):
+    """Return a batch whose labels count from 0."""
+    return torch.stack([x for x, _ in rows]), torch.stack([y for _, y in rows]) - 1
+
+
+def boxes(rows):
+    """Return a batch of images with boxes."""
+    return torch.stack([x for x, _ in rows]), [boxes for _, boxes in rows]
+
+
+@pytest.mark.parametrize(
+    ("made", "loading"),
+    [(FromZero, Loading()), (TensorDataset, Loading(collate_fn=f"{__name__}:from_zero"))],
+)
+def test_labels_are_those_of_the_samples_and_not_what_a_dataset_holds(made, loading) -> None:
+    x, y = samples()
+    facts = Splits({"val": made(x, y + 1)}, loading=loading).contents().facts["val"]
+    facts.check_labels("val", 4)
+    assert (facts.rows["low"].min(), facts.rows["high"].max()) == (0, 3)
+
+
+def test_a_sample_with_several_boxes_is_one_sample() -> None:
+    x, _ = samples()
+    x[7, 1] = torch.nan
+    rows = [(a, {"boxes": torch.ones(i % 3 + 1, 4)}) for i, a in enumerate(x)]
+    for loading in (Loading(), Loading(collate_fn=f"{__name__}:boxes")):
+        facts = Splits({"val": rows}, loading=loading).contents().facts["val"]
+        assert len(facts.rows) == 20
+        assert facts.first(facts.rows["nan"]) == 7
+
+
+def test_of_samples_that_are_read_one_by_one_so_many_are_spread() -> None:
+    x, y = samples(count=100)
+    read = []
+
+    class Counted(ByIndex):
+        def __getitem__(self, index: int):
+            read.append(index)
+            return super().__getitem__(index)
+
+    contents = Splits({"val": Counted(x, y)}).contents(most=10)
+    assert contents.sampled == ["val"] and len(contents.facts["val"].rows) == 10
+    assert len({index // 10 for index in contents.facts["val"].indices}) == 10
+    assert len(set(read)) < 25, "these, and those that show whether samples repeat"
 
 
 def test_rows_and_single_samples_have_the_same_facts() -> None:
