@@ -35,7 +35,7 @@ class Uncertainty(Settings):
             counted = f"{self.lost or self.gained} of {counted}"
         if self.interval is None:
             return counted
-        low, high = (f"{factor * end:.2g}" for end in self.interval)
+        low, high = (f"{end:.2g}" for end in sorted(factor * end for end in self.interval))
         return f"{counted}; 95 %: {low} to {high}{unit}"
 
 

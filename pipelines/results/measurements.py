@@ -43,7 +43,9 @@ class Drop(Settings):
         if metric not in IN_POINTS:
             change, unit, verbs = 0.01, "", ("worse by", "better by")
         much = f"{verbs[self.points < 0]} {abs(self.points) * change:.2g}{unit}"
-        return f"{much}, {self.uncertainty.in_words(factor=change)}"
+        # The interval is of what is said: of a gain, or of a loss.
+        factor = -change if self.points < 0 else change
+        return f"{much}, {self.uncertainty.in_words(factor=factor)}"
 
     def cell(self, metric: str) -> str:
         """Describe it in a cell of a table: ``0.28 (-0.78 to 1.6)``."""
