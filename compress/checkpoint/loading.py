@@ -92,8 +92,8 @@ def read_state_dict(checkpoint: Path) -> Weights:
         taken = usual[0] if usual else max(parts, key=lambda key: len(parts[key]))
         path += f"[{taken!r}]"
         others |= {key: part for key, part in parts.items() if key != taken}
-        inner = state[taken]
-        state = inner if isinstance(inner, dict) else dict(enumerate(inner))
+        inner: Any = state[taken]
+        state = inner if isinstance(inner, dict) else dict[Any, Any](enumerate(inner))
     if isinstance(average, dict):  # this toolkit's trainer evaluates and keeps the EMA weights
         tensors |= average
     if not tensors:
