@@ -81,26 +81,30 @@ def read_state_dict(checkpoint: Path) -> Weights:
         indexed = entry.name.endswith(PICKLE_INDEX)
         state = dict(read_indexed_pickles(entry)) if indexed else read_pickle(entry)
     average = state.get("average")
-    taken, others = "", dict[str, dict[str, Any]]()
+    taken, path, others = "", "", dict[Any, list[Any]]()
     while True:
-        parts = {k: t for k, v in state.items() if k != "average" and (t := _tensors_in(v))}
+        nested = {k: v for k, v in state.items() if k != "average" and not hasattr(v, "shape")}
+        parts = {k: part for k, v in nested.items() if (part := _tensors_in(v))}
         usual = [key for key in NESTED_UNDER if key in parts]
         tensors = {k: v for k, v in state.items() if isinstance(k, str) and hasattr(v, "shape")}
         if not parts or (not usual and len(tensors) > sum(map(len, parts.values()))):
             break
         taken = usual[0] if usual else max(parts, key=lambda key: len(parts[key]))
+        path += f"[{taken!r}]"
         others |= {key: part for key, part in parts.items() if key != taken}
-        state = state[taken]
+        inner: Any = state[taken]
+        state = inner if isinstance(inner, dict) else dict[Any, Any](enumerate(inner))
     if isinstance(average, dict):  # this toolkit's trainer evaluates and keeps the EMA weights
         tensors |= average
     if not tensors:
         raise ArtifactInvalid(f"checkpoint {checkpoint}: holds no tensors; expected a state_dict")
-    alike = [key for key, part in others.items() if _shapes(part) == _shapes(tensors)]
+    shapes = _shapes([*tensors.values()])
+    alike = [key for key, part in others.items() if _shapes(part) == shapes]
     if alike or (others and taken not in NESTED_UNDER):
         names = " and ".join(map(repr, (taken, *(alike or others))))
         raise ArtifactInvalid(
             f"checkpoint {checkpoint}: holds several sets of weights, {names}; save the one to use "
-            f"by itself: torch.save(torch.load({checkpoint.name!r})[{(alike or [taken])[0]!r}], …)"
+            f"by itself: torch.save(torch.load({checkpoint.name!r}){path}, …)"
         )
     if others:
         names = ", ".join(f"{key!r} ({len(part)} tensors)" for key, part in others.items())
@@ -108,23 +112,22 @@ def read_state_dict(checkpoint: Path) -> Weights:
     return tensors
 
 
-def _tensors_in(value: Any) -> dict[str, Any]:
-    """Return all tensors of a mapping, by dotted name; none of an optimizer's state."""
-    if not isinstance(value, dict):
-        return {}
-    if {str(name).partition(".")[0] for name in value} <= {"state", "param_groups"}:
-        return {}  # torch writes an optimizer's so, nested or with dotted names
-    found: dict[str, Any] = {}
-    for name, entry in value.items():
-        tensors = dict(enumerate(entry)) if isinstance(entry, list | tuple) else {"": entry}
-        found |= {f"{name}.{key}": x for key, x in tensors.items() if hasattr(x, "shape")}
-        found |= {f"{name}.{key}": tensor for key, tensor in _tensors_in(entry).items()}
-    return found
+def _tensors_in(value: Any) -> list[Any]:
+    """Return all tensors of nested mappings and sequences, but those of an optimizer's state."""
+    if hasattr(value, "shape"):
+        return [value]
+    if isinstance(value, dict):
+        if {str(name).partition(".")[0] for name in value} <= {"state", "param_groups"}:
+            return []  # torch writes an optimizer's so, nested or with dotted names
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        return []
+    return [tensor for entry in value for tensor in _tensors_in(entry)]
 
 
-def _shapes(tensors: Mapping[str, Any]) -> list[tuple[int, ...]]:
+def _shapes(tensors: list[Any]) -> list[tuple[int, ...]]:
     """Return the shapes of tensors in ascending order, but for single numbers such as counters."""
-    return sorted(tuple(tensor.shape) for tensor in tensors.values() if len(tensor.shape))
+    return sorted(tuple(tensor.shape) for tensor in tensors if len(tensor.shape))
 
 
 def consolidate(checkpoint: Path, file: Path) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from compress.common.forward import outputs_by_name
+from compress.common.forward import outputs_by_name, preserve_modes
 from compress.common.process import random_state_kept
 from compress.common.signature import CallState
 from compress.common.tensor_difference import relative_error
@@ -41,11 +41,10 @@ ABSENT = object()
 
 
 class ModuleState:
-    """The modes, buffers and own attributes of a module's parts at one moment, perhaps weights."""
+    """The buffers and own attributes of a module's parts at one moment, perhaps weights."""
 
     def __init__(self, module: nn.Module, *, weights: bool = False) -> None:
         self._module = module
-        self._modes = [(part, part.training) for part in module.modules()]
         every = [*module.parameters()] if weights else []
         self._weights = [(weight, weight.data, weight.detach().clone()) for weight in every]
         # Weights and parts are not copied with an attribute that refers to them.
@@ -65,7 +64,7 @@ class ModuleState:
         ]
 
     def restore(self) -> None:
-        """Give every part its mode, buffers and attributes back, and its weights if kept."""
+        """Give every part its buffers and attributes back, and its weights if kept."""
         now = _attributes(self._module)
         for name in dict.fromkeys([*self._values, *now]):
             value, copied = self._values.get(name, (ABSENT, None))
@@ -81,8 +80,6 @@ class ModuleState:
                 table[key] = value
                 if value is ABSENT:
                     del table[key]
-        for part, training in self._modes:
-            part.training = training
         for weight, data, copied in self._weights:
             weight.data = data.copy_(copied)
 
@@ -94,7 +91,7 @@ def unchanged(module: nn.Module, *, weights: bool = False) -> Iterator[ModuleSta
     With ``weights`` also parameters, of which copies are held until then.
     """
     state = ModuleState(module, weights=weights)
-    with random_state_kept("cpu"):
+    with preserve_modes(module), random_state_kept("cpu"):
         try:
             yield state
         finally:
@@ -129,7 +126,6 @@ def call_effects(module: nn.Module, call: Call, inputs: Sequence[torch.Tensor]) 
             later = [x / 2 if x.is_floating_point() else x for x in inputs]
             continued = _outcome(call, later)
             before.restore()
-            module.eval()
             is_read = not _is_same_outcome(continued, _outcome(call, later))
     stored = module.state_dict(keep_vars=True)
     names = tuple(name for name in changed if is_read or name in stored)

@@ -173,6 +173,19 @@ def test_two_sets_without_a_usual_name_are_refused(tmp_path) -> None:
         read_state_dict(tmp_path / "x")
 
 
+def test_weights_in_a_list_are_sets_too(tmp_path) -> None:
+    torch.save({"nets": {"all": [_net().state_dict(), _net().state_dict()]}}, tmp_path / "x")
+    with pytest.raises(ArtifactInvalid, match=r"weights, 0 and 1; .*\['nets'\]\['all'\]\[0\]"):
+        read_state_dict(tmp_path / "x")
+
+
+def test_the_advice_names_the_whole_path_to_a_set(tmp_path) -> None:
+    two = {"state_dict": _net().state_dict(), "callbacks": {"ema": {"net": _net().state_dict()}}}
+    torch.save({"model": two}, tmp_path / "x")
+    with pytest.raises(ArtifactInvalid, match=r"\['model'\]\['state_dict'\], …"):
+        read_state_dict(tmp_path / "x")
+
+
 def test_other_weights_beside_are_named(tmp_path, caplog) -> None:
     critic = {"critic": {"c": torch.ones(3)}, "optimizer": SGD.state_dict(), "epoch": 3}
     torch.save({"model": _net().state_dict(), **critic}, tmp_path / "x")
