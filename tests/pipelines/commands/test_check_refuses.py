@@ -42,6 +42,22 @@ CASES = {
         r":5: stages\[0\]\.calibration_samples \(quantize_static\): 64 samples asked for and split "
         "'train' has 40; lower calibration_samples",
     ),
+    "train, epochs: 1, device: cuda": (
+        "{}",
+        r":5: stages\[0\] \(train\)\.device: unknown key; .* once for all stages, by `device:`",
+    ),
+    "train, epochs: 1, metric: {factory: here}": (
+        "{}",
+        r"\.metric: unknown key; it is set once for",
+    ),
+    "train, epochs: 1, loss: nets.net": (
+        "{}",
+        "unknown key; it is set once for all stages, by `loss",
+    ),
+    "prune_weights, <<: {amount: 0.1, amount: 0.2}": (
+        "{}",
+        r":5: key 'amount' stands twice; first on line 5$",
+    ),
     "quantize_static": ("{splits: [val]}", "draws samples from split 'train', and the data has"),
     "train, epochs: 1": (NO_VAL, r":5: stages\[0\]\.keep \(train\): best needs a split 'val'"),
     "train, epochs: 1, keep: last": ("{splits: [val]}", "trains on split 'train', and the data"),
