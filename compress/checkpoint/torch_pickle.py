@@ -100,7 +100,8 @@ def read_pickle(file: Path) -> dict[Any, Any]:
                 f"and cannot be read without it ({reason}); {ADVICE}"
             ) from error
         raise ArtifactInvalid(
-            f"checkpoint {file}: cannot be read, or truncated ({type(error).__name__}: {reason})"
+            f"checkpoint {file}: is no file that torch.save wrote, or truncated "
+            f"({type(error).__name__}: {reason})"
         ) from error
     if not isinstance(state, dict):
         raise ArtifactInvalid(

@@ -113,7 +113,8 @@ def resolve(reference: str, folder: Path | None = None) -> Callable[..., Any]:
     except _ImportsItself:
         raise
     except (Exception, SystemExit) as error:
-        where = f" (looked in {folder}, then among installed packages)" if folder else ""
+        missing = ", which is no folder" if folder and not folder.is_dir() else ""
+        where = f" (looked in {folder}{missing}, then among installed packages)" if folder else ""
         raise PipelineInvalid(
             f"cannot import {module_name!r} for {reference!r}{where}: "
             f"{type(error).__name__}: {error}"

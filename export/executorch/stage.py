@@ -11,7 +11,7 @@ from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel, program_of
 from compress.common.config import Count
 from compress.common.forward import Predictor, opened_model, torch_predictor
-from compress.common.requirements import Requirement, pip_install
+from compress.common.requirements import Requirement, pip_install, require_all
 from compress.core.stage import Stage
 from compress.graph.axis_bounds import axis_limit_facts
 from export.common.targets import SIGNED_8_BITS, warn_of_other_target
@@ -54,6 +54,7 @@ class ExecuTorchModel(Artifact):
         """
         from export.executorch.runtime import load
 
+        require_all([EXECUTORCH], str(self.path))
         self.verify_cached()
         run = load(self.payload_path, self.signature, self.fact("sizes"), threads)
         with torch_predictor(run, "cpu", threads) as predict:

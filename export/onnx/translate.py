@@ -105,9 +105,7 @@ def rows_looked_up(program: ExportedProgram, signature: Signature) -> dict[str, 
     """Return the rows of the embedding table that each input of ids looks up, where one does."""
     inputs = dict(zip(program.graph_signature.user_inputs, signature.inputs, strict=True))
     rows: dict[str, int] = {}
-    for node in program.graph.find_nodes(
-        op="call_function", target=torch.ops.aten.embedding.default
-    ):
+    for node in program.graph.find_nodes(op="call_function", target=aten.embedding.default):
         table, ids = node.args[:2]
         while ids.op == "call_function" and ids.target in SAME_NUMBERS:
             ids = ids.args[0]

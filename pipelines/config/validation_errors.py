@@ -8,6 +8,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from compress.common.config import Settings
+from compress.common.factories import REFERENCE
 from compress.core.gates import AddedGates, added_gates
 from pipelines.config.yaml_source import has_part
 
@@ -106,8 +107,11 @@ def _line(complaints: Sequence[ErrorDetails], source: Source, model: type[Settin
         expected = f"{', '.join(most)} or {last}" if most else last
         return f"{where}: expected {expected}, found {_short(found)}"
     if kind == "extra_forbidden":
-        known = _known(details, source, model)
-        return f"{where}: unknown key; {did_you_mean(str(location[-1]), known)}"
+        key, known = str(location[-1]), _known(details, source, model)
+        if len(location) > 1 and key in model.model_fields and closest(key, known) is None:
+            advice = f"it is set once for all stages, by `{key}:` at the beginning of a line"
+            return f"{where}: unknown key; {advice}"
+        return f"{where}: unknown key; {did_you_mean(key, known)}"
     if kind == "missing":
         return f"{where}: is required and not there"
     if kind == "union_tag_invalid":
@@ -120,6 +124,8 @@ def _line(complaints: Sequence[ErrorDetails], source: Source, model: type[Settin
     if kind == "union_tag_not_found":
         key = details["ctx"]["discriminator"].strip("'")
         return f"{where}: has no key {key!r} saying which one it is"
+    if kind == "string_pattern_mismatch" and details["ctx"]["pattern"] == REFERENCE.pattern:
+        return f"{where}: expected module:callable, such as models:resnet, found {_short(found)}"
     message = details["msg"].removeprefix("Value error, ")
     message = message[0].lower() + message[1:]
     return f"{where}: {message}" + ("" if kind == "value_error" else f", found {_short(found)}")

@@ -199,29 +199,31 @@ def _collect_lines(
                 raise PipelineInvalid(f"{where}: a key has {found}")
             if refusal := _invalid_scalar_reason(key_node, loader):
                 raise PipelineInvalid(f"{where}: a key {refusal}")
-            if location in lines:  # PyYAML would take the last one
-                first = lines[location]
-                raise PipelineInvalid(f"{where}: key {key} stands twice; first on line {first}")
             lines[location] = key_node.start_mark.line + 1
             _collect_lines(child, location, lines, path, loader)
 
 
 def _merge_(node: yaml.MappingNode, path: Path) -> None:
-    """Replace `<<: *other` by the keys and values of the other mapping that this one has not."""
-    merges = [(key, value) for key, value in node.value if key.tag == MERGE]
-    if not merges:
+    """Refuse keys that stand twice; replace `<<: *other` by what the other has and this one not."""
+    own: dict[str, Any] = {}
+    for key, value in node.value:
+        name, line = str(key.value), key.start_mark.line + 1
+        if name in own:  # PyYAML would take the last one
+            first = own[name][0].start_mark.line + 1
+            mend = "; write one, `<<: [*a, *b]`" if key.tag == MERGE else ""
+            raise PipelineInvalid(
+                f"{path}:{line}: key {_short(repr(name))} stands twice; first on line {first}{mend}"
+            )
+        own[name] = (key, value)
+    merge = next((name for name, (key, _) in own.items() if key.tag == MERGE), None)
+    if merge is None:
         return
-    own = [(key, value) for key, value in node.value if key.tag != MERGE]
+    key, value = own.pop(merge)
+    where = f"{path}:{key.start_mark.line + 1}"
     # Set now: a mapping that merges itself ends here.
-    node.value = own
-    (key, value), where = merges[0], f"{path}:{merges[-1][0].start_mark.line + 1}"
-    if len(merges) > 1:
-        first = key.start_mark.line + 1
-        raise PipelineInvalid(
-            f"{where}: key '<<' stands twice; first on line {first}; write one, `<<: [*a, *b]`"
-        )
+    node.value = [*own.values()]
     merged: dict[str, Any] = {}
-    names, pairs = {key.value for key, _ in own if isinstance(key, yaml.ScalarNode)}, 0
+    pairs = 0
     for other in value.value if isinstance(value, yaml.SequenceNode) else [value]:
         if not isinstance(other, yaml.MappingNode):
             raise PipelineInvalid(
@@ -234,4 +236,4 @@ def _merge_(node: yaml.MappingNode, path: Path) -> None:
             raise PipelineInvalid(f"{where}: '<<' adds more than {LARGEST} values")
         for pair in other.value:
             merged.setdefault(str(pair[0].value), pair)
-    node.value = [pair for name, pair in merged.items() if name not in names] + own
+    node.value = [pair for name, pair in merged.items() if name not in own] + node.value

@@ -135,7 +135,7 @@ def run_app(app: Callable[[], Any]) -> NoReturn:
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper):
-            by_line = name == "stderr" or stream.isatty()
+            by_line = stream.line_buffering or stream.write_through
             wrapped = _open_output(stream.fileno(), stream.encoding, by_line, closefd=False)
             setattr(sys, name, wrapped)
     try:

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from compress.common.signature import Signature
     from compress.core.context import Context
     from compress.core.verdict import History
-    from compress.data.splits import Splits
     from serve.packaging.recorded_probe import Probe
 
 logger = logging.getLogger(__name__)
@@ -142,22 +141,10 @@ class PackageTorchServe(Stage[Servable, TorchServeArchive]):
         update = {key: carried[key] for key in used if key != "class_names"}
         return self.model_copy(update=update)
 
-    def unlike_val(self, signature: Signature, data: Splits) -> list[str]:
-        """Return why images and texts may become other inputs than `val` holds.
-
-        Raises:
-            StageFailed: images become numbers that `val` has not.
-        """
-        from serve.packaging.val_preparation import preparation_warnings
-
-        forms = {"image": self.image, "text": self.text}
-        settings = {key: form.handler_settings(signature) for key, form in forms.items() if form}
-        tokenizer = Path(self.text.tokenizer) if self.text else None
-        return [*preparation_warnings(settings, signature, tokenizer, data)]
-
     def run(self, model: Servable, context: Context) -> TorchServeArchive:
         """Pack the model; the same model, settings and data give the same bytes."""
         from serve.packaging.recorded_probe import record_probe
+        from serve.packaging.val_preparation import preparation_warnings
         from serve.torchserve.process import find_java, find_torchserve
 
         find_java()
@@ -181,7 +168,12 @@ class PackageTorchServe(Stage[Servable, TorchServeArchive]):
             if probe.not_joined and self.batch_size > 1:
                 warnings.append(f"batch_size is 1, not {self.batch_size}: {probe.not_joined}")
             if context.data is not None and "val" in context.data.datasets:
-                warnings += stage.unlike_val(model.signature, context.data)
+                signature, forms = model.signature, {"image": stage.image, "text": stage.text}
+                settings = {
+                    key: form.handler_settings(signature) for key, form in forms.items() if form
+                }
+                tokenizer = Path(stage.text.tokenizer) if stage.text else None
+                warnings += preparation_warnings(settings, signature, tokenizer, context.data)
             if warnings:
                 facts["warnings"] = warnings
             members = archive_members(model, served, stage, probe, context.history)

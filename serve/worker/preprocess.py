@@ -48,6 +48,8 @@ def image_reader(settings: Named, spec: Named) -> Callable[[bytes], list[Array]]
                     message = f"the image's mode is {image.mode}, expected 8 bits"
                     raise ValueError(UNREADABLE, message)
                 # Upright, as cameras store how they were held, and as transformers reads images.
+                image.getexif()
+                image.info.pop("exif", None)  # Pillow would write it anew, odd entries too
                 upright = ImageOps.exif_transpose(image)
                 fitted = fit(upright.convert(settings["mode"]), settings)
         except (OSError, SyntaxError, Image.DecompressionBombError):

@@ -348,6 +348,23 @@ def test_an_image_is_turned_as_its_camera_was_held() -> None:
             assert np.allclose(array, pixels, atol=1e-5), (orientation, form_of_file)
 
 
+def test_an_image_whose_camera_wrote_an_odd_entry_is_turned_too() -> None:
+    spec = TensorSpec(name="x", shape=("batch", 1, 2, 3))
+    settings = ImageInput(mean=(0.0,), std=(1.0,)).handler_settings(Signature(inputs=(spec,)))
+    read = create_readers({"image": settings}, [spec.model_dump(mode="json")], Path())
+    entries = Image.Exif()
+    entries[ORIENTATION], entries[0x0100] = 6, 5
+    stream = io.BytesIO()
+    image = Image.fromarray(np.array([[255, 0]] * 3, np.uint8))
+    image.save(stream, "jpeg", exif=entries)
+    # The width as text, which Pillow reads and cannot write.
+    entry, as_text = b"\x01\x00\x00\x04", b"\x01\x00\x00\x02"
+    body = stream.getvalue().replace(entry, as_text)
+    assert body != stream.getvalue()
+    (array,) = read["image/jpeg"](body)
+    assert (array[0, 0] > 0.9).tolist() == [[True, True, True], [False, False, False]]
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

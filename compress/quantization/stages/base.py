@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from compress.core.context import Context
 
 logger = logging.getLogger(__name__)
-ROUNDING_TO_FEW_BITS = 0.1
 FEW_SAMPLES = 16
 """Fewer samples say little about the range of activations."""
 FIDELITY = "fidelity"
@@ -45,7 +44,7 @@ class QuantizationStage(Stage[EagerModel | GraphModel, GraphModel]):
 
     def rounding_error(self, model: Artifact) -> float:
         """Return the error that fewer bits explain where they cost an R² 0.01."""
-        return ROUNDING_TO_FEW_BITS
+        return 0.1
 
     @property
     def needs_data(self) -> bool:

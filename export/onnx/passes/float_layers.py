@@ -34,10 +34,7 @@ def separate_float_layers_(model: onnx.ModelProto) -> None:
     # no such place: there a float layer reads floats.
     graph = model.graph
     producers = {name: node for node in graph.node for name in node.output}
-    readers: Readers = defaultdict(list)
-    for node in graph.node:
-        for name in node.input:
-            readers[name].append(node)
+    readers = _readers(graph)
     floats = {t.name for t in graph.initializer if t.data_type == onnx.TensorProto.FLOAT}
     for layer in [n for n in graph.node if n.op_type in LAYERS and n.input[1] in floats]:
         producer = producers.get(layer.input[0])
@@ -61,14 +58,11 @@ def separate_shared_integers_(model: onnx.ModelProto) -> None:
     # With `session.x64quantprecision` onnxruntime 1.32 makes weights unsigned, and fails to load a
     # file in which two operators read one ("Attempt to replace the existing tensor").
     graph = model.graph
-    readers: Readers = defaultdict(list)
-    for node in graph.node:
-        for name in node.input:
-            readers[name].append(node)
+    readers = _readers(graph)
     tensors = {t.name: t for t in graph.initializer if t.data_type == onnx.TensorProto.INT8}
-    for node in [
-        n for n in graph.node if n.op_type == "DequantizeLinear" and n.input[0] in tensors
-    ]:
+    for node in [*graph.node]:
+        if node.op_type != "DequantizeLinear" or node.input[0] not in tensors:
+            continue
         for i, reader in enumerate(readers[node.output[0]][1:], start=1):
             copy = helper.make_node("DequantizeLinear", node.input, [f"{node.output[0]}_copy{i}"])
             copy.attribute.extend(node.attribute)
@@ -93,6 +87,14 @@ def separate_shared_integers_(model: onnx.ModelProto) -> None:
                 reshape = helper.make_node("Reshape", [latest[name], shape.name], [own])
                 graph.node.insert(list(graph.node).index(node), reshape)
             latest[name] = node.input[place]
+
+
+def _readers(graph: onnx.GraphProto) -> Readers:
+    readers: Readers = defaultdict(list)
+    for node in graph.node:
+        for name in node.input:
+            readers[name].append(node)
+    return readers
 
 
 def _is_quantized(names: Sequence[str], readers: Readers) -> bool:

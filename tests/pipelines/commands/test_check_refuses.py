@@ -10,9 +10,14 @@ import torch
 from torch.utils.data import TensorDataset
 
 import compress
+from compress import EagerModel
 from compress.common import requirements
 from compress.common.errors import CompressError, PipelineInvalid, Unavailable
 from compress.core.gates import MaxDrop
+from export.compressed_tensors.stage import CompressedTensorsModel
+from export.executorch.stage import ExecuTorchModel
+from export.gguf.stage import GgufModel
+from export.openvino.stage import OpenVINOModel
 from pipelines import Pipeline
 from pipelines.commands.check import check_pipeline
 
@@ -41,6 +46,22 @@ CASES = {
         "{}",
         r":5: stages\[0\]\.calibration_samples \(quantize_static\): 64 samples asked for and split "
         "'train' has 40; lower calibration_samples",
+    ),
+    "train, epochs: 1, device: cuda": (
+        "{}",
+        r":5: stages\[0\] \(train\)\.device: unknown key; .* once for all stages, by `device:`",
+    ),
+    "train, epochs: 1, metric: {factory: here}": (
+        "{}",
+        r"\.metric: unknown key; it is set once for",
+    ),
+    "train, epochs: 1, loss: nets.net": (
+        "{}",
+        "unknown key; it is set once for all stages, by `loss",
+    ),
+    "prune_weights, <<: {amount: 0.1, amount: 0.2}": (
+        "{}",
+        r":5: key 'amount' stands twice; first on line 5$",
     ),
     "quantize_static": ("{splits: [val]}", "draws samples from split 'train', and the data has"),
     "train, epochs: 1": (NO_VAL, r":5: stages\[0\]\.keep \(train\): best needs a split 'val'"),
@@ -115,6 +136,20 @@ def test_a_stage_without_its_library_is_one_line(stage, monkeypatch, tmp_path) -
     expected = rf"^{stage}: needs \w+, which is not installed; pip install "
     with pytest.raises(Unavailable, match=expected):
         getattr(compress, stage)(torch.nn.Linear(4, 3), example_inputs=torch.randn(2, 4))
+
+
+@pytest.mark.parametrize(
+    "kind", [CompressedTensorsModel, ExecuTorchModel, GgufModel, OpenVINOModel]
+)
+def test_an_artifact_without_its_library_is_one_line(kind, monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(requirements.Requirement, "missing", lambda self: True)
+    model = EagerModel.from_module(
+        torch.nn.Linear(4, 3), root=tmp_path / "model", example_inputs=[torch.randn(2, 4)]
+    )
+    other = kind(model.path, model.manifest, model.digest)
+    expected = r"model: needs \w+, which is not installed; pip install "
+    with pytest.raises(Unavailable, match=expected), other.open():
+        pass
 
 
 def test_an_extra_is_installed_as_the_toolkit_was(tmp_path) -> None:
