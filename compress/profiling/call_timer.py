@@ -26,7 +26,7 @@ class CallTimer:
     """Times calls, and knows whether other processes made them longer.
 
     What one thread computes takes that thread's CPU time, which stands still while another process
-    has the processor, so that a short disturbance does no harm. Where several threads, another
+    has the processor, so that a short disturbance changes nothing. Where several threads, another
     process or a GPU compute, CPU time is no latency: these calls take their wall time.
 
     If other processes left too few processors free all the while, the times say nothing: CPU time

@@ -209,7 +209,8 @@ class Measurements(SpeedupReport):
         batch = artifact.signature.smallest_batch
         compared = context.compare_latency(baseline, artifact, batch)
         latency = compared.after.model_dump(exclude={"disturbed"})
-        if reason := _disturbance(compared):
+        speedup = _speedup(compared)
+        if reason := speedup["speedup_reason"]:
             latency |= {"p50": None, "p95": None, "ventiles": (), "reason": reason}
         return cls(
             metric=metric,
@@ -218,7 +219,7 @@ class Measurements(SpeedupReport):
             bytes=artifact.payload_bytes,
             latency_ms=LatencyReport.model_validate(latency),
             device=artifact.runs_on(context.device),
-            **_speedup(compared),
+            **speedup,
             same_runtime=_in_same_runtime(artifact, context),
             bytes_ratio=baseline.payload_bytes / artifact.payload_bytes,
             outputs=outputs,
@@ -249,14 +250,10 @@ class Measurements(SpeedupReport):
             return self.model_copy(update={"peak_reason": str(error)})
 
 
-def _disturbance(compared: Comparison) -> str:
-    disturbed = compared.after.disturbed
-    return disturbed and unmeasurable("the speedup", disturbed)
-
-
 def _speedup(compared: Comparison) -> dict[str, Any]:
     """Return the fields of a :class:`SpeedupReport`."""
-    reason = _disturbance(compared)
+    disturbed = compared.after.disturbed
+    reason = disturbed and unmeasurable("the speedup", disturbed)
     return {
         "speedup": None if reason else compared.speedup,
         "speedup_interval": None if reason else compared.interval,
