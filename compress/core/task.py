@@ -60,13 +60,6 @@ class Task:
         """Whether outputs are scores, so that labels of two models can be compared."""
         return self.labels is not None
 
-    @property
-    def class_axis(self) -> int | None:
-        """The axis of the outputs that has the classes; None where none excludes the others."""
-        if self.labels != "class":
-            return None
-        return -1 if self.classes_last else 1
-
     def classes_first(self, outputs: torch.Tensor) -> torch.Tensor:
         """Return outputs with the classes on axis 1, where losses and metrics expect them."""
         return outputs.movedim(-1, 1) if self.classes_last and outputs.dim() > 2 else outputs

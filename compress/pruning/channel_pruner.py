@@ -27,7 +27,7 @@ from compress.pruning.verification.module_rewrites import edits_needed, rewrite_
 from compress.pruning.verification.verification_inputs import other_sizes, real_inputs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     import torch
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from compress.profiling.benchmark import Comparison
     from compress.pruning.allocation.budget_search import CostEstimate
     from compress.pruning.allocation.targets import Target
-    from compress.pruning.channel_pruning_config import ChannelPruningConfig
+    from compress.pruning.channels_stage import PruneChannels
     from compress.pruning.dependency.channel_groups import AxisGraph, Kept, SlicePlan
     from compress.pruning.dependency.rules.channel_labels import Slot
     from compress.pruning.finetune import Finetune
@@ -54,7 +54,7 @@ MEASURED_SECONDS = 0.2
 class ChannelPruner:
     """Removes channels from one model, and records what was removed and why the rest was not."""
 
-    def __init__(self, config: ChannelPruningConfig, model: EagerModel, context: Context) -> None:
+    def __init__(self, config: PruneChannels, model: EagerModel, context: Context) -> None:
         """Load the model and the calibration samples.
 
         Raises:
@@ -81,7 +81,7 @@ class ChannelPruner:
         self._left: dict[str, int] = {}
         """Group → its channels that are left, of groups that lost some."""
         self._facts: dict[str, Any] = {}
-        self._widths = config.widths
+        self._widths: Mapping[str, int] | None = config.widths
 
     def run(self) -> tuple[torch.nn.Module | Weights, list[AnyEdit], dict[str, Any]]:
         """Prune in ``iterations`` steps; return the weights, the edits that led to them, and facts.
@@ -325,7 +325,7 @@ def parameters_of(module: torch.nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-def calibration_batches(config: ChannelPruningConfig, context: Context) -> list[Batch]:
+def calibration_batches(config: PruneChannels, context: Context) -> list[Batch]:
     """Return the calibration samples; none if there is no data and no setting needs them.
 
     Raises:

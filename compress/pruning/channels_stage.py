@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from compress.artifacts.eager_model import EagerModel
     from compress.core.context import Context
     from compress.core.loss import Loss
-    from compress.pruning.channel_pruning_config import ChannelPruningConfig
+    from compress.pruning.allocation.ratios import Limits
 
 
 class PruneChannels(PruningStage):
@@ -105,6 +105,13 @@ class PruneChannels(PruningStage):
         return self
 
     @property
+    def limits(self) -> Limits:
+        """How many channels each group may lose."""
+        from compress.pruning.allocation.ratios import Limits
+
+        return Limits(self.scope, self.round_to, self.min_channels, self.max_ratio)
+
+    @property
     def needs_samples(self) -> bool:
         """Whether a setting requires calibration samples; else they are used if there are any."""
         return bool(set(self._needing_data) - {"finetune"})
@@ -152,30 +159,6 @@ class PruneChannels(PruningStage):
         # Imported here, because settings are validated without loading torch.
         from compress.pruning.channel_pruner import ChannelPruner
 
-        weights, edits, facts = ChannelPruner(self.pruning_config(), model, context).run()
+        weights, edits, facts = ChannelPruner(self, model, context).run()
         lineage = self.lineage(model)
         return model.derive(context.root, weights, edits=edits, lineage=lineage, facts=facts)
-
-    def pruning_config(self) -> ChannelPruningConfig:
-        """Return the settings as plain data."""
-        from compress.pruning.allocation.ratios import Limits
-        from compress.pruning.channel_pruning_config import ChannelPruningConfig
-
-        return ChannelPruningConfig(
-            title=self.title,
-            ratio=self.ratio,
-            target=self.target,
-            widths=self.widths,
-            importance=self.importance,
-            limits=Limits(self.scope, self.round_to, self.min_channels, self.max_ratio),
-            include=self.include,
-            exclude=self.exclude,
-            across_norms=self.across_norms,
-            on_unverified=self.on_unverified,
-            iterations=self.iterations,
-            refit=self.refit,
-            calibration_samples=self.calibration_samples,
-            needs_samples=self.needs_samples,
-            uses_loss=self.uses_loss,
-            finetune=self.finetune,
-        )

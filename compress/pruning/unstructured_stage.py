@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Annotated, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from compress.common.config import Count, Ratio
 from compress.common.errors import StageFailed
@@ -72,12 +72,6 @@ class PruneWeights(PruningStage):
     """Share of the steps of `finetune` in which `linear` and `cubic` add zeros."""
     updates: Count = 50
     """How often `linear` and `cubic` add zeros, evenly spread."""
-
-    @field_validator("pattern", mode="before")
-    @classmethod
-    def _undo_sexagesimal(cls, pattern: object) -> object:
-        # YAML 1.1 reads 2:4 as minutes and seconds: 124.
-        return "{}:{}".format(*divmod(pattern, 60)) if isinstance(pattern, int) else pattern
 
     @model_validator(mode="after")
     def _amount_or_pattern(self) -> Self:

@@ -178,28 +178,6 @@ def rank(
     return Ranking(module, graph, tuple(ranked), pinned, importance in COMPARABLE, equivalence)
 
 
-def plan_slices(
-    module: nn.Module,
-    inputs: Sequence[torch.Tensor],
-    *,
-    ratio: float,
-    importance: Criterion = "l2",
-    round_to: int = 16,
-    exclude: Sequence[str] = (),
-    seed: int = 0,
-) -> SlicePlan:
-    """Plan verified slices that remove a fraction of each group; the module is not changed.
-
-    ``importance`` is a criterion of weights alone; see :func:`rank` and :class:`Limits`.
-
-    Raises:
-        PipelineInvalid: a pattern matches no module.
-        StageFailed: the module cannot be traced.
-    """
-    ranking = rank(module, inputs, importance, exclude=exclude, seed=seed)
-    return ranking.verify(ranking.allocate(ratio, Limits(round_to=round_to)))
-
-
 def modules_matching(
     module: nn.Module, patterns: Sequence[str], setting: str = "prune_channels.exclude"
 ) -> dict[str, str]:

@@ -176,8 +176,7 @@ def test_a_model_that_is_not_faster_logs_a_warning(
 
 
 def test_latency_is_relative_to_the_unpruned_model(wide: EagerModel, tmp_path: Path) -> None:
-    config = PruneChannels(ratio=0.5).pruning_config()
-    pruner = ChannelPruner(config, wide, Context(root=tmp_path / "slim"))
+    pruner = ChannelPruner(PruneChannels(ratio=0.5), wide, Context(root=tmp_path / "slim"))
     slow = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(400)))
     assert pruner._latency(slow, batch=1) > 5
 

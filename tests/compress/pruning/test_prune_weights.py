@@ -251,14 +251,6 @@ def test_wrong_combinations_are_refused(settings: dict, message: str) -> None:
         PruneWeights.model_validate(settings)
 
 
-def test_yaml_reads_the_pattern_as_a_time() -> None:
-    import yaml
-
-    settings = yaml.safe_load("pattern: 2:4")
-    assert settings == {"pattern": 124}
-    assert PruneWeights.model_validate(settings).n_of_m == (2, 4)
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.filterwarnings("ignore:The PyTorch API of SparseSemiStructuredTensor is in prototype")

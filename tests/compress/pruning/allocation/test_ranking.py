@@ -8,10 +8,11 @@ from torch import nn
 
 from compress.artifacts.edits.slicing import keep_indices_
 from compress.common.errors import PipelineInvalid, StageFailed
-from compress.pruning.allocation.ranking import modules_matching, plan_slices
+from compress.pruning.allocation.ranking import modules_matching
 from compress.pruning.dependency.channel_groups import SlicePlan
 from tests.compress.pruning import pruning_linear_nets as linear_nets
 from tests.compress.pruning import pruning_nets as nets
+from tests.compress.pruning.planning import plan_slices
 
 IMAGE, VECTOR, SEQUENCE, TOKENS = (1, 8, 8), (4,), (5, 8), None
 

@@ -17,11 +17,12 @@ from compress.pruning.allocation.budget_search import (
     parameter_estimate,
     plan_for_target,
 )
-from compress.pruning.allocation.ranking import Ranking, plan_slices, rank
+from compress.pruning.allocation.ranking import Ranking, rank
 from compress.pruning.allocation.ratios import Limits, RankedGroup, allocate
 from compress.pruning.channel_pruner import parameters_of
 from tests.compress.pruning import pruning_linear_nets as linear_nets
 from tests.compress.pruning import pruning_nets as nets
+from tests.compress.pruning.planning import plan_slices
 
 
 def ranked(*scores: list[float], kinds: str = "") -> list[RankedGroup]:
