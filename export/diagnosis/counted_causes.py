@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from compress.core.diagnosis.cause import (
     MACS_GATES,
@@ -51,13 +51,10 @@ class CountedCause(Cause[Counted]):
 class FloatTables(CountedCause[SizeDiagnosis]):
     """Tables of embeddings that a quantized model holds in float."""
 
-    key: ClassVar[str] = "float_tables"
-    gates: ClassVar[tuple[str, ...]] = BYTE_GATES
-    stages: ClassVar[tuple[str, ...]] = (*QUANTIZING, "quantize_mixed")
-    limit: ClassVar[float] = 0.1
-    text: ClassVar[str] = (
-        "tables of embeddings left in float ({value:.0%} of the file; limit {limit:.0%})"
-    )
+    gates = BYTE_GATES
+    stages = (*QUANTIZING, "quantize_mixed")
+    limit = 0.1
+    text = "tables of embeddings left in float ({value:.0%} of the file; limit {limit:.0%})"
 
     def measure(self, refused: Refused, layer: str) -> float | None:
         """Return the share of the file that a module's float tables have."""
@@ -79,11 +76,10 @@ class FloatTables(CountedCause[SizeDiagnosis]):
 class ExcludedLayers(CountedCause[CountedCost]):
     """Layers that `exclude` leaves in float, or whose channels it keeps."""
 
-    key: ClassVar[str] = "excluded_layers"
-    gates: ClassVar[tuple[str, ...]] = (*BYTE_GATES, *PARAMETER_GATES, *MACS_GATES)
-    stages: ClassVar[tuple[str, ...]] = (*QUANTIZING, "quantize_mixed", "prune_channels")
-    limit: ClassVar[float] = 0.1
-    text: ClassVar[str] = "left out by exclude ({value:.0%} of the whole; limit {limit:.0%})"
+    gates = (*BYTE_GATES, *PARAMETER_GATES, *MACS_GATES)
+    stages = (*QUANTIZING, "quantize_mixed", "prune_channels")
+    limit = 0.1
+    text = "left out by exclude ({value:.0%} of the whole; limit {limit:.0%})"
 
     def measure(self, refused: RefusedStage[CountedCost], layer: str) -> float | None:
         """Return the share of the whole that a module has which a pattern leaves out."""
@@ -105,11 +101,10 @@ class ExcludedLayers(CountedCause[CountedCost]):
 class FloatKernels(CountedCause[MacsDiagnosis]):
     """Layers with weights in integers that the runtime multiplies in float all the same."""
 
-    key: ClassVar[str] = "float_kernels"
-    gates: ClassVar[tuple[str, ...]] = MACS_GATES
-    stages: ClassVar[tuple[str, ...]] = QUANTIZING
-    limit: ClassVar[float] = 0.05
-    text: ClassVar[str] = (
+    gates = MACS_GATES
+    stages = QUANTIZING
+    limit = 0.05
+    text = (
         "weights in integers, but a float kernel ({value:.0%} of the multiply-accumulates; limit "
         "{limit:.0%})"
     )
@@ -130,11 +125,10 @@ class FloatKernels(CountedCause[MacsDiagnosis]):
 class StoredTwice(CountedCause[SizeDiagnosis]):
     """Tensors of the same values, of which one would do."""
 
-    key: ClassVar[str] = "stored_twice"
-    gates: ClassVar[tuple[str, ...]] = (*BYTE_GATES, *PARAMETER_GATES)
-    stages: ClassVar[tuple[str, ...]] = ("export_onnx",)
-    limit: ClassVar[float] = 0.05
-    text: ClassVar[str] = (
+    gates = (*BYTE_GATES, *PARAMETER_GATES)
+    stages = ("export_onnx",)
+    limit = 0.05
+    text = (
         "the same values are stored twice ({value:.0%} of the file; limit {limit:.0%}); tie the "
         "modules' weights in the model's code"
     )
@@ -153,11 +147,10 @@ class StoredTwice(CountedCause[SizeDiagnosis]):
 class LargeActivation(CountedCause[SizeDiagnosis]):
     """One value that takes most of the memory of a call."""
 
-    key: ClassVar[str] = "large_activation"
-    gates: ClassVar[tuple[str, ...]] = MEMORY_GATES
-    stages: ClassVar[tuple[str, ...]] = ("export_onnx",)
-    limit: ClassVar[float] = 0.4
-    text: ClassVar[str] = (
+    gates = MEMORY_GATES
+    stages = ("export_onnx",)
+    limit = 0.4
+    text = (
         "one value of a call takes {value:.0%} of the memory of weights and values (limit "
         "{limit:.0%}); smaller batches or inputs take less"
     )

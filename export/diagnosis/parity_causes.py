@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from compress.core.diagnosis.cause import PARITY_GATES, Cause, Repair
 from export.diagnosis.parity import LEAST_ERROR, ParityDiagnosis
@@ -23,16 +23,15 @@ IN_PYTORCH = Repair({"stage": "export_torchscript"}, 2)
 class ParityCause(Cause[ParityDiagnosis]):
     """A reason why outputs differ."""
 
-    gates: ClassVar[tuple[str, ...]] = PARITY_GATES
-    stages: ClassVar[tuple[str, ...]] = ("export_onnx",)
+    gates = PARITY_GATES
+    stages = ("export_onnx",)
 
 
 class BakedAxis(ParityCause):
     """A named axis whose size while tracing was kept as a number."""
 
-    key: ClassVar[str] = "baked_axis"
-    limit: ClassVar[float] = 100.0
-    text: ClassVar[str] = (
+    limit = 100.0
+    text = (
         "right at the size that it was traced with, and wrong at others (error {value:.3g} times "
         "as large; limit {limit:g}); compute sizes from the input's shape in the model's code"
     )
@@ -49,9 +48,8 @@ class BakedAxis(ParityCause):
 class OtherGraph(ParityCause):
     """A traced graph that computes other than the model's code does."""
 
-    key: ClassVar[str] = "other_graph"
-    limit: ClassVar[float] = 1e-4
-    text: ClassVar[str] = (
+    limit = 1e-4
+    text = (
         "the graph that torch.export traced is wrong in PyTorch too (by {value:.2g} of the norm; "
         "limit {limit:g}): code goes another way while it is exported, or keeps a value that "
         "depends on the input"
@@ -76,9 +74,8 @@ class OtherGraph(ParityCause):
 class RewrittenGraph(ParityCause):
     """Rewriting ahead of time that uses approximations."""
 
-    key: ClassVar[str] = "rewritten_graph"
-    limit: ClassVar[float] = 0.5
-    text: ClassVar[str] = (
+    limit = 0.5
+    text = (
         "rewritten by optimize (without it {value:.0%} of the difference is gone; "
         "limit {limit:.0%})"
     )
@@ -102,9 +99,8 @@ class RewrittenGraph(ParityCause):
 class Float32(ParityCause):
     """A source that is off by as much itself, as float32 holds 7 digits."""
 
-    key: ClassVar[str] = "float32"
-    limit: ClassVar[float] = 0.25
-    text: ClassVar[str] = (
+    limit = 0.25
+    text = (
         "float32 itself: the source is off its outputs in float64 by {value:.2g} of the "
         "difference (limit {limit:g}); the limit asks for more digits than float32 has"
     )
@@ -125,11 +121,8 @@ class Float32(ParityCause):
 class WrongOperator(ParityCause):
     """An operator whose ONNX form computes something else."""
 
-    key: ClassVar[str] = "wrong_operator"
-    limit: ClassVar[float] = LEAST_ERROR
-    text: ClassVar[str] = (
-        "the first operator out of tolerance (error {value:.2g} of its norm; limit {limit:g})"
-    )
+    limit = LEAST_ERROR
+    text = "the first operator out of tolerance (error {value:.2g} of its norm; limit {limit:g})"
 
     def measure(self, refused: Refused, layer: str) -> float | None:
         """Return the error of the first wrong operator, relative to its norm."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
 from math import ceil
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from compress.core.diagnosis.cause import SPEED_GATES, Cause, Repair
 from export.diagnosis.graph_parts import QUANTIZE, without
@@ -32,18 +32,15 @@ BLOCK = 16
 class SpeedCause(Cause[SpeedDiagnosis]):
     """A reason why a file is too slow."""
 
-    gates: ClassVar[tuple[str, ...]] = SPEED_GATES
+    gates = SPEED_GATES
 
 
 class FloatIslands(SpeedCause):
     """Operators in float between integer kernels, with conversions on both sides."""
 
-    key: ClassVar[str] = "float_islands"
-    stages: ClassVar[tuple[str, ...]] = STATIC
-    limit: ClassVar[float] = 0.1
-    text: ClassVar[str] = (
-        "computed in float between integer kernels ({value:.0%} of the time; limit {limit:.0%})"
-    )
+    stages = STATIC
+    limit = 0.1
+    text = "computed in float between integer kernels ({value:.0%} of the time; limit {limit:.0%})"
 
     def measure(self, refused: Refused, layer: str) -> float | None:
         """Return the share of the time that the islands with a layer's operators take."""
@@ -75,12 +72,9 @@ class FloatIslands(SpeedCause):
 class SlowIntegers(SpeedCause):
     """Layers whose integer kernel takes longer than their float kernel."""
 
-    key: ClassVar[str] = "slow_integers"
-    stages: ClassVar[tuple[str, ...]] = QUANTIZING
-    limit: ClassVar[float] = 1.25
-    text: ClassVar[str] = (
-        "slower in integers than in float ({value:.3g} times the time; limit {limit:g})"
-    )
+    stages = QUANTIZING
+    limit = 1.25
+    text = "slower in integers than in float ({value:.3g} times the time; limit {limit:g})"
 
     def measure(self, refused: Refused, layer: str) -> float | None:
         """Return a layer's time over that of the plain float model."""
@@ -102,10 +96,9 @@ class SlowIntegers(SpeedCause):
 class LonePairs(SpeedCause):
     """Values that are rounded to integers and made floats again, and that no kernel reads so."""
 
-    key: ClassVar[str] = "lone_pairs"
-    stages: ClassVar[tuple[str, ...]] = (*STATIC, "export_onnx")
-    limit: ClassVar[float] = 0.05
-    text: ClassVar[str] = (
+    stages = (*STATIC, "export_onnx")
+    limit = 0.05
+    text = (
         "quantized and dequantized for no integer kernel ({value:.0%} of the time; "
         "limit {limit:.0%})"
     )
@@ -142,10 +135,9 @@ class LonePairs(SpeedCause):
 class OddWidths(SpeedCause):
     """Numbers of channels that fill blocks of the kernels in part."""
 
-    key: ClassVar[str] = "odd_widths"
-    stages: ClassVar[tuple[str, ...]] = ("prune_channels",)
-    limit: ClassVar[float] = 0.1
-    text: ClassVar[str] = (
+    stages = ("prune_channels",)
+    limit = 0.1
+    text = (
         "kernels compute blocks of 8 or 16 channels ({value:.0%} more than there are; "
         "limit {limit:.0%})"
     )
@@ -189,10 +181,9 @@ class OddWidths(SpeedCause):
 class Unfused(SpeedCause):
     """Normalisations and activations that are computed apart from the layer before them."""
 
-    key: ClassVar[str] = "unfused"
-    stages: ClassVar[tuple[str, ...]] = ("export_onnx",)
-    limit: ClassVar[float] = 0.1
-    text: ClassVar[str] = (
+    stages = ("export_onnx",)
+    limit = 0.1
+    text = (
         "normalisation or activation apart from its layer's kernel ({value:.0%} of the time; "
         "limit {limit:.0%})"
     )
@@ -219,10 +210,9 @@ class Unfused(SpeedCause):
 class CallOverhead(SpeedCause):
     """A model so small that most of a call is spent around its kernels."""
 
-    key: ClassVar[str] = "call_overhead"
-    stages: ClassVar[tuple[str, ...]] = ("export_onnx",)
-    limit: ClassVar[float] = 0.4
-    text: ClassVar[str] = (
+    stages = ("export_onnx",)
+    limit = 0.4
+    text = (
         "a call of any model takes {value:.0%} of the time (limit {limit:.0%}); larger batches "
         "share it"
     )
@@ -242,11 +232,10 @@ class CallOverhead(SpeedCause):
 class Noise(SpeedCause):
     """Measurements that lie further apart than the limit is away."""
 
-    key: ClassVar[str] = "noise"
-    stages: ClassVar[tuple[str, ...]] = ()
+    stages = ()
     """None: it is tested before all others, whatever the stage."""
-    limit: ClassVar[float] = 1.0
-    text: ClassVar[str] = (
+    limit = 1.0
+    text = (
         "cannot be told on this machine now: measurements lie {value:.3g} times as far apart as "
         "the limit is away (limit {limit:g}); run again when it has less to do"
     )

@@ -7,6 +7,7 @@ and an entry point of the group ``compress.causes``, so that a stage of one's ow
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
@@ -85,6 +86,7 @@ class Cause(Generic[Measured]):
     """A reason why a stage loses accuracy, or is too slow, too large or wrong."""
 
     key: ClassVar[str]
+    """Its name in a report; by default the class's, in lower case with underscores."""
     stages: ClassVar[tuple[str, ...]]
     """Kinds of stages that it is tested on."""
     gates: ClassVar[tuple[str, ...]] = ACCURACY_GATES
@@ -93,6 +95,11 @@ class Cause(Generic[Measured]):
     """Threshold: the cause is found where the measured value is above it."""
     text: ClassVar[str]
     """The finding for users, with the placeholders `{value}` and `{limit}`."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "key" not in vars(cls):
+            cls.key = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
 
     def measure(self, refused: RefusedStage[Measured], layer: str) -> float | None:
         """Return the value for a layer, or for the stage as a whole (`layer` is empty).

@@ -6,7 +6,7 @@ Thresholds were set on half of the injected faults of `benchmarks/explain.py`.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -33,7 +33,7 @@ GRADIENT_SAMPLES = 64
 class DistillationCause(Cause[Any]):
     """A cause in what a student learns from."""
 
-    stages: ClassVar[tuple[str, ...]] = ("distill",)
+    stages = ("distill",)
 
     def measure(self, refused: Refused, layer: str) -> float | None:
         """Return the value for the stage as a whole."""
@@ -69,9 +69,8 @@ class DistillationCause(Cause[Any]):
 class TeacherWorse(DistillationCause):
     """The teacher itself misses what the gate asks of the student."""
 
-    key: ClassVar[str] = "teacher_worse"
-    limit: ClassVar[float] = 1.0
-    text: ClassVar[str] = (
+    limit = 1.0
+    text = (
         "the teacher is worse than what is asked of the student (by {value:.3g} points; "
         "limit {limit:g})"
     )
@@ -104,9 +103,8 @@ class TeacherWorse(DistillationCause):
 class LossWeights(DistillationCause):
     """The terms' weights or the temperature make steps far longer or shorter than labels do."""
 
-    key: ClassVar[str] = "loss_weights"
-    limit: ClassVar[float] = 10.0
-    text: ClassVar[str] = (
+    limit = 10.0
+    text = (
         "weights of the loss (its gradient is {value:.3g} times as long, or as short, as that of "
         "the labels; limit {limit:g})"
     )

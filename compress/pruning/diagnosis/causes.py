@@ -72,10 +72,9 @@ class PruningCause(Cause[Diagnosis]):
 class CalibrationUnlikeVal(PruningCause[CutChannels]):
     """Layers are refitted to samples that are scaled otherwise than those of use."""
 
-    key: ClassVar[str] = "calibration_unlike_val"
-    stages: ClassVar[tuple[str, ...]] = ("prune_channels",)
-    limit: ClassVar[float] = UNLIKE
-    text: ClassVar[str] = (
+    stages = ("prune_channels",)
+    limit = UNLIKE
+    text = (
         "calibration sample unlike val (inputs are {value:.3g} times as wide, as narrow or "
         "shifted; limit {limit:g})"
     )
@@ -89,12 +88,9 @@ class CalibrationUnlikeVal(PruningCause[CutChannels]):
 class StaleBatchNorm(PruningCause[PruningDiagnosis[Any]]):
     """BatchNorm statistics are those from before channels, weights or blocks were removed."""
 
-    key: ClassVar[str] = "stale_batch_norm"
-    stages: ClassVar[tuple[str, ...]] = ("prune_channels", "prune_weights", "prune_layers")
-    limit: ClassVar[float] = 0.1
-    text: ClassVar[str] = (
-        "BatchNorm statistics are stale (means are {value:.2g} deviations off; limit {limit:g})"
-    )
+    stages = ("prune_channels", "prune_weights", "prune_layers")
+    limit = 0.1
+    text = "BatchNorm statistics are stale (means are {value:.2g} deviations off; limit {limit:g})"
 
     def measure_stage(self, measured: PruningDiagnosis[Any]) -> float | None:
         """Return how far the statistics are from those of the pruned model."""
@@ -121,10 +117,9 @@ class StaleBatchNorm(PruningCause[PruningDiagnosis[Any]]):
 class NoRefit(PruningCause[Any]):
     """Layers were not refitted to their earlier outputs."""
 
-    key: ClassVar[str] = "no_refit"
-    stages: ClassVar[tuple[str, ...]] = ("prune_channels", "prune_layers")
-    limit: ClassVar[float] = 1.25
-    text: ClassVar[str] = (
+    stages = ("prune_channels", "prune_layers")
+    limit = 1.25
+    text = (
         "layers are not refitted (the outputs' error is {value:.3g} times that of refitted ones; "
         "limit {limit:g})"
     )
@@ -145,12 +140,9 @@ class NoRefit(PruningCause[Any]):
 class FewCalibrationSamples(PruningCause[CutChannels]):
     """Layers are refitted, and channels ranked, on too few samples."""
 
-    key: ClassVar[str] = "few_calibration_samples"
-    stages: ClassVar[tuple[str, ...]] = ("prune_channels",)
-    limit: ClassVar[float] = 2.0
-    text: ClassVar[str] = (
-        "too few calibration samples ({value:.3g} times as many are there; limit {limit:g})"
-    )
+    stages = ("prune_channels",)
+    limit = 2.0
+    text = "too few calibration samples ({value:.3g} times as many are there; limit {limit:g})"
     settings = (({"calibration_samples": None}, 0),)
 
     def measure_stage(self, measured: CutChannels) -> float | None:
@@ -161,10 +153,9 @@ class FewCalibrationSamples(PruningCause[CutChannels]):
 class PoorCriterion(PruningCause[CutChannels]):
     """The criterion removes channels that matter, and keeps others that do not."""
 
-    key: ClassVar[str] = "poor_criterion"
-    stages: ClassVar[tuple[str, ...]] = ("prune_channels",)
-    limit: ClassVar[float] = 0.1
-    text: ClassVar[str] = (
+    stages = ("prune_channels",)
+    limit = 0.1
+    text = (
         "poor importance criterion ({value:.0%} of the removed channels are kept by obs; "
         "limit {limit:.0%})"
     )
@@ -188,12 +179,9 @@ class PoorCriterion(PruningCause[CutChannels]):
 class GroupTooNarrow(PruningCause[CutChannels]):
     """One group of channels, or a few, lost more than the model can do without."""
 
-    key: ClassVar[str] = "group_too_narrow"
-    stages: ClassVar[tuple[str, ...]] = ("prune_channels",)
-    limit: ClassVar[float] = 0.2
-    text: ClassVar[str] = (
-        "too narrow a group ({value:.0%} of its channels are removed; limit {limit:.0%})"
-    )
+    stages = ("prune_channels",)
+    limit = 0.2
+    text = "too narrow a group ({value:.0%} of its channels are removed; limit {limit:.0%})"
 
     def measure_part(self, measured: CutChannels, part: str) -> float | None:
         """Return the share of the group's channels that were removed."""
@@ -227,10 +215,9 @@ class GroupTooNarrow(PruningCause[CutChannels]):
 class RatioTooHigh(PruningCause[CutChannels]):
     """All groups together lost more channels than the model can do without."""
 
-    key: ClassVar[str] = "ratio_too_high"
-    stages: ClassVar[tuple[str, ...]] = ("prune_channels",)
-    limit: ClassVar[float] = 0.2
-    text: ClassVar[str] = "too many channels ({value:.0%} are removed; limit {limit:.0%})"
+    stages = ("prune_channels",)
+    limit = 0.2
+    text = "too many channels ({value:.0%} are removed; limit {limit:.0%})"
 
     def measure_stage(self, measured: CutChannels) -> float | None:
         """Return the share of all channels that were removed."""
@@ -252,10 +239,9 @@ class RatioTooHigh(PruningCause[CutChannels]):
 class PoorMethod(PruningCause[ZeroedWeights]):
     """The other weights do not compensate those that are zero."""
 
-    key: ClassVar[str] = "poor_method"
-    stages: ClassVar[tuple[str, ...]] = ("prune_weights",)
-    limit: ClassVar[float] = 0.3
-    text: ClassVar[str] = (
+    stages = ("prune_weights",)
+    limit = 0.3
+    text = (
         "nothing compensates the zeros (sparsegpt returns {value:.0%} of the loss; "
         "limit {limit:.0%})"
     )
@@ -272,10 +258,9 @@ class PoorMethod(PruningCause[ZeroedWeights]):
 class LayerTooSparse(PruningCause[ZeroedWeights]):
     """One layer, or a few, have more zeros than the model can do with."""
 
-    key: ClassVar[str] = "layer_too_sparse"
-    stages: ClassVar[tuple[str, ...]] = ("prune_weights",)
-    limit: ClassVar[float] = 0.2
-    text: ClassVar[str] = "too many zeros in a layer ({value:.0%}; limit {limit:.0%})"
+    stages = ("prune_weights",)
+    limit = 0.2
+    text = "too many zeros in a layer ({value:.0%}; limit {limit:.0%})"
 
     def measure_part(self, measured: ZeroedWeights, part: str) -> float | None:
         """Return the layer's share of zeros."""
@@ -291,10 +276,9 @@ class LayerTooSparse(PruningCause[ZeroedWeights]):
 class AmountTooHigh(PruningCause[ZeroedWeights]):
     """All layers together have more zeros than the model can do with."""
 
-    key: ClassVar[str] = "amount_too_high"
-    stages: ClassVar[tuple[str, ...]] = ("prune_weights",)
-    limit: ClassVar[float] = 0.2
-    text: ClassVar[str] = "too many zeros ({value:.0%} of the weights; limit {limit:.0%})"
+    stages = ("prune_weights",)
+    limit = 0.2
+    text = "too many zeros ({value:.0%} of the weights; limit {limit:.0%})"
 
     def measure_stage(self, measured: ZeroedWeights) -> float | None:
         """Return the share of zeros that the stage asks for."""
@@ -313,12 +297,9 @@ class AmountTooHigh(PruningCause[ZeroedWeights]):
 class BlockNeeded(PruningCause[RemovedBlocks]):
     """A block was removed that the model cannot do without."""
 
-    key: ClassVar[str] = "block_needed"
-    stages: ClassVar[tuple[str, ...]] = ("prune_layers",)
-    limit: ClassVar[float] = 0.25
-    text: ClassVar[str] = (
-        "blocks are needed (back, they return {value:.0%} of the loss; limit {limit:.0%})"
-    )
+    stages = ("prune_layers",)
+    limit = 0.25
+    text = "blocks are needed (back, they return {value:.0%} of the loss; limit {limit:.0%})"
 
     def measure(self, refused: RefusedStage[RemovedBlocks], layer: str) -> float | None:
         """Return what the guilty blocks return together, for the stage as a whole."""

@@ -32,7 +32,7 @@ EPOCHS = 4
 class QuantizationCause(Cause[QuantizationDiagnosis]):
     """A cause in what a layer of an integer model reads."""
 
-    stages: ClassVar[tuple[str, ...]] = ("quantize_static",)
+    stages = ("quantize_static",)
     settings: ClassVar[tuple[tuple[dict[str, Any], int], ...]] = ()
     """Changes of the stage's settings that mend it, and what they cost."""
 
@@ -89,9 +89,8 @@ class QuantizationCause(Cause[QuantizationDiagnosis]):
 class RangeCutOff(QuantizationCause):
     """The observer chose a range that leaves out values which matter."""
 
-    key: ClassVar[str] = "range_cut_off"
-    limit: ClassVar[float] = 0.01
-    text: ClassVar[str] = "range cut off ({value:.1%} of the values are outside; limit {limit:.0%})"
+    limit = 0.01
+    text = "range cut off ({value:.1%} of the values are outside; limit {limit:.0%})"
     settings = (({"observer": "minmax"}, 0), ({"observer": "mse"}, 0))
 
     def measure_layer(self, measured: QuantizationDiagnosis, layer: str) -> float | None:
@@ -112,9 +111,8 @@ class RangeCutOff(QuantizationCause):
 class Outliers(QuantizationCause):
     """Few values make the range so wide that the steps are too coarse for the others."""
 
-    key: ClassVar[str] = "outliers"
-    limit: ClassVar[float] = 4.0
-    text: ClassVar[str] = "range too wide, by outliers ({value:.3g}-fold; limit {limit:g})"
+    limit = 4.0
+    text = "range too wide, by outliers ({value:.3g}-fold; limit {limit:g})"
     settings = (
         ({"observer": "mse"}, 0),
         ({"observer": "percentile", "percentile": 99.9}, 0),
@@ -140,11 +138,8 @@ class Outliers(QuantizationCause):
 class UnlikeChannels(QuantizationCause):
     """One scale for channels of which some have far wider ranges than most."""
 
-    key: ClassVar[str] = "unlike_channels"
-    limit: ClassVar[float] = 16.0
-    text: ClassVar[str] = (
-        "one scale for unlike channels (ranges differ {value:.3g}-fold; limit {limit:g})"
-    )
+    limit = 16.0
+    text = "one scale for unlike channels (ranges differ {value:.3g}-fold; limit {limit:g})"
     settings = (
         ({"equalize": True}, 0),
         ({"smooth": "auto"}, 1),
@@ -174,9 +169,8 @@ class UnlikeChannels(QuantizationCause):
 class SampleTooNarrow(QuantizationCause):
     """The calibration sample has smaller values than those of use."""
 
-    key: ClassVar[str] = "sample_too_narrow"
-    limit: ClassVar[float] = 0.005
-    text: ClassVar[str] = (
+    limit = 0.005
+    text = (
         "calibration sample unlike val ({value:.1%} of the values are beyond all of the sample's; "
         "limit {limit:.1%})"
     )
@@ -205,11 +199,8 @@ class SampleTooNarrow(QuantizationCause):
 class SampleTooWide(SampleTooNarrow):
     """The calibration sample has far larger values than those of use."""
 
-    key: ClassVar[str] = "sample_too_wide"
-    limit: ClassVar[float] = 2.0
-    text: ClassVar[str] = (
-        "calibration sample unlike val (its range is {value:.3g} times as wide; limit {limit:g})"
-    )
+    limit = 2.0
+    text = "calibration sample unlike val (its range is {value:.3g} times as wide; limit {limit:g})"
     settings = (({"observer": "percentile", "percentile": 99.9}, 0), ({"observer": "mse"}, 0))
 
     def measure_layer(self, measured: QuantizationDiagnosis, layer: str) -> float | None:
@@ -223,9 +214,8 @@ class SampleTooWide(SampleTooNarrow):
 class WeightBits(QuantizationCause):
     """Weights that need more bits: rounded alone they cost the loss."""
 
-    key: ClassVar[str] = "weight_bits"
-    limit: ClassVar[float] = 0.5
-    text: ClassVar[str] = (
+    limit = 0.5
+    text = (
         "weights need more bits (in float they return {value:.0%} of the loss; limit {limit:.0%})"
     )
     settings = (
@@ -252,11 +242,8 @@ class WeightBits(QuantizationCause):
 class MeanShift(QuantizationCause):
     """The rounding error has a mean, which later layers do not average out."""
 
-    key: ClassVar[str] = "mean_shift"
-    limit: ClassVar[float] = 0.5
-    text: ClassVar[str] = (
-        "mean shifted (the error's mean is {value:.2g} of its deviation; limit {limit:g})"
-    )
+    limit = 0.5
+    text = "mean shifted (the error's mean is {value:.2g} of its deviation; limit {limit:g})"
     settings = (({"bias_correction": True}, 0), ({"rounding": "adaround"}, 0))
 
     def measure_layer(self, measured: QuantizationDiagnosis, layer: str) -> float | None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class SettingCause(Cause[RequantizationDiagnosis]):
     """A setting without which half of the loss returns."""
 
-    limit: ClassVar[float] = 0.5
+    limit = 0.5
     without: ClassVar[dict[str, Any]]
     """Settings of the stage without the cause."""
     tried: ClassVar[tuple[tuple[dict[str, Any], int], ...]] = ()
@@ -47,10 +47,9 @@ class SettingCause(Cause[RequantizationDiagnosis]):
 class FewWeightBits(SettingCause):
     """Weights that need 8 bits."""
 
-    key: ClassVar[str] = "few_weight_bits"
-    stages: ClassVar[tuple[str, ...]] = ("quantize_weights",)
-    text: ClassVar[str] = "weights need 8 bits (with them {value:.0%} returns; limit {limit:.0%})"
-    without: ClassVar[dict[str, Any]] = {"bits": 8, "method": "rtn"}
+    stages = ("quantize_weights",)
+    text = "weights need 8 bits (with them {value:.0%} returns; limit {limit:.0%})"
+    without = {"bits": 8, "method": "rtn"}
     tried = (
         ({"method": "gptq"}, 0),
         ({"method": "awq"}, 0),
@@ -62,36 +61,27 @@ class FewWeightBits(SettingCause):
 class RoundedInputs(SettingCause):
     """Inputs of linear layers that are rounded to 8 bits."""
 
-    key: ClassVar[str] = "rounded_inputs"
-    stages: ClassVar[tuple[str, ...]] = ("quantize_weights",)
-    text: ClassVar[str] = (
-        "inputs need more than 8 bits (in float they return {value:.0%}; limit {limit:.0%})"
-    )
-    without: ClassVar[dict[str, Any]] = {"activation_bits": 32}
+    stages = ("quantize_weights",)
+    text = "inputs need more than 8 bits (in float they return {value:.0%}; limit {limit:.0%})"
+    without = {"activation_bits": 32}
     tried = (({"activation_bits": 32}, 2),)
 
 
 class UnlikeRows(SettingCause):
     """One range for rows of which some have far larger values than others."""
 
-    key: ClassVar[str] = "unlike_rows"
-    stages: ClassVar[tuple[str, ...]] = ("quantize_dynamic",)
-    text: ClassVar[str] = (
-        "one scale for unlike rows (with a scale each {value:.0%} returns; limit {limit:.0%})"
-    )
-    without: ClassVar[dict[str, Any]] = {"activation_range": "row"}
+    stages = ("quantize_dynamic",)
+    text = "one scale for unlike rows (with a scale each {value:.0%} returns; limit {limit:.0%})"
+    without = {"activation_range": "row"}
     tried = (({"activation_range": "row"}, 2),)
 
 
 class UnlikeInputs(SettingCause):
     """One range for inputs of linear layers of which some have far larger values than most."""
 
-    key: ClassVar[str] = "unlike_inputs"
-    stages: ClassVar[tuple[str, ...]] = ("quantize_dynamic",)
-    text: ClassVar[str] = (
-        "one scale for unlike channels (smoothed {value:.0%} returns; limit {limit:.0%})"
-    )
-    without: ClassVar[dict[str, Any]] = {"smooth": "auto"}
+    stages = ("quantize_dynamic",)
+    text = "one scale for unlike channels (smoothed {value:.0%} returns; limit {limit:.0%})"
+    without = {"smooth": "auto"}
     tried = (({"smooth": "auto"}, 1),)
 
 

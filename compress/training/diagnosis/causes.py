@@ -6,7 +6,7 @@ Thresholds were set on half of the injected faults of `benchmarks/explain.py`.
 from __future__ import annotations
 
 import statistics
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -69,7 +69,7 @@ def learning_rate(training: Training) -> float:
 class TrainingCause(Cause[Any]):
     """A cause in how a stage trains."""
 
-    stages: ClassVar[tuple[str, ...]] = TRAINING_STAGES
+    stages = TRAINING_STAGES
 
     def measure(self, refused: Refused, layer: str) -> float | None:
         """Return the value for the stage as a whole; None where it does not train."""
@@ -112,9 +112,8 @@ class TrainingCause(Cause[Any]):
 class TrainUnlikeVal(TrainingCause):
     """The model is trained on inputs that are scaled otherwise than those of use."""
 
-    key: ClassVar[str] = "train_unlike_val"
-    limit: ClassVar[float] = UNLIKE
-    text: ClassVar[str] = (
+    limit = UNLIKE
+    text = (
         "train unlike val (inputs are {value:.3g} times as wide, as narrow or shifted; "
         "limit {limit:g})"
     )
@@ -132,9 +131,8 @@ class TrainUnlikeVal(TrainingCause):
 class LearningRateTooHigh(TrainingCause):
     """The loss rises again, or never falls: the steps are too long."""
 
-    key: ClassVar[str] = "learning_rate_too_high"
-    limit: ClassVar[float] = 0.5
-    text: ClassVar[str] = (
+    limit = 0.5
+    text = (
         "diverged, learning rate too high (the loss rises by {value:.0%} of what it falls; "
         "limit {limit:.0%})"
     )
@@ -161,9 +159,8 @@ class LearningRateTooHigh(TrainingCause):
 class NotConverged(TrainingCause):
     """The loss was still falling when the training ended."""
 
-    key: ClassVar[str] = "not_converged"
-    limit: ClassVar[float] = 0.05
-    text: ClassVar[str] = (
+    limit = 0.05
+    text = (
         "not converged (the last quarter of the epochs brought {value:.0%} of the loss's fall; "
         "limit {limit:.0%})"
     )
@@ -188,11 +185,8 @@ class NotConverged(TrainingCause):
 class Overfit(TrainingCause):
     """The model is far better on `train` than on `val`."""
 
-    key: ClassVar[str] = "overfit"
-    limit: ClassVar[float] = 3.0
-    text: ClassVar[str] = (
-        "overfit (the metric on train is {value:.3g} points better than on val; limit {limit:g})"
-    )
+    limit = 3.0
+    text = "overfit (the metric on train is {value:.3g} points better than on val; limit {limit:g})"
 
     def measure_training(self, rerun: RerunStage, losses: list[float]) -> float | None:
         """Return the points between both; None where `train` is not learnt well enough either."""

@@ -77,6 +77,6 @@ def test_a_cause_of_some_gates_is_tested_for_these_alone(install) -> None:
 
 
 def test_a_name_that_is_taken_is_refused(install) -> None:
-    install(key='"outliers"')
+    install(limit='1.5\n    key = "outliers"')
     with pytest.raises(Unavailable, match="the name is taken"):
         registry.causes()
