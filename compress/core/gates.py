@@ -57,9 +57,9 @@ class Parity(Gate):
 
     def measure(self, before: Artifact, after: Artifact, context: Context) -> float:
         """Return the largest absolute difference."""
-        from compress.common.tensor_difference import largest, largest_difference
+        from compress.common.tensor_difference import largest, largest_difference, measured
 
-        differences, elements = [], 0
+        differences, elements, finite = [], 0, 0
         for expected, got in paired_outputs(before, after, context):
             if len(expected) != len(got):
                 raise StageFailed(f"{len(expected)} outputs against {len(got)}")
@@ -67,12 +67,14 @@ class Parity(Gate):
                 if a.shape != b.shape:
                     raise StageFailed(f"outputs have shapes {tuple(a.shape)} and {tuple(b.shape)}")
                 elements += a.numel()
-                differences.append(largest_difference(a, b))
-        if not elements:
-            raise StageFailed(NO_ELEMENTS)
+                finite += int(a.isfinite().sum())
+                differences.append(largest_difference(*measured(a, b)))
+        if not finite:
+            nothing = "all outputs of the model compared with are infinite or NaN"
+            raise StageFailed(nothing if elements else NO_ELEMENTS)
         worst = largest(differences)
-        if math.isnan(worst):
-            raise StageFailed("an output is NaN")
+        if not math.isfinite(worst):
+            raise StageFailed("an output is NaN or infinite in one of the models alone")
         return worst
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -9,7 +11,7 @@ from torch import nn
 from compress import Context
 from compress.artifacts.eager_model import EagerModel
 from compress.common.signature import Signature, TensorSpec
-from compress.core.gates import MinEqualTokens, Parity
+from compress.core.gates import LabelAgreement, MinCosine, MinEqualTokens, Parity
 from compress.data.infer_signature import inputs_of, with_values_seen
 from compress.data.splits import Splits
 from compress.profiling.probe_rows import extreme_rows, seeded_rows
@@ -189,6 +191,94 @@ def test_declared_inputs_learn_from_samples_what_they_do_not_say() -> None:
     assert with_values_seen((declared[0], said), data)[1] == said
     others = (declared[0], spec("mask", "bool", LENGTH))
     assert with_values_seen(others, data) == others, "stages report that the names differ"
+
+
+class Encoder(nn.Module):
+    """torch's own encoder, whose fused path fails where a row is masked whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 1)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
+        return self.head(self.encoder(x, src_key_padding_mask=padding))
+
+
+def encoder(folder, shortest: int) -> tuple[EagerModel, Context]:
+    torch.manual_seed(0)
+    lengths = [shortest + i % (LENGTH - shortest) for i in range(16)]
+    val = [
+        {"x": torch.randn(LENGTH, 8), "padding": torch.arange(LENGTH) >= n, "labels": n % 3}
+        for n in lengths
+    ]
+    inputs = (spec("x", "float32", LENGTH, 8), spec("padding", "bool", LENGTH, unmasked=0))
+    model = EagerModel.from_module(Encoder(), signature=Signature(inputs=inputs))
+    splits = Splits({"val": val, "train": val}, batch_size=8, input_names=("x", "padding"))
+    return model, Context(root=folder / "artifact", data=splits)
+
+
+@pytest.mark.parametrize("shortest", [0, 1], ids=["rows masked whole", "no full row"])
+def test_torchs_encoder_is_compared_as_it_was_trained(shortest, tmp_path) -> None:
+    model, context = encoder(tmp_path, shortest)
+    exported = ExportOnnx().run_checked(model, context)
+    for gate in (Parity(atol=1e-5), LabelAgreement(), MinCosine(minimum=0.999)):
+        verdict = gate.evaluate(model, exported, context)
+        assert verdict.passed, verdict
+    assert not context.batch_dependence(model).depends
+    QuantizeStatic().run_checked(model, context.with_root(tmp_path / "int8"))
+
+
+def test_torchs_encoder_is_timed_as_pytorch_runs_it(tmp_path) -> None:
+    model, context = encoder(tmp_path, 1)
+    (batch,) = context.data.batches("val", 1, limit=1)
+    with warnings.catch_warnings(), model.open_anew() as timed:
+        warnings.simplefilter("ignore")  # nested tensors are a prototype
+        fused = timed(*batch.inputs)[0][0]
+    with model.open() as predict:
+        plain = predict(*batch.inputs)[0][0]
+    assert torch.equal(fused[1:], fused[1:2].expand(LENGTH - 1, 3)), "zeros at padded places"
+    assert not torch.allclose(plain[1], plain[2])
+
+
+class Divided(nn.Module):
+    """Is NaN where nothing is let through; broken, it is 0 there, or NaN elsewhere."""
+
+    def __init__(self, broken: str = "") -> None:
+        super().__init__()
+        self.broken = broken
+
+    def forward(self, x: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
+        keep = (~padding).float()
+        mean = (x * keep).sum(1, keepdim=True) / keep.sum(1, keepdim=True)
+        if self.broken == "zeros":
+            return mean.nan_to_num()
+        return mean * 0 / 0 if self.broken == "all" else mean
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "reason"),
+    [
+        ("", "", ""),
+        ("", "zeros", "an output is NaN or infinite in one of the models alone"),
+        ("zeros", "", "an output is NaN or infinite in one of the models alone"),
+        ("all", "all", "all outputs of the model compared with are infinite or NaN"),
+    ],
+)
+def test_nan_equals_nan_and_no_number(before, after, reason, tmp_path) -> None:
+    inputs = (spec("x", "float32", LENGTH), spec("padding", "bool", LENGTH, unmasked=0))
+    models = [
+        EagerModel.from_module(
+            Divided(broken), arguments={"broken": broken}, signature=Signature(inputs=inputs)
+        )
+        for broken in (before, after)
+    ]
+    val = [{"x": torch.randn(LENGTH), "padding": torch.arange(LENGTH) >= n} for n in range(LENGTH)]
+    splits = Splits({"val": val}, batch_size=4, input_names=("x", "padding"))
+    verdict = Parity(atol=1e-6).evaluate(*models, Context(root=tmp_path, data=splits))
+    assert verdict.reason == reason
+    assert verdict.passed == (not reason)
 
 
 class Decoder(nn.Module):
