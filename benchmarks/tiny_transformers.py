@@ -210,7 +210,7 @@ def splits(name: str, length: int = 12) -> dict[str, list[dict[str, torch.Tensor
         shape = [length if size == "length" else size for size in spec.shape[1:]]
         if spec.dtype == "float32":
             return torch.randn(shape, generator=generator)
-        if spec.is_mask:
+        if spec.unmasked_value is not None:
             return (
                 torch.arange(length) < torch.randint(3, length + 1, (), generator=generator)
             ).long()

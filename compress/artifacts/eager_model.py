@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from compress.artifacts.artifact import Artifact, Step
@@ -12,7 +13,7 @@ from compress.checkpoint.state_dict import load_state_, zero_share
 from compress.common.atomic_files import temporary_folder
 from compress.common.errors import ArtifactInvalid, PipelineInvalid
 from compress.common.factories import imported_libraries, local_sources
-from compress.common.forward import opened_model, torch_predictor
+from compress.common.forward import OpenedModel, opened_model, plain_attention, torch_predictor
 from compress.common.signature import Signature
 
 if TYPE_CHECKING:
@@ -232,6 +233,15 @@ class EagerModel(Artifact):
     @opened_model
     def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:
         """Load the module as a predictor for a ``with`` block."""
+        with self._fused_predictor(device, threads) as predict:
+            yield plain_attention()(predict)
+
+    def open_anew(self, device: str = "cpu", threads: int = 1) -> OpenedModel:
+        """Load the module once more, to be timed: with attention as fused as PyTorch runs it."""
+        return OpenedModel(self._fused_predictor(device, threads))
+
+    @contextmanager
+    def _fused_predictor(self, device: str, threads: int) -> Iterator[Predictor]:
         if self.is_streamed:
             from compress.checkpoint.streamed_module import streamed_predictor
 

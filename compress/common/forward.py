@@ -157,8 +157,9 @@ def torch_predictor(module: Any, device: str, threads: int) -> Iterator[Predicto
 def plain_attention() -> Iterator[None]:
     """Run torch's layers of transformers in a block as they are trained, traced and exported.
 
-    Their fused path, which evaluation takes, answers NaN where a row is masked whole, and zeros at
-    padded places.
+    Their fused path, which evaluation takes, answers zeros at padded places, and fails or answers
+    NaN where a row is masked whole. Whatever reads a model's outputs calls it in such a block;
+    whatever measures its time does not.
     """
     import torch
 
@@ -199,7 +200,7 @@ def run_in_eval(
     """Run a module in eval mode without gradients, then restore each submodule's own mode."""
     import torch
 
-    with preserve_modes(module), torch.inference_mode():
+    with preserve_modes(module), torch.inference_mode(), plain_attention():
         return flatten_outputs(module.eval()(*inputs))
 
 

@@ -50,6 +50,18 @@ class TensorSpec(Settings):
     values: tuple[int, int] | None = None
     """Smallest and largest integer of the input, where 0 is not one, as in lengths: inputs that are
     made up to trace and to compare models stay within it."""
+    unmasked: Literal[0, 1] | None = None
+    """Of a mask, its value where elements count: 1 in an attention mask, 0 where true is padding.
+    Samples of the data show it."""
+
+    @model_validator(mode="after")
+    def _can_be_mask(self) -> Self:
+        if self.unmasked is not None and not (self.holds_integers and len(self.shape) > 1):
+            raise ValueError(
+                f"unmasked: {self.name!r} is no mask, which has integers or booleans and two axes "
+                f"or more, found {self.dtype} {list(self.shape)}"
+            )
+        return self
 
     @model_serializer(mode="wrap")
     def _omit_values(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -73,10 +85,47 @@ class TensorSpec(Settings):
         return prod(self.sized(sizes)) * (int(bits[0]) // 8 if bits else 1)
 
     @property
-    def is_mask(self) -> bool:
-        """Whether it is a mask such as `attention_mask`, by its name, dtype and rank."""
-        is_integer = self.dtype == "bool" or "int" in self.dtype
-        return is_integer and "mask" in self.name.lower() and len(self.shape) > 1
+    def holds_integers(self) -> bool:
+        """Whether its elements are integers or booleans."""
+        return self.dtype == "bool" or "int" in self.dtype
+
+    @property
+    def unmasked_value(self) -> int | None:
+        """Value of a mask where elements count; None for an input that is no mask.
+
+        Where no sample was seen its name is the last resort: that of integers with two axes or more
+        holds "mask", and "padding" if it is 0 where elements count, as in PyTorch.
+        """
+        name = self.name.lower()
+        is_known = self.unmasked is not None or (self.values or (0, 1))[1] > 1
+        if is_known or not self.holds_integers or "mask" not in name or len(self.shape) < 2:
+            return self.unmasked
+        return 0 if "padding" in name else 1
+
+    def as_mask(self, is_unmasked: Any) -> Any:
+        """Return a mask for booleans, an array or a tensor, that are true where elements count."""
+        return is_unmasked == bool(self.unmasked_value)
+
+    def with_seen(self, batches: Sequence[torch.Tensor]) -> TensorSpec:
+        """Return the input with what batches of samples show: a range of integers, or a mask.
+
+        A mask holds 0 and 1 alone. The first element of a sample counts, so that its value is the
+        unmasked one; or the last, where samples differ in the first, which is padding on the left.
+        """
+        seen = [x for x in batches if x.numel() and not (x.is_floating_point() or x.is_complex())]
+        if not (seen and self.holds_integers) or self.values or self.unmasked is not None:
+            return self
+        least, most = min(int(x.min()) for x in seen), max(int(x.max()) for x in seen)
+        if len(self.shape) > 1 and least >= 0 and (most == 1 or self.dtype == "bool"):
+            rows = [x.reshape(len(x), -1) for x in seen]
+            first, last = ({int(v) for x in rows for v in x[:, i]} for i in (0, -1))
+            found = first if len(first) == 1 else last
+            if first | last == {0, 1} and len(first) == len(last) and "attention_mask" in self.name:
+                found = {1}  # transformers' name: all are padded, and on either side
+            if len(found) == 1:
+                return self.model_copy(update={"unmasked": found.pop()})
+        is_usual = least <= 0 and most >= 1 and (most == 1 or self.unmasked_value is None)
+        return self if is_usual else self.model_copy(update={"values": (least, most)})
 
 
 class AxisBounds(Settings):
@@ -109,6 +158,8 @@ class AxisBounds(Settings):
 
 
 ANY_SIZE = AxisBounds()
+EXAMPLE_LENGTH = 8
+"""Elements of made-up inputs along named axes but the batch, where that size is allowed."""
 
 
 class OutputSpec(Settings):
@@ -223,6 +274,8 @@ class Signature(Settings):
     ) -> tuple[torch.Tensor, ...]:
         """Return seeded inputs: standard normal for floats, 0 or 1 for integers, or seen ones.
 
+        Rows of masks end in masked elements.
+
         Named axes get their number in ``sizes``, the batch axis ``batch`` and others 8 elements, or
         the nearest number that is allowed.
 
@@ -231,7 +284,7 @@ class Signature(Settings):
         """
         import torch
 
-        axes = {axis: self.bounds(axis).nearest(8) for axis in self.dynamic_axes}
+        axes = {axis: self.bounds(axis).nearest(EXAMPLE_LENGTH) for axis in self.dynamic_axes}
         axes |= {self.batch_axis or "": batch}
         axes |= sizes or {}
         self.refuse_too_large(axes)
@@ -239,10 +292,11 @@ class Signature(Settings):
         tensors = []
         for spec in self.inputs:
             dtype, shape = getattr(torch, spec.dtype), spec.sized(axes)
-            if spec.is_mask and shape[-1]:
-                # Ones from the left, at least one: the output for a fully masked row is undefined.
-                lengths = torch.randint(1, shape[-1] + 1, (*shape[:-1], 1), generator=generator)
-                value = (torch.arange(shape[-1]) < lengths).to(dtype)
+            if spec.unmasked_value is not None and shape[-1]:
+                # Of each row the end is masked, and not all: that output may be undefined.
+                most = max(shape[-1], 2)
+                lengths = torch.randint(1, most, (*shape[:-1], 1), generator=generator)
+                value = spec.as_mask(torch.arange(shape[-1]) < lengths).to(dtype)
             elif dtype.is_floating_point:
                 value = torch.randn(shape, generator=generator).to(dtype)
             else:
@@ -266,25 +320,11 @@ class Signature(Settings):
             rest = tuple(tensor.shape[1:])
             head = (batch_axis or tensor.shape[0],) if tensor.dim() else ()
             dtype = str(tensor.dtype).removeprefix("torch.")
-            specs.append(
-                TensorSpec.model_validate(
-                    {
-                        "name": name,
-                        "shape": (*head, *rest),
-                        "dtype": dtype,
-                        "values": range_to_invent([tensor]),
-                    }
-                )
+            spec = TensorSpec.model_validate(
+                {"name": name, "shape": (*head, *rest), "dtype": dtype}
             )
+            specs.append(spec.with_seen([tensor if tensor.dim() else tensor[None]]))
         return cls(inputs=tuple(specs))
-
-
-def range_to_invent(tensors: Sequence[torch.Tensor]) -> tuple[int, int] | None:
-    """Return the smallest and largest of the integers in samples; None if 0 and 1 will do."""
-    seen = [x for x in tensors if x.numel() and not (x.is_floating_point() or x.is_complex())]
-    least = min((int(x.min()) for x in seen), default=0)
-    most = max((int(x.max()) for x in seen), default=1)
-    return (least, most) if least > 0 or most < 0 else None
 
 
 def refuse_double_names(inputs: Sequence[TensorSpec], outputs: Sequence[OutputSpec]) -> None:

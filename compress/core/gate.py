@@ -16,7 +16,7 @@ from compress.common.requirements import unmet_in
 from compress.core.verdict import Uncertainty, Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from pydantic import JsonValue
 
@@ -55,7 +55,7 @@ class Gate(Settings):
     may_vary: ClassVar[bool] = False
     """Whether the value differs from run to run, as times and memory do."""
     reads_all_outputs: ClassVar[bool] = False
-    """Whether it looks at every output of the model, and not at most at the first."""
+    """Whether it looks at every output of any model; else :meth:`measure_by_output` names those."""
     judges_quality: ClassVar[bool] = False
     """Whether it refuses a result that answers worse than the artifact compared with."""
 
@@ -90,6 +90,12 @@ class Gate(Settings):
         """
         raise NotImplementedError
 
+    def measure_by_output(
+        self, before: Artifact, after: Artifact, context: Context
+    ) -> tuple[float, dict[str, float]]:
+        """Measure the value, and by name that of each output; empty where it has none by output."""
+        return self.measure(before, after, context), {}
+
     def uncertainty(
         self, before: Artifact, after: Artifact, context: Context
     ) -> Uncertainty | None:
@@ -117,8 +123,9 @@ class Gate(Settings):
         """Compare the measured value with the limit; raise Unavailable if a library is missing."""
         try:
             with exits_refused():
-                value = self.measure(before, after, context)
-                return self.verdict(value, uncertainty=self.uncertainty(before, after, context))
+                value, outputs = self.measure_by_output(before, after, context)
+                uncertainty = self.uncertainty(before, after, context)
+                return self.verdict(value, uncertainty=uncertainty, outputs=outputs)
         except Unavailable:
             raise
         except CompressError as error:
@@ -128,13 +135,18 @@ class Gate(Settings):
 
     def stored_verdict(self, stored: Any) -> Verdict:
         """Hold against the limit what :attr:`Verdict.measured` returned for an earlier verdict."""
-        value, uncertainty = stored if isinstance(stored, list) else (stored, None)
-        return self.verdict(
-            float(value), uncertainty=uncertainty and Uncertainty.model_validate(uncertainty)
-        )
+        if not isinstance(stored, dict):
+            return self.verdict(float(stored))
+        own = stored["uncertainty"]
+        uncertainty = Uncertainty.model_validate(own) if own else None
+        return self.verdict(stored["value"], uncertainty=uncertainty, outputs=stored["outputs"])
 
     def verdict(
-        self, value: float | None, reason: str = "", uncertainty: Uncertainty | None = None
+        self,
+        value: float | None,
+        reason: str = "",
+        uncertainty: Uncertainty | None = None,
+        outputs: Mapping[str, float] | None = None,
     ) -> Verdict:
         """Hold a measured value against the limit; None and NaN never pass."""
         if value is None or not math.isfinite(value):
@@ -151,6 +163,7 @@ class Gate(Settings):
             rule=self.rule_template.format_map(dict(self)),
             reason=reason,
             uncertainty=uncertainty,
+            outputs=dict(outputs or {}),
         )
 
     def reproducible(self, verdict: Verdict) -> Verdict:
@@ -177,12 +190,11 @@ class Gate(Settings):
 
 
 def describe_value(verdict: Verdict, unit: str, factor: float = 1.0) -> str:
-    """Return a verdict's value, times a factor, with its unit and uncertainty, or why it has none.
+    """Return a verdict's value, times a factor, with its unit and basis, or why it has none.
 
     The unit begins with a space, if there is one.
     """
     if verdict.value is None:
         return verdict.reason
-    own = verdict.uncertainty
-    doubt = f" ({own.in_words(unit if unit == ' %' else '', factor)})" if own else ""
-    return f"{factor * verdict.value:.5g}{unit}{doubt}"
+    basis = verdict.basis(unit if unit == " %" else "", factor)
+    return f"{factor * verdict.value:.5g}{unit}{basis}"

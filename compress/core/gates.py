@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter, defaultdict
 from functools import cache
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union, get_args
@@ -20,11 +21,13 @@ from compress.core.gate_kinds.kernel_shares import MinDelegated, MinIntegerMacs
 from compress.core.gate_kinds.next_tokens import MaxDivergence, MinEqualTokens
 from compress.core.gate_kinds.other_runtime import RunsIn
 from compress.core.gate_kinds.paired_outputs import paired_outputs
-from compress.core.metric_kinds.checked_values import predicted_decisions
+from compress.core.metric_kinds.checked_values import labelled_outputs, predicted_decisions
 from compress.core.metrics import FALLING, FRACTIONS, IN_POINTS
 from compress.core.task import NO_METRIC
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler, JsonValue
 
     from compress.artifacts.artifact import Artifact
@@ -57,9 +60,9 @@ class Parity(Gate):
 
     def measure(self, before: Artifact, after: Artifact, context: Context) -> float:
         """Return the largest absolute difference."""
-        from compress.common.tensor_difference import largest, largest_difference
+        from compress.common.tensor_difference import largest, largest_difference, measured
 
-        differences, elements = [], 0
+        differences, elements, finite = [], 0, 0
         for expected, got in paired_outputs(before, after, context):
             if len(expected) != len(got):
                 raise StageFailed(f"{len(expected)} outputs against {len(got)}")
@@ -67,21 +70,52 @@ class Parity(Gate):
                 if a.shape != b.shape:
                     raise StageFailed(f"outputs have shapes {tuple(a.shape)} and {tuple(b.shape)}")
                 elements += a.numel()
-                differences.append(largest_difference(a, b))
-        if not elements:
-            raise StageFailed(NO_ELEMENTS)
+                finite += int(a.isfinite().sum())
+                differences.append(largest_difference(*measured(a, b)))
+        if not finite:
+            nothing = "all outputs of the model compared with are infinite or NaN"
+            raise StageFailed(nothing if elements else NO_ELEMENTS)
         worst = largest(differences)
-        if math.isnan(worst):
-            raise StageFailed("an output is NaN")
+        if not math.isfinite(worst):
+            raise StageFailed("an output is NaN or infinite in one of the models alone")
         return worst
 
 
-class LabelAgreement(Gate):
-    """The largest score of the first output is the same one for at least this share of samples.
+class _OutputsGate(Gate):
+    """A gate on a number of each output, of which the worst decides."""
 
-    Other outputs are not read. Of a model with one output, or of several labels each: whether an
-    output is above 0. The task says on which axis the classes are; for tokens every position
-    counts.
+    judges_quality: ClassVar[bool] = True
+    depends_on_batch: ClassVar[bool] = True
+    higher_passes: ClassVar[bool] = True
+
+    def measure(self, before: Artifact, after: Artifact, context: Context) -> float:
+        """Return the worst output's number."""
+        return self.measure_by_output(before, after, context)[0]
+
+    def measurement_key(self) -> dict[str, JsonValue]:
+        """Return what changes the value, apart from values of the first output alone."""
+        return {**super().measurement_key(), "outputs": "each"}
+
+
+def _worst(
+    found: Mapping[int, float], before: Artifact, count: int
+) -> tuple[float, dict[str, float]]:
+    """Return the least number, and those of a model's `count` outputs by name if it has several."""
+    if any(map(math.isnan, found.values())):
+        return math.nan, {}
+    value = min(found.values())
+    if count == 1:
+        return value, {}
+    names = [output.name for output in before.signature.outputs]
+    return value, {names[i]: number for i, number in found.items()}
+
+
+class LabelAgreement(_OutputsGate):
+    """The largest score of an output is the same one for at least this share of samples.
+
+    Of a model with one score, or of several labels each: whether a score is above 0. The task says
+    on which axis the classes are; for tokens every position counts. Of several outputs those of
+    floats are read that have as many labels as the first, and the worst decides.
     """
 
     gate: Literal["label_agreement"] = "label_agreement"
@@ -91,20 +125,24 @@ class LabelAgreement(Gate):
     limit_field: ClassVar[str] = "minimum"
     rule_template: ClassVar[str] = "equal labels >= {minimum:g}"
     report_template: ClassVar[str] = "at least {percent:g} % of the labels are equal"
-    judges_quality: ClassVar[bool] = True
-    depends_on_batch: ClassVar[bool] = True
-    higher_passes: ClassVar[bool] = True
 
-    def measure(self, before: Artifact, after: Artifact, context: Context) -> float:
-        """Return the fraction of equal labels."""
-        equal = total = 0
+    def measure_by_output(
+        self, before: Artifact, after: Artifact, context: Context
+    ) -> tuple[float, dict[str, float]]:
+        """Return the fraction of equal labels, of the worst output and of each."""
+        equal, total, count = Counter[int](), Counter[int](), 0
         for expected, got in paired_outputs(before, after, context):
-            labels = predicted_decisions(expected[0], context.task)
-            equal += int((labels == predicted_decisions(got[0], context.task)).sum())
-            total += labels.numel()
-        if not total:
+            count = len(expected)
+            for i in labelled_outputs(expected, context.task):
+                labels, others = (predicted_decisions(x[i], context.task) for x in (expected, got))
+                if labels.shape != others.shape:
+                    shapes = f"{tuple(labels.shape)} and {tuple(others.shape)}"
+                    raise StageFailed(f"labels of output {i} have shapes {shapes}")
+                equal[i] += int((labels == others).sum())
+                total[i] += labels.numel()
+        if not total[0]:
             raise StageFailed("the outputs have no samples, so that there are no labels to compare")
-        return equal / total
+        return _worst({i: equal[i] / n for i, n in total.items() if n}, before, count)
 
     def unsuitable_task(self, task: Task) -> str:
         """Return why a model for the task has no labels to compare."""
@@ -116,8 +154,11 @@ class LabelAgreement(Gate):
         )
 
 
-class MinCosine(Gate):
-    """The first output of every sample points in the same direction, by the cosine."""
+class MinCosine(_OutputsGate):
+    """Each output of every sample points in the same direction, by the cosine.
+
+    Of several outputs those of more than one number, floats, are read, and the worst decides.
+    """
 
     gate: Literal["min_cosine"] = "min_cosine"
     minimum: Annotated[float, Field(ge=-1, le=1)]
@@ -125,24 +166,31 @@ class MinCosine(Gate):
 
     limit_field: ClassVar[str] = "minimum"
     rule_template: ClassVar[str] = "cosine of outputs >= {minimum:g}"
-    judges_quality: ClassVar[bool] = True
-    depends_on_batch: ClassVar[bool] = True
-    higher_passes: ClassVar[bool] = True
 
-    def measure(self, before: Artifact, after: Artifact, context: Context) -> float:
-        """Return the least cosine of all samples of `val` (seeded inputs without data)."""
+    def measure_by_output(
+        self, before: Artifact, after: Artifact, context: Context
+    ) -> tuple[float, dict[str, float]]:
+        """Return the least cosine of all samples of `val`, of the worst output and of each."""
         import torch
         from torch.nn.functional import cosine_similarity
 
-        cosines = []
-        for pair in paired_outputs(before, after, context):
-            a, b = (outputs[0].double() for outputs in pair)
-            if a.shape != b.shape:
-                raise StageFailed(f"outputs have shapes {tuple(a.shape)} and {tuple(b.shape)}")
-            cosines += [cosine_similarity(a.flatten(1), b.flatten(1))] if a.numel() else []
+        cosines, count = defaultdict[int, list[torch.Tensor]](list), 0
+        for expected, got in paired_outputs(before, after, context):
+            count = len(expected)
+            floats = [i for i, x in enumerate(expected) if x.is_floating_point()]
+            vectors = [i for i in floats if expected[i].numel() > expected[i].shape[:1].numel()]
+            for i in vectors or [0]:
+                a, b = expected[i].double(), got[i].double()
+                if a.shape != b.shape:
+                    raise StageFailed(f"outputs have shapes {tuple(a.shape)} and {tuple(b.shape)}")
+                if a.numel():
+                    a, b = a.flatten(1), b.flatten(1)
+                    # Nothing turns a vector of zeros that is equal; its cosine would be 0.
+                    cosines[i].append(cosine_similarity(a, b).masked_fill((a == b).all(1), 1.0))
         if not cosines:
             raise StageFailed(NO_ELEMENTS)
-        return float(torch.cat(cosines).min())
+        least = {i: float(torch.cat(found).min()) for i, found in cosines.items()}
+        return _worst(least, before, count)
 
 
 class _MetricGate(Gate):

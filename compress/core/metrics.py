@@ -17,9 +17,10 @@ from compress.common.forward import first_output, output_argument
 from compress.core.loss import INFERRED_LOSS, Loss
 from compress.core.metric_kinds.checked_values import (
     count_equal,
+    joint_decisions,
+    labelled_outputs,
     not_finite,
     one_number,
-    predicted_decisions,
     predicted_labels,
 )
 from compress.core.metric_kinds.r2 import add_r2, r2, r2_sums
@@ -77,11 +78,11 @@ class Metric:
     """A metric by name, resolved where it is needed.
 
     ``accuracy`` is the fraction of right labels, ``loss`` the mean of the task's loss, ``fidelity``
-    the fraction of labels equal to the reference model's, ``perplexity`` the exponential of the
-    mean cross-entropy, with arguments ``context`` and ``stride`` over windows. For numbers there
-    are ``mse``, ``mae``, ``r2``, the coefficient of determination, and ``spearman``, the
-    correlation of ranks; ``f1`` and ``miou`` are means over the classes, and ``map`` is that of
-    COCO for boxes. Classes such as
+    the fraction of labels equal to the reference model's, in every output that has as many as the
+    first, ``perplexity`` the exponential of the mean cross-entropy, with arguments ``context`` and
+    ``stride`` over windows. For numbers there are ``mse``, ``mae``, ``r2``, the coefficient of
+    determination, and ``spearman``, the correlation of ranks; ``f1`` and ``miou`` are means over
+    the classes, and ``map`` is that of COCO for boxes. Classes such as
     ``torchmetrics.classification.BinaryF1Score`` are imported by their name, and so is
     ``module:callable``: a function of all outputs and targets that returns a float, or a subclass
     of ``torchmetrics.Metric``. The user's own get several outputs of a model as a mapping by name,
@@ -155,7 +156,7 @@ class Metric:
         self, outputs: Sequence[torch.Tensor], samples: slice = slice(None)
     ) -> Outputs:
         """Return what the metric reads of a model's outputs for some samples, in main memory."""
-        if self.reads_all_outputs:
+        if self.reads_all_outputs or self.name == "fidelity":
             return [x[samples].cpu() for x in outputs]
         return outputs[0][samples].cpu()
 
@@ -174,7 +175,7 @@ class Metric:
         if self.name == "fidelity":
             if reference is None:
                 raise StageFailed("metric fidelity needs a reference model")
-            return predicted_decisions(reference(*batch.inputs)[0].cpu(), self.loss.task)
+            return joint_decisions([x.cpu() for x in reference(*batch.inputs)], self.loss.task)
         if batch.target is None:
             raise StageFailed(f"metric {self.name} needs targets and split {split!r} has none")
         return batch.target
@@ -216,6 +217,8 @@ class Metric:
             StageFailed: the outputs are NaN or infinite (except -inf, a masked class), or of
                 another shape than the metric needs.
         """
+        import torch
+
         first, task = first_output(outputs), self.loss.task
         if problem := not_finite(first if task is None else task.classes_first(first)):
             raise StageFailed(f"metric {self.name}: {problem}")
@@ -225,7 +228,12 @@ class Metric:
             return None
         targets = need_tensor(f"metric {self.name}", targets)
         if self.name == "fidelity":
-            return count_equal(self.name, predicted_decisions(first, task), targets)
+            several = [first] if isinstance(outputs, torch.Tensor) else outputs
+            decisions = joint_decisions(several, task)
+            if len(labelled_outputs(several, task)) > 1 and decisions.shape == targets.shape:
+                decisions = (decisions == targets).all(-1)  # of every output
+                targets = torch.ones_like(decisions)
+            return count_equal(self.name, decisions, targets)
         if self.name == "perplexity":
             name = "nll" if self.loss.name == "nll" else "cross_entropy"
             return replace(self.loss, name=name).sums_and_counts(first, targets)

@@ -58,19 +58,33 @@ class Verdict(Settings):
     uncertainty: Uncertainty | None = None
     """Of a value that is measured on samples, in its unit; None for others, and in reports of older
     versions."""
+    outputs: dict[str, float] = {}
+    """Value of each output that was read, where the model has several and a gate has a value for
+    each; the worst is the verdict's."""
 
     @property
     def measured(self) -> JsonValue:
         """What the gate measured, as :meth:`Gate.stored_verdict` takes it; None where nothing."""
-        if self.value is None or self.uncertainty is None:
+        if self.value is None or not (self.uncertainty or self.outputs):
             return self.value
-        return [self.value, self.uncertainty.model_dump(mode="json")]
+        return self.model_dump(mode="json", include={"value", "uncertainty", "outputs"})
+
+    def basis(self, unit: str = "", factor: float = 1.0) -> str:
+        """Return in parentheses of what the value is: the output, and the samples.
+
+        The ends of an interval are multiplied by `factor`.
+        """
+        worst = [name for name, value in self.outputs.items() if value == self.value]
+        of_several = f", the worst of {len(self.outputs)}" if len(self.outputs) > 1 else ""
+        parts = [f"output {name!r}{of_several}" for name in worst[:1]]
+        parts += [self.uncertainty.in_words(unit, factor)] if self.uncertainty else []
+        return f" ({'; '.join(parts)})" if parts else ""
 
 
 def explain(verdict: Verdict) -> str:
     """Format a verdict in one line: the gate, its rule, and the measured value."""
     found = verdict.reason or f"found {verdict.value:.4g}"
-    found += f" ({verdict.uncertainty.in_words()})" if verdict.uncertainty else ""
+    found += verdict.basis()
     against = f" against {verdict.against}" if verdict.against not in (None, "input") else ""
     return f"{verdict.gate}{against}: {verdict.rule}, {found}"
 

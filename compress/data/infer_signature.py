@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from compress.common.errors import CompressError, PipelineInvalid, first_line
-from compress.common.signature import TensorSpec, range_to_invent
+from compress.common.signature import TensorSpec
 from compress.data.batch import LABELS, SampleWithTeacher, adapt
 
 if TYPE_CHECKING:
@@ -123,22 +123,36 @@ def _specs(
         dtype = str(column[0].dtype).removeprefix("torch.")
         dtype = float_dtype if column[0].is_floating_point() else dtype
         try:
-            values = range_to_invent(column)
-            yield TensorSpec.model_validate(
-                {"name": name, "shape": shape, "dtype": dtype, "values": values}
-            )
+            spec = TensorSpec.model_validate({"name": name, "shape": shape, "dtype": dtype})
         except ValidationError as error:
             problem = error.errors()[0]["msg"].removeprefix("Value error, ")
             raise PipelineInvalid(
                 f"input {name!r} of the samples, {dtype} {shape}: {problem}; declare model.inputs"
             ) from None
+        yield spec.with_seen([x[None] for x in column])
+
+
+def with_values_seen(inputs: tuple[TensorSpec, ...], splits: Splits) -> tuple[TensorSpec, ...]:
+    """Return declared inputs with what samples show of their integers: a range, or a mask.
+
+    They are unchanged where samples cannot be read or do not fit, which stages then report.
+    """
+    if not any(spec.holds_integers for spec in inputs):
+        return inputs
+    names = [spec.name for spec in inputs]
+    try:
+        columns = [*zip(*(adapt(x, names)[0] for _, x in _samples(splits)), strict=True)]
+        pairs = [*zip(inputs, columns, strict=True)]
+    except (CompressError, ValueError):
+        return inputs
+    return tuple(spec.with_seen([x[None] for x in column]) for spec, column in pairs)
 
 
 def with_named_length(inputs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
     """Return inputs whose rows of integers, such as token ids, have any length, the same one."""
     return tuple(
         spec.model_copy(update={"shape": (spec.shape[0], LENGTH)})
-        if len(spec.shape) == 2 and "int" in spec.dtype
+        if len(spec.shape) == 2 and spec.holds_integers
         else spec
         for spec in inputs
     )

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from compress.common.signature import EXAMPLE_LENGTH
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -53,20 +55,26 @@ def val_rows(data: Splits, signature: Signature) -> tuple[list[Array], list[list
     return rows, unpadded
 
 
-def seeded_rows(signature: Signature, rows: int, seed: int = 0) -> list[Array]:
-    """Generate rows as :meth:`Signature.example` does, but without torch and of other numbers."""
+def seeded_rows(
+    signature: Signature, rows: int, seed: int = 0, length: int = EXAMPLE_LENGTH
+) -> list[Array]:
+    """Generate rows as :meth:`Signature.example` does, but without torch and of other numbers.
+
+    Named axes but the batch have `length` elements, or the nearest number that is allowed.
+    """
     generator = np.random.default_rng(seed)
-    sizes = {axis: signature.bounds(axis).nearest(8) for axis in signature.dynamic_axes}
+    sizes = {axis: signature.bounds(axis).nearest(length) for axis in signature.dynamic_axes}
     sizes |= {signature.batch_axis or "": rows}
+    signature.refuse_too_large(sizes)
     arrays: list[Array] = []
     for spec in signature.inputs:
         shape = spec.sized(sizes)
         dtype = np.dtype("float32" if spec.dtype == "bfloat16" else spec.dtype)
         if dtype.kind == "f":
             arrays.append(generator.standard_normal(shape).astype(dtype))
-        elif spec.is_mask and shape[-1]:
-            lengths = generator.integers(1, shape[-1] + 1, (*shape[:-1], 1))
-            arrays.append((np.arange(shape[-1]) < lengths).astype(dtype))
+        elif spec.unmasked_value is not None and shape[-1]:
+            lengths = generator.integers(1, max(shape[-1], 2), (*shape[:-1], 1))
+            arrays.append(spec.as_mask(np.arange(shape[-1]) < lengths).astype(dtype))
         else:
             arrays.append(generator.integers(*spec.invented_integers, shape).astype(dtype))
     return arrays
@@ -85,12 +93,11 @@ def extreme_rows(
     for array, spec in zip(inputs, specs, strict=True):
         rows = array.copy()
         for i in range(len(rows) if array.ndim and array.size else 0):
-            if spec.is_mask:
-                kind = i // 2 % 3
+            if spec.unmasked_value is not None:
                 if masks:
-                    rows[i] = kind == 0
-                if masks and kind == 2:
-                    rows[i, ..., :1] = 1
+                    # All elements, none, or the first.
+                    count = (rows.shape[-1], 0, 1)[i // 2 % 3]
+                    rows[i] = spec.as_mask(np.arange(rows.shape[-1]) < count)
             elif array.dtype.kind == "f":
                 rows[i] = _extreme_floats(array, i)
             elif array.dtype.kind == "b":

@@ -9,7 +9,7 @@ import torch
 
 from compress.common.errors import StageFailed
 from compress.common.tensor_difference import relative_error
-from compress.core.gate_kinds.next_tokens import token_input
+from compress.core.gate_kinds.next_tokens import token_input, unmasked_inputs
 from export.genai.greedy_text import GreedyText
 from export.parity.sample_parity import tolerance_for
 
@@ -87,11 +87,7 @@ class CacheProof:
                 yield batch.inputs[self.place][:, : self.longest]
 
     def _scores(self, predict: Predictor, ids: torch.Tensor) -> torch.Tensor:
-        inputs = [
-            ids if i == self.place else torch.ones_like(ids).to(getattr(torch, spec.dtype))
-            for i, spec in enumerate(self.signature.inputs)
-        ]
-        return predict(*inputs)[0]
+        return predict(*unmasked_inputs(self.signature, ids))[0]
 
     def _error(self, expected: torch.Tensor, found: torch.Tensor) -> float:
         if expected.shape != found.shape:

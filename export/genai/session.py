@@ -64,11 +64,11 @@ def prefill_predictor(file: Path, threads: int, signature: Signature) -> Predict
     It refuses masks that leave out anything but the end, whose scores mean nothing.
     """
     session, place = CachedSession(file, threads), token_input(signature)
-    masks = [i for i, spec in enumerate(signature.inputs) if spec.is_mask]
 
     def predict(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        for mask in masks:
-            if bool((inputs[mask].diff(dim=1) > 0).any()):
+        for spec, x in zip(signature.inputs, inputs, strict=True):
+            is_mask = spec.unmasked_value is not None
+            if is_mask and bool((x.eq(spec.unmasked_value or 0).int().diff(dim=1) > 0).any()):
                 raise ValueError("the mask leaves out tokens at the beginning; pad at the end")
         return (session(inputs[place].cpu())[0],)
 

@@ -16,6 +16,7 @@ import torch
 from compress.artifacts.artifact import TABLE_ROWS
 from compress.artifacts.graph_model import GraphModel, program_of
 from compress.common.errors import StageFailed
+from compress.common.forward import plain_attention
 from compress.graph.axis_bounds import axis_limit_facts
 from compress.graph.torch_export import with_flat_outputs
 from export.common.targets import NO_BFLOAT16
@@ -123,6 +124,7 @@ def _export_legacy(
     try:
         with (
             torch.no_grad(),
+            plain_attention(),
             warnings.catch_warnings(),
             contextlib.redirect_stdout(io.StringIO()),  # it prints whole graphs at errors
             TemporaryDirectory() as folder,

@@ -43,6 +43,7 @@ MIXED = (TINY, 1e-4, 1.0, 1e2, 3e2, 1e3)
 TINY_KIND = f"real inputs brought to {TINY:g}"
 LARGE_KINDS = {f"real inputs brought to {size:g}": size for size in LARGE}
 MIXED_KIND = f"numbers of {TINY:g} to {max(MIXED):g} side by side"
+NOTHING_KIND = "masks that let nothing through"
 SKIPPED_KINDS: Mapping[str, tuple[str, ...]] = {
     # onnxruntime (1.31) computes them as exp(x) - 1, in steps of 6e-8. Written with expm1 they
     # would be exact, and eight kernels instead of one.
@@ -75,7 +76,7 @@ def _all_kinds(
     signature: Signature, val_batches: Sequence[Tensors]
 ) -> Iterator[tuple[str, Tensors]]:
     val_batches = [batch for batch in val_batches if len(batch[0])] or [signature.example()]
-    has_masks = any(spec.is_mask for spec in signature.inputs)
+    has_masks = any(spec.unmasked_value is not None for spec in signature.inputs)
     shape = signature.inputs[0].shape
     batch = shape[0] if shape and isinstance(shape[0], int) else None
     rows = batch or (RAGGED_ROWS if has_masks else ROWS)
@@ -84,7 +85,7 @@ def _all_kinds(
 
     def filled(values: Sequence[float]) -> Tensors:
         return tuple(
-            x if spec.is_mask else torch.full_like(x, value)
+            torch.full_like(x, value) if spec.unmasked_value is None else x
             for spec, x, value in zip(signature.inputs, base, values, strict=True)
         )
 
@@ -108,7 +109,12 @@ def _all_kinds(
             yield kind, with_floats(functools.partial(scaled_to, size))
         yield MIXED_KIND, with_floats(_mixed)
     if has_masks:
-        yield "rows of every length", _ragged(signature, base)
+        for kind, shares in {
+            "rows of every length": torch.linspace(0, 1, rows),
+            "masks that let everything through": torch.ones(rows),
+            NOTHING_KIND: torch.zeros(rows),
+        }.items():
+            yield kind, _masked(signature, base, shares, least=int(kind != NOTHING_KIND))
 
 
 def find_adversarial_mismatch(
@@ -217,13 +223,16 @@ def _extreme(
     ]
 
 
-def _ragged(signature: Signature, base: Tensors) -> Tensors:
-    """Return rows whose masks let through one element, some, and all, from the left."""
+def _masked(signature: Signature, base: Tensors, shares: torch.Tensor, least: int) -> Tensors:
+    """Return rows whose masks let through a share of their elements from the left, `(rows,)`.
+
+    They are `least` at least.
+    """
     changed = []
     for spec, x in zip(signature.inputs, base, strict=True):
-        if spec.is_mask and x.dim() > 1 and x.shape[-1]:
-            lengths = torch.linspace(1, x.shape[-1], len(x)).round()
-            shape = (len(x), *[1] * (x.dim() - 1))
-            x = (torch.arange(x.shape[-1]) < lengths.view(shape)).expand(x.shape).to(x.dtype)
+        if spec.unmasked_value is not None:
+            lengths = (least + shares * (x.shape[-1] - least)).round()
+            is_unmasked = torch.arange(x.shape[-1]) < lengths.view(-1, *[1] * (x.dim() - 1))
+            x = spec.as_mask(is_unmasked).expand(x.shape).to(x.dtype)
         changed.append(x)
     return tuple(changed)

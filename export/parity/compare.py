@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from compress.common.errors import StageFailed
-from compress.common.forward import accept_any_batch, plain_attention
+from compress.common.forward import accept_any_batch
 from compress.common.tensor_difference import relative_error
 from export.parity.adversarial_inputs import adversarial_inputs, find_adversarial_mismatch
 from export.parity.float64_reference import Float64Reference
@@ -79,7 +79,7 @@ def check_parity(
     operators: Container[str] = (),
 ) -> None:
     """Compare an exported model with its source, which is opened: see :func:`compare_outputs`."""
-    with plain_attention(), source.open(threads=context.threads) as expected:
+    with source.open(threads=context.threads) as expected:
         val_batches = list(val_inputs(context))
         compare_outputs(source, expected, exported, val_batches, limits, operators)
 

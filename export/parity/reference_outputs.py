@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from compress.common.forward import accept_any_batch, plain_attention
+from compress.common.forward import accept_any_batch
 from compress.profiling.rss import release_memory
 
 if TYPE_CHECKING:
@@ -34,7 +34,6 @@ def recorded_outputs(
     It is opened again for an input whose output is not stored.
     """
     with (
-        plain_attention(),
         TemporaryDirectory(prefix="compress-answers-") as folder,
         ExitStack() as stack,
     ):

@@ -111,6 +111,7 @@ def evaluate_stage(state: RunState, planned: PlannedStage, lookup: CacheLookup) 
             measurements = measure_artifact(state, name, cache)
     moved = _moved_outputs(state, planned, measurements)
     others = [] if reads_all_outputs(state.plan, planned) else artifact.signature.outputs[1:]
+    read_by_gates = {name for verdict in verdicts for name in verdict.outputs}
     return StageReport(
         name=name,
         stage=planned.stage.stage,
@@ -123,7 +124,9 @@ def evaluate_stage(state: RunState, planned: PlannedStage, lookup: CacheLookup) 
         judged_seconds=cache.seconds,
         artifact=ArtifactReport.from_artifact(artifact, f"artifacts/{name}"),
         measurements=measurements,
-        unread_outputs={o.name: moved[o.name] for o in others if o.name in moved},
+        unread_outputs={
+            o.name: moved[o.name] for o in others if o.name in {*moved} - read_by_gates
+        },
         # A stage from the cache was not trained: the folder may hold those of other settings.
         operators=() if lookup.cached else read_operator_tables(state.out / "profiles", name),
         verdicts=verdicts,

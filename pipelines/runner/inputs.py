@@ -43,20 +43,22 @@ if TYPE_CHECKING:
 
 
 def resolve_inputs(pipeline: PipelineConfig) -> tuple[PipelineConfig, Splits | None, str]:
-    """Load the data, and infer `model.inputs` where the file does not declare them.
+    """Load the data, and infer of it `model.inputs`, or what is not declared of them.
 
     Returns:
         The pipeline with `model.inputs`, its data if any, and a line that names what was inferred.
     """
-    from compress.data.infer_signature import described, inputs_of, with_named_length
+    from compress.data.infer_signature import (
+        described,
+        inputs_of,
+        with_named_length,
+        with_values_seen,
+    )
 
     data = load_data(pipeline)
-    if pipeline.model.inputs is not None:
-        _check_requests(pipeline)
-        return pipeline, data, ""
-    spec, inputs, origin = pipeline.model, None, "the samples of the data"
+    spec, inputs, origin = pipeline.model, pipeline.model.inputs, "the samples of the data"
     try:
-        if isinstance(spec, ModelFile):
+        if inputs is None and isinstance(spec, ModelFile):
             from pipelines.models.exported_files import signature_of
 
             file = pipeline.folder / spec.file
@@ -65,7 +67,9 @@ def resolve_inputs(pipeline: PipelineConfig) -> tuple[PipelineConfig, Splits | N
         if inputs is None and data is None and isinstance(spec, HuggingFaceModel | TimmModel):
             (inputs, axes), origin = _declared_inputs(pipeline, spec), "the model's configuration"
             spec = spec.model_copy(update={"axes": spec.axes or axes})
-        if inputs is None:
+        if inputs is not None:
+            inputs = with_values_seen(inputs, data) if data else inputs
+        else:
             if data is None:
                 raise PipelineInvalid(
                     "inputs are not declared, and there is no `data:` whose samples show them"
@@ -83,8 +87,9 @@ def resolve_inputs(pipeline: PipelineConfig) -> tuple[PipelineConfig, Splits | N
         names, dtypes = zip(*((spec.name, spec.dtype) for spec in inputs), strict=True)
         source = data.source and replace(data.source, input_names=names, input_dtypes=dtypes)
         data = replace(data, input_names=names, input_dtypes=dtypes, source=source)
-    model = spec.model_copy(update={"inputs": inputs})
     inferred = f"model.inputs, from {origin}: {described(inputs)}"
+    inferred = "" if pipeline.model.inputs is not None else inferred
+    model = spec.model_copy(update={"inputs": inputs})
     pipeline = pipeline.model_copy(update={"model": model})
     _check_requests(pipeline)
     return pipeline, data, inferred

@@ -7,6 +7,7 @@ import math
 import time
 from typing import TYPE_CHECKING, Any
 
+from compress.profiling.probe_rows import seeded_rows
 from serve.http.base_app import (
     CLIENT_CLOSED,
     SMALL_BYTES,
@@ -15,7 +16,6 @@ from serve.http.base_app import (
     content_type_of,
 )
 from serve.http.responses import HttpError, Response, error_response, response_of
-from serve.packaging.model_interface import example_inputs
 from serve.worker import wire
 from serve.worker.http_errors import TOO_LARGE, inference_error, output_fault
 from serve.worker.oip import HEADER_LENGTH, LABELS, requested_outputs
@@ -45,7 +45,7 @@ class Inference(SharedState):
         self.model = model
         self.outputs = [output.name for output in model.signature.outputs]
         self.deadlines = Deadlines(limits.seconds)
-        self._example = example_inputs(model.signature, rows=1)
+        self._example = seeded_rows(model.signature, 1)
         self._specs = model.signature.input_descriptions(model.table_rows)
         self._max_commas = EXTRA_COMMAS + most_numbers(self._specs, limits.rows)
         if wire.TEXT in model.readers:

@@ -11,10 +11,10 @@ import numpy as np
 from compress.artifacts.artifact import TABLE_ROWS
 from compress.common.errors import ArtifactInvalid, StageFailed, first_line
 from compress.profiling.batch_dependence import numpy_call
+from compress.profiling.probe_rows import seeded_rows
 from serve.packaging.joinable import why_not_joined_without_data
 from serve.packaging.model_interface import (
     Interface,
-    example_inputs,
     infer_interface,
     refuse_bfloat16,
 )
@@ -107,14 +107,14 @@ def _request_forms(artifact: Artifact, call: Call) -> tuple[Readers, Named | Non
     readers = create_readers(settings, signature.input_descriptions(), artifact.path)
     if not forms.class_names:
         return readers, None
-    scores = call(*example_inputs(signature, rows=signature.smallest_batch))[0]
+    scores = call(*seeded_rows(signature, signature.smallest_batch))[0]
     return readers, class_settings(artifact, forms.class_names, TOP_LABELS, scores)
 
 
 def warm_up(call: Call, signature: Signature) -> None:
     """Call a model until its runtime has profiled and compiled it; StageFailed on NaN."""
     for _ in range(WARM_CALLS):
-        outputs = call(*example_inputs(signature, rows=1))
+        outputs = call(*seeded_rows(signature, 1))
     for spec, output in zip(signature.outputs, outputs, strict=True):
         if output.dtype.kind == "f" and np.isnan(output).any():
             raise StageFailed(f"the model answers NaN in {spec.name} to normal inputs")

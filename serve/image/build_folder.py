@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from compress.artifacts.artifact import MANIFEST, Artifact, new_folder
 from compress.common.errors import ArtifactInvalid
+from compress.profiling.probe_rows import seeded_rows
 from serve.http.loaded_model import RUNTIMES, open_model
 from serve.image.locked_requirements import locked_requirements
 from serve.packaging.joinable import REPORT, read_recorded_dependence
-from serve.packaging.model_interface import PROBE_SIZES, example_inputs
+from serve.packaging.model_interface import PROBE_SIZES
 from serve.packaging.request_forms import forms_of
 from serve.worker.wire import to_npz
 
@@ -124,7 +125,7 @@ def write_image_files(path: Path, folder: Path, attest: Attest) -> Artifact:
             f"{path}: is {artifact.kind!r}, expected {' or '.join(map(repr, RUNTIMES))}: images "
             "hold no torch; export the model with export_onnx or export_openvino"
         )
-    inputs = example_inputs(artifact.signature, PROBE_SIZES[0])
+    inputs = seeded_rows(artifact.signature, PROBE_SIZES[0])
     with open_model(artifact, "model", threads=1) as model:  # it checks every digest
         outputs = model.call(*inputs)
     names = [spec.name for spec in artifact.signature.inputs]

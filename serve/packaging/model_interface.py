@@ -6,9 +6,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from compress.common.errors import StageFailed
+from compress.profiling.probe_rows import seeded_rows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -58,11 +57,12 @@ def infer_interface(call: Call, signature: Signature) -> Interface:
         StageFailed: the model does not answer its own signature, or a tensor is bfloat16.
     """
     refuse_bfloat16(signature)
-    first: Any = example_inputs(signature, PROBE_SIZES[0])
+    arrays: Any = [seeded_rows(signature, n, length=n + EXTRA_LENGTH) for n in PROBE_SIZES]
+    first, other = arrays
     answers: Any = _call_model(call, first, signature)
     second: list[Array | None] = [None] * len(signature.outputs)
     with suppress(Exception):  # a model may refuse other sizes in any way
-        second = [*_call_model(call, example_inputs(signature, PROBE_SIZES[1]), signature)]
+        second = [*_call_model(call, other, signature)]
     outputs = tuple(
         Tensor(spec.name, str(a.dtype), _varying(a.shape, b))
         for spec, a, b in zip(signature.outputs, answers, second, strict=True)
@@ -101,23 +101,6 @@ def rows_stay_first(
         return False
     sizes = {(tuple(a.shape[:1]), tuple(b.shape[:1])) for a, b in zip(outputs, others, strict=True)}
     return sizes == {((rows,), (other,))}
-
-
-def example_inputs(signature: Signature, rows: int, seed: int = 0) -> list[Array]:
-    """Create inputs: normal floats, and ones for integers, which are valid as ids and masks."""
-    generator = np.random.default_rng(seed)
-    length = rows + EXTRA_LENGTH
-    axes = {axis: signature.bounds(axis).nearest(length) for axis in signature.dynamic_axes}
-    axes |= {signature.batch_axis or "": rows}
-    signature.refuse_too_large(axes)
-    arrays: list[Array] = []
-    for spec in signature.inputs:
-        shape, dtype = spec.sized(axes), np.dtype(spec.dtype)
-        if dtype.kind == "f":
-            arrays.append(generator.standard_normal(shape).astype(dtype))
-        else:
-            arrays.append(np.ones(shape, dtype))
-    return arrays
 
 
 def refuse_bfloat16(signature: Signature) -> None:

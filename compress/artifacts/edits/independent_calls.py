@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from compress.common.forward import outputs_by_name, preserve_modes
+from compress.common.forward import outputs_by_name, plain_attention, preserve_modes
 from compress.common.process import random_state_kept
 from compress.common.signature import CallState
 from compress.common.tensor_difference import relative_error
@@ -114,7 +114,7 @@ def call_effects(module: nn.Module, call: Call, inputs: Sequence[torch.Tensor]) 
     ``call`` calls it with tensors in order. Attributes that are no persistent buffers, such as
     masks that are created when they are needed, count only if later outputs depend on state.
     """
-    with unchanged(module) as before:
+    with unchanged(module) as before, plain_attention():
         module.eval()
         given = [x.clone() for x in inputs]
         with torch.inference_mode():
@@ -152,7 +152,7 @@ def needed_hooks_alone(
     def outcomes() -> list[Outputs | None]:
         found = []
         for training in (False, True):
-            with unchanged(module):
+            with unchanged(module), plain_attention():
                 module.train(training)
                 found.append(_outcome(call, inputs))
         return found

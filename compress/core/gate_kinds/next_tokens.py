@@ -137,15 +137,24 @@ class MinEqualTokens(_NextTokenGate):
 
 def token_input(signature: Signature) -> int:
     """Return which input has the token ids; raise StageFailed where others are no masks."""
-    tokens = [
-        i for i, spec in enumerate(signature.inputs) if "int" in spec.dtype and not spec.is_mask
+    others = [i for i, spec in enumerate(signature.inputs) if spec.unmasked_value is None]
+    if len(others) != 1 or "int" not in signature.inputs[others[0]].dtype:
+        names = ", ".join(signature.inputs[i].name for i in others)
+        raise StageFailed(f"continues models that take token ids and at most a mask, found {names}")
+    return others[0]
+
+
+def unmasked_inputs(signature: Signature, ids_BT: torch.Tensor) -> list[torch.Tensor]:
+    """Return a model's inputs for token ids, with masks that let all of them through."""
+    import torch
+
+    everywhere = torch.ones_like(ids_BT, dtype=torch.bool)
+    return [
+        ids_BT
+        if spec.unmasked_value is None
+        else spec.as_mask(everywhere).to(getattr(torch, spec.dtype))
+        for spec in signature.inputs
     ]
-    others = [spec.name for spec in signature.inputs if not spec.is_mask]
-    if len(tokens) != 1 or len(others) != 1:
-        raise StageFailed(
-            f"continues models that take token ids and at most a mask, found {', '.join(others)}"
-        )
-    return tokens[0]
 
 
 def continue_greedily(
@@ -161,10 +170,6 @@ def continue_greedily(
     longest = signature.bounds(str(signature.inputs[place].shape[1])).max
     left = count if longest is None else min(count, longest - prompt_BT.shape[1])
     for _ in range(left):
-        inputs = [
-            text_BT if i == place else torch.ones_like(text_BT).to(getattr(torch, spec.dtype))
-            for i, spec in enumerate(signature.inputs)
-        ]
-        scores_BV = predict(*inputs)[0].cpu()[:, -1]
+        scores_BV = predict(*unmasked_inputs(signature, text_BT))[0].cpu()[:, -1]
         text_BT = torch.cat([text_BT, scores_BV.argmax(-1, keepdim=True).to(text_BT)], 1)
     return text_BT[:, prompt_BT.shape[1] :]

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 from compress.common.errors import StageFailed
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
     from compress.core.task import Task
@@ -81,9 +83,36 @@ def predicted_decisions(outputs: torch.Tensor, task: Task | None = None) -> torc
     """
     if task is not None:
         outputs = task.classes_first(outputs)
-    exclusive = task is None or task.labels != "each output"
-    if exclusive and outputs.dim() > 1 and outputs.shape[1] > 1:
+    if _has_classes(outputs, task):
         return predicted_labels(outputs)
     if not bool(outputs.isfinite().all()):
         raise StageFailed("the model's outputs are not all finite")
     return outputs > 0
+
+
+def labelled_outputs(outputs: Sequence[torch.Tensor], task: Task | None = None) -> list[int]:
+    """Return which outputs have labels: the first, and others with as many, of any classes."""
+
+    def labels(output: torch.Tensor) -> tuple[bool, tuple[int, ...]]:
+        output = output if task is None else task.classes_first(output)
+        if _has_classes(output, task):
+            return True, (*output.shape[:1], *output.shape[2:])
+        return False, tuple(output.shape)
+
+    others = range(1, len(outputs))
+    scores = [i for i in others if outputs[i].is_floating_point()]
+    return [0, *(i for i in scores if labels(outputs[i]) == labels(outputs[0]))]
+
+
+def joint_decisions(outputs: Sequence[torch.Tensor], task: Task | None = None) -> torch.Tensor:
+    """Return :func:`predicted_decisions` of all outputs with labels; several on a last axis."""
+    import torch
+
+    found = [predicted_decisions(outputs[i], task) for i in labelled_outputs(outputs, task)]
+    return torch.stack(found, -1) if len(found) > 1 else found[0]
+
+
+def _has_classes(outputs: torch.Tensor, task: Task | None) -> bool:
+    """Whether a sample, or a place of it, has one class of those on axis 1."""
+    exclusive = task is None or task.labels != "each output"
+    return exclusive and outputs.dim() > 1 and outputs.shape[1] > 1

@@ -11,7 +11,7 @@ import torch
 from compress.common.errors import StageFailed
 from compress.common.forward import accept_any_batch, torch_predictor
 from compress.common.tensor_difference import relative_error_of_batches
-from compress.core.metric_kinds.checked_values import predicted_decisions
+from compress.core.metric_kinds.checked_values import joint_decisions
 from compress.core.metrics import MetricMeter
 from compress.data.batch import Batch
 
@@ -75,8 +75,7 @@ class OutputErrorMeter:
         self.expected = list(self._outputs(module))
         self.targets = [batch.target for batch in self.batches]
         if self.metric.name == "fidelity" and judged_by != "outputs":
-            task = context.task
-            self.targets = [predicted_decisions(outputs[0], task) for outputs in self.expected]
+            self.targets = [joint_decisions(outputs, context.task) for outputs in self.expected]
         has_targets = all(target is not None for target in self.targets) and self.metric.is_measured
         if judged_by == "metric" and not has_targets:
             raise StageFailed(

@@ -10,7 +10,7 @@ import torch
 
 from compress.artifacts.artifact import Artifact
 from compress.common.errors import StageFailed
-from compress.common.forward import flatten_outputs
+from compress.common.forward import flatten_outputs, plain_attention
 from compress.core.metrics import MetricMeter
 from compress.data.targets import select
 from compress.training.loop.train_state import autocast
@@ -43,7 +43,7 @@ def evaluate(job: Job, module: torch.nn.Module, strategy: Strategy) -> float | N
         # mode: FSDP reuses the gathered weights in the next training step.
         rounded = job.training.gathers_rounded
         precision = autocast(job.training, job.device) if rounded else nullcontext()
-        with torch.no_grad(), precision:
+        with torch.no_grad(), precision, plain_attention():
             return flatten_outputs(module(*(x.to(job.device) for x in inputs)))
 
     meter = MetricMeter(job.metric)

@@ -16,6 +16,7 @@ from export.parity.adversarial_inputs import (
     LARGE_KINDS,
     MIXED,
     MIXED_KIND,
+    NOTHING_KIND,
     TINY_KIND,
     adversarial_inputs,
     find_adversarial_mismatch,
@@ -78,9 +79,9 @@ def test_integers_stay_within_what_was_seen_and_masks_stay_valid() -> None:
     ids = torch.randint(3, 90, (5, 12), generator=torch.Generator().manual_seed(0))
     seen = [(ids, torch.ones(5, 12, dtype=torch.bool))]
     kinds = dict(adversarial_inputs(TEXT, seen))
-    for tokens, mask in kinds.values():
+    for kind, (tokens, mask) in kinds.items():
         assert ids.min() <= tokens.min() <= tokens.max() <= ids.max()
-        assert mask[:, 0].all()
+        assert mask[:, 0].all() == (kind != NOTHING_KIND)
     assert kinds["the largest value seen everywhere"][0].unique().tolist() == [int(ids.max())]
     lengths = kinds["rows of every length"][1].sum(1).tolist()
     assert lengths[0] == 1
