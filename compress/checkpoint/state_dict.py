@@ -49,10 +49,12 @@ def load_state_(module: torch.nn.Module, state: Weights, source: str) -> None:
         built_by = inspect.getmodule(type(module))
         place = f"{getattr(built_by, '__name__', '')}.{type(module).__name__}"
         refused = f"{source} does not hold the weights of {place}: {'; '.join(problems)}"
-        if any(problem.startswith(COMPLEX) for problem in problems):
+        sizes = [sum(tensor.nbytes for tensor in tensors.values()) for tensors in (own, state)]
+        is_larger = sizes[1] > 2 * sizes[0] + BYTES_AT_ONCE
+        if is_larger or any(problem.startswith(COMPLEX) for problem in problems):
             raise ArtifactInvalid(refused)
-        weights = {name: in_memory(tensor) for name, tensor in state.items()}
         try:
+            weights = {name: in_memory(tensor) for name, tensor in state.items()}
             left = module.load_state_dict(weights, strict=False)
         except Exception as error:  # a module's own loading may raise any
             raise ArtifactInvalid(refused) from error
