@@ -221,13 +221,30 @@ def dcp_sizes(folder: Path) -> Path:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     checkpoint = folder / "checkpoint"
-    dcp.save({"weight": torch.zeros(2, 4)}, checkpoint_id=checkpoint, no_dist=True)
+    dcp.save({"weight": torch.zeros(2, 4)}, checkpoint_id=checkpoint)
     index = checkpoint / ".metadata"
     metadata = pickle.loads(index.read_bytes())  # our own, of the line before
     (entry,) = metadata.state_dict_metadata.values()
     assert isinstance(entry, TensorStorageMetadata)
     entry.size = entry.chunks[0].sizes = torch.Size([2**20, 2**20])
     index.write_bytes(pickle.dumps(metadata))
+    return checkpoint
+
+
+def dcp_chunk(folder: Path) -> Path:
+    """Write a checkpoint whose tensor's own pickle calls ``bytearray(12 << 30)``."""
+    import torch.distributed.checkpoint as dcp
+
+    checkpoint = folder / "checkpoint"
+    dcp.save({"weight": torch.zeros(2, 4), "bias": torch.zeros(2)}, checkpoint_id=checkpoint)
+    for file in checkpoint.glob("*.distcp"):
+        chunk = io.BytesIO()
+        torch.save(_Call(bytearray, HUGE), chunk)
+        index = pickle.loads((checkpoint / ".metadata").read_bytes())  # our own
+        for info in index.storage_data.values():
+            info.offset, info.length = 0, len(chunk.getvalue())
+        (checkpoint / ".metadata").write_bytes(pickle.dumps(index))
+        file.write_bytes(chunk.getvalue())
     return checkpoint
 
 
@@ -652,12 +669,12 @@ def ts_nested(folder: Path) -> Path:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x + 1
 
-    whole = io.BytesIO()
+    whole = folder / "whole.ts"
     torch.jit.script(Small()).save(whole)
     with zipfile.ZipFile(whole) as old, zipfile.ZipFile(folder / "model.ts", "w") as new:
         for name in old.namelist():
             content = old.read(name)
-            if name.endswith(".py") and b"forward" in content:
+            if b"torch.add(x, 1)" in content:
                 nested = b"(" * 200_000 + b"x" + b")" * 200_000
                 content = content.replace(b"torch.add(x, 1)", b"torch.add(" + nested + b", 1)")
             new.writestr(name, content)
@@ -757,12 +774,12 @@ def oci_layer_bomb(folder: Path) -> Path:
     return _image(_layout(folder), _layer(HUGE))
 
 
-def oci_layer_of_many(folder: Path) -> Path:
+def oci_layer_of_many(folder: Path, files: int = 5_000_000) -> Path:
     """Write a layer of five million empty files, which a list of them would hold in memory."""
     packed = io.BytesIO()
     block = tarfile.TarInfo("a").tobuf(tarfile.USTAR_FORMAT)
     with gzip.GzipFile(fileobj=packed, mode="wb", compresslevel=1) as stream:
-        for _ in range(5000):
+        for _ in range(files // 1000):
             stream.write(block * 1000)
         stream.write(b"\0" * 1024)
     return _image(_layout(folder), packed.getvalue())

@@ -297,19 +297,27 @@ def refuse_foreign_folder(folder: Path) -> None:
 
 def read_config(folder: Path) -> dict[str, Any]:
     """Return the content of a folder's config.json, or raise ArtifactInvalid."""
-    try:
-        with open_regular(folder / CONFIG) as stream:
-            content = stream.read(CONFIG_BYTES + 1)
-        if len(content) > CONFIG_BYTES:
-            raise ArtifactInvalid(f"{folder / CONFIG}: has more than {CONFIG_BYTES} bytes")
-        config = json.loads(content)
-    except FileNotFoundError:
-        raise ArtifactInvalid(f"{folder}: holds no {CONFIG}") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ArtifactInvalid(f"{folder / CONFIG}: not JSON: {first_line(error)}") from None
-    if not isinstance(config, dict) or "model_type" not in config:
+    config = read_json(folder / CONFIG)
+    if "model_type" not in config:
         raise ArtifactInvalid(f"{folder / CONFIG}: names no model_type of transformers")
     return config
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Return the object in a JSON file of a folder, or raise ArtifactInvalid."""
+    try:
+        with open_regular(file) as stream:
+            raw = stream.read(CONFIG_BYTES + 1)
+        if len(raw) > CONFIG_BYTES:
+            raise ArtifactInvalid(f"{file}: has more than {CONFIG_BYTES} bytes")
+        content = json.loads(raw)
+    except FileNotFoundError:
+        raise ArtifactInvalid(f"{file.parent}: holds no {file.name}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ArtifactInvalid(f"{file}: not JSON: {first_line(error)}") from None
+    if not isinstance(content, dict):
+        raise ArtifactInvalid(f"{file}: is no JSON object")
+    return content
 
 
 def folder_digest(folder: Path) -> str | None:

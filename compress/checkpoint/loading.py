@@ -112,10 +112,15 @@ def _read(entry: Path) -> dict[str, Any]:
         from compress.checkpoint.torch_pickle import read_indexed_pickles as read
     else:
         from compress.checkpoint.torch_pickle import read_pickle as read
-    # In a child process first: its pickle may ask for any memory. Tensors stay in their file, so
+
+    def read_all_but_bytes() -> None:
+        for tensor in _tensors_in(dict(read(entry))):
+            getattr(tensor, "read_headers", int)()
+
+    # In a child process first: its pickles may ask for any memory. Tensors stay in their files, so
     # that reading twice costs little.
     stored = entry.parent if entry.name.endswith((INDEX, PICKLE_INDEX)) else entry
-    read_in_child(f"checkpoint {entry}", lambda: len(read(entry)), stored)
+    read_in_child(f"checkpoint {entry}", read_all_but_bytes, stored)
     return dict(read(entry))
 
 

@@ -6,6 +6,7 @@ A file of some bytes can ask for any memory, never end when it is called, or cra
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import gc
 import logging
 import os
@@ -132,6 +133,7 @@ def _run(
         os.dup2(null, 1)
         os.dup2(null, 2)
         sys.stdout = sys.stderr = os.fdopen(null, "w")
+        faulthandler.disable()
         logging.disable()
         gc.freeze()  # or a collection would copy the parent's objects
         if torch := sys.modules.get("torch"):
