@@ -137,7 +137,7 @@ def _stored(
     def read_headers() -> None:
         for _, info in chunks:
             with suppress(Exception), (folder / info.relative_path).open("rb", 0) as stream:
-                load_on_meta(Window(stream, info.offset, info.length))
+                load_on_meta(io.BufferedReader(Window(stream, info.offset, info.length)))
 
     return StoredTensor(shape, dtype, assemble, read_headers)
 

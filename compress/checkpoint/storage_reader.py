@@ -44,9 +44,8 @@ class Window(io.RawIOBase):
         return count
 
 
-def load_on_meta(window: Window) -> torch.Tensor:
+def load_on_meta(stream: io.BufferedReader[Window]) -> torch.Tensor:
     """Return a saved tensor without its data; torch records the offset at which they begin."""
-    stream = io.BufferedReader(window)
     saved: torch.Tensor = torch.load(stream, map_location="meta", weights_only=True)
     return saved
 
@@ -58,7 +57,8 @@ def read_tensor_(window: Window, region: torch.Tensor) -> None:
         ValueError: it has another shape.
         EOFError: the range ends before the tensor does.
     """
-    saved = load_on_meta(window)
+    stream = io.BufferedReader(window)  # closes the window when it is not referenced any more
+    saved = load_on_meta(stream)
     if saved.shape != region.shape:
         raise ValueError(f"{tuple(saved.shape)} instead of {tuple(region.shape)}")
     start = getattr(saved.untyped_storage(), "_checkpoint_offset", None)
@@ -70,8 +70,8 @@ def read_tensor_(window: Window, region: torch.Tensor) -> None:
         axes = by_stride if saved.permute(by_stride).is_contiguous() else None
     if start is None or axes is None or saved.dtype != region.dtype:
         # Loaded fully and then copied: the file's bytes are not the region's in its own order.
-        window.seek(0)
-        region.copy_(torch.load(io.BufferedReader(window), weights_only=True))
+        stream.seek(0)
+        region.copy_(torch.load(stream, weights_only=True))
     elif saved.numel():
         window.seek(start + saved.storage_offset() * saved.element_size())
         _fill_(region.permute(axes), window)
