@@ -6,7 +6,6 @@ import hashlib
 import importlib
 import json
 import os
-import shutil
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
@@ -17,7 +16,7 @@ from compress.artifacts.carried_files import CARRIED_NAMES, CONFIG, names_in
 from compress.artifacts.recipe import Recipe
 from compress.common.atomic_files import (
     open_regular,
-    partial_path,
+    partial_folder,
     refuse_irregular,
     replace,
     stays_inside,
@@ -204,11 +203,7 @@ class Artifact:
         # not an artifact, so a half-written one does not exist.
         facts = {} if facts is None else facts
         _refuse_foreign(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = partial_path(path)
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
-        try:
+        with partial_folder(path) as partial:
             for name, content in (carried or {}).items():
                 (partial / name).write_bytes(content)
             yield partial
@@ -226,8 +221,6 @@ class Artifact:
             seal(partial)
             replace_artifact(partial, path)  # checks again what the path holds by now
             sync(path.parent)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
 
     @property
     def signature(self) -> Signature:
@@ -473,12 +466,6 @@ def new_folder(out: Path) -> Iterator[Path]:
         raise PipelineInvalid(f"{out}: exists; remove it, or choose another folder")
     if any((folder / MANIFEST).is_file() for folder in out.parents):
         raise PipelineInvalid(f"{out}: lies in an artifact, which holds its own files alone")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    partial = partial_path(out)
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    try:
+    with partial_folder(out) as partial:
         yield partial
         partial.replace(out)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 import logging
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from compress.artifacts.carried_files import CONFIG, IMAGES, TOKENIZER, TOKENIZER_SETTINGS
 from compress.common.atomic_files import open_regular
+from compress.common.child_process import MEMORY, read_in_child, stored_bytes
 from compress.common.errors import ArtifactInvalid, first_line
 
 if TYPE_CHECKING:
@@ -62,6 +64,10 @@ WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 VOCABULARIES = (TOKENIZER, "vocab.txt", "vocab.json", "merges.txt", "added_tokens.json")
 PROCESSOR_SUFFIXES = (".json", ".txt", ".model", ".jinja")
 """Of the files that a tokenizer or a preprocessing may be read from."""
+CONFIG_BYTES, PROCESSOR_BYTES = 2**24, 2**27
+"""Several times the largest config and tokenizer that are known; larger ones are not read."""
+LARGEST_GROWTH = 4
+"""float32 weights in memory by those stored in 8 bits."""
 LONGEST_TEXT = 10**6
 """A larger `model_max_length` is what transformers writes where the length is not known."""
 ATTENTION = ("attn_implementation", "_attn_implementation")
@@ -99,6 +105,7 @@ def read_folder(folder: Path, task: Task | None, *, untrained_head: bool) -> tup
     refuse_foreign_folder(folder)
     with transformers_silenced():
         try:
+            _refuse_larger_than_stored(folder, task)
             config, kind = _class_of(folder, task)
             config.use_cache = False  # past_key_values would be further outputs
             # transformers itself reads the weights: it maps parameter names of older versions.
@@ -144,10 +151,13 @@ def files_to_carry(folder: Path, module: Any) -> dict[str, bytes]:
         readers.append(("tokenizer", _tokenizer_files))
     if (folder / IMAGES).is_file():
         readers.append(("image preprocessing", _image_files))
+    processors = [f for f in folder.iterdir() if f.suffix in PROCESSOR_SUFFIXES]
     for kind, read in readers:
         try:
+            if sum(map(stored_bytes, processors)) > PROCESSOR_BYTES:
+                raise ArtifactInvalid(f"{folder}: has more than {PROCESSOR_BYTES} bytes of it")
             with transformers_silenced():
-                files |= read(folder, content)
+                files |= read_in_child(str(folder), partial(read, folder, content), *processors)
         except Exception as error:  # noqa: BLE001 - of any library that the folder's class needs
             logger.warning(
                 "%s: its %s is not carried: %s: %s",
@@ -210,10 +220,42 @@ def _json_bytes(content: dict[str, Any]) -> bytes:
 
 def read_architecture(folder: Path, task: Task | None) -> Any:
     """Return a folder's model on the meta device, without weights; raises as `read_folder`."""
+    refuse_foreign_folder(folder)
+    with transformers_silenced():
+        _refuse_larger_than_stored(folder, task)
+        return _build_on_meta(folder, task)
+
+
+def _refuse_larger_than_stored(folder: Path, task: Task | None) -> None:
+    """Raise ArtifactInvalid if a config describes a larger model than the folder has weights for.
+
+    It is built in a child process: a config may ask for ten million layers or a billion labels.
+    """
+    import transformers
+
+    # In this process, too, which will need the module of the model's class.
+    for name in read_config(folder).get("architectures") or ():
+        getattr(transformers, str(name), None)
+
+    def bytes_of_model() -> int:
+        with suppress(Exception):  # what it raises, transformers itself reports
+            module = _build_on_meta(folder, task)
+            return sum(t.nbytes for t in (*module.parameters(), *module.buffers()))
+        return 0
+
+    needed = read_in_child(str(folder), bytes_of_model, folder)
+    stored = stored_bytes(folder)
+    if needed > MEMORY + LARGEST_GROWTH * stored:
+        raise ArtifactInvalid(
+            f"{folder / CONFIG}: describes a model of {needed / 2**30:.3g} GiB, and the folder's "
+            f"files have {stored / 2**30:.3g} GiB; they do not belong together"
+        )
+
+
+def _build_on_meta(folder: Path, task: Task | None) -> Any:
     import torch
 
-    refuse_foreign_folder(folder)
-    with transformers_silenced(), torch.device("meta"):
+    with torch.device("meta"):
         config, kind = _class_of(folder, task)
         config.use_cache = False
         return kind(config)
@@ -236,15 +278,7 @@ def refuse_foreign_folder(folder: Path) -> None:
 
     if not folder.is_dir():
         raise ArtifactInvalid(f"{folder}: no such folder; models are never downloaded")
-    try:
-        with open_regular(folder / CONFIG) as stream:
-            config = json.load(stream)
-    except FileNotFoundError:
-        raise ArtifactInvalid(f"{folder}: holds no {CONFIG}") from None
-    except (ValueError, RecursionError) as error:
-        raise ArtifactInvalid(f"{folder / CONFIG}: not JSON: {first_line(error)}") from None
-    if not isinstance(config, dict) or "model_type" not in config:
-        raise ArtifactInvalid(f"{folder / CONFIG}: names no model_type of transformers")
+    config = read_config(folder)
     if not any((folder / name).is_file() for name in WEIGHTS):
         raise ArtifactInvalid(
             f"{folder}: holds no {' or '.join(WEIGHTS)}; save it with "
@@ -259,6 +293,31 @@ def refuse_foreign_folder(folder: Path) -> None:
         raise ArtifactInvalid(
             f"{folder / CONFIG}: names attention code of a hub; remove that entry"
         )
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return the content of a folder's config.json, or raise ArtifactInvalid."""
+    config = read_json(folder / CONFIG)
+    if "model_type" not in config:
+        raise ArtifactInvalid(f"{folder / CONFIG}: names no model_type of transformers")
+    return config
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Return the object in a JSON file of a folder, or raise ArtifactInvalid."""
+    try:
+        with open_regular(file) as stream:
+            raw = stream.read(CONFIG_BYTES + 1)
+        if len(raw) > CONFIG_BYTES:
+            raise ArtifactInvalid(f"{file}: has more than {CONFIG_BYTES} bytes")
+        content = json.loads(raw)
+    except FileNotFoundError:
+        raise ArtifactInvalid(f"{file.parent}: holds no {file.name}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ArtifactInvalid(f"{file}: not JSON: {first_line(error)}") from None
+    if not isinstance(content, dict):
+        raise ArtifactInvalid(f"{file}: is no JSON object")
+    return content
 
 
 def folder_digest(folder: Path) -> str | None:

@@ -11,6 +11,7 @@ from compress.common.config import Settings
 from compress.common.errors import ArtifactInvalid
 from compress.common.factories import Reference, resolve
 from compress.common.forward import outputs_by_name
+from compress.common.lock_waits import bounded_lock_waits
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -192,7 +193,8 @@ class Recipe(Settings):
 
         factory: Any = resolve(self.factory, folder)
         try:
-            module = factory(**self.arguments)
+            with bounded_lock_waits():
+                module = factory(**self.arguments)
         except (Exception, SystemExit) as error:
             raise ArtifactInvalid(
                 f"factory {self.factory!r} with arguments {self.arguments}: "

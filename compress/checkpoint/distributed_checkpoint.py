@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from contextlib import suppress
 from math import prod
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import metadata as dcp
 
 from compress.checkpoint.state_dict import StoredTensor, refuse_path_outside
-from compress.checkpoint.storage_reader import Window, read_tensor_
+from compress.checkpoint.storage_reader import Window, load_on_meta, read_tensor_
 from compress.common.errors import ArtifactInvalid, first_line
 
 if TYPE_CHECKING:
@@ -133,7 +134,12 @@ def _stored(
                 ) from error
         return tensor
 
-    return StoredTensor(shape, dtype, assemble)
+    def read_headers() -> None:
+        for _, info in chunks:
+            with suppress(Exception), (folder / info.relative_path).open("rb", 0) as stream:
+                load_on_meta(io.BufferedReader(Window(stream, info.offset, info.length)))
+
+    return StoredTensor(shape, dtype, assemble, read_headers)
 
 
 def _unreadable(folder: Path, error: Exception) -> ArtifactInvalid:

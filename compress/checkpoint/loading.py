@@ -7,10 +7,11 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from compress.common.atomic_files import refuse_irregular, sha256_of
+from compress.common.child_process import read_in_child
 from compress.common.errors import ArtifactInvalid
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     import torch
@@ -27,6 +28,7 @@ IN_FOLDERS = (
 """What Hugging Face's save_pretrained, Trainer and Accelerate write, and Accelerate with FSDP."""
 # Under these keys trainers nest the weights; "app" is that of torch's own DCP examples.
 NESTED_UNDER = ("app", "state_dict", "model", "model_state_dict")
+DEEPEST = 16
 IN_NAMES = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 """What torch.compile, FSDP and activation checkpointing put into names, before any part of them."""
 INSTEAD = {
@@ -57,32 +59,10 @@ def read_state_dict(checkpoint: Path) -> Weights:
     Raises:
         ArtifactInvalid: missing, truncated, holding code, no tensors, or several sets of weights.
     """
-    entry = _entry_point(checkpoint)
-    state: dict[str, Any]
-    if (entry / ".metadata").is_file():
-        from compress.checkpoint.distributed_checkpoint import read_distributed
-
-        state = read_distributed(entry)
-    elif entry.is_dir():
-        from compress.checkpoint.deepspeed_checkpoint import read_zero
-
-        state = dict(read_zero(entry))
-    elif entry.name.endswith(INDEX):
-        from compress.checkpoint.safetensors_io import read_indexed
-
-        state = dict(read_indexed(entry))
-    elif entry.suffix == ".safetensors":
-        from compress.checkpoint.safetensors_io import read_safetensors
-
-        state = dict(read_safetensors(entry))
-    else:
-        from compress.checkpoint.torch_pickle import read_indexed_pickles, read_pickle
-
-        indexed = entry.name.endswith(PICKLE_INDEX)
-        state = dict(read_indexed_pickles(entry)) if indexed else read_pickle(entry)
+    state = _read(_entry_point(checkpoint))
     average = state.get("average")
     taken, path, others = "", "", dict[Any, list[Any]]()
-    while True:
+    for _ in range(DEEPEST):
         nested = {k: v for k, v in state.items() if k != "average" and not hasattr(v, "shape")}
         parts = {k: part for k, v in nested.items() if (part := _tensors_in(v))}
         usual = [key for key in NESTED_UNDER if key in parts]
@@ -94,6 +74,11 @@ def read_state_dict(checkpoint: Path) -> Weights:
         others |= {key: part for key, part in parts.items() if key != taken}
         inner: Any = state[taken]
         state = inner if isinstance(inner, dict) else dict[Any, Any](enumerate(inner))
+    else:
+        raise ArtifactInvalid(
+            f"checkpoint {checkpoint}: nests its weights more than {DEEPEST} deep, {path[:80]}…; "
+            "save them by themselves: torch.save(model.state_dict(), …)"
+        )
     if isinstance(average, dict):  # this toolkit's trainer evaluates and keeps the EMA weights
         tensors |= average
     if not tensors:
@@ -112,17 +97,52 @@ def read_state_dict(checkpoint: Path) -> Weights:
     return tensors
 
 
+def _read(entry: Path) -> dict[str, Any]:
+    """Return what a checkpoint holds, nested as it is there."""
+    read: Callable[[Path], Mapping[str, Any]]
+    if (entry / ".metadata").is_file():
+        from compress.checkpoint.distributed_checkpoint import read_distributed as read
+    elif entry.is_dir():
+        from compress.checkpoint.deepspeed_checkpoint import read_zero as read
+    elif entry.name.endswith(INDEX):
+        from compress.checkpoint.safetensors_io import read_indexed as read
+    elif entry.suffix == ".safetensors":
+        from compress.checkpoint.safetensors_io import read_safetensors as read
+    elif entry.name.endswith(PICKLE_INDEX):
+        from compress.checkpoint.torch_pickle import read_indexed_pickles as read
+    else:
+        from compress.checkpoint.torch_pickle import read_pickle as read
+
+    def read_all_but_bytes() -> None:
+        for tensor in _tensors_in(dict(read(entry))):
+            getattr(tensor, "read_headers", int)()
+
+    # In a child process first: its pickles may ask for any memory. Tensors stay in their files, so
+    # that reading twice costs little.
+    stored = entry.parent if entry.name.endswith((INDEX, PICKLE_INDEX)) else entry
+    read_in_child(f"checkpoint {entry}", read_all_but_bytes, stored)
+    return dict(read(entry))
+
+
 def _tensors_in(value: Any) -> list[Any]:
     """Return all tensors of nested mappings and sequences, but those of an optimizer's state."""
-    if hasattr(value, "shape"):
-        return [value]
-    if isinstance(value, dict):
-        if {str(name).partition(".")[0] for name in value} <= {"state", "param_groups"}:
-            return []  # torch writes an optimizer's so, nested or with dotted names
-        value = value.values()
-    elif not isinstance(value, list | tuple):
-        return []
-    return [tensor for entry in value for tensor in _tensors_in(entry)]
+    tensors: list[Any] = []
+    seen, left = set[int](), [value]
+    while left:  # no recursion: a pickle may nest deeply, share parts or contain itself
+        part = left.pop()
+        if hasattr(part, "shape"):
+            tensors.append(part)
+        elif id(part) not in seen:
+            seen.add(id(part))
+            # torch writes an optimizer's state so, nested or with dotted names.
+            if isinstance(part, list | tuple):
+                left += reversed(part)
+            # torch writes an optimizer's state so, nested or with dotted names.
+            elif isinstance(part, dict) and not (
+                {str(name).partition(".")[0] for name in part} <= {"state", "param_groups"}
+            ):
+                left += reversed(part.values())
+    return tensors
 
 
 def _shapes(tensors: list[Any]) -> list[tuple[int, ...]]:

@@ -22,11 +22,13 @@ BYTES_AT_ONCE = 16 * 2**20
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor on disk: its shape and dtype, and a function that reads it."""
+    """A tensor on disk: its shape and dtype, and functions that read it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     read: Callable[[], torch.Tensor]
+    read_headers: Callable[[], object] = int
+    """Reads what describes it where it is stored, but not its bytes."""
 
     @property
     def nbytes(self) -> int:
@@ -49,10 +51,15 @@ def load_state_(module: torch.nn.Module, state: Weights, source: str) -> None:
         built_by = inspect.getmodule(type(module))
         place = f"{getattr(built_by, '__name__', '')}.{type(module).__name__}"
         refused = f"{source} does not hold the weights of {place}: {'; '.join(problems)}"
-        if any(problem.startswith(COMPLEX) for problem in problems):
+        own_bytes, stored_bytes = (
+            sum(prod(t.shape) * t.dtype.itemsize for t in tensors.values())
+            for tensors in (own, state)
+        )
+        is_larger = stored_bytes > 2 * own_bytes + BYTES_AT_ONCE
+        if is_larger or any(problem.startswith(COMPLEX) for problem in problems):
             raise ArtifactInvalid(refused)
-        weights = {name: in_memory(tensor) for name, tensor in state.items()}
         try:
+            weights = {name: in_memory(tensor) for name, tensor in state.items()}
             left = module.load_state_dict(weights, strict=False)
         except Exception as error:  # a module's own loading may raise any
             raise ArtifactInvalid(refused) from error

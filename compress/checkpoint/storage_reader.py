@@ -44,6 +44,12 @@ class Window(io.RawIOBase):
         return count
 
 
+def load_on_meta(stream: io.BufferedReader[Window]) -> torch.Tensor:
+    """Return a saved tensor without its data; torch records the offset at which they begin."""
+    saved: torch.Tensor = torch.load(stream, map_location="meta", weights_only=True)
+    return saved
+
+
 def read_tensor_(window: Window, region: torch.Tensor) -> None:
     """Read the tensor that a range of a file holds into another tensor, in place.
 
@@ -51,9 +57,8 @@ def read_tensor_(window: Window, region: torch.Tensor) -> None:
         ValueError: it has another shape.
         EOFError: the range ends before the tensor does.
     """
-    # With the meta device, torch reads no data and records the offset at which they begin.
-    stream = io.BufferedReader(window)
-    saved = torch.load(stream, map_location="meta", weights_only=True)
+    stream = io.BufferedReader(window)  # closes the window when it is not referenced any more
+    saved = load_on_meta(stream)
     if saved.shape != region.shape:
         raise ValueError(f"{tuple(saved.shape)} instead of {tuple(region.shape)}")
     start = getattr(saved.untyped_storage(), "_checkpoint_offset", None)

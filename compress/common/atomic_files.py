@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import atexit
 import errno
+import fcntl
+import glob
 import hashlib
 import os
 import shutil
 import stat
 import tempfile
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from compress.common.errors import ArtifactInvalid
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from io import BufferedReader
     from typing import BinaryIO
 
@@ -34,19 +36,16 @@ IRREGULAR = {
 
 def write_atomically(path: Path, content: bytes | str) -> None:
     """Write under a temporary name, sync, and rename over the old file."""
-    raw = content.encode() if isinstance(content, str) else content
-    try:
-        with open_atomically(path) as stream:
-            stream.write(raw)
-    except FileNotFoundError:  # remove_leftovers of a starting run removed it, which it does once
-        with open_atomically(path) as stream:
-            stream.write(raw)
+    with open_atomically(path) as stream:
+        stream.write(content.encode() if isinstance(content, str) else content)
 
 
 @contextmanager
 def open_atomically(path: Path) -> Iterator[BinaryIO]:
     """Yield a file under a temporary name, which is synced and renamed at the end of the block."""
+    remove_leftovers(path.parent, glob.escape(path.name))
     partial = partial_path(path)
+    lock = create_locked(partial, partial.touch)
     try:
         with partial.open("wb") as stream:
             yield stream
@@ -55,6 +54,37 @@ def open_atomically(path: Path) -> Iterator[BinaryIO]:
         sync(path.parent)
     finally:
         partial.unlink(missing_ok=True)
+        os.close(lock)
+
+
+@contextmanager
+def partial_folder(path: Path) -> Iterator[Path]:
+    """Yield a new hidden folder, to be renamed to a path beside it; else it is removed in the end.
+
+    Those that killed processes left for the same path are removed.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(path.parent, glob.escape(path.name))
+    partial = partial_path(path)
+    lock = create_locked(partial, partial.mkdir)
+    try:
+        yield partial
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+        os.close(lock)
+
+
+def create_locked(path: Path, create: Callable[[], object]) -> int:
+    """Create a file or folder; return a descriptor that locks it until this process dies."""
+    while True:
+        create()
+        with suppress(FileNotFoundError):  # another process removed it before it was locked
+            lock = os.open(path, os.O_RDONLY)
+            with suppress(OSError):  # NFS locks no folder, and needs files opened for writing
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            if path.exists():
+                return lock
+            os.close(lock)
 
 
 def temporary_folder() -> Path:
@@ -105,15 +135,28 @@ def _exchange(one: Path, other: Path) -> None:
 
 
 def remove_leftovers(folder: Path, names: str = "*") -> None:
-    """Remove what crashes left half written or half removed directly in a directory.
+    """Remove what killed processes left half written or half removed directly in a directory.
 
-    No other process may write there meanwhile. ``names`` is a pattern of the final names. Files
-    that cannot be removed stay.
+    ``names`` is a pattern of the final names.
     """
     for mark in (PARTIAL, REMOVED):
         for left in folder.glob(f".{names}{mark}*"):
             if left.name.rpartition(mark)[2].isdigit():  # else it is a user's file
-                _remove_now(left)
+                remove_unlocked(left)
+
+
+def remove_unlocked(path: Path) -> None:
+    """Remove a file or folder, unless a live process has locked it or it belongs to others."""
+    try:
+        lock = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        if path.is_symlink():
+            path.unlink(missing_ok=True)
+        return
+    with suppress(OSError):
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        _remove_now(path)
+    os.close(lock)
 
 
 def _remove_now(path: Path) -> None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
+from compress.artifacts.artifact import Artifact
 from compress.common.atomic_files import refuse_irregular, stays_inside
+from compress.common.child_process import read_in_child
 from compress.common.errors import ArtifactInvalid, PipelineInvalid, first_line
 from compress.common.signature import OutputSpec, Signature, TensorSpec, refuse_double_names
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
-
-    from compress.artifacts.artifact import Artifact
 
 Kind = Literal["onnx", "graph", "torchscript"]
 LARGEST = 2 * 2**30
@@ -29,10 +31,10 @@ def signature_of(kind: Kind, file: Path) -> Signature | None:
     if kind == "torchscript":
         return None
     if kind == "onnx":
-        return _onnx_signature(file)
+        return read_in_child(str(file), lambda: _onnx_signature(file), file)
     from pipelines.models.pt2_files import signature_of_program
 
-    return signature_of_program(file)
+    return read_in_child(str(file), lambda: signature_of_program(file), file)
 
 
 def _refuse_missing(file: Path) -> None:
@@ -49,17 +51,26 @@ def digest_of(file: Path) -> str | None:
 
     if not file.is_file():
         return None
-    digests = [sha256_of(file)]
-    if file.suffix == ".onnx":
-        entries = (e for tensor in _graph(file).initializer for e in tensor.external_data)
-        names = {e.value for e in entries if e.key == "location"}
-        weights = [file.parent / name for name in sorted(filter(stays_inside, names))]
-        digests += [sha256_of(weight) for weight in weights if weight.is_file()]
+    digests = [sha256_of(file) for file in _with_weights(file)]
     return hashlib.sha256(" ".join(digests).encode()).hexdigest()
+
+
+def _with_weights(file: Path) -> list[Path]:
+    """Return a file, and those in which an ONNX file keeps its weights."""
+
+    def outside() -> list[str]:
+        entries = (e for tensor in _graph(file).initializer for e in tensor.external_data)
+        return sorted({e.value for e in entries if e.key == "location"})
+
+    names = read_in_child(str(file), outside, file) if file.suffix == ".onnx" else []
+    weights = [file.parent / name for name in filter(stays_inside, names)]
+    return [file, *(weight for weight in weights if weight.is_file())]
 
 
 def import_file(kind: Kind, file: Path, signature: Signature, path: Path) -> Artifact:
     """Import an exported model as an artifact, after one call with example inputs.
+
+    A child process does it, within limits of memory and time that the file's size gives.
 
     Raises:
         PipelineInvalid: the declared names are not the file's.
@@ -69,8 +80,14 @@ def import_file(kind: Kind, file: Path, signature: Signature, path: Path) -> Art
     if kind == "graph":
         from pipelines.models.pt2_files import import_program
 
-        return import_program(file, signature, path, _call_once)
-    return (_import_onnx if kind == "onnx" else _import_script)(file, signature, path)
+        write: Callable[[], object] = partial(import_program, file, signature, path, _call_once)
+    else:
+        importer = _import_onnx if kind == "onnx" else _import_script
+        write = partial(importer, file, signature, path)
+    sizes = {axis: signature.bounds(axis).nearest(8) for axis in signature.dynamic_axes}
+    inputs = sum(spec.nbytes(sizes) for spec in signature.inputs)
+    read_in_child(str(file), lambda: bool(write()), *_with_weights(file), inputs=inputs)
+    return Artifact.from_directory(path)
 
 
 def _import_onnx(file: Path, signature: Signature, path: Path) -> Artifact:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from compress.artifacts.hf_folder import read_config
+from compress.common.errors import ArtifactInvalid
 from compress.core.loss import BUILT_IN, REGRESSION_LOSSES
 from compress.core.metrics import REGRESSION_METRICS
 from compress.core.task import TASKS
@@ -75,10 +76,10 @@ def task_of(pipeline: PipelineConfig) -> tuple[Task | None, str]:
 def _of_folder(folder: Path, model_task: str | None) -> tuple[str | None, str]:
     """Return the name of the task of a Hugging Face folder, and what shows it."""
     try:
-        config: dict[str, Any] = json.loads((folder / "config.json").read_bytes())
+        config = read_config(folder)
         architectures = config.get("architectures") or [""]
         class_name, problem = str(architectures[0]), config.get("problem_type")
-    except (OSError, ValueError, AttributeError, LookupError, TypeError):
+    except (ArtifactInvalid, LookupError, TypeError):
         return None, ""  # refused where the folder is read
     name, reason = OF_HUGGING_FACE.get(model_task or ""), f"as model.task is {model_task}"
     if model_task is None:

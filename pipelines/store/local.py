@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compress.artifacts.artifact import MANIFEST, Artifact, replace_artifact
-from compress.common.atomic_files import partial_path, remove, remove_leftovers, write_atomically
+from compress.common.atomic_files import partial_folder, remove, remove_leftovers, write_atomically
 from compress.common.dependency_recorder import Dependencies
 from compress.common.errors import ArtifactInvalid, PipelineInvalid
 from compress.common.strict_json import dump_sealed, load_sealed
@@ -216,12 +216,9 @@ class Store:
 
 def publish(artifact: Artifact, path: Path) -> None:
     """Copy an artifact to a readable path, by hard links where the file system has them."""
-    partial = partial_path(path)
-    # A killed run may have left it.
-    shutil.rmtree(partial, ignore_errors=True)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copytree(artifact.path, partial, copy_function=_link)
-    replace_artifact(partial, path)
+    with partial_folder(path) as partial:
+        shutil.copytree(artifact.path, partial, copy_function=_link, dirs_exist_ok=True)
+        replace_artifact(partial, path)
 
 
 def unpublish(folder: Path) -> None:

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from compress.artifacts.artifact import MANIFEST, Artifact, replace_artifact, seal
-from compress.common.atomic_files import partial_path
+from compress.common.atomic_files import partial_folder
 from compress.common.errors import ArtifactInvalid, CompressError, PipelineInvalid, first_line
 from pipelines.store.entry import FORMAT, FORMAT_FILE, Record, read_format
 from pipelines.store.object_store import Failed, Objects
@@ -167,16 +167,12 @@ class Remote:
         if len(files) > FILES or needed > free:
             what = f"names {len(files)} files of {needed} bytes; {FILES} and {free} are the limits"
             raise _Damaged(f"manifests/{artifact.digest}.json", what)
-        partial = partial_path(path)
-        shutil.rmtree(partial, ignore_errors=True)
-        try:
+        with partial_folder(path) as partial:
             for name, file in files.items():
                 self._download_file(file, partial / name)
             (partial / MANIFEST).write_bytes(manifest)
             seal(partial)
             replace_artifact(partial, path)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
 
     def _download_file(self, expected: FileDigest, file: Path) -> None:
         place = f"files/{expected.sha256}"

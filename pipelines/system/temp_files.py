@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import fcntl
 import multiprocessing
 import os
 import shutil
 import sys
 import tempfile
+import uuid
 from contextlib import contextmanager, suppress
+from functools import partial
 from multiprocessing import forkserver, resource_sharer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from compress.common.atomic_files import create_locked, remove_unlocked
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,16 +28,9 @@ def temporary_files() -> Iterator[None]:
     """Put temporary files of this process and its children into one folder, removed at the end."""
     place = Path(tempfile.gettempdir())
     for old in place.glob(f"{PREFIX}*"):
-        # The kernel releases the locks of killed runs; other folders are another user's, or of a
-        # live run.
-        with suppress(OSError):
-            old_lock = os.open(old, os.O_RDONLY | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(old_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(old, ignore_errors=True)
-            finally:
-                os.close(old_lock)
-    folder, lock = _create_locked_folder(place)
+        remove_unlocked(old)
+    folder = place / f"{PREFIX}{uuid.uuid4().hex}"
+    lock = create_locked(folder, partial(folder.mkdir, mode=0o700))
     # TorchInductor's cache should survive the run: compiling again is slow.
     os.environ.setdefault(COMPILED, str(place / f"torchinductor_{os.getuid()}"))
     sockets: dict[str, Any] = vars(multiprocessing.current_process())["_config"]
@@ -73,15 +69,3 @@ def _move_precompiled_headers(folder: Path) -> None:
         headers = Path(os.environ[COMPILED]) / "precompiled_headers"
         codecache._HEADER_DIR, codecache._HEADER_LOCK_DIR = str(headers), str(headers / "locks")
         codecache._precompile_header.cache_clear()
-
-
-def _create_locked_folder(place: Path) -> tuple[Path, int]:
-    """Return a new folder, and a descriptor that locks it until this process dies."""
-    while True:
-        folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))
-        with suppress(FileNotFoundError):  # another run removed it before it was locked
-            lock = os.open(folder, os.O_RDONLY)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if folder.exists():
-                return folder, lock
-            os.close(lock)

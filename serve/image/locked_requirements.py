@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+LONGEST_PIP = 1800
+"""Seconds for all packages, of which a runtime may have hundreds of MB."""
 SERVING = (
     *("httptools", "lazy_loader", "numpy", "prometheus-client", "pydantic"),
     *("pyyaml", "rich", "typer", "uvicorn", "uvloop"),
@@ -67,7 +69,18 @@ def locked_requirements(folder: Path, runtime: str, readers: Iterable[str] = ())
 
 def run_pip(*arguments: str) -> str:
     """Run pip and return its standard output; StageFailed with its first error line."""
-    done = subprocess.run([*PIP, *arguments, "--quiet"], capture_output=True, text=True)
+    try:
+        done = subprocess.run(
+            [*PIP, *arguments, "--quiet", "--no-input"],
+            capture_output=True,
+            text=True,
+            timeout=LONGEST_PIP,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise StageFailed(
+            f"compress package: pip {arguments[0]}: has not ended within {LONGEST_PIP} s; is the "
+            "package index that pip is configured for reachable?"
+        ) from error
     if done.returncode:
         errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
         raise StageFailed(

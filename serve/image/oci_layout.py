@@ -12,11 +12,16 @@ import platform
 import shutil
 import sys
 import tarfile
-from typing import TYPE_CHECKING, Any
+import zlib
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired, TypeVar
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from compress.artifacts.artifact import new_folder
-from compress.common.atomic_files import open_regular, sha256_of, stays_inside
-from compress.common.errors import ArtifactInvalid
+from compress.common.atomic_files import open_regular, sha256_of
+from compress.common.child_process import read_in_child
+from compress.common.errors import ArtifactInvalid, first_line
 from serve.image.build_folder import (
     HOME,
     PORT,
@@ -42,7 +47,63 @@ LAYER = f"{MEDIA}layer.v1.tar+gzip"
 READ_LAYERS = (LAYER, f"{MEDIA}layer.v1.tar")
 ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 """OCI's names, which are Go's, by Python's."""
-Json = dict[str, Any]
+LARGEST_JSON = 2**22
+"""Bytes of a manifest that registries must accept."""
+Json = Any
+T = TypeVar("T")
+
+
+class _Object(TypedDict):
+    __pydantic_config__ = ConfigDict(extra="allow", strict=True)  # type: ignore[misc]  # pydantic's
+
+
+class LayoutFile(_Object):
+    """Content of `oci-layout`."""
+
+    imageLayoutVersion: Literal["1.0.0"]
+
+
+class Descriptor(_Object):
+    """Names a blob."""
+
+    mediaType: str
+    digest: Annotated[str, Field(pattern="^sha256:[0-9a-f]{64}$")]
+
+
+class Index(_Object):
+    """Names images, or further indexes."""
+
+    manifests: list[Descriptor]
+
+
+class Manifest(_Object):
+    """Names the configuration and the layers of an image."""
+
+    config: Descriptor
+    layers: list[Descriptor]
+
+
+class Started(_Object):
+    """How a container is started."""
+
+    Env: NotRequired[list[Annotated[str, Field(pattern="=")]] | None]
+    Labels: NotRequired[dict[str, str] | None]
+
+
+class RootFS(_Object):
+    """The hashes of the layers, unpacked."""
+
+    diff_ids: list[str]
+
+
+class Config(_Object):
+    """Configuration of an image."""
+
+    os: str
+    architecture: str
+    rootfs: RootFS
+    config: NotRequired[Started | None]
+    history: NotRequired[list[Json]]
 
 
 def write_image_layout(path: Path, out: Path, base: Path, attest: Attest) -> ImageFiles:
@@ -117,25 +178,33 @@ def write_image_layout(path: Path, out: Path, base: Path, attest: Attest) -> Ima
 def read_base(base: Path) -> tuple[Json, Json]:
     """Return the manifest and the configuration of a layout's image for this machine.
 
+    A child process reads it, within limits of memory and time that the size of its blobs gives.
+
     Raises:
         ArtifactInvalid: it is no layout, holds no such image or several, or not this Python.
     """
-    if read_json(base / "oci-layout").get("imageLayoutVersion") != "1.0.0":
-        raise ArtifactInvalid(f"{base}: oci-layout: expected imageLayoutVersion 1.0.0")
+    return read_in_child(str(base), lambda: _read_base(base), base / "blobs" / "sha256")
+
+
+def _read_base(base: Path) -> tuple[Json, Json]:
+    read_json(base / "oci-layout", TypeAdapter(LayoutFile))
     architecture = ARCHITECTURES.get(platform.machine(), platform.machine())
     wanted = ("linux", architecture)
-    descriptors = [*read_json(base / "index.json")["manifests"]]
+    descriptors, seen = [*read_json(base / "index.json", TypeAdapter(Index))["manifests"]], set()
     images = []
     for descriptor in descriptors:
-        content = read_json(blob(base, descriptor))
-        if descriptor["mediaType"] == INDEX:
-            descriptors += content["manifests"]  # images for several platforms
+        if descriptor["digest"] in seen:
             continue
-        if descriptor["mediaType"] != MANIFEST_TYPE or content["config"]["mediaType"] != CONFIG:
-            continue  # an attestation, or Docker's own format
-        config = read_json(blob(base, content["config"]))
-        if (config["os"], config["architecture"]) == wanted:
-            images.append((content, config))
+        seen.add(descriptor["digest"])
+        if descriptor["mediaType"] == INDEX:  # images for several platforms
+            descriptors += read_json(blob(base, descriptor), TypeAdapter(Index))["manifests"]
+        elif descriptor["mediaType"] == MANIFEST_TYPE:
+            content = read_json(blob(base, descriptor), TypeAdapter(Manifest))
+            if content["config"]["mediaType"] != CONFIG:
+                continue  # an attestation; other types are Docker's own format
+            config = read_json(blob(base, content["config"]), TypeAdapter(Config))
+            if (config["os"], config["architecture"]) == wanted:
+                images.append((content, config))
     if len(images) != 1:
         raise ArtifactInvalid(
             f"{base}: holds {len(images)} OCI images for {'/'.join(wanted)}, expected one"
@@ -153,22 +222,28 @@ def refuse_other_python(base: Path, manifest: Json) -> None:
             raise ArtifactInvalid(
                 f"{base}: a layer is {descriptor['mediaType']}, expected {' or '.join(READ_LAYERS)}"
             )
-    found = False
-    for descriptor in manifest["layers"]:
-        with tarfile.open(blob(base, descriptor)) as archive:
-            found |= any(member.name.endswith(f"bin/{name}") for member in archive)
-    if not found:
+    if not any(_holds(blob(base, descriptor), f"bin/{name}") for descriptor in manifest["layers"]):
         raise ArtifactInvalid(
             f"{base}: has no {name} in a folder bin, which the installed packages are for"
         )
 
 
+def _holds(layer: Path, name: str) -> bool:
+    try:
+        with tarfile.open(layer, "r|*") as archive:
+            for member in archive:
+                if member.name.endswith(name):
+                    return True
+                archive.members.clear()  # type: ignore[attr-defined]  # or it would keep all
+    except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
+        raise ArtifactInvalid(f"{layer}: not a readable layer ({first_line(error)})") from error
+    return False
+
+
 def blob(base: Path, descriptor: Json) -> Path:
     """Return a descriptor's file, after its hash was checked; else raise ArtifactInvalid."""
-    algorithm, _, digest = str(descriptor["digest"]).partition(":")
-    path = base / "blobs" / algorithm / digest
-    if algorithm != "sha256" or not stays_inside(digest):
-        raise ArtifactInvalid(f"{base}: digest {descriptor['digest']!r}, expected sha256:…")
+    digest: str = descriptor["digest"].removeprefix("sha256:")
+    path: Path = base / "blobs" / "sha256" / digest
     try:
         found = sha256_of(path)
     except OSError as error:
@@ -178,16 +253,22 @@ def blob(base: Path, descriptor: Json) -> Path:
     return path
 
 
-def read_json(path: Path) -> Json:
-    """Return the object in a JSON file of a layout; ArtifactInvalid if there is none."""
+def read_json(path: Path, content: TypeAdapter[T]) -> T:
+    """Return the object in a JSON file of a layout; ArtifactInvalid if it is another."""
     try:
         with open_regular(path) as stream:
-            content = json.load(stream)
-    except (OSError, ValueError) as error:
+            raw = stream.read(LARGEST_JSON + 1)
+        if len(raw) > LARGEST_JSON:
+            raise ArtifactInvalid(f"{path}: has more than {LARGEST_JSON} bytes")
+        return content.validate_json(raw)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        place = ".".join(map(str, problem["loc"]))
+        raise ArtifactInvalid(
+            f"{path}: no file of an OCI image layout ({place}: {problem['msg']})"
+        ) from error
+    except OSError as error:
         raise ArtifactInvalid(f"{path}: no file of an OCI image layout ({error})") from error
-    if not isinstance(content, dict):
-        raise ArtifactInvalid(f"{path}: expected a JSON object")
-    return content
 
 
 def write_layer(root: Path, blobs: Path) -> tuple[Json, str]:

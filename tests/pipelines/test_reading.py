@@ -20,6 +20,7 @@ from compress.artifacts.hf_folder import refuse_foreign_folder
 from compress.checkpoint import safe_zip
 from compress.checkpoint.loading import read_state_dict
 from compress.common.errors import ArtifactInvalid, CompressError
+from compress.common.signature import Signature, TensorSpec
 from pipelines import Pipeline
 from pipelines.models.exported_files import import_file, signature_of
 from pipelines.results.schema import Report
@@ -99,6 +100,7 @@ def _a_report(file: Path) -> None:
     Report.read(folder)
 
 
+TAKEN = Signature(inputs=(TensorSpec(name="x", shape=("batch", 4)),))
 ENTRIES = {
     "checkpoint: model.pt": lambda f: read_state_dict(shutil.copy(f, f.with_suffix(".pt"))),
     "checkpoint: model.bin": lambda f: read_state_dict(shutil.copy(f, f.with_suffix(".bin"))),
@@ -112,7 +114,7 @@ ENTRIES = {
     "checkpoint: a distributed one": lambda f: read_state_dict(_folder_with(f, ".metadata")),
     "model.file: model.onnx": lambda f: signature_of("onnx", f),
     "model.file: model.pt2": lambda f: signature_of("graph", f),
-    "model.file: model.ts": lambda f: import_file("torchscript", f, None, f.with_name("sealed")),
+    "model.file: model.ts": lambda f: import_file("torchscript", f, TAKEN, f.with_name("sealed")),
     "compress run": Pipeline.from_yaml,
     "compress verify": lambda f: verify(shutil.copy(f, f.with_suffix(".mar"))),
     "compress serve": model_name_of,
@@ -191,7 +193,7 @@ BOMBS = {
 OPENED = {
     "checkpoint": lambda f: read_state_dict(shutil.copy(f, f.with_suffix(".pt"))),
     "model.pt2": lambda f: signature_of("graph", f),
-    "model.ts": lambda f: import_file("torchscript", f, None, f.with_name("sealed")),
+    "model.ts": lambda f: import_file("torchscript", f, TAKEN, f.with_name("sealed")),
     "verify": verify,
     "serve": model_name_of,
 }

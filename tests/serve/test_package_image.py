@@ -3,22 +3,27 @@
 import gzip
 import hashlib
 import json
+import multiprocessing
 import os
 import platform
 import subprocess
 import sys
 import tarfile
+import time
 import zipfile
 from importlib.metadata import version
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
+from benchmarks.attack import cases_memory as cases
 from cli import app
-from compress.artifacts.artifact import Artifact
+from compress.artifacts.artifact import Artifact, new_folder
 from compress.artifacts.eager_model import EagerModel
+from compress.common import child_process
 from compress.common.errors import ArtifactInvalid, PipelineInvalid, StageFailed
 from compress.common.signature import OutputSpec, Signature
 from compress.core.context import Context
@@ -26,13 +31,14 @@ from export.openvino.stage import ExportOpenVINO
 from serve.http.loaded_model import RUNTIMES
 from serve.image.build_folder import write_build_folder
 from serve.image.locked_requirements import SERVING
-from serve.image.oci_layout import ARCHITECTURES, write_image_layout
+from serve.image.oci_layout import ARCHITECTURES, read_base, write_image_layout
 from serve.image.replay_probe import largest_difference
 from serve.torchserve.artifact import TorchServeArchive
 from serve.verify import verify
 from serve.worker.wire import from_npz, to_npz
 from tests.serve.served_here import SIGNATURE, TOKEN, sealed
 
+fork = multiprocessing.get_context("fork")
 PYTHON = f"python{sys.version_info[0]}.{sys.version_info[1]}"
 
 
@@ -258,3 +264,83 @@ def test_a_base_with_a_changed_blob_is_refused(onnx: Path, tmp_path: Path) -> No
     with pytest.raises(ArtifactInvalid, match="no file of an OCI image layout"):
         write_image_layout(onnx, tmp_path / "image", tmp_path, unattested)
     assert not (tmp_path / "image").exists()
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ("[]", "Input should be an object"),
+        ("{}", "manifests: Field required"),
+        ('{"manifests": 5}', "manifests: Input should be a valid array"),
+        ('{"manifests": [null]}', r"manifests\.0: Input should be an object"),
+        ('{"manifests": [{"mediaType": "a", "digest": "sha256:../../x"}]}', "should match pattern"),
+        ('{"manifests": ' + "[" * 10**6, "recursion limit"),
+        (f'{{"manifests": [{" " * 2**22}]}}', "has more than 4194304 bytes"),
+    ],
+)
+def test_a_malformed_index_is_refused_in_one_line(tmp_path: Path, index: str, message: str) -> None:
+    base = write_base(tmp_path / "base")
+    (base / "index.json").write_text(index)
+    with pytest.raises(ArtifactInvalid, match=rf"index\.json: .*{message}"):
+        read_base(base)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"os": 5},
+        {"rootfs": None},
+        {"history": 5},
+        {"config": {"Env": [5]}},
+        {"config": {"Env": ["PATH"]}},
+        {"config": {"Labels": []}},
+    ],
+)
+def test_a_malformed_configuration_is_refused(tmp_path: Path, changes: dict) -> None:
+    base = cases._image(cases._layout(tmp_path), cases._layer(), **changes)
+    with pytest.raises(ArtifactInvalid, match=next(iter(changes))):
+        read_base(base)
+
+
+def test_an_index_that_names_another_twice_is_read_once(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactInvalid, match="holds 0 OCI images"):
+        read_base(cases.oci_doubling(tmp_path))
+
+
+@pytest.mark.parametrize("layer", [b"", b"no archive", cases._layer()[:40]])
+def test_a_layer_that_cannot_be_read_is_refused(tmp_path: Path, layer: bytes) -> None:
+    base = cases._image(cases._layout(tmp_path), layer)
+    with pytest.raises(ArtifactInvalid, match="not a readable layer"):
+        read_base(base)
+
+
+def test_a_layer_of_very_many_files_is_not_kept_in_memory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(child_process, "SECONDS", 2)
+    with pytest.raises(ArtifactInvalid, match="processor time"):
+        read_base(cases.oci_layer_of_many(tmp_path, 500_000))
+
+
+def _write_until_killed(out: Path, started: Connection) -> None:
+    with new_folder(out) as partial:
+        (partial / "layer").write_text("half")
+        started.send("")
+        time.sleep(60)
+
+
+def test_what_a_killed_packaging_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    out = tmp_path / "image"
+    ours, theirs = fork.Pipe()
+    writer = fork.Process(target=_write_until_killed, args=(out, theirs))
+    writer.start()
+    ours.recv()
+    left = tmp_path / f".image.partial-{writer.pid}"
+    with new_folder(out):
+        assert left.exists(), "of a process that is still writing"
+    out.rmdir()
+    writer.kill()
+    writer.join()
+    assert left.exists()
+    with new_folder(out):
+        assert not left.exists()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import json
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from compress.artifacts.carried_files import IMAGES
+from compress.artifacts.hf_folder import read_json
 from compress.common.errors import ArtifactInvalid
 from compress.common.signature import AxisBounds, TensorSpec
 
@@ -83,8 +84,8 @@ def _image_size(config: Any, folder: Path) -> list[int]:
     size: Any = getattr(config, "image_size", None)
     if size is None:
         try:
-            content = json.loads((folder / "preprocessor_config.json").read_text("utf-8"))
-        except (OSError, ValueError):
+            content = read_json(folder / IMAGES)
+        except ArtifactInvalid:
             content = {}
         size = content.get("crop_size") or content.get("size")
     if isinstance(size, dict):

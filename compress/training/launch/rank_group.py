@@ -56,11 +56,12 @@ def launched_environment(environment: Mapping[str, str]) -> dict[str, str] | Non
     if not host:
         nodes = environment["SLURM_STEP_NODELIST"]
         try:
+            command = ["scontrol", "show", "hostnames", nodes]
             names = subprocess.run(
-                ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True
+                command, capture_output=True, text=True, check=True, timeout=SECONDS_TO_ANSWER
             )
             host = names.stdout.split()[0]
-        except (OSError, subprocess.CalledProcessError, IndexError) as error:
+        except (OSError, subprocess.SubprocessError, IndexError) as error:
             raise StageFailed(
                 f"`scontrol show hostnames {nodes}` does not name the first host of this step "
                 f"({error}); set MASTER_ADDR to it"

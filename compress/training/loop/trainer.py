@@ -13,6 +13,7 @@ import torch
 
 from compress.artifacts.eager_model import EagerModel
 from compress.common.errors import StageFailed
+from compress.common.lock_waits import bounded_lock_waits
 from compress.common.process import derive_seed, reseed, seeded
 from compress.data.fingerprint import hash_of_state
 from compress.data.stream import StreamReader
@@ -61,6 +62,7 @@ def train(job: Job, strategy: Strategy, on_record: Callable[[TrainingRecord], No
     """
     training = job.training
     with (
+        bounded_lock_waits(),
         cpu_threads(job.threads),
         matmul_precision(training),
         memory_budget(training),

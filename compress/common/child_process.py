@@ -1,0 +1,166 @@
+"""Reads foreign files in a child process with limits of memory and time.
+
+A file of some bytes can ask for any memory, never end when it is called, or crash a native library.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import gc
+import logging
+import os
+import resource
+import signal
+import sys
+import time
+import traceback
+import warnings
+from contextlib import suppress
+from multiprocessing import Pipe
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from compress.common.errors import ArtifactInvalid, CompressError, describe_exit_code
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from multiprocessing.connection import Connection
+
+T = TypeVar("T")
+
+MEMORY = 2**30
+"""Bytes that a child may take besides those for the file's content."""
+COPIES = 8
+"""How often a file's bytes may be in memory: parsed, converted, in a runtime and written again."""
+COPIES_OF_INPUTS = 64
+"""How often the inputs of a call may be: a network's first layers have many more channels."""
+SECONDS, SECONDS_PER_GIB = 15, 20
+"""Processor time that a child may take, and more for each GiB of the file."""
+LONGEST = 15
+"""How much longer than its processor time it may take, on a busy machine or a slow disk."""
+SECONDS_BETWEEN_LOOKS = 0.01
+PR_SET_PDEATHSIG = 1
+_is_child = False
+
+
+def read_in_child(name: str, read: Callable[[], T], *stored: Path, inputs: int = 0) -> T:
+    """Return what a function returns in a forked process, within limits of memory and time.
+
+    It raises what the function raises. Nothing else of it reaches this process: no log, no output,
+    no imported module.
+
+    Args:
+        name: begins the message, such as "checkpoint model.pt".
+        read: reads the files; its result must be small, as it is pickled.
+        stored: the files, or folders of files, whose size gives the limits.
+        inputs: bytes of the inputs with which a model is called.
+
+    Raises:
+        ArtifactInvalid: it takes more memory or time than files of this size explain, is nested too
+            deeply, or ends the process.
+    """
+    if _is_child or sys.platform != "linux":  # elsewhere a process's memory is read in other ways
+        return read()
+    size = sum(map(stored_bytes, stored))
+    memory = MEMORY + COPIES * size + COPIES_OF_INPUTS * inputs
+    memory = min(memory, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * 3 // 4)
+    seconds = SECONDS + SECONDS_PER_GIB * size // 2**30
+    ours, theirs = Pipe(duplex=False)
+    parent = os.getpid()
+    with warnings.catch_warnings():
+        # As in torch's DataLoader: the child computes with one thread.
+        warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+        child = os.fork()
+    if not child:
+        _run(name, read, theirs, seconds, parent)
+    theirs.close()
+    problem = ""
+    result: tuple[T, BaseException | None] | None = None
+    try:
+        before, deadline = _private_bytes(child), time.monotonic() + LONGEST * seconds
+        while not ours.poll(SECONDS_BETWEEN_LOOKS):
+            if _private_bytes(child) - before > memory:
+                problem = f"takes more than {memory / 2**30:.2g} GiB of memory"
+            elif time.monotonic() > deadline:
+                problem = f"takes more than {LONGEST * seconds} s"
+            if problem:
+                break
+        else:
+            with suppress(EOFError):
+                result = ours.recv()
+    finally:
+        ours.close()
+        with suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)  # has no effect on one that has ended
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if result is None:
+        if code == -signal.SIGXCPU:
+            problem = f"takes more than {seconds} s of processor time"
+        problem = problem or f"ends the process that does it, which {describe_exit_code(code)}"
+        raise ArtifactInvalid(f"{name}: reading its {size} bytes {problem}; it was not taken")
+    value, error = result
+    if error is not None:
+        raise error
+    return value
+
+
+def stored_bytes(path: Path) -> int:
+    """Return the bytes that a file, or the files in a folder, take on the disk, without holes."""
+    files = path.iterdir() if path.is_dir() else (path,)
+    sizes = [file.stat() for file in files if file.is_file()]
+    return sum(min(s.st_size, s.st_blocks * 512) for s in sizes)
+
+
+def _run(
+    name: str, read: Callable[[], object], answers: Connection, seconds: int, parent: int
+) -> None:
+    """Send a function's result and error, and end this process."""
+    global _is_child
+    try:
+        _is_child = True
+        os.setpgid(0, 0)  # Ctrl-C reaches the parent, which ends this process
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGXCPU):
+            signal.signal(number, signal.SIG_DFL)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            return
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        with suppress(OSError):  # the first to be ended where memory runs out
+            Path("/proc/self/oom_score_adj").write_text("1000")
+        null = os.open(os.devnull, os.O_RDWR)
+        os.dup2(null, 1)
+        os.dup2(null, 2)
+        sys.stdout = sys.stderr = os.fdopen(null, "w")
+        faulthandler.disable()
+        logging.disable()
+        gc.freeze()  # or a collection would copy the parent's objects
+        if torch := sys.modules.get("torch"):
+            torch.set_num_threads(1)  # the others are not in a fork, which would wait for them
+        value: object = None
+        error: BaseException | None = None
+        try:
+            value = read()
+        except RecursionError:
+            error = ArtifactInvalid(f"{name}: is nested too deeply")
+        except MemoryError:
+            error = ArtifactInvalid(f"{name}: asks for more memory than there is")
+        except BaseException as raised:  # noqa: BLE001 - raised in the parent
+            if not isinstance(raised, CompressError):
+                raised.add_note(traceback.format_exc())
+            error = raised
+        try:
+            answers.send((value, error))
+        except Exception:  # noqa: BLE001 - it cannot be pickled
+            answers.send((None, RuntimeError(f"{type(error).__name__}: {error}")))
+    finally:
+        os._exit(0)
+
+
+def _private_bytes(process: int) -> int:
+    """Return a process's resident memory without that of files; 0 for one that has ended."""
+    with suppress(OSError):
+        _, resident, shared, *_ = Path(f"/proc/{process}/statm").read_text().split()
+        return (int(resident) - int(shared)) * resource.getpagesize()
+    return 0
