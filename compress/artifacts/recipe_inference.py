@@ -180,15 +180,23 @@ def _by_signature(
 
 def positional_parameters(module: torch.nn.Module) -> list[str]:
     """Return the names of the parameters that forward takes by position."""
-    parameters = inspect.signature(module.forward).parameters.values()
-    return [p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    by_position = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return [p.name for p in _parameters(module) if p.kind is by_position]
+
+
+def _parameters(module: torch.nn.Module) -> list[inspect.Parameter]:
+    """Return forward's parameters; those of a TorchScript module from its schema."""
+    if not isinstance(module, torch.jit.ScriptModule):
+        return [*inspect.signature(module.forward).parameters.values()]
+    schema: Any = module.forward.schema
+    _, *arguments = schema.arguments
+    return [inspect.Parameter(a.name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for a in arguments]
 
 
 def _keywords(module: torch.nn.Module, names: Sequence[str]) -> tuple[str, ...]:
     """Return forward's parameters to pass inputs to by keyword; empty to pass them by position."""
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    parameters = inspect.signature(module.forward).parameters.values()
-    own = [p.name for p in parameters if p.kind not in variable]
+    own = [p.name for p in _parameters(module) if p.kind not in variable]
     if list(names) == positional_parameters(module)[: len(names)]:
         return ()
     if set(names) <= set(own):

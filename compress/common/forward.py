@@ -206,7 +206,8 @@ def run_in_eval(
 @contextmanager
 def preserve_modes(module: torch.nn.Module) -> Iterator[None]:
     """Restore each submodule's own mode, training or eval, at the end of a block."""
-    modes = {part: part.training for part in module.modules()}
+    # Frozen TorchScript has no mode.
+    modes = {part: part.training for part in module.modules() if hasattr(part, "training")}
     try:
         yield
     finally:

@@ -6,11 +6,14 @@ import re
 from typing import TYPE_CHECKING, Any, Literal
 
 from compress.common.atomic_files import refuse_irregular, stays_inside
-from compress.common.errors import ArtifactInvalid, PipelineInvalid, first_line
+from compress.common.errors import ArtifactInvalid, CompressError, PipelineInvalid, first_line
 from compress.common.signature import OutputSpec, Signature, TensorSpec, refuse_double_names
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
+
+    import torch
 
     from compress.artifacts.artifact import Artifact
 
@@ -58,8 +61,14 @@ def digest_of(file: Path) -> str | None:
     return hashlib.sha256(" ".join(digests).encode()).hexdigest()
 
 
-def import_file(kind: Kind, file: Path, signature: Signature, path: Path) -> Artifact:
-    """Import an exported model as an artifact, after one call with example inputs.
+def import_file(
+    kind: Kind,
+    file: Path,
+    signature: Signature,
+    path: Path,
+    inputs: Sequence[torch.Tensor] | None = None,
+) -> Artifact:
+    """Import an exported model as an artifact, after a call with `inputs`, or with seeded ones.
 
     Raises:
         PipelineInvalid: the declared names are not the file's.
@@ -69,13 +78,16 @@ def import_file(kind: Kind, file: Path, signature: Signature, path: Path) -> Art
     if kind == "graph":
         from pipelines.models.pt2_files import import_program
 
-        return import_program(file, signature, path, _call_once)
-    return (_import_onnx if kind == "onnx" else _import_script)(file, signature, path)
+        return import_program(file, signature, path, inputs)
+    return (_import_onnx if kind == "onnx" else _import_script)(file, signature, path, inputs)
 
 
-def _import_onnx(file: Path, signature: Signature, path: Path) -> Artifact:
+def _import_onnx(
+    file: Path, signature: Signature, path: Path, inputs: Sequence[torch.Tensor] | None
+) -> Artifact:
     import onnx
 
+    from compress.data.infer_signature import described
     from export.onnx.graph import count_operators, keep_outputs_
     from export.onnx.metadata import class_names_in
     from export.onnx.session import counted_predictor
@@ -108,44 +120,40 @@ def _import_onnx(file: Path, signature: Signature, path: Path) -> Artifact:
         payload = partial / OnnxModel.payload
         # The same model has the same bytes, and by them the same digest.
         payload.write_bytes(model.SerializeToString(deterministic=True))
-        predict, kernels = counted_predictor(payload, 1, signature.example())
+        inputs = inputs or signature.example()
+        try:
+            predict, kernels = counted_predictor(payload, 1, inputs)
+            predict(*inputs)
+        except CompressError:
+            raise
+        except Exception as error:
+            raise ArtifactInvalid(
+                f"model.inputs: {file} does not take {described(signature.inputs)}: "
+                f"{type(error).__name__}: {first_line(error)}"
+            ) from error
         facts |= kernels
-        _call_once(file, predict, signature)
     return OnnxModel.from_directory(path)
 
 
-def _import_script(file: Path, signature: Signature, path: Path) -> Artifact:
-    from compress.common.forward import match_outputs
+def _import_script(
+    file: Path, signature: Signature, path: Path, inputs: Sequence[torch.Tensor] | None
+) -> Artifact:
+    from compress.artifacts.recipe_inference import fit_call
+    from export.torchscript.call_adapter import adapt_calls
     from export.torchscript.file_io import load, save
     from export.torchscript.stage import TorchScriptModel
-    from export.torchscript.subgraph import select_outputs
 
     module = load(file).eval()
-    answer = _call_once(file, module, signature)
-    chosen, signature = match_outputs(answer, signature)
-    if chosen:
-        module = select_outputs(module, chosen, answer, len(signature.inputs)).eval()
-        _call_once(file, module, signature)
+    inputs = inputs or signature.example()
+    edits, signature = fit_call(module, signature, inputs, str(file))
+    module = adapt_calls(module, edits, inputs).eval()
     # A frozen module has no parameters; its artifact counts the constants of its graph then.
-    facts = {"parameters": sum(p.numel() for p in module.parameters())}
+    facts: dict[str, Any] = {"parameters": sum(p.numel() for p in module.parameters())}
+    if signature.state:  # it is where calls put what they start from
+        facts["one_call_at_a_time"] = True
     with TorchScriptModel.atomic_write(path, signature, facts=facts) as partial:
         save(module, partial / TorchScriptModel.payload)
     return TorchScriptModel.from_directory(path)
-
-
-def _call_once(file: Path, module: Any, signature: Signature) -> Any:
-    import torch
-
-    from compress.data.infer_signature import described
-
-    try:
-        with torch.inference_mode():
-            return module(*signature.example())
-    except Exception as error:
-        raise ArtifactInvalid(
-            f"model.inputs: {file} does not take {described(signature.inputs)}: "
-            f"{type(error).__name__}: {first_line(error)}"
-        ) from error
 
 
 def _onnx_signature(file: Path) -> Signature:
