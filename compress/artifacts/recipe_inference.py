@@ -188,8 +188,8 @@ def _parameters(module: torch.nn.Module) -> list[inspect.Parameter]:
     """Return forward's parameters; those of a TorchScript module from its schema."""
     if not isinstance(module, torch.jit.ScriptModule):
         return [*inspect.signature(module.forward).parameters.values()]
-    schema: Any = module.forward.schema
-    _, *arguments = schema.arguments
+    forward: Any = module.forward
+    _, *arguments = forward.schema.arguments
     return [inspect.Parameter(a.name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for a in arguments]
 
 

@@ -120,7 +120,7 @@ def _import_onnx(
         payload = partial / OnnxModel.payload
         # The same model has the same bytes, and by them the same digest.
         payload.write_bytes(model.SerializeToString(deterministic=True))
-        inputs = inputs or signature.example()
+        inputs = tuple(inputs or signature.example())
         try:
             predict, kernels = counted_predictor(payload, 1, inputs)
             predict(*inputs)

@@ -87,8 +87,8 @@ def import_program(
         program = export_program(module, signature)
         refuse_other_answers(module, program, signature)
     if state := signature.state:
-        names = tuple(name.removeprefix("program.") for name in state.names)
-        state = state.model_copy(update={"names": names})
+        stored = tuple(name.removeprefix("program.") for name in state.names)
+        state = state.model_copy(update={"names": stored})
         signature = signature.model_copy(update={"state": state})
     return GraphModel.create(path, program, signature)
 

@@ -82,7 +82,7 @@ class ModuleState:
                 if isinstance(part, torch.jit.ScriptModule):  # whose tables are copies
                     setattr(part, key, value)
                     continue
-                table = part._buffers if key in part._buffers else vars(part)
+                table: Any = part._buffers if key in part._buffers else vars(part)
                 table[key] = value
                 if value is ABSENT:
                     del table[key]
