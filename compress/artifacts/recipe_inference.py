@@ -104,10 +104,10 @@ def check_rebuild(
         try:
             for edit in edits:
                 edit.apply_(module)
-            expected = run_in_eval(module, inputs)
+            expected = answer_one_row(module, signature, inputs)
         finally:
             module.__class__ = kind
-    got = run_in_eval(rebuilt, inputs)
+    got = answer_one_row(rebuilt, signature, inputs)
     if not all(torch.equal(a, b) for a, b in zip(expected, got, strict=True)):
         raise ArtifactInvalid(
             f"factory {recipe.factory!r} builds a module with the same weights and other outputs; "
@@ -152,6 +152,12 @@ def fit_call(
             f"model.inputs: {name} does not take {shapes}: "
             f"{type(error).__name__}: {first_line(error)}{image_advice(inputs)}"
         ) from error
+    if effects.is_random:
+        raise ArtifactInvalid(
+            f"{name} draws random numbers in eval mode, so that equal calls answer differently; "
+            "pass `training=self.training` to functional dropout, leave parts that forward puts "
+            "into training mode in eval mode, or make the random numbers an input of forward"
+        )
     selected, signature = match_outputs(effects.output, signature)
     edits: list[AnyEdit] = []
     if keywords or selected:
@@ -163,6 +169,30 @@ def fit_call(
             IndependentCalls(state=names, in_training=is_read, copies_inputs=effects.changes_inputs)
         )
     return tuple(edits), signature.model_copy(update={"state": state})
+
+
+def answer_one_row(
+    module: torch.nn.Module, signature: Signature, inputs: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    """Return the outputs for the first row of inputs; for all where the batch has a fixed size.
+
+    Raises:
+        ArtifactInvalid: the module takes no batch of one row, which others are measured by.
+    """
+    axis = signature.batch_axis
+    has_rows = [axis is not None and spec.shape[:1] == (axis,) for spec in signature.inputs]
+    rows = [x[:1] if rows else x for x, rows in zip(inputs, has_rows, strict=True)]
+    try:
+        return run_in_eval(module, rows)
+    except Exception as error:
+        if not any(has_rows):
+            raise
+        raise ArtifactInvalid(
+            f"model.inputs: the model takes no batch of one row ({type(error).__name__}: "
+            f"{first_line(error)}); if it normalizes by the batch in eval mode, as BatchNorm "
+            "without running statistics does, give it these, or declare the batch size in "
+            "model.inputs as a number"
+        ) from error
 
 
 def _by_signature(

@@ -20,7 +20,7 @@ from torch import nn
 
 from compress.common.errors import ArtifactInvalid
 from compress.common.forward import outputs_by_name, preserve_modes
-from compress.common.process import random_state_kept
+from compress.common.process import random_state_kept, random_states, reseed
 from compress.common.signature import CallState
 from compress.common.tensor_difference import relative_error
 
@@ -112,19 +112,22 @@ class CallEffects:
     state: CallState | None
     """Buffers and attributes to restore after each call; None without any."""
     changes_inputs: bool
+    is_random: bool
+    """Whether an equal call with other random numbers returns something else."""
 
 
 def call_effects(module: nn.Module, call: Call, inputs: Sequence[torch.Tensor]) -> CallEffects:
-    """Call a module once, and twice more if that changes it, and restore it.
+    """Call a module once, more often if that changes it or draws random numbers, and restore it.
 
     ``call`` calls it with tensors in order. Attributes that are no persistent buffers, such as
     masks that are created when they are needed, count only if later outputs depend on state.
     """
     with unchanged(module) as before:
         module.eval()
-        given = [x.clone() for x in inputs]
+        given, numbers = [x.clone() for x in inputs], random_states()
         with torch.inference_mode():
             output = call(given)
+        draws = not _is_same(numbers, random_states())
         changes_inputs = not all(map(_is_same, inputs, given))
         changed = before.changed()
         is_read = False
@@ -133,10 +136,18 @@ def call_effects(module: nn.Module, call: Call, inputs: Sequence[torch.Tensor]) 
             continued = _outcome(call, later)
             before.restore()
             is_read = not _is_same_outcome(continued, _outcome(call, later))
+        is_random = False
+        if draws:
+            outcomes = []
+            for seed in range(2):
+                before.restore()
+                reseed(seed, "cpu")
+                outcomes.append(_outcome(call, inputs))
+            is_random = not _is_same_outcome(*outcomes)
     stored = module.state_dict(keep_vars=True)
     names = tuple(name for name in changed if is_read or name in stored)
     state = CallState(names=names, is_read=is_read) if names else None
-    return CallEffects(output, state, changes_inputs)
+    return CallEffects(output, state, changes_inputs, is_random)
 
 
 @contextmanager
