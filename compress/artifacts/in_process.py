@@ -6,12 +6,12 @@ recipe then names ``compress.artifacts.in_process:<name>``, which resolves here 
 
 from __future__ import annotations
 
-import copy
 import re
 import uuid
 from typing import TYPE_CHECKING, Any
 
 from compress.common.errors import ArtifactInvalid, first_line
+from compress.common.forward import copy_module
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,13 +38,13 @@ def register_module(module: torch.nn.Module) -> str:
     """
     kind = type(module)
     try:
-        original = copy.deepcopy(module)
+        original = copy_module(module)
     except Exception as error:
         raise ArtifactInvalid(
             f"{kind.__qualname__} cannot be copied ({type(error).__name__}: {first_line(error)}); "
             "put its class into a file of its own, or pass factory='module:callable'"
         ) from error
-    return register(lambda: copy.deepcopy(original), kind.__name__)
+    return register(lambda: copy_module(original), kind.__name__)
 
 
 def is_in_process(reference: str) -> bool:

@@ -105,10 +105,10 @@ def check_rebuild(
         try:
             for edit in edits:
                 edit.apply_(module)
-            expected = run_in_eval(module, inputs)
+            expected = answer_one_row(module, signature, inputs)
         finally:
             module.__class__ = kind
-    got = run_in_eval(rebuilt, inputs)
+    got = answer_one_row(rebuilt, signature, inputs)
     if not all(relative_error(a, b) == 0 for a, b in zip(expected, got, strict=True)):
         raise ArtifactInvalid(
             f"factory {recipe.factory!r} builds a module with the same weights and other outputs; "
@@ -153,6 +153,12 @@ def fit_call(
             f"model.inputs: {name} does not take {shapes}: "
             f"{type(error).__name__}: {first_line(error)}{image_advice(inputs)}"
         ) from error
+    if effects.is_random:
+        raise ArtifactInvalid(
+            f"{name} draws random numbers in eval mode, so that equal calls answer differently; "
+            "pass `training=self.training` to functional dropout, leave parts that forward puts "
+            "into training mode in eval mode, or make the random numbers an input of forward"
+        )
     selected, signature = match_outputs(effects.output, signature)
     edits: list[AnyEdit] = []
     if keywords or selected:
@@ -164,6 +170,30 @@ def fit_call(
             IndependentCalls(state=names, in_training=is_read, copies_inputs=effects.changes_inputs)
         )
     return tuple(edits), signature.model_copy(update={"state": state})
+
+
+def answer_one_row(
+    module: torch.nn.Module, signature: Signature, inputs: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    """Return the outputs for the first row of inputs; for all where the batch has a fixed size.
+
+    Raises:
+        ArtifactInvalid: the module takes no batch of one row, which others are measured by.
+    """
+    axis = signature.batch_axis
+    has_rows = [axis is not None and spec.shape[:1] == (axis,) for spec in signature.inputs]
+    rows = [x[:1] if rows else x for x, rows in zip(inputs, has_rows, strict=True)]
+    try:
+        return run_in_eval(module, rows)
+    except Exception as error:
+        if not any(has_rows):
+            raise
+        raise ArtifactInvalid(
+            f"model.inputs: the model takes no batch of one row ({type(error).__name__}: "
+            f"{first_line(error)}); if it normalizes by the batch in eval mode, as BatchNorm "
+            "without running statistics does, give it these, or declare the batch size in "
+            "model.inputs as a number"
+        ) from error
 
 
 def _by_signature(
@@ -181,15 +211,23 @@ def _by_signature(
 
 def positional_parameters(module: torch.nn.Module) -> list[str]:
     """Return the names of the parameters that forward takes by position."""
-    parameters = inspect.signature(module.forward).parameters.values()
-    return [p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    by_position = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return [p.name for p in _parameters(module) if p.kind is by_position]
+
+
+def _parameters(module: torch.nn.Module) -> list[inspect.Parameter]:
+    """Return forward's parameters; those of a TorchScript module from its schema."""
+    if not isinstance(module, torch.jit.ScriptModule):
+        return [*inspect.signature(module.forward).parameters.values()]
+    forward: Any = module.forward
+    _, *arguments = forward.schema.arguments
+    return [inspect.Parameter(a.name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for a in arguments]
 
 
 def _keywords(module: torch.nn.Module, names: Sequence[str]) -> tuple[str, ...]:
     """Return forward's parameters to pass inputs to by keyword; empty to pass them by position."""
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    parameters = inspect.signature(module.forward).parameters.values()
-    own = [p.name for p in parameters if p.kind not in variable]
+    own = [p.name for p in _parameters(module) if p.kind not in variable]
     if list(names) == positional_parameters(module)[: len(names)]:
         return ()
     if set(names) <= set(own):

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Mapping
 from contextlib import ExitStack, contextmanager
@@ -204,10 +205,32 @@ def run_in_eval(
         return flatten_outputs(module.eval()(*inputs))
 
 
+def copy_module(
+    module: torch.nn.Module, replacements: Mapping[int, torch.Tensor] | None = None
+) -> torch.nn.Module:
+    """Copy a module, also one that keeps tensors that autograd has computed.
+
+    ``copy.deepcopy`` raises for these: weights that hooks of ``weight_norm``, ``spectral_norm`` and
+    ``prune`` compute before each call, or results that forward keeps. They are detached.
+
+    Args:
+        module: a module.
+        replacements: by the ``id`` of a tensor, what the copy has in its place.
+    """
+    import torch
+    from torch.utils import _pytree as pytree
+
+    leaves = pytree.tree_leaves([vars(part) for part in module.modules()])
+    computed = [x for x in leaves if isinstance(x, torch.Tensor) and not x.is_leaf]
+    memo = {id(x): x.detach().clone() for x in computed} | {**(replacements or {})}
+    return copy.deepcopy(module, memo)
+
+
 @contextmanager
 def preserve_modes(module: torch.nn.Module) -> Iterator[None]:
     """Restore each submodule's own mode, training or eval, at the end of a block."""
-    modes = {part: part.training for part in module.modules()}
+    # Frozen TorchScript has no mode.
+    modes = {part: part.training for part in module.modules() if hasattr(part, "training")}
     try:
         yield
     finally:

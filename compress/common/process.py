@@ -13,7 +13,7 @@ import random
 import warnings
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -37,13 +37,21 @@ def seeded(seed: int, device: str) -> Iterator[None]:
         yield
 
 
+def random_states() -> list[Any]:
+    """Return the states of the generators of ``random``, NumPy and torch on the CPU."""
+    import numpy as np
+    import torch
+
+    return [random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state()]
+
+
 @contextmanager
 def random_state_kept(device: str) -> Iterator[None]:
     """Restore the states of torch, NumPy and ``random`` after a block."""
     import numpy as np
     import torch
 
-    python_state, numpy_state = random.getstate(), np.random.get_state()
+    python_state, numpy_state, _ = random_states()
     devices = [torch.device(device)] if device.startswith("cuda") else []
     with torch.random.fork_rng(devices=devices):
         try:

@@ -14,14 +14,21 @@ MAX_BYTES = 2**30
 def fold_constants_(graph: fx.GraphModule, max_bytes: int = MAX_BYTES) -> None:
     """Replace values that depend on weights alone, such as dequantized ones, in place.
 
-    Once they take `max_bytes`, the rest is left as it is: computed at each run.
+    Once they take `max_bytes`, the rest is left as it is: computed at each run. So is what an
+    operator writes to in place: folded, it would start from what the run before has left there.
     """
     values: dict[fx.Node, Any] = {}
+    written = _written_to(graph.graph)
     size = 0
     for node in list(graph.graph.nodes):
         if node.op == "get_attr":
             values[node] = attrgetter(node.target)(graph)
-        elif _is_function(node) and values.keys() >= {*node.all_input_nodes} and size < max_bytes:
+        elif (
+            _is_function(node)
+            and node not in written
+            and values.keys() >= {*node.all_input_nodes}
+            and size < max_bytes
+        ):
             arguments = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
             with torch.no_grad():
                 values[node] = node.target(*arguments[0], **arguments[1])
@@ -39,6 +46,22 @@ def fold_constants_(graph: fx.GraphModule, max_bytes: int = MAX_BYTES) -> None:
         node.replace_all_uses_with(constant)
     graph.graph.eliminate_dead_code()
     graph.recompile()
+
+
+def _written_to(graph: fx.Graph) -> set[fx.Node]:
+    """Return the nodes whose values are changed in place, and all that these are made from."""
+    written, found = set[fx.Node](), list[fx.Node]()
+    for node in graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        if node.op == "call_function" and schema is not None and schema.is_mutable:
+            for value, argument in zip(node.args, schema.arguments, strict=False):
+                is_written = argument.alias_info is not None and argument.alias_info.is_write
+                found += [value] if is_written and isinstance(value, fx.Node) else []
+    while found:  # they may be views of what they are made from
+        if (node := found.pop()) not in written:
+            written.add(node)
+            found += node.all_input_nodes
+    return written
 
 
 def _is_function(node: fx.Node) -> bool:

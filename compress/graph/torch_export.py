@@ -7,7 +7,6 @@ plain data: see :mod:`compress.checkpoint.pt2_safety`.
 from __future__ import annotations
 
 import contextlib
-import copy
 import inspect
 import io
 import json
@@ -25,11 +24,14 @@ from torch import nn
 from torch.export.pt2_archive import PT2ArchiveReader
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.utils import parametrize
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from compress.checkpoint.pt2_safety import GRAPH, SAMPLE_INPUTS, find_code
 from compress.checkpoint.safe_zip import refuse_bomb
 from compress.common.errors import ArtifactInvalid, StageFailed
-from compress.common.forward import flatten_outputs, plain_attention
+from compress.common.forward import copy_module, flatten_outputs, plain_attention
 from compress.graph.axis_bounds import trace
 from compress.graph.library_cache import cached_deserialization, patched_attribute
 
@@ -76,16 +78,18 @@ def export_program(module: nn.Module, signature: Signature) -> ExportedProgram:
 
 
 def without_parametrizations(module: nn.Module) -> nn.Module:
-    """Return a module whose weights are computed once, where parametrizations compute them.
+    """Return a module whose weights are computed once, where each call computes them.
 
-    Such a weight norm or orthogonal weight is then a plain parameter, which can be quantized.
+    What parametrizations compute, or the hooks of ``torch.nn.utils.weight_norm``, ``spectral_norm``
+    and ``prune``, is then a plain parameter, which can be quantized.
     """
-    if not any(map(parametrize.is_parametrized, module.modules())):
+    if not any(parametrize.is_parametrized(p) or _weight_hooks(p) for p in module.modules()):
         return module
-    try:
-        plain = copy.deepcopy(module)
-    except RuntimeError:  # torch's recurrent layers keep what was computed, which cannot be copied
-        return module
+    plain = copy_module(module)
+    for part in plain.modules():
+        for key, hook in _weight_hooks(part).items():
+            hook.remove(part)
+            del part._forward_pre_hooks[key]
     for part in [p for p in plain.modules() if parametrize.is_parametrized(p)]:
         names: Any = part.parametrizations
         weights = {name: getattr(part, name).detach().clone() for name in names}
@@ -95,6 +99,12 @@ def without_parametrizations(module: nn.Module) -> nn.Module:
         for name, weight in weights.items():
             part.register_parameter(name, nn.Parameter(weight, weight.is_floating_point()))
     return plain
+
+
+def _weight_hooks(part: nn.Module) -> dict[int, Any]:
+    """Return those of a part's hooks that compute one of its weights before each call."""
+    kinds = (WeightNorm, SpectralNorm, BasePruningMethod)
+    return {key: h for key, h in part._forward_pre_hooks.items() if isinstance(h, kinds)}
 
 
 @contextlib.contextmanager

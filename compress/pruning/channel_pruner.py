@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from compress.artifacts.recipe import KeepIndices
 from compress.common.errors import StageFailed
-from compress.common.forward import torch_predictor
+from compress.common.forward import copy_module, torch_predictor
 from compress.core.stage import DEFAULT_CALIBRATION_SAMPLES
 from compress.graph.flops import count_macs
 from compress.profiling.benchmark import compare_latency, unmeasurable
@@ -96,7 +95,7 @@ class ChannelPruner:
             self._solve_widths(config.target)
         plan_for_rewrites = self._rewrite_()
         # What the refit aims at: the outputs of this module, of whose tensors `kept` is left.
-        self._reference, self._kept = copy.deepcopy(self._module), dict[str, Any]()
+        self._reference, self._kept = copy_module(self._module), dict[str, Any]()
         for step in range(1, config.iterations + 1):
             context.progress(config.title, step - 1, config.iterations, "plan and verify")
             if step == config.iterations == 1 and plan_for_rewrites:
@@ -265,7 +264,7 @@ class ChannelPruner:
             tuned = source.derive(work / f"tuned{number}", fitted.weights, edits=edits)
             self._module = tuned.load()
             # The trained model's outputs are better than the unpruned one's: refit to them.
-            self._reference, self._kept = copy.deepcopy(self._module), {}
+            self._reference, self._kept = copy_module(self._module), {}
 
     def _latency(self, module: torch.nn.Module, batch: int) -> float:
         """Return a module's latency over that of the unpruned model.

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from compress.common.errors import StageFailed
+from compress.common.forward import copy_module
 from compress.pruning.allocation.ranking import rank
 from compress.pruning.allocation.ratios import Limits
 from compress.pruning.dependency.channel_groups import SlicePlan
@@ -170,9 +170,9 @@ class WidthSpace:
     def _recovered(self, plan: SlicePlan) -> nn.Module:
         # A slice shares the tensors that it leaves whole, and a refit changes them in place.
         whole = self.ranking.module  # type: ignore[union-attr]  # cut() has asked
-        module = copy.deepcopy(sliced_copy(whole, plan.kept, plan.attributes))
+        module = copy_module(sliced_copy(whole, plan.kept, plan.attributes))
         if self.batches:
-            reference = copy.deepcopy(whole)
+            reference = copy_module(whole)
             recover_(module, reference, plan.kept, self.batches, self.device, refit=self.refit)
         return module
 

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any, Literal
 from compress.artifacts.artifact import Artifact
 from compress.common.atomic_files import refuse_irregular, stays_inside
 from compress.common.child_process import read_in_child
-from compress.common.errors import ArtifactInvalid, PipelineInvalid, first_line
+from compress.common.errors import ArtifactInvalid, CompressError, PipelineInvalid, first_line
 from compress.common.signature import OutputSpec, Signature, TensorSpec, refuse_double_names
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
+
+    import torch
 
 Kind = Literal["onnx", "graph", "torchscript"]
 LARGEST = 2 * 2**30
@@ -67,8 +69,14 @@ def _with_weights(file: Path) -> list[Path]:
     return [file, *(weight for weight in weights if weight.is_file())]
 
 
-def import_file(kind: Kind, file: Path, signature: Signature, path: Path) -> Artifact:
-    """Import an exported model as an artifact, after one call with example inputs.
+def import_file(
+    kind: Kind,
+    file: Path,
+    signature: Signature,
+    path: Path,
+    inputs: Sequence[torch.Tensor] | None = None,
+) -> Artifact:
+    """Import an exported model as an artifact, after a call with `inputs`, or with seeded ones.
 
     A child process does it, within limits of memory and time that the file's size gives.
 
@@ -80,19 +88,24 @@ def import_file(kind: Kind, file: Path, signature: Signature, path: Path) -> Art
     if kind == "graph":
         from pipelines.models.pt2_files import import_program
 
-        write: Callable[[], object] = partial(import_program, file, signature, path, _call_once)
+        write: Callable[[], object] = partial(import_program, file, signature, path, inputs)
     else:
         importer = _import_onnx if kind == "onnx" else _import_script
-        write = partial(importer, file, signature, path)
+        write = partial(importer, file, signature, path, inputs)
     sizes = {axis: signature.bounds(axis).nearest(8) for axis in signature.dynamic_axes}
-    inputs = sum(spec.nbytes(sizes) for spec in signature.inputs)
-    read_in_child(str(file), lambda: bool(write()), *_with_weights(file), inputs=inputs)
+    needed = sum(
+        [x.nbytes for x in inputs] if inputs else [s.nbytes(sizes) for s in signature.inputs]
+    )
+    read_in_child(str(file), lambda: bool(write()), *_with_weights(file), inputs=needed)
     return Artifact.from_directory(path)
 
 
-def _import_onnx(file: Path, signature: Signature, path: Path) -> Artifact:
+def _import_onnx(
+    file: Path, signature: Signature, path: Path, inputs: Sequence[torch.Tensor] | None
+) -> Artifact:
     import onnx
 
+    from compress.data.infer_signature import described
     from export.onnx.graph import count_operators, keep_outputs_
     from export.onnx.metadata import class_names_in
     from export.onnx.session import counted_predictor
@@ -125,44 +138,40 @@ def _import_onnx(file: Path, signature: Signature, path: Path) -> Artifact:
         payload = partial / OnnxModel.payload
         # The same model has the same bytes, and by them the same digest.
         payload.write_bytes(model.SerializeToString(deterministic=True))
-        predict, kernels = counted_predictor(payload, 1, signature.example())
+        inputs = tuple(inputs or signature.example())
+        try:
+            predict, kernels = counted_predictor(payload, 1, inputs)
+            predict(*inputs)
+        except CompressError:
+            raise
+        except Exception as error:
+            raise ArtifactInvalid(
+                f"model.inputs: {file} does not take {described(signature.inputs)}: "
+                f"{type(error).__name__}: {first_line(error)}"
+            ) from error
         facts |= kernels
-        _call_once(file, predict, signature)
     return OnnxModel.from_directory(path)
 
 
-def _import_script(file: Path, signature: Signature, path: Path) -> Artifact:
-    from compress.common.forward import match_outputs
+def _import_script(
+    file: Path, signature: Signature, path: Path, inputs: Sequence[torch.Tensor] | None
+) -> Artifact:
+    from compress.artifacts.recipe_inference import fit_call
+    from export.torchscript.call_adapter import adapt_calls
     from export.torchscript.file_io import load, save
     from export.torchscript.stage import TorchScriptModel
-    from export.torchscript.subgraph import select_outputs
 
     module = load(file).eval()
-    answer = _call_once(file, module, signature)
-    chosen, signature = match_outputs(answer, signature)
-    if chosen:
-        module = select_outputs(module, chosen, answer, len(signature.inputs)).eval()
-        _call_once(file, module, signature)
+    inputs = inputs or signature.example()
+    edits, signature = fit_call(module, signature, inputs, str(file))
+    module = adapt_calls(module, edits, inputs).eval()
     # A frozen module has no parameters; its artifact counts the constants of its graph then.
-    facts = {"parameters": sum(p.numel() for p in module.parameters())}
+    facts: dict[str, Any] = {"parameters": sum(p.numel() for p in module.parameters())}
+    if signature.state:  # it is where calls put what they start from
+        facts["one_call_at_a_time"] = True
     with TorchScriptModel.atomic_write(path, signature, facts=facts) as partial:
         save(module, partial / TorchScriptModel.payload)
     return TorchScriptModel.from_directory(path)
-
-
-def _call_once(file: Path, module: Any, signature: Signature) -> Any:
-    import torch
-
-    from compress.data.infer_signature import described
-
-    try:
-        with torch.inference_mode():
-            return module(*signature.example())
-    except Exception as error:
-        raise ArtifactInvalid(
-            f"model.inputs: {file} does not take {described(signature.inputs)}: "
-            f"{type(error).__name__}: {first_line(error)}"
-        ) from error
 
 
 def _onnx_signature(file: Path) -> Signature:

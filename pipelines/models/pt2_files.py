@@ -21,17 +21,15 @@ from compress.common.errors import ArtifactInvalid, CompressError, first_line
 from compress.common.signature import AxisBounds, Signature, TensorSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch.export import ExportedProgram
 
     from compress.artifacts.graph_model import GraphModel
 
-    CallOnce = Callable[[Path, Any, Signature], Any]
-
 
 class PositionalProgram(nn.Module):
-    """A program that takes tensors by position, and returns the chosen outputs."""
+    """A program that takes tensors by position."""
 
     def __init__(self, program: ExportedProgram, order: Sequence[int]) -> None:
         """Wrap a program; `order` gives for each of its tensors the position among the inputs."""
@@ -40,36 +38,32 @@ class PositionalProgram(nn.Module):
         self.call = program.call_spec.in_spec
         self.constants = {i: a.value for i, a in enumerate(_arguments(program)) if _is_constant(a)}
         self.order = tuple(order)
-        self.chosen: tuple[str, ...] = ()
 
     def train(self, mode: bool = True) -> Self:
-        """Do nothing: programs have no training mode."""
+        """Set the mode of this module alone: programs have none."""
+        self.training = mode
         return self
 
     def forward(self, *inputs: torch.Tensor) -> Any:
-        """Return the program's outputs, or the chosen ones."""
-        from compress.common.forward import outputs_by_name
-
+        """Return the program's outputs."""
         if len(inputs) != len(self.order):
             raise TypeError(f"the program takes {len(self.order)} tensors, found {len(inputs)}")
         tensors = iter([inputs[i] for i in self.order])
         count = len(self.order) + len(self.constants)
         given = [self.constants[i] if i in self.constants else next(tensors) for i in range(count)]
         arguments, keywords = pytree.tree_unflatten(given, self.call)
-        answer = self.program(*arguments, **keywords)
-        if not self.chosen:
-            return answer
-        entries = outputs_by_name(answer)
-        return tuple(entries[name] for name in self.chosen)
+        return self.program(*arguments, **keywords)
 
 
-def import_program(file: Path, signature: Signature, path: Path, call_once: CallOnce) -> GraphModel:
+def import_program(
+    file: Path, signature: Signature, path: Path, inputs: Sequence[torch.Tensor] | None
+) -> GraphModel:
     """Import a program as an artifact that takes the signature's tensors in their order.
 
-    `call_once` calls a module with example inputs, and refuses inputs that it does not take.
+    It is traced again where its call is another, or changes its buffers or its inputs.
     """
     from compress.artifacts.graph_model import GraphModel, refuse_other_answers
-    from compress.common.forward import match_outputs
+    from compress.artifacts.recipe_inference import fit_call
     from compress.graph.torch_export import export_program
 
     program = read_program(file)
@@ -77,18 +71,25 @@ def import_program(file: Path, signature: Signature, path: Path, call_once: Call
     names = [spec.name for spec in signature.inputs]
     # By name where these are the same; else the declared names are new ones, in the file's order.
     order = [names.index(n) for n in own] if set(names) == set(own) else list(range(len(own)))
-    inputs = [signature.inputs[i] for i in order[: len(names)]]
-    bounds = {**_bounds(inputs, program, signature.batch_axis), **signature.axes}
+    ordered = [signature.inputs[i] for i in order[: len(names)]]
+    bounds = {**_bounds(ordered, program, signature.batch_axis), **signature.axes}
     signature = signature.model_copy(update={"axes": bounds})
     module = PositionalProgram(program, order).eval()
-    module.chosen, signature = match_outputs(call_once(file, module, signature), signature)
+    inputs = inputs or signature.example()
+    edits, signature = fit_call(module, signature, inputs, str(file))
     positional, keywords = program.call_spec.in_spec.children()
     by_position = not (keywords.children() or module.constants) and all(
         child.is_leaf() for child in positional.children()
     )
-    if module.chosen or order != sorted(order) or not by_position:
+    if edits or order != sorted(order) or not by_position:
+        for edit in edits:
+            edit.apply_(module)
         program = export_program(module, signature)
         refuse_other_answers(module, program, signature)
+    if state := signature.state:
+        stored = tuple(name.removeprefix("program.") for name in state.names)
+        state = state.model_copy(update={"names": stored})
+        signature = signature.model_copy(update={"state": state})
     return GraphModel.create(path, program, signature)
 
 

@@ -232,11 +232,12 @@ def import_source(pipeline: PipelineConfig, path: Path, data: Splits | None = No
         key = "axes" if message.startswith("axes: ") else "inputs"
         message = message.removeprefix("axes: ")
         raise PipelineInvalid(f"{pipeline.place('model', key)}: {message}") from None
+    inputs = sample_inputs(data, signature)
     try:
         if isinstance(spec, ModelFile):
             from pipelines.models.exported_files import import_file
 
-            return import_file(spec.kind, pipeline.folder / spec.file, signature, path)
+            return import_file(spec.kind, pipeline.folder / spec.file, signature, path, inputs)
         if isinstance(spec, HuggingFaceModel):
             return _import_hugging_face(pipeline, spec, signature, path)
         return import_checkpoint(
@@ -246,7 +247,7 @@ def import_source(pipeline: PipelineConfig, path: Path, data: Splits | None = No
             checkpoint=pipeline.folder / spec.checkpoint if spec.checkpoint else None,
             folder=pipeline.code_folder,
             seed=pipeline.seed,
-            inputs=sample_inputs(data, signature),
+            inputs=inputs,
         )
     except CompressError as error:
         # Errors begin with the setting that is wrong; else it is the one that names the model.

@@ -259,7 +259,7 @@ def handler_config(served: Artifact, stage: PackageTorchServe, probe: Probe) -> 
         "outputs": [output.name for output in signature.outputs],
         "classes": _class_settings(served, stage, probe),
     }
-    for fact in ("built_for", "optimize_for_inference"):
+    for fact in ("built_for", "optimize_for_inference", "one_call_at_a_time"):
         if served.manifest.facts.get(fact):
             handler[fact] = served.manifest.facts[fact]
     if stage.image:

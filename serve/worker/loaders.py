@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import platform
+import threading
 import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -60,7 +61,16 @@ def load_torchscript(payload: Path, settings: Named, threads: int) -> Run:
         module = load(str(payload), map_location="cpu").eval()
         if settings.get("optimize_for_inference"):  # its result cannot be saved
             module = torch.jit.optimize_for_inference(module)
-    return as_array_function(module, threads)
+    run = as_array_function(module, threads)
+    if not settings.get("one_call_at_a_time"):
+        return run
+    lock = threading.Lock()
+
+    def run_alone(arrays: Sequence[Array]) -> list[Array]:
+        with lock:
+            return run(arrays)
+
+    return run_alone
 
 
 def load_graph(payload: Path, settings: Named, threads: int) -> Run:
@@ -119,8 +129,6 @@ def missing_here(built_for: Named) -> str:
 
 def load_openvino(payload: Path, settings: Named, threads: int) -> Run:
     """Load an OpenVINO model, for calls from several threads at a time."""
-    import threading
-
     import openvino
 
     # A call takes a stream: with one alone, concurrent calls would wait for each other.

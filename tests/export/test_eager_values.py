@@ -19,10 +19,12 @@ from compress.artifacts.graph_model import GraphModel
 from compress.common.forward import plain_attention, run_in_eval
 from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
+from compress.core.stage import Stage
 from compress.quantization.stages.dynamic import QuantizeDynamic
 from compress.quantization.stages.static import QuantizeStatic
 from export.exported_program import ExportProgram
 from export.onnx.stage import ExportOnnx
+from export.openvino.stage import ExportOpenVINO
 from tests.export.builders import samples
 
 ROWS, LENGTH, WIDTH = 14, 6, 8
@@ -156,6 +158,38 @@ WINDOWS = {
 @pytest.mark.parametrize("pool", WINDOWS.values(), ids=WINDOWS)
 def test_windows_are_torchs(tmp_path: Path, pool: nn.Module) -> None:
     exported(nn.Sequential(nn.Conv2d(1, 2, 1), pool), tmp_path, torch.randn(8, 1, 8, 8))
+
+
+CEIL = [
+    nn.AvgPool2d(2, 2, ceil_mode=True),
+    nn.AvgPool2d(3, 2, 1, ceil_mode=True),
+    nn.AvgPool2d(3, 3, 1, ceil_mode=True),
+    nn.AvgPool2d(3, 3, 1, ceil_mode=True, count_include_pad=False),
+    nn.AvgPool2d(3, 2, 1, ceil_mode=True, divisor_override=2),
+    nn.AvgPool2d((3, 2), (2, 3), (1, 0), ceil_mode=True),
+    nn.MaxPool2d(2, 2, 1, ceil_mode=True),
+    nn.MaxPool2d(3, 3, 1, ceil_mode=True),
+    nn.MaxPool2d(1, 2, ceil_mode=True),
+    nn.MaxPool2d(3, 4, 1, ceil_mode=True),
+    nn.MaxPool2d(2, 3, 1, 2, ceil_mode=True),
+]
+
+
+@pytest.mark.parametrize("stage", [ExportOnnx(), ExportOpenVINO()], ids=["onnx", "openvino"])
+def test_windows_of_any_size_are_torchs(tmp_path: Path, stage: Stage[Any, Any]) -> None:
+    if stage.stage == "export_openvino":
+        pytest.importorskip("openvino")
+
+    def pool(conv: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+        return [part(conv(x)) for part in CEIL]
+
+    module = Function(pool, nn.Conv2d(1, 2, 1))
+    model, context = built(module, torch.randn(8, 1, 8, 8), open_=True)
+    artifact = stage(model, context.with_root(tmp_path / "exported"))
+    with artifact.open() as predict, torch.no_grad():
+        for size in [(h, w) for h in range(5, 13) for w in (5, 8, 11)]:
+            x = torch.randn(2, 1, *size)
+            torch.testing.assert_close(predict(x), tuple(module(x)))
 
 
 @pytest.mark.parametrize("pool", [nn.AdaptiveAvgPool2d((7, 5)), nn.AdaptiveMaxPool2d((7, 5))])

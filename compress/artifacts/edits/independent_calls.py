@@ -12,13 +12,15 @@ import inspect
 from collections import deque
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from compress.common.errors import ArtifactInvalid
 from compress.common.forward import outputs_by_name, plain_attention, preserve_modes
-from compress.common.process import random_state_kept
+from compress.common.process import random_state_kept, random_states, reseed
 from compress.common.signature import CallState
 from compress.common.tensor_difference import relative_error
 
@@ -66,6 +68,7 @@ class ModuleState:
     def restore(self) -> None:
         """Give every part its buffers and attributes back, and its weights if kept."""
         now = _attributes(self._module)
+        parts = dict(self._module.named_modules(remove_duplicate=False))
         for name in dict.fromkeys([*self._values, *now]):
             value, copied = self._values.get(name, (ABSENT, None))
             if not _is_same(copied, value) and isinstance(value, torch.Tensor):
@@ -75,8 +78,11 @@ class ModuleState:
                 value = _copied(copied, self._memo)
             if now.get(name, ABSENT) is not value:
                 path, _, key = name.rpartition(".")
-                part = self._module.get_submodule(path)
-                table = part._buffers if key in part._buffers else vars(part)
+                part = parts[path]
+                if isinstance(part, torch.jit.ScriptModule):  # whose tables are copies
+                    setattr(part, key, value)
+                    continue
+                table: Any = part._buffers if key in part._buffers else vars(part)
                 table[key] = value
                 if value is ABSENT:
                     del table[key]
@@ -106,19 +112,22 @@ class CallEffects:
     state: CallState | None
     """Buffers and attributes to restore after each call; None without any."""
     changes_inputs: bool
+    is_random: bool
+    """Whether an equal call with other random numbers returns something else."""
 
 
 def call_effects(module: nn.Module, call: Call, inputs: Sequence[torch.Tensor]) -> CallEffects:
-    """Call a module once, and twice more if that changes it, and restore it.
+    """Call a module once, more often if that changes it or draws random numbers, and restore it.
 
     ``call`` calls it with tensors in order. Attributes that are no persistent buffers, such as
     masks that are created when they are needed, count only if later outputs depend on state.
     """
     with unchanged(module) as before, plain_attention():
         module.eval()
-        given = [x.clone() for x in inputs]
+        given, numbers = [x.clone() for x in inputs], random_states()
         with torch.inference_mode():
             output = call(given)
+        draws = not _is_same(numbers, random_states())
         changes_inputs = not all(map(_is_same, inputs, given))
         changed = before.changed()
         is_read = False
@@ -127,10 +136,18 @@ def call_effects(module: nn.Module, call: Call, inputs: Sequence[torch.Tensor]) 
             continued = _outcome(call, later)
             before.restore()
             is_read = not _is_same_outcome(continued, _outcome(call, later))
+        is_random = False
+        if draws:
+            outcomes = []
+            for seed in range(2):
+                before.restore()
+                reseed(seed, "cpu")
+                outcomes.append(_outcome(call, inputs))
+            is_random = not _is_same_outcome(*outcomes)
     stored = module.state_dict(keep_vars=True)
     names = tuple(name for name in changed if is_read or name in stored)
     state = CallState(names=names, is_read=is_read) if names else None
-    return CallEffects(output, state, changes_inputs)
+    return CallEffects(output, state, changes_inputs, is_random)
 
 
 @contextmanager
@@ -240,6 +257,8 @@ def _is_opaque(value: Any) -> bool:
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
     """Return buffers and own attributes of a module's parts by their dotted names."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return {name: attrgetter(name)(module) for name in script_attributes(module)}
     return {
         f"{path}.{key}" if path else key: value
         for path, part in module.named_modules()
@@ -247,6 +266,33 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
         for key, value in table.items()
         if table is part._buffers or key not in OF_EVERY_MODULE
     }
+
+
+def script_attributes(module: torch.jit.ScriptModule) -> dict[str, str]:
+    """Return what forward reads of a TorchScript module's parts: dotted names → TorchScript types.
+
+    Of other attributes nothing depends that forward returns.
+
+    Raises:
+        ArtifactInvalid: forward writes to an object that is no module, which cannot be restored.
+    """
+    graph: Any = module.inlined_graph  # the nodes live as long as this name does
+    parts = {name for name, _ in module.named_modules(remove_duplicate=False)}
+    types = {}
+    for node in [n for kind in ("GetAttr", "SetAttr") for n in graph.findAllNodes(f"prim::{kind}")]:
+        owners, value = list[str](), next(node.inputs())
+        while value.node().kind() == "prim::GetAttr":
+            owners.insert(0, value.node().s("name"))
+            value = value.node().input()
+        name, is_part = ".".join([*owners, node.s("name")]), ".".join(owners) in parts
+        if node.kind() == "prim::SetAttr" and not is_part:
+            raise ArtifactInvalid(
+                f"the TorchScript module keeps state in {name}, of an object that is no module, "
+                "which no call can start anew; make the state an input and an output of forward"
+            )
+        if node.kind() == "prim::GetAttr" and is_part and name not in parts:
+            types[name] = str(node.output().type().annotation_str)
+    return types
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING
 
 from compress.common.errors import StageFailed
+from compress.common.forward import copy_module
 from compress.data.batch import Batch
 from compress.graph.flops import count_macs
 from compress.pruning.importance.layer_calls import record_layer_calls
@@ -65,7 +65,7 @@ def mac_estimate(
 ) -> CostEstimate:
     """Build the estimate of a module's multiply-accumulates; products of attention are constant."""
     positions: dict[str, float] = {}
-    calls, _ = record_layer_calls(copy.deepcopy(module), Batch(tuple(inputs), None), "cpu")
+    calls, _ = record_layer_calls(copy_module(module), Batch(tuple(inputs), None), "cpu")
     for call in calls:
         count = call.output.numel() / call.output.shape[call.channel_axis] / len(inputs[0])
         positions[call.weight] = positions.get(call.weight, 0.0) + count

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
+from compress.common.forward import copy_module
 from compress.core.diagnosis.input_ranges import (
     SAMPLES,
     UNLIKE,
@@ -212,7 +212,7 @@ class CutChannels(PruningDiagnosis[Cut]):
         slices = [one for one in plan.groups if one.group.name not in cut.back]
         combined = SlicePlan.combine(slices, {}, ranking.graph)
         # A slice shares the tensors that it leaves whole, and a refit changes them in place.
-        module = copy.deepcopy(sliced_copy(self.module, combined.kept, combined.attributes))
+        module = copy_module(sliced_copy(self.module, combined.kept, combined.attributes))
         if cut.samples and slices:
             self._recover_(module, combined, self.calibration(cut.samples, cut.matched), cut.refit)
         return module
@@ -247,7 +247,7 @@ class CutChannels(PruningDiagnosis[Cut]):
     def _recover_(
         self, module: nn.Module, plan: SlicePlan, batches: Sequence[Batch], refit: bool
     ) -> None:
-        reference = copy.deepcopy(self.module)
+        reference = copy_module(self.module)
         recover_(module, reference, plan.kept, batches, self.context.device, refit=refit)
 
     def _drop_on(self, half: HalfOfVal, layers: Collection[str]) -> float:
@@ -297,7 +297,7 @@ class CutChannels(PruningDiagnosis[Cut]):
         for one in plan.groups:
             began = time.monotonic()
             combined = SlicePlan.combine([one], {}, ranking.graph)
-            module = copy.deepcopy(sliced_copy(self.module, combined.kept, combined.attributes))
+            module = copy_module(sliced_copy(self.module, combined.kept, combined.attributes))
             if recovers:
                 few = self.calibration(min(RANKED_ON, self.own.samples))
                 self._recover_(module, combined, few, self.own.refit)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 
+from compress.common.forward import copy_module
 from compress.core.diagnosis.layer_diagnosis import WHY
 from compress.pruning.diagnosis.attribution import PruningDiagnosis, batch_norm_shift
 from compress.pruning.recovery.recovery import (
@@ -121,7 +121,7 @@ class ZeroedWeights(PruningDiagnosis[Zeros]):
 
     def changed_module(self, variant: Zeros) -> nn.Module:
         """Return the module with the zeros of a variant."""
-        module = copy.deepcopy(self.module)
+        module = copy_module(self.module)
         pruned = self._pruned_tensors(variant.method, variant.halfway)
         parameters = dict(module.named_parameters(remove_duplicate=False))
         with torch.no_grad():

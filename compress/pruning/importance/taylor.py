@@ -7,14 +7,13 @@ the derivative with respect to a factor on the channel itself (Molchanov et al.,
 
 from __future__ import annotations
 
-import copy
 from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from compress.common.errors import CompressError
-from compress.common.forward import flatten_outputs
+from compress.common.forward import copy_module, flatten_outputs
 from compress.core.loss import INFERRED_LOSS, refuse_without_curvature
 from compress.core.task_targets import has_target
 from compress.data.batch import Batch
@@ -150,7 +149,7 @@ def _prepared(
     module: nn.Module, groups: Sequence[ChannelGroup], device: str
 ) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     """Copy the module for differentiation, and return the weights that are gates."""
-    twin = copy.deepcopy(module).eval().requires_grad_(False).to(device)
+    twin = copy_module(module).eval().requires_grad_(False).to(device)
     named = dict(twin.named_parameters(remove_duplicate=False))
     names = dict.fromkeys(tensor for group in groups for tensor, _ in gates(group))
     weights = {name: named[name].requires_grad_() for name in names if name in named}

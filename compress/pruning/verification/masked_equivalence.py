@@ -9,7 +9,6 @@ that are removed (see ``kept_statistics``).
 
 from __future__ import annotations
 
-import copy
 import logging
 from contextlib import suppress
 from functools import cached_property
@@ -22,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from compress.artifacts.edits.slicing import keep_indices_
 from compress.common.errors import StageFailed, first_line
-from compress.common.forward import flatten_outputs, run_in_eval
+from compress.common.forward import copy_module, flatten_outputs, run_in_eval
 from compress.common.tensor_difference import largest, largest_difference, largest_finite
 from compress.data.batch import Batch
 from compress.pruning.dependency.graph import export_graph
@@ -230,12 +229,12 @@ class MaskedEquivalence:
                 signs = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
                 new = parameter.detach() * signs.to(parameter.device)
                 memo[id(parameter)] = nn.Parameter(new)
-        return copy.deepcopy(self._module, memo)
+        return copy_module(self._module, memo)
 
     def _prepare(
         self, module: nn.Module, inputs: Sequence[torch.Tensor], dtype: torch.dtype
     ) -> None:
-        self._module = copy.deepcopy(module).to(dtype).eval()
+        self._module = copy_module(module).to(dtype).eval()
         _fill_zeros_(self._module)
         self._dtype = dtype
         self._inputs = self._cast(inputs)
@@ -293,12 +292,12 @@ def zero_masked(module: nn.Module, kept: Kept) -> nn.Module:
             is_removed[list(indices)] = False
             new.index_fill_(axis, is_removed.nonzero().flatten(), 0)
         memo[id(old)] = nn.Parameter(new) if isinstance(old, nn.Parameter) else new
-    return copy.deepcopy(module, memo)
+    return copy_module(module, memo)
 
 
 def shallow_copy(module: nn.Module) -> nn.Module:
     """Copy a module but share its tensors, which slicing replaces in the copy alone."""
-    return copy.deepcopy(module, {id(tensor): tensor for tensor in _tensors(module).values()})
+    return copy_module(module, {id(tensor): tensor for tensor in _tensors(module).values()})
 
 
 def sliced_copy(module: nn.Module, kept: Kept, attributes: Mapping[str, Value]) -> nn.Module:
@@ -326,7 +325,7 @@ def _outputs(module: nn.Module, inputs: Sequence[torch.Tensor]) -> Outputs:
 def shapes_in_training(module: nn.Module, inputs: Sequence[torch.Tensor]) -> list[torch.Size]:
     """Run a copy (training changes buffers) in training mode, and return the outputs' shapes."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        return [x.shape for x in flatten_outputs(copy.deepcopy(module).train()(*inputs))]
+        return [x.shape for x in flatten_outputs(copy_module(module).train()(*inputs))]
 
 
 def _any_nan(outputs: Outputs) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import copy
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
@@ -12,7 +11,7 @@ import torch
 
 from compress.artifacts.edits.named_sizes import occurrence_of, sizes_of
 from compress.artifacts.recipe import NamedCall, NameSizes
-from compress.common.forward import run_in_eval
+from compress.common.forward import copy_module, run_in_eval
 from compress.pruning.dependency.channel_groups import GroupSlice
 from compress.pruning.dependency.graph import trace
 from compress.pruning.dependency.sized_calls import SizedCallRecorder
@@ -58,7 +57,7 @@ def name_sizes_(
         edits = _naming(module, sizes)
         if not edits or equivalence.find_change_mismatch(partial(_apply_, edits)) is not None:
             continue
-        named = copy.deepcopy(module)
+        named = copy_module(module)
         _apply_(edits, named)
         again = trace(named, inputs, across_norms=across_norms)
         wanted = {group.slots for group in refused}

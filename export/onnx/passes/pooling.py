@@ -31,9 +31,7 @@ class Windows(NamedTuple):
     pads: list[int]
     """Padding at the beginning of each axis, as torch has it; as much is at the end."""
     behind: list[int]
-    """Cells that the last window reaches beyond the padding at the end."""
-    ceil_mode: bool
-    """Whether the runtime must count the windows, as a size is not known."""
+    """Cells that the last window reaches, or of an unknown size may reach, beyond the padding."""
 
     @classmethod
     def from_arguments(
@@ -52,15 +50,15 @@ class Windows(NamedTuple):
         )
         strides = [*stride] * (axes // len(stride)) if stride else kernel
         sizes = [*x.shape][-axes:]
-        is_known = all(isinstance(size, int) for size in sizes)
         behind = [0] * axes
-        for axis, size in enumerate(sizes if ceil_mode and is_known else ()):
-            padded = size + 2 * pads[axis]
+        for axis, size in enumerate(sizes if ceil_mode else ()):
             reach = dilations[axis] * (kernel[axis] - 1) + 1
-            last = -(-(padded - reach) // strides[axis])
-            last -= last * strides[axis] >= size + pads[axis]
-            behind[axis] = max(0, last * strides[axis] + reach - padded)
-        return cls(kernel, strides, pads, behind, ceil_mode and not is_known)
+            # With so many cells no window begins behind the input and its padding at the beginning,
+            # and all that torch counts are inside, whatever the size.
+            behind[axis] = min(strides[axis], reach - pads[axis]) - 1
+            if isinstance(size, int):
+                behind[axis] -= (size + 2 * pads[axis] + behind[axis] - reach) % strides[axis]
+        return cls(kernel, strides, pads, [max(0, cells) for cells in behind])
 
     def attributes(self, pads: Sequence[int]) -> dict[str, Any]:
         """Return ONNX's attributes, with this padding at the beginning."""
@@ -69,7 +67,6 @@ class Windows(NamedTuple):
             "kernel_shape": self.kernel,
             "strides": self.strides,
             "pads": [*pads, *at_end],
-            "ceil_mode": self.ceil_mode,
         }
 
 
@@ -88,8 +85,9 @@ def avg_pool(
     pads, rank = windows.pads, len(x.shape)
     if divisor_override is None and count_include_pad and any(windows.behind):
         # Padding counts, and what is behind it does not.
-        x, count_include_pad = _padded(axes, x, pads, pads, 0.0), False
-        pads = [0] * axes
+        count_include_pad = False
+        if any(pads):
+            x, pads = _padded(axes, x, pads, pads, 0.0), [0] * axes
     counts_padding = count_include_pad or divisor_override is not None
     result = _batched(
         axes, rank, x, op.AveragePool, count_include_pad=counts_padding, **windows.attributes(pads)

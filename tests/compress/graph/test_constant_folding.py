@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compress.artifacts.graph_model import GraphModel
@@ -73,3 +74,27 @@ def test_random_values_are_drawn_at_each_run() -> None:
     graph: Any = torch.export.export(Noisy(), (torch.zeros(1000),)).module()
     constant_folding.fold_constants_(graph)
     assert not torch.equal(graph(torch.zeros(1000)), graph(torch.zeros(1000)))
+
+
+class WritesInPlace(nn.Module):
+    """Writes to a copy of its weights, and to a part of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        table, other = self.weight.clone(), self.weight * 2
+        before = x + table
+        table.copy_(x[0])
+        other[1:3].add_(x[0, :2])
+        return before + table + other
+
+
+def test_what_a_call_writes_to_in_place_is_made_anew_by_each_call() -> None:
+    module, x = WritesInPlace(), torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
+    graph: Any = torch.export.export(module, (x,)).module()
+    constant_folding.fold_constants_(graph)
+    with torch.no_grad():
+        for _ in range(2):
+            assert torch.equal(graph(x), module(x))
