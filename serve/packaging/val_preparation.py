@@ -17,14 +17,15 @@ from typing import TYPE_CHECKING, Any
 from compress.common.config import Settings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Mapping
 
     from compress.common.signature import Signature
     from compress.data.splits import Splits
     from serve.packaging.request_forms import RequestForms
     from serve.worker.tensors import Array
 
-    Inputs = list[Array]  # one sample's, in the signature's order
+    Inputs = list[Array]  # one sample's, in the signature's order, without the batch axis
+    Tokens = list[tuple[int, int, int]]
 
 ASKED = 16
 """Samples whose raw form is prepared, spread over `val`."""
@@ -44,7 +45,7 @@ LEAST_COVERED, USUALLY_COVERED = 0.25, 0.75
 """Shares of the range that black to white pixels become: samples that cover less were certainly, or
 perhaps, prepared in another way."""
 SAME_TEXTS = 0.5
-"""Share of texts that a tokenizer gives the same ids again: unknown words do not come back."""
+"""Share of ids, written as texts, that a tokenizer gives again: unknown words do not come back."""
 
 
 class Preparation(Settings):
@@ -74,20 +75,15 @@ def compare_preparation(
         return []
     dataset: Any = data.datasets["val"]
     indices = spread_indices(len(dataset), ASKED)
-    columns = raw_columns(dataset, indices)
-
-    def samples() -> Iterator[tuple[int, Inputs]]:
-        batches = data.read("val", indices, batch_size=1)
-        for index, batch in zip(indices, batches, strict=True):
-            yield index, [x.numpy() for x in batch.inputs]
-
-    found = []
-    if image := settings.get("image"):
-        compared = _compare_images(image, signature, dict(samples()), columns)
-        found.append(compared or _compare_ranges(image, signature, data))
+    batches = data.read("val", indices, batch_size=1)
+    samples = {i: [x.numpy()[0] for x in b.inputs] for i, b in zip(indices, batches, strict=True)}
+    columns, found = raw_columns(dataset, indices), []
+    if forms.image:
+        compared = _compare_images(settings["image"], signature, samples, columns)
+        found.append(compared or _compare_ranges(settings["image"], signature, data))
     if forms.text:
-        texts = _Texts(settings["text"], signature, Path(forms.text.tokenizer))
-        found.append(texts.compare(dict(samples()), columns) or texts.compare_again(data))
+        file = Path(forms.text.tokenizer)
+        found.append(_compare_texts(settings["text"], signature, file, samples, columns))
     return found
 
 
@@ -104,7 +100,7 @@ def _compare_images(
 
     spec = signature.input_descriptions()[0]
     read = image_reader(settings, spec)
-    expected = np.stack([inputs[0][0] for inputs in samples.values()])
+    expected = np.stack([inputs[0] for inputs in samples.values()])
     likeness, column, prepared = LIKE, "", expected
     for name, entries in columns.items():
         bodies = [body for entry in entries if (body := image_body(entry))]
@@ -219,87 +215,70 @@ def _compare_ranges(settings: Mapping[str, Any], signature: Signature, data: Spl
     )
 
 
-class _Texts:
-    """Compares tokenized texts with samples by the tokens that are no padding."""
+def _compare_texts(
+    settings: Mapping[str, Any],
+    signature: Signature,
+    tokenizer: Path,
+    samples: Mapping[int, Inputs],
+    columns: Mapping[str, list[Any]],
+) -> Preparation:
+    """Compare texts that `val` holds, tokenized, with its samples; else their ids as texts."""
+    from tokenizers import Tokenizer
 
-    def __init__(self, settings: Mapping[str, Any], signature: Signature, tokenizer: Path) -> None:
-        from tokenizers import Tokenizer
+    from serve.worker.preprocess import text_reader
 
-        from serve.worker.preprocess import text_reader
+    backend = Tokenizer.from_file(str(tokenizer))
+    added = backend.get_added_tokens_decoder()
+    special = {i for i, token in added.items() if token.special}
+    specs = signature.input_descriptions()
+    read = text_reader({**settings, "tokenizer": tokenizer.name}, specs, tokenizer.parent)
 
-        specs = signature.input_descriptions()
-        own = {**settings, "tokenizer": tokenizer.name}
-        self.name, self.pad_id = tokenizer.name, settings["pad_id"]
-        self.backend = Tokenizer.from_file(str(tokenizer))
-        self.read: Callable[[list[str]], Inputs] = text_reader(own, specs, tokenizer.parent)
-        self.fields = [*settings["fields"].values()]
-        self.is_padded = settings["length"] is not None
-        tokens = self.backend.get_added_tokens_decoder()
-        self.special = {i for i, token in tokens.items() if token.special}
+    def tokenize(texts: list[str]) -> list[Tokens]:
+        return [_tokens([x[0] for x in read([text])], settings) for text in texts]
 
-    def compare(
-        self, samples: Mapping[int, Inputs], columns: Mapping[str, list[Any]]
-    ) -> Preparation | None:
-        """Compare texts that `val` holds, tokenized, with its samples; None if it holds none."""
-        expected = [self._tokens([x[0] for x in inputs]) for inputs in samples.values()]
-        candidates = []
-        for name, entries in columns.items():
-            if all(isinstance(entry, str) for entry in entries):
-                prepared = [self._tokens([x[0] for x in self.read([text])]) for text in entries]
-                likeness = sum(map(self._likeness, prepared, expected)) / len(expected)
-                candidates.append((likeness, name, prepared))
-        likeness, column, prepared = max(candidates, default=(0.0, "", []))
-        if likeness < LIKE:
-            return None
-        result = Preparation(form="text", column=column, samples=len(samples))
-        pairs = zip(samples, prepared, expected, strict=True)
-        differing = [(sample, a, b) for sample, a, b in pairs if a != b]
-        if not differing:
-            return result
-        sample, own, other = differing[0]
-        first = next((n for n, (a, b) in enumerate(zip(own, other, strict=False)) if a != b), None)
-        start = min(len(own), len(other)) if first is None else first
-        shown = [[token[1] for token in each[start : start + 5]] for each in (own, other)]
-        problem = (
-            f"text: {len(differing)} of {len(samples)} texts of `val` ({column}), sent by a "
-            f"client, become other tokens than their samples by {self.name}: sample {sample} has "
-            f"{len(own)} tokens, expected {len(other)}; from token {start} on ids {shown[0]}, "
-            f"expected {shown[1]}; check special tokens, max_length, padding, and what `val` adds "
-            "to texts"
-        )
-        return result.model_copy(update={"difference": problem})
+    expected = [_tokens(inputs, settings) for inputs in samples.values()]
+    likeness, column, prepared = LIKE, "", expected
+    for name, entries in columns.items():
+        if all(isinstance(entry, str) for entry in entries):
+            own = tokenize(entries)
+            shares = [_share_of_ids(a, b, special) for a, b in zip(own, expected, strict=True)]
+            if sum(shares) / len(shares) >= likeness:
+                likeness, column, prepared = sum(shares) / len(shares), name, own
+    if not column:
+        prepared = tokenize([backend.decode([token[1] for token in each]) for each in expected])
+    result = Preparation(form="text", column=column, samples=len(samples))
+    pairs = zip(samples, prepared, expected, strict=True)
+    differing = [(sample, a, b) for sample, a, b in pairs if a != b]
+    if len(differing) <= (0 if column else (1 - SAME_TEXTS) * len(samples)):
+        return result
+    sample, found, wanted = differing[0]
+    common = zip(found, wanted, strict=False)
+    start = next((n for n, (a, b) in enumerate(common) if a != b), min(len(found), len(wanted)))
+    shown = [[token[1] for token in each[start : start + 5]] for each in (found, wanted)]
+    difference = (
+        f"text: {len(differing)} of {len(samples)} texts of `val` "
+        f"({column or 'its ids, written as texts'}), sent by a client, become other tokens than "
+        f"their samples by {tokenizer.name}: sample {sample} has {len(found)} tokens, expected "
+        f"{len(wanted)}; from token {start} on ids {shown[0]}, expected {shown[1]}; check special "
+        "tokens, max_length, padding, and what `val` adds to texts"
+    )
+    return result.model_copy(update={"difference": difference})
 
-    def _tokens(self, inputs: Inputs) -> list[tuple[int, ...]]:
-        """Return place, id and type of each token that is no padding."""
-        named = dict(zip(self.fields, inputs, strict=True))
-        ids = named["ids"]
-        mask = named.get("attention_mask", ids != self.pad_id)
-        types = named.get("type_ids", 0 * ids)
-        # Without a fixed length, a single text is not padded, and where it begins says nothing.
-        return [
-            (i if self.is_padded else 0, int(ids[i]), int(types[i]))
-            for i in map(int, mask.nonzero()[0])
-        ]
 
-    def _likeness(self, own: list[tuple[int, ...]], other: list[tuple[int, ...]]) -> float:
-        """Return the share of ids, without special tokens, that two texts have in common."""
-        a, b = (Counter(i for _, i, _ in each if i not in self.special) for each in (own, other))
-        return (a & b).total() / max(a.total(), b.total(), 1)
+def _tokens(inputs: Inputs, settings: Mapping[str, Any]) -> Tokens:
+    """Return place, id and type of each token that is no padding."""
+    named = dict(zip(settings["fields"].values(), inputs, strict=True))
+    ids = named["ids"]
+    mask = named.get("attention_mask", ids != settings["pad_id"])
+    types = named.get("type_ids", 0 * ids)
+    # Without a fixed length, a single text is not padded, and where it begins says nothing.
+    is_padded = settings["length"] is not None
+    return [
+        (i if is_padded else 0, int(ids[i]), int(types[i])) for i in map(int, mask.nonzero()[0])
+    ]
 
-    def compare_again(self, data: Splits) -> Preparation:
-        """Write the ids of samples as texts, and compare what these become."""
-        place = self.fields.index("ids")
-        equal = total = 0
-        for batch in data.batches("val", limit=SAMPLES):
-            for row in batch.inputs[place].tolist():
-                ids = [token for token in row if token != self.pad_id]
-                again = self.read([self.backend.decode(ids)])[place][0].tolist()
-                equal += [token for token in again if token != self.pad_id] == ids
-                total += 1
-        problem = (
-            f"text: {total - equal} of {total} samples of `val`, written as texts, become other "
-            f"ids by {self.name}; check that they were made with this tokenizer, special "
-            "tokens and length included"
-        )
-        differs = equal < SAME_TEXTS * total
-        return Preparation(form="text", samples=total, difference=problem if differs else "")
+
+def _share_of_ids(own: Tokens, other: Tokens, special: set[int]) -> float:
+    """Return the share of ids, without special tokens, that two texts have in common."""
+    a, b = (Counter(i for _, i, _ in each if i not in special) for each in (own, other))
+    return (a & b).total() / max(a.total(), b.total(), 1)

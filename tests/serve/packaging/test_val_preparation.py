@@ -106,4 +106,4 @@ def test_ids_that_the_tokenizer_does_not_give_again_are_doubted(tokenizer, first
         ids[:, 0], ids[:, -2], ids[:, -1] = 2, 3, 0  # [CLS] … [SEP] [PAD]
     (found,) = compare_preparation(forms, signature, val(ids))
     assert bool(found.difference) == (not first)
-    assert first or "20 of 20 samples of `val`" in found.difference
+    assert first or "16 of 16 texts of `val` (its ids, written as texts)" in found.difference
