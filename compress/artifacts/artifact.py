@@ -7,7 +7,7 @@ import importlib
 import json
 import os
 import shutil
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
@@ -204,6 +204,7 @@ class Artifact:
         # not an artifact, so a half-written one does not exist.
         facts = {} if facts is None else facts
         _refuse_foreign(path)
+        is_new = not path.parent.exists()
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = partial_path(path)
         shutil.rmtree(partial, ignore_errors=True)
@@ -228,6 +229,9 @@ class Artifact:
             sync(path.parent)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
+            if is_new:
+                with suppress(OSError):  # it holds the artifact, unless that could not be written
+                    path.parent.rmdir()
 
     @property
     def signature(self) -> Signature:
