@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from compress.artifacts.artifact import TABLE_ROWS
 from compress.common.errors import ArtifactInvalid, StageFailed, first_line
 from compress.profiling.batch_dependence import numpy_call
 from serve.packaging.joinable import why_not_joined_without_data
@@ -23,7 +22,7 @@ from serve.packaging.request_forms import TOP_LABELS, class_settings
 from serve.worker.preprocess import create_readers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from compress.artifacts.artifact import Artifact
@@ -55,8 +54,8 @@ class ServedModel:
     """Preprocessing of texts and images by content type, as the artifact carries it."""
     classes: Named | None = None
     """Settings of the first output's class names, if they have names."""
-    table_rows: Any = None
-    """Input of ids → rows of the embedding table that they look up."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """Of the artifact: the rows of embedding tables, for example."""
     notes: tuple[str, ...] = ()
     """Lines for whoever starts the server."""
 
@@ -99,7 +98,7 @@ def open_model(
             notes.append(f"requests are not joined: {not_joined}")
         yield ServedModel(
             *(name, artifact.kind, artifact.signature, interface, call, not_joined),
-            *(readers, classes, artifact.manifest.facts.get(TABLE_ROWS), tuple(notes)),
+            *(readers, classes, artifact.manifest.facts, tuple(notes)),
         )
 
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field
 
-from compress.artifacts.artifact import TABLE_ROWS
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.common.config import Count
@@ -243,7 +242,7 @@ def archive_members(
 def handler_config(served: Artifact, stage: PackageTorchServe, probe: Probe) -> dict[str, Any]:
     """Return the content of ``model-config.yaml``, for TorchServe and for our handler."""
     signature = served.signature
-    inputs = signature.input_descriptions(served.manifest.facts.get(TABLE_ROWS))
+    inputs = signature.input_descriptions(served.manifest.facts)
     for spec in inputs:
         if probe.holds_infinity(spec["name"]):
             spec["infinities"] = True

@@ -1,4 +1,4 @@
-"""Exports of the uncompressed model in a store: found again, and nothing is left of a failed one."""
+"""Exports of the uncompressed model in a store: found again, and nothing is left of failed ones."""
 
 from pathlib import Path
 
