@@ -16,10 +16,10 @@ from compress.core.gate_kinds.baselines import BASELINES
 from compress.core.gates import unlikely_points
 from compress.core.metrics import FRACTIONS
 from compress.core.stage import members_of
+from compress.core.validation_errors import did_you_mean
 from compress.quantization.stages.mixed_precision import QuantizeMixed
 from compress.training.config.parallel import Parallel
 from compress.training.launch.rank_group import need_group
-from pipelines.config.validation_errors import did_you_mean
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Set

@@ -47,10 +47,10 @@ def measurement_warnings(
                 "your own (metric: module:function gets all outputs), add {gate: parity, atol: …}, "
                 "or leave it out of model.outputs"
             )
-        for found in stage.measurements.preparation:
-            if found.difference:
-                taken = "; servers do not take them" if found.is_wrong else ""
-                yield f"{stage.name}: {found.difference}{taken}"
+        for prepared in stage.measurements.preparation:
+            if prepared.difference:
+                taken = "; servers do not take them" if prepared.is_wrong else ""
+                yield f"{stage.name}: {prepared.difference}{taken}"
         warnings: Any = stage.artifact.facts.get("warnings", ())
         yield from (f"{stage.name}: {warning}" for warning in warnings)
 
