@@ -13,7 +13,7 @@ from compress.artifacts.artifact import MANIFEST, Artifact
 from compress.common.errors import ArtifactInvalid, PipelineInvalid, StageFailed
 from serve.client import curl_example
 from serve.http import multiprocess, uvicorn_server
-from serve.packaging.request_forms import forms_of
+from serve.packaging.recorded_measurements import served_forms
 from serve.torchserve.artifact import (
     TorchServeArchive,
     check_bare_mar,
@@ -38,7 +38,6 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 DECODER = "genai"
 """Kind of the folders of `export_genai`."""
 POLL_SECONDS = 0.2
-NOT_JOINED = "note: requests are not joined: %s"
 NO_TLS = (
     "warning: other machines reach this port, and the token travels unencrypted: put a proxy with "
     "TLS before it"
@@ -123,7 +122,7 @@ def _serve_built_in(
         header = curl_example.bearer(token, is_new, token_file, uvicorn_server.TOKEN_VARIABLE)
         if is_decoder:
             curl = curl_example.completion_line(url, options.name, header)
-        elif forms_of(artifact).text:
+        elif served_forms(artifact, options.report)[0].text:
             curl = curl_example.text_line(url, options.name, header)
         else:
             curl = curl_example.open_inference_line(url, options.name, artifact.signature, header)
@@ -153,8 +152,8 @@ def _serve_model(
     from serve.http.loaded_model import open_model
 
     with open_model(artifact, options.name, options.threads or 1, options.report) as model:
-        if model.not_joined:
-            logger.error(NOT_JOINED, model.not_joined)  # the command shows errors only
+        for note in model.notes:
+            logger.error("note: %s", note)  # the command shows errors only
 
         def create_application() -> Application:
             batcher = Batcher(

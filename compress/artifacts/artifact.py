@@ -40,9 +40,6 @@ MANIFEST_BYTES = 2**26
 """Larger than any manifest that this toolkit writes; more is refused unread."""
 STREAMED = "streamed"
 """Fact of a model whose weights stay on disk: each call reads them part by part."""
-TABLE_ROWS = "table_rows"
-"""Fact: input of ids → rows of the embedding table that they look up. ONNX's operator counts
-negative ones from the end, which PyTorch refuses."""
 WEIGHTS_ON_DISK = "its weights are read from disk in each call"
 """Why the latency of such a model is not measured."""
 _known: dict[tuple[str | int, ...], str] = {}

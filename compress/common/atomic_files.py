@@ -61,8 +61,10 @@ def open_atomically(path: Path) -> Iterator[BinaryIO]:
 def partial_folder(path: Path) -> Iterator[Path]:
     """Yield a new hidden folder, to be renamed to a path beside it; else it is removed in the end.
 
-    Those that killed processes left for the same path are removed.
+    Those that killed processes left for the same path are removed. A folder that is created to hold
+    it does not stay empty.
     """
+    is_new = not path.parent.exists()
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(path.parent, glob.escape(path.name))
     partial = partial_path(path)
@@ -72,6 +74,9 @@ def partial_folder(path: Path) -> Iterator[Path]:
     finally:
         shutil.rmtree(partial, ignore_errors=True)
         os.close(lock)
+        if is_new:
+            with suppress(OSError):  # it holds what was renamed
+                path.parent.rmdir()
 
 
 def create_locked(path: Path, create: Callable[[], object]) -> int:

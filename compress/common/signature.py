@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 Dtype = Literal[
     "float32", "float16", "bfloat16", "float64", "int64", "int32", "int16", "int8", "uint8", "bool"
 ]
+TABLE_ROWS = "table_rows"
+"""Fact of an artifact: input of ids → rows of the embedding table that they look up. PyTorch
+refuses others; ONNX counts negative ones from the end, and AOTInductor's code ends the process."""
 
 
 def _dimension(value: int | str) -> int | str:
@@ -250,17 +253,17 @@ class Signature(Settings):
                 f"{memory / 2**30:.3g} GiB; declare smaller sizes"
             )
 
-    def input_descriptions(self, table_rows: Any = None) -> list[dict[str, Any]]:
+    def input_descriptions(self, facts: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
         """Return the inputs as JSON, bounds included, against which servers check requests.
 
-        `table_rows` is the fact of that name: input of ids → rows of the table they look up.
+        The rows of the tables that ids look up are one of the artifact's `facts`.
         """
-        descriptions = []
+        table_rows, descriptions = (facts or {}).get(TABLE_ROWS, {}), []
         for spec in self.inputs:
             own = {d: self.axes[d] for d in spec.shape if isinstance(d, str) and d in self.axes}
             bounds = {axis: [bound.min, bound.max] for axis, bound in own.items()}
             more: dict[str, Any] = {"bounds": bounds} if bounds else {}
-            if spec.name in (table_rows or {}):
+            if spec.name in table_rows:
                 more["rows"] = table_rows[spec.name]
             descriptions.append({**spec.model_dump(mode="json"), **more})
         return descriptions

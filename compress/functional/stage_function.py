@@ -6,7 +6,6 @@ import inspect
 import logging
 import shutil
 from dataclasses import replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,12 +16,14 @@ from compress.artifacts.in_process import register, register_module
 from compress.common.atomic_files import temporary_folder
 from compress.common.errors import PipelineInvalid
 from compress.common.process import caller_state_kept
+from compress.core.validation_errors import closest, dotted, explain
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from compress.core.stage import Stage
     from compress.core.task import TaskName
+    from compress.core.validation_errors import Location
 
 Writes = TypeVar("Writes", bound=Artifact)
 log = logging.getLogger(__name__)
@@ -67,8 +68,8 @@ def stage_function(
             raise TypeError(f"{name}() takes data by keyword: {name}(model, data=…)")
         for argument in arguments:
             if argument not in known:
-                close = get_close_matches(argument, known, n=1)
-                hint = f"; did you mean {close[0]!r}?" if close else ""
+                close = closest(argument, known)
+                hint = f"; did you mean {close!r}?" if close else ""
                 raise TypeError(f"{name}() has no argument {argument!r}{hint}")
         settings = {n: arguments.pop(n) for n in [*arguments] if n in fields}
         with caller_state_kept(str(arguments.get("device", "cpu"))):
@@ -145,7 +146,11 @@ def _run_stage(
     try:
         step = stage.model_validate(settings)
     except ValidationError as error:
-        raise PipelineInvalid(f"{name}: {_explained(error)}") from None
+
+        def describe(place: Location) -> str:
+            return f"{name}: {dotted(place)}" if place else name
+
+        raise PipelineInvalid(explain(error, settings, stage, describe)) from None
     source = as_artifact(model, splits, example_inputs, stage.reads())
     if splits is not None:
         names, dtypes = zip(*((x.name, x.dtype) for x in source.signature.inputs), strict=True)
@@ -184,12 +189,3 @@ def _copy_payload(artifact: Artifact, file: Path) -> None:
         target = file if name == artifact.payload_name else file.parent / name
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(artifact.path / name, target)
-
-
-def _explained(error: ValidationError) -> str:
-    lines = []
-    for details in error.errors():
-        place = ".".join(map(str, details["loc"]))
-        message = details["msg"].removeprefix("Value error, ")
-        lines.append(f"{place}: {message}" if place else message)
-    return "; ".join(lines)

@@ -1,10 +1,12 @@
-"""Bounds of dynamic axes: as declared, and as torch.export infers them from a model's code."""
+"""Bounds of dynamic axes and ids: as declared, and as torch.export infers them from code."""
 
 from __future__ import annotations
 
 import logging
 import re
 from typing import TYPE_CHECKING, Any
+
+from compress.common.signature import TABLE_ROWS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -98,10 +100,36 @@ def axis_limits(program: ExportedProgram, signature: Signature) -> dict[str, int
     return limits
 
 
-def axis_limit_facts(program: ExportedProgram, signature: Signature, title: str) -> dict[str, Any]:
-    """Return the axis limits as an artifact's facts; log undeclared ones as the stage `title`."""
+def input_limit_facts(program: ExportedProgram, signature: Signature, title: str) -> dict[str, Any]:
+    """Return what a graph's inputs are limited to, as an artifact's facts.
+
+    These are the largest sizes of axes, of which the undeclared are logged as the stage `title`,
+    and the rows of the tables that ids look up.
+    """
     limits = axis_limits(program, signature)
     for axis, largest in limits.items():
         if largest != signature.bounds(axis).max:
             logger.info("%s: the model's code takes %s of at most %d", title, axis, largest)
-    return {"axis_limits": limits} if limits else {}
+    facts = {"axis_limits": limits, TABLE_ROWS: _rows_looked_up(program, signature)}
+    return {name: found for name, found in facts.items() if found}
+
+
+def _rows_looked_up(program: ExportedProgram, signature: Signature) -> dict[str, int]:
+    """Return the rows of the embedding table that each input of ids looks up, where one does."""
+    from torch.ops import aten
+
+    same_numbers = (
+        *(aten.to.dtype, aten._to_copy.default, aten.clone.default, aten.contiguous.default),
+        *(aten.view.default, aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim),
+        *(aten._assert_tensor_metadata.default, aten.flatten.using_ints),
+    )
+    inputs = dict(zip(program.graph_signature.user_inputs, signature.inputs, strict=True))
+    rows: dict[str, int] = {}
+    for node in program.graph.find_nodes(op="call_function", target=aten.embedding.default):
+        table, ids = node.args[:2]
+        while ids.op == "call_function" and ids.target in same_numbers:
+            ids = ids.args[0]
+        if ids.name in inputs:
+            name, count = inputs[ids.name].name, int(table.meta["val"].shape[0])
+            rows[name] = min(rows.get(name, count), count)
+    return rows

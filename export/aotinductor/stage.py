@@ -13,7 +13,7 @@ from compress.common.forward import Predictor, opened_model, torch_predictor
 from compress.common.requirements import COMPILER, Requirement
 from compress.core.context import Context
 from compress.core.stage import Stage
-from compress.graph.axis_bounds import axis_limit_facts
+from compress.graph.axis_bounds import input_limit_facts
 from export.common.targets import NO_UINT16_KERNELS, warn_of_other_target
 from export.parity.stored_parity import ComparesStoredFile
 
@@ -119,7 +119,7 @@ class ExportAot(ComparesStoredFile, Stage[EagerModel | GraphModel, AotModel]):
             "parameters": model.parameters(),
             "macs": model.macs(),
             "operators": dict(sorted(operators.items())),
-            **axis_limit_facts(program, model.signature, self.title),
+            **input_limit_facts(program, model.signature, self.title),
         }
         device = _numbered(self.device, context.device)
         with AotModel.atomic_write(

@@ -13,7 +13,7 @@ from compress.common.config import Count
 from compress.common.forward import Predictor, opened_model, torch_predictor
 from compress.common.requirements import Requirement, pip_install, require_all
 from compress.core.stage import Stage
-from compress.graph.axis_bounds import axis_limit_facts
+from compress.graph.axis_bounds import input_limit_facts
 from export.common.targets import SIGNED_8_BITS, warn_of_other_target
 from export.parity.stored_parity import ComparesStoredFile
 
@@ -100,7 +100,7 @@ class ExportExecuTorch(ComparesStoredFile, Stage[EagerModel | GraphModel, ExecuT
             "parameters": model.parameters(),
             "macs": model.macs(),
             "operators": dict(sorted(operators.items())),
-            **axis_limit_facts(program, model.signature, self.title),
+            **input_limit_facts(program, model.signature, self.title),
         }
         with ExecuTorchModel.atomic_write(
             context.root,

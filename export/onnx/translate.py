@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import onnx
 import torch
 
-from compress.artifacts.artifact import TABLE_ROWS
 from compress.artifacts.graph_model import GraphModel, program_of
 from compress.common.errors import StageFailed
 from compress.common.forward import plain_attention
-from compress.graph.axis_bounds import axis_limit_facts
+from compress.graph.axis_bounds import input_limit_facts
 from compress.graph.torch_export import with_flat_outputs
 from export.common.targets import NO_BFLOAT16
 from export.onnx.lowering import innermost_reason, lower
@@ -26,20 +25,10 @@ from export.onnx.passes.float_layers import has_weights_of
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from torch.export import ExportedProgram
-
     from compress.artifacts.eager_model import EagerModel
     from compress.common.signature import Signature
 
 logger = logging.getLogger(__name__)
-
-aten = torch.ops.aten
-SAME_NUMBERS = (
-    *(aten.to.dtype, aten._to_copy.default, aten.clone.default, aten.contiguous.default),
-    *(aten.view.default, aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim),
-    *(aten._assert_tensor_metadata.default, aten.flatten.using_ints),
-)
-"""Operators whose output holds the numbers of their input."""
 
 
 class Translation(NamedTuple):
@@ -79,9 +68,7 @@ def translate(
         program = program_of(source)
         if has_weights_of(program, torch.bfloat16):
             raise StageFailed(NO_BFLOAT16)
-        facts = axis_limit_facts(program, source.signature, title)
-        if table_rows := rows_looked_up(program, source.signature):
-            facts = {**facts, TABLE_ROWS: table_rows}
+        facts = input_limit_facts(program, source.signature, title)
         half = has_weights_of(program, torch.float16)
         graph = lower(program, source.signature, opset, free_weights=True)
         return graph, Translation("dynamo", half, facts)
@@ -100,20 +87,6 @@ def translate(
     half = any(tensor.dtype is torch.float16 for tensor in module.state_dict().values())
     facts = {"warnings": [f"by torch's older, deprecated exporter: {problem}"]}
     return legacy, Translation("legacy", half, facts, problem)
-
-
-def rows_looked_up(program: ExportedProgram, signature: Signature) -> dict[str, int]:
-    """Return the rows of the embedding table that each input of ids looks up, where one does."""
-    inputs = dict(zip(program.graph_signature.user_inputs, signature.inputs, strict=True))
-    rows: dict[str, int] = {}
-    for node in program.graph.find_nodes(op="call_function", target=aten.embedding.default):
-        table, ids = node.args[:2]
-        while ids.op == "call_function" and ids.target in SAME_NUMBERS:
-            ids = ids.args[0]
-        if ids.name in inputs:
-            name, count = inputs[ids.name].name, int(table.meta["val"].shape[0])
-            rows[name] = min(rows.get(name, count), count)
-    return rows
 
 
 def _export_legacy(

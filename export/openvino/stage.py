@@ -7,11 +7,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from compress.artifacts.artifact import TABLE_ROWS, Artifact
+from compress.artifacts.artifact import Artifact
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.common.forward import Predictor, opened_model
 from compress.common.requirements import Requirement, pip_install, require_all
+from compress.common.signature import TABLE_ROWS
 from compress.core.stage import Stage
 from export.common.targets import NO_BFLOAT16, warn_of_other_target
 from export.onnx.stage import ONNX_TARGETS, OnnxModel

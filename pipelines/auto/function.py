@@ -12,6 +12,7 @@ from compress.artifacts.artifact import Artifact
 from compress.common.atomic_files import temporary_folder
 from compress.common.errors import GateRefused, PipelineInvalid
 from compress.core.progress import show_bars
+from compress.core.validation_errors import dotted, explain
 from pipelines.auto.command import nothing_found
 from pipelines.auto.judge import CANDIDATES
 from pipelines.auto.search import search
@@ -124,9 +125,10 @@ def auto(
     try:
         pipeline = PipelineConfig.model_validate({"name": "auto", **content, "auto": settings})
     except ValidationError as error:
-        problem = error.errors()[0]
-        message = str(problem["msg"]).removeprefix("Value error, ")
-        raise PipelineInvalid(f"auto: {problem['loc'][-1]}: {message}") from None
+        content["auto"] = settings
+        raise PipelineInvalid(
+            explain(error, content, PipelineConfig, lambda place: f"auto: {dotted(place[-1:])}")
+        ) from None
     folder = temporary_folder() / "auto" if out is None else Path(out)
     with show_bars(progress) as shown:
         options = RunOptions(progress=shown)

@@ -9,8 +9,8 @@ from pydantic import JsonValue
 
 from compress.common.config import Settings
 from compress.common.errors import PipelineInvalid
+from compress.core.validation_errors import did_you_mean
 from pipelines.config.run_options import RunOptions
-from pipelines.config.validation_errors import did_you_mean
 from pipelines.runner.cache_keys import source_key_parts, stage_key_parts
 from pipelines.runner.run import preview_state
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pipelines.config.pipeline import PipelineConfig
-from pipelines.executors.launched import missing_processes
 from pipelines.planning.planner import build_plan
 from pipelines.planning.unjudged_losses import advice
 
@@ -36,8 +35,6 @@ def check_pipeline(file: Path, models: bool) -> CheckResult:
         found, summary = check_model(pipeline)
         signature = found.model_dump(mode="json")
         warnings += (found.state.line(),) if found.state else ()
-    # No error: it is checked where the job is prepared, and runs where its processes are started.
-    warnings += tuple(missing_processes(pipeline))
     if pipeline.data is not None:
         warnings += advice(plan)
     stages = [{"name": p.name, "stage": p.stage.stage, "input": p.input} for p in plan.stages]

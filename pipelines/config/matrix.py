@@ -14,16 +14,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from compress.common.config import check_length
 from compress.common.errors import PipelineInvalid
+from compress.core.validation_errors import did_you_mean
 from pipelines.config.model_spec import SOURCE
 from pipelines.config.registry import stages
-from pipelines.config.validation_errors import did_you_mean
 from pipelines.config.yaml_source import Origin
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from compress.core.stage import Stage
-    from pipelines.config.yaml_source import Location, Source
+    from compress.core.validation_errors import Location
+    from pipelines.config.yaml_source import Source
 
 MATRIX = "matrix"
 FIXED = ("stage", "name", "input", "gates", MATRIX)

@@ -17,7 +17,7 @@ from compress.common.signature import (
     refuse_double_names,
     refuse_other_axes,
 )
-from pipelines.config.validation_errors import closest
+from compress.core.validation_errors import closest
 
 SOURCE = "source"
 """Name under which stages and gates refer to the imported model."""

@@ -21,13 +21,13 @@ from compress.common.errors import PipelineInvalid
 from compress.common.factories import Reference
 from compress.core.loss import LossName
 from compress.core.task import TaskName
+from compress.core.validation_errors import dotted, explain
 from compress.data.loader_config import Loading
 from pipelines.config.auto_settings import AutoSettings
 from pipelines.config.matrix import allow_matrix_, expand_matrices, refuse_duplicate_branches
 from pipelines.config.model_spec import ModelSpec
 from pipelines.config.registry import AnyStage, stages
-from pipelines.config.validation_errors import explain
-from pipelines.config.yaml_source import Source, dotted, read
+from pipelines.config.yaml_source import Source, read
 
 if TYPE_CHECKING:
     from compress.common.requirements import Requirement
@@ -167,7 +167,9 @@ class PipelineConfig(Settings):
         try:
             pipeline = cls.model_validate({"name": source.path.stem, **source.content})
         except ValidationError as error:
-            raise PipelineInvalid(explain(error, source, cls)) from None
+            raise PipelineInvalid(
+                explain(error, source.content, cls, source.describe, source.written)
+            ) from None
         refuse_duplicate_branches(pipeline.stages, source)
         pipeline._source = source
         return pipeline

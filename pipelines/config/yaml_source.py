@@ -11,12 +11,14 @@ import yaml
 
 from compress.common.atomic_files import open_regular
 from compress.common.errors import ArtifactInvalid, PipelineInvalid
+from compress.core.validation_errors import dotted, has_part
 from pipelines.system.yaml_core import MERGE, PREFIX, Loader
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-Location = tuple[str | int, ...]
+    from compress.core.validation_errors import Location
+
 LARGEST_BYTES = 2**20
 """Of a file: PyYAML reads about 500 kB a second, and no sensible file has more."""
 DEEPEST = 30
@@ -87,21 +89,6 @@ class Source:
             else:
                 text += f".{part}" if text else part
         return f"{self.place(location)}: {text or 'the file'}"
-
-
-def dotted(location: Location) -> str:
-    """Return a location as a dotted name, such as ``stages[0].epochs``."""
-    text = ""
-    for part in location:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
-    return text or "the file"
-
-
-def has_part(content: Any, part: str | int) -> bool:
-    """Whether a mapping has a key, or a list an index."""
-    if isinstance(content, dict):
-        return part in content
-    return isinstance(content, list) and isinstance(part, int) and part < len(content)
 
 
 def read(path: Path) -> Source:

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from compress.common.config import Settings
 from compress.common.errors import CompressError, PipelineInvalid, StageFailed
 from compress.training.config.parallel import Parallel
 from compress.training.launch.rank_group import (
@@ -19,7 +18,6 @@ from compress.training.launch.rank_group import (
     RankGroup,
     joined_group,
     launched_environment,
-    need_group,
 )
 from pipelines.executors.node_environment import RunEnvironment
 from pipelines.system import signals
@@ -96,17 +94,6 @@ def _end_with_torchrun() -> None:
         _prctl_pr_set_pdeathsig(signal.SIGTERM)
 
 
-def missing_processes(pipeline: PipelineConfig) -> Iterator[str]:
-    """Yield for each training on several machines that other processes were started, and a mend."""
-    for index, stage in enumerate(pipeline.stages):
-        for path, parallel in trainings_of(stage):
-            try:
-                need_group(parallel)
-            except PipelineInvalid as error:
-                keys = [*path.split(".")[:-1], "parallel"]
-                yield f"{pipeline.place('stages', index, *keys)} ({stage.title}): {error}"
-
-
 def check_processes(pipeline: PipelineConfig, store: Path) -> None:
     """Refuse processes that no training is for, or that do not see the run's files.
 
@@ -116,24 +103,14 @@ def check_processes(pipeline: PipelineConfig, store: Path) -> None:
     group = joined_group()
     if group is None:
         return
-    trainings = (parallel for stage in pipeline.stages for _, parallel in trainings_of(stage))
-    if not any(parallel.ranks > 1 and group.fits(parallel) for parallel in trainings):
+    parts = (part for stage in pipeline.stages for _, part in stage.nested())
+    if not any(isinstance(p, Parallel) and p.ranks > 1 and group.fits(p) for p in parts):
         raise PipelineInvalid(
             f"{group.world_size} processes were started, and no training of the pipeline is for "
             f"them; give one `parallel: {{nodes: {group.nodes}, processes: "
             f"{group.local_world_size}}}`, or start `compress run` alone"
         )
     group.request("enter", environment=asdict(RunEnvironment.of_this_process(store)))
-
-
-def trainings_of(settings: Settings, path: str = "") -> Iterator[tuple[str, Parallel]]:
-    """Yield how each training within a stage's settings is spread, after its path in them."""
-    for name in type(settings).model_fields:
-        value = getattr(settings, name)
-        if isinstance(value, Parallel):
-            yield path, value
-        elif isinstance(value, Settings):
-            yield from trainings_of(value, f"{path}{name}.")
 
 
 def _answer(request: dict[str, Any], file: Path) -> str:

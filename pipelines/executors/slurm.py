@@ -9,8 +9,8 @@ from pydantic import Field
 
 from compress.common.config import Count, Settings
 from compress.common.errors import PipelineInvalid
+from compress.training.config.parallel import Parallel
 from pipelines.config.pipeline import PipelineConfig
-from pipelines.executors.launched import trainings_of
 from pipelines.system.templates import render_template
 
 if TYPE_CHECKING:
@@ -88,10 +88,12 @@ def unmet_settings(pipeline: Path, cluster: Cluster) -> Iterator[str]:
         return
     content = PipelineConfig.from_yaml(pipeline)
     for stage in content.stages:
-        for path, parallel in trainings_of(stage):
+        for path, part in stage.nested():
+            if not isinstance(part, Parallel):
+                continue
             # Without GPUs any number of processes may share a node's cores.
-            processes = cluster.processes if cluster.gpus_per_node else parallel.processes
-            if (parallel.nodes, parallel.processes) != (cluster.nodes, processes):
-                yield f"{pipeline}, stage {stage.title}: put {path}parallel: {{{wanted}}}"
+            processes = cluster.processes if cluster.gpus_per_node else part.processes
+            if (part.nodes, part.processes) != (cluster.nodes, processes):
+                yield f"{pipeline}, stage {stage.title}: put {'.'.join(path)}: {{{wanted}}}"
     if cluster.gpus_per_node and content.device == "cpu":
         yield f"{pipeline}: put device: cuda, or the GPUs stay idle"

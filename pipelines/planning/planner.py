@@ -10,12 +10,12 @@ from compress.common.errors import CompressError, PipelineInvalid
 from compress.core.loss import Loss
 from compress.core.metrics import Metric, default_metric
 from compress.core.stage import members_of
+from compress.core.validation_errors import did_you_mean
 from compress.quantization.stages.base import QuantizationStage
 from export.onnx.stage import OnnxModel
 from export.torchscript.stage import TorchScriptModel
 from pipelines.config.model_spec import SOURCE, HuggingFaceModel
 from pipelines.config.registry import stages as known_stages
-from pipelines.config.validation_errors import did_you_mean
 from pipelines.planning.plan import Plan, PlannedStage
 from pipelines.planning.requirement_checks import (
     check_loss,

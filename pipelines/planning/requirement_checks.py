@@ -16,8 +16,10 @@ from compress.core.gate_kinds.baselines import BASELINES
 from compress.core.gates import unlikely_points
 from compress.core.metrics import FRACTIONS
 from compress.core.stage import members_of
+from compress.core.validation_errors import did_you_mean
 from compress.quantization.stages.mixed_precision import QuantizeMixed
-from pipelines.config.validation_errors import did_you_mean
+from compress.training.config.parallel import Parallel
+from compress.training.launch.rank_group import need_group
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Set
@@ -87,6 +89,13 @@ def check_conditions(
     context = Context(root=Path(), data=data, device=pipeline.device)
     programs = []
     for p in planned:
+        for path, part in p.stage.nested():
+            if isinstance(part, Parallel):
+                try:
+                    need_group(part)
+                except PipelineInvalid as error:
+                    where = pipeline.place("stages", p.index, *path)
+                    raise PipelineInvalid(f"{where} ({p.name}): {error}") from None
         for location, name, step in _with_gates(p):
             for unmet in step.unmet(context):
                 # A gate is evaluated after hours, a stage that needs a program stops by itself.

@@ -47,6 +47,10 @@ def measurement_warnings(
                 "your own (metric: module:function gets all outputs), add {gate: parity, atol: …}, "
                 "or leave it out of model.outputs"
             )
+        for prepared in stage.measurements.preparation:
+            if prepared.difference:
+                taken = "; servers do not take them" if prepared.is_wrong else ""
+                yield f"{stage.name}: {prepared.difference}{taken}"
         warnings: Any = stage.artifact.facts.get("warnings", ())
         yield from (f"{stage.name}: {warning}" for warning in warnings)
 

@@ -17,6 +17,7 @@ from compress.profiling.batch_dependence import BatchDependence
 from compress.profiling.benchmark import unmeasurable
 from compress.profiling.output_summary import OutputSummary
 from compress.profiling.quantiles import Interval
+from serve.packaging.val_preparation import Preparation
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -170,6 +171,9 @@ class Measurements(SpeedupReport):
     versions."""
     batch_dependence: BatchDependence | None = None
     """Whether outputs depend on the other rows of a batch; None in reports of older versions."""
+    preparation: tuple[Preparation, ...] = ()
+    """How images and texts of requests, once prepared, compare with `val`; empty where servers take
+    tensors alone, and in reports of older versions."""
 
     @property
     def unmeasurable_reasons(self) -> tuple[str, ...]:

@@ -23,6 +23,9 @@ from pipelines.results.stage_reports import ArtifactReport, StageReport
 from pipelines.runner.events import gate_event
 from pipelines.store.local import publish
 from pipelines.system.error_context import name_stage_in_errors
+from serve.http.loaded_model import SERVED_KINDS
+from serve.packaging.request_forms import forms_of
+from serve.packaging.val_preparation import Preparation, compare_preparation
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -219,11 +222,31 @@ def measure_artifact(state: RunState, name: str, cache: MeasurementCache) -> Mea
     # Neither the metric nor the baseline changes how much memory an artifact takes.
     key = {"peak memory": 2, **{k: v for k, v in conditions.items() if k != "metric"}}
     batch = artifact.signature.smallest_batch
-    measurements = measurements.model_copy(update={"batch_dependence": dependence})
+    measurements = measurements.model_copy(
+        update={"batch_dependence": dependence, "preparation": _preparation(state, name, cache)}
+    )
     return measurements.with_peak(
         lambda: cache.get_or_measure(
             key, lambda: context.peak_memory(artifact, batch), float, lambda mebibytes: mebibytes
         )
+    )
+
+
+def _preparation(state: RunState, name: str, cache: MeasurementCache) -> tuple[Preparation, ...]:
+    """Return how images and texts of an artifact's requests compare with `val`."""
+    artifact, data = state.artifacts[name], state.data
+    if artifact.kind not in SERVED_KINDS or data is None or "val" not in data.datasets:
+        return ()
+    forms = forms_of(artifact)
+    if not (forms.image or forms.text):
+        return ()
+    key = {"preparation": 1, **state.measurement_conditions()}
+    del key["metric"]
+    return cache.get_or_measure(
+        key,
+        measure=lambda: tuple(compare_preparation(forms, artifact.signature, data)),
+        load=lambda stored: tuple(map(Preparation.model_validate, stored)),
+        dump=lambda found: [each.model_dump(mode="json") for each in found],
     )
 
 

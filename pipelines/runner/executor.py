@@ -101,7 +101,6 @@ class PipelineExecutor:
             return CacheLookup(name, parts, entry, "", record.seconds)
         reason = RERUN_REQUESTED if rerun else state.store.explain_miss(name, parts, state.contents)
         state.emit(events.stage_started_event(name, reason))
-        entry.path.mkdir(parents=True, exist_ok=True)
         return CacheLookup(name, parts, entry, reason)
 
     def commit(

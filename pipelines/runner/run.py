@@ -7,7 +7,7 @@ import uuid
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from compress.common.errors import CompressError, GateRefused, PipelineInvalid
+from compress.common.errors import CompressError, GateRefused
 from compress.common.process import import_modules, within_quota
 from compress.core.progress import silent
 from compress.core.stage import members_of
@@ -15,7 +15,7 @@ from compress.profiling.peak_memory import fork_worker, measurement_process
 from pipelines.config.model_spec import SOURCE
 from pipelines.config.run_options import RunOptions
 from pipelines.executors.factory import check_engine, engine_for
-from pipelines.executors.launched import check_processes, missing_processes
+from pipelines.executors.launched import check_processes
 from pipelines.executors.node_environment import write_run_id
 from pipelines.planning.loss_and_metric import infer_loss_and_metric
 from pipelines.planning.planner import build_plan
@@ -69,8 +69,6 @@ def run(
             did not pass either, their errors are its notes.
     """
     check_engine(pipeline, options.engine)
-    for problem in missing_processes(pipeline):
-        raise PipelineInvalid(problem)
     announce, root = options.announce, options.cache or out / ".store"
     remote = _open_remote(options.store, announce)
     plan = build_plan(pipeline, options.start, options.until, force=options.force)

@@ -36,7 +36,6 @@ class StoredExports(ExportCache):
         found = self.store.get(entry)
         if found is not None:
             return found[0]
-        entry.path.mkdir(parents=True, exist_ok=True)
         began = time.monotonic()
         with recording() as recorded:
             artifact = write(entry.artifact_path)

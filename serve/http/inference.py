@@ -46,7 +46,7 @@ class Inference(SharedState):
         self.outputs = [output.name for output in model.signature.outputs]
         self.deadlines = Deadlines(limits.seconds)
         self._example = seeded_rows(model.signature, 1)
-        self._specs = model.signature.input_descriptions(model.table_rows)
+        self._specs = model.signature.input_descriptions(model.facts)
         self._max_commas = EXTRA_COMMAS + most_numbers(self._specs, limits.rows)
         if wire.TEXT in model.readers:
             self._max_commas += EXTRA_COMMAS * limits.rows  # within texts

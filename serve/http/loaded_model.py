@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from compress.artifacts.artifact import TABLE_ROWS
 from compress.common.errors import ArtifactInvalid, StageFailed, first_line
 from compress.profiling.batch_dependence import numpy_call
 from compress.profiling.probe_rows import seeded_rows
@@ -18,16 +17,18 @@ from serve.packaging.model_interface import (
     infer_interface,
     refuse_bfloat16,
 )
-from serve.packaging.request_forms import TOP_LABELS, class_settings, forms_of
+from serve.packaging.recorded_measurements import served_forms
+from serve.packaging.request_forms import TOP_LABELS, class_settings
 from serve.worker.preprocess import create_readers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from compress.artifacts.artifact import Artifact
     from compress.common.signature import Signature
     from compress.profiling.batch_dependence import Call
+    from serve.packaging.request_forms import RequestForms
     from serve.worker.tensors import Named
     from serve.worker.wire import Readers
 
@@ -53,8 +54,10 @@ class ServedModel:
     """Preprocessing of texts and images by content type, as the artifact carries it."""
     classes: Named | None = None
     """Settings of the first output's class names, if they have names."""
-    table_rows: Any = None
-    """Input of ids → rows of the embedding table that they look up."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """Of the artifact: the rows of embedding tables, for example."""
+    notes: tuple[str, ...] = ()
+    """Lines for whoever starts the server."""
 
 
 @contextmanager
@@ -89,21 +92,22 @@ def open_model(
                 f"{type(error).__name__}: {error}"
             ) from error
         not_joined = why_not_joined_without_data(artifact, call, interface.rows_stay_first, report)
-        readers, classes = _request_forms(artifact, call)
+        forms, notes = served_forms(artifact, report)
+        readers, classes = _request_forms(artifact, forms, call)
+        if not_joined:
+            notes.append(f"requests are not joined: {not_joined}")
         yield ServedModel(
             *(name, artifact.kind, artifact.signature, interface, call, not_joined),
-            *(readers, classes, artifact.manifest.facts.get(TABLE_ROWS)),
+            *(readers, classes, artifact.manifest.facts, tuple(notes)),
         )
 
 
-def _request_forms(artifact: Artifact, call: Call) -> tuple[Readers, Named | None]:
+def _request_forms(
+    artifact: Artifact, forms: RequestForms, call: Call
+) -> tuple[Readers, Named | None]:
     """Return the preprocessing of texts and images, and the settings of class names."""
-    forms, signature = forms_of(artifact), artifact.signature
-    settings = {
-        name: form.handler_settings(signature)
-        for name, form in (("image", forms.image), ("text", forms.text))
-        if form
-    }
+    signature = artifact.signature
+    settings = forms.handler_settings(signature)
     readers = create_readers(settings, signature.input_descriptions(), artifact.path)
     if not forms.class_names:
         return readers, None

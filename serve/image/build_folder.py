@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import sys
 from dataclasses import dataclass
@@ -14,15 +15,16 @@ from compress.common.errors import ArtifactInvalid
 from compress.profiling.probe_rows import seeded_rows
 from serve.http.loaded_model import RUNTIMES, open_model
 from serve.image.locked_requirements import locked_requirements
-from serve.packaging.joinable import REPORT, read_recorded_dependence
 from serve.packaging.model_interface import PROBE_SIZES
-from serve.packaging.request_forms import forms_of
+from serve.packaging.recorded_measurements import REPORT, read_recorded, served_forms
 from serve.worker.wire import to_npz
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     Attest = Callable[[Path], object]
+
+logger = logging.getLogger(__name__)
 
 HOME = "/opt/compress"
 """Folder of the model and the server in an image."""
@@ -133,9 +135,9 @@ def write_image_files(path: Path, folder: Path, attest: Attest) -> Artifact:
     probe = dict(zip(names, (*inputs, *outputs), strict=True))
     (folder / "probe.npz").write_bytes(to_npz(probe))
     attest(folder / "attestation.json")
-    if dependence := read_recorded_dependence(artifact, None):
-        # Of the run's report, only what lets the server join requests: the rest is not served.
-        measured = {"batch_dependence": dependence.model_dump(mode="json")}
+    if (recorded := read_recorded(artifact, None)).batch_dependence:
+        # Of the run's report, only what the server needs: the rest is not served.
+        measured = recorded.model_dump(mode="json")
         stage = {"artifact": {"digest": artifact.digest}, "measurements": measured}
         text = json.dumps({"stages": [stage]}, indent=1, sort_keys=True)
         (folder / REPORT).write_text(text + "\n", encoding="utf-8")
@@ -147,7 +149,9 @@ def write_image_files(path: Path, folder: Path, attest: Attest) -> Artifact:
     for package in PACKAGES:
         shutil.copytree(ROOT / package, folder / "app" / package, ignore=skip)
     shutil.copyfile(ROOT / "cli.py", folder / "app" / "cli.py")
-    forms = forms_of(artifact)
+    forms, notes = served_forms(artifact, None)
+    for note in notes:
+        logger.error("note: %s", note)  # the command shows errors only
     # What `compress serve` answers here, with the libraries of this machine, the image answers.
     libraries = (("pillow", forms.image), ("tokenizers", forms.text))
     readers = [library for library, form in libraries if form]

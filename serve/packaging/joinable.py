@@ -7,16 +7,11 @@ it on seeded random rows.
 
 from __future__ import annotations
 
-import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from pydantic import ValidationError
-
-from compress.common.atomic_files import open_regular
-from compress.common.errors import ArtifactInvalid
-from compress.common.strict_json import refuse_changed_run
 from compress.profiling.batch_dependence import BatchDependence, measure, rounding_tolerance
 from compress.profiling.probe_rows import ROWS, seeded_rows
+from serve.packaging.recorded_measurements import REPORT, read_recorded
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,7 +19,6 @@ if TYPE_CHECKING:
     from compress.artifacts.artifact import Artifact
     from compress.profiling.batch_dependence import Call
 
-REPORT, LOCK = "report.json", "lock.json"
 NOT_ON_AXIS_0 = "axis 0 of the inputs and outputs does not count the rows of a batch"
 NO_REPORT = (
     "no run's report shows that the rows of a batch do not influence each other; serve the "
@@ -47,7 +41,7 @@ def why_not_joined_without_data(
     Raises:
         ArtifactInvalid: `report` is no run's report, or does not measure this artifact.
     """
-    recorded = read_recorded_dependence(artifact, report)
+    recorded = read_recorded(artifact, report).batch_dependence
     if not rows_stay_first:
         return NOT_ON_AXIS_0
     if recorded is None or recorded.why_not_joined:
@@ -56,34 +50,3 @@ def why_not_joined_without_data(
     rounding = rounding_tolerance(artifact)
     here = measure(call, artifact.signature, rows, source="seeded", rounding=rounding)
     return here.why_not_joined if here.depends else ""
-
-
-def read_recorded_dependence(artifact: Artifact, report: Path | None) -> BatchDependence | None:
-    """Return the measurement of an artifact in its run's report; None without one there.
-
-    Raises:
-        ArtifactInvalid: `report` is no run's report, or does not measure this artifact.
-    """
-    file = report or artifact.path.resolve().parent.parent / REPORT
-    try:
-        content = _json_in(file)
-        if (lock := file.parent / LOCK).is_file():  # a copied report has no lock file beside it
-            refuse_changed_run(content, _json_in(lock))
-        for stage in content["stages"]:
-            if stage["artifact"]["digest"] == artifact.digest:
-                measured = stage["measurements"].get("batch_dependence")
-                if measured is not None:
-                    return BatchDependence.model_validate(measured)
-        why = f"says nothing of {artifact.path} (digest {artifact.digest[:12]})"
-    except ArtifactInvalid as error:
-        why = str(error).removeprefix(f"{file}: ")
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, ValidationError) as error:
-        why = f"is not a report of a run ({type(error).__name__})"
-    if report is not None:
-        raise ArtifactInvalid(f"{report}: {why}; expected the {REPORT} of the run that made it")
-    return None
-
-
-def _json_in(file: Path) -> Any:
-    with open_regular(file) as stream:
-        return json.load(stream)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from compress.artifacts.artifact import Artifact
+    from compress.common.signature import Signature
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +45,11 @@ class RequestForms:
     class_names: tuple[str, ...] = ()
     image: ImageInput | None = None
     text: TextInput | None = None
+
+    def handler_settings(self, signature: Signature) -> dict[str, Any]:
+        """Return the handler's settings of images and texts, for a model of this signature."""
+        forms = (("image", self.image), ("text", self.text))
+        return {name: form.handler_settings(signature) for name, form in forms if form}
 
 
 def forms_of(artifact: Artifact) -> RequestForms:

@@ -14,7 +14,12 @@ from compress.common.errors import ArtifactInvalid
 from compress.common.forward import opened_model
 from compress.core.gates import AnyGate, LabelAgreement, Parity
 from compress.core.stage import Stage
-from serve.repository.triton import TritonRepository, built_for_facts, open_predictor
+from serve.repository.triton import (
+    TritonRepository,
+    inherited_facts,
+    open_predictor,
+    unchecked_ids,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -104,8 +109,8 @@ class PackageKServe(Stage[TritonRepository, KServeService]):
             "model_file": f"{REPOSITORY}/{model.payload_name}",
             "parameters": model.parameters(),
             "macs": model.macs(),
-            "warnings": [NOT_RUN],
-            **built_for_facts(model),
+            "warnings": [NOT_RUN, *unchecked_ids(model)],
+            **inherited_facts(model),
         }
         with KServeService.atomic_write(
             context.root, model.signature, lineage=self.lineage(model), facts=facts

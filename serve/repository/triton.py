@@ -13,6 +13,7 @@ from compress.artifacts.artifact import Artifact
 from compress.common.config import Count
 from compress.common.errors import StageFailed
 from compress.common.forward import opened_model
+from compress.common.signature import TABLE_ROWS
 from compress.core.gates import AnyGate, LabelAgreement, Parity
 from compress.core.stage import Stage
 from export.aotinductor.stage import AotModel
@@ -138,6 +139,7 @@ class PackageTriton(Stage[Servable, TritonRepository]):
         else:
             not_joined = why_not_joined(interface.rows_stay_first, context.batch_dependence(model))
         warnings = [NOT_RUN]
+        warnings += unchecked_ids(model)
         if isinstance(model, OpenVINOModel):
             warnings.append(MAY_BE_BFLOAT16)
         if not_joined and self.dynamic_batching:
@@ -153,7 +155,7 @@ class PackageTriton(Stage[Servable, TritonRepository]):
             "parameters": model.parameters(),
             "macs": model.macs(),
             "warnings": warnings,
-            **built_for_facts(model),
+            **inherited_facts(model),
         }
         with TritonRepository.atomic_write(
             context.root, model.signature, lineage=self.lineage(model), facts=facts
@@ -171,7 +173,8 @@ class PackageTriton(Stage[Servable, TritonRepository]):
                 instances=self.instances,
                 threads=self.threads,
             )
-            (partial / self.model_name / CONFIG).write_text(text, encoding="utf-8")
+            comments = "".join(f"# {line}\n" for line in unchecked_ids(model))
+            (partial / self.model_name / CONFIG).write_text(comments + text, encoding="utf-8")
         logger.info("%s: %s", self.title, NOT_RUN)
         return TritonRepository.from_directory(context.root)
 
@@ -214,10 +217,20 @@ def open_predictor(
         yield predict
 
 
-def built_for_facts(model: Artifact) -> dict[str, Any]:
-    """Return the machine that native code was compiled for, as a fact; nothing for other models."""
+def inherited_facts(model: Artifact) -> dict[str, Any]:
+    """Return the machine that native code was compiled for, and the rows of embedding tables."""
     facts = model.manifest.facts
-    return {"built_for": facts["built_for"]} if "built_for" in facts else {}
+    return {name: facts[name] for name in ("built_for", TABLE_ROWS) if name in facts}
+
+
+def unchecked_ids(model: Artifact) -> list[str]:
+    """Return a line for each input of ids, whose range Triton does not know."""
+    rows: Any = model.manifest.facts.get(TABLE_ROWS, {})
+    return [
+        f"{name} must hold ids from 0 to {count - 1}: Triton does not check them, and at others "
+        "the runtime answers with another row of the table, or ends"
+        for name, count in rows.items()
+    ]
 
 
 def refuse_nested_output(model: Artifact, title: str) -> None:
@@ -240,7 +253,7 @@ def refuse_nested_output(model: Artifact, title: str) -> None:
 
 def refuse_code_for_gpu(model: Artifact, title: str) -> None:
     """Raise StageFailed for native code that was compiled for a GPU."""
-    built_for: Any = built_for_facts(model).get("built_for", {"device": "cpu"})
+    built_for: Any = model.manifest.facts.get("built_for", {"device": "cpu"})
     if built_for["device"] != "cpu":
         raise StageFailed(
             f"{title}: the package was compiled for {built_for['device']}, and the repository's "

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field
 
-from compress.artifacts.artifact import TABLE_ROWS
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.common.config import Count
@@ -25,7 +24,7 @@ from export.torchscript.stage import TorchScriptModel
 from serve.packaging.model_card import MODEL_CARD, model_card
 from serve.packaging.preprocessing import TOKENIZER, ImageInput, TextInput
 from serve.packaging.provenance import PROVENANCE, Packaged, Provenance, digest_of, digests_of
-from serve.packaging.request_forms import class_settings, forms_of
+from serve.packaging.request_forms import RequestForms, class_settings, forms_of
 from serve.torchserve.artifact import PROBE, TorchServeArchive
 from serve.torchserve.handler_bundle import handler_text
 from serve.torchserve.mar_file import CONFIG, HANDLER, MAR_MANIFEST, mar_manifest, write_mar
@@ -144,7 +143,7 @@ class PackageTorchServe(Stage[Servable, TorchServeArchive]):
     def run(self, model: Servable, context: Context) -> TorchServeArchive:
         """Pack the model; the same model, settings and data give the same bytes."""
         from serve.packaging.recorded_probe import record_probe
-        from serve.packaging.val_preparation import preparation_warnings
+        from serve.packaging.val_preparation import compare_preparation
         from serve.torchserve.process import find_java, find_torchserve
 
         find_java()
@@ -168,12 +167,11 @@ class PackageTorchServe(Stage[Servable, TorchServeArchive]):
             if probe.not_joined and self.batch_size > 1:
                 warnings.append(f"batch_size is 1, not {self.batch_size}: {probe.not_joined}")
             if context.data is not None and "val" in context.data.datasets:
-                signature, forms = model.signature, {"image": stage.image, "text": stage.text}
-                settings = {
-                    key: form.handler_settings(signature) for key, form in forms.items() if form
-                }
-                tokenizer = Path(stage.text.tokenizer) if stage.text else None
-                warnings += preparation_warnings(settings, signature, tokenizer, context.data)
+                forms = RequestForms(image=stage.image, text=stage.text)
+                for found in compare_preparation(forms, model.signature, context.data):
+                    if found.is_wrong:
+                        raise StageFailed(found.difference)
+                    warnings += [found.difference] if found.difference else []
             if warnings:
                 facts["warnings"] = warnings
             members = archive_members(model, served, stage, probe, context.history)
@@ -244,7 +242,7 @@ def archive_members(
 def handler_config(served: Artifact, stage: PackageTorchServe, probe: Probe) -> dict[str, Any]:
     """Return the content of ``model-config.yaml``, for TorchServe and for our handler."""
     signature = served.signature
-    inputs = signature.input_descriptions(served.manifest.facts.get(TABLE_ROWS))
+    inputs = signature.input_descriptions(served.manifest.facts)
     for spec in inputs:
         if probe.holds_infinity(spec["name"]):
             spec["infinities"] = True
@@ -262,10 +260,7 @@ def handler_config(served: Artifact, stage: PackageTorchServe, probe: Probe) -> 
     for fact in ("built_for", "optimize_for_inference", "one_call_at_a_time"):
         if served.manifest.facts.get(fact):
             handler[fact] = served.manifest.facts[fact]
-    if stage.image:
-        handler["image"] = stage.image.handler_settings(signature)
-    if stage.text:
-        handler["text"] = stage.text.handler_settings(signature)
+    handler |= RequestForms(image=stage.image, text=stage.text).handler_settings(signature)
     return {
         "minWorkers": stage.workers,
         "maxWorkers": stage.workers,

@@ -8,13 +8,15 @@ import pytest
 import torch
 import yaml
 
-from compress.artifacts.artifact import TABLE_ROWS
 from compress.artifacts.eager_model import EagerModel
-from compress.common.signature import Signature, TensorSpec
+from compress.common.signature import TABLE_ROWS, Signature, TensorSpec
 from compress.core.context import Context
+from export.aotinductor.stage import ExportAot
 from export.onnx.stage import ExportOnnx, OnnxModel
 from export.openvino.stage import ExportOpenVINO
 from serve.packaging.recorded_probe import record_probe
+from serve.repository.kserve import PackageKServe
+from serve.repository.triton import PackageTriton
 from serve.torchserve.mar_file import CONFIG
 from serve.torchserve.stage import PackageTorchServe, archive_members
 from serve.worker.tensors import check
@@ -81,6 +83,29 @@ def test_an_archives_handler_checks_the_same_range(exported: OnnxModel, tmp_path
 def test_openvino_files_have_the_range_of_their_source(exported: OnnxModel, tmp_path: Path) -> None:
     from_onnx = ExportOpenVINO().run(exported, Context(root=tmp_path / "openvino"))
     assert from_onnx.manifest.facts[TABLE_ROWS] == {"ids": TOKENS}
+
+
+@pytest.mark.slow  # compiles
+def test_an_id_outside_the_table_does_not_end_a_server_of_compiled_code(tmp_path: Path) -> None:
+    source = EagerModel.from_module(Classifier(), signature=TEXT)
+    compiled = ExportAot().run(source, Context(root=tmp_path / "aot"))
+    with serving(compiled.path) as server:
+        statuses = []
+        for token in (-1, TOKENS, 2**40, TOKENS - 1):
+            data = {"inputs": {"ids": [[1, token]], "mask": [[1, 1]]}}
+            headers = {"Content-Type": "application/json"}
+            statuses.append(server.ask(json.dumps(data).encode(), headers)[0])
+    assert statuses == [422, 422, 422, 200]
+
+
+def test_repositories_say_which_ids_clients_must_send(exported: OnnxModel, tmp_path: Path) -> None:
+    words = f"ids must hold ids from 0 to {TOKENS - 1}: Triton does not check them"
+    triton = PackageTriton(gates=()).run(exported, Context(root=tmp_path / "triton"))
+    assert f"# {words}" in (triton.path / "model/config.pbtxt").read_text()
+    stage = PackageKServe(storage_uri="s3://models/rows", gates=())
+    kserve = stage.run(triton, Context(root=tmp_path / "kserve"))
+    for packaged in (triton, kserve):
+        assert words in json.dumps(packaged.manifest.facts["warnings"])
 
 
 def test_indices_that_may_be_negative_have_no_range(tmp_path: Path) -> None:

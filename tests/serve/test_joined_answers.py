@@ -28,7 +28,8 @@ from serve import serve_command
 from serve.http.dynamic_batcher import Batcher
 from serve.http.loaded_model import ServedModel, open_model
 from serve.http.options import Options
-from serve.packaging.joinable import NO_REPORT, read_recorded_dependence
+from serve.packaging.joinable import NO_REPORT
+from serve.packaging.recorded_measurements import read_recorded
 from serve.repository.kserve import PackageKServe
 from serve.repository.triton import PackageTriton
 from serve.torchserve.mar_file import read_mar
@@ -150,14 +151,14 @@ def test_a_report_that_was_edited_or_is_no_file_lets_nothing_join(
     content = json.loads(report.read_text())
     (tmp_path / "lock.json").write_text("{}")
     report.write_text(json.dumps({**content, "seal": seal_of_run(content, {})}))
-    assert read_recorded_dependence(models["row"], report)
+    assert read_recorded(models["row"], report).batch_dependence
     report.write_text(json.dumps({**content, "edited": 1, "seal": seal_of_run(content, {})}))
     with pytest.raises(ArtifactInvalid, match=r"lock\.json is not as the run wrote it"):
-        read_recorded_dependence(models["row"], report)
+        read_recorded(models["row"], report)
     report.unlink()
     os.mkfifo(report)  # opening it waits for a writer
     with pytest.raises(ArtifactInvalid, match="pipe"):
-        read_recorded_dependence(models["row"], report)
+        read_recorded(models["row"], report)
 
 
 @pytest.mark.slow

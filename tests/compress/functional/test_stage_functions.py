@@ -162,7 +162,9 @@ def test_wrong_arguments_are_named() -> None:
         compress.prune_channels(network(), ration=0.5)
     with pytest.raises(TypeError, match=r"prune_channels\(model, data=…\)"):
         compress.prune_channels(network(), X)
-    with pytest.raises(PipelineInvalid, match=r"^prune_channels: ratio: Input should be less"):
+    with pytest.raises(
+        PipelineInvalid, match=r"^prune_channels: ratio: input should be less .*found 2"
+    ):
         compress.prune_channels(network(), ratio=2, data=X)
     with pytest.raises(PipelineInvalid, match="pass example_inputs"):
         compress.prune_channels(network(), ratio=0.5)
@@ -196,3 +198,31 @@ def test_int8_products_are_exact_on_processors_without_vnni(
     onnx = compress.export_onnx(small, example_inputs=(rows[:2],))
     assert torch.allclose(onnx.module(rows), small.module(rows), rtol=1e-5)
     assert ("session.x64quantprecision" in caplog.text) == has_16_bit_sums()
+
+
+@pytest.mark.parametrize(
+    ("stage", "settings", "message"),
+    [
+        ("train", {"epochs": 0}, r"train: epochs: input should be greater than 0, found 0"),
+        ("train", {"epochs": "x"}, r"train: epochs: expected a valid integer, found 'x'"),
+        ("train", {}, r"train: epochs: is required and not there"),
+        (
+            "train",
+            {"epochs": 1, "parallel": {"node": 2}},
+            r"train: parallel\.node: unknown key; did you mean 'nodes'\?",
+        ),
+        (
+            "prune_channels",
+            {"ratio": 0.5, "gates": [{"gate": "max_dro"}]},
+            r"prune_channels: gates\[0\]: unknown gate 'max_dro'; did you mean 'max_drop'\?",
+        ),
+        (
+            "prune_channels",
+            {"ratio": 2, "gates": [{"gate": "max_drop", "points": "1 %"}]},
+            r"prune_channels: gates\[0\]\.points: .*'1 %'\nprune_channels: ratio: .*, found 2",
+        ),
+    ],
+)
+def test_a_wrong_setting_is_named_with_what_was_found(stage, settings, message) -> None:
+    with pytest.raises(PipelineInvalid, match=f"^{message}$"):
+        getattr(compress, stage)(torch.nn.Linear(4, 3), data=[torch.ones(4)] * 4, **settings)

@@ -113,12 +113,14 @@ def test_check_and_run_refuse_alike_before_anything_runs(pipeline, stage, tmp_pa
     assert checked.value.exit_code == (4 if "fp16" in stage else 2)
 
 
-def test_several_machines_are_a_warning_where_a_job_is_prepared(pipeline, tmp_path) -> None:
+def test_several_machines_are_refused_by_check_as_by_a_run(pipeline, tmp_path) -> None:
     file = pipeline("train, epochs: 1, parallel: {nodes: 2}")
-    (warning, *_) = check_pipeline(file, models=False).warnings
-    assert re.search(r":5: stages\[0\]\.parallel \(train\): .*started alone; run on every", warning)
-    with pytest.raises(PipelineInvalid, match=re.escape(warning)):
+    words = r":5: stages\[0\]\.parallel \(train\): .*started alone; run on every"
+    with pytest.raises(PipelineInvalid, match=words) as checked:
+        check_pipeline(file, models=False)
+    with pytest.raises(PipelineInvalid, match=re.escape(str(checked.value))):
         Pipeline.from_yaml(file).run(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_stage_from_python_refuses_before_it_works() -> None:

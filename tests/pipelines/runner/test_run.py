@@ -236,6 +236,8 @@ def test_a_failed_stage_is_reported_and_never_cached(project) -> None:
             project.run()
         assert "train" in project.ran()
         assert Report.read(project.out).status == "failed"
+    entries = [path for path in (project.out / ".store").iterdir() if len(path.name) == 32]
+    assert all((entry / "record.json").is_file() for entry in entries)
 
 
 def test_an_unwritable_out_is_said_at_once(project) -> None:

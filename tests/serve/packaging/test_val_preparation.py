@@ -15,15 +15,22 @@ from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
 from compress.data.splits import Splits
 from serve.packaging.preprocessing import ImageInput, TextInput
-from serve.packaging.val_preparation import preparation_warnings
+from serve.packaging.request_forms import RequestForms
+from serve.packaging.val_preparation import compare_preparation
 from serve.torchserve.stage import PackageTorchServe
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *"abcdefgh"]
 
 
-def images(**settings: Any) -> tuple[Signature, dict[str, Any]]:
-    signature = Signature(inputs=(TensorSpec(name="x", shape=("batch", 3, 8, 8)),))
-    return signature, {"image": ImageInput(**settings).handler_settings(signature)}
+SIGNATURE = Signature(inputs=(TensorSpec(name="x", shape=("batch", 3, 8, 8)),))
+
+
+def image_problem(samples: Splits, **settings: Any) -> str:
+    """Return how images that are prepared with some settings differ from samples without files."""
+    forms = RequestForms(image=ImageInput(**settings))
+    (found,) = compare_preparation(forms, SIGNATURE, samples)
+    assert not found.column
+    return found.difference
 
 
 def val(*tensors: torch.Tensor) -> Splits:
@@ -48,9 +55,8 @@ def scaled(images_BCHW: torch.Tensor) -> torch.Tensor:
     ids=["from 0 to 1", "scaled"],
 )
 def test_samples_that_were_prepared_so_are_not_doubted(settings, samples) -> None:
-    signature, handler = images(**settings)
     labels = torch.zeros(40, dtype=torch.long)
-    assert [*preparation_warnings(handler, signature, None, val(samples, labels))] == []
+    assert image_problem(val(samples, labels), **settings) == ""
 
 
 @pytest.mark.parametrize(
@@ -65,8 +71,7 @@ def test_samples_that_were_prepared_so_are_not_doubted(settings, samples) -> Non
 )
 def test_an_archive_that_scales_images_otherwise_is_not_packed(tmp_path, settings, samples) -> None:
     module = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 3))
-    signature, _ = images()
-    model = EagerModel.from_module(module, signature=signature)
+    model = EagerModel.from_module(module, signature=SIGNATURE)
     stage = PackageTorchServe(image=ImageInput(**settings))
     context = Context(root=tmp_path / "mar", data=val(samples, torch.zeros(40, dtype=torch.long)))
     with pytest.raises(StageFailed, match=r"image: pixels from 0 to 1 become .*samples of `val`"):
@@ -75,8 +80,7 @@ def test_an_archive_that_scales_images_otherwise_is_not_packed(tmp_path, setting
 
 
 def test_samples_that_cover_half_of_the_range_are_doubted() -> None:
-    signature, handler = images(mean=(0.5,), std=(0.5,))
-    (warning,) = preparation_warnings(handler, signature, None, val(pixels()))
+    warning = image_problem(val(pixels()), mean=(0.5,), std=(0.5,))
     assert "become -1 to 1" in warning and "50 % of that" in warning
 
 
@@ -96,10 +100,10 @@ def tokenizer(tmp_path: Path) -> Iterator[Path]:
 def test_ids_that_the_tokenizer_does_not_give_again_are_doubted(tokenizer, first) -> None:
     spec = TensorSpec(name="input_ids", shape=("batch", "length"), dtype="int64")
     signature = Signature(inputs=(spec,))
-    settings = {"text": TextInput(tokenizer=str(tokenizer)).handler_settings(signature)}
+    forms = RequestForms(text=TextInput(tokenizer=str(tokenizer)))
     ids = torch.randint(4, len(WORDS), (20, 6), generator=torch.Generator().manual_seed(0))
     if first:
         ids[:, 0], ids[:, -2], ids[:, -1] = 2, 3, 0  # [CLS] … [SEP] [PAD]
-    warnings = [*preparation_warnings(settings, signature, tokenizer, val(ids))]
-    assert [*map(bool, warnings)] == ([] if first else [True])
-    assert first or "20 of 20 samples of `val`" in warnings[0]
+    (found,) = compare_preparation(forms, signature, val(ids))
+    assert bool(found.difference) == (not first)
+    assert first or "16 of 16 texts of `val` (its ids, written as texts)" in found.difference

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 from compress.common.config import Settings
 from compress.common.factories import REFERENCE
 from compress.core.gates import AddedGates, added_gates
-from pipelines.config.yaml_source import has_part
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from pydantic import ValidationError
     from pydantic_core import ErrorDetails
 
-    from pipelines.config.yaml_source import Location, Source
-
     ErrorPath = tuple[str | int, ...]
     """Keys, indices and members of unions, as pydantic names them."""
+
+Location = tuple[str | int, ...]
+"""Keys and indices that lead to a value."""
 
 REMOVED_STAGES = {
     "quantize_native": "stage 'quantize_native' was removed, as torch deprecates the modes of "
@@ -35,11 +35,25 @@ REMOVED_STAGES = {
 KEYS_AND_VALUES = ("model_type", "model_attributes_type", "dict_type")
 
 
-def explain(error: ValidationError, source: Source, model: type[Settings]) -> str:
-    """Return one line per problem: place, what was found, what was expected."""
-    found = _of_likely_members(error.errors(), source, model)
+def explain(
+    error: ValidationError,
+    content: Any,
+    model: type[Settings],
+    describe: Callable[[Location], str],
+    written: Callable[[Location], Location] = lambda location: location,
+) -> str:
+    """Return one line per problem: place, what was found, what was expected.
+
+    Args:
+        error: pydantic's.
+        content: what was validated, by keys and indices.
+        model: the settings that it should be.
+        describe: names a place in the content.
+        written: returns where the user wrote what is at a place of the content.
+    """
+    found = _of_likely_members(error.errors(), content, model)
     misspelt = {
-        (*e["loc"][:-1], closest(str(e["loc"][-1]), _known(e, source, model)))
+        (*e["loc"][:-1], closest(str(e["loc"][-1]), _known(e, content, model)))
         for e in found
         if e["type"] == "extra_forbidden"
     }
@@ -52,20 +66,35 @@ def explain(error: ValidationError, source: Source, model: type[Settings]) -> st
             len(e["loc"]) > len(loc) and e["loc"][: len(loc)] == loc for e in found
         )
         if not misspelling and not emptied:
-            place = source.written(_resolve(details, source.content, model).location)
+            place = written(_resolve(details, content, model).location)
             places.setdefault(place, []).append(details)
-    return "\n".join(_line(complaints, source, model) for complaints in places.values())
+    return "\n".join(_line(each, content, model, describe) for each in places.values())
+
+
+def dotted(location: Location) -> str:
+    """Return a location as a dotted name, such as ``stages[0].epochs``."""
+    text = ""
+    for part in location:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text or "the file"
+
+
+def has_part(content: Any, part: str | int) -> bool:
+    """Whether a mapping has a key, or a sequence an index."""
+    if isinstance(content, dict):
+        return part in content
+    return isinstance(content, list | tuple) and isinstance(part, int) and part < len(content)
 
 
 def _of_likely_members(
-    found: list[ErrorDetails], source: Source, model: type[Settings]
+    found: list[ErrorDetails], content: Any, model: type[Settings]
 ) -> list[ErrorDetails]:
     """Drop errors of those members of a union that a value was hardly meant for.
 
     Where a value has the form of some members, and only parts of it are wrong, these are the others
     and all but the one with the fewest errors.
     """
-    paths = [_resolve(details, source.content, model).members for details in found]
+    paths = [_resolve(details, content, model).members for details in found]
     counts = Counter(member for members in paths for member in members)
     fitting: dict[ErrorPath, list[ErrorPath]] = {}
     for details, members in zip(found, paths, strict=True):
@@ -95,20 +124,25 @@ def closest(word: str, known: Iterable[str]) -> str | None:
     return next(iter(difflib.get_close_matches(word, sorted(known), n=1)), None)
 
 
-def _line(complaints: Sequence[ErrorDetails], source: Source, model: type[Settings]) -> str:
+def _line(
+    complaints: Sequence[ErrorDetails],
+    content: Any,
+    model: type[Settings],
+    describe: Callable[[Location], str],
+) -> str:
     """Return the line of one place; each member of a union may complain about the same value."""
     others = [d for d in complaints if not _is_type_mismatch(d)]
     details = (others or complaints)[0]
-    location = _resolve(details, source.content, model).location
-    where = source.describe(location)
+    location = _resolve(details, content, model).location
+    where = describe(location)
     kind, found = details["type"], details["input"]
     if not others:
         *most, last = dict.fromkeys(map(_expected, complaints))
         expected = f"{', '.join(most)} or {last}" if most else last
         return f"{where}: expected {expected}, found {_short(found)}"
     if kind == "extra_forbidden":
-        key, known = str(location[-1]), _known(details, source, model)
-        if len(location) > 1 and key in model.model_fields and closest(key, known) is None:
+        key, known = str(location[-1]), _known(details, content, model)
+        if location[0] == "stages" and key in model.model_fields and closest(key, known) is None:
             advice = f"it is set once for all stages, by `{key}:` at the beginning of a line"
             return f"{where}: unknown key; {advice}"
         return f"{where}: unknown key; {did_you_mean(key, known)}"
@@ -146,9 +180,9 @@ def _expected(details: ErrorDetails) -> str:
     return re.sub(r", (unable to|got a) .*", "", message)
 
 
-def _known(details: ErrorDetails, source: Source, model: type[Settings]) -> Iterable[str]:
+def _known(details: ErrorDetails, content: Any, model: type[Settings]) -> Iterable[str]:
     """Return the keys that are allowed in the place of an unknown one."""
-    owner = _resolve(details, source.content, model).owner
+    owner = _resolve(details, content, model).owner
     return owner.model_fields if owner else ()
 
 

@@ -1,0 +1,89 @@
+"""What a run's report says of an artifact, for servers, which have no data to measure it again."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ConfigDict, ValidationError
+
+from compress.common.atomic_files import open_regular
+from compress.common.config import Settings
+from compress.common.errors import ArtifactInvalid
+from compress.common.strict_json import refuse_changed_run
+from compress.profiling.batch_dependence import BatchDependence
+from serve.packaging.request_forms import forms_of
+from serve.packaging.val_preparation import Preparation
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from compress.artifacts.artifact import Artifact
+    from serve.packaging.request_forms import RequestForms
+
+REPORT, LOCK = "report.json", "lock.json"
+
+
+class RecordedMeasurements(Settings):
+    """Those of an artifact's measurements in a report that a server needs."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    batch_dependence: BatchDependence | None = None
+    """None where it was not measured, or nothing is known of the artifact."""
+    preparation: tuple[Preparation, ...] = ()
+    """Of images and texts."""
+
+
+def read_recorded(artifact: Artifact, report: Path | None) -> RecordedMeasurements:
+    """Return what a report measured of an artifact; by default that in its run's folder, if any.
+
+    Raises:
+        ArtifactInvalid: `report` is no run's report, or does not measure this artifact.
+    """
+    file = report or artifact.path.resolve().parent.parent / REPORT
+    try:
+        content = _json_in(file)
+        if (lock := file.parent / LOCK).is_file():  # a copied report has no lock file beside it
+            refuse_changed_run(content, _json_in(lock))
+        for stage in content["stages"]:
+            if stage["artifact"]["digest"] == artifact.digest:
+                measured = RecordedMeasurements.model_validate(stage["measurements"])
+                if measured.batch_dependence is not None:
+                    return measured
+        why = f"says nothing of {artifact.path} (digest {artifact.digest[:12]})"
+    except ArtifactInvalid as error:
+        why = str(error).removeprefix(f"{file}: ")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ValidationError) as error:
+        why = f"is not a report of a run ({type(error).__name__})"
+    if report is not None:
+        raise ArtifactInvalid(f"{report}: {why}; expected the {REPORT} of the run that made it")
+    return RecordedMeasurements()
+
+
+def served_forms(artifact: Artifact, report: Path | None) -> tuple[RequestForms, list[str]]:
+    """Return the images, texts and class names that a server takes, and notes for its user.
+
+    Images that become other inputs than those that the model was validated on are not taken.
+
+    Raises:
+        ArtifactInvalid: as :func:`read_recorded`, or a carried file was changed after sealing.
+    """
+    forms, notes = forms_of(artifact), []
+    measured = {each.form: each for each in read_recorded(artifact, report).preparation}
+    for name, form in (("image", forms.image), ("text", forms.text)):
+        found = measured.get(name)
+        if form and found is None:
+            notes.append(f"no run's report shows that {name}s become inputs like those of `val`")
+        elif form and found and found.is_wrong:
+            forms = replace(forms, image=None)
+            notes.append(f"{name}s are not taken: {found.difference}")
+        elif form and found and found.difference:
+            notes.append(found.difference)
+    return forms, notes
+
+
+def _json_in(file: Path) -> Any:
+    with open_regular(file) as stream:
+        return json.load(stream)
