@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from compress.common.atomic_files import write_atomically
 from compress.common.config import Settings
+from compress.common.sealed_json import read_if_unchanged, write_sealed
 from pipelines.auto.candidates import CheckedModel
 from pipelines.config.auto_settings import AutoLimits, LatencyLimit
 
@@ -118,15 +118,12 @@ class Front(Settings):
 
     @classmethod
     def read(cls, out: Path) -> Front | None:
-        """Read `front.json` back; None where there is none that can be read."""
-        try:
-            return cls.model_validate_json((out / FILE).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return None
+        """Read `front.json` back; None where there is none, or it was changed."""
+        return read_if_unchanged(out / FILE, cls)
 
     def write(self, out: Path) -> None:
         """Write `front.json` into the results' folder."""
-        write_atomically(out / FILE, self.model_dump_json(indent=1) + "\n")
+        write_sealed(out / FILE, self)
 
 
 def _figure(value: float | None) -> str:

@@ -7,16 +7,15 @@ signed attestation, or a hash that the user passes with `--sha256`.
 
 from __future__ import annotations
 
-import json
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from compress.artifacts.artifact import MANIFEST, Artifact
-from compress.common.atomic_files import open_regular
 from compress.common.errors import ArtifactInvalid
-from compress.common.strict_json import refuse_changed_run
+from compress.common.sealed_json import LOCK, read_report
 from serve.attestation import read_attestation
+from serve.packaging.joinable import REPORT
 from serve.torchserve.artifact import TorchServeArchive
 
 if TYPE_CHECKING:
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from serve.torchserve.answer_check import Proof
 
 ARTIFACTS = "artifacts"
-RECORDS = ("report.json", "lock.json")
 NO_ANCHOR = (
     "an anchor: this shows only that {what} is consistent with {itself}; give the {hash} that you "
     "expect with --sha256, or a signed attestation with --attestation and --key"
@@ -69,11 +67,11 @@ class EnclosingRun:
     name: str
     """Stage that made the artifact: the name of its folder."""
     digests: Mapping[str, Mapping[str, str]]
-    """Record (`report.json`, `lock.json`) → stage → digest; unreadable records are missing."""
+    """Record (`report.json`, `lock.json`) → stage → digest."""
     inputs: Mapping[str, str]
     """Stage → the stage whose artifact it read."""
     lock: Mapping[str, Any]
-    """`lock.json`; empty where it cannot be read."""
+    """`lock.json`."""
 
     @property
     def artifacts(self) -> dict[str, Artifact]:
@@ -89,27 +87,31 @@ def find_enclosing_run(path: Path) -> EnclosingRun | None:
     """Find the run whose results contain an artifact; None if there is none.
 
     Raises:
-        ArtifactInvalid: the run's records were changed since it wrote them.
+        ArtifactInvalid: the run's records are incomplete, or were changed since it wrote them.
     """
     folder = path.resolve().parent
     out = folder.parent
     if path.is_file() or folder.name != ARTIFACTS:
         return None
-    report, lock = (_read_record(out / name) for name in RECORDS)
-    if report and lock:
-        try:
-            refuse_changed_run(report, lock)
-        except ArtifactInvalid as error:
-            raise ArtifactInvalid(f"{out}: {error}") from None
-    digests: dict[str, dict[str, str]] = {}
-    inputs: dict[str, str] = {}
-    with suppress(KeyError, TypeError, ValueError):  # no record of a run names no digest
+    present = [name for name in (REPORT, LOCK) if (out / name).exists()]
+    if not present:
+        return None
+    if len(present) == 1:
+        raise ArtifactInvalid(
+            f"{out}: has {present[0]} alone, and only {REPORT} and {LOCK} together show what a run "
+            "made; run the pipeline again"
+        )
+    try:
+        report, lock = read_report(out / REPORT)
         rows = report["stages"]
-        digests[RECORDS[0]] = {row["name"]: row["artifact"]["digest"] for row in rows}
+        digests = {
+            REPORT: {row["name"]: row["artifact"]["digest"] for row in rows},
+            LOCK: dict(lock["artifacts"]),
+        }
         inputs = {row["name"]: row["input"] for row in rows}
-    with suppress(KeyError, TypeError, ValueError):
-        digests[RECORDS[1]] = dict(lock["artifacts"])
-    return EnclosingRun(out, path.resolve().name, digests, inputs, lock) if digests else None
+    except (OSError, LookupError, TypeError, ValueError, AttributeError) as error:
+        raise ArtifactInvalid(f"{out}: holds no readable report ({error})") from error
+    return EnclosingRun(out, path.resolve().name, digests, inputs, lock)
 
 
 def check_anchors(artifact: Artifact, given: VerifierInputs, run: EnclosingRun | None) -> Anchors:
@@ -229,13 +231,3 @@ def _check_ancestors(anchors: Anchors, artifact: Artifact, run: EnclosingRun) ->
         anchors.proven.append(f"{here} that it was made of are here, as sealed")
     if absent:
         anchors.unproven.append(f"{', '.join(absent)}: not here")
-
-
-def _read_record(file: Path) -> dict[str, Any]:
-    """Read a JSON record of a run; {} if it is missing or unreadable."""
-    try:
-        with open_regular(file) as stream:
-            content = json.load(stream)
-    except (ArtifactInvalid, OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}

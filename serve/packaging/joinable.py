@@ -7,14 +7,12 @@ it on seeded random rows.
 
 from __future__ import annotations
 
-import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from compress.common.atomic_files import open_regular
 from compress.common.errors import ArtifactInvalid
-from compress.common.strict_json import refuse_changed_run
+from compress.common.sealed_json import read_report
 from compress.profiling.batch_dependence import BatchDependence, measure, rounding_tolerance
 from compress.profiling.probe_rows import ROWS, seeded_rows
 
@@ -24,7 +22,7 @@ if TYPE_CHECKING:
     from compress.artifacts.artifact import Artifact
     from compress.profiling.batch_dependence import Call
 
-REPORT, LOCK = "report.json", "lock.json"
+REPORT = "report.json"
 NOT_ON_AXIS_0 = "axis 0 of the inputs and outputs does not count the rows of a batch"
 NO_REPORT = (
     "no run's report shows that the rows of a batch do not influence each other; serve the "
@@ -66,9 +64,7 @@ def read_recorded_dependence(artifact: Artifact, report: Path | None) -> BatchDe
     """
     file = report or artifact.path.resolve().parent.parent / REPORT
     try:
-        content = _json_in(file)
-        if (lock := file.parent / LOCK).is_file():  # a copied report has no lock file beside it
-            refuse_changed_run(content, _json_in(lock))
+        content, _ = read_report(file)
         for stage in content["stages"]:
             if stage["artifact"]["digest"] == artifact.digest:
                 measured = stage["measurements"].get("batch_dependence")
@@ -82,8 +78,3 @@ def read_recorded_dependence(artifact: Artifact, report: Path | None) -> BatchDe
     if report is not None:
         raise ArtifactInvalid(f"{report}: {why}; expected the {REPORT} of the run that made it")
     return None
-
-
-def _json_in(file: Path) -> Any:
-    with open_regular(file) as stream:
-        return json.load(stream)

@@ -14,13 +14,13 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from compress.artifacts.artifact import Artifact
 from compress.common.errors import ArtifactInvalid, PipelineInvalid, Unavailable
-from compress.common.strict_json import seal_of_run
 from pipelines.commands.verify import verify_command
 from pipelines.commands.verify_anchors import VerifierInputs
 from serve import attestation
 from serve.attestation import pae, read_attestation
 from serve.http.options import Options
 from serve.serve_command import serve_artifact
+from tests.forging import forge_report
 
 STAGES = ("source", "train", "prune_channels", "export_onnx")
 
@@ -79,17 +79,37 @@ def test_an_artifact_under_a_new_manifest_is_refused_for_what_the_run_says(proje
 def test_what_was_made_of_it_is_an_anchor_where_the_records_were_changed_too(project) -> None:
     folder = project.out / "artifacts" / "prune_channels"
     before, after = Artifact.from_directory(folder).digest, forge(folder)
-    for name in ("report.json", "lock.json"):
-        file = project.out / name
-        file.write_text(file.read_text().replace(before, after))
-    with pytest.raises(ArtifactInvalid, match=r"lock\.json is not as the run wrote it"):
-        verify_command(folder)
-    report, lock = (json.loads((project.out / n).read_text()) for n in ("report.json", "lock.json"))
-    del report["seal"]
-    report["seal"] = seal_of_run(report, lock)
-    (project.out / "report.json").write_text(json.dumps(report))
+    report, lock = (project.out / name for name in ("report.json", "lock.json"))
+    written = {file: file.read_text() for file in (report, lock)}
+    for file, wrong in ((lock, "lock.json: is not as the run wrote it"),
+                        (report, "report.json: is not as it was written")):  # fmt: skip
+        file.write_text(written[file].replace(before, after))
+        with pytest.raises(ArtifactInvalid, match=wrong):
+            verify_command(folder)
+        file.write_text(written[file])
+
+    def rename(report, lock) -> None:
+        next(s for s in report["stages"] if s["name"] == folder.name)["artifact"]["digest"] = after
+        lock["artifacts"][folder.name] = after
+
+    forge_report(project.out, rename)
     with pytest.raises(ArtifactInvalid, match=r"export_onnx/manifest\.json names "):
         verify_command(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("report.json", None), ("report.json", 0.5), ("lock.json", None), ("lock.json", 0.5)],
+)
+def test_half_of_a_runs_records_is_no_anchor(project, name, content) -> None:
+    file = project.out / name
+    raw = file.read_bytes()
+    file.unlink()
+    if content:
+        file.write_bytes(raw[: int(content * len(raw))])
+    with pytest.raises(ArtifactInvalid, match=r"json(: is not as| alone)") as error:
+        verify_command(project.out / "artifacts" / "train")
+    assert "\n" not in str(error.value)
 
 
 def test_what_it_was_made_of_is_held_against_its_lineage(project) -> None:
