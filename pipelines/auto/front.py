@@ -35,7 +35,7 @@ def shares_of_limits(limits: AutoLimits, model: CheckedModel) -> dict[str, float
     latency = limits.latency or LatencyLimit.model_construct()
     peak = None if model.peak_mebibytes is None else 2**20 * model.peak_mebibytes
     figures = [
-        ("latency", model.latency_ms, latency.p50_ms),
+        ("latency", model.surely_ms, latency.p50_ms),
         ("latency", model.p95_ms, latency.p95_ms),
         ("size", model.bytes, limits.size),
         ("memory", peak, limits.memory),

@@ -16,6 +16,7 @@ from compress.artifacts.artifact import Artifact
 from compress.artifacts.importing import import_checkpoint
 from compress.artifacts.recipe import Recipe
 from compress.common.errors import ArtifactInvalid, GateRefused, StageFailed, Unavailable
+from compress.common.sealed_json import load_sealed
 from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.context import Context
 from compress.core.gates import MaxSize
@@ -341,7 +342,7 @@ def test_foreign_code_is_not_run_however_consistent_its_hashes(
         "serve.torchserve.process.TorchServe.__enter__", lambda server: pytest.fail("started")
     )
     members = read_mar(archive.payload_path)
-    provenance = json.loads(members["provenance.json"])
+    provenance = load_sealed(members["provenance.json"])
     provenance["members"][name] = digest_of(FOREIGN[name])
     sealed = Provenance.model_validate(provenance).sealed()
     members |= {name: FOREIGN[name], "provenance.json": sealed}
