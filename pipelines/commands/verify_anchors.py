@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING, Any
 from compress.artifacts.artifact import MANIFEST, Artifact
 from compress.common.errors import ArtifactInvalid
 from compress.common.sealed_json import LOCK, read_report
-from serve.attestation import read_attestation
+from serve.attestation import read_attestation, subjects_of
 from serve.packaging.joinable import REPORT
 from serve.torchserve.artifact import TorchServeArchive
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
     from pathlib import Path
 
+    from serve.attestation import Attestation
     from serve.torchserve.answer_check import Proof
 
 ARTIFACTS = "artifacts"
@@ -133,22 +134,26 @@ def check_anchors(artifact: Artifact, given: VerifierInputs, run: EnclosingRun |
         if naming:
             anchors.names += naming
             names = " and ".join(naming)
-            anchors.proven.append(f"anchor: {names} of {run.folder} name this digest")
+            anchors.proven.append(f"anchor: {names} of {run.folder.name} name this digest")
         if not isinstance(artifact, TorchServeArchive):  # whose ancestors `prove_chain` checks
             _check_ancestors(anchors, artifact, run)
+    if given.attestation is not None:
+        attestation = _read_attestation(anchors, given.attestation, given.key)
+        attestation.require_all_of(subjects_of(artifact), artifact.path)
+        anchors.proven.append(f"anchor: {anchors.names[-1]} names this digest and every file")
     payload = artifact.payload_name
-    named = {artifact.digest: "", artifact.manifest.files[payload].sha256: payload}
     digest_named = bool(anchors.names)
-    for name, digests in _claimed_hashes(anchors, given):
-        found = {named[digest] for digest in digests if digest in named}
-        if not found:
+    if given.sha256 is not None:
+        named = {artifact.digest: "this digest", artifact.manifest.files[payload].sha256: payload}
+        what = named.get(given.sha256.lower())
+        if what is None:
             raise ArtifactInvalid(
-                f"{artifact.path}: {name} names neither its digest {artifact.digest} nor the "
+                f"{artifact.path}: --sha256 names neither its digest {artifact.digest} nor the "
                 f"sha256 of {payload}"
             )
-        anchors.names.append(name)
-        anchors.proven.append(f"anchor: {name} names {'this digest' if '' in found else payload}")
-        digest_named |= "" in found
+        anchors.names.append("--sha256")
+        anchors.proven.append(f"anchor: --sha256 names {what}")
+        digest_named |= what != payload
     other_files = [name for name in artifact.manifest.files if name != payload]
     if not anchors.names:
         words = {"what": "the folder", "itself": "its own manifest", "hash": "artifact's digest"}
@@ -162,34 +167,37 @@ def check_anchors(artifact: Artifact, given: VerifierInputs, run: EnclosingRun |
 def check_file_anchors(file: Path, sha256: str, given: VerifierInputs) -> Anchors:
     """Check the hash of a bare archive against the user's inputs; return the anchors."""
     anchors = Anchors()
-    for name, digests in _claimed_hashes(anchors, given):
-        if sha256 not in digests:
-            raise ArtifactInvalid(f"{file}: sha256 is {sha256}, which {name} does not name")
-        anchors.names.append(name)
-        anchors.proven.append(f"anchor: {name} names {file.name}")
+    if given.attestation is not None:
+        attestation = _read_attestation(anchors, given.attestation, given.key)
+        # It may have been renamed, but not to the name of another file.
+        same = sorted(name for name, digest in attestation.subjects if digest == sha256)
+        is_known = not same or file.name in dict(attestation.subjects)
+        attestation.require_all_of({file.name if is_known else same[0]: sha256}, file)
+        anchors.proven.append(f"anchor: {anchors.names[-1]} names {file.name}")
+    if given.sha256 is not None:
+        if sha256 != given.sha256.lower():
+            raise ArtifactInvalid(f"{file}: sha256 is {sha256}, expected {given.sha256}")
+        anchors.names.append("--sha256")
+        anchors.proven.append(f"anchor: --sha256 names {file.name}")
     if not anchors.names:
         words = {"what": "the file", "itself": "itself", "hash": "file's hash"}
         anchors.unproven.append(NO_ANCHOR.format(**words))
     return anchors
 
 
-def _claimed_hashes(
-    anchors: Anchors, given: VerifierInputs
-) -> Iterator[tuple[str, frozenset[str]]]:
-    """Yield each option or attestation, described, with the hashes that it names.
+def _read_attestation(anchors: Anchors, file: Path, key: Path | None) -> Attestation:
+    """Read the attestation that the user gives, and add it to the anchors' names.
 
-    An attestation whose signature is not checked adds a line to `anchors.unproven`.
+    One whose signature is not checked adds a line to `anchors.unproven`.
     """
-    if given.sha256 is not None:
-        yield "--sha256", frozenset({given.sha256.lower()})
-    if given.attestation is not None:
-        found = read_attestation(given.attestation, given.key)
-        signed = f"signed by key {found.signed_by[:16]}" if found.signed_by else "unsigned"
-        if not found.signed_by:
-            anchors.unproven.append(
-                f"who wrote {given.attestation}: no signature was checked; give the key with --key"
-            )
-        yield f"{given.attestation} ({found.predicate_type}, {signed})", found.subjects
+    found = read_attestation(file, key)
+    signed = f"signed by key {found.signed_by[:16]}" if found.signed_by else "unsigned"
+    if not found.signed_by:
+        anchors.unproven.append(
+            f"who wrote {file.name}: no signature was checked; give the key with --key"
+        )
+    anchors.names.append(f"{file.name} ({found.predicate_type}, {signed})")
+    return found
 
 
 def _require_digest(artifact: Artifact, digest: object, source: Path) -> None:
