@@ -349,7 +349,7 @@ def test_foreign_code_is_not_run_however_consistent_its_hashes(
     folder = tmp_path / "artifact"
     folder.mkdir()
     write_mar(folder / "model.mar", members)
-    manifest = json.loads((archive.path / "manifest.json").read_text())
+    manifest = load_sealed((archive.path / "manifest.json").read_bytes())
     manifest["facts"]["provenance"] = digest_of(sealed)["sha256"]
     manifest["files"]["model.mar"] = digest_of((folder / "model.mar").read_bytes())
     (folder / "manifest.json").write_text(json.dumps(manifest))

@@ -12,7 +12,7 @@ import pytest
 from compress.artifacts.importing import import_checkpoint
 from compress.artifacts.recipe import Recipe
 from compress.common.errors import ArtifactInvalid, StageFailed
-from compress.common.sealed_json import write_report
+from compress.common.sealed_json import load_sealed, write_report
 from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.context import Context
 from compress.core.verdict import History, PastStage
@@ -77,7 +77,7 @@ def resealed(folder: Path, mar: Path) -> Path:
     (target / "model.mar").chmod(0o644)
     shutil.copy(mar, target / "model.mar")
     (target / "manifest.json").chmod(0o644)
-    manifest = json.loads((target / "manifest.json").read_text())
+    manifest = load_sealed((target / "manifest.json").read_bytes())
     manifest["files"]["model.mar"] = digest_of(mar).model_dump()
     (target / "manifest.json").write_text(json.dumps(manifest))
     return target
