@@ -87,17 +87,18 @@ def verify_command(
     if (proof.digest, proof.sha256) != (artifact.digest if artifact else None, sha256):
         raise ArtifactInvalid(f"{path}: was changed while it was verified")
     proof = anchors.added_to(proof)
+    subjects = subjects_of(artifact) if artifact else {path.name: proof.sha256}
+    contents: dict[Path, bytes | str] = {}
     if attest is not None:
-        subjects = subjects_of(artifact) if artifact else {path.name: proof.sha256}
         lineage = artifact.manifest.lineage if artifact else ()
         statement = statement_of(subjects, lineage, proof, run.lock if run else None)
-        content = signed(statement, sign_key) if sign_key else statement
-        write_atomically(attest, content + b"\n")
-    if model_signature is not None and sign_key is not None and artifact is not None:
-        content = sign_model(path.resolve().name, subjects_of(artifact), sign_key)
-        write_atomically(model_signature, content + b"\n")
+        contents[attest] = (signed(statement, sign_key) if sign_key else statement) + b"\n"
+    if model_signature is not None and sign_key is not None:
+        contents[model_signature] = sign_model(path.resolve().name, subjects, sign_key) + b"\n"
     if report is not None:
-        write_atomically(report, render_proof(proof, path.name, report.suffix))
+        contents[report] = render_proof(proof, path.name, report.suffix)
+    for file, content in contents.items():
+        write_atomically(file, content)
     return proof
 
 

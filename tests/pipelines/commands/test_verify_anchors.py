@@ -350,8 +350,9 @@ def test_keys_that_are_none_are_one_clear_line(
         verify_command(train, model_signature=file)
     edwards, _ = make_keys(tmp_path / "ed25519.pem", Ed25519PrivateKey.generate())
     with pytest.raises(PipelineInvalid, match=r"is an ed25519 key, .* reads ECDSA"):
-        verify_command(train, model_signature=file, sign_key=edwards)
-    assert not file.exists()
+        attest = tmp_path / "attest.json"
+        verify_command(train, attest=attest, model_signature=file, sign_key=edwards)
+    assert not file.exists() and not attest.exists()
     monkeypatch.setattr(attestation, "REQUIREMENT", attestation.REQUIREMENT.model_copy(
         update={"what": "no_such_library"}))  # fmt: skip
     with pytest.raises(Unavailable, match=r"pip install -e '\.\[sign\]'"):
