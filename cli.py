@@ -309,7 +309,8 @@ def verify(
     attestation: Annotated[Path | None, typer.Option(help="An in-toto file that names it.")] = None,
     key: Annotated[Path | None, typer.Option(help="Public key that signed it, PEM.")] = None,
     attest: Annotated[Path | None, typer.Option(help="Write an in-toto attestation.")] = None,
-    sign_key: Annotated[Path | None, typer.Option(help="Private key to sign it, PEM.")] = None,
+    model_signature: Annotated[Path | None, typer.Option(help="Write OpenSSF's.")] = None,
+    sign_key: Annotated[Path | None, typer.Option(help="Private key to sign them, PEM.")] = None,
     report: ProofFile = None,
     replay: Replay = False,
 ) -> None:
@@ -318,6 +319,7 @@ def verify(
     from pipelines.commands.verify_anchors import VerifierInputs
 
     options: Any = {"report": report, "attest": attest, "sign_key": sign_key, "replay": replay}
+    options["model_signature"] = model_signature
     proof = verify_command(artifact, VerifierInputs(sha256, attestation, key), **options)
     found = {"artifact": str(artifact)} | proof.model_dump(mode="json")
     print_result(found, proof.summary_lines())

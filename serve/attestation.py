@@ -1,15 +1,14 @@
-"""Write, sign and read attestations: in-toto Statements with SLSA provenance, in DSSE envelopes.
+"""Write, sign and read attestations of an artifact's files.
 
-Formats: in-toto Attestation Framework v1 (Statement, ResourceDescriptor), SLSA Provenance v1, and
-DSSE v1, which signs the payload's type and exact bytes, without canonicalization.
+Two kinds, both in-toto Statements v1 in DSSE v1 envelopes: SLSA provenance v1, and the model
+signature of OpenSSF, whose envelope lies in a Sigstore bundle. Envelopes are securesystemslib's.
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
 import hashlib
 import json
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,24 +27,46 @@ if TYPE_CHECKING:
     from serve.torchserve.answer_check import Proof
 
 STATEMENT = "https://in-toto.io/Statement/v1"
-PREDICATE = "https://slsa.dev/provenance/v1"
+PROVENANCE = "https://slsa.dev/provenance/v1"
+MODEL_SIGNATURE = "https://model_signing/signature/v1.0"
+"""Predicates: how a file was made, and which files a model has."""
 PAYLOAD_TYPE = "application/vnd.in-toto+json"
+BUNDLE_TYPE = "application/vnd.dev.sigstore.bundle.v0.3+json"
 BUILD_TYPE = "urn:compress-pipeline:run:v1"
 BUILDER = "urn:compress-pipeline:compress"
 MAX_BYTES = 2**24
 """Largest attestation that is read; ours have some kilobytes."""
-REQUIREMENT = Requirement(what="cryptography", install=pip_install("sign"))
+FOLDERS = re.compile(r"(?<![\w.:/])/(?:[^\s/'\":,;()]+/)+")
+"""The folders of an absolute path in a text; not the slashes of URLs and of relative paths."""
+MAKE_KEY = "`openssl genpkey -algorithm EC -pkeyopt ec_paramgen_curve:P-256 -out key.pem`"
+REQUIREMENT = Requirement(what="securesystemslib", install=pip_install("sign"))
 
 
 @dataclass(frozen=True)
 class Attestation:
     """The subjects of an attestation, and its signer if the signature was checked."""
 
-    subjects: frozenset[str]
-    """SHA-256 of each subject."""
+    subjects: frozenset[tuple[str, str]]
+    """Name and SHA-256 of each file."""
     predicate_type: str
     signed_by: str = ""
-    """Fingerprint of the public key whose signature was checked; empty if none was."""
+    """Id of the public key whose signature was checked; empty if none was."""
+
+    def require_all_of(self, files: Mapping[str, str], where: Path) -> None:
+        """Raise ArtifactInvalid for a file that has another SHA-256 here, or is not named.
+
+        Args:
+            files: name of each file → its SHA-256.
+            where: what they are the files of.
+        """
+        for name, digest in sorted(self.subjects):
+            if files.get(name, digest) != digest:
+                raise ArtifactInvalid(
+                    f"{where}: {name} has sha256 {files[name]}, and the attestation says {digest}"
+                )
+        unnamed = files.items() - self.subjects
+        if unnamed:
+            raise ArtifactInvalid(f"{where}: the attestation does not name {min(unnamed)[0]}")
 
 
 def subjects_of(artifact: Artifact) -> dict[str, str]:
@@ -80,7 +101,7 @@ def statement_of(
     statement = {
         "_type": STATEMENT,
         "subject": [{"name": name, "digest": {"sha256": v}} for name, v in subjects.items()],
-        "predicateType": PREDICATE,
+        "predicateType": PROVENANCE,
         "predicate": {
             "buildDefinition": {
                 "buildType": BUILD_TYPE,
@@ -104,36 +125,80 @@ def statement_of(
             },
         },
     }
-    return canonical_json(statement).encode()
+    return FOLDERS.sub("", canonical_json(statement)).encode()
 
 
-def signed(statement: bytes, key_file: Path) -> bytes:
-    """Sign a statement with a private Ed25519 key (PEM, not encrypted); return the DSSE envelope.
+def sign_model(name: str, files: Mapping[str, str], key_file: Path) -> bytes:
+    """Return the signature of a model that the `model_signing` tool of OpenSSF verifies.
+
+    Args:
+        name: the model's name.
+        files: name of each of its files → its SHA-256.
+        key_file: private key in PEM, not encrypted, of a NIST curve.
 
     Raises:
         PipelineInvalid: the file holds no such key.
         Unavailable: the library for signatures is not installed.
     """
-    key = _load_key(key_file, private=True)
-    signature = {
-        "keyid": _fingerprint(key.public_key()),
-        "sig": base64.b64encode(key.sign(pae(PAYLOAD_TYPE, statement))).decode(),
+    key = _load_key(key_file, private=True).public_key
+    if key.keytype != "ecdsa":
+        raise PipelineInvalid(
+            f"{key_file}: is an {key.keytype} key, and `model_signing` reads ECDSA alone; make one "
+            f"with {MAKE_KEY}"
+        )
+    resources = [
+        {"name": file, "algorithm": "sha256", "digest": files[file]} for file in sorted(files)
+    ]
+    statement = {
+        "_type": STATEMENT,
+        "subject": [{"name": name, "digest": {"sha256": _root_digest(resources)}}],
+        "predicateType": MODEL_SIGNATURE,
+        "predicate": {
+            "serialization": {
+                "method": "files",
+                "hash_type": "sha256",
+                "allow_symlinks": False,
+                "ignore_paths": [],
+            },
+            "resources": resources,
+        },
     }
-    payload = base64.b64encode(statement).decode()
-    envelope = {"payload": payload, "payloadType": PAYLOAD_TYPE, "signatures": [signature]}
-    return canonical_json(envelope).encode()
+    pem = key.keyval["public"].encode()
+    bundle = {
+        "mediaType": BUNDLE_TYPE,
+        "verificationMaterial": {
+            "publicKey": {"hint": hashlib.sha256(pem).hexdigest()},
+            "tlogEntries": [],
+        },
+        "dsseEnvelope": json.loads(signed(canonical_json(statement).encode(), key_file)),
+    }
+    return canonical_json(bundle).encode()
 
 
-def pae(payload_type: str, payload: bytes) -> bytes:
-    """Return DSSE's pre-authentication encoding: type and payload, each after its length."""
-    kind = payload_type.encode()
-    return b"DSSEv1 %d %s %d %s" % (len(kind), kind, len(payload), payload)
+def _root_digest(resources: Sequence[Mapping[str, str]]) -> str:
+    """Return the SHA-256 over the digests of a model's files, in their order."""
+    return hashlib.sha256(b"".join(bytes.fromhex(r["digest"]) for r in resources)).hexdigest()
+
+
+def signed(statement: bytes, key_file: Path) -> bytes:
+    """Sign a statement with a private key (PEM, not encrypted); return the DSSE envelope.
+
+    Raises:
+        PipelineInvalid: the file holds no such key.
+        Unavailable: the library for signatures is not installed.
+    """
+    signer = _load_key(key_file, private=True)
+    from securesystemslib.dsse import Envelope
+
+    envelope = Envelope(statement, PAYLOAD_TYPE, {})
+    envelope.sign(signer)
+    return canonical_json(envelope.to_dict()).encode()
 
 
 def read_attestation(file: Path, key_file: Path | None) -> Attestation:
-    """Read an attestation: a DSSE envelope, or an unsigned Statement.
+    """Read an unsigned Statement, or one in a DSSE envelope, which may lie in a Sigstore bundle.
 
-    With a public Ed25519 key (PEM), a valid signature of that key is required.
+    With a public key (PEM), a valid signature of that key is required.
 
     Raises:
         ArtifactInvalid: it is no attestation, or not signed by the key.
@@ -147,58 +212,83 @@ def read_attestation(file: Path, key_file: Path | None) -> Attestation:
         raise ArtifactInvalid(f"{file}: {error.strerror}") from error
     if len(data) > MAX_BYTES:
         raise ArtifactInvalid(f"{file}: has more than {MAX_BYTES} bytes")
-    content = _parse_json(data, file)
-    signed_by = ""
+    content, signed_by = _parse_json(data, file), ""
+    if isinstance(content, dict) and isinstance(content.get("dsseEnvelope"), dict):
+        content = content["dsseEnvelope"]
     if isinstance(content, dict) and "payload" in content:
-        payload = _decode_base64(content["payload"], file)
-        if content.get("payloadType") != PAYLOAD_TYPE:
-            found = repr(content.get("payloadType"))[:80]
-            raise ArtifactInvalid(f"{file}: payloadType is {found}, expected {PAYLOAD_TYPE}")
-        if key_file is not None:
-            signed_by = _check_signature(content.get("signatures"), payload, file, key_file)
+        payload, signed_by = _open_envelope(content, file, key_file)
         content = _parse_json(payload, file)
     elif key_file is not None:
         raise ArtifactInvalid(f"{file}: is not signed, expected a signature of {key_file}")
-    return _parse_statement(content, file, signed_by)
-
-
-def _parse_statement(statement: Any, file: Path, signed_by: str) -> Attestation:
     try:
-        if statement["_type"] != STATEMENT:
+        if content["_type"] != STATEMENT:
             raise ArtifactInvalid(
-                f"{file}: _type is {str(statement['_type'])[:80]!r}, expected {STATEMENT}"
+                f"{file}: _type is {str(content['_type'])[:80]!r}, expected {STATEMENT}"
             )
-        subjects = [subject["digest"].get("sha256") for subject in statement["subject"]]
-        digests = frozenset(digest for digest in subjects if isinstance(digest, str))
-        return Attestation(digests, str(statement["predicateType"]), signed_by)
-    except (KeyError, TypeError, AttributeError) as error:
+        kind = str(content["predicateType"])
+        named = _files_of_model(content) if kind == MODEL_SIGNATURE else content["subject"]
+        files = [(each["name"], each["digest"].get("sha256")) for each in named]
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
         raise ArtifactInvalid(
             f"{file}: not an in-toto Statement ({type(error).__name__}: {error})"
         ) from error
+    texts = (each for each in files if {*map(type, each)} == {str})
+    return Attestation(frozenset(texts), kind, signed_by)
 
 
-def _check_signature(signatures: Any, payload: bytes, file: Path, key_file: Path) -> str:
-    """Require a valid signature of the key; return the key's fingerprint."""
+def _files_of_model(statement: Any) -> list[dict[str, Any]]:
+    """Return the files that a model signature names, as resource descriptors of in-toto.
+
+    Raises ValueError if their digests are not those of its subject.
+    """
+    resources = statement["predicate"]["resources"]
+    if {r["algorithm"] for r in resources} != {"sha256"}:
+        raise ValueError("expected the SHA-256 of whole files")
+    if [s["digest"]["sha256"] for s in statement["subject"]] != [_root_digest(resources)]:
+        raise ValueError("its digest is not that of its files")
+    return [{"name": r["name"], "digest": {"sha256": r["digest"]}} for r in resources]
+
+
+def _open_envelope(content: dict[str, Any], file: Path, key_file: Path | None) -> tuple[bytes, str]:
+    """Return an envelope's payload, and the id of the key if it has to be signed by one."""
+    require_all([REQUIREMENT], "signatures")
+    from securesystemslib.dsse import Envelope
+    from securesystemslib.exceptions import VerificationError
+
+    try:
+        # A key's id is a hint, which others derive otherwise, or leave out.
+        numbers = [str(number) for number, _ in enumerate(content["signatures"])]
+        signatures = [
+            {"keyid": number, "sig": signature["sig"]}
+            for number, signature in zip(numbers, content["signatures"], strict=True)
+        ]
+        envelope = Envelope.from_dict({**content, "signatures": signatures})
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise ArtifactInvalid(f"{file}: not a DSSE envelope ({error})") from None
+    if envelope.payload_type != PAYLOAD_TYPE:
+        found = repr(envelope.payload_type)[:80]
+        raise ArtifactInvalid(f"{file}: payloadType is {found}, expected {PAYLOAD_TYPE}")
+    if key_file is None:
+        return envelope.payload, ""
     key = _load_key(key_file, private=False)
-    from cryptography.exceptions import InvalidSignature
-
-    message = pae(PAYLOAD_TYPE, payload)
-    for signature in signatures if isinstance(signatures, list) else ():
-        try:
-            key.verify(_decode_base64(signature["sig"], file), message)
-        except (InvalidSignature, KeyError, TypeError):
-            continue  # of another key: there may be several
-        return _fingerprint(key)
-    raise ArtifactInvalid(f"{file}: holds no signature of {key_file}, or was altered since")
+    try:
+        same = [type(key)(n, key.keytype, key.scheme, key.keyval) for n in ("", *numbers)]
+        envelope.verify(same, 1)
+    except VerificationError:
+        raise ArtifactInvalid(
+            f"{file}: holds no signature of {key_file}, or was altered since"
+        ) from None
+    return envelope.payload, key.keyid
 
 
 def _load_key(file: Path, *, private: bool) -> Any:
+    """Return a private key as a signer of securesystemslib, or a public one as its key."""
     require_all([REQUIREMENT], "signatures")
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives import serialization
-    from cryptography.hazmat.primitives.asymmetric import ed25519
+    from securesystemslib import signer
 
-    expected = ed25519.Ed25519PrivateKey if private else ed25519.Ed25519PublicKey
+    library: Any = signer  # whose stubs export none of its classes
     which = "private" if private else "public"
     try:
         content = file.read_bytes()
@@ -206,25 +296,12 @@ def _load_key(file: Path, *, private: bool) -> Any:
             key: Any = serialization.load_pem_private_key(content, password=None)
         else:
             key = serialization.load_pem_public_key(content)
+        return library.CryptoSigner(key) if private else library.SSlibKey.from_crypto(key)
     except (OSError, ValueError, TypeError, UnsupportedAlgorithm) as error:
         raise PipelineInvalid(
             f"{file}: not a {which} key in PEM that can be read ({error}); make a pair with "
-            "`openssl genpkey -algorithm ed25519 -out key.pem` and "
-            "`openssl pkey -in key.pem -pubout -out public.pem`"
+            f"{MAKE_KEY} and `openssl pkey -in key.pem -pubout -out public.pem`"
         ) from None
-    if not isinstance(key, expected):
-        raise PipelineInvalid(f"{file}: is a {type(key).__name__}, expected a {which} Ed25519 key")
-    return key
-
-
-def _fingerprint(public_key: Any) -> str:
-    """Return the SHA-256 of a public key (its SubjectPublicKeyInfo, DER)."""
-    from cryptography.hazmat.primitives import serialization
-
-    der = public_key.public_bytes(
-        serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
-    )
-    return hashlib.sha256(der).hexdigest()
 
 
 def _parse_json(content: bytes, file: Path) -> Any:
@@ -232,11 +309,3 @@ def _parse_json(content: bytes, file: Path) -> Any:
         return json.loads(content, object_pairs_hook=reject_duplicate_keys)
     except (ValueError, RecursionError) as error:
         raise ArtifactInvalid(f"{file}: not an attestation in JSON ({error})") from None
-
-
-def _decode_base64(text: Any, file: Path) -> bytes:
-    """Decode base64, of the standard or the URL-safe alphabet: DSSE allows both."""
-    try:
-        return base64.b64decode(text.translate(str.maketrans("-_", "+/")), validate=True)
-    except (binascii.Error, AttributeError, ValueError):
-        raise ArtifactInvalid(f"{file}: holds text that is not base64") from None

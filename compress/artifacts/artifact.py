@@ -25,6 +25,7 @@ from compress.common.atomic_files import (
 from compress.common.config import Settings
 from compress.common.errors import ArtifactInvalid, PipelineInvalid, first_line
 from compress.common.forward import KeptModels
+from compress.common.sealed_json import SEAL, dump_sealed, load_sealed
 from compress.common.signature import Signature
 from compress.common.strict_json import reject_duplicate_keys
 
@@ -156,13 +157,15 @@ class Artifact:
         if len(raw) > MANIFEST_BYTES:
             raise ArtifactInvalid(f"{path / MANIFEST}: has more than {MANIFEST_BYTES} bytes")
         try:
-            json.loads(raw, object_pairs_hook=reject_duplicate_keys)
-            manifest = Manifest.model_validate_json(raw)
+            content = json.loads(raw, object_pairs_hook=reject_duplicate_keys)
+            if isinstance(content, dict) and SEAL in content:  # earlier versions wrote none
+                content = load_sealed(raw)
+            manifest = Manifest.model_validate(content)
         except ValidationError as error:
             first = error.errors()[0]
             place = ".".join(map(str, first["loc"]))
             raise ArtifactInvalid(f"{path / MANIFEST}: {place}: {first['msg']}") from error
-        except (ValueError, RecursionError) as error:
+        except (ArtifactInvalid, ValueError, RecursionError) as error:
             raise ArtifactInvalid(f"{path / MANIFEST}: {first_line(error)}") from error
         if manifest.kind not in Artifact._kinds:
             # Importing the stages defines every kind; this package imports none of those above it.
@@ -213,8 +216,8 @@ class Artifact:
                 lineage=lineage,
                 files=files,
             )
-            text = json.dumps(manifest.model_dump(mode="json"), indent=1, sort_keys=True)
-            (partial / MANIFEST).write_text(text + "\n", encoding="utf-8")
+            raw = dump_sealed(manifest.model_dump(mode="json"), indent=1)
+            (partial / MANIFEST).write_bytes(raw)
             seal(partial)
             replace_artifact(partial, path)  # checks again what the path holds by now
             sync(path.parent)

@@ -1,28 +1,14 @@
-"""JSON whose bytes are checked: canonical form, no duplicate keys, files with their own digest."""
-
-# A digest in a file reveals damage and careless edits. It is no signature: whoever edits a file can
-# compute it anew.
+"""JSON in canonical form, and without duplicate keys."""
 
 from __future__ import annotations
 
-import hashlib
 import json
-from typing import TYPE_CHECKING, Any
-
-from compress.common.errors import ArtifactInvalid
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-SEAL = "sha256"
-"""Key of a file's own digest, which is over the canonical JSON of all other keys."""
-RUN_SEAL = "seal"
-"""Key in `report.json` of the digest over itself and `lock.json`."""
+from typing import Any
 
 
-def canonical_json(value: Any, *, allow_nan: bool = False) -> str:
+def canonical_json(value: Any) -> str:
     """Return the same JSON for equal values; raise ValueError for NaN and infinities."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=allow_nan)
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -35,48 +21,3 @@ def reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise ValueError(f"key {key[:80]!r} stands twice")
         found[key] = value
     return found
-
-
-def dump_sealed(content: Mapping[str, Any]) -> bytes:
-    """Return a mapping as canonical JSON that holds the digest of its own content."""
-    return _canonical_bytes({**content, SEAL: seal_of(content)})
-
-
-def load_sealed(raw: bytes) -> dict[str, Any]:
-    """Return what :func:`dump_sealed` wrote; raise ArtifactInvalid for any other bytes."""
-    try:
-        content = json.loads(raw)
-        seal = content.pop(SEAL)
-    except (ValueError, RecursionError):
-        raise ArtifactInvalid("is cut off or damaged") from None
-    except (AttributeError, TypeError, KeyError):
-        raise ArtifactInvalid("has no digest of its content") from None
-    # Every byte counts: a JSON parser would accept a duplicate key or an added space.
-    if seal != seal_of(content) or dump_sealed(content) != raw:
-        raise ArtifactInvalid("is not as it was written: its content does not match its digest")
-    return dict(content)
-
-
-def seal_of(content: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of a mapping's canonical JSON."""
-    return hashlib.sha256(_canonical_bytes(content)).hexdigest()
-
-
-def seal_of_run(report: Mapping[str, Any], lock: Mapping[str, Any]) -> str:
-    """Return the digest that a run's `report.json` holds: of itself and of `lock.json`."""
-    return seal_of({"report": report, "lock": lock})
-
-
-def refuse_changed_run(report: Mapping[str, Any], lock: Mapping[str, Any]) -> None:
-    """Raise ArtifactInvalid if `report.json` or `lock.json` was changed after the run wrote it."""
-    content = {**report}
-    seal = content.pop(RUN_SEAL, None)  # older versions wrote none
-    if seal is not None and seal != seal_of_run(content, lock):
-        raise ArtifactInvalid(
-            "report.json or lock.json is not as the run wrote it; run the pipeline again"
-        )
-
-
-def _canonical_bytes(content: Any) -> bytes:
-    # Measured values may be NaN, and Python reads back the NaN that it writes.
-    return canonical_json(content, allow_nan=True).encode()

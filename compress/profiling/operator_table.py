@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from compress.common.config import Settings
+from compress.common.sealed_json import read_sealed
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -90,8 +91,7 @@ class OperatorTable(Settings):
 def read_operator_tables(profiles: Path, stage: str) -> tuple[OperatorTable, ...]:
     """Read the tables of a stage's trainings from the folder of all profiles."""
     return tuple(
-        OperatorTable.model_validate_json(file.read_bytes())
-        for file in sorted((profiles / stage).glob(OPERATORS_FILE))
+        read_sealed(file, OperatorTable) for file in sorted((profiles / stage).glob(OPERATORS_FILE))
     )
 
 

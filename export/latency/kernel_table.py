@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import onnxruntime
-from pydantic import ValidationError
 
-from compress.common.atomic_files import write_atomically
 from compress.common.config import Settings
+from compress.common.sealed_json import read_state, write_state
+from compress.common.strict_json import canonical_json
 from compress.profiling.benchmark import MeasuredShare
 from export.latency.kernels import AT_ONCE, measure_kernels
 
@@ -35,6 +34,14 @@ class MeasuredKernel(Settings):
     """Of one call, the tenth percentile."""
 
 
+class MeasuredTable(Settings):
+    """What was measured on one machine: the content of a table's file."""
+
+    kernels: dict[str, MeasuredKernel] = {}
+    models: dict[str, MeasuredShare] = {}
+    """By a hash of their kernels, and of those of the model that they were measured beside."""
+
+
 class KernelTable:
     """Latencies of kernels on one machine, with one release of onnxruntime and some threads."""
 
@@ -45,22 +52,12 @@ class KernelTable:
             "onnxruntime": onnxruntime.__version__,
             "threads": threads,
         }
-        name = hashlib.sha256(json.dumps(self.setup, sort_keys=True).encode()).hexdigest()[:16]
+        self.key = canonical_json(self.setup)
+        name = hashlib.sha256(self.key.encode()).hexdigest()[:16]
         self.file = folder / f"kernels-{name}.json"
         self.threads = threads
-        self.kernels: dict[str, MeasuredKernel] = {}
-        self.models: dict[str, MeasuredShare] = {}
-        """By a hash of their kernels, and of those of the model that they were measured beside."""
-        try:
-            content = json.loads(self.file.read_bytes())
-            self.kernels = {
-                key: MeasuredKernel(**kernel) for key, kernel in content["kernels"].items()
-            }
-            self.models = {
-                key: MeasuredShare(**model) for key, model in content.get("models", {}).items()
-            }
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, ValidationError):
-            pass  # measured again
+        known = read_state(self.file, self.key, MeasuredTable) or MeasuredTable()
+        self.kernels, self.models = known.kernels, known.models
 
     def measure(
         self, kernels: Sequence[Kernel], progress: Callable[[int, int], None] = lambda *_: None
@@ -86,8 +83,5 @@ class KernelTable:
         self._write()
 
     def _write(self) -> None:
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        kernels = {key: kernel.model_dump() for key, kernel in sorted(self.kernels.items())}
-        models = {key: model.model_dump() for key, model in sorted(self.models.items())}
-        content = {**self.setup, "kernels": kernels, "models": models}
-        write_atomically(self.file, json.dumps(content, indent=1) + "\n")
+        kernels, models = (dict(sorted(known.items())) for known in (self.kernels, self.models))
+        write_state(self.file, self.key, MeasuredTable(kernels=kernels, models=models))

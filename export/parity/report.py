@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import shutil
@@ -18,6 +17,7 @@ from compress.artifacts.graph_model import program_of
 from compress.common.atomic_files import partial_path, remove_leftovers
 from compress.common.errors import CompressError, StageFailed, first_line
 from compress.common.forward import accept_any_batch
+from compress.common.sealed_json import write_sealed
 from compress.common.tensor_difference import largest, largest_difference, relative_error
 from compress.core.metric_kinds.checked_values import predicted_labels
 from compress.core.metrics import evaluate
@@ -137,8 +137,7 @@ def _write_report(parity: ParityContext, error: StageFailed) -> str:
         "out_of_time": search.out_of_time,
         "reproduce": reproduce,
     }
-    text = json.dumps(report, indent=1, allow_nan=False)
-    (partial / REPORT).write_text(text + "\n", encoding="utf-8")
+    write_sealed(partial / REPORT, report)
     partial.rename(parity.folder)
     if search.refused:
         where = f"where is not known, as its graph cannot be exported again ({search.refusal})"

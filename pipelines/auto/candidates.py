@@ -131,6 +131,8 @@ class CheckedModel(Settings):
     """Median time of a call by the latency model, before it was measured."""
     latency_ms: float
     """Median time of a call, measured in turn with the float ONNX file."""
+    latency_upper_ms: float | None = None
+    """Upper end of its 95 % confidence interval; None where that is predicted."""
     p95_ms: float | None = None
     """95th percentile of the time of a call, measured likewise; None where that is predicted, or
     could not be measured."""
@@ -155,6 +157,11 @@ class CheckedModel(Settings):
     def loss_order(self) -> tuple[float, float]:
         """A key by which the model that loses least comes first."""
         return (math.inf if self.drop is None else self.drop), self.loss
+
+    @property
+    def surely_ms(self) -> float:
+        """The latency that a limit is compared with, as the gate of a point's pipeline does."""
+        return self.latency_ms if self.latency_upper_ms is None else self.latency_upper_ms
 
     @property
     def latency(self) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from compress.common.atomic_files import write_atomically
 from compress.common.config import Settings
+from compress.common.sealed_json import read_if_unchanged, write_sealed
 from pipelines.auto.candidates import CheckedModel
 from pipelines.config.auto_settings import AutoLimits, LatencyLimit
 
@@ -35,7 +35,7 @@ def shares_of_limits(limits: AutoLimits, model: CheckedModel) -> dict[str, float
     latency = limits.latency or LatencyLimit.model_construct()
     peak = None if model.peak_mebibytes is None else 2**20 * model.peak_mebibytes
     figures = [
-        ("latency", model.latency_ms, latency.p50_ms),
+        ("latency", model.surely_ms, latency.p50_ms),
         ("latency", model.p95_ms, latency.p95_ms),
         ("size", model.bytes, limits.size),
         ("memory", peak, limits.memory),
@@ -118,15 +118,12 @@ class Front(Settings):
 
     @classmethod
     def read(cls, out: Path) -> Front | None:
-        """Read `front.json` back; None where there is none that can be read."""
-        try:
-            return cls.model_validate_json((out / FILE).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return None
+        """Read `front.json` back; None where there is none, or it was changed."""
+        return read_if_unchanged(out / FILE, cls)
 
     def write(self, out: Path) -> None:
         """Write `front.json` into the results' folder."""
-        write_atomically(out / FILE, self.model_dump_json(indent=1) + "\n")
+        write_sealed(out / FILE, self)
 
 
 def _figure(value: float | None) -> str:

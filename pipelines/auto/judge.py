@@ -172,7 +172,7 @@ class Judge:
             drop = self.decided_on.drop_points(predict)
             loss = self.meter.measure_predictor(predict).distance ** 2
         measured = report.stages[-1].measurements
-        latency_ms, p95_ms = self._latency(candidate)
+        latency_ms, latency_upper_ms, p95_ms = self._latency(candidate)
         return CheckedModel(
             name=candidate.name,
             format=candidate.format,
@@ -183,6 +183,7 @@ class Judge:
             trained=candidate.trained,
             predicted_ms=predicted_ms,
             latency_ms=latency_ms,
+            latency_upper_ms=latency_upper_ms,
             p95_ms=p95_ms,
             is_predicted=self.tables is not None,
             bytes=measured.bytes,
@@ -211,18 +212,19 @@ class Judge:
             raise StageFailed(measured.peak_reason)
         return measured.peak_mebibytes
 
-    def _latency(self, candidate: Candidate) -> tuple[float, float | None]:
-        """Return median and 95th percentile of a call, in milliseconds."""
+    def _latency(self, candidate: Candidate) -> tuple[float, float | None, float | None]:
+        """Return the median time of a call, its upper end, and the 95th percentile, in ms."""
         if self.tables is not None:
-            return self.tables.latency_ms(candidate), None
+            return self.tables.latency_ms(candidate), None, None
         compared = self._compared_with_float(self._opener(candidate))
         median_ms, after = self.base_ms / compared.speedup, compared.after
+        upper_ms = self.base_ms / compared.interval.low
         doubt, limit = after.p95_doubt, self.settings.limits.latency
         if doubt:
             if limit is not None and limit.p95_ms is not None:
                 raise StageFailed(unmeasurable("p95 in ms", doubt))
-            return median_ms, None
-        return median_ms, median_ms * after.p95 / after.p50
+            return median_ms, upper_ms, None
+        return median_ms, upper_ms, median_ms * after.p95 / after.p50
 
     def measure_latency_ms(self, file: Opener) -> float:
         """Measure the median latency of a file in turn with the float ONNX file.

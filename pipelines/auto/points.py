@@ -12,6 +12,7 @@ from pipelines.api import Pipeline
 from pipelines.auto.candidates import after_stages, last_stage
 from pipelines.auto.front import Front, missed_limits
 from pipelines.auto.judge import STORE
+from pipelines.config.auto_settings import LatencyLimit
 from pipelines.config.relative_paths import relocated
 from pipelines.system import yaml_core
 
@@ -27,7 +28,7 @@ FILE = "pipeline.yaml"
 FLOAT_FILE = "float_onnx"
 """Stage that writes the float ONNX file, with which another machine measures a point in turn."""
 PREDICTED_WITHIN = 1.1
-"""Measured over predicted latency, at most, where there is no limit of latency."""
+"""Measured over predicted latency, at most, where there is no limit of the median."""
 
 
 def folder_of(front: Front, name: str) -> str:
@@ -125,8 +126,10 @@ def _content(judge: Judge, model: CheckedModel) -> dict[str, Any]:
 def _gates(judge: Judge, model: CheckedModel) -> list[dict[str, Any]]:
     """Return the gates that judge a point by the limits."""
     limits, batch = judge.settings.limits, judge.batch
-    p50_ms = None if limits.latency is None else limits.latency.p50_ms
-    p95_ms = None if limits.latency is None else limits.latency.p95_ms
+    latency = limits.latency or LatencyLimit.model_construct()
+    p50_ms, p95_ms = latency.p50_ms, latency.p95_ms
+    if p50_ms is None and judge.tables is not None:
+        p50_ms = PREDICTED_WITHIN * model.latency_ms
     gates: list[dict[str, Any]] = []
     if limits.max_drop is not None:
         against = last_stage(judge.base)
@@ -137,11 +140,11 @@ def _gates(judge: Judge, model: CheckedModel) -> list[dict[str, Any]]:
         gates.append({"gate": "max_memory", "mebibytes": limits.memory / 2**20, "batch": batch})
     if p95_ms is not None:
         gates.append({"gate": "max_latency", "p95_ms": p95_ms, "batch": batch})
-    if judge.tables is not None:
+    if p50_ms is not None:
         # As a speedup over the float file, with which latencies are measured in turn.
-        ratio = judge.tables.base_ms / (p50_ms or PREDICTED_WITHIN * model.latency_ms)
-        speedup = {"gate": "min_speedup", "ratio": float(f"{ratio:.4g}"), "batch": batch}
-        gates.append({**speedup, "against": FLOAT_FILE})
+        ratio = float(f"{judge.base_ms / p50_ms:.4g}")
+        speedup = {"gate": "min_speedup", "ratio": ratio, "batch": batch, "against": FLOAT_FILE}
+        gates.append(speedup)
     return gates
 
 

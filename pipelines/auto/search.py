@@ -32,6 +32,7 @@ from pipelines.auto.strategy.depths import Depth, Depths, whole_models_of
 from pipelines.auto.strategy.latency_targets import latency_targets
 from pipelines.auto.strategy.recovery import FILE as HALVINGS
 from pipelines.auto.strategy.recovery import Recovery, Solution
+from pipelines.config.auto_settings import LatencyLimit
 from pipelines.runner.events import RunEvent, event_listener
 from pipelines.system.machine_info import machine
 
@@ -285,13 +286,19 @@ class Search:
 
     @property
     def asked_ms(self) -> float | None:
-        """The limit of median latency, or what keeps to that of the 95th percentile."""
-        limit = self.settings.limits.latency
-        if limit is None or limit.p95_ms is None:
-            return None if limit is None else limit.p50_ms
-        ratios = [m.p95_ms / m.latency_ms for m in self.offered() if m.p95_ms is not None]
-        asked_ms = limit.p95_ms / (median(ratios) if ratios else 1.0)
-        return asked_ms if limit.p50_ms is None else min(asked_ms, limit.p50_ms)
+        """The median latency that keeps to the limits; None without any of latency."""
+        limit = self.settings.limits.latency or LatencyLimit.model_construct()
+        asked = list[float]()
+        models = self.offered()
+        for most, figures in (
+            (limit.p50_ms, [m.surely_ms for m in models]),
+            (limit.p95_ms, [m.p95_ms for m in models]),
+        ):
+            pairs = zip(figures, models, strict=True)
+            ratios = [figure / m.latency_ms for figure, m in pairs if figure is not None]
+            if most is not None:
+                asked.append(most / (median(ratios) if ratios else 1.0))
+        return min(asked, default=None)
 
     def _most_bytes(self, format: Format, runtime: Runtime) -> float | None:
         """Return the largest file within the limits of size and memory; None without these.

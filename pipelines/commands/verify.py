@@ -16,7 +16,7 @@ from pipelines.commands.verify_anchors import (
 )
 from pipelines.config.pipeline import PipelineConfig
 from pipelines.reporting.verification_page import render_proof
-from serve.attestation import signed, statement_of, subjects_of
+from serve.attestation import sign_model, signed, statement_of, subjects_of
 from serve.torchserve.answer_check import Evidence, Proof
 from serve.torchserve.artifact import TorchServeArchive
 from serve.verify import verify
@@ -38,6 +38,7 @@ def verify_command(
     *,
     report: Path | None = None,
     attest: Path | None = None,
+    model_signature: Path | None = None,
     sign_key: Path | None = None,
     replay: bool = False,
 ) -> Proof:
@@ -48,17 +49,27 @@ def verify_command(
         given: hash, attestation and key from the user.
         report: file to write: a page where it ends in `.html`, text where in `.md`, else JSON.
         attest: file to write an in-toto attestation of the proof to.
-        sign_key: private key that signs the attestation.
+        model_signature: file to write a signature to that OpenSSF's `model_signing` verifies.
+        sign_key: private key that signs both.
         replay: whether the pipeline's code runs, to hash the model's sources and ask an archive for
             the validation split, and native code is started whose hash was not given.
     """
     if given.key is not None and given.attestation is None:
         raise PipelineInvalid("--key: checks a signature; give --attestation FILE too")
-    if sign_key is not None and attest is None:
-        raise PipelineInvalid("--sign-key: signs an attestation; give --attest FILE too")
+    if sign_key is not None and attest is None and model_signature is None:
+        raise PipelineInvalid(
+            "--sign-key: signs an attestation or a model; give --attest FILE or --model-signature "
+            "FILE too"
+        )
+    if model_signature is not None and (sign_key is None or path.is_file()):
+        raise PipelineInvalid(
+            "--model-signature: signs the files of an artifact's folder; give the folder and "
+            "--sign-key KEY"
+        )
     # No output may replace an input, or another output.
     taken = {file.resolve() for file in (path, given.attestation, given.key, sign_key) if file}
-    for option, file in (("--report", report), ("--attest", attest)):
+    written = {"--report": report, "--attest": attest, "--model-signature": model_signature}
+    for option, file in written.items():
         if file is not None:
             _check_output_path(option, file, taken)
             taken.add(file.resolve())
@@ -76,14 +87,18 @@ def verify_command(
     if (proof.digest, proof.sha256) != (artifact.digest if artifact else None, sha256):
         raise ArtifactInvalid(f"{path}: was changed while it was verified")
     proof = anchors.added_to(proof)
+    subjects = subjects_of(artifact) if artifact else {path.name: proof.sha256}
+    contents: dict[Path, bytes | str] = {}
     if attest is not None:
-        subjects = subjects_of(artifact) if artifact else {path.name: proof.sha256}
         lineage = artifact.manifest.lineage if artifact else ()
         statement = statement_of(subjects, lineage, proof, run.lock if run else None)
-        content = signed(statement, sign_key) if sign_key else statement
-        write_atomically(attest, content + b"\n")
+        contents[attest] = (signed(statement, sign_key) if sign_key else statement) + b"\n"
+    if model_signature is not None and sign_key is not None:
+        contents[model_signature] = sign_model(path.resolve().name, subjects, sign_key) + b"\n"
     if report is not None:
-        write_atomically(report, render_proof(proof, path.name, report.suffix))
+        contents[report] = render_proof(proof, path.name, report.suffix)
+    for file, content in contents.items():
+        write_atomically(file, content)
     return proof
 
 

@@ -7,26 +7,25 @@ signed attestation, or a hash that the user passes with `--sha256`.
 
 from __future__ import annotations
 
-import json
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from compress.artifacts.artifact import MANIFEST, Artifact
-from compress.common.atomic_files import open_regular
 from compress.common.errors import ArtifactInvalid
-from compress.common.strict_json import refuse_changed_run
-from serve.attestation import read_attestation
+from compress.common.sealed_json import LOCK, read_report
+from serve.attestation import read_attestation, subjects_of
+from serve.packaging.joinable import REPORT
 from serve.torchserve.artifact import TorchServeArchive
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
     from pathlib import Path
 
+    from serve.attestation import Attestation
     from serve.torchserve.answer_check import Proof
 
 ARTIFACTS = "artifacts"
-RECORDS = ("report.json", "lock.json")
 NO_ANCHOR = (
     "an anchor: this shows only that {what} is consistent with {itself}; give the {hash} that you "
     "expect with --sha256, or a signed attestation with --attestation and --key"
@@ -69,11 +68,11 @@ class EnclosingRun:
     name: str
     """Stage that made the artifact: the name of its folder."""
     digests: Mapping[str, Mapping[str, str]]
-    """Record (`report.json`, `lock.json`) → stage → digest; unreadable records are missing."""
+    """Record (`report.json`, `lock.json`) → stage → digest."""
     inputs: Mapping[str, str]
     """Stage → the stage whose artifact it read."""
     lock: Mapping[str, Any]
-    """`lock.json`; empty where it cannot be read."""
+    """`lock.json`."""
 
     @property
     def artifacts(self) -> dict[str, Artifact]:
@@ -89,27 +88,31 @@ def find_enclosing_run(path: Path) -> EnclosingRun | None:
     """Find the run whose results contain an artifact; None if there is none.
 
     Raises:
-        ArtifactInvalid: the run's records were changed since it wrote them.
+        ArtifactInvalid: the run's records are incomplete, or were changed since it wrote them.
     """
     folder = path.resolve().parent
     out = folder.parent
     if path.is_file() or folder.name != ARTIFACTS:
         return None
-    report, lock = (_read_record(out / name) for name in RECORDS)
-    if report and lock:
-        try:
-            refuse_changed_run(report, lock)
-        except ArtifactInvalid as error:
-            raise ArtifactInvalid(f"{out}: {error}") from None
-    digests: dict[str, dict[str, str]] = {}
-    inputs: dict[str, str] = {}
-    with suppress(KeyError, TypeError, ValueError):  # no record of a run names no digest
+    present = [name for name in (REPORT, LOCK) if (out / name).exists()]
+    if not present:
+        return None
+    if len(present) == 1:
+        raise ArtifactInvalid(
+            f"{out}: has {present[0]} alone, and only {REPORT} and {LOCK} together show what a run "
+            "made; run the pipeline again"
+        )
+    try:
+        report, lock = read_report(out / REPORT)
         rows = report["stages"]
-        digests[RECORDS[0]] = {row["name"]: row["artifact"]["digest"] for row in rows}
+        digests = {
+            REPORT: {row["name"]: row["artifact"]["digest"] for row in rows},
+            LOCK: dict(lock["artifacts"]),
+        }
         inputs = {row["name"]: row["input"] for row in rows}
-    with suppress(KeyError, TypeError, ValueError):
-        digests[RECORDS[1]] = dict(lock["artifacts"])
-    return EnclosingRun(out, path.resolve().name, digests, inputs, lock) if digests else None
+    except (OSError, LookupError, TypeError, ValueError, AttributeError) as error:
+        raise ArtifactInvalid(f"{out}: holds no readable report ({error})") from error
+    return EnclosingRun(out, path.resolve().name, digests, inputs, lock)
 
 
 def check_anchors(artifact: Artifact, given: VerifierInputs, run: EnclosingRun | None) -> Anchors:
@@ -131,22 +134,26 @@ def check_anchors(artifact: Artifact, given: VerifierInputs, run: EnclosingRun |
         if naming:
             anchors.names += naming
             names = " and ".join(naming)
-            anchors.proven.append(f"anchor: {names} of {run.folder} name this digest")
+            anchors.proven.append(f"anchor: {names} of {run.folder.name} name this digest")
         if not isinstance(artifact, TorchServeArchive):  # whose ancestors `prove_chain` checks
             _check_ancestors(anchors, artifact, run)
+    if given.attestation is not None:
+        attestation = _read_attestation(anchors, given.attestation, given.key)
+        attestation.require_all_of(subjects_of(artifact), artifact.path)
+        anchors.proven.append(f"anchor: {anchors.names[-1]} names this digest and every file")
     payload = artifact.payload_name
-    named = {artifact.digest: "", artifact.manifest.files[payload].sha256: payload}
     digest_named = bool(anchors.names)
-    for name, digests in _claimed_hashes(anchors, given):
-        found = {named[digest] for digest in digests if digest in named}
-        if not found:
+    if given.sha256 is not None:
+        named = {artifact.digest: "this digest", artifact.manifest.files[payload].sha256: payload}
+        what = named.get(given.sha256.lower())
+        if what is None:
             raise ArtifactInvalid(
-                f"{artifact.path}: {name} names neither its digest {artifact.digest} nor the "
+                f"{artifact.path}: --sha256 names neither its digest {artifact.digest} nor the "
                 f"sha256 of {payload}"
             )
-        anchors.names.append(name)
-        anchors.proven.append(f"anchor: {name} names {'this digest' if '' in found else payload}")
-        digest_named |= "" in found
+        anchors.names.append("--sha256")
+        anchors.proven.append(f"anchor: --sha256 names {what}")
+        digest_named |= what != payload
     other_files = [name for name in artifact.manifest.files if name != payload]
     if not anchors.names:
         words = {"what": "the folder", "itself": "its own manifest", "hash": "artifact's digest"}
@@ -160,34 +167,37 @@ def check_anchors(artifact: Artifact, given: VerifierInputs, run: EnclosingRun |
 def check_file_anchors(file: Path, sha256: str, given: VerifierInputs) -> Anchors:
     """Check the hash of a bare archive against the user's inputs; return the anchors."""
     anchors = Anchors()
-    for name, digests in _claimed_hashes(anchors, given):
-        if sha256 not in digests:
-            raise ArtifactInvalid(f"{file}: sha256 is {sha256}, which {name} does not name")
-        anchors.names.append(name)
-        anchors.proven.append(f"anchor: {name} names {file.name}")
+    if given.attestation is not None:
+        attestation = _read_attestation(anchors, given.attestation, given.key)
+        # It may have been renamed, but not to the name of another file.
+        same = sorted(name for name, digest in attestation.subjects if digest == sha256)
+        is_known = not same or file.name in dict(attestation.subjects)
+        attestation.require_all_of({file.name if is_known else same[0]: sha256}, file)
+        anchors.proven.append(f"anchor: {anchors.names[-1]} names {file.name}")
+    if given.sha256 is not None:
+        if sha256 != given.sha256.lower():
+            raise ArtifactInvalid(f"{file}: sha256 is {sha256}, expected {given.sha256}")
+        anchors.names.append("--sha256")
+        anchors.proven.append(f"anchor: --sha256 names {file.name}")
     if not anchors.names:
         words = {"what": "the file", "itself": "itself", "hash": "file's hash"}
         anchors.unproven.append(NO_ANCHOR.format(**words))
     return anchors
 
 
-def _claimed_hashes(
-    anchors: Anchors, given: VerifierInputs
-) -> Iterator[tuple[str, frozenset[str]]]:
-    """Yield each option or attestation, described, with the hashes that it names.
+def _read_attestation(anchors: Anchors, file: Path, key: Path | None) -> Attestation:
+    """Read the attestation that the user gives, and add it to the anchors' names.
 
-    An attestation whose signature is not checked adds a line to `anchors.unproven`.
+    One whose signature is not checked adds a line to `anchors.unproven`.
     """
-    if given.sha256 is not None:
-        yield "--sha256", frozenset({given.sha256.lower()})
-    if given.attestation is not None:
-        found = read_attestation(given.attestation, given.key)
-        signed = f"signed by key {found.signed_by[:16]}" if found.signed_by else "unsigned"
-        if not found.signed_by:
-            anchors.unproven.append(
-                f"who wrote {given.attestation}: no signature was checked; give the key with --key"
-            )
-        yield f"{given.attestation} ({found.predicate_type}, {signed})", found.subjects
+    found = read_attestation(file, key)
+    signed = f"signed by key {found.signed_by[:16]}" if found.signed_by else "unsigned"
+    if not found.signed_by:
+        anchors.unproven.append(
+            f"who wrote {file.name}: no signature was checked; give the key with --key"
+        )
+    anchors.names.append(f"{file.name} ({found.predicate_type}, {signed})")
+    return found
 
 
 def _require_digest(artifact: Artifact, digest: object, source: Path) -> None:
@@ -229,13 +239,3 @@ def _check_ancestors(anchors: Anchors, artifact: Artifact, run: EnclosingRun) ->
         anchors.proven.append(f"{here} that it was made of are here, as sealed")
     if absent:
         anchors.unproven.append(f"{', '.join(absent)}: not here")
-
-
-def _read_record(file: Path) -> dict[str, Any]:
-    """Read a JSON record of a run; {} if it is missing or unreadable."""
-    try:
-        with open_regular(file) as stream:
-            content = json.load(stream)
-    except (ArtifactInvalid, OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}

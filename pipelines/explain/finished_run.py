@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shlex
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
 from compress.common.errors import ArtifactInvalid, PipelineInvalid, StageFailed
+from compress.common.sealed_json import read_sealed
 from compress.core.diagnosis.cause import (
     ACCURACY_GATES,
     MACS_GATES,
@@ -139,11 +139,10 @@ class FinishedRun:
         """Yield the exports that failed because their outputs are not their source's."""
         for failure in self.report.failures:
             try:
-                text = (self.out / FOLDER / failure.name / REPORT).read_text(encoding="utf-8")
-                content = json.loads(text)
+                content = read_sealed(self.out / FOLDER / failure.name / REPORT, dict[str, Any])
                 kinds = [float(kind.get("relative", "nan")) for kind in content["kinds"]]
                 limit = float(content["limit"])
-            except (OSError, ValueError, KeyError, TypeError):
+            except (ArtifactInvalid, OSError, ValueError, KeyError, TypeError):
                 continue  # another failure
             error = max((k for k in kinds if math.isfinite(k)), default=None)
             rule = f"error of outputs, relative to their norm, <= {limit:.2g}"

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pydantic import ValidationError
-
-from compress.artifacts.artifact import MANIFEST, Manifest
+from compress.artifacts.artifact import Artifact
+from compress.common.errors import ArtifactInvalid
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -62,14 +60,13 @@ def _check(row: StageRow, read: str | None, out: Path | None) -> str:
     if out is None:
         return "not here"
     try:
-        raw = (out / row.report.artifact.path / MANIFEST).read_bytes()
-        manifest = Manifest.model_validate_json(raw)
-    except (OSError, ValidationError):
+        found = Artifact.read_manifest(out / row.report.artifact.path)
+    except ArtifactInvalid:
         return "not here"
-    artifact = row.report.artifact
+    artifact, manifest = row.report.artifact, found.manifest
     file = manifest.files.get(artifact.file)
     agrees = (
-        hashlib.sha256(raw).hexdigest() == artifact.digest
+        found.digest == artifact.digest
         and file is not None
         and file.sha256 == artifact.sha256
         and bool(manifest.lineage)

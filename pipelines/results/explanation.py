@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Self
 
 from pydantic import JsonValue
 
-from compress.common.atomic_files import write_atomically
 from compress.common.config import Settings
+from compress.common.sealed_json import read_if_unchanged, write_sealed
 from compress.core.verdict import Verdict
 from pipelines.results.schema import readable_bytes, readable_count
 
@@ -238,14 +238,13 @@ class Explanations(Settings):
 
     def write(self, out: Path) -> None:
         """Write `explain.json` into a run's folder."""
-        write_atomically(out / FILE, self.model_dump_json(indent=1) + "\n")
+        write_sealed(out / FILE, self)
 
     @classmethod
     def read(cls, out: Path, report: Report) -> Self | None:
         """Read what explains a report's artifacts; None where there is none, or of another run."""
-        try:
-            found = cls.model_validate_json((out / FILE).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        found = read_if_unchanged(out / FILE, cls)
+        if found is None:
             return None
         digests = {stage.name: stage.artifact.digest for stage in report.stages}
         same = all(digests.get(e.stage, "") == e.artifact for e in found.explanations)

@@ -12,7 +12,7 @@ from pydantic import Field, JsonValue, ValidationError
 from compress.common.atomic_files import write_atomically
 from compress.common.config import Settings
 from compress.common.errors import ArtifactInvalid
-from compress.common.strict_json import RUN_SEAL, refuse_changed_run, seal_of_run
+from compress.common.sealed_json import LOCK, read_report, write_report
 from pipelines.results.measurement_warnings import measurement_warnings
 from pipelines.results.measurements import Measurements
 from pipelines.results.stage_reports import (
@@ -62,15 +62,10 @@ class Report(Settings):
     """Content of `lock.json`."""
 
     def write(self, out: Path, page: str) -> None:
-        """Write the report, its rendered page, and lock.json, whose hash report.json holds too."""
-        write_atomically(out / "lock.json", json.dumps(self.lock, indent=1, sort_keys=True) + "\n")
+        """Write the report, its rendered page, and lock.json, whose digest report.json holds."""
         write_atomically(out / PAGE, page)
-        # Through JSON, as whoever checks the seal reads it: there NaN is null.
-        content = json.loads(self.model_dump_json())
-        content[RUN_SEAL] = seal_of_run(content, json.loads(json.dumps(self.lock)))
-        text = json.dumps(content, indent=1, ensure_ascii=False)
-        # Last: where it is, a run has ended, and the other files are there.
-        write_atomically(out / REPORT, text + "\n")
+        # Through JSON text, where NaN is null, for readers that are not Python's.
+        write_report(out / REPORT, json.loads(self.model_dump_json()), self.lock)
 
     @classmethod
     def read(cls, out: Path) -> Self:
@@ -80,25 +75,21 @@ class Report(Settings):
             ArtifactInvalid: there is no report, it is not a run's, or it was changed.
         """
         try:
-            content = json.loads((out / REPORT).read_text(encoding="utf-8"))
-            lock = json.loads((out / "lock.json").read_text(encoding="utf-8"))
-            if not {"settings", "versions", "machine"} <= {*lock}:
-                raise ValueError("lock.json is not the lock of a run")
-            content = {**content}
-            refuse_changed_run(content, lock)
-            content.pop(RUN_SEAL, None)
+            content, lock = read_report(out / REPORT)
+            if not lock:
+                raise ArtifactInvalid(f"{LOCK} is missing")
             return cls.model_validate({**content, "lock": lock})
         except ValidationError as error:
             place, message = error.errors()[0]["loc"], error.errors()[0]["msg"]
             why = f"{'.'.join(map(str, place))}: {message}"
-        except (ArtifactInvalid, OSError, ValueError, TypeError) as error:
+        except (ArtifactInvalid, OSError) as error:
             why = str(error)
-        raise ArtifactInvalid(f"{out}: holds no readable report ({why})")
+        raise ArtifactInvalid(f"{out}: holds no readable report ({why}); run the pipeline again")
 
 
 def remove_report(out: Path) -> None:
     """Remove the report of an earlier run, so that a killed run does not seem to have passed."""
-    for name in (REPORT, PAGE):
+    for name in (REPORT, PAGE, LOCK):  # in this order: without the report, no other one is believed
         (out / name).unlink(missing_ok=True)
 
 

@@ -23,7 +23,8 @@ from compress.common.atomic_files import write_atomically
 from compress.common.config import Settings
 from compress.common.dependency_recorder import Dependencies, Recording, recording
 from compress.common.errors import ArtifactInvalid
-from compress.common.strict_json import canonical_json, dump_sealed, load_sealed
+from compress.common.sealed_json import dump_sealed, load_sealed, read_sealed, write_sealed
+from compress.common.strict_json import canonical_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -178,24 +179,24 @@ class Entry:
         depends = self._surroundings.dependencies(recorded)
         answers = {**values.answers, canonical_json(key): StoredValue(value=value, depends=depends)}
         values = values.model_copy(update={"answers": answers})
-        write_atomically(self._answers_path, dump_sealed(values.model_dump(mode="json")))
+        write_sealed(self._answers_path, values.model_dump(mode="json"))
 
     def _values_of(self, artifact: Artifact) -> StoredValues:
         """Return what was measured on an artifact; nothing where the file is not as written."""
         empty = StoredValues(key=self.path.name, digest=artifact.digest)
         try:
-            values = StoredValues.model_validate(load_sealed(self._answers_path.read_bytes()))
+            values = read_sealed(self._answers_path, StoredValues)
         except FileNotFoundError:
             return empty
-        except (ArtifactInvalid, ValidationError) as error:
-            why = str(error) if isinstance(error, ArtifactInvalid) else "is of another version"
+        except ArtifactInvalid as error:
+            why = str(error)
         else:
             if (values.key, values.digest) == (empty.key, empty.digest):
                 return values
             if values.key == empty.key:  # left by an artifact that this one has replaced
                 return empty
-            why = "is that of another artifact"
-        self._surroundings.warn(f"{self._answers_path} {why}; its figures are measured again")
+            why = f"{self._answers_path} is that of another artifact"
+        self._surroundings.warn(f"{why}; its figures are measured again")
         return empty
 
 

@@ -13,7 +13,7 @@ from compress.artifacts.artifact import MANIFEST, Artifact, replace_artifact
 from compress.common.atomic_files import partial_folder, remove, remove_leftovers, write_atomically
 from compress.common.dependency_recorder import Dependencies
 from compress.common.errors import ArtifactInvalid, PipelineInvalid
-from compress.common.strict_json import dump_sealed, load_sealed
+from compress.common.sealed_json import read_sealed, write_sealed
 from pipelines.store.entry import (
     FORMAT,
     FORMAT_FILE,
@@ -203,15 +203,14 @@ class Store:
         """Save what decided a stage's artifact, to explain the next run."""
         last = self._last()
         if last.get(name) != parts:
-            write_atomically(self.root / LAST, dump_sealed({"stages": {**last, name: parts}}))
+            write_sealed(self.root / LAST, {**last, name: parts})
 
     def _last(self) -> dict[str, Any]:
         """Return what :meth:`save_last_parts` saved of all stages; empty if the file changed."""
         try:
-            stages: dict[str, Any] = load_sealed((self.root / LAST).read_bytes())["stages"]
-        except (FileNotFoundError, ArtifactInvalid, KeyError):
+            return read_sealed(self.root / LAST, dict[str, Any])
+        except (FileNotFoundError, ArtifactInvalid):
             return {}  # it only explains why a stage runs
-        return stages
 
 
 def publish(artifact: Artifact, path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -44,6 +45,8 @@ def samples_changed(store: Path, before: dict[str, Any], now: Contents) -> str:
                 hashes = _hash_file(store, past[split]).read_bytes()
             except OSError:
                 return ""
+            if hashlib.sha256(hashes).hexdigest() != past[split]["sha256"]:
+                return ""  # changed since
             old, current = _counted(hashes), _counted(now.hashes[split].tobytes())
             old_count, count = past[split]["samples"], parts["samples"]
             new, gone = (current - old).total(), (old - current).total()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from compress.artifacts.artifact import MANIFEST, Artifact, new_folder
 from compress.common.errors import ArtifactInvalid
+from compress.common.sealed_json import write_sealed
 from compress.profiling.probe_rows import seeded_rows
 from serve.http.loaded_model import RUNTIMES, open_model
 from serve.image.locked_requirements import locked_requirements
@@ -139,8 +140,7 @@ def write_image_files(path: Path, folder: Path, attest: Attest) -> Artifact:
         # Of the run's report, only what the server needs: the rest is not served.
         measured = recorded.model_dump(mode="json")
         stage = {"artifact": {"digest": artifact.digest}, "measurements": measured}
-        text = json.dumps({"stages": [stage]}, indent=1, sort_keys=True)
-        (folder / REPORT).write_text(text + "\n", encoding="utf-8")
+        write_sealed(folder / REPORT, {"stages": [stage]})
     for name in (MANIFEST, *artifact.manifest.files):
         target = folder / "model" / name
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -12,8 +12,8 @@ from compress.artifacts.artifact import FileDigest, Step
 from compress.common.atomic_files import sha256_of
 from compress.common.config import Settings
 from compress.common.errors import ArtifactInvalid
+from compress.common.sealed_json import dump_sealed, load_sealed
 from compress.common.signature import Signature
-from compress.common.strict_json import canonical_json
 from compress.core.verdict import History
 
 if TYPE_CHECKING:
@@ -53,25 +53,20 @@ class Provenance(Settings):
     """The run's record of its stages; None if the model was packed outside a run."""
     members: dict[str, FileDigest]
     """Every other member of the archive."""
-    seal: str = ""
-    """SHA-256 of this record without this field: it detects damage, not forgery."""
 
     def sealed(self) -> bytes:
-        """Serialize the record with its seal."""
-        content = self.model_dump(mode="json", exclude={"seal"})
-        seal = hashlib.sha256(canonical_json(content).encode()).hexdigest()
-        return (canonical_json({**content, "seal": seal}) + "\n").encode()
+        """Serialize the record with its digest."""
+        return dump_sealed(self.model_dump(mode="json"))
 
     @classmethod
     def read(cls, data: bytes, where: str) -> Provenance:
         """Parse a record; ArtifactInvalid where it is none, or was changed after sealing."""
         try:
-            record = cls.model_validate_json(data)
+            return cls.model_validate(load_sealed(data))
         except ValidationError as error:
             raise ArtifactInvalid(f"{where}: {PROVENANCE}: {error.errors()[0]['msg']}") from error
-        if record.sealed() != data:
-            raise ArtifactInvalid(f"{where}: member {PROVENANCE} is not the record that was sealed")
-        return record
+        except ArtifactInvalid as error:
+            raise ArtifactInvalid(f"{where}: member {PROVENANCE} {error}") from None
 
 
 def refuse_broken_chain(record: Provenance, where: str) -> None:

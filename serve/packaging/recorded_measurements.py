@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pydantic import ConfigDict, ValidationError
 
-from compress.common.atomic_files import open_regular
 from compress.common.config import Settings
 from compress.common.errors import ArtifactInvalid
-from compress.common.strict_json import refuse_changed_run
+from compress.common.sealed_json import read_report
 from compress.profiling.batch_dependence import BatchDependence
 from serve.packaging.request_forms import forms_of
 from serve.packaging.val_preparation import Preparation
@@ -22,7 +20,7 @@ if TYPE_CHECKING:
     from compress.artifacts.artifact import Artifact
     from serve.packaging.request_forms import RequestForms
 
-REPORT, LOCK = "report.json", "lock.json"
+REPORT = "report.json"
 
 
 class RecordedMeasurements(Settings):
@@ -44,9 +42,7 @@ def read_recorded(artifact: Artifact, report: Path | None) -> RecordedMeasuremen
     """
     file = report or artifact.path.resolve().parent.parent / REPORT
     try:
-        content = _json_in(file)
-        if (lock := file.parent / LOCK).is_file():  # a copied report has no lock file beside it
-            refuse_changed_run(content, _json_in(lock))
+        content, _ = read_report(file)
         for stage in content["stages"]:
             if stage["artifact"]["digest"] == artifact.digest:
                 measured = RecordedMeasurements.model_validate(stage["measurements"])
@@ -82,8 +78,3 @@ def served_forms(artifact: Artifact, report: Path | None) -> tuple[RequestForms,
         elif form and found and found.difference:
             notes.append(found.difference)
     return forms, notes
-
-
-def _json_in(file: Path) -> Any:
-    with open_regular(file) as stream:
-        return json.load(stream)

@@ -12,6 +12,7 @@ from rich.table import Table
 import cli
 from compress.artifacts.eager_model import EagerModel
 from compress.common.printable import CONTROL_CHARACTERS, escaped_json, printable
+from compress.common.sealed_json import load_sealed
 from pipelines.reporting.terminal_table import print_table
 from pipelines.system.jsonl_log import LogFile
 from pipelines.system.rich_output import PlainConsole, PlainFormatter
@@ -36,7 +37,7 @@ def outputs(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, st
 def forged(model: EagerModel, folder: Path) -> Path:
     """Return an artifact whose manifest holds hostile text wherever it holds text."""
     shutil.copytree(model.path, folder)
-    content = json.loads((folder / "manifest.json").read_text())
+    content = load_sealed((folder / "manifest.json").read_bytes())
     content["lineage"] = [
         {"stage": HOSTILE, "settings": {HOSTILE: HOSTILE}, "inputs": {HOSTILE: HOSTILE}}
     ]

@@ -27,6 +27,7 @@ from compress.checkpoint.safetensors_io import write_safetensors
 from compress.checkpoint.state_dict import in_memory
 from compress.common.errors import ArtifactInvalid, CompressError, cause_lines
 from compress.common.printable import CONTROL_CHARACTERS
+from compress.common.sealed_json import load_sealed
 from compress.common.signature import Signature, TensorSpec
 from pipelines.commands.inspect import describe_artifact
 from serve.attestation import read_attestation, signed, statement_of, subjects_of
@@ -141,7 +142,7 @@ def test_weights_and_graphs_under_a_forged_manifest_are_read_or_refused(
     artifact: Any = data.draw(st.sampled_from((eager, graph)))
     name = artifact.payload_name
     changed = data.draw(changed_bytes(artifact.payload_path.read_bytes()))
-    manifest = json.loads((artifact.path / MANIFEST).read_text())
+    manifest = load_sealed((artifact.path / MANIFEST).read_bytes())
     manifest["files"][name] = digest_of(changed).model_dump()
     folder = rewritten(artifact, place, {name: changed, MANIFEST: json.dumps(manifest).encode()})
     opened = type(artifact).from_directory(folder)

@@ -1,5 +1,6 @@
 """What `why`, `diff`, `report` and `doctor` tell of runs and of the machine."""
 
+import hashlib
 import shutil
 from collections.abc import Callable
 
@@ -8,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from compress.common.errors import ArtifactInvalid, PipelineInvalid
+from compress.common.sealed_json import dump_sealed
 from pipelines import Pipeline
 from pipelines.commands import doctor
 from pipelines.commands.cache_miss import why
@@ -16,6 +18,7 @@ from pipelines.results.schema import Report
 from pipelines.runner.cache_keys import history_parts
 from pipelines.runner.run import preview_state
 
+LOCKED = hashlib.sha256(b'{"version": 1}').hexdigest()
 NAMES = ("status", "test", "failed")
 
 
@@ -112,10 +115,10 @@ def test_a_folder_without_a_report_is_named(finished_run, tmp_path) -> None:
 @pytest.mark.parametrize(
     ("file", "content", "reason"),
     [
-        ("report.json", "[]", "not a mapping"),
-        ("report.json", '{"version": 2}', "version: "),
-        ("lock.json", "{}", "not the lock of a run"),
-        ("lock.json", "7", "not iterable"),
+        ("report.json", b"[]", "not as it was written"),
+        ("report.json", dump_sealed({"lock_sha256": LOCKED, "version": 2}), "version: "),
+        ("lock.json", b"{}", "not as the run wrote it"),
+        ("lock.json", b"7", "not as the run wrote it"),
     ],
 )
 def test_a_report_of_somebody_elses_is_one_line(
@@ -123,7 +126,9 @@ def test_a_report_of_somebody_elses_is_one_line(
 ) -> None:
     for name in ("report.json", "lock.json"):
         shutil.copy(finished_run.out / name, tmp_path)
-    (tmp_path / file).write_text(content)
+    if b"version" in content:
+        (tmp_path / "lock.json").write_bytes(b'{"version": 1}')
+    (tmp_path / file).write_bytes(content)
     with pytest.raises(ArtifactInvalid, match=f"holds no readable report .*{reason}") as error:
         compare(finished_run.out, tmp_path)
     assert "\n" not in str(error.value)

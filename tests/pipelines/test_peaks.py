@@ -1,12 +1,11 @@
 """Peak memory in a run: measured once for each artifact, shown everywhere, checked by a gate."""
 
-import json
 import shutil
 
 import pytest
 
 from compress.common.errors import GateRefused
-from compress.common.strict_json import dump_sealed, load_sealed
+from compress.common.sealed_json import dump_sealed, load_sealed
 from compress.profiling import peak_memory
 from compress.profiling.rss import PROCESS
 from pipelines.reporting.html import render
@@ -15,6 +14,7 @@ from pipelines.results.comparison import compare
 from pipelines.results.schema import Report
 from pipelines.runner.trackers import stage_figures
 from pipelines.store.entry import ANSWERS
+from tests.forging import forge_report
 
 pytestmark = pytest.mark.skipif(
     not (PROCESS / "clear_refs").exists(), reason="the kernel reports no peaks here"
@@ -86,21 +86,21 @@ def test_it_is_shown_wherever_figures_are(project, capsys) -> None:
     figures = stage_figures(report.stages[-1].model_dump(mode="json"))
     assert figures["peak_mebibytes"] == measured.peak_mebibytes
     lighter = shutil.copytree(project.out, project.folder / "lighter")
-    content = json.loads((lighter / "report.json").read_text())
-    content["stages"][-1]["measurements"]["peak_mebibytes"] = 0.5
-    del content["seal"]  # or it would be refused
-    (lighter / "report.json").write_text(json.dumps(content))
+
+    def lighten(report, lock) -> None:
+        report["stages"][-1]["measurements"]["peak_mebibytes"] = 0.5
+
+    forge_report(lighter, lighten)
     found = {d.what: (d.before, d.after) for d in compare(project.out, lighter).found}
     assert found == {"export_onnx.peak_mebibytes": (measured.peak_mebibytes, 0.5)}
 
 
 def test_a_report_of_an_older_version_is_read_and_shown_with_dashes(project) -> None:
-    file = project.out / "report.json"
-    content = json.loads(file.read_text())
-    del content["seal"]
-    for measured in (content["baseline"], *(s["measurements"] for s in content["stages"])):
-        del measured["peak_mebibytes"], measured["peak_reason"]
-    file.write_text(json.dumps(content))
+    def without_peaks(report, lock) -> None:
+        for measured in (report["baseline"], *(s["measurements"] for s in report["stages"])):
+            del measured["peak_mebibytes"], measured["peak_reason"]
+
+    forge_report(project.out, without_peaks)
     old = Report.read(project.out)
     assert set(_peaks(old).values()) == {None}
     assert "cannot be measured" not in render(old)

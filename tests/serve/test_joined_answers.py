@@ -1,7 +1,6 @@
 """Requests that are answered together get what they get alone, and are joined only then."""
 
 import asyncio
-import json
 import logging
 import os
 import shutil
@@ -17,8 +16,8 @@ from compress.artifacts.artifact import Artifact
 from compress.artifacts.importing import import_checkpoint
 from compress.artifacts.recipe import Recipe
 from compress.common.errors import ArtifactInvalid
+from compress.common.sealed_json import write_report
 from compress.common.signature import OutputSpec, Signature, TensorSpec
-from compress.common.strict_json import seal_of_run
 from compress.core.context import Context
 from compress.core.gates import LabelAgreement
 from compress.data.splits import Splits
@@ -34,6 +33,7 @@ from serve.repository.kserve import PackageKServe
 from serve.repository.triton import PackageTriton
 from serve.torchserve.mar_file import read_mar
 from serve.torchserve.stage import PackageTorchServe
+from tests.forging import forge_report
 from tests.serve import text_nets
 from tests.serve.text_nets import RARE, TOKENS, texts
 
@@ -104,7 +104,7 @@ def report_on(folder: Path, model: Artifact, context: Context) -> Path:
         "measurements": {"batch_dependence": dependence},
     }
     file = folder / "report.json"
-    file.write_text(json.dumps({"stages": [stage]}))
+    write_report(file, {"stages": [stage]}, {})
     return file
 
 
@@ -137,7 +137,7 @@ def test_nothing_is_joined_that_no_report_speaks_for(
         pass
     report.write_text("{")
     with (
-        pytest.raises(ArtifactInvalid, match="is not a report of a run"),
+        pytest.raises(ArtifactInvalid, match="is not as it was written"),
         open_model(models["row"], "text", 1, report),
     ):
         pass
@@ -148,12 +148,14 @@ def test_a_report_that_was_edited_or_is_no_file_lets_nothing_join(
     models: dict[str, OnnxModel], context: Context, tmp_path: Path
 ) -> None:
     report = report_on(tmp_path, models["row"], context)
-    content = json.loads(report.read_text())
-    (tmp_path / "lock.json").write_text("{}")
-    report.write_text(json.dumps({**content, "seal": seal_of_run(content, {})}))
     assert read_recorded(models["row"], report).batch_dependence
-    report.write_text(json.dumps({**content, "edited": 1, "seal": seal_of_run(content, {})}))
-    with pytest.raises(ArtifactInvalid, match=r"lock\.json is not as the run wrote it"):
+    (tmp_path / "lock.json").write_text('{"edited": 1}')
+    with pytest.raises(ArtifactInvalid, match=r"lock\.json: is not as the run wrote it"):
+        read_recorded(models["row"], report)
+    (tmp_path / "lock.json").unlink()
+    assert read_recorded(models["row"], report).batch_dependence
+    report.write_text(report.read_text().replace(models["row"].digest, "0" * 64))
+    with pytest.raises(ArtifactInvalid, match=r"report\.json: is not as it was written"):
         read_recorded(models["row"], report)
     report.unlink()
     os.mkfifo(report)  # opening it waits for a writer
@@ -167,7 +169,11 @@ def test_a_report_is_not_believed_where_this_machine_shows_otherwise(
 ) -> None:
     """Seeded texts of the tokens 0 and 1 show it as well, where a mask hides one of them."""
     forged = report_on(tmp_path, models["row"], context)
-    forged.write_text(forged.read_text().replace(models["row"].digest, models["tensor"].digest))
+
+    def rename(report, lock) -> None:
+        report["stages"][0]["artifact"]["digest"] = models["tensor"].digest
+
+    forge_report(tmp_path, rename)
     with open_model(models["tensor"], "text", 1, forged) as served:
         assert served.not_joined.startswith("answers depend")
 

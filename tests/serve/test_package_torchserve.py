@@ -16,6 +16,7 @@ from compress.artifacts.artifact import Artifact
 from compress.artifacts.importing import import_checkpoint
 from compress.artifacts.recipe import Recipe
 from compress.common.errors import ArtifactInvalid, GateRefused, StageFailed, Unavailable
+from compress.common.sealed_json import load_sealed
 from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.context import Context
 from compress.core.gates import MaxSize
@@ -341,14 +342,14 @@ def test_foreign_code_is_not_run_however_consistent_its_hashes(
         "serve.torchserve.process.TorchServe.__enter__", lambda server: pytest.fail("started")
     )
     members = read_mar(archive.payload_path)
-    provenance = json.loads(members["provenance.json"])
+    provenance = load_sealed(members["provenance.json"])
     provenance["members"][name] = digest_of(FOREIGN[name])
     sealed = Provenance.model_validate(provenance).sealed()
     members |= {name: FOREIGN[name], "provenance.json": sealed}
     folder = tmp_path / "artifact"
     folder.mkdir()
     write_mar(folder / "model.mar", members)
-    manifest = json.loads((archive.path / "manifest.json").read_text())
+    manifest = load_sealed((archive.path / "manifest.json").read_bytes())
     manifest["facts"]["provenance"] = digest_of(sealed)["sha256"]
     manifest["files"]["model.mar"] = digest_of((folder / "model.mar").read_bytes())
     (folder / "manifest.json").write_text(json.dumps(manifest))

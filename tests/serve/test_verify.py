@@ -12,6 +12,7 @@ import pytest
 from compress.artifacts.importing import import_checkpoint
 from compress.artifacts.recipe import Recipe
 from compress.common.errors import ArtifactInvalid, StageFailed
+from compress.common.sealed_json import load_sealed, write_report
 from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.context import Context
 from compress.core.verdict import History, PastStage
@@ -76,7 +77,7 @@ def resealed(folder: Path, mar: Path) -> Path:
     (target / "model.mar").chmod(0o644)
     shutil.copy(mar, target / "model.mar")
     (target / "manifest.json").chmod(0o644)
-    manifest = json.loads((target / "manifest.json").read_text())
+    manifest = load_sealed((target / "manifest.json").read_bytes())
     manifest["files"]["model.mar"] = digest_of(mar).model_dump()
     (target / "manifest.json").write_text(json.dumps(manifest))
     return target
@@ -409,7 +410,8 @@ def test_code_that_a_foreign_folder_names_runs_only_where_it_is_asked_for(
         "data: {factory: 'planted:data'}\nmetric: accuracy\nstages: [{stage: export_onnx}]\n"
     )
     lock = {"file": str(file), "artifacts": {"mar": archive.digest}}
-    (tmp_path / "run" / "lock.json").write_text(json.dumps(lock))
+    row = {"name": "mar", "input": "onnx", "artifact": {"digest": archive.digest}}
+    write_report(tmp_path / "run" / "report.json", {"stages": [row]}, lock)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     proof = verify_command(folder)

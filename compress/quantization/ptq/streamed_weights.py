@@ -22,8 +22,10 @@ import torch
 from compress.artifacts.streaming.packed_model import FACTOR, PARTS, TABLE
 from compress.checkpoint.safetensors_io import read_safetensors, write_safetensors
 from compress.checkpoint.state_dict import in_memory
-from compress.common.atomic_files import open_atomically
+from compress.common.atomic_files import sha256_of
+from compress.common.config import Settings
 from compress.common.errors import StageFailed
+from compress.common.sealed_json import read_if_unchanged, read_state, write_sealed, write_state
 from compress.data.batch import Batch
 from compress.profiling.rss import release_memory, trim_memory
 from compress.quantization.pt2e.graph_constants import remove_unread_tensors_
@@ -46,6 +48,15 @@ logger = logging.getLogger(__name__)
 KEY = "key.json"
 RECORDED = ("quantized", "left_float", "rescaled", "scaled")
 """What a quantizer records, written with each piece."""
+
+
+class Piece(Settings):
+    """What was written of one quantized piece."""
+
+    recorded: dict[str, Any]
+    """What the quantizer has recorded so far."""
+    files: dict[str, str]
+    """File of its weights, and of what it gives to the next piece → its SHA-256."""
 
 
 @dataclass
@@ -121,9 +132,10 @@ class StreamedQuantization:
         remove_unread_tensors_(graph)
         recorded = {k: getattr(self.quantizer, k) for k in RECORDED}
         recorded["rescaled"] = sorted(recorded["rescaled"])
-        with open_atomically(self._file(index).with_suffix(".json")) as stream:
-            stream.write(json.dumps(recorded).encode())
         write_safetensors(self._file(index), _state_of(graph, weights))
+        written = [self._file(index), *self._carried(index + 1).glob("*")]
+        files = {file.relative_to(self.work).as_posix(): sha256_of(file) for file in written}
+        write_sealed(self._record(index), Piece(recorded=recorded, files=files))
         if self._calibrates and index > 1:  # what the first piece gave is read by all blocks
             shutil.rmtree(self._carried(index), ignore_errors=True)
 
@@ -146,6 +158,10 @@ class StreamedQuantization:
     def _calibrates(self) -> bool:
         return self.quantizer.method in ("gptq", "awq")
 
+    def _record(self, index: int) -> Path:
+        """Return the file of what was recorded of a piece, the last one that is written of it."""
+        return self._file(index).with_suffix(".json")
+
     def _file(self, index: int) -> Path:
         """Return the file of a piece's weights."""
         return self.work / f"piece-{index:04d}.safetensors"
@@ -156,17 +172,27 @@ class StreamedQuantization:
 
     def _resume(self, pieces: int) -> int:
         """Return how many pieces are written, and restore what the quantizer recorded of them."""
-        done = 0
-        while done < pieces and self._file(done).is_file():
-            done += 1
+        done, recorded = 0, dict[str, Any]()
+        while done < pieces and (piece := self._written(done)):
+            done, recorded = done + 1, piece.recorded
         if done and self._calibrates and done < pieces and not self._carried(done).is_dir():
             return 0
-        if done:
-            text = self._file(done - 1).with_suffix(".json").read_text(encoding="utf-8")
-            for name, value in json.loads(text).items():
-                kind = type(getattr(self.quantizer, name))
-                setattr(self.quantizer, name, kind(value))
+        for name, value in recorded.items():
+            kind = type(getattr(self.quantizer, name))
+            setattr(self.quantizer, name, kind(value))
         return done
+
+    def _written(self, index: int) -> Piece | None:
+        """Return what was recorded of a piece; None where one of its files is not as written."""
+        piece = read_if_unchanged(self._record(index), Piece)
+        for name, digest in piece.files.items() if piece else ():
+            file = self.work / name
+            # What it gives to the next piece is removed once that has read it.
+            is_needed = file.exists() or file == self._file(index)
+            if is_needed and not (file.exists() and sha256_of(file) == digest):
+                logger.warning("%s is not as it was written; it is quantized again", file)
+                return None
+        return piece
 
     def _claim_work(self) -> None:
         """Empty the work folder where it is of another model, other settings or other data."""
@@ -179,16 +205,10 @@ class StreamedQuantization:
         for batch in self.batches:
             for tensor in batch.inputs:
                 digest.update(tensor.contiguous().numpy().tobytes())
-        key = {"sha256": digest.hexdigest()}
-        file = self.work / KEY
-        try:
-            if json.loads(file.read_text(encoding="utf-8")) == key:
-                return
-        except (OSError, ValueError):
-            pass
-        shutil.rmtree(self.work, ignore_errors=True)
-        self.work.mkdir(parents=True)
-        file.write_text(json.dumps(key), encoding="utf-8")
+        file, key = self.work / KEY, digest.hexdigest()
+        if read_state(file, key, bool) is None:
+            shutil.rmtree(self.work, ignore_errors=True)
+            write_state(file, key, True)
 
 
 def _state_of(graph: GraphModule, weights: set[str]) -> dict[str, torch.Tensor]:

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from compress.common.atomic_files import sha256_of, sync, write_atomically
 from compress.common.config import Settings
 from compress.common.errors import ArtifactInvalid, StageFailed
-from compress.common.strict_json import dump_sealed, load_sealed
+from compress.common.sealed_json import read_sealed, write_sealed
 
 if TYPE_CHECKING:
     import torch
@@ -135,7 +135,7 @@ def commit(partial: Path, progress: TrainProgress) -> Path:
     }
     training = partial.parent.parent.name
     content = {"training": training, "checkpoint": partial.stem, "files": files}
-    write_atomically(partial / FILES, dump_sealed(content))
+    write_sealed(partial / FILES, content)
     complete = partial.with_suffix("")
     shutil.rmtree(complete, ignore_errors=True)
     partial.replace(complete)
@@ -166,7 +166,7 @@ def checkpoint_name(step: int) -> str:
 def _damage(checkpoint: Path) -> str | None:
     """Describe what is wrong with a checkpoint; None if nothing is."""
     try:
-        content = load_sealed((checkpoint / FILES).read_bytes())
+        content = read_sealed(checkpoint / FILES, dict[str, Any])
         training = checkpoint.parent.parent.name
         if (content["training"], content["checkpoint"]) != (training, checkpoint.name):
             return "it is of another training or step"
@@ -177,7 +177,7 @@ def _damage(checkpoint: Path) -> str | None:
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
     except ArtifactInvalid as error:
-        return f"{FILES} {error}"
+        return str(error)
     except (OSError, ValueError, KeyError, AttributeError, ValidationError) as error:
         return f"{type(error).__name__}: {error}"
     return None

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from pydantic import TypeAdapter
 
-from compress.common.atomic_files import write_atomically
 from compress.common.config import Settings
+from compress.common.sealed_json import write_sealed
 from compress.graph.flops import count_macs
 from compress.profiling.operator_table import OPERATORS_FILE, OperatorTable
 from compress.training.checkpoint.metadata import Epoch
@@ -240,7 +240,7 @@ def tracing(file: Path, settings: Trace, device: str, *, lists_operators: bool) 
                 shapes=settings.shapes,
                 memory=settings.memory,
             )
-            write_atomically(file.with_name(OPERATORS_FILE), table.model_dump_json())
+            write_sealed(file.with_name(OPERATORS_FILE), table)
 
     activities = [ProfilerActivity.CPU]
     activities += [ProfilerActivity.CUDA] if on_cuda else []

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import time
 from dataclasses import dataclass, replace
 from math import prod
@@ -11,9 +9,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Protocol
 
-from compress.common.atomic_files import write_atomically
 from compress.common.errors import StageFailed
 from compress.common.forward import accept_any_batch, split_batches
+from compress.common.sealed_json import read_state, write_state
 from compress.pruning.depth.output_error import OutputErrorMeter
 from compress.quantization.mixed_precision.layer_names import weighted_layers as layers_of_module
 from export.latency.float_layers import (
@@ -134,16 +132,9 @@ def measure_layer_harms(judge: FloatModel, whole: CheckedModel, deadline: float)
         StageFailed: its ONNX file has other layers than the model.
     """
     file = judge.out / FILE
-    known: dict[str, float] = {}
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        content = json.loads(file.read_bytes())
-        known = content["harms"] if content["model"] == judge.model.digest else {}
-
-    def save() -> None:
-        content = {"model": judge.model.digest, "harms": known}
-        write_atomically(file, json.dumps(content, indent=1))
-
-    return _measure(judge, whole, known, save, deadline)
+    key = judge.model.digest
+    known = read_state(file, key, dict[str, float]) or {}
+    return _measure(judge, whole, known, lambda: write_state(file, key, known), deadline)
 
 
 def _measure(

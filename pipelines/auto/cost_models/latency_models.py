@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import random
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from compress.common.atomic_files import write_atomically
+from compress.common.sealed_json import read_state, write_state
 from compress.profiling.interaction_sum import InteractionSum
 from compress.pruning.width_variants import WidthVariants
 from export.latency.float_layers import FLOAT
@@ -180,18 +179,13 @@ class WholeModels:
     @classmethod
     def read(cls, file: Path, key: str) -> Self:
         """Read what an earlier search measured; nothing where that is not there, or of another."""
-        known: dict[str, tuple[float, int]] = {}
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            content = json.loads(file.read_bytes())
-            known = content["measured"] if content["key"] == key else {}
-        return cls(file, key, known)
+        return cls(file, key, read_state(file, key, dict[str, tuple[float, int]]) or {})
 
     def add(self, model: str, milliseconds: float, size: int) -> None:
         """Add a measured model, and write the file, if any."""
         self.known[model] = milliseconds, size
         if self.file is not None:
-            content = {"key": self.key, "measured": self.known}
-            write_atomically(self.file, json.dumps(content, indent=1))
+            write_state(self.file, self.key, self.known)
 
 
 def build_format_models(

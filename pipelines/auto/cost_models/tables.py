@@ -6,11 +6,9 @@ import hashlib
 import json
 from typing import TYPE_CHECKING, Any, Self
 
-from pydantic import ValidationError
-
-from compress.common.atomic_files import write_atomically
 from compress.common.config import Settings
-from compress.common.errors import PipelineInvalid
+from compress.common.errors import ArtifactInvalid, PipelineInvalid
+from compress.common.sealed_json import read_sealed, write_sealed
 from compress.profiling.interaction_sum import InteractionSum
 from pipelines.auto.cost_models.latency_models import FormatModel
 from pipelines.config.auto_settings import Format, Runtime
@@ -103,9 +101,9 @@ class LatencyTables(Settings):
     def read(cls, file: Path) -> Self:
         """Read tables that another machine wrote; raise PipelineInvalid where these are none."""
         try:
-            return cls.model_validate_json(file.read_text(encoding="utf-8"))
-        except (OSError, ValidationError, UnicodeDecodeError) as error:
-            why = error.strerror if isinstance(error, OSError) else "it has no latency tables"
+            return read_sealed(file, cls)
+        except (OSError, ArtifactInvalid) as error:
+            why = error.strerror if isinstance(error, OSError) else str(error)
             raise PipelineInvalid(
                 f"--tables {file}: {why}; expected what `compress auto --tables-only` writes"
             ) from error
@@ -113,7 +111,7 @@ class LatencyTables(Settings):
     def write(self, out: Path) -> Path:
         """Write the tables into the results' folder, and return the file."""
         out.mkdir(parents=True, exist_ok=True)
-        write_atomically(out / FILE, self.model_dump_json() + "\n")
+        write_sealed(out / FILE, self)
         return out / FILE
 
     @property

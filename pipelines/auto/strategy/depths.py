@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol, Self
 
 from compress.artifacts.recipe import KeepBlocks
-from compress.common.atomic_files import write_atomically
+from compress.common.sealed_json import read_state, write_state
 from compress.pruning.allocation.solver import Programme
 from compress.pruning.depth import block_search
 from compress.pruning.depth.output_error import OutputErrorMeter
@@ -19,7 +18,6 @@ from pipelines.auto.front import missed_limits
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
     from compress.artifacts.eager_model import EagerModel
     from compress.pruning.width_harms import Harms
@@ -78,18 +76,14 @@ class Depth:
         removed = len(self.removed_blocks)
         file = judge.out / (f"harms-{removed}-blocks-removed.json" if removed else "harms.json")
         key = f"{self.model.digest} {judge.settings.space.widths}"
-        try:
-            content = json.loads(file.read_bytes())
-            known = content["harms"] if content["key"] == key else {}
-        except (OSError, ValueError, KeyError, TypeError):
-            known = {}
+        known = read_state(file, key, dict[str, float]) or {}
         without_blocks = judge.loss_of(self.model.load()) if removed else 0.0
         return measure_harms(
             self.space,
             judge.context.progress,
             lambda module: max(0.0, judge.loss_of(module) - without_blocks),
             known,
-            lambda: write_atomically(file, json.dumps({"key": key, "harms": known}, indent=1)),
+            lambda: write_state(file, key, known),
             deadline,
             {g: deeper[name] for g, name in self.names_before.items() if deeper and name in deeper},
         )
@@ -225,21 +219,13 @@ def depths_to_try(judge: Judge, deadline: float) -> list[tuple[str, ...]]:
         judge: the model and its data.
         deadline: on the clock of :func:`time.monotonic`; no further block is searched after it.
     """
-    order = _known_order(judge.out / BLOCKS, judge.model.digest)
+    file, key = judge.out / BLOCKS, judge.model.digest
+    order = read_state(file, key, list[str])
     if order is None:
         order = _measured_order(judge, deadline)
-        content = {"model": judge.model.digest, "removed": order}
-        write_atomically(judge.out / BLOCKS, json.dumps(content, indent=1))
+        write_state(file, key, order)
     counts = [2**power for power in range(len(order).bit_length())]
     return [tuple(order[:count]) for count in counts]
-
-
-def _known_order(file: Path, model: str) -> list[str] | None:
-    try:
-        content = json.loads(file.read_bytes())
-        return [*map(str, content["removed"])] if content["model"] == model else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
 
 
 def _measured_order(judge: Judge, deadline: float) -> list[str]:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
-from pydantic import TypeAdapter
-
-from compress.common.atomic_files import write_atomically
+from compress.common.sealed_json import read_state, write_state
 from pipelines.auto.candidates import Candidate, CheckedModel
 from pipelines.auto.front import missed_limits
 from pipelines.auto.strategy.latency_targets import NARROW, aimed_at
@@ -36,8 +33,6 @@ on."""
 
 Contenders: TypeAlias = list[tuple[Candidate, float | None]]
 """Models, and their predicted latencies."""
-STORED = TypeAdapter(dict[str, list[Contenders]])
-"""What tells a search → its halvings, as the file has them."""
 
 
 class Solution(NamedTuple):
@@ -101,9 +96,7 @@ class Recovery:
     """Of the slowest model so far, with its export and check."""
 
     def __post_init__(self) -> None:
-        with contextlib.suppress(OSError, ValueError):
-            stored = STORED.validate_json(self.file.read_bytes())
-            self.begun = stored.get(self.key, [])
+        self.begun = read_state(self.file, self.key, list[Contenders]) or []
 
     def train(self, deadline: float) -> None:
         """Train models until a deadline on the clock of :func:`time.monotonic`, or none is left."""
@@ -117,7 +110,7 @@ class Recovery:
                 if not contenders:
                     break
                 self.begun.append(contenders)
-                write_atomically(self.file, STORED.dump_json({self.key: self.begun}, indent=1))
+                write_state(self.file, self.key, self.begun)
             # Of one that an earlier search has begun, what was trained is not trained again.
             is_left = self._train_best(self.begun[self._done], deadline)
             self._done += 1

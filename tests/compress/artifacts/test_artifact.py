@@ -11,6 +11,7 @@ from compress.artifacts.artifact import Artifact
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.common.errors import ArtifactInvalid, PipelineInvalid
+from compress.common.sealed_json import dump_sealed, load_sealed
 from compress.core.context import Context
 from export.onnx.stage import ExportOnnx
 
@@ -83,7 +84,8 @@ def test_a_directory_without_manifest_is_no_artifact(tmp_path: Path) -> None:
 
 def test_an_unreadable_manifest_names_the_key(mlp: EagerModel) -> None:
     manifest = mlp.path / "manifest.json"
-    _edit(manifest, manifest.read_bytes().replace(b'"version": 1', b'"version": 2'))
+    content = load_sealed(manifest.read_bytes())
+    _edit(manifest, dump_sealed({**content, "version": 2}))
     with pytest.raises(ArtifactInvalid, match="version"):
         Artifact.from_directory(mlp.path)
 
@@ -113,7 +115,7 @@ def test_planted_bytecode_is_named_and_never_run(mlp: EagerModel, tmp_path: Path
 
 def test_a_manifest_without_payload_is_no_artifact(mlp: EagerModel) -> None:
     manifest = mlp.path / "manifest.json"
-    content = json.loads(manifest.read_text())
+    content = load_sealed(manifest.read_bytes())
     _edit(manifest, json.dumps({**content, "files": {}}).encode())
     with pytest.raises(ArtifactInvalid, match=r"weights\.safetensors is not among them"):
         Artifact.from_directory(mlp.path)
@@ -178,6 +180,16 @@ def test_a_link_to_an_artifact_is_no_link_in_it(mlp: EagerModel, tmp_path: Path)
     opened = EagerModel.from_directory(tmp_path / "latest")
     opened.verify()
     opened.load()
+
+
+def test_no_byte_of_a_manifest_can_be_changed(mlp: EagerModel) -> None:
+    raw = (mlp.path / "manifest.json").read_bytes()
+    for place in range(len(raw)):
+        changed = raw[:place] + bytes([raw[place] ^ 1]) + raw[place + 1 :]
+        with pytest.raises(ArtifactInvalid, match=r"manifest\.json: "):
+            Artifact.from_manifest(changed, mlp.path)
+    # As earlier versions wrote it.
+    assert Artifact.from_manifest(json.dumps(load_sealed(raw)).encode(), mlp.path).digest
 
 
 def test_a_manifest_with_a_key_twice_is_refused(mlp: EagerModel) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.attack.forgeries import flip_a_byte
 from compress import QuantizeWeights
 from compress.artifacts.streaming.import_folder import import_streamed
 from compress.artifacts.streaming.packed_model import PackedModel, packed_weights
@@ -107,22 +108,40 @@ def test_a_killed_stage_goes_on_at_the_block(models, tmp_path, caplog) -> None:
     assert not (tmp_path / "resumed.work").exists()
 
 
-@pytest.mark.soak
-@pytest.mark.slow
-def test_other_settings_begin_anew(models, tmp_path, caplog) -> None:
-    _, streamed = models
+class StoppedError(Exception):
+    pass
 
-    class StoppedError(Exception):
-        pass
 
+def stopped_after_two_pieces(stage: QuantizeWeights, streamed, folder) -> None:
     def stop(_: str, done: int, __: int) -> None:
         if done == 2:
             raise StoppedError
 
-    context = context_for(streamed, tmp_path / "made")
+    context = context_for(streamed, folder)
     object.__setattr__(context, "progress", stop)
     with pytest.raises(StoppedError):
-        QuantizeWeights()(streamed, context)
+        stage(streamed, context)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["piece-0001.safetensors", "piece-0001.json", "carried-0002"])
+def test_a_changed_piece_is_quantized_again(models, tmp_path, caplog, name) -> None:
+    _, streamed = models
+    stage = QuantizeWeights(method="gptq")
+    at_once = stage(streamed, context_for(streamed, tmp_path / "at_once"))
+    stopped_after_two_pieces(stage, streamed, tmp_path / "made")
+    file = tmp_path / "made.work" / "streamed" / name
+    flip_a_byte(next(file.iterdir()) if file.is_dir() else file)
+    made = stage(streamed, context_for(streamed, tmp_path / "made"))
+    assert made.digest == at_once.digest
+    assert "is not as it was written" in caplog.text
+
+
+@pytest.mark.soak
+@pytest.mark.slow
+def test_other_settings_begin_anew(models, tmp_path, caplog) -> None:
+    _, streamed = models
+    stopped_after_two_pieces(QuantizeWeights(), streamed, tmp_path / "made")
     caplog.set_level("INFO")
     made = QuantizeWeights(bits=8)(streamed, context_for(streamed, tmp_path / "made"))
     assert "goes on" not in caplog.text

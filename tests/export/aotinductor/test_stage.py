@@ -10,6 +10,7 @@ import torch
 from compress.artifacts.artifact import Artifact
 from compress.artifacts.graph_model import GraphModel
 from compress.common.errors import ArtifactInvalid, StageFailed, Unavailable
+from compress.common.sealed_json import load_sealed
 from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.context import Context
 from compress.core.gates import MinIntegerMacs, Parity
@@ -120,7 +121,7 @@ def test_memory_is_read_as_the_code_expects_it(package: AotModel) -> None:
 
 def altered(package: AotModel, folder: Path, **built_for: object) -> AotModel:
     shutil.copytree(package.path, folder, copy_function=shutil.copyfile)
-    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest = load_sealed((folder / "manifest.json").read_bytes())
     manifest["facts"]["built_for"] |= built_for
     (folder / "manifest.json").write_text(json.dumps(manifest))
     return AotModel.from_directory(folder)

@@ -129,7 +129,7 @@ def test_a_damaged_table_is_measured_again(network, tmp_path, content) -> None:
     table = KernelTable(tmp_path, MACHINE, 1)
     assert not table.kernels
     table.measure(kernels)
-    assert set(json.loads(table.file.read_text())["kernels"]) == {k.key for k in kernels}
+    assert set(json.loads(table.file.read_text())["content"]["kernels"]) == {k.key for k in kernels}
 
 
 def test_a_file_that_is_no_model_is_refused(tmp_path) -> None:

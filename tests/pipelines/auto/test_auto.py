@@ -11,6 +11,7 @@ from torch import nn
 import cli
 import compress
 from compress.common.requirements import Requirement
+from compress.common.sealed_json import load_sealed
 from pipelines.auto import judge
 
 NETS = """
@@ -68,7 +69,7 @@ def test_a_search_finds_a_faster_model_and_goes_on_where_it_was(
     out = tmp_path / "out"
     assert auto(file, "--out", out, "--json", "--size", "1MB") == 0
     front = json.loads(capfd.readouterr().out)
-    assert front == json.loads((out / "front.json").read_text())
+    assert front == load_sealed((out / "front.json").read_bytes())
     checked = {model["name"]: model for model in front["checked"]}
     assert {"float-whole", "int8_static-whole"} < {*checked}
     cut = [model for model in checked.values() if model["widths"]]

@@ -58,7 +58,7 @@ def test_blocks_and_widths_are_decided_together(
     assert auto(file, "--out", out, "--json") == 0
     front = json.loads(capfd.readouterr().out)
     checked = {model["name"]: model for model in front["checked"]}
-    order = json.loads((out / "blocks.json").read_text())["removed"]
+    order = json.loads((out / "blocks.json").read_text())["content"]
     assert len(order) == 2 and {*order} < {f"2.{i}" for i in range(3)}
     removed = {tuple(model["removed_blocks"]) for model in checked.values()}
     assert removed == {(), (order[0],), (order[0], order[1])}

@@ -96,6 +96,10 @@ def test_a_limit_whose_figure_is_not_known_is_missed() -> None:
         "memory",
     )
     assert missed_limits(limits, checked("a", 1.0), but="memory") == ("latency",)
+    # By the upper end of its interval, as the gate of a point does.
+    median = AutoLimits.model_validate({"latency": {"p50_ms": 1.05}})
+    assert missed_limits(median, checked("a", 1.0)) == ()
+    assert missed_limits(median, checked("a", 1.0, latency_upper_ms=1.1)) == ("latency",)
     both = AutoLimits.model_validate({"latency": {"p50_ms": 0.8, "p95_ms": 2}})
     assert missed_limits(both, model) == ("latency",)
 

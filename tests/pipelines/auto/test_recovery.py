@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,8 @@ from typing import Any
 import pytest
 
 import cli
+from benchmarks.attack.forgeries import edit_a_figure
+from compress.common.sealed_json import write_state
 from pipelines.auto.candidates import Candidate, CheckedModel
 from pipelines.auto.front import Front
 from pipelines.auto.points import write_point
@@ -214,6 +217,15 @@ def recovery(tmp_path: Path) -> Recovery:
         solve=solve,
     )
     return Recovery(search, {}, [1], tmp_path / "halvings.json", "key")
+
+
+def test_edited_halvings_are_not_gone_on_with(recovery: Recovery, caplog) -> None:
+    write_state(recovery.file, recovery.key, [recovery._contenders()])
+    begun = replace(recovery).begun
+    assert [one for one, _ in begun[0]] == [candidate(4), candidate(3), candidate(2), candidate(1)]
+    assert edit_a_figure(recovery.file)
+    assert replace(recovery).begun == []
+    assert "halvings.json: is not as it was written" in caplog.text
 
 
 def test_those_that_lose_least_are_trained_first(recovery: Recovery) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from compress.artifacts.artifact import MANIFEST, Artifact
 from compress.common.errors import CompressError, PipelineInvalid, Unavailable
+from compress.common.sealed_json import load_sealed
 from pipelines import Pipeline
 from pipelines.commands.cache_miss import why
 from pipelines.config.run_options import RunOptions
@@ -161,7 +162,7 @@ def _write_hostile(shared: Path, manifest: bytes) -> None:
 )
 def test_a_manifest_may_name_files_of_its_own_folder_alone(mlp, machine, shared, name) -> None:
     machine().make(mlp)
-    manifest = json.loads((mlp.path / MANIFEST).read_bytes())
+    manifest = load_sealed((mlp.path / MANIFEST).read_bytes())
     manifest["files"][name] = next(iter(manifest["files"].values()))
     _write_hostile(shared, json.dumps(manifest).encode())
     before = {*shared.parent.rglob("*")}
@@ -175,7 +176,7 @@ def test_a_manifest_may_name_files_of_its_own_folder_alone(mlp, machine, shared,
 @pytest.mark.parametrize("kind", ["more files", "more bytes", "another hash", "a kind of its own"])
 def test_a_manifest_has_limits(mlp, machine, shared, kind) -> None:
     machine().make(mlp)
-    manifest = json.loads((mlp.path / MANIFEST).read_bytes())
+    manifest = load_sealed((mlp.path / MANIFEST).read_bytes())
     file = next(iter(manifest["files"].values()))
     if kind == "more files":
         manifest["files"] |= {f"file{i}": file for i in range(10_001)}

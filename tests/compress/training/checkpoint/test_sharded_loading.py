@@ -15,6 +15,7 @@ from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.importing import import_checkpoint
 from compress.artifacts.recipe import Recipe
 from compress.common.errors import ArtifactInvalid
+from compress.common.sealed_json import load_sealed
 from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
 from compress.training.checkpoint.sharded_loading import DeferredWeights, _read_shard
@@ -78,7 +79,7 @@ def test_weights_of_another_model_are_refused(tmp_path):
     model.payload_path.unlink()
     save_file(state, model.payload_path)
     manifest, raw = tmp_path / "source" / "manifest.json", model.payload_path.read_bytes()
-    content = json.loads(manifest.read_text())  # sealed with these weights, by another toolkit
+    content = load_sealed(manifest.read_bytes())  # sealed with these weights, by another toolkit
     digest = {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
     content["files"]["weights.safetensors"] = digest
     manifest.unlink()

@@ -1,0 +1,159 @@
+"""JSON files that end with a digest of their own bytes, so that no changed byte is believed.
+
+All state, records and caches that this toolkit writes as JSON and reads back go through here.
+"""
+
+# A digest in a file reveals damage and careless edits. It is no signature: whoever edits a file can
+# compute it anew.
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic_core import to_jsonable_python
+
+from compress.common.atomic_files import open_regular, write_atomically
+from compress.common.config import Settings
+from compress.common.errors import ArtifactInvalid
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+T = TypeVar("T")
+
+SEAL = "sha256"
+"""Key of the digest, the last one of a file."""
+END = b',\n "%s": "%%b"\n}\n' % SEAL.encode()
+"""End of a file; the digest is of all bytes before it."""
+LOCK, LOCK_DIGEST = "lock.json", "lock_sha256"
+"""A file of each run's results, and the key of its digest in `report.json` beside it."""
+CHANGED = "is not as it was written: its content does not match its digest"
+
+log = logging.getLogger(__name__)
+
+
+class State(Settings):
+    """What a process had found before it ended."""
+
+    key: str
+    """Everything that the content depends on."""
+    content: Any
+
+
+def dump_sealed(content: BaseModel | Mapping[str, Any], indent: int | None = None) -> bytes:
+    """Return a JSON object, not an empty one, with the digest of its own bytes as its last key."""
+    if isinstance(content, BaseModel):
+        text = content.model_dump_json(indent=indent)
+    else:
+        # Measured values may be NaN, and Python reads back the NaN that it writes.
+        separators = None if indent else (",", ":")
+        text = json.dumps(content, indent=indent, separators=separators, default=to_jsonable_python)
+    body = text.removesuffix("}").rstrip().encode()
+    return body + END % hashlib.sha256(body).hexdigest().encode()
+
+
+def is_sealed(raw: bytes) -> bool:
+    """Whether bytes are an object that :func:`dump_sealed` wrote, unchanged."""
+    body = raw[: -len(END % bytes(64))]
+    return raw == body + END % hashlib.sha256(body).hexdigest().encode()
+
+
+def load_sealed(raw: bytes) -> dict[str, Any]:
+    """Return what :func:`dump_sealed` wrote; raise ArtifactInvalid for any other bytes."""
+    if not is_sealed(raw):
+        raise ArtifactInvalid(CHANGED)
+    try:
+        content: dict[str, Any] = json.loads(raw)
+        del content[SEAL]
+    except (ValueError, RecursionError, KeyError, TypeError):
+        raise ArtifactInvalid("is not a JSON object") from None
+    return content
+
+
+def write_sealed(file: Path, content: BaseModel | Mapping[str, Any]) -> None:
+    """Write a JSON object with its digest, indented, so that a crash leaves the old or the new."""
+    write_atomically(file, dump_sealed(content, indent=1))
+
+
+def read_sealed(file: Path, kind: type[T]) -> T:
+    """Return what :func:`write_sealed` wrote, as a type that pydantic knows.
+
+    Raises:
+        ArtifactInvalid: it was changed since, or is of another version; the message names it.
+        OSError: it is missing, or may not be read.
+    """
+    with open_regular(file) as stream:
+        raw = stream.read()
+    try:
+        return TypeAdapter(kind).validate_python(load_sealed(raw))
+    except ArtifactInvalid as error:
+        raise ArtifactInvalid(f"{file}: {error}") from None
+    except ValidationError:
+        raise ArtifactInvalid(f"{file}: is of another version") from None
+
+
+def read_if_unchanged(file: Path, kind: type[T]) -> T | None:
+    """Return what :func:`read_sealed` does, or None with a warning where that raises.
+
+    A missing file is None without a warning.
+    """
+    try:
+        return read_sealed(file, kind)
+    except OSError:
+        return None
+    except ArtifactInvalid as error:
+        log.warning("%s; it is not used", error)
+        return None
+
+
+def write_state(file: Path, key: str, content: object) -> None:
+    """Write what a later process may continue with, and the key of what it depends on."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_sealed(file, {"key": key, "content": content})
+
+
+def read_state(file: Path, key: str, kind: type[T]) -> T | None:
+    """Return what :func:`write_state` wrote under a key; None where it is missing or of another.
+
+    A file that was changed, or is of another version, is named in a warning.
+    """
+    state = read_if_unchanged(file, State)
+    if state is None or state.key != key:
+        return None
+    try:
+        return TypeAdapter(kind).validate_python(state.content)
+    except ValidationError:
+        log.warning("%s: is of another version; it is not used", file)
+        return None
+
+
+def write_report(file: Path, report: Mapping[str, Any], lock: Mapping[str, Any]) -> None:
+    """Write a run's `report.json`, which names the digest of `lock.json` beside it, and that."""
+    locked = json.dumps(lock, indent=1, sort_keys=True).encode() + b"\n"
+    write_atomically(file.with_name(LOCK), locked)
+    # Last: where it is, a run has ended, and the other files are there.
+    write_sealed(file, {**report, LOCK_DIGEST: hashlib.sha256(locked).hexdigest()})
+
+
+def read_report(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the content of a run's `report.json`, and of `lock.json` beside it if it is there.
+
+    Raises:
+        ArtifactInvalid: one of them was changed since the run wrote them; the message names it.
+        OSError: there is no report, or it may not be read.
+    """
+    report = read_sealed(file, dict[str, Any])
+    digest, lock = report.pop(LOCK_DIGEST, None), file.with_name(LOCK)
+    try:
+        with open_regular(lock) as stream:
+            raw = stream.read()
+    except FileNotFoundError:  # of a report that was copied
+        return report, {}
+    if hashlib.sha256(raw).hexdigest() != digest:
+        raise ArtifactInvalid(f"{lock}: is not as the run wrote it: {file.name} names another")
+    return report, json.loads(raw)

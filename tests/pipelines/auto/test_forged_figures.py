@@ -1,0 +1,138 @@
+"""`compress auto` believes no figure of an earlier search that was edited since."""
+
+import json
+import shutil
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from benchmarks.attack import forgeries
+from compress.common.sealed_json import is_sealed, write_sealed
+from pipelines.auto.cost_models import float_layers
+from pipelines.auto.strategy import depths
+from tests.pipelines.auto.test_auto import FILE, NETS, auto
+
+WHOLE = "float-whole"
+
+
+@pytest.fixture(scope="module")
+def searched(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("searched")
+    (folder / "nets.py").write_text(NETS)
+    (folder / "net.yaml").write_text(FILE)
+    assert auto(folder / "net.yaml", "--out", folder / "out", "--time", "20s", "--quiet") == 0
+    return folder
+
+
+def figures(front: dict[str, Any]) -> dict[str, Any]:
+    return next(model for model in front["checked"] if model["name"] == WHOLE)
+
+
+def edited_with_a_new_digest(out: Path) -> None:
+    forgeries.float_model_ten_times_as_fast(out)
+    content = json.loads((out / "front.json").read_bytes())
+    del content["sha256"]
+    write_sealed(out / "front.json", content)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "edit", [forgeries.float_model_ten_times_as_fast, edited_with_a_new_digest]
+)
+def test_a_forged_latency_makes_no_model_the_best(
+    searched: Path, tmp_path: Path, capfd, caplog, edit: Callable[[Path], None]
+) -> None:
+    folder = shutil.copytree(searched, tmp_path / "user")
+    front = folder / "out" / "front.json"
+    latency_ms = figures(json.loads(front.read_bytes()))["latency_ms"]
+    edit(folder / "out")
+    capfd.readouterr()
+    arguments = (folder / "net.yaml", "--out", folder / "out", "--time", "1s")
+    # Only the forged model keeps to a fifth of the float file's time.
+    assert auto(*arguments, "--latency", f"{latency_ms / 5}ms") == 3
+    printed = capfd.readouterr().err
+    found = json.loads(front.read_bytes())
+    assert found["best"] is None
+    if edit is not edited_with_a_new_digest:
+        assert "front.json: is not as it was written" in caplog.text
+        assert figures(found)["latency_ms"] > latency_ms / 2, "it is measured again"
+    else:
+        # Compared with the float file, which it is, it is about as fast.
+        assert "export_onnx: min_speedup against float_onnx: speedup" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("forge", [forgeries.flip_a_byte, forgeries.edit_a_figure])
+def test_all_state_of_a_search_is_measured_again_where_it_was_changed(
+    searched: Path, tmp_path: Path, caplog, forge: Callable[[Path], object]
+) -> None:
+    folder = shutil.copytree(searched, tmp_path / "user")
+    out = folder / "out"
+    state = [*out.glob("*.json"), *out.glob(".store/latency/*.json")]
+    names = {file.name.partition("-")[0] for file in state}
+    assert names >= {"front.json", "whole_models.json", "kernels"}
+    before = {file: file.read_bytes() for file in state}
+    for file in state:
+        forge(file)
+        assert file.read_bytes() != before[file]
+    auto(folder / "net.yaml", "--out", out, "--time", "20s", "--quiet")
+    for file in state:
+        assert f"{file}: is not as it was written" in caplog.text
+        assert is_sealed(file.read_bytes())
+
+
+def test_the_order_of_blocks_is_searched_again_where_it_was_changed(
+    tmp_path: Path, monkeypatch, caplog
+) -> None:
+    searched: list[int] = []
+
+    def search(judge: object, deadline: float) -> list[str]:
+        searched.append(1)
+        return ["2.3", "2.1"]
+
+    monkeypatch.setattr(depths, "_measured_order", search)
+    judge: Any = SimpleNamespace(out=tmp_path, model=SimpleNamespace(digest="0" * 64))
+    for count in (1, 1):
+        assert depths.depths_to_try(judge, 0.0) == [("2.3",), ("2.3", "2.1")]
+        assert len(searched) == count
+    file = tmp_path / depths.BLOCKS
+    forgeries.replace(file, file.read_bytes().replace(b"2.3", b"2.5"))
+    assert depths.depths_to_try(judge, 0.0) == [("2.3",), ("2.3", "2.1")]
+    assert len(searched) == 2 and "blocks.json: is not as it was written" in caplog.text
+
+
+def test_what_single_cuts_and_layers_lose_is_measured_again_where_it_was_changed(
+    tmp_path: Path, monkeypatch, caplog
+) -> None:
+    found: list[dict[str, float]] = []
+
+    def measure(*arguments: Any) -> None:
+        known, save = next(
+            (a, b) for a, b in pairwise(arguments) if isinstance(a, dict) and callable(b)
+        )
+        found.append(dict(known))
+        known["0:16"] = 0.5
+        save()
+
+    monkeypatch.setattr(depths, "measure_harms", measure)
+    monkeypatch.setattr(float_layers, "_measure", measure)
+    model = SimpleNamespace(digest="0" * 64)
+    settings, context = SimpleNamespace(space=SimpleNamespace(widths=None)), SimpleNamespace()
+    context.progress = context.device = None
+    judge: Any = SimpleNamespace(out=tmp_path, model=model, settings=settings, context=context)
+    space: Any = SimpleNamespace(grid={})
+    for file, act in (
+        ("harms.json", lambda: depths.Depth((), judge.model, space).measure_harms(judge, 0.0)),
+        ("layers.json", lambda: float_layers.measure_layer_harms(judge, Any, 0.0)),
+    ):
+        found.clear()
+        for _ in range(2):
+            act()
+        assert found == [{}, {"0:16": 0.5}]
+        forgeries.cuts_that_lose_nothing(tmp_path)
+        act()
+        assert found[-1] == {} and f"{file}: is not as it was written" in caplog.text
