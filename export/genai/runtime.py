@@ -13,13 +13,13 @@ from compress.common.native_runtimes import onnx_runtime_genai
 from compress.common.requirements import Requirement, pip_install
 from compress.profiling.benchmark import unmeasurable
 from compress.profiling.call_timer import CallTimer
+from export.genai.folder import GenaiConfig
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
     from pathlib import Path
 
 GENAI = Requirement(what="onnxruntime_genai", install=pip_install("genai"))
-CONFIG = "genai_config.json"
 REPEATS = 5
 """Texts that a speed is the median of."""
 PREFILL_TOKENS = 64
@@ -47,7 +47,12 @@ class GenerationSpeed(NamedTuple):
 
 
 def open_folder(folder: Path, threads: int = 1) -> Any:
-    """Return onnxruntime-genai's model of a folder; raise ArtifactInvalid if it cannot open it."""
+    """Return onnxruntime-genai's model of a folder.
+
+    Raises:
+        ArtifactInvalid: its settings are not as `export_genai` writes them, or it cannot be opened.
+    """
+    GenaiConfig.read(folder)
     onnxruntime_genai = onnx_runtime_genai()
     options = {"intra_op_num_threads": threads, "inter_op_num_threads": 1}
     try:
