@@ -201,16 +201,19 @@ def opened_folder(folder: Path, signature: Signature) -> Any:
     """Return a folder's model as transformers opens it, called with the signature's inputs."""
     import transformers
 
-    from compress.artifacts.hf_folder import transformers_silenced
+    from compress.artifacts.hf_folder import offline_transformers, refuse_lookups
     from compress.artifacts.recipe import CallByName
 
     try:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        refuse_lookups(config, folder / CONFIG)
+        if config["quantization_config"]["quant_method"] != "compressed-tensors":
+            raise ArtifactInvalid(f"its {CONFIG} names another quant_method")
         kind: Any = getattr(transformers, config["architectures"][0])
         # Kept packed, transformers 5.24 with compressed-tensors 0.20 expects zero points of 4 bits
         # that are not packed, and refuses packed ones, which the format prescribes.
         dense = transformers.CompressedTensorsConfig(dequantize=True)
-        with transformers_silenced(), warnings.catch_warnings():
+        with offline_transformers(folder), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "You passed `quantization_config`")
             module = kind.from_pretrained(
                 folder, dtype="float32", local_files_only=True, quantization_config=dense

@@ -220,12 +220,12 @@ def opened_file(file: Path, signature: Signature) -> Any:
     import transformers
     from gguf import GGUFReader
 
-    from compress.artifacts.hf_folder import transformers_silenced
+    from compress.artifacts.hf_folder import offline_transformers
     from compress.artifacts.recipe import CallByName
 
     try:
         # transformers 5.24 shows a progress bar here that its own setting does not hide.
-        with transformers_silenced(), contextlib.redirect_stderr(io.StringIO()):
+        with offline_transformers(file), contextlib.redirect_stderr(io.StringIO()):
             where = {"gguf_file": file.name, "local_files_only": True}
             config = transformers.AutoConfig.from_pretrained(file.parent, **where)
             # transformers 5.24 does not read it for all families, and takes 128 for Qwen3.
