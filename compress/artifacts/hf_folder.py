@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from compress.artifacts.carried_files import CONFIG, IMAGES, TOKENIZER, TOKENIZER_SETTINGS
-from compress.artifacts.offline import offline
+from compress.artifacts.offline import offline, refuse_lookups
 from compress.common.atomic_files import file_beside, open_regular, refuse_irregular
 from compress.common.errors import ArtifactInvalid, first_line
 
@@ -65,12 +65,6 @@ PROCESSOR_SUFFIXES = (".json", ".txt", ".model", ".jinja")
 """Of the files that a tokenizer or a preprocessing may be read from."""
 LONGEST_TEXT = 10**6
 """A larger `model_max_length` is what transformers writes where the length is not known."""
-WEIGHTS_FILE = "checkpoint_path"
-LOOKED_UP = (
-    *("architecture", "attn_implementation", "_attn_implementation", "backbone"),
-    *(WEIGHTS_FILE, "experts_implementation"),
-)
-"""Entries of a config, and of those in it, by which transformers and timm find code or weights."""
 TEMPLATES = "additional_chat_templates"
 ADAPTER = "adapter_config.json"
 FACTORY = "compress.artifacts.hf_folder:build"
@@ -286,23 +280,6 @@ def own_files(folder: Path) -> list[Path]:
     for file in files:
         refuse_irregular(file)
     return files
-
-
-def refuse_lookups(config: dict[str, Any], where: object) -> None:
-    """Raise ArtifactInvalid for an entry, at any depth, that names a path or a place on a hub."""
-    parts: list[Any] = [config]
-    while parts:
-        part = parts.pop()
-        if isinstance(part, list):
-            parts += part
-        for key, value in part.items() if isinstance(part, dict) else ():
-            is_place = isinstance(value, str) and bool({*":/\\"} & {*value})
-            if key in LOOKED_UP and (is_place or (value and key == WEIGHTS_FILE)):
-                raise ArtifactInvalid(
-                    f"{where}: {key}: names {value!r}, which is not read: only names that the "
-                    "installed libraries know are; remove that entry"
-                )
-            parts.append(value)
 
 
 def folder_digest(folder: Path) -> str | None:

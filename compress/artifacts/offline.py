@@ -18,6 +18,14 @@ LOOKUPS = ("socket.getaddrinfo", "socket.gethostbyname")
 CONNECTIONS = ("socket.connect", "socket.sendto")
 """Those whose second one is an address: a pair, or the path of a socket on this machine."""
 
+WEIGHTS_FILE = "checkpoint_path"
+"""Argument of timm's: weights to read, whatever their path looks like."""
+LOOKED_UP = (
+    *("architecture", "attn_implementation", "_attn_implementation", "backbone"),
+    *(WEIGHTS_FILE, "experts_implementation"),
+)
+"""Entries of a config, and of those in it, by which transformers and timm find code or weights."""
+
 _reading: ContextVar[object] = ContextVar("_reading", default=None)
 
 
@@ -50,3 +58,20 @@ def _watch_connections() -> None:
             )
 
     sys.addaudithook(audit)
+
+
+def refuse_lookups(config: dict[str, Any], where: object) -> None:
+    """Raise ArtifactInvalid for an entry, at any depth, that names a path or a place on a hub."""
+    parts: list[Any] = [config]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, list):
+            parts += part
+        for key, value in part.items() if isinstance(part, dict) else ():
+            is_place = isinstance(value, str) and bool({*":/\\"} & {*value})
+            if key in LOOKED_UP and (is_place or (value and key == WEIGHTS_FILE)):
+                raise ArtifactInvalid(
+                    f"{where}: {key}: names {value!r}, which is not read: only names that the "
+                    "installed libraries know are; remove that entry"
+                )
+            parts.append(value)

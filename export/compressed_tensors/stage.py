@@ -201,7 +201,8 @@ def opened_folder(folder: Path, signature: Signature) -> Any:
     """Return a folder's model as transformers opens it, called with the signature's inputs."""
     import transformers
 
-    from compress.artifacts.hf_folder import offline_transformers, refuse_lookups
+    from compress.artifacts.hf_folder import offline_transformers
+    from compress.artifacts.offline import refuse_lookups
     from compress.artifacts.recipe import CallByName
 
     try:

@@ -7,10 +7,12 @@ import pytest
 
 from benchmarks.attack import cases_folders
 from compress.artifacts.hf_folder import build, files_to_carry, folder_digest, read_folder
+from compress.artifacts.libraries.timm_model import build as build_timm
 from compress.artifacts.offline import offline
 from compress.checkpoint.loading import read_state_dict
 from compress.common.errors import ArtifactInvalid
 from export.genai.runtime import open_folder
+from pipelines.config.model_spec import TIMM
 
 pytest.importorskip("transformers")
 
@@ -87,6 +89,15 @@ def test_a_config_in_a_manifest_is_refused_as_that_of_a_folder() -> None:
         build("UperNetForSemanticSegmentation", {"backbone_config": inner})
     with pytest.raises(ArtifactInvalid, match=r"asks for .*, and nothing is downloaded"):
         build("UperNetForSemanticSegmentation", {"backbone": "evilbackbone"})
+
+
+@pytest.mark.skipif(TIMM.missing(), reason=f"to run this test: {TIMM.install}")
+def test_a_timm_name_in_a_manifest_downloads_and_reads_nothing() -> None:
+    for name, arguments in (("hf-hub:a/b", {}), ("resnet18", {"checkpoint_path": "/a/b.pth"})):
+        with pytest.raises(ArtifactInvalid, match="which is not read"):
+            build_timm(name, **arguments)
+    with pytest.raises(ArtifactInvalid, match=r"resnet18: asks for .*, and nothing is downloaded"):
+        build_timm("resnet18", pretrained=True)
 
 
 def test_only_other_machines_are_out_of_reach_and_only_in_the_block() -> None:
