@@ -150,6 +150,18 @@ def genai_with_a_provider(folder: Path) -> Path:
     return _genai(folder, provider_options=[{"QNN": options}])
 
 
+def executorch_with_a_part_for_another_backend(folder: Path) -> Path:
+    """A part of the program is for Qualcomm's backend, which loads the library that it names."""
+    from compress.common.signature import Signature, TensorSpec
+    from export.executorch.stage import ExecuTorchModel
+
+    made, x = folder / "executorch", TensorSpec(name="x", shape=("batch", 4), dtype="float32")
+    facts = {"sizes": {"batch": [1, 2]}}
+    with ExecuTorchModel.atomic_write(made, Signature(inputs=(x,)), facts=facts) as partial:
+        (partial / ExecuTorchModel.payload).write_bytes(_program_for("QnnBackend"))
+    return made
+
+
 def onnx_that_writes_to_the_terminal(folder: Path) -> Path:
     """An operator with escape sequences in its name fails when it is called."""
     return _onnx(folder, shape=(7, 5))
@@ -159,6 +171,27 @@ def onnx_with_options_of_its_session(folder: Path) -> Path:
     """The file's metadata ask for a profile, which onnxruntime would write."""
     options = {"session_options": {"enable_profiling": 1, "intra_op_num_threads": 64}}
     return _onnx(folder, metadata={"ort_config": json.dumps(options)})
+
+
+def _program_for(backend: str) -> bytes:
+    """Return an ExecuTorch program without operators, of which a backend computes a part."""
+    import flatbuffers
+
+    def table(field: int, value: int) -> int:
+        builder.StartObject(8)
+        builder.PrependUOffsetTRelativeSlot(field, value, 0)
+        return builder.EndObject()
+
+    def tables(inner: int) -> int:
+        builder.StartVector(4, 1, 4)
+        builder.PrependUOffsetTRelative(inner)
+        return builder.EndVector()
+
+    builder = flatbuffers.Builder()
+    delegate = table(0, builder.CreateString(backend))
+    plan = table(7, tables(delegate))
+    builder.Finish(table(1, tables(plan)), file_identifier=b"ET12")
+    return bytes(builder.Output())
 
 
 def _bert(folder: Path) -> Path:

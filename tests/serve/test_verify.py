@@ -180,12 +180,12 @@ def test_native_code_does_not_pass_for_another_kind(
 ) -> None:
     members = read_mar(archive.payload_path)
     record = Provenance.read(members["provenance.json"], "it")
-    config = members["model-config.yaml"]
-    content = yaml.safe_load(config)
+    packed = members["model-config.yaml"]
+    content = yaml.safe_load(packed)
     text = {"text": {"tokenizer": "/etc/tokenizer.json"}}
     for config, problem in (
-        (config.replace(b"kind: onnx", b"kind: aot"), "says that .* not started"),
-        *((other, "is not as package_torchserve writes") for other in (b"[", b"x", config + b"#")),
+        (packed.replace(b"kind: onnx", b"kind: aot"), "says that .* not started"),
+        *((other, "is not as package_torchserve writes") for other in (b"[", b"x", packed + b"#")),
         (_as_yaml({**content, "parallelType": "custom"}), "parallelType: unknown entry"),
         (_as_yaml({"handler": content["handler"] | {"code": "x"}}), "code: unknown entry"),
         (_as_yaml({"handler": content["handler"] | text}), "text.tokenizer: '/etc/tokenizer.json'"),
