@@ -101,28 +101,20 @@ def read_folder(folder: Path, task: Task | None, *, untrained_head: bool) -> tup
             has no model for the task, or weights are missing.
     """
     refuse_foreign_folder(folder)
-    with offline_transformers(folder):
-        try:
-            config, kind = _class_of(folder, task)
-            config.use_cache = False  # past_key_values would be further outputs
-            # transformers itself reads the weights: it maps parameter names of older versions.
-            # Every stage computes and compares in float32, also for models saved in half precision.
-            module, loaded = kind.from_pretrained(
-                folder,
-                config=config,
-                dtype="float32",
-                use_safetensors=True,
-                local_files_only=True,
-                trust_remote_code=False,
-                output_loading_info=True,
-            )
-        except ArtifactInvalid:
-            raise
-        except Exception as error:
-            raise ArtifactInvalid(
-                f"{folder}: transformers cannot read it: {type(error).__name__}: "
-                f"{first_line(error)}"
-            ) from error
+    with reading_by_transformers(folder):
+        config, kind = _class_of(folder, task)
+        config.use_cache = False  # past_key_values would be further outputs
+        # transformers itself reads the weights: it maps parameter names of older versions.
+        # Every stage computes and compares in float32, also for models saved in half precision.
+        module, loaded = kind.from_pretrained(
+            folder,
+            config=config,
+            dtype="float32",
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
     missing = sorted(loaded["missing_keys"])
     if missing and not untrained_head:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
@@ -217,7 +209,7 @@ def read_architecture(folder: Path, task: Task | None) -> Any:
     import torch
 
     refuse_foreign_folder(folder)
-    with offline_transformers(folder), torch.device("meta"):
+    with reading_by_transformers(folder), torch.device("meta"):
         config, kind = _class_of(folder, task)
         config.use_cache = False
         return kind(config)
@@ -236,7 +228,7 @@ def recipe_from(module: Any) -> Recipe:
 
 def refuse_foreign_folder(folder: Path) -> None:
     """Raise ArtifactInvalid for anything but a config and float weights, before it is read."""
-    from compress.checkpoint.loading import INDEX
+    from compress.checkpoint.loading import INDEX, INSTEAD
     from compress.checkpoint.safetensors_io import read_header, weight_map
 
     if not folder.is_dir():
@@ -257,10 +249,7 @@ def refuse_foreign_folder(folder: Path) -> None:
             "model.save_pretrained(…), which writes safetensors"
         )
     if (folder / ADAPTER).is_file():
-        raise ArtifactInvalid(
-            f"{folder}: holds an adapter of PEFT ({ADAPTER}); merge it into the model by "
-            "merge_and_unload(), and save that with save_pretrained(…)"
-        )
+        raise ArtifactInvalid(f"{folder}: {ADAPTER}: {INSTEAD['adapter_model.*']}")
     for file in files:
         if file.name.endswith(INDEX):
             weight_map(file)
@@ -338,6 +327,20 @@ def _model_class(name: str) -> Any:
     found = getattr(transformers, name, None)
     is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
     return found if is_model else None
+
+
+@contextmanager
+def reading_by_transformers(source: Path) -> Iterator[None]:
+    """Turn errors of :func:`offline_transformers`'s block into ArtifactInvalid, as a line."""
+    try:
+        with offline_transformers(source):
+            yield
+    except ArtifactInvalid:
+        raise
+    except Exception as error:
+        raise ArtifactInvalid(
+            f"{source}: transformers cannot read it: {type(error).__name__}: {first_line(error)}"
+        ) from error
 
 
 @contextmanager

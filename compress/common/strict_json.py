@@ -11,12 +11,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import ValidationError
 
-from compress.common.atomic_files import open_regular
 from compress.common.errors import ArtifactInvalid, first_line
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
     from compress.common.config import Settings
 
@@ -54,22 +52,10 @@ def parse_settings(kind: type[T], raw: bytes, where: object) -> T:
         return kind.model_validate_json(raw)
     except ValidationError as error:
         first = error.errors()[0]
-        unknown = first["type"] == "extra_forbidden"
-        place, problem = ".".join(map(str, first["loc"])), first["msg"]
-        raise ArtifactInvalid(
-            f"{where}: {place}: {'unknown entry' if unknown else problem}"
-        ) from error
+        problem = "unknown entry" if first["type"] == "extra_forbidden" else first["msg"]
+        raise ArtifactInvalid(f"{where}: {'.'.join(map(str, first['loc']))}: {problem}") from error
     except (ValueError, RecursionError) as error:
         raise ArtifactInvalid(f"{where}: {first_line(error)}") from error
-
-
-def read_settings(kind: type[T], file: Path) -> T:
-    """Return a JSON file as settings; raise ArtifactInvalid as :func:`parse_settings`."""
-    try:
-        with open_regular(file, follow_link=False) as stream:
-            return parse_settings(kind, stream.read(), file)
-    except OSError as error:
-        raise ArtifactInvalid(f"{file}: {error.strerror}") from error
 
 
 def dump_sealed(content: Mapping[str, Any]) -> bytes:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from compress.common.config import Count, Settings
-from compress.common.strict_json import read_settings
+from compress.common.strict_json import parse_settings
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -116,7 +116,7 @@ class GenaiConfig(Settings):
     @classmethod
     def read(cls, folder: Path) -> GenaiConfig:
         """Return a folder's settings; ArtifactInvalid names an entry that is not of the schema."""
-        return read_settings(cls, folder / CONFIG)
+        return parse_settings(cls, (folder / CONFIG).read_bytes(), folder / CONFIG)
 
     def write(self, folder: Path) -> None:
         """Write the settings in a folder."""

@@ -2,11 +2,18 @@
 
 import shutil
 import socket
+from functools import partial
 
 import pytest
 
 from benchmarks.attack import cases_folders
-from compress.artifacts.hf_folder import build, files_to_carry, folder_digest, read_folder
+from compress.artifacts.hf_folder import (
+    build,
+    files_to_carry,
+    folder_digest,
+    read_architecture,
+    read_folder,
+)
 from compress.artifacts.libraries.timm_model import build as build_timm
 from compress.artifacts.offline import offline
 from compress.checkpoint.loading import read_state_dict
@@ -32,7 +39,7 @@ EXPECTED = {
     "architecture_of_timm_in_another_folder": "architecture: names 'local-dir:",
     "checkpoint_of_timm_in_another_folder": "checkpoint_path: names '/",
     "attention_of_a_hub_in_a_part": "attn_implementation: names 'evil/attention'",
-    "adapter_of_another_model": "holds an adapter of PEFT",
+    "adapter_of_another_model": "it is an adapter of PEFT; merge it",
     "code_of_its_own": "transformers cannot read it: ValueError",
 }
 GENAI = {
@@ -45,9 +52,10 @@ GENAI = {
 @pytest.mark.parametrize("case", EXPECTED)
 def test_a_folder_that_names_what_is_elsewhere_is_refused_in_a_line(tmp_path, case) -> None:
     folder = getattr(cases_folders, case)(tmp_path)
-    with pytest.raises(ArtifactInvalid, match=EXPECTED[case]) as refused:
-        read_folder(folder, None, untrained_head=True)
-    assert "\n" not in str(refused.value)
+    for read in (partial(read_folder, untrained_head=True), read_architecture):
+        with pytest.raises(ArtifactInvalid, match=EXPECTED[case]) as refused:
+            read(folder, None)
+        assert "\n" not in str(refused.value)
     assert not (tmp_path / "ran").exists()
 
 
