@@ -162,6 +162,39 @@ def executorch_with_a_part_for_another_backend(folder: Path) -> Path:
     return made
 
 
+def packed_by_a_function_of_the_standard_library(folder: Path) -> Path:
+    """The manifest of a packed model names a function that makes a folder."""
+    from compress.artifacts.recipe import Recipe
+    from compress.artifacts.streaming.packed_model import ROUNDS, PackedModel
+    from compress.common.signature import Signature, TensorSpec
+
+    ids = TensorSpec(name="input_ids", shape=("batch", "length"), dtype="int64")
+    recipe = Recipe(factory="os:mkdir", arguments={"path": str(folder / "ran")})
+    made, facts = folder / "packed", {ROUNDS: False}
+    with PackedModel.atomic_write(
+        made, Signature(inputs=(ids,)), recipe=recipe, facts=facts
+    ) as partial:
+        header = b'{"__metadata__":{"format":"pt"}}'
+        (partial / PackedModel.payload).write_bytes(len(header).to_bytes(8, "little") + header)
+    return made
+
+
+def triton_with_the_python_backend(folder: Path) -> Path:
+    """The configuration asks for Triton's backend that runs the code beside the model."""
+    from compress.common.signature import Signature, TensorSpec
+    from serve.repository.triton import TritonRepository
+
+    made, x = folder / "triton", TensorSpec(name="x", shape=("batch", 4), dtype="float32")
+    facts = {"model_name": "model", "model_file": "model/1/model.onnx"}
+    with TritonRepository.atomic_write(made, Signature(inputs=(x,)), facts=facts) as partial:
+        version = partial / "model" / "1"
+        version.mkdir(parents=True)
+        shutil.copy(_onnx(folder), version)
+        (version / "model.py").write_text(f"open({str(folder / 'ran')!r}, 'w')")
+        (partial / "model" / "config.pbtxt").write_text('name: "model"\nbackend: "python"\n')
+    return made
+
+
 def onnx_that_writes_to_the_terminal(folder: Path) -> Path:
     """An operator with escape sequences in its name fails when it is called."""
     return _onnx(folder, shape=(7, 5))

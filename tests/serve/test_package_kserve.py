@@ -12,6 +12,7 @@ import torch
 import yaml
 from pydantic import ValidationError
 
+from benchmarks.attack import cases_folders
 from compress.artifacts.artifact import Artifact
 from compress.common.errors import ArtifactInvalid
 from compress.core.context import Context
@@ -110,6 +111,12 @@ FORGED = {
     "evil/config.pbtxt": [(b"rows", b"evil")],
     "rows/labels.txt": [(b"", b"a")],
 }
+
+
+def test_code_for_tritons_python_backend_is_refused(tmp_path: Path) -> None:
+    made = cases_folders.triton_with_the_python_backend(tmp_path)
+    with pytest.raises(ArtifactInvalid, match=r"config\.pbtxt:2: .*python.*: unknown entry"):
+        Artifact.from_directory(made)
 
 
 @pytest.mark.parametrize("name", FORGED)

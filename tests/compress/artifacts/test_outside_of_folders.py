@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 
 from benchmarks.attack import cases_folders
+from compress.artifacts.artifact import Artifact
 from compress.artifacts.hf_folder import (
     build,
     files_to_carry,
@@ -106,6 +107,13 @@ def test_a_timm_name_in_a_manifest_downloads_and_reads_nothing() -> None:
             build_timm(name, **arguments)
     with pytest.raises(ArtifactInvalid, match=r"resnet18: asks for .*, and nothing is downloaded"):
         build_timm("resnet18", pretrained=True)
+
+
+def test_a_packed_model_is_built_by_no_other_function(tmp_path) -> None:
+    made = cases_folders.packed_by_a_function_of_the_standard_library(tmp_path)
+    with pytest.raises(ArtifactInvalid, match="the manifest needs a recipe of compress"):
+        Artifact.from_directory(made).load()
+    assert not (tmp_path / "ran").exists()
 
 
 def test_only_other_machines_are_out_of_reach_and_only_in_the_block() -> None:
