@@ -12,6 +12,7 @@ from compress.common.sealed_json import dump_sealed, load_sealed, read_report, w
 def forge(folder: Path, name: str, content: bytes) -> None:
     """Replace a file of an artifact, and write a manifest that vouches for it."""
     (folder / name).unlink(missing_ok=True)  # hard links share the bytes
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
     (folder / name).write_bytes(content)
     digest = {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
     forge_manifest(folder, lambda manifest: manifest["files"].update({name: digest}))

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, JsonValue, ValidationError, field_validator
+from pydantic import Field, JsonValue, field_validator
 
 from compress.artifacts.carried_files import CARRIED_NAMES, CONFIG, names_in
 from compress.artifacts.recipe import Recipe
@@ -27,7 +27,7 @@ from compress.common.errors import ArtifactInvalid, PipelineInvalid, first_line
 from compress.common.forward import KeptModels
 from compress.common.sealed_json import SEAL, dump_sealed, load_sealed
 from compress.common.signature import Signature
-from compress.common.strict_json import reject_duplicate_keys
+from compress.common.strict_json import load_strictly, parse_settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -156,17 +156,7 @@ class Artifact:
         """Return a manifest's artifact; raise ArtifactInvalid if unreadable or of another kind."""
         if len(raw) > MANIFEST_BYTES:
             raise ArtifactInvalid(f"{path / MANIFEST}: has more than {MANIFEST_BYTES} bytes")
-        try:
-            content = json.loads(raw, object_pairs_hook=reject_duplicate_keys)
-            if isinstance(content, dict) and SEAL in content:  # earlier versions wrote none
-                content = load_sealed(raw)
-            manifest = Manifest.model_validate(content)
-        except ValidationError as error:
-            first = error.errors()[0]
-            place = ".".join(map(str, first["loc"]))
-            raise ArtifactInvalid(f"{path / MANIFEST}: {place}: {first['msg']}") from error
-        except (ArtifactInvalid, ValueError, RecursionError) as error:
-            raise ArtifactInvalid(f"{path / MANIFEST}: {first_line(error)}") from error
+        manifest = parse_settings(Manifest, raw, path / MANIFEST, _load_manifest)
         if manifest.kind not in Artifact._kinds:
             # Importing the stages defines every kind; this package imports none of those above it.
             importlib.import_module("pipelines.config.registry")
@@ -411,6 +401,12 @@ def replace_artifact(new: Path, path: Path) -> None:
     """Rename a directory over an older artifact, if any; raise PipelineInvalid over other files."""
     _refuse_foreign(path)
     replace(new, path)
+
+
+def _load_manifest(raw: bytes) -> Any:
+    content = load_strictly(raw)
+    is_sealed = isinstance(content, dict) and SEAL in content  # earlier versions wrote no digest
+    return load_sealed(raw) if is_sealed else content
 
 
 def _refuse_foreign(path: Path) -> None:

@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pydantic import ValidationError
+
+from compress.common.errors import ArtifactInvalid, first_line
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from compress.common.config import Settings
+
+T = TypeVar("T", bound="Settings")
 
 
 def canonical_json(value: Any) -> str:
@@ -21,3 +32,25 @@ def reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise ValueError(f"key {key[:80]!r} stands twice")
         found[key] = value
     return found
+
+
+def load_strictly(raw: bytes) -> Any:
+    """Return JSON of which no key stands twice, or raise ValueError."""
+    return json.loads(raw, object_pairs_hook=reject_duplicate_keys)
+
+
+def parse_settings(
+    kind: type[T], raw: bytes, where: object, load: Callable[[bytes], Any] = load_strictly
+) -> T:
+    """Return JSON as settings, or raise ArtifactInvalid, which names the first entry at fault.
+
+    No key may be unknown: JSON of another reader's may name what that would load.
+    """
+    try:
+        return kind.model_validate(load(raw))
+    except ValidationError as error:
+        first = error.errors()[0]
+        problem = "unknown entry" if first["type"] == "extra_forbidden" else first["msg"]
+        raise ArtifactInvalid(f"{where}: {'.'.join(map(str, first['loc']))}: {problem}") from error
+    except (ArtifactInvalid, ValueError, RecursionError) as error:
+        raise ArtifactInvalid(f"{where}: {first_line(error)}") from error
