@@ -35,8 +35,8 @@ SMALL_BYTES = 64 * 1024
 """Larger bodies are parsed, and larger responses serialized, in a thread, one at a time."""
 CLIENT_CLOSED = 499
 """Status in the metrics, nginx's, for a client that disconnected before its response."""
-UNSPECIFIED = ("", "application/x-www-form-urlencoded")
-"""The Content-Type of bodies where none is given, and curl's -d."""
+CALLS_PER_LIMIT = 3
+"""So many calls of a helper process fit into the time limit of a request, which others wait for."""
 
 
 class BodyReceiver(Protocol):
@@ -133,7 +133,7 @@ class BaseApplication:
         `model_paths` take requests to the model; `content` are the answers of other paths.
         """
         self.state = state
-        self._authorization = f"Bearer {token}".encode()
+        self._token = token.encode()
         self._model_paths = tuple(model_paths)
         self._public = {"/v2/health/live": {"live": True}, "/v2/health/ready": {"ready": True}}
         self._private: dict[str, Any] = {**content, "/metrics": None}
@@ -166,9 +166,10 @@ class BaseApplication:
             raise HttpError(503, message, retry_after="1", **closing)
 
     def _check_token(self, headers: Headers) -> None:
-        token = headers.get("authorization", "").encode()
+        scheme, _, token = headers.get("authorization", "").partition(" ")
         # In constant time: how long it takes tells nothing of the token.
-        if not secrets.compare_digest(token, self._authorization):
+        is_right = secrets.compare_digest(token.strip(" ").encode(), self._token)
+        if scheme.lower() != "bearer" or not is_right:  # RFC 9110, section 11.1
             message = "found no valid token, expected the header Authorization: Bearer TOKEN"
             closing = close_if_continue_expected(headers)
             raise HttpError(401, message, www_authenticate="Bearer", **closing)
@@ -200,11 +201,6 @@ class BaseApplication:
 def headers_of(scope: Message) -> Headers:
     """Return a request's headers, their names in lower case."""
     return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-
-
-def content_type_of(headers: Headers) -> str:
-    """Return the Content-Type without parameters, in lower case."""
-    return headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
 class ByteSemaphore:

@@ -19,7 +19,6 @@ from serve.packaging.model_interface import (
     refuse_bfloat16,
 )
 from serve.packaging.request_forms import TOP_LABELS, class_settings, forms_of
-from serve.worker.preprocess import create_readers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
     from compress.common.signature import Signature
     from compress.profiling.batch_dependence import Call
     from serve.worker.tensors import Named
-    from serve.worker.wire import Readers
 
 SERVED_KINDS = ("onnx", "aot", "graph", "torchscript", "openvino")
 RUNTIMES = {"onnx": "onnxruntime", "openvino": "openvino"}
@@ -49,8 +47,10 @@ class ServedModel:
     call: Call
     not_joined: str
     """Why requests must not be batched; empty if they may."""
-    readers: Readers = field(default_factory=dict)
-    """Preprocessing of texts and images by content type, as the artifact carries it."""
+    forms: Named = field(default_factory=dict)
+    """Settings of the preprocessing of texts and images, as the artifact carries it."""
+    folder: Path | None = None
+    """The artifact's, with the tokenizer."""
     classes: Named | None = None
     """Settings of the first output's class names, if they have names."""
     table_rows: Any = None
@@ -89,26 +89,20 @@ def open_model(
                 f"{type(error).__name__}: {error}"
             ) from error
         not_joined = why_not_joined_without_data(artifact, call, interface.rows_stay_first, report)
-        readers, classes = _request_forms(artifact, call)
+        signature, forms = artifact.signature, forms_of(artifact)
+        settings = {
+            name: form.handler_settings(signature)
+            for name, form in (("image", forms.image), ("text", forms.text))
+            if form
+        }
+        classes = None
+        if forms.class_names:
+            scores = call(*example_inputs(signature, rows=signature.smallest_batch))[0]
+            classes = class_settings(artifact, forms.class_names, TOP_LABELS, scores)
         yield ServedModel(
-            *(name, artifact.kind, artifact.signature, interface, call, not_joined),
-            *(readers, classes, artifact.manifest.facts.get(TABLE_ROWS)),
+            *(name, artifact.kind, signature, interface, call, not_joined),
+            *(settings, artifact.path, classes, artifact.manifest.facts.get(TABLE_ROWS)),
         )
-
-
-def _request_forms(artifact: Artifact, call: Call) -> tuple[Readers, Named | None]:
-    """Return the preprocessing of texts and images, and the settings of class names."""
-    forms, signature = forms_of(artifact), artifact.signature
-    settings = {
-        name: form.handler_settings(signature)
-        for name, form in (("image", forms.image), ("text", forms.text))
-        if form
-    }
-    readers = create_readers(settings, signature.input_descriptions(), artifact.path)
-    if not forms.class_names:
-        return readers, None
-    scores = call(*example_inputs(signature, rows=signature.smallest_batch))[0]
-    return readers, class_settings(artifact, forms.class_names, TOP_LABELS, scores)
 
 
 def warm_up(call: Call, signature: Signature) -> None:
