@@ -12,6 +12,7 @@ import argparse
 import collections
 import contextlib
 import re
+import select
 import socket
 import subprocess
 import sys
@@ -78,14 +79,13 @@ def send(request: HostileRequest, kind: str, port: int) -> collections.Counter[s
 
     def read(each: socket.socket, found: collections.Counter[str]) -> None:
         rest, last, is_answered = b"", time.monotonic(), False
-        each.settimeout(1)
         while time.monotonic() - last < GOES_ON_SECONDS:
-            try:
-                part = each.recv(65536)
-            except TimeoutError:
+            if not select.select([each], [], [], 1)[0]:
                 if is_answered:  # a kept connection: all that was asked is answered
                     return
                 continue
+            try:
+                part = each.recv(65536)
             except OSError:
                 return
             if not part:

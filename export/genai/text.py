@@ -46,12 +46,10 @@ class TextTokenizer:
 
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
         """Return token ids; with the tokens that the tokenizer puts around a text, if wanted."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special_tokens).ids
+        # Without offsets: it takes half the memory.
+        encode = self._tokenizer.encode_batch_fast
+        ids: list[int] = encode([text], add_special_tokens=special_tokens)[0].ids
         return ids
-
-    def count(self, text: str) -> int:
-        """Return the number of a text's tokens, without those that are put around it."""
-        return len(self._tokenizer.encode(text, add_special_tokens=False))
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids, without special tokens."""

@@ -28,15 +28,13 @@ if TYPE_CHECKING:
     from serve.http.responses import Headers, Message, Receive
     from serve.worker.tensors import Named
 
-LARGE_BODIES = 3
+LARGE_BODIES = 2
 """Large bodies in memory are bounded by so many times the largest; the others wait in the kernel's
 socket buffers."""
 SMALL_BYTES = 64 * 1024
 """Larger bodies are parsed, and larger responses serialized, in a thread, one at a time."""
 CLIENT_CLOSED = 499
 """Status in the metrics, nginx's, for a client that disconnected before its response."""
-CALLS_PER_LIMIT = 3
-"""So many calls of a helper process fit into the time limit of a request, which others wait for."""
 
 
 class BodyReceiver(Protocol):
@@ -105,21 +103,21 @@ class SharedState:
         """Wait until there is memory for a body, and reserve it; for small ones at once."""
         return self._large_bodies.reserve(size) if size > SMALL_BYTES else nullcontext()
 
-    async def read_body(self, receive: Receive) -> bytes:
+    async def read_body(self, receive: Receive) -> bytes | bytearray:
         """Return a request's body; HttpError where it is too large or does not arrive."""
-        parts: list[bytes] = []
-        bytes_left, more = self.limits.body_bytes, True
+        body, more = bytearray(), True  # not joined from parts, which would take it twice
         while more:
             part = await receive()
             if part["type"] == "http.disconnect":
                 raise HttpError(UNREADABLE, "the client disconnected before its body was received")
-            parts.append(part.get("body", b""))
-            bytes_left -= len(parts[-1])
+            body += part.get("body", b"")
             more = bool(part.get("more_body"))
-            if bytes_left < 0:  # a chunked one: others were refused by their Content-Length
+            if (
+                len(body) > self.limits.body_bytes
+            ):  # a chunked one: others were refused by their Content-Length
                 message = f"the body has more than {self.limits.body_bytes} bytes"
                 raise HttpError(TOO_LARGE, message)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        return body
 
 
 class BaseApplication:

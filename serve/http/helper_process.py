@@ -38,6 +38,9 @@ LOAD_SECONDS, LOAD_MIB = 60.0, 2048
 hundreds of MiB."""
 SMALL_BYTES = 64 * 1024
 """Bodies above this wait for each other first, so that small ones wait for one of them at most."""
+CALLS_PER_LIMIT = 3
+BASE_MIB = 12
+"""Memory that a call may take in addition to what the largest right request needs."""
 FRAME = struct.Struct("<QQ")
 """Sizes of a message: those of its pickled part, and of the body behind it."""
 
@@ -49,7 +52,7 @@ class HelperProcess:
     """
 
     def __init__(
-        self, create: Callable[..., Any], *args: Any, what: str, seconds: float, mebibytes: int
+        self, create: Callable[..., Any], *args: Any, what: Path, seconds: float, needed_bytes: int
     ) -> None:
         """Start the process, and wait until it has called `create(*args)`.
 
@@ -57,15 +60,16 @@ class HelperProcess:
             create: a function of a module.
             args: its arguments.
             what: the artifact, for messages.
-            seconds: time limit of one call.
-            mebibytes: memory that calls may take in addition.
+            seconds: time limit of a request; a call has a third of it, as others wait meanwhile.
+            needed_bytes: memory that the call of the largest right request takes.
 
         Raises:
             ArtifactInvalid: nothing is created within LOAD_SECONDS and LOAD_MIB.
             CompressError: what `create` raises.
         """
-        self._start_message = pickle.dumps((create, args, mebibytes))
-        self._what, self._seconds, self._mebibytes = what, seconds, mebibytes
+        self._mebibytes = BASE_MIB + needed_bytes // MIB
+        self._start_message = pickle.dumps((create, args, self._mebibytes))
+        self._what, self._seconds = what, seconds / CALLS_PER_LIMIT
         self._large, self._turn = asyncio.Lock(), asyncio.Lock()
         self._socket: socket.socket | None = None
         self._used = False
@@ -76,12 +80,15 @@ class HelperProcess:
         self._control, theirs = socket.socketpair()
         # -P: the working directory may hold anybody's files.
         command = [sys.executable, "-P", "-m", __name__, str(theirs.fileno())]
-        threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+        # One thread: the stacks of others count as memory.
+        settings = {"OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        # A backtrace takes memory, of which there is none, and then waits for ever.
+        settings |= {"RUST_BACKTRACE": "0", "RUST_LIB_BACKTRACE": "0"}
         path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, sys.path)])
         with theirs:
             self._process = subprocess.Popen(
                 command,
-                env={**os.environ, **threads, "PYTHONPATH": path},
+                env={**os.environ, **settings, "PYTHONPATH": path},
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -108,7 +115,7 @@ class HelperProcess:
         self._process.kill()  # it has no call in progress; its fork ends with it
         self._process.wait()
 
-    async def call(self, method: str, *args: Any, body: bytes | None = None) -> Any:
+    async def call(self, method: str, *args: Any, body: bytes | bytearray | None = None) -> Any:
         """Return what a method returns for some values and, behind them, a body.
 
         Raises:
@@ -142,7 +149,7 @@ class HelperProcess:
             return value
         raise value
 
-    async def _exchange(self, message: bytes, body: bytes) -> tuple[bool, Any]:
+    async def _exchange(self, message: bytes, body: bytes | bytearray) -> tuple[bool, Any]:
         loop, connection = asyncio.get_running_loop(), self._socket
         assert connection is not None
         await loop.sock_sendall(connection, FRAME.pack(len(message), len(body)) + message)
@@ -207,7 +214,7 @@ def main() -> None:
                 control.close()
                 end_with_parent(signal.SIGKILL)
                 _limit_memory(mebibytes)
-                with suppress(OSError, EOFError):
+                with suppress(OSError, EOFError, MemoryError):
                     _answer_calls(socket.socket(fileno=fds[0]), service)
                 os._exit(0)
             os.close(fds[0])
@@ -221,6 +228,8 @@ def _answer_calls(connection: socket.socket, service: Any) -> None:
             reply = True, getattr(service, method)(*args, *([body] if has_body else []))
         except HttpError as error:
             reply = False, error
+        except MemoryError:  # the server learns that from the end of this process
+            raise
         except Exception as error:  # noqa: BLE001 - a bug, which the server logs
             reply = False, RuntimeError(f"{type(error).__name__}: {error}")
         is_large = len(body) > SMALL_BYTES

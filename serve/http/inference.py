@@ -7,13 +7,12 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from serve.http.base_app import (
-    CALLS_PER_LIMIT,
     CLIENT_CLOSED,
     SMALL_BYTES,
     SharedState,
 )
 from serve.http.helper_process import HelperProcess
-from serve.http.request_decoder import RequestDecoder, content_type_of, with_readers
+from serve.http.request_decoder import RequestDecoder, content_type_of, memory_needed, with_readers
 from serve.http.responses import HttpError, Response, error_response, response_of
 from serve.packaging.model_interface import example_inputs
 from serve.worker import wire
@@ -28,9 +27,6 @@ if TYPE_CHECKING:
     from serve.http.options import Limits
     from serve.http.responses import Headers
     from serve.worker.tensors import Array, Named
-
-HELPER_MIB = 256
-"""Memory that reading texts or an image may take."""
 
 
 class Inference(SharedState):
@@ -56,9 +52,9 @@ class Inference(SharedState):
                 self.decoder,
                 model.forms,
                 model.folder,
-                what=str(model.folder),
-                seconds=limits.seconds / CALLS_PER_LIMIT,
-                mebibytes=HELPER_MIB,
+                what=model.folder,
+                seconds=limits.seconds,
+                needed_bytes=memory_needed(model.forms, limits.rows),
             )
         self._tasks = set[asyncio.Task[Response]]()
 
@@ -69,7 +65,7 @@ class Inference(SharedState):
             self._helper.close()
         super().close()
 
-    async def read(self, headers: Headers, body: bytes) -> tuple[list[Array], Named]:
+    async def read(self, headers: Headers, body: bytes | bytearray) -> tuple[list[Array], Named]:
         """Return the inputs in a body, and the outputs that it wants: decoded where it is safe."""
         if self._helper and self.needs_helper(headers):
             reading = self._helper.call("decode", headers, body=body)

@@ -10,7 +10,7 @@ from serve.http.responses import HttpError
 from serve.worker import wire
 from serve.worker.http_errors import TOO_LARGE
 from serve.worker.oip import HEADER_LENGTH, requested_outputs
-from serve.worker.preprocess import create_readers
+from serve.worker.preprocess import MAX_PIXELS, create_readers
 from serve.worker.tensors import check
 
 if TYPE_CHECKING:
@@ -23,6 +23,12 @@ if TYPE_CHECKING:
 
 UNSPECIFIED = ("", "application/x-www-form-urlencoded")
 """The Content-Type of bodies where none is given, and curl's -d."""
+TOKEN_BYTES = 2048
+"""Memory of a token while a text is tokenized that has more of them, and of the text."""
+PIXEL_BYTES = 10
+"""Memory of a pixel: Pillow takes 4 bytes for each, twice while it converts an image."""
+LONGEST_TEXT = 512
+"""Tokens of a text, on average, of a model that takes any number."""
 EXTRA_COMMAS = 1024
 """Commas of a JSON request besides those between numbers, at most."""
 
@@ -60,6 +66,8 @@ class RequestDecoder:
                 return arrays, {}
             labels = self.labels if asked.get("outputs") else ()
             return arrays, requested_outputs(asked, [*self.outputs, *labels])
+        except MemoryError:
+            raise
         except Exception as error:
             raise HttpError.from_exception(error) from error
 
@@ -74,6 +82,13 @@ def with_readers(decoder: RequestDecoder, forms: Named, folder: Path) -> Request
     """Return a decoder that takes texts and images, too, by settings and files of a folder."""
     readers = create_readers({**forms, "max_rows": decoder.max_rows}, decoder.specs, folder)
     return replace(decoder, readers=readers)
+
+
+def memory_needed(forms: Named, rows: int) -> int:
+    """Return the bytes that reading the largest texts and images takes."""
+    image = MAX_PIXELS * PIXEL_BYTES if forms.get("image") else 0
+    tokens = rows * (forms["text"]["max_length"] or LONGEST_TEXT) if forms.get("text") else 0
+    return max(image, tokens * TOKEN_BYTES)
 
 
 def content_type_of(headers: Headers) -> str:

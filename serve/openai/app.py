@@ -9,7 +9,6 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from serve.http.base_app import (
-    CALLS_PER_LIMIT,
     CLIENT_CLOSED,
     BaseApplication,
     SharedState,
@@ -42,8 +41,8 @@ if TYPE_CHECKING:
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MODELS = "/v1/models"
-HELPER_MIB = 256
-"""Memory that reading a request may take."""
+TOKEN_BYTES = 768
+"""Memory of a token of the longest prompt while it is read."""
 STOPPING = "the server stops, before the answer was complete; ask again"
 
 
@@ -59,9 +58,9 @@ class OpenAIApplication(BaseApplication):
             DecoderTexts.open,
             decoder.folder,
             decoder.name,
-            what=str(decoder.folder),
-            seconds=limits.seconds / CALLS_PER_LIMIT,
-            mebibytes=HELPER_MIB,
+            what=decoder.folder,
+            seconds=limits.seconds,
+            needed_bytes=TOKEN_BYTES * decoder.context,
         )
         model = {
             "id": decoder.name,

@@ -137,9 +137,13 @@ class DecoderTexts:
             if isinstance(body.text_or_ids, list):
                 return body.text_or_ids, f"{len(body.text_or_ids)}"
             text = body.text_or_ids
+
+        def count_tokens(text: str) -> int:
+            return len(self.tokenizer.encode(text, special_tokens=False))
+
+        part = clipped(text, self.context, count_tokens)
         # A chat's template writes the special tokens.
         special = isinstance(body, CompletionBody)
-        part = clipped(text, self.context, self.tokenizer.count)
         ids = self.tokenizer.encode(part, special_tokens=special)
         return ids, f"{len(ids)}" if part is text else f"more than {len(ids)}"
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 MAX_PIXELS = 64_000_000
 """Largest decoded image: a small file can decompress to any size."""
-FIRST_CHARACTERS = 4
-"""Characters of a token in usual texts."""
+MOST_TOKENS_OF_CHARACTER = 4
+"""Usually: of the bytes of an emoji."""
 SPARE_TOKENS = 256
 """Tokens at the end of a text's part that may be others than in the text. A word of WordPiece is
 one unknown token if it has more than 100 characters, and up to 100 tokens if not."""
@@ -112,7 +112,7 @@ def text_reader(
     def count_tokens(text: str) -> int:
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        return len(tokenizer.encode(text, add_special_tokens=False))
+        return len(tokenizer.encode_batch_fast([text], add_special_tokens=False)[0])
 
     def read(texts: list[str]) -> list[Array]:
         if max_rows is not None and len(texts) > max_rows:
@@ -138,15 +138,17 @@ def text_reader(
 def clipped(text: str, most: int, count_tokens: Callable[[str], int], side: str = "right") -> str:
     """Return a text without characters that lie far behind its first `most` tokens.
 
-    What tokenizing costs then depends on `most`, not on the text. A part that is twice as long is
-    tried until it has many more tokens than that: those near its end may be others than the
-    text's. With the side `left` the end is kept.
+    What tokenizing costs then depends on `most`, not on the text. Longer parts are tried until one
+    has clearly more tokens than that: those near its end may be others than the text's. With the
+    side `left` the end is kept.
     """
-    enough = most + max(most, SPARE_TOKENS)
-    size = FIRST_CHARACTERS * enough
+    enough = most + most // 8 + SPARE_TOKENS
+    size = enough // MOST_TOKENS_OF_CHARACTER
     while size < len(text):
         part = text[-size:] if side == "left" else text[:size]
-        if count_tokens(part) > enough:
+        count = count_tokens(part)
+        if count > enough:
             return part
-        size *= 2
+        # Not far beyond what it will take, if the text goes on like that.
+        size = max(size * 5 // 4, min(2 * size, size * enough * 9 // (8 * max(1, count))))
     return text
