@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
 import secrets
 from collections import deque
@@ -33,6 +34,8 @@ LARGE_BODIES = 2
 socket buffers."""
 SMALL_BYTES = 64 * 1024
 """Larger bodies are parsed, and larger responses serialized, in a thread, one at a time."""
+TRIM_SECONDS = 0.1
+"""Time until the request of a large body has ended."""
 CLIENT_CLOSED = 499
 """Status in the metrics, nginx's, for a client that disconnected before its response."""
 
@@ -226,6 +229,8 @@ class ByteSemaphore:
             else:
                 turn.cancel()
             self._admit()
+            # malloc keeps what is freed between other objects, until it is asked.
+            asyncio.get_running_loop().call_later(TRIM_SECONDS, ctypes.CDLL(None).malloc_trim, 0)
 
     def _admit(self) -> None:
         while self._queue:

@@ -147,7 +147,10 @@ class HelperProcess:
                     raise
         if succeeded:
             return value
-        raise value
+        try:
+            raise value
+        finally:
+            del value  # its traceback refers to this frame, which refers to the body
 
     async def _exchange(self, message: bytes, body: bytes | bytearray) -> tuple[bool, Any]:
         loop, connection = asyncio.get_running_loop(), self._socket

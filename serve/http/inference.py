@@ -54,7 +54,7 @@ class Inference(SharedState):
                 model.folder,
                 what=model.folder,
                 seconds=limits.seconds,
-                needed_bytes=memory_needed(model.forms, limits.rows),
+                needed_bytes=memory_needed(model.forms, limits),
             )
         self._tasks = set[asyncio.Task[Response]]()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,7 +23,6 @@ from serve.packaging.request_forms import TOP_LABELS, class_settings, forms_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from compress.artifacts.artifact import Artifact
     from compress.common.signature import Signature
@@ -49,7 +49,7 @@ class ServedModel:
     """Why requests must not be batched; empty if they may."""
     forms: Named = field(default_factory=dict)
     """Settings of the preprocessing of texts and images, as the artifact carries it."""
-    folder: Path | None = None
+    folder: Path = Path()
     """The artifact's, with the tokenizer."""
     classes: Named | None = None
     """Settings of the first output's class names, if they have names."""

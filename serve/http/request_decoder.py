@@ -17,12 +17,15 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from serve.http.options import Limits
     from serve.http.responses import Headers
     from serve.worker.tensors import Array, Named, Specs
     from serve.worker.wire import Readers
 
 UNSPECIFIED = ("", "application/x-www-form-urlencoded")
 """The Content-Type of bodies where none is given, and curl's -d."""
+BODY_COPIES = 3
+"""A body, and a text that it holds, of two bytes for each character."""
 TOKEN_BYTES = 2048
 """Memory of a token while a text is tokenized that has more of them, and of the text."""
 PIXEL_BYTES = 10
@@ -84,11 +87,11 @@ def with_readers(decoder: RequestDecoder, forms: Named, folder: Path) -> Request
     return replace(decoder, readers=readers)
 
 
-def memory_needed(forms: Named, rows: int) -> int:
+def memory_needed(forms: Named, limits: Limits) -> int:
     """Return the bytes that reading the largest texts and images takes."""
     image = MAX_PIXELS * PIXEL_BYTES if forms.get("image") else 0
-    tokens = rows * (forms["text"]["max_length"] or LONGEST_TEXT) if forms.get("text") else 0
-    return max(image, tokens * TOKEN_BYTES)
+    most_tokens = forms["text"]["max_length"] or LONGEST_TEXT if forms.get("text") else 0
+    return BODY_COPIES * limits.body_bytes + max(image, limits.rows * most_tokens * TOKEN_BYTES)
 
 
 def content_type_of(headers: Headers) -> str:

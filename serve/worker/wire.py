@@ -104,7 +104,7 @@ def decode(
     if content_type == RAW:
         return [from_raw(bytes(body), headers, specs[0])], {}
     if content_type == TEXT:
-        return readers[TEXT]([bytes(body).decode()]), {}
+        return readers[TEXT]([str(body, "utf-8")]), {}
     return readers[content_type](bytes(body)), {}
 
 
