@@ -111,7 +111,9 @@ class HelperProcess:
 
     def close(self) -> None:
         """End the processes."""
-        self._control.close()
+        for each in (self._control, self._socket):
+            if each:
+                each.close()
         self._process.kill()  # it has no call in progress; its fork ends with it
         self._process.wait()
 

@@ -116,7 +116,7 @@ def text_reader(
 
     def read(texts: list[str]) -> list[Array]:
         if max_rows is not None and len(texts) > max_rows:
-            raise ValueError(TOO_LARGE, f"{len(texts)} texts, at most {max_rows} in one request")
+            raise ValueError(TOO_LARGE, f"{len(texts)} rows, at most {max_rows} in one request")
         if most:
             texts = [clipped(text, most, count_tokens, cut_side) for text in texts]
             tokenizer.enable_truncation(most, direction=cut_side)
