@@ -7,6 +7,8 @@ import logging
 import sys
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from compress.artifacts.edits.independent_calls import (
     call_effects,
     needed_hooks_alone,
@@ -21,8 +23,6 @@ from compress.common.tensor_difference import relative_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    import torch
 
     from compress.artifacts.recipe import AnyEdit
     from compress.common.signature import Signature

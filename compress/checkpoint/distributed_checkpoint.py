@@ -134,8 +134,8 @@ def _stored(
         return tensor
 
     def read_headers() -> None:
-        for _, info in chunks:
-            with suppress(Exception), (folder / info.relative_path).open("rb", 0) as stream:
+        for _, info, file in chunks:
+            with suppress(Exception), file.open("rb", buffering=0) as stream:
                 load_on_meta(io.BufferedReader(Window(stream, info.offset, info.length)))
 
     return StoredTensor(shape, dtype, assemble, read_headers)

@@ -15,7 +15,7 @@ from compress.artifacts.artifact import MANIFEST, Artifact
 from compress.common.errors import ArtifactInvalid
 from compress.common.sealed_json import LOCK, read_report
 from serve.attestation import read_attestation, subjects_of
-from serve.packaging.joinable import REPORT
+from serve.packaging.recorded_measurements import REPORT
 from serve.torchserve.artifact import TorchServeArchive
 
 if TYPE_CHECKING:

@@ -10,13 +10,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from compress import __version__
-from serve.http.base_app import (
-    CLIENT_CLOSED,
-    SMALL_BYTES,
-    BaseApplication,
-    content_type_of,
-    headers_of,
-)
+from serve.http.base_app import CLIENT_CLOSED, SMALL_BYTES, BaseApplication, headers_of
 from serve.http.inference import Inference, WholeRequest
 from serve.http.responses import HttpError, Response, response_of, send_response
 from serve.worker.oip import DATATYPES
@@ -89,7 +83,7 @@ class Application(BaseApplication):
         if (
             not 0 < int(headers.get("content-length", 0)) <= min(SMALL_BYTES, limit)
             or not SPECIAL_HEADERS.isdisjoint(headers)
-            or self._has_reader(headers)
+            or self.state.needs_helper(headers)
         ):
             return None
         try:
@@ -108,16 +102,9 @@ class Application(BaseApplication):
             async with asyncio.timeout(inference.limits.seconds), inference.reserved(size):
                 late = 408
                 body = await inference.read_body(receive)
-                # A small image may be millions of pixels.
-                in_thread = len(body) > SMALL_BYTES or self._has_reader(headers)
-                decoded = inference.run_in_thread(in_thread, inference.decode, headers, body)
-                arrays, wanted = await decoded
                 late = 504
+                arrays, wanted = await inference.read(headers, body)
                 outputs = await inference.workers.outputs(arrays)
         except TimeoutError:
             raise inference.late_error(late) from None
         return await inference.respond(headers, wanted, arrays, outputs)
-
-    def _has_reader(self, headers: Headers) -> bool:
-        """Return whether a body is a text or an image."""
-        return content_type_of(headers) in self.state.model.readers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
 import secrets
 from collections import deque
@@ -28,15 +29,15 @@ if TYPE_CHECKING:
     from serve.http.responses import Headers, Message, Receive
     from serve.worker.tensors import Named
 
-LARGE_BODIES = 3
+LARGE_BODIES = 2
 """Large bodies in memory are bounded by so many times the largest; the others wait in the kernel's
 socket buffers."""
 SMALL_BYTES = 64 * 1024
 """Larger bodies are parsed, and larger responses serialized, in a thread, one at a time."""
+TRIM_SECONDS = 0.1
+"""Time until the request of a large body has ended."""
 CLIENT_CLOSED = 499
 """Status in the metrics, nginx's, for a client that disconnected before its response."""
-UNSPECIFIED = ("", "application/x-www-form-urlencoded")
-"""The Content-Type of bodies where none is given, and curl's -d."""
 
 
 class BodyReceiver(Protocol):
@@ -105,21 +106,21 @@ class SharedState:
         """Wait until there is memory for a body, and reserve it; for small ones at once."""
         return self._large_bodies.reserve(size) if size > SMALL_BYTES else nullcontext()
 
-    async def read_body(self, receive: Receive) -> bytes:
+    async def read_body(self, receive: Receive) -> bytes | bytearray:
         """Return a request's body; HttpError where it is too large or does not arrive."""
-        parts: list[bytes] = []
-        bytes_left, more = self.limits.body_bytes, True
+        body, more = bytearray(), True  # not joined from parts, which would take it twice
         while more:
             part = await receive()
             if part["type"] == "http.disconnect":
                 raise HttpError(UNREADABLE, "the client disconnected before its body was received")
-            parts.append(part.get("body", b""))
-            bytes_left -= len(parts[-1])
+            body += part.get("body", b"")
             more = bool(part.get("more_body"))
-            if bytes_left < 0:  # a chunked one: others were refused by their Content-Length
+            if (
+                len(body) > self.limits.body_bytes
+            ):  # a chunked one: others were refused by their Content-Length
                 message = f"the body has more than {self.limits.body_bytes} bytes"
                 raise HttpError(TOO_LARGE, message)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        return body
 
 
 class BaseApplication:
@@ -133,7 +134,7 @@ class BaseApplication:
         `model_paths` take requests to the model; `content` are the answers of other paths.
         """
         self.state = state
-        self._authorization = f"Bearer {token}".encode()
+        self._token = token.encode()
         self._model_paths = tuple(model_paths)
         self._public = {"/v2/health/live": {"live": True}, "/v2/health/ready": {"ready": True}}
         self._private: dict[str, Any] = {**content, "/metrics": None}
@@ -166,9 +167,10 @@ class BaseApplication:
             raise HttpError(503, message, retry_after="1", **closing)
 
     def _check_token(self, headers: Headers) -> None:
-        token = headers.get("authorization", "").encode()
+        scheme, _, token = headers.get("authorization", "").partition(" ")
         # In constant time: how long it takes tells nothing of the token.
-        if not secrets.compare_digest(token, self._authorization):
+        is_right = secrets.compare_digest(token.strip(" ").encode(), self._token)
+        if scheme.lower() != "bearer" or not is_right:  # RFC 9110, section 11.1
             message = "found no valid token, expected the header Authorization: Bearer TOKEN"
             closing = close_if_continue_expected(headers)
             raise HttpError(401, message, www_authenticate="Bearer", **closing)
@@ -202,11 +204,6 @@ def headers_of(scope: Message) -> Headers:
     return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
 
 
-def content_type_of(headers: Headers) -> str:
-    """Return the Content-Type without parameters, in lower case."""
-    return headers.get("content-type", "").partition(";")[0].strip().lower()
-
-
 class ByteSemaphore:
     """Bounds the bytes that requests hold together; the others wait, first in, first out."""
 
@@ -232,6 +229,8 @@ class ByteSemaphore:
             else:
                 turn.cancel()
             self._admit()
+            # malloc keeps what is freed between other objects, until it is asked.
+            asyncio.get_running_loop().call_later(TRIM_SECONDS, ctypes.CDLL(None).malloc_trim, 0)
 
     def _admit(self) -> None:
         while self._queue:

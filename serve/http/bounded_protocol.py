@@ -177,6 +177,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """Store a header field; ignore trailers, which are not headers of the request."""
         if self._in_body:
             return
+        value = value.strip(b" \t")  # RFC 9110, section 5.5; httptools leaves blanks behind it
         super().on_header(name, value)
         if len(self.headers) > HEADERS:
             raise HttpError(431, f"the request has more than {HEADERS} headers")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -11,15 +10,14 @@ from compress.profiling.probe_rows import seeded_rows
 from serve.http.base_app import (
     CLIENT_CLOSED,
     SMALL_BYTES,
-    UNSPECIFIED,
     SharedState,
-    content_type_of,
 )
+from serve.http.helper_process import HelperProcess
+from serve.http.request_decoder import RequestDecoder, content_type_of, memory_needed, with_readers
 from serve.http.responses import HttpError, Response, error_response, response_of
 from serve.worker import wire
-from serve.worker.http_errors import TOO_LARGE, inference_error, output_fault
-from serve.worker.oip import HEADER_LENGTH, LABELS, requested_outputs
-from serve.worker.tensors import check
+from serve.worker.http_errors import inference_error, output_fault
+from serve.worker.oip import LABELS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
@@ -28,10 +26,7 @@ if TYPE_CHECKING:
     from serve.http.loaded_model import ServedModel
     from serve.http.options import Limits
     from serve.http.responses import Headers
-    from serve.worker.tensors import Array, Named, Specs
-
-EXTRA_COMMAS = 1024
-"""Commas of a JSON request besides those between numbers, at most."""
+    from serve.worker.tensors import Array, Named
 
 
 class Inference(SharedState):
@@ -46,43 +41,43 @@ class Inference(SharedState):
         self.outputs = [output.name for output in model.signature.outputs]
         self.deadlines = Deadlines(limits.seconds)
         self._example = seeded_rows(model.signature, 1)
-        self._specs = model.signature.input_descriptions(model.facts)
-        self._max_commas = EXTRA_COMMAS + most_numbers(self._specs, limits.rows)
-        if wire.TEXT in model.readers:
-            self._max_commas += EXTRA_COMMAS * limits.rows  # within texts
+        # The protocol's answer holds what the metadata names, and labels if they are requested.
+        labels = LABELS if model.classes else ()
+        specs = model.signature.input_descriptions(model.facts)
+        self.decoder = RequestDecoder(specs, self.outputs, labels, limits.rows)
+        self._helper = None
+        if model.forms:
+            self._helper = HelperProcess(
+                with_readers,
+                self.decoder,
+                model.forms,
+                model.folder,
+                what=model.folder,
+                seconds=limits.seconds,
+                needed_bytes=memory_needed(model.forms, limits),
+            )
         self._tasks = set[asyncio.Task[Response]]()
 
     def close(self) -> None:
         """End the threads, and the timer."""
         self.deadlines.close()
+        if self._helper:
+            self._helper.close()
         super().close()
 
-    def decode(self, headers: Headers, body: bytes) -> tuple[list[Array], Named]:
-        """Return the model's inputs, and which outputs an Open Inference Protocol request wants."""
-        content_type = content_type_of(headers)
-        if content_type in UNSPECIFIED:
-            content_type = wire.JSON  # as the protocol has it; NVIDIA's client sends no type
-        json_bytes = headers.get(HEADER_LENGTH, "")
-        if json_bytes or content_type == wire.JSON:
-            # Counted before it is parsed: numbers take many times their text in memory.
-            is_size = json_bytes.isdecimal() and len(json_bytes) < 20
-            end = int(json_bytes) if is_size else None
-            if body.count(b",", 0, end) > self._max_commas:
-                rows = self.limits.rows
-                message = f"the body holds more values than {rows} rows of the inputs have"
-                raise HttpError(TOO_LARGE, message)
-        try:
-            arrays, asked = wire.decode(
-                body, content_type, headers, self._specs, self.model.readers
-            )
-            check(arrays, self._specs, self.limits.rows)
-            if not asked:
-                return arrays, {}
-            # The protocol's answer holds what the metadata names, and labels if they are requested.
-            labels = LABELS if self.model.classes and asked.get("outputs") else ()
-            return arrays, requested_outputs(asked, [*self.outputs, *labels])
-        except Exception as error:
-            raise HttpError.from_exception(error) from error
+    async def read(self, headers: Headers, body: bytes | bytearray) -> tuple[list[Array], Named]:
+        """Return the inputs in a body, and the outputs that it wants: decoded where it is safe."""
+        if self._helper and self.needs_helper(headers):
+            reading = self._helper.call("decode", headers, body=body)
+        else:
+            large = len(body) > SMALL_BYTES
+            reading = self.run_in_thread(large, self.decoder.decode, headers, body)
+        read: tuple[list[Array], Named] = await reading
+        return read
+
+    def needs_helper(self, headers: Headers) -> bool:
+        """Return whether a body may hold texts or an image."""
+        return self._helper is not None and content_type_of(headers) not in wire.TENSORS
 
     async def _check_outputs(self, outputs: list[Array] | Exception) -> list[Array]:
         """Return the outputs; blame a failure on the request if the model answers its example."""
@@ -177,7 +172,7 @@ class WholeRequest:
         """Decode the body and call the model."""
         inference = self._inference
         try:
-            self._arrays, self._wanted = inference.decode(self._headers, body)
+            self._arrays, self._wanted = inference.decoder.decode(self._headers, body)
         except Exception as error:  # noqa: BLE001 - the parser called this
             self._finish(error_response(error))
             return
@@ -270,16 +265,3 @@ class Deadlines:
 def is_small(outputs: Sequence[Array]) -> bool:
     """Return whether outputs may be written without a thread."""
     return sum(output.nbytes for output in outputs) <= SMALL_BYTES
-
-
-def most_numbers(specs: Specs, rows: int) -> float:
-    """Return the most numbers that the inputs of `rows` rows hold; infinite for unbounded axes."""
-    # Rows are counted on the first input's first axis, where it has a name.
-    row_axis = next(iter(specs[0]["shape"]), None)
-    total = 0.0
-    for spec in specs:
-        bounds = {axis: most or math.inf for axis, (_, most) in spec.get("bounds", {}).items()}
-        bounds |= {row_axis: rows}
-        sizes = [d if isinstance(d, int) else bounds.get(d, math.inf) for d in spec["shape"]]
-        total += math.prod(sizes)
-    return total

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,18 +20,14 @@ from serve.packaging.model_interface import (
 )
 from serve.packaging.recorded_measurements import served_forms
 from serve.packaging.request_forms import TOP_LABELS, class_settings
-from serve.worker.preprocess import create_readers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
-    from pathlib import Path
 
     from compress.artifacts.artifact import Artifact
     from compress.common.signature import Signature
     from compress.profiling.batch_dependence import Call
-    from serve.packaging.request_forms import RequestForms
     from serve.worker.tensors import Named
-    from serve.worker.wire import Readers
 
 SERVED_KINDS = ("onnx", "aot", "graph", "torchscript", "openvino")
 RUNTIMES = {"onnx": "onnxruntime", "openvino": "openvino"}
@@ -50,8 +47,10 @@ class ServedModel:
     call: Call
     not_joined: str
     """Why requests must not be batched; empty if they may."""
-    readers: Readers = field(default_factory=dict)
-    """Preprocessing of texts and images by content type, as the artifact carries it."""
+    forms: Named = field(default_factory=dict)
+    """Settings of the preprocessing of texts and images, as the artifact carries it."""
+    folder: Path = Path()
+    """The artifact's, with the tokenizer."""
     classes: Named | None = None
     """Settings of the first output's class names, if they have names."""
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -92,27 +91,18 @@ def open_model(
                 f"{type(error).__name__}: {error}"
             ) from error
         not_joined = why_not_joined_without_data(artifact, call, interface.rows_stay_first, report)
-        forms, notes = served_forms(artifact, report)
-        readers, classes = _request_forms(artifact, forms, call)
+        signature, (forms, notes) = artifact.signature, served_forms(artifact, report)
+        classes = None
+        if forms.class_names:
+            scores = call(*seeded_rows(signature, signature.smallest_batch))[0]
+            classes = class_settings(artifact, forms.class_names, TOP_LABELS, scores)
         if not_joined:
             notes.append(f"requests are not joined: {not_joined}")
         yield ServedModel(
-            *(name, artifact.kind, artifact.signature, interface, call, not_joined),
-            *(readers, classes, artifact.manifest.facts, tuple(notes)),
+            *(name, artifact.kind, signature, interface, call, not_joined),
+            *(forms.handler_settings(signature), artifact.path, classes),
+            *(artifact.manifest.facts, tuple(notes)),
         )
-
-
-def _request_forms(
-    artifact: Artifact, forms: RequestForms, call: Call
-) -> tuple[Readers, Named | None]:
-    """Return the preprocessing of texts and images, and the settings of class names."""
-    signature = artifact.signature
-    settings = forms.handler_settings(signature)
-    readers = create_readers(settings, signature.input_descriptions(), artifact.path)
-    if not forms.class_names:
-        return readers, None
-    scores = call(*seeded_rows(signature, signature.smallest_batch))[0]
-    return readers, class_settings(artifact, forms.class_names, TOP_LABELS, scores)
 
 
 def warm_up(call: Call, signature: Signature) -> None:

@@ -72,10 +72,8 @@ def _fork(child: Callable[[Ready], None], write_end: int) -> int:
 
     code = 1
     try:
-        # The kernel ends this process with its parent, even if that is killed. The parent may have
-        # ended before the call, so it is compared afterwards.
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
-        if os.getppid() == parent:
+        end_with_parent(signal.SIGTERM)
+        if os.getppid() == parent:  # it may have ended before
             child(report_ready)
         code = 0
     except KeyboardInterrupt:
@@ -87,6 +85,11 @@ def _fork(child: Callable[[Ready], None], write_end: int) -> int:
         traceback.print_exc()
     finally:
         os._exit(code)
+
+
+def end_with_parent(number: signal.Signals) -> None:
+    """Let the kernel send this process a signal when its parent ends, even if that is killed."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(number))
 
 
 def _reap(pids: set[int]) -> bool:

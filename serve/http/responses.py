@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import logging
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
-
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from serve.worker.http_errors import describe_error
 from serve.worker.wire import JSON
@@ -48,6 +47,10 @@ class HttpError(Exception):
         names = {name.replace("_", "-"): value for name, value in headers.items()}
         body = json.dumps({"error": message}).encode()
         self.response = Response(status, body, {"content-type": JSON, **names})
+
+    def __reduce__(self) -> Any:
+        """Pickle the response as it is."""
+        return type(self).__new__, (type(self), *self.args), vars(self)
 
     @classmethod
     def from_exception(cls, error: Exception) -> HttpError:
@@ -113,7 +116,8 @@ def response_bytes(
         headers["connection"] = "close"
     lines = [f"{name.lower()}: {value}\r\n" for name, value in headers.items()]
     defaults = [b"%s: %s\r\n" % pair for pair in default_headers]
-    head = [STATUS_LINE[response.status], *defaults, "".join(lines).encode(), b"\r\n"]
+    status = f"HTTP/1.1 {response.status} {HTTPStatus(response.status).phrase}\r\n".encode()
+    head = [status, *defaults, "".join(lines).encode(), b"\r\n"]
     return b"".join([*head, response.body])
 
 

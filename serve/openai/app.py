@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from serve.http.base_app import (
     CLIENT_CLOSED,
-    SMALL_BYTES,
-    UNSPECIFIED,
     BaseApplication,
     SharedState,
-    content_type_of,
     headers_of,
 )
+from serve.http.helper_process import HelperProcess
+from serve.http.request_decoder import UNSPECIFIED, content_type_of
 from serve.http.responses import HttpError, Response, send_response
 from serve.openai.answers import (
     EVENT_STREAM,
@@ -25,8 +24,9 @@ from serve.openai.answers import (
     event,
     usage_of,
 )
-from serve.openai.job import create_job
-from serve.openai.request import ApiError, ChatBody, CompletionBody, parse_body
+from serve.openai.generation import GenerationJob
+from serve.openai.job import DecoderTexts
+from serve.openai.request import ApiError
 from serve.worker.http_errors import UNKNOWN_FORM, abbreviated
 from serve.worker.wire import JSON
 
@@ -36,11 +36,13 @@ if TYPE_CHECKING:
     from serve.http.options import Limits
     from serve.http.responses import Headers, Message, Receive, Send
     from serve.openai.decoder import ServedDecoder
-    from serve.openai.generation import GenerationJob, GenerationThreads, Part
-    from serve.openai.request import Body
+    from serve.openai.generation import GenerationThreads, Part
+    from serve.openai.job import GenerationRequest
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MODELS = "/v1/models"
+TOKEN_BYTES = 768
+"""Memory of a token of the longest prompt while it is read."""
 STOPPING = "the server stops, before the answer was complete; ask again"
 
 
@@ -52,6 +54,14 @@ class OpenAIApplication(BaseApplication):
     ) -> None:
         """Create the application; all but the two health paths require the bearer token."""
         self._decoder, self._threads = decoder, threads
+        self._helper = HelperProcess(
+            DecoderTexts.open,
+            decoder.folder,
+            decoder.name,
+            what=decoder.folder,
+            seconds=limits.seconds,
+            needed_bytes=TOKEN_BYTES * decoder.context,
+        )
         model = {
             "id": decoder.name,
             "object": "model",
@@ -66,6 +76,11 @@ class OpenAIApplication(BaseApplication):
         state = SharedState(decoder.name, threads, limits)
         state.metrics.add_token_counter()
         super().__init__(state, token, (COMPLETIONS, CHAT), content)
+
+    def close(self) -> None:
+        """End the threads, and the helper process."""
+        super().close()
+        self._helper.close()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -98,12 +113,12 @@ class OpenAIApplication(BaseApplication):
             # This request is in progress already.
             self._admit(scope["method"], headers, self.state.in_progress - 1)
             deadline = self._deadline()
-            body, job = await self._read(is_chat, headers, receive, deadline)
-            with_usage = bool(body.stream_options and body.stream_options.include_usage)
-            written = CompletionFormat(self._decoder, is_chat, with_usage)
-            async with aclosing(self._threads.parts(job)) as parts:
+            request = await self._read(is_chat, headers, receive, deadline)
+            job = GenerationJob(*request[:4])
+            written = CompletionFormat(self._decoder, is_chat, request.with_usage)
+            async with aclosing(self._threads.parts(job, self._helper)) as parts:
                 part = await self._next(parts, deadline)
-                if body.stream:
+                if request.streams:
                     streams = True
                     await self._stream(written, job, part, parts, send)
                     return 200
@@ -155,31 +170,23 @@ class OpenAIApplication(BaseApplication):
 
     async def _read(
         self, is_chat: bool, headers: Headers, receive: Receive, deadline: float
-    ) -> tuple[Body, GenerationJob]:
-        """Receive a request's body, and return it with what is generated for it."""
+    ) -> GenerationRequest:
+        """Receive a request's body, and return what it asks for."""
         state, late = self.state, 503
         size = state.body_size(headers)
         try:
             async with asyncio.timeout_at(deadline), state.reserved(size):
                 late = 408
                 content = await state.read_body(receive)
-                large = len(content) > SMALL_BYTES
-                decoded: tuple[Body, GenerationJob] = await state.run_in_thread(
-                    large, self._decode, is_chat, headers, content
-                )
-                return decoded
+                late = 504
+                found = content_type_of(headers)
+                if found not in (JSON, *UNSPECIFIED) or "content-encoding" in headers:
+                    message = f"found the Content-Type {abbreviated(found)}, expected {JSON}"
+                    raise ApiError(UNKNOWN_FORM, f"{message}, uncompressed")
+                request: GenerationRequest = await self._helper.call("read", is_chat, body=content)
+                return request
         except TimeoutError:
             raise state.late_error(late) from None
-
-    def _decode(
-        self, is_chat: bool, headers: Headers, content: bytes
-    ) -> tuple[Body, GenerationJob]:
-        found = content_type_of(headers)
-        if found not in (JSON, *UNSPECIFIED) or "content-encoding" in headers:
-            message = f"found the Content-Type {abbreviated(found)}, expected {JSON}, uncompressed"
-            raise ApiError(UNKNOWN_FORM, message)
-        body = parse_body(ChatBody if is_chat else CompletionBody, content)
-        return body, create_job(self._decoder, body)
 
     async def _next(self, parts: AsyncGenerator[Part, None], deadline: float) -> Part:
         """Return the next part of an answer; HttpError if it is not there in time."""

@@ -57,6 +57,8 @@ class ChatTemplate:
             return self._template.render(
                 messages=messages, add_generation_prompt=True, **absent, **self._special_tokens
             )
+        except MemoryError:
+            raise
         except Exception as error:  # a template may fail in any way for some messages
             raise ValueError(first_line(error)) from error
 

@@ -11,13 +11,13 @@ from compress.common.requirements import require_all
 from export.genai.folder import GenaiConfig
 from export.genai.greedy_text import GreedyText
 from export.genai.runtime import GENAI, next_tokens, next_tokens_unlocked, open_folder
-from export.genai.text import TOKENIZERS, TextTokenizer
+from export.genai.text import TOKENIZERS
 from serve.http.base_app import SMALL_BYTES
 from serve.http.options import Limits
-from serve.openai.chat_template import ChatTemplate
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
+    from pathlib import Path
 
     from compress.artifacts.artifact import Artifact
     from export.genai.runtime import Sampling
@@ -36,11 +36,10 @@ class ServedDecoder:
     """Digest of the artifact."""
     context: int
     """Tokens of a prompt and its answer together, at most."""
-    vocabulary: int
     end_tokens: frozenset[int]
     """Tokens that end a text."""
-    tokenizer: TextTokenizer
-    chat_template: ChatTemplate | None
+    folder: Path
+    """The artifact's."""
     _model: Any
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -77,11 +76,11 @@ def open_decoder(artifact: Artifact, name: str, threads: int) -> ServedDecoder:
     """Open a folder, after its digests were checked, and generate the text of its proof.
 
     Raises:
-        ArtifactInvalid: a file is not the one that was sealed, or there is no tokenizer.
+        ArtifactInvalid: a file is not the one that was sealed.
         StageFailed: it generates another text than the one that was compared with the source's.
     """
     artifact.verify()
-    tokenizer, text = TextTokenizer(artifact), GreedyText.read(artifact.path)
+    text = GreedyText.read(artifact.path)
     model = open_folder(artifact.path, threads)
     try:
         text.check(model)
@@ -92,9 +91,7 @@ def open_decoder(artifact: Artifact, name: str, threads: int) -> ServedDecoder:
         name=name,
         digest=artifact.digest,
         context=int(artifact.fact("context")),
-        vocabulary=int(artifact.fact("vocabulary")),
         end_tokens=frozenset([ends] if isinstance(ends, int) else ends),
-        tokenizer=tokenizer,
-        chat_template=ChatTemplate.from_artifact(artifact),
+        folder=artifact.path,
         _model=model,
     )

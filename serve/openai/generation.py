@@ -6,7 +6,7 @@ import asyncio
 import queue
 import threading
 import time
-from contextlib import closing, suppress
+from contextlib import aclosing, closing, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,9 +14,10 @@ from export.genai.text import TextStream
 from serve.http.dynamic_batcher import WorkerThreads
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Generator, Sequence
+    from collections.abc import AsyncGenerator, Sequence
 
     from export.genai.runtime import Sampling
+    from serve.http.helper_process import HelperProcess
     from serve.openai.decoder import ServedDecoder
 
 
@@ -32,15 +33,15 @@ class Part(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class GenerationJob:
-    """A request's prompt, how it is continued, and the parts of its answer."""
+    """A request's prompt, how it is continued, and the tokens of its answer."""
 
     prompt: Sequence[int]
     count: int
     """Tokens of the answer, at most."""
     sampling: Sampling
     stops: tuple[str, ...]
-    parts: asyncio.Queue[Part | Exception] = field(default_factory=asyncio.Queue)
-    """No more than the context's tokens: a client that reads slowly holds up nobody."""
+    tokens: asyncio.Queue[int | Exception | None] = field(default_factory=asyncio.Queue)
+    """No more than the context's: a client that reads slowly holds up nobody. None ends them."""
     cancelled: threading.Event = field(default_factory=threading.Event)
     """Set if nobody waits for the answer: its generation ends with the next token."""
 
@@ -55,18 +56,21 @@ class GenerationThreads(WorkerThreads):
         self._decoder = decoder
         super().__init__(workers, queue.Queue())
 
-    async def parts(self, job: GenerationJob) -> AsyncGenerator[Part, None]:
-        """Yield the parts of an answer; end the generation where the caller ends."""
+    async def tokens(self, job: GenerationJob) -> AsyncGenerator[list[int], None]:
+        """Yield the tokens of an answer as they come; end the generation where the caller ends."""
         self.depth += 1
         self._queue.put(job)
         try:
-            while True:
-                part = await job.parts.get()
-                if isinstance(part, Exception):
-                    raise part
-                yield part
-                if part.finish_reason:
-                    return
+            last: int | Exception | None = 0
+            while last is not None:
+                items = [await job.tokens.get()]
+                while not job.tokens.empty():
+                    items.append(job.tokens.get_nowait())
+                if tokens := [each for each in items if isinstance(each, int)]:
+                    yield tokens
+                last = items[-1]
+                if isinstance(last, Exception):
+                    raise last
         finally:
             job.cancelled.set()
             # Out of the queue, if it still waits there: while long answers are generated, clients
@@ -75,48 +79,49 @@ class GenerationThreads(WorkerThreads):
                 self._queue.queue.remove(job)
             self.depth -= 1
 
+    async def parts(self, job: GenerationJob, helper: HelperProcess) -> AsyncGenerator[Part, None]:
+        """Yield the parts of an answer's text; `helper` decodes tokens, by `DecoderTexts`."""
+        stream, stops, count = TextStream(), StopTexts(job.stops), 0
+        async with aclosing(self.tokens(job)) as some_tokens:
+            async for tokens in some_tokens:
+                stream, texts = await helper.call("decode", stream, tokens)
+                for text in texts:
+                    count += 1
+                    part = stops.add(text)
+                    if stops.found:
+                        yield Part(part, count, "stop")
+                        return
+                    if part:
+                        yield Part(part, count)
+        part = stops.add(await helper.call("decode_rest", stream))
+        reason = "stop" if stops.found or count < job.count else "length"
+        yield Part(part + stops.rest(), count, reason)
+
     def _work(self) -> None:
         while isinstance(job := self._queue.get(), GenerationJob):
             try:
-                for part in self._answer(job):
-                    self._deliver(job, part)
+                self._generate(job)
+                self._deliver(job, None)
             except Exception as error:  # noqa: BLE001 - the request's error; the thread goes on
                 self._deliver(job, error)
             self._call_start.pop(threading.get_ident(), None)
 
-    def _answer(self, job: GenerationJob) -> Generator[Part, None, None]:
-        """Yield the parts of an answer, until its end or until nobody waits for it."""
-        decoder, text, stops = (
-            self._decoder,
-            TextStream(self._decoder.tokenizer),
-            StopTexts(job.stops),
-        )
-        count = 0
+    def _generate(self, job: GenerationJob) -> None:
+        """Deliver the tokens of an answer, until its end or until nobody waits for it."""
         if job.cancelled.is_set():
             return
         self._call_start[threading.get_ident()] = time.monotonic()
-        with closing(decoder.generate(job.prompt, job.count, job.sampling)) as tokens:
+        with closing(self._decoder.generate(job.prompt, job.count, job.sampling)) as tokens:
             for token in tokens:
                 self._call_start[threading.get_ident()] = time.monotonic()
-                if job.cancelled.is_set():
+                # genai's engine does not return the end token; its texts just end early.
+                if job.cancelled.is_set() or token in self._decoder.end_tokens:
                     return
-                # genai's engine does not return this token; its texts just end early.
-                if token in decoder.end_tokens:
-                    break
-                count += 1
-                part = stops.add(text.add(token))
-                if stops.found:
-                    yield Part(part, count, "stop")
-                    return
-                if part:
-                    yield Part(part, count)
-        part = stops.add(text.rest())
-        reason = "stop" if stops.found or count < job.count else "length"
-        yield Part(part + stops.rest(), count, reason)
+                self._deliver(job, token)
 
-    def _deliver(self, job: GenerationJob, part: Any) -> None:
+    def _deliver(self, job: GenerationJob, item: int | Exception | None) -> None:
         with suppress(RuntimeError):  # the loop is closed: nobody awaits the answer
-            self._loop.call_soon_threadsafe(job.parts.put_nowait, part)
+            self._loop.call_soon_threadsafe(job.tokens.put_nowait, item)
 
 
 class StopTexts:

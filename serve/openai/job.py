@@ -1,81 +1,155 @@
-"""Turns a request's body into what is generated: prompt tokens, number of tokens, sampling."""
+"""Turns a request's body into what is generated: prompt tokens, number of tokens, sampling.
+
+It runs in the helper process, as tokenizers and chat templates may take any time and memory.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
+from compress.artifacts.artifact import Artifact
 from export.genai.runtime import Sampling
-from serve.openai.generation import GenerationJob
-from serve.openai.request import ApiError, ChatBody, CompletionBody
+from export.genai.text import TextStream, TextTokenizer
+from serve.openai.chat_template import ChatTemplate
+from serve.openai.request import ApiError, ChatBody, CompletionBody, parse_body
 from serve.worker.http_errors import SHOWN_CHARACTERS, UNREADABLE, abbreviated
+from serve.worker.preprocess import clipped
 
 if TYPE_CHECKING:
-    from serve.openai.decoder import ServedDecoder
+    from collections.abc import Sequence
+    from pathlib import Path
+
     from serve.openai.request import Body
 
 COMPLETION_TOKENS = 16
 """`max_tokens` of a completion where none is given, as OpenAI has it."""
 TOO_LONG = "context_length_exceeded"
 UNKNOWN_MODEL = 404
+LEAST = 1e-6
+"""Of `temperature` and `top_p`: float32, in which genai computes, ends not far below. Fewer than a
+million tokens have one that is likelier than this `top_p`, which chooses it like 0 does."""
 
 
-def create_job(decoder: ServedDecoder, body: Body) -> GenerationJob:
-    """Return what a decoder generates for a body; ApiError where it cannot."""
-    if body.model not in (None, decoder.name):
-        message = f"model: found {abbreviated(body.model)}, expected {decoder.name!r}"
-        raise ApiError(UNKNOWN_MODEL, message, "model", "model_not_found")
-    is_chat = isinstance(body, ChatBody)
-    where = "messages" if is_chat else "prompt"
-    prompt = prompt_tokens(decoder, body)
-    room = decoder.context - len(prompt)
-    if not prompt or room < 1:
-        message = (
-            f"{where}: found {len(prompt)} tokens, expected 1 to {decoder.context - 1}: prompt and "
-            f"answer have at most {decoder.context} together"
+class GenerationRequest(NamedTuple):
+    """What a body asks for."""
+
+    prompt: Sequence[int]
+    most_tokens: int
+    """Of the answer."""
+    sampling: Sampling
+    stops: tuple[str, ...]
+    streams: bool = False
+    with_usage: bool = False
+    """Whether the last chunk of a stream has the numbers of tokens."""
+
+
+@dataclass(frozen=True)
+class DecoderTexts:
+    """Reads the bodies of requests to one decoder, and writes its tokens as text."""
+
+    name: str
+    context: int
+    """Tokens of a prompt and its answer together, at most."""
+    vocabulary: int
+    tokenizer: TextTokenizer
+    chat_template: ChatTemplate | None
+
+    @classmethod
+    def open(cls, folder: Path, name: str) -> DecoderTexts:
+        """Read tokenizer and chat template of a folder; ArtifactInvalid for broken ones."""
+        artifact = Artifact.from_directory(folder)
+        return cls(
+            name=name,
+            context=int(artifact.fact("context")),
+            vocabulary=int(artifact.fact("vocabulary")),
+            tokenizer=TextTokenizer(artifact),
+            chat_template=ChatTemplate.from_artifact(artifact),
         )
-        raise ApiError(UNREADABLE, message, where, TOO_LONG if prompt else None)
-    # Of texts, too: a tokenizer may have more tokens than the model.
-    unknown = next((token for token in prompt if not 0 <= token < decoder.vocabulary), None)
-    if unknown is not None:
-        message = (
-            f"{where}: found token id {abbreviated(unknown)}, expected 0 to "
-            f"{decoder.vocabulary - 1}"
+
+    def read(self, is_chat: bool, content: bytes | bytearray) -> GenerationRequest:
+        """Return what a decoder generates for a body; ApiError where it cannot."""
+        body = parse_body(ChatBody if is_chat else CompletionBody, content)
+        if body.model not in (None, self.name):
+            message = f"model: found {abbreviated(body.model)}, expected {self.name!r}"
+            raise ApiError(UNKNOWN_MODEL, message, "model", "model_not_found")
+        where = "messages" if is_chat else "prompt"
+        prompt, found = self._prompt_tokens(body)
+        room = self.context - len(prompt)
+        if not prompt or room < 1:
+            message = (
+                f"{where}: found {found} tokens, expected 1 to {self.context - 1}: prompt and "
+                f"answer have at most {self.context} together"
+            )
+            raise ApiError(UNREADABLE, message, where, TOO_LONG if prompt else None)
+        # Of texts, too: a tokenizer may have more tokens than the model.
+        unknown = next((token for token in prompt if not 0 <= token < self.vocabulary), None)
+        if unknown is not None:
+            message = (
+                f"{where}: found token id {abbreviated(unknown)}, expected 0 to "
+                f"{self.vocabulary - 1}"
+            )
+            raise ApiError(UNREADABLE, message, where)
+        wanted = body.wanted_tokens
+        if wanted is not None and wanted > room:
+            message = (
+                f"max_tokens: found {abbreviated(wanted)}, expected at most {room}: the prompt has "
+                f"{len(prompt)} tokens, and prompt and answer at most {self.context} together"
+            )
+            raise ApiError(UNREADABLE, message, "max_tokens", TOO_LONG)
+        return GenerationRequest(
+            prompt,
+            wanted or (room if is_chat else min(room, COMPLETION_TOKENS)),
+            sampling_of(body),
+            body.stops,
+            bool(body.stream),
+            bool(body.stream_options and body.stream_options.include_usage),
         )
-        raise ApiError(UNREADABLE, message, where)
-    wanted = body.wanted_tokens
-    if wanted is not None and wanted > room:
-        message = (
-            f"max_tokens: found {abbreviated(wanted)}, expected at most {room}: the prompt has "
-            f"{len(prompt)} tokens, and prompt and answer at most {decoder.context} together"
-        )
-        raise ApiError(UNREADABLE, message, "max_tokens", TOO_LONG)
-    count = wanted or (room if is_chat else min(room, COMPLETION_TOKENS))
+
+    def decode(self, stream: TextStream, tokens: Sequence[int]) -> tuple[TextStream, list[str]]:
+        """Return a stream after some more tokens, and the text that each of them adds."""
+        return stream, [stream.add(token, self.tokenizer) for token in tokens]
+
+    def decode_rest(self, stream: TextStream) -> str:
+        """Return the text of tokens at the end of a stream, whole characters or not."""
+        return stream.rest(self.tokenizer)
+
+    def _prompt_tokens(self, body: Body) -> tuple[list[int], str]:
+        """Return the token ids of a prompt or a chat, and their number for messages.
+
+        Of a text that fills the context, only as many as show that.
+        """
+        if isinstance(body, ChatBody):
+            if self.chat_template is None:
+                message = (
+                    "messages: the model carries no chat template (chat_template.jinja, or "
+                    "chat_template of tokenizer_config.json); ask /v1/completions"
+                )
+                raise ApiError(UNREADABLE, message, "messages", "no_chat_template")
+            try:
+                text = self.chat_template.render([each.for_template() for each in body.messages])
+            except ValueError as error:
+                reason = str(error)[:SHOWN_CHARACTERS]  # a template may repeat whole messages
+                message = f"messages: the chat template refuses them: {reason}"
+                raise ApiError(UNREADABLE, message, "messages") from error
+        else:
+            assert isinstance(body, CompletionBody)
+            if isinstance(body.text_or_ids, list):
+                return body.text_or_ids, f"{len(body.text_or_ids)}"
+            text = body.text_or_ids
+
+        def count_tokens(text: str) -> int:
+            return len(self.tokenizer.encode(text, special_tokens=False))
+
+        part = clipped(text, self.context, count_tokens)
+        # A chat's template writes the special tokens.
+        special = isinstance(body, CompletionBody)
+        ids = self.tokenizer.encode(part, special_tokens=special)
+        return ids, f"{len(ids)}" if part is text else f"more than {len(ids)}"
+
+
+def sampling_of(body: Body) -> Sampling:
+    """Return how a body wants tokens to be chosen."""
     temperature = 1.0 if body.temperature is None else body.temperature
     top_p = 1.0 if body.top_p is None else body.top_p
-    return GenerationJob(prompt, count, Sampling(temperature, top_p, body.seed), body.stops)
-
-
-def prompt_tokens(decoder: ServedDecoder, body: Body) -> list[int]:
-    """Return the token ids of a prompt or a chat."""
-    if isinstance(body, ChatBody):
-        if decoder.chat_template is None:
-            message = (
-                "messages: the model carries no chat template (chat_template.jinja, or "
-                "chat_template of tokenizer_config.json); ask /v1/completions"
-            )
-            raise ApiError(UNREADABLE, message, "messages", "no_chat_template")
-        try:
-            text = decoder.chat_template.render([each.for_template() for each in body.messages])
-        except ValueError as error:
-            reason = str(error)[:SHOWN_CHARACTERS]  # a template may repeat whole messages
-            message = f"messages: the chat template refuses them: {reason}"
-            raise ApiError(UNREADABLE, message, "messages") from error
-        # The template writes the special tokens.
-        return decoder.tokenizer.encode(text, special_tokens=False)
-    assert isinstance(body, CompletionBody)
-    prompt = body.prompt
-    if isinstance(prompt, str):
-        return decoder.tokenizer.encode(prompt)
-    if prompt and isinstance(prompt[0], str):
-        return decoder.tokenizer.encode(prompt[0])
-    return [each for each in prompt if isinstance(each, int)]
+    return Sampling(temperature if temperature >= LEAST else 0.0, max(top_p, LEAST), body.seed)

@@ -2,43 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from serve.http.responses import HttpError
 from serve.worker.http_errors import UNREADABLE, abbreviated
+from serve.worker.wire import BYTE_ORDER_MARK
 
-NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "echo": (False,),
-    "logprobs": (False,),
-    "top_logprobs": (),
-    "suffix": ("",),
-    "presence_penalty": (0, 0.0),
-    "frequency_penalty": (0, 0.0),
-    "logit_bias": ({},),
-    "response_format": ({"type": "text"},),
-    "tools": ([],),
-    "tool_choice": ("none",),
-    "parallel_tool_calls": (True, False),
-    "functions": ([],),
-    "function_call": ("none",),
-    "modalities": (["text"],),
-    "audio": (),
-    "prediction": (),
-    "reasoning_effort": (),
-    "web_search_options": (),
-}
-"""Settings of the interface that nothing here does, and their values that ask for nothing."""
-IGNORED = frozenset(
-    {
-        *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
-        *("prompt_cache_retention", "verbosity"),
-    }
-)
-"""Settings that do not change an answer."""
+Values = tuple[Any, ...]
 
 EXPECTED = {
     "prompt": "one text, or a list of token ids",
@@ -53,6 +25,8 @@ NAME_CHARACTERS = 64
 # fail_fast: an error for each of a million items would take more memory than the body.
 Text = Annotated[str, Field(max_length=256, min_length=1)]
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
+Item = TypeVar("Item")
+One = Annotated[list[Item], Field(min_length=1, max_length=1, fail_fast=True)]
 
 
 class ApiError(HttpError):
@@ -67,9 +41,29 @@ class ApiError(HttpError):
 
 
 class Strict(BaseModel):
-    """Settings of exactly their types; any other one is refused."""
+    """Settings of exactly their types; any other one is refused, and null is as good as absent."""
 
     model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True, frozen=True)
+    unsupported: ClassVar[dict[str, Values]] = {}
+    """Settings of the interface that nothing here does, and their values that ask for nothing."""
+    ignored: ClassVar[frozenset[str]] = frozenset()
+    """Settings that do not change an answer."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse(cls, content: Any) -> Any:
+        """Refuse what is not supported by name, and leave out what asks for nothing."""
+        if not isinstance(content, dict):
+            return content
+        for name in cls.unsupported.keys() & content.keys():
+            value = content[name]
+            same = (type(value) is type(each) and value == each for each in cls.unsupported[name])
+            if value is not None and not any(same):
+                raise ValueError(
+                    f"{name} is not supported, found {abbreviated(value)}; leave it out"
+                )
+        without = {*cls.unsupported, *cls.ignored}
+        return {k: v for k, v in content.items() if v is not None and k not in without}
 
 
 class StreamOptions(Strict):
@@ -83,30 +77,42 @@ class StreamOptions(Strict):
 class Body(Strict):
     """Settings that both paths take."""
 
+    unsupported = {
+        "n": (1,),
+        "best_of": (1,),
+        "echo": (False,),
+        "logprobs": (False,),
+        "top_logprobs": (0,),
+        "suffix": ("",),
+        "presence_penalty": (0, 0.0),
+        "frequency_penalty": (0, 0.0),
+        "logit_bias": ({},),
+        "response_format": ({"type": "text"},),
+        "tools": ([],),
+        "tool_choice": ("none", "auto"),
+        "parallel_tool_calls": (True, False),
+        "functions": ([],),
+        "function_call": ("none", "auto"),
+        "modalities": (["text"],),
+        "audio": (),
+        "prediction": (),
+        "reasoning_effort": ("none",),
+        "web_search_options": (),
+    }
+    ignored = frozenset(
+        {
+            *("user", "metadata", "store", "service_tier", "safety_identifier", "verbosity"),
+            *("prompt_cache_key", "prompt_cache_retention"),
+        }
+    )
     model: str | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: int | None = None
     stop: Text | Annotated[list[Text], Field(max_length=4, fail_fast=True)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse(cls, content: Any) -> Any:
-        """Refuse what is not supported by name, and leave out what asks for nothing."""
-        if not isinstance(content, dict):
-            return content
-        for name, harmless in NOT_SUPPORTED.items():
-            value = content.get(name)
-            same = (type(value) is type(each) and value == each for each in harmless)
-            if value is not None and not any(same):
-                raise ValueError(
-                    f"{name} is not supported, found {abbreviated(value)}; leave it out"
-                )
-        known = {*NOT_SUPPORTED, *IGNORED}
-        return {name: value for name, value in content.items() if name not in known}
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -122,7 +128,15 @@ class Body(Strict):
 class CompletionBody(Body):
     """A body of `/v1/completions`."""
 
-    prompt: str | TokenIds | Annotated[list[str], Field(min_length=1, max_length=1, fail_fast=True)]
+    prompt: str | TokenIds | One[str] | One[TokenIds]
+
+    @property
+    def text_or_ids(self) -> str | list[int]:
+        """The text, or the token ids, also where they are the only ones of a list."""
+        prompt = self.prompt
+        if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+            return prompt[0]
+        return cast("str | list[int]", prompt)
 
 
 class TextPart(BaseModel):
@@ -135,6 +149,7 @@ class TextPart(BaseModel):
 class ChatMessage(Strict):
     """A message of a chat, for the chat template."""
 
+    unsupported = {"tool_calls": ([],), "annotations": ([],), "function_call": (), "audio": ()}
     role: Annotated[str, Field(min_length=1, max_length=64)]
     content: str | Annotated[list[TextPart], Field(fail_fast=True)]
     name: str | None = None
@@ -162,25 +177,24 @@ class ChatBody(Body):
 AnyBody = TypeVar("AnyBody", bound=Body)
 
 
-def parse_body(kind: type[AnyBody], body: bytes) -> AnyBody:
+def parse_body(kind: type[AnyBody], body: bytes | bytearray) -> AnyBody:
     """Return what a body asks for; ApiError that names the first setting that is wrong."""
     try:
-        return kind.model_validate_json(body)
+        return kind.model_validate_json(body.removeprefix(BYTE_ORDER_MARK))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
     if first["type"] == "json_invalid":
         raise ApiError(UNREADABLE, f"the body is not JSON: {first['ctx']['error']}")
-    message = first["msg"]
-    if first["type"] == "value_error":  # of a validator here, whose message begins with the name
-        message = str(first["ctx"]["error"])
-        raise ApiError(UNREADABLE, message, message.partition(" ")[0])
     # The name of an unknown setting may be as long as the body.
-    where = [str(part)[:NAME_CHARACTERS] for part in first["loc"]]
+    where, message = [str(part)[:NAME_CHARACTERS] for part in first["loc"]], first["msg"]
+    found = "" if first["type"] == "missing" else f", found {abbreviated(first['input'])}"
+    if first["type"] == "value_error":  # of a validator here, whose message begins with the name
+        name, _, message = str(first["ctx"]["error"]).partition(" ")
+        raise ApiError(UNREADABLE, f"{'.'.join([*where, name])} {message}", next(iter(where), name))
     for place, name in enumerate(where):
         if name in EXPECTED and first["type"] != "missing":
             where, message = where[: place + 1], f"expected {EXPECTED[name]}"
             break
-    found = "" if first["type"] == "missing" else f", found {abbreviated(first['input'])}"
     raise ApiError(
         UNREADABLE, f"{'.'.join(where) or 'the body'}: {message}{found}", next(iter(where), None)
     )

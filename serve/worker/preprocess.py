@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 
 MAX_PIXELS = 64_000_000
 """Largest decoded image: a small file can decompress to any size."""
+MOST_TOKENS_OF_CHARACTER = 4
+"""Usually: of the bytes of an emoji."""
+SPARE_TOKENS = 256
+"""Tokens at the end of a text's part that may be others than in the text. A word of WordPiece is
+one unknown token if it has more than 100 characters, and up to 100 tokens if not."""
 DEEP_MODES = ("I", "F")
 """First letters of Pillow's modes with more than 8 bits per channel."""
 
@@ -29,7 +34,7 @@ def create_readers(settings: Named, specs: Specs, folder: Path) -> Readers:
     if settings.get("image"):
         readers |= dict.fromkeys(IMAGES, image_reader(settings["image"], specs[0]))
     if settings.get("text"):
-        readers[TEXT] = text_reader(settings["text"], specs, folder)
+        readers[TEXT] = text_reader(settings["text"], specs, folder, settings.get("max_rows"))
     return readers
 
 
@@ -93,27 +98,57 @@ def normalized(pixels: Array, settings: Named, dtype: str) -> Array:
     return np.ascontiguousarray(row, dtype)
 
 
-def text_reader(settings: Named, specs: Specs, folder: Path) -> Callable[[list[str]], list[Array]]:
+def text_reader(
+    settings: Named, specs: Specs, folder: Path, max_rows: int | None = None
+) -> Callable[[list[str]], list[Array]]:
     """Return a function that tokenizes texts to the model's inputs, one row per text."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(folder / settings["tokenizer"]))
-    if settings["max_length"]:
-        cut_side = (tokenizer.truncation or {}).get("direction", "right")
-        tokenizer.enable_truncation(settings["max_length"], direction=cut_side)
+    most = settings["max_length"]
+    cut_side = (tokenizer.truncation or {}).get("direction", "right")
     padding = tokenizer.padding or {}
-    tokenizer.enable_padding(
-        direction=padding.get("direction", "right"),
-        pad_id=settings["pad_id"],
-        pad_type_id=padding.get("pad_type_id", 0),
-        pad_token=settings["pad_token"],
-        length=settings["length"],
-    )
+
+    def count_tokens(text: str) -> int:
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return len(tokenizer.encode_batch_fast([text], add_special_tokens=False)[0])
 
     def read(texts: list[str]) -> list[Array]:
+        if max_rows is not None and len(texts) > max_rows:
+            raise ValueError(TOO_LARGE, f"{len(texts)} rows, at most {max_rows} in one request")
+        if most:
+            texts = [clipped(text, most, count_tokens, cut_side) for text in texts]
+            tokenizer.enable_truncation(most, direction=cut_side)
+        tokenizer.enable_padding(
+            direction=padding.get("direction", "right"),
+            pad_id=settings["pad_id"],
+            pad_type_id=padding.get("pad_type_id", 0),
+            pad_token=settings["pad_token"],
+            length=settings["length"],
+        )
         encodings = tokenizer.encode_batch(texts)
         fields = [settings["fields"][spec["name"]] for spec in specs]
         columns = [[getattr(each, field) for each in encodings] for field in fields]
         return [np.array(c, spec["dtype"]) for c, spec in zip(columns, specs, strict=True)]
 
     return read
+
+
+def clipped(text: str, most: int, count_tokens: Callable[[str], int], side: str = "right") -> str:
+    """Return a text without characters that lie far behind its first `most` tokens.
+
+    What tokenizing costs then depends on `most`, not on the text. Longer parts are tried until one
+    has clearly more tokens than that: those near its end may be others than the text's. With the
+    side `left` the end is kept.
+    """
+    enough = most + most // 8 + SPARE_TOKENS
+    size = enough // MOST_TOKENS_OF_CHARACTER
+    while size < len(text):
+        part = text[-size:] if side == "left" else text[:size]
+        count = count_tokens(part)
+        if count > enough:
+            return part
+        # Not far beyond what it will take, if the text goes on like that.
+        size = max(size * 5 // 4, min(2 * size, size * enough * 9 // (8 * max(1, count))))
+    return text

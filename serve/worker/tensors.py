@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     Named = Mapping[str, Any]  # a JSON object, or values by name
     Specs = Sequence[Named]  # "name", "dtype", "shape" … of each input
 
-NUMBER_TYPES = {bool, int, float}
-
 
 def in_signature_order(named: Named, specs: Specs) -> list[Any]:
     """Return the values in the signature's order; refuse missing and unknown names."""
@@ -34,7 +32,8 @@ def in_signature_order(named: Named, specs: Specs) -> list[Any]:
 
 def to_exact_array(values: Any, spec: Named) -> Array:
     """Convert nested lists of numbers to the input's dtype; refuse values that it would change."""
-    if not leaf_types(values) <= NUMBER_TYPES:
+    # JSON's booleans are no numbers; 0 and 1 are taken for booleans.
+    if not leaf_types(values) <= {int, float, *([bool] if spec["dtype"] == "bool" else [])}:
         raise ValueError(UNREADABLE, f"{spec['name']} holds values that are not {spec['dtype']}")
     try:
         parsed = np.asarray(values)
@@ -62,9 +61,9 @@ def leaf_types(values: Any) -> set[type]:
 def check(arrays: list[Array], specs: Specs, max_rows: int) -> None:
     """Raise ValueError for inputs that do not match the signature.
 
-    A spec may have ``infinities``, which allows them (float attention masks hold them), ``bounds``,
-    the smallest and largest size of a named axis, and ``rows``: those of the table that ids look
-    up.
+    A spec may have ``infinities`` (as float attention masks hold) or ``nan``, which allow them,
+    ``bounds``, the smallest and largest size of a named axis, and ``rows``: those of the table that
+    ids look up.
     """
     sizes: dict[str, int] = {}
     for array, spec in zip(arrays, specs, strict=True):
@@ -88,9 +87,10 @@ def check(arrays: list[Array], specs: Specs, max_rows: int) -> None:
                 UNANSWERABLE, f"{name} holds {found}, expected ids from 0 to {spec['rows'] - 1}"
             )
         if array.dtype.kind == "f" and not np.isfinite(array).all():
-            found = "NaN" if np.isnan(array).any() else "infinity"
-            if found == "NaN" or not spec.get("infinities"):
-                raise ValueError(UNREADABLE, f"{name} holds {found}, expected finite numbers")
+            found = [("NaN", "nan", np.isnan(array)), ("infinity", "infinities", np.isinf(array))]
+            for word, taken, places in found:
+                if places.any() and not spec.get(taken):
+                    raise ValueError(UNREADABLE, f"{name} holds {word}, expected finite numbers")
     rows = sizes.get(next(iter(specs[0]["shape"]), ""), 0)
     if rows > max_rows:
         raise ValueError(TOO_LARGE, f"{rows} rows, at most {max_rows} in one request")

@@ -1,7 +1,6 @@
 """Any body of OpenAI's interface becomes a job that can be generated, or is refused with 4xx."""
 
 import json
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -9,9 +8,8 @@ from hypothesis import strategies as st
 
 from serve.openai.answers import error_in_openai_format
 from serve.openai.chat_template import ChatTemplate
-from serve.openai.decoder import ServedDecoder
-from serve.openai.job import create_job
-from serve.openai.request import ApiError, ChatBody, CompletionBody, parse_body
+from serve.openai.job import DecoderTexts
+from serve.openai.request import ApiError
 from tests.export.tiny_decoder import LONGEST, VOCABULARY, decoder
 from tests.fuzz.mutations import changed_bytes, changed_value
 
@@ -32,10 +30,10 @@ SETTINGS = {
 PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
 MESSAGES = [{"role": "user", "content": "hi", "name": "n"}, {"role": "assistant", "content": PARTS}]
 RIGHT = (
-    (CompletionBody, {**SETTINGS, "prompt": "a"}),
-    (CompletionBody, {**SETTINGS, "prompt": [1, 2]}),
-    (CompletionBody, {**SETTINGS, "prompt": ["a"]}),
-    (ChatBody, {**SETTINGS, "messages": MESSAGES, "max_completion_tokens": 4}),
+    (False, {**SETTINGS, "prompt": "a"}),
+    (False, {**SETTINGS, "prompt": [1, 2]}),
+    (False, {**SETTINGS, "prompt": ["a"]}),
+    (True, {**SETTINGS, "messages": MESSAGES, "max_completion_tokens": 4}),
 )
 WORDS = (*SETTINGS, "prompt", "messages", "role", "content", "type", "text", "echo", "tools")
 ODD = (
@@ -53,40 +51,35 @@ TEMPLATE = "{% for m in messages %}{{ m.role + m.content | trim + eos_token }}{%
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> ServedDecoder:
+def served(tmp_path_factory: pytest.TempPathFactory) -> DecoderTexts:
     from export.genai.text import TextTokenizer
 
     source = decoder(tmp_path_factory.mktemp("decoder"), chat_template=TEMPLATE)
-    return ServedDecoder(
+    return DecoderTexts(
         name="model",
-        digest=source.digest,
         context=LONGEST,
         vocabulary=VOCABULARY,
-        end_tokens=frozenset(),
         tokenizer=TextTokenizer(source),
         chat_template=ChatTemplate.from_artifact(source),
-        _model=None,
     )
 
 
 @st.composite
-def bodies(draw: st.DrawFn) -> tuple[type[Any], bytes]:
+def bodies(draw: st.DrawFn) -> tuple[bool, bytes]:
     """Return a body; most are almost right."""
-    kind, content = draw(st.sampled_from(RIGHT))
+    is_chat, content = draw(st.sampled_from(RIGHT))
     value = draw(st.one_of(st.just(content), changed_value(content, WORDS)))
     body = json.dumps(value, ensure_ascii=draw(st.booleans())).encode("utf-8", "surrogatepass")
-    return kind, draw(changed_bytes(body, ODD)) if draw(st.booleans()) else body
+    return is_chat, draw(changed_bytes(body, ODD)) if draw(st.booleans()) else body
 
 
 @pytest.mark.timeout(600)
 @given(request=bodies())
 def test_any_body_can_be_generated_or_is_refused_with_4xx(
-    served: ServedDecoder, request: tuple[type[Any], bytes]
+    served: DecoderTexts, request: tuple[bool, bytes]
 ) -> None:
-    kind, content = request
     try:
-        body = parse_body(kind, content)
-        job = create_job(served, body)
+        job = served.read(*request)
     except ApiError as error:
         response = error_in_openai_format(error, error.response)
         shown = json.loads(response.body)["error"]
@@ -94,14 +87,13 @@ def test_any_body_can_be_generated_or_is_refused_with_4xx(
         assert [*shown] == ["message", "type", "param", "code"]
         assert 0 < len(shown["message"]) < 1000
         return
-    assert 0 < len(job.prompt) < len(job.prompt) + job.count <= LONGEST
+    assert 0 < len(job.prompt) < len(job.prompt) + job.most_tokens <= LONGEST
     assert all(0 <= token < VOCABULARY for token in job.prompt)
     assert 0 <= job.sampling.temperature <= 2
     assert 0 < job.sampling.top_p <= 1
     assert all(job.stops) and len(job.stops) <= 4
-    assert type(body.stream) in (bool, type(None))
 
 
-def test_the_bodies_that_are_changed_are_right(served: ServedDecoder) -> None:
-    for kind, content in RIGHT:
-        assert create_job(served, parse_body(kind, json.dumps(content).encode())).count in (4, 5)
+def test_the_bodies_that_are_changed_are_right(served: DecoderTexts) -> None:
+    for is_chat, content in RIGHT:
+        assert served.read(is_chat, json.dumps(content).encode()).most_tokens in (4, 5)

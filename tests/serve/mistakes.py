@@ -54,7 +54,7 @@ MISTAKES = {
     "a negative size": (changed(shape=[-1, 4]), {}, 400, ["x", "[-1, 4]"]),
     "no rows": (changed(shape=[0, 4], data=[]), {}, 400, ["x", "[0, 4]"]),
     "NaN in JSON": (changed(data=[float("nan")] * 4), {}, 400, ["NaN"]),
-    "Infinity in JSON": (changed(data=[float("inf")] * 4), {}, 400, ["Infinity"]),
+    "Infinity in JSON": (changed(data=[float("inf")] * 4), {}, 400, ["x holds infinity"]),
     "NaN in bytes": (NANS, {"Content-Type": RAW}, 400, ["x", "NaN", "finite"]),
     "infinity in bytes": (INFINITIES, {"Content-Type": RAW}, 400, ["x", "infinity"]),
     "an empty body": (b"", {}, 400, ["empty", "x"]),

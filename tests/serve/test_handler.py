@@ -240,7 +240,7 @@ REFUSED = {
     "no rows": (JSON, b"[]", 400, "x has shape [0], expected ['batch', 3]"),
     "infinity": (NPZ, to_npz({"x": X * np.inf}), 400, "holds infinity"),
     "JSON of infinity": (JSON, b"[[1e999, 1, 2]]", 400, "holds infinity"),
-    "JSON's word for it": (JSON, b"[[Infinity, 1, 2]]", 400, "holds Infinity"),
+    "JSON's word for it": (JSON, b"[[Infinity, 1, 2]]", 400, "x holds infinity"),
     "npz is not npz": (NPZ, b"hello", 400, "not a zip"),
     "other shape": (NPZ, to_npz({"x": X[:, :2]}), 400, "[1, 2], expected ['batch', 3]"),
     "other type": (NPZ, to_npz({"x": X.astype(np.float64)}), 400, "float64, expected float32"),

@@ -16,7 +16,7 @@ from serve.packaging.preprocessing import ImageInput, TextInput
 from serve.worker import oip, wire
 from serve.worker.oip import HEADER_LENGTH, LABELS, requested_outputs
 from serve.worker.preprocess import create_readers
-from serve.worker.tensors import top_classes
+from serve.worker.tensors import check, top_classes
 from serve.worker.wire import JSON, NPZ, RAW, TEXT, decode, encode, from_npz, parse_json
 
 IDS = {"name": "ids", "shape": ["batch", 2], "dtype": "int64"}
@@ -90,10 +90,35 @@ def test_a_tensor_that_is_not_the_models_is_named(body: bytes, words: str) -> No
     assert caught.value.args[0] == 400
 
 
-def test_nan_and_infinity_in_json_are_refused() -> None:
-    for body in (b"[NaN]", b"[-Infinity]", b"\xff", b"1" * 5000):
+def test_what_is_no_json_in_utf_8_is_refused() -> None:
+    for body in (b"\xff", b"1" * 5000, "[1]".encode("utf-16"), b"[nan]"):
         with pytest.raises(ValueError, match="the body is not JSON"):
             parse_json(body)
+
+
+@pytest.mark.parametrize("word", ["NaN", "Infinity", "-Infinity"])
+def test_nan_and_infinity_in_json_are_taken_where_the_model_takes_them(word: str) -> None:
+    body, spec = f"[[{word}, 1]]".encode(), {"name": "x", "shape": ["n", 2], "dtype": "float32"}
+    (array,), _ = decode(body, JSON, {}, [spec], {})
+    kind = "nan" if word == "NaN" else "infinities"
+    check([array], [{**spec, kind: True}], 8)
+    for refused in ({}, {"infinities" if kind == "nan" else "nan": True}):
+        with pytest.raises(ValueError, match=r"x holds (NaN|infinity), expected finite numbers"):
+            check([array], [{**spec, **refused}], 8)
+
+
+def test_json_booleans_are_no_numbers() -> None:
+    for dtype in ("float32", "int64", "uint8"):
+        with pytest.raises(ValueError, match=f"x holds values that are not {dtype}"):
+            decode(b"[[true, 1]]", JSON, {}, [{"name": "x", "shape": ["n", 2], "dtype": dtype}], {})
+    (array,), _ = decode(
+        b"[[true, 0]]", JSON, {}, [{"name": "x", "shape": ["n", 2], "dtype": "bool"}], {}
+    )
+    assert array.tolist() == [[True, False]]
+
+
+def test_a_byte_order_mark_is_ignored() -> None:
+    assert parse_json(b"\xef\xbb\xbf[1]") == [1]
 
 
 def test_raw_bytes_with_another_x_dtype_are_refused() -> None:
@@ -269,7 +294,7 @@ def test_json_is_the_same_without_pydantic(fast: bool, monkeypatch: pytest.Monke
         monkeypatch.setattr(oip, "fast_json", None)
         monkeypatch.setattr(wire, "fast_json", None)
     assert wire.parse_json(b'{"data": [1e-7, 2, true]}') == {"data": [1e-7, 2, True]}
-    for text, words in ((b"[NaN]", "holds NaN"), (b"[1", "delimiter"), (b"[" * 9**5, "too deeply")):
+    for text, words in ((b"[1", "EOF|delimiter"), (b"[" * 9**5, "too deeply")):
         with pytest.raises(ValueError, match=words):
             wire.parse_json(text)
     floats = np.array([1e-7, 0.1, -3e20, 0.0], np.float32)

@@ -16,10 +16,8 @@ import torch
 from compress.artifacts.artifact import Artifact
 from export.genai.runtime import Sampling
 from export.genai.session import CachedSession
-from export.genai.text import TextTokenizer
-from serve.openai.chat_template import ChatTemplate
 from serve.openai.decoder import ServedDecoder
-from tests.export.tiny_decoder import LONGEST, VOCABULARY
+from tests.export.tiny_decoder import VOCABULARY
 from tests.serve.served_here import Served, serving
 
 TOKEN_SECONDS, STOP_SECONDS = "TEST_TOKEN_SECONDS", "TEST_STOP_SECONDS"
@@ -49,11 +47,9 @@ def open_decoder(folder: Artifact, name: str = "model", threads: int = 1) -> Ser
     return SessionDecoder(
         name=name,
         digest=folder.digest,
-        context=LONGEST,
-        vocabulary=VOCABULARY,
+        context=int(folder.fact("context")),
         end_tokens=frozenset({VOCABULARY - 1}),
-        tokenizer=TextTokenizer(folder),
-        chat_template=ChatTemplate.from_artifact(folder),
+        folder=folder.path,
         _model=CachedSession(folder.payload_path, threads),
     )
 

@@ -5,17 +5,22 @@ import json
 import threading
 import time
 from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from compress.artifacts.artifact import Artifact
 from export.genai.runtime import Sampling
+from export.genai.text import TextTokenizer
 from serve.http.options import Limits
 from serve.openai.app import OpenAIApplication
+from serve.openai.chat_template import ChatTemplate
 from serve.openai.decoder import ServedDecoder
 from serve.openai.generation import GenerationJob, GenerationThreads
+from serve.openai.job import LEAST, DecoderTexts
+from serve.openai.request import ApiError
 from tests.export.tiny_decoder import LONGEST, VOCABULARY
 from tests.serve.openai import session_decoder
 from tests.serve.openai.session_decoder import open_decoder
@@ -126,9 +131,9 @@ def test_a_client_that_has_gone_ends_its_generation(
     async def leave() -> None:
         threads = GenerationThreads(decoder, 1)
         job = GenerationJob([1], 90, Sampling(), ())
-        async with aclosing(threads.parts(job)) as parts:
-            await anext(parts)
-        waiting = asyncio.create_task(anext(threads.parts(GenerationJob([1], 90, Sampling(), ()))))
+        async with aclosing(threads.tokens(job)) as tokens:
+            await anext(tokens)
+        waiting = asyncio.create_task(anext(threads.tokens(GenerationJob([1], 90, Sampling(), ()))))
         await asyncio.sleep(0)
         waiting.cancel()
         await asyncio.sleep(0.5)
@@ -149,7 +154,7 @@ def test_clients_that_have_gone_leave_the_queue(
     async def leave() -> None:
         threads = GenerationThreads(decoder, 1)
         jobs = [GenerationJob([1], 2, Sampling(), ()) for _ in range(20)]
-        asking = [asyncio.create_task(anext(threads.parts(job))) for job in jobs]
+        asking = [asyncio.create_task(anext(threads.tokens(job))) for job in jobs]
         while threads._queue.qsize() != 19:  # the thread has the first
             await asyncio.sleep(0.01)
         for each in asking[2:]:
@@ -187,45 +192,61 @@ def test_a_client_that_reads_nothing_keeps_no_thread(decoder: ServedDecoder) -> 
     asyncio.run(answer())
 
 
-def test_tokens_that_the_model_does_not_have_are_refused(decoder: ServedDecoder) -> None:
+@pytest.fixture
+def texts(folder: Artifact) -> DecoderTexts:
+    return DecoderTexts.open(folder.path, "model")
+
+
+def test_tokens_that_the_model_does_not_have_are_refused(texts: DecoderTexts) -> None:
     """The tokenizer may write some, as the words that were added to it."""
-    from dataclasses import replace
-
-    from serve.openai.job import create_job
-    from serve.openai.request import ApiError, ChatBody, CompletionBody, parse_body
-
-    small = replace(decoder, vocabulary=VOCABULARY - 1)
-    for kind, body in (
-        (CompletionBody, b'{"prompt": "a<|end|>"}'),
-        (CompletionBody, b'{"prompt": [1, 256]}'),
-        (ChatBody, b'{"messages": [{"role": "user", "content": "a"}]}'),
+    small = replace(texts, vocabulary=VOCABULARY - 1)
+    for is_chat, body in (
+        (False, b'{"prompt": "a<|end|>"}'),
+        (False, b'{"prompt": [1, 256]}'),
+        (True, b'{"messages": [{"role": "user", "content": "a"}]}'),
     ):
-        assert create_job(decoder, parse_body(kind, body))
+        assert texts.read(is_chat, body)
         with pytest.raises(ApiError, match="found token id 256, expected 0 to 255"):
-            create_job(small, parse_body(kind, body))
+            small.read(is_chat, body)
 
 
-def test_what_a_chat_template_says_is_shortened(decoder: ServedDecoder) -> None:
-    from dataclasses import replace
-
-    from serve.openai.chat_template import ChatTemplate
-    from serve.openai.job import create_job
-    from serve.openai.request import ApiError, ChatBody, parse_body
-
+def test_what_a_chat_template_says_is_shortened(texts: DecoderTexts) -> None:
     template = ChatTemplate("{{ raise_exception('no ' + messages[0].content) }}", {})
     body = json.dumps({"messages": [{"role": "user", "content": "a" * 5000}]}).encode()
     with pytest.raises(ApiError, match="the chat template refuses them: no aaa") as raised:
-        create_job(replace(decoder, chat_template=template), parse_body(ChatBody, body))
+        replace(texts, chat_template=template).read(True, body)
     assert len(str(raised.value)) < 300
 
 
-def test_without_a_chat_template_chats_are_refused(decoder: ServedDecoder) -> None:
-    from dataclasses import replace
-
-    from serve.openai.job import create_job
-    from serve.openai.request import ApiError, ChatBody, parse_body
-
-    asked = parse_body(ChatBody, b'{"messages": [{"role": "user", "content": "a"}]}')
-    assert create_job(decoder, asked).count == LONGEST - len("u:a") - 1 - len("a:")
+def test_without_a_chat_template_chats_are_refused(texts: DecoderTexts) -> None:
+    body = b'{"messages": [{"role": "user", "content": "a"}]}'
+    assert texts.read(True, body).most_tokens == LONGEST - len("u:a") - 1 - len("a:")
     with pytest.raises(ApiError, match=r"carries no chat template .* ask /v1/completions"):
-        create_job(replace(decoder, chat_template=None), asked)
+        replace(texts, chat_template=None).read(True, body)
+
+
+@pytest.mark.parametrize("value", [0, 1e-46, 1e-320, 5e-324, -0.0])
+def test_the_least_numbers_choose_the_likeliest_token(texts: DecoderTexts, value: float) -> None:
+    body = json.dumps({"prompt": "a", "top_p": value, "temperature": value}).encode()
+    sampling = texts.read(False, body).sampling
+    assert (sampling.temperature, sampling.top_p) == (0, LEAST)
+
+
+def test_a_text_far_beyond_the_context_is_not_tokenized(
+    texts: DecoderTexts, folder: Artifact
+) -> None:
+    tokenized = []
+
+    class Counting(TextTokenizer):
+        def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
+            tokenized.append(len(text))
+            return super().encode(text, special_tokens=special_tokens)
+
+    counting = replace(texts, tokenizer=Counting(folder))
+    for size in (LONGEST - 1, 400, 10**6):
+        body = json.dumps({"prompt": "a " * (size // 2) + "a" * (size % 2)}).encode()
+        with suppress(ApiError):
+            counting.read(False, body)
+    assert sum(tokenized) < 8000
+    with pytest.raises(ApiError, match=r"found more than \d+ tokens, expected 1 to 95"):
+        counting.read(False, body)

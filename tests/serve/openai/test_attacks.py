@@ -192,7 +192,7 @@ def test_zero_bytes_and_odd_characters_are_texts(server: Served) -> None:
 @pytest.mark.parametrize(
     "authorization",
     [
-        *(b"", b"Bearer", b"Bearer ", b"Bearer wrong", f"bearer {TOKEN}".encode()),
+        *(b"", b"Bearer", b"Bearer ", b"Bearer wrong", TOKEN.encode(), f"Bearer{TOKEN}".encode()),
         *(f"Basic {TOKEN}".encode(), f"Bearer {TOKEN} ".encode() + b"x", b"Bearer \xe9\xff"),
         pytest.param(b"Bearer " + TOKEN.encode() * 2000, id="40,000 characters"),
     ],
@@ -205,6 +205,15 @@ def test_without_the_token_nothing_is_answered(server: Served, authorization: by
             (reply,) = sent(server, data)
         assert (reply.status, error_of(reply)["code"]) == (401, "invalid_api_key")
         assert reply.headers["www-authenticate"] == "Bearer"
+
+
+@pytest.mark.parametrize("form", ["bearer {}", "BEARER   {}", "Bearer {} ", "Bearer {}\t \t"])
+def test_the_token_is_read_as_http_says(server: Served, form: str) -> None:
+    """RFC 9110: the scheme in any case, blanks before the token and behind the value."""
+    data = request(b"", MODELS, method="GET")
+    data = data.replace(f"Bearer {TOKEN}".encode(), form.format(TOKEN).encode())
+    (reply,) = sent(server, data)
+    assert reply.status == 200
 
 
 def test_other_methods_and_paths(server: Served) -> None:

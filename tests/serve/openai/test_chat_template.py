@@ -77,8 +77,9 @@ def test_the_parts_of_a_stream_are_the_text(folder: Artifact) -> None:
     all_ids = [tokenizer.encode(text) for text in texts]
     all_ids += [[drawn.randrange(257) for _ in range(60)] for _ in range(100)]
     for ids in all_ids:
-        stream = TextStream(tokenizer)
-        parts = [stream.add(token) for token in ids]
-        assert "".join([*parts, stream.rest()]) == tokenizer.decode(ids)
-    stream = TextStream(tokenizer)
-    assert [stream.add(token) for token in tokenizer.encode("a🙂b")] == ["a", "", "", "", "🙂", "b"]
+        stream = TextStream()
+        parts = [stream.add(token, tokenizer) for token in ids]
+        assert "".join([*parts, stream.rest(tokenizer)]) == tokenizer.decode(ids)
+    stream = TextStream()
+    parts = [stream.add(token, tokenizer) for token in tokenizer.encode("a🙂b")]
+    assert parts == ["a", "", "", "", "🙂", "b"]

@@ -65,7 +65,7 @@ def test_what_asks_for_nothing_is_taken() -> None:
         ({"prompt": "a", "max_tokens": True}, "max_tokens", "valid integer, found True"),
         ({"prompt": "a", "temperature": 2.1}, "temperature", "less than or equal to 2, found 2.1"),
         ({"prompt": "a", "temperature": float("nan")}, "temperature", "found nan"),
-        ({"prompt": "a", "top_p": 0}, "top_p", "greater than 0, found 0"),
+        ({"prompt": "a", "top_p": -0.1}, "top_p", "greater than or equal to 0, found -0.1"),
         ({"prompt": "a", "seed": "1"}, "seed", "seed: Input should be a valid integer"),
         ({"prompt": "a", "stop": ""}, "stop", "stop: expected a text, or up to 4 of them, of 1 to"),
         ({"prompt": "a", "stop": ["a"] * 5}, "stop", "stop: expected a text, or up to 4"),
@@ -95,7 +95,8 @@ def test_a_mistake_is_named(content: Any, param: str | None, words: str) -> None
         ([{**USER, "content": 5}], "messages.0.content: expected a text, or a list of parts"),
         ([{**USER, "content": [{"type": "image_url"}]}], "messages.0.content: expected a text, or"),
         ([USER, {**USER, "role": ""}], "messages.1.role: String should have at least 1"),
-        ([{**USER, "tool_calls": []}], "messages.0.tool_calls: Extra inputs are not permitted"),
+        ([{**USER, "tool_calls": [{}]}], "messages.0.tool_calls is not supported, found [{}]"),
+        ([USER, {**USER, "refusal": "no"}], "messages.1.refusal: Extra inputs are not permitted"),
     ],
 )
 def test_a_mistake_in_a_message_is_named(messages: Any, words: str) -> None:

@@ -1,0 +1,279 @@
+"""A process with limits of time and memory, for what the files of an artifact compute.
+
+A tokenizer, a chat template or an image may take any time and memory, in native code that no signal
+interrupts. So the server runs them in a process of their own. That is a fork of one which has
+loaded the files and reads no request: when a call is ended with its process, another fork takes a
+few milliseconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import gc
+import os
+import pickle
+import resource
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import traceback
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from compress.common.errors import ArtifactInvalid, CompressError
+from serve.http.multiprocess import end_with_parent
+from serve.http.responses import HttpError
+from serve.worker.http_errors import TOO_LARGE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+MIB = 2**20
+LOAD_SECONDS, LOAD_MIB = 60.0, 2048
+"""Limits for loading the files: the tokenizers of the largest vocabularies take some seconds and
+hundreds of MiB."""
+SMALL_BYTES = 64 * 1024
+"""Bodies above this wait for each other first, so that small ones wait for one of them at most."""
+CALLS_PER_LIMIT = 3
+BASE_MIB = 12
+"""Memory that a call may take in addition to what the largest right request needs."""
+FRAME = struct.Struct("<QQ")
+"""Sizes of a message: those of its pickled part, and of the body behind it."""
+
+
+class HelperProcess:
+    """Calls methods of an object that another process has created, one at a time.
+
+    Both processes run this code, and exchange pickled values.
+    """
+
+    def __init__(
+        self, create: Callable[..., Any], *args: Any, what: Path, seconds: float, needed_bytes: int
+    ) -> None:
+        """Start the process, and wait until it has called `create(*args)`.
+
+        Args:
+            create: a function of a module.
+            args: its arguments.
+            what: the artifact, for messages.
+            seconds: time limit of a request; a call has a third of it, as others wait meanwhile.
+            needed_bytes: memory that the call of the largest right request takes.
+
+        Raises:
+            ArtifactInvalid: nothing is created within LOAD_SECONDS and LOAD_MIB.
+            CompressError: what `create` raises.
+        """
+        self._mebibytes = BASE_MIB + needed_bytes // MIB
+        self._start_message = pickle.dumps((create, args, self._mebibytes))
+        self._what, self._seconds = what, seconds / CALLS_PER_LIMIT
+        self._large, self._turn = asyncio.Lock(), asyncio.Lock()
+        self._socket: socket.socket | None = None
+        self._used = False
+        """Whether the present fork was called."""
+        self._start()
+
+    def _start(self) -> None:
+        self._control, theirs = socket.socketpair()
+        # -P: the working directory may hold anybody's files.
+        command = [sys.executable, "-P", "-m", __name__, str(theirs.fileno())]
+        # One thread: the stacks of others count as memory.
+        settings = {"OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        # A backtrace takes memory, of which there is none, and then waits for ever.
+        settings |= {"RUST_BACKTRACE": "0", "RUST_LIB_BACKTRACE": "0"}
+        path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, sys.path)])
+        with theirs:
+            self._process = subprocess.Popen(
+                command,
+                env={**os.environ, **settings, "PYTHONPATH": path},
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+            )
+        self._control.settimeout(LOAD_SECONDS)
+        try:
+            _send(self._control, self._start_message)
+            succeeded, value = pickle.loads(_receive(self._control)[0])
+        except (OSError, EOFError):
+            self.close()
+            raise ArtifactInvalid(
+                f"{self._what}: its tokenizer, chat template or image settings were not loaded "
+                f"within {LOAD_SECONDS:g} s and {LOAD_MIB} MiB"
+            ) from None
+        if not succeeded:
+            self.close()
+            raise value
+        self._control.settimeout(None)
+        self._connect()
+
+    def close(self) -> None:
+        """End the processes."""
+        for each in (self._control, self._socket):
+            if each:
+                each.close()
+        self._process.kill()  # it has no call in progress; its fork ends with it
+        self._process.wait()
+
+    async def call(self, method: str, *args: Any, body: bytes | bytearray | None = None) -> Any:
+        """Return what a method returns for some values and, behind them, a body.
+
+        Raises:
+            HttpError: as the method does; or it took too long (504) or too much memory (413).
+        """
+        content = body or b""
+        large = self._large if len(content) > SMALL_BYTES else nullcontext()
+        message = pickle.dumps((method, args, body is not None))
+        async with large, self._turn:
+            for attempt in (1, 2):
+                used, self._used = self._used, True
+                try:
+                    async with asyncio.timeout(self._seconds):
+                        succeeded, value = await self._exchange(message, content)
+                    break
+                except TimeoutError:
+                    self._connect()
+                    raise HttpError(
+                        504, f"the request was not read in {self._seconds:g} s"
+                    ) from None
+                except (OSError, EOFError):
+                    self._connect()
+                    # What earlier calls have left there may have been too much, too.
+                    if attempt == 2 or not used:
+                        found = f"the request takes more than {self._mebibytes} MiB to read"
+                        raise HttpError(TOO_LARGE, found) from None
+                except asyncio.CancelledError:  # nobody waits for it
+                    self._connect()
+                    raise
+        if succeeded:
+            return value
+        try:
+            raise value
+        finally:
+            del value  # its traceback refers to this frame, which refers to the body
+
+    async def _exchange(self, message: bytes, body: bytes | bytearray) -> tuple[bool, Any]:
+        loop, connection = asyncio.get_running_loop(), self._socket
+        assert connection is not None
+        await loop.sock_sendall(connection, FRAME.pack(len(message), len(body)) + message)
+        if body:
+            await loop.sock_sendall(connection, body)
+        part = await loop.sock_recv(connection, SMALL_BYTES)
+        if not part:
+            raise EOFError
+        reply = bytearray(FRAME.size + FRAME.unpack_from(part)[0])
+        reply[: len(part)] = part
+        view, place = memoryview(reply), len(part)
+        while place < len(view):
+            count = await loop.sock_recv_into(connection, view[place:])
+            if not count:
+                raise EOFError
+            place += count
+        result: tuple[bool, Any] = pickle.loads(view[FRAME.size :])
+        return result
+
+    def _connect(self) -> None:
+        """Let a new fork answer, and end the one before."""
+        if self._socket:
+            self._socket.close()
+        self._socket, theirs = socket.socketpair()
+        self._socket.setblocking(False)
+        self._used = False
+        with theirs:
+            try:
+                socket.send_fds(self._control, [b"f"], [theirs.fileno()])
+            except OSError:  # the kernel has ended the process, as memory was short
+                self.close()
+                self._start()
+
+
+def main() -> None:
+    """Load what is asked for, then fork a process that answers, whenever that is asked for."""
+    end_with_parent(signal.SIGKILL)
+    for each in (signal.SIGINT, signal.SIGTERM):  # sent to all processes of a terminal, or service
+        signal.signal(each, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    # Native code writes there, without escaping what it was given, that memory is short.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+    with socket.socket(fileno=int(sys.argv[1])) as control:
+        _limit_memory(LOAD_MIB)
+        try:
+            create, args, mebibytes = pickle.loads(_receive(control)[0])
+            service = create(*args)
+        except Exception as error:  # noqa: BLE001 - raised by the server
+            known = isinstance(error, CompressError)
+            trace = RuntimeError(f"in the helper process: {traceback.format_exc()}")
+            _send(control, pickle.dumps((False, error if known else trace)))
+            return
+        gc.collect()
+        gc.freeze()  # collections would write to pages that forks share
+        _send(control, pickle.dumps((True, None)))
+        fork = 0
+        while fds := socket.recv_fds(control, 1, 1)[1]:
+            if fork:
+                os.kill(fork, signal.SIGKILL)
+                os.waitpid(fork, 0)
+            if not (fork := os.fork()):
+                control.close()
+                end_with_parent(signal.SIGKILL)
+                _limit_memory(mebibytes)
+                with suppress(OSError, EOFError, MemoryError):
+                    _answer_calls(socket.socket(fileno=fds[0]), service)
+                os._exit(0)
+            os.close(fds[0])
+
+
+def _answer_calls(connection: socket.socket, service: Any) -> None:
+    while True:
+        message, body = _receive(connection)
+        method, args, has_body = pickle.loads(message)
+        try:
+            reply = True, getattr(service, method)(*args, *([body] if has_body else []))
+        except HttpError as error:
+            reply = False, error
+        except MemoryError:  # the server learns that from the end of this process
+            raise
+        except Exception as error:  # noqa: BLE001 - a bug, which the server logs
+            reply = False, RuntimeError(f"{type(error).__name__}: {error}")
+        is_large = len(body) > SMALL_BYTES
+        del message, body
+        _send(connection, pickle.dumps(reply))
+        if is_large:
+            del args, reply
+            ctypes.CDLL(None).malloc_trim(0)
+
+
+def _limit_memory(mebibytes: int) -> None:
+    """Let this process take so much more memory than it has."""
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    now = int(status.partition("VmData:")[2].split()[0]) * 1024
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    resource.setrlimit(resource.RLIMIT_DATA, (now + mebibytes * MIB, hard))
+
+
+def _send(connection: socket.socket, message: bytes) -> None:
+    connection.sendall(FRAME.pack(len(message), 0) + message)
+
+
+def _receive(connection: socket.socket) -> tuple[bytes | bytearray, bytes | bytearray]:
+    """Return a message, and the body behind it; raise EOFError where the other end is closed."""
+    sizes = FRAME.unpack(_receive_exactly(connection, FRAME.size))
+    message, body = (_receive_exactly(connection, size) for size in sizes)
+    return message, body
+
+
+def _receive_exactly(connection: socket.socket, size: int) -> bytearray:
+    data = bytearray(size)
+    view = memoryview(data)
+    while view:
+        count = connection.recv_into(view)
+        if not count:
+            raise EOFError
+        view = view[count:]
+    return data
+
+
+if __name__ == "__main__":
+    main()
