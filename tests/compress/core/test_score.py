@@ -157,7 +157,7 @@ def test_intervals_of_functions_of_sums_are_those_of_a_bootstrap(name: str) -> N
     assert before.parts is not None and len(before.parts) == 200
     assert before.value == pytest.approx(value(slice(None)), rel=1e-5)
     random = np.random.default_rng(2)
-    drawn = [torch.from_numpy(random.integers(0, 600, 600)) for _ in range(300)]
+    drawn = [torch.from_numpy(random.integers(0, 600, 600)) for _ in range(150)]
     pairs = np.array([(value(rows), other(rows)) for rows in drawn])
     for found, resampled in (
         (before.uncertainty().interval, pairs[:, 0]),
