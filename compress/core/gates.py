@@ -207,8 +207,8 @@ class _MetricGate(Gate):
         return context.drop_uncertainty(before, after)
 
     def measurement_key(self) -> dict[str, JsonValue]:
-        """Return what changes the value, apart from values of versions without an interval."""
-        return {**super().measurement_key(), "measured": "by sample"}
+        """Return what changes the value, apart from values of versions without such intervals."""
+        return {**super().measurement_key(), "measured": "by part"}
 
     def unsuitable_metric(self, metric: str) -> str:
         """Return that there is no metric."""

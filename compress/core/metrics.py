@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path  # noqa: TC003 - a dataclass field
@@ -23,6 +24,7 @@ from compress.core.metric_kinds.checked_values import (
     one_number,
     predicted_labels,
 )
+from compress.core.metric_kinds.jackknife import groups_of_batch, pseudo_values
 from compress.core.metric_kinds.r2 import add_r2, r2, r2_sums
 from compress.core.metric_kinds.score import Score
 from compress.core.metric_kinds.sliding_window import SlidingWindow
@@ -45,7 +47,9 @@ from compress.core.task_targets import (
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    import numpy as np
     import torch
+    from numpy.typing import NDArray
     from pydantic import JsonValue
 
     from compress.common.forward import Outputs, Predictor
@@ -128,6 +132,15 @@ class Metric:
         """Whether the metric reads all outputs of a model, and not the first alone."""
         is_custom_loss = self.name == "loss" and self.loss.is_custom
         return ":" in self.name or self.name == DETECTION or is_custom_loss
+
+    @property
+    def adds_states(self) -> bool:
+        """Whether it may be a function of sums over samples that are no mean: see `jackknife`.
+
+        The user's own is not taken for one, as its updates may depend on how samples are divided.
+        """
+        name = self.name
+        return name in ("r2", *TORCHMETRICS) or name.startswith("torchmetrics.")
 
     def identity(self) -> list[JsonValue]:
         """Return the metric's part of a cache key, with a hash of the user's own code."""
@@ -325,11 +338,17 @@ class MetricMeter:
         self.metric, self.custom = metric, metric.implementation()
         self.sums: torch.Tensor | None = None
         """Of built-in metrics, in float64: sum and count, or for r2 what `r2_sums` returns."""
+        self.groups: dict[int, torch.Tensor] = {}
+        """Sums of each group of samples, of metrics that are functions of these."""
         self.batches: list[tuple[Any, Targets]] = []
         """Outputs and targets, for a function of the user's."""
 
-    def update(self, outputs: Outputs, targets: Targets) -> torch.Tensor | None:
+    def update(
+        self, outputs: Outputs, targets: Targets, group: int | None = None
+    ) -> torch.Tensor | None:
         """Add a batch, which may be empty: the model's first output, and targets.
+
+        `group` is the number of the group of samples that it belongs to, if its sums are wanted.
 
         Returns:
             What :meth:`Metric.sums_and_counts` does.
@@ -343,21 +362,30 @@ class MetricMeter:
         if not len(first_output(outputs)):
             return None
         metric, first = self.metric, first_output(outputs)
+        state: torch.Tensor | None = None
         sums = metric.sums_and_counts(outputs, targets)
         read = output_argument(outputs, metric.outputs) if metric.reads_all_outputs else first
         if metric.name in TORCHMETRICS:
             read, targets, inferred = metric.torchmetrics_inputs(first, targets)
             self.custom = self.custom or metric.implementation(inferred)
         if self.is_torchmetric:
+            from compress.core.metric_kinds.torchmetrics_adapter import summed_state
+
+            before = None if group is None else summed_state(self.custom)
             # In the mode of the outputs, or its state could not change in place.
             with torch.inference_mode():
                 self._call(self.custom.update, read, targets)
+            if before is not None and (now := summed_state(self.custom)) is not None:
+                state = now - before
         elif self.custom is not None:
             self.batches.append((read, targets))
         elif sums is None:
-            self._add(r2_sums(first, need_tensor("metric r2", targets)))
+            state = r2_sums(first, need_tensor("metric r2", targets))
+            self.sums = self._sum(self.sums, state)
         else:
-            self._add(sums.sum(1))
+            self.sums = self._sum(self.sums, sums.sum(1))
+        if group is not None and state is not None:
+            self.groups[group] = self._sum(self.groups.get(group), state)
         return sums
 
     @property
@@ -382,11 +410,29 @@ class MetricMeter:
                 f"{first_line(error)}"
             ) from error
 
-    def _add(self, sums: torch.Tensor) -> None:
-        if self.sums is None:
-            self.sums = sums
-        else:
-            self.sums = add_r2(self.sums, sums) if self.metric.name == "r2" else self.sums + sums
+    def _sum(self, one: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
+        """Return the sums of the samples of both."""
+        if one is None:
+            return other
+        return add_r2(one, other) if self.metric.name == "r2" else one + other
+
+    def pseudo_values(self) -> NDArray[np.float64] | None:
+        """Return what each group adds to the metric; None where no sums of groups give it."""
+        from compress.core.metric_kinds.torchmetrics_adapter import set_summed_state_
+
+        if not self.groups:
+            return None
+        rest = copy.copy(self)
+        rest.custom = copy.deepcopy(self.custom)
+
+        def compute(sums: torch.Tensor) -> float:
+            rest.sums = sums
+            if rest.custom is not None:
+                set_summed_state_(rest.custom, sums)
+            return rest.compute()
+
+        groups = [self.groups[number] for number in sorted(self.groups)]
+        return pseudo_values(self.compute(), groups, self._sum, compute)
 
     def state(self) -> Any:
         """Return all that was added, to be sent to another process; None where that is nothing."""
@@ -407,7 +453,7 @@ class MetricMeter:
             merge_states_(self.custom, [first, *others])
         elif self.custom is None:
             for sums in others:
-                self._add(sums)
+                self.sums = self._sum(self.sums, sums)
         else:
             from compress.data.targets import interleave
 
@@ -510,14 +556,15 @@ def evaluate(
     for batch in splits.batches(split, batch_size):
         targets = metric.targets_of(batch, split, reference)
         known += int(has_target(targets).sum())
-        try:
-            sums: list[torch.Tensor | None] = [
-                meter.update(metric.outputs_read(predict(*inputs)), part)
-                for inputs, part in metric.parts(batch.inputs, targets)
-            ]
-        except LabelOutOfRange as error:
-            where = f"split {split!r}, sample {done + error.row}"
-            raise StageFailed(f"{where}: {error}") from error
+        sums: list[torch.Tensor | None] = []
+        for inputs, known_targets in metric.parts(batch.inputs, targets):
+            read = metric.outputs_read(predict(*inputs))
+            for group, start, outputs, own in _by_group(metric, read, known_targets, done, total):
+                try:
+                    sums.append(meter.update(outputs, own, group))
+                except LabelOutOfRange as error:
+                    where = f"split {split!r}, sample {done + start + error.row}"
+                    raise StageFailed(f"{where}: {error}") from error
         added = [x for x in sums if x is not None and x.shape[1] == len(batch)]
         if by_sample is not None and added and len(added) == len(sums):
             by_sample.append(torch.stack(added).sum(0))
@@ -527,7 +574,25 @@ def evaluate(
         progress(f"evaluate on {split}", done, total)
     value = metric.require_finite(meter.compute(), split)
     if not by_sample:
-        return Score(value, known)
+        return Score(value, known, meter.pseudo_values())
     sums_2N = torch.cat(by_sample, 1)
     labelled = sums_2N[:, sums_2N[1] > 0].numpy()
-    return Score(value, labelled.shape[1], labelled, is_exponential=metric.name == "perplexity")
+    return Score.from_sums(value, labelled, is_exponential=metric.name == "perplexity")
+
+
+def _by_group(
+    metric: Metric, outputs: Outputs, targets: Targets, first: int, samples: int
+) -> Iterator[tuple[int | None, int, Outputs, Targets]]:
+    """Yield a batch in parts of one group of samples each: the group, its first row, and the rows.
+
+    The batch begins with sample `first` of a split's `samples`. It stays whole, without a group, if
+    the metric needs no groups, or its outputs have other rows than the targets.
+    """
+    from compress.data.targets import select
+
+    rows = len(first_output(outputs)) if metric.adds_states else 0
+    if not (rows and rows == len(has_target(targets))):
+        yield None, 0, outputs, targets
+        return
+    for group, own in groups_of_batch(first, rows, samples):
+        yield group, own.start, first_output(outputs)[own], select(targets, own)

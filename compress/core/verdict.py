@@ -13,8 +13,8 @@ class Uncertainty(Settings):
     samples: int
     """Samples that have a target."""
     interval: tuple[float, float] | None = None
-    """95 % confidence interval, in the figure's unit; None for metrics that are no mean over
-    samples."""
+    """95 % confidence interval, in the figure's unit; None for metrics that no sums over samples
+    give, and where no sample makes a difference."""
     lost: int | None = None
     """Samples that the model compared with has right and the other has not; None for a figure of
     one model, and where samples are not just right or wrong."""
@@ -34,7 +34,7 @@ class Uncertainty(Settings):
         elif self.lost is not None:
             counted = f"{self.lost or self.gained} of {counted}"
         if self.interval is None:
-            return counted
+            return f"{counted}; no interval"
         low, high = (f"{end:.2g}" for end in sorted(factor * end for end in self.interval))
         return f"{counted}; 95 %: {low} to {high}{unit}"
 

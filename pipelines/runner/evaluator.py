@@ -259,7 +259,7 @@ def score_of(
     """
     artifact, context = state.artifacts[name], state.context(name)
     cache = cache or MeasurementCache(state.entries[name], artifact)
-    key = {"metric by sample, and outputs": split, **state.measurement_conditions()}
+    key = {"metric by part, and outputs": split, **state.measurement_conditions()}
     with name_stage_in_errors(name, state.out):
         score = cache.get_or_measure(
             key | judged_batch_size_part(state, name),

@@ -102,7 +102,9 @@ def test_samples_say_what_is_a_mask(kind, unmasked, values, tmp_path) -> None:
     assert reloaded.inputs[1].unmasked_value == unmasked, "later stages and servers read it"
 
 
-@pytest.mark.parametrize("kind", ["padding", "xyz", "mask"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.slow) for kind in ("padding", "xyz")] + ["mask"]
+)
 def test_models_export_and_quantize_as_their_data_say(kind, tmp_path) -> None:
     model, context = model_and_context(kind, tmp_path)
     gates = (Parity(atol=1e-4),)

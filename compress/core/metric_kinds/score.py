@@ -1,4 +1,4 @@
-"""A metric's value with what each sample adds to it, and 95 % confidence intervals from these."""
+"""A metric's value with what each part of a split adds to it, and 95 % intervals from these."""
 
 from __future__ import annotations
 
@@ -30,77 +30,74 @@ class Score:
     value: float
     samples: int
     """Samples that have a target."""
-    sums: NDArray[np.float64] | None = None
-    """What each sample adds to the sum whose mean the value is, `(2, samples)`: the sum, and what
-    it is divided by (one, or a text's labels); None for metrics that are no mean over samples."""
-    is_exponential: bool = False
-    """Whether the value is the exponential of the mean."""
+    parts: NDArray[np.float64] | None = None
+    """What each sample, or group of samples, adds to the value, `(parts,)`: numbers whose mean is
+    the value. None for metrics that no sums over samples give."""
+    are_hits: bool = False
+    """Whether the parts are samples that are either right or wrong, 1 or 0."""
     outputs: tuple[OutputSummary, ...] = ()
     """A summary of each of the model's outputs on the split, whether the metric reads it or not."""
 
-    @property
-    def are_hits(self) -> bool:
-        """Whether each sample is either right or wrong."""
+    @classmethod
+    def from_sums(
+        cls, value: float, sums: NDArray[np.float64], *, is_exponential: bool = False
+    ) -> Score:
+        """Create the score of a mean from each sample's sum and its divisor, `(2, samples)`.
+
+        The divisor is one, or a text's labels. With `is_exponential` the value is the exponential
+        of the mean.
+        """
         import numpy as np
 
-        return self.sums is not None and bool(
-            np.isin(self.sums, (0, 1)).all() and (self.sums[0] <= self.sums[1]).all()
-        )
+        parts, counts = sums
+        are_hits = bool(np.isin(parts, (0, 1)).all() and (counts == 1).all())
+        if not are_hits:
+            # A ratio of sums, linearized: the infinitesimal jackknife.
+            parts = (parts - parts.sum() / counts.sum() * counts) / counts.mean()
+            parts = value + parts * (value if is_exponential else 1)
+        return cls(value, len(parts), parts, are_hits)
 
     def uncertainty(self) -> Uncertainty:
         """Return the interval of the value itself."""
-        influence = self._influence()
-        interval = None if influence is None else _mean_interval(self.value, influence)
-        if self.sums is not None and self.are_hits:
-            interval = proportion_interval(int(self.sums[0].sum()), self.samples)
+        interval = None if self.parts is None else _mean_interval(self.value, self.parts)
+        if self.parts is not None and self.are_hits:
+            interval = proportion_interval(int(self.parts.sum()), self.samples)
         return Uncertainty(samples=self.samples, interval=interval)
 
     def change_to(self, after: Score) -> Uncertainty:
         """Return the interval of the difference to another model's value on the same samples."""
-        first, second, samples = self._influence(), after._influence(), after.samples
+        first, second, samples = self.parts, after.parts, after.samples
         if first is None or second is None or first.shape != second.shape:
             return Uncertainty(samples=samples)
+        change = second - first
         if self.are_hits and after.are_hits:
-            assert self.sums is not None and after.sums is not None
-            change = after.sums[0] - self.sums[0]
             lost, gained = int((change < 0).sum()), int((change > 0).sum())
             interval = paired_interval(gained, lost, samples)
             return Uncertainty(samples=samples, interval=interval, lost=lost, gained=gained)
-        interval_of_mean = _mean_interval(after.value - self.value, second - first)
+        interval_of_mean = _mean_interval(after.value - self.value, change)
         return Uncertainty(samples=samples, interval=interval_of_mean)
 
     def to_json(self) -> JsonValue:
         """Return it in a form that JSON can hold."""
         import numpy as np
 
-        sums = None
-        if self.sums is not None:
-            content = np.ascontiguousarray(self.sums).tobytes()
-            sums = base64.b85encode(zlib.compress(content)).decode()
+        parts = None
+        if self.parts is not None:
+            content = np.ascontiguousarray(self.parts).tobytes()
+            parts = base64.b85encode(zlib.compress(content)).decode()
         outputs: JsonValue = [summary.model_dump(mode="json") for summary in self.outputs]
-        return [self.value, self.samples, sums, self.is_exponential, outputs]
+        return [self.value, self.samples, parts, self.are_hits, outputs]
 
     @classmethod
     def from_json(cls, content: Any) -> Score:
         """Restore what :meth:`to_json` returned."""
         import numpy as np
 
-        value, samples, sums, is_exponential, outputs = content
-        if sums is not None:
-            sums = np.frombuffer(zlib.decompress(base64.b85decode(sums))).reshape(2, -1)
+        value, samples, parts, are_hits, outputs = content
+        if parts is not None:
+            parts = np.frombuffer(zlib.decompress(base64.b85decode(parts)))
         summaries = tuple(map(OutputSummary.model_validate, outputs))
-        return cls(value, samples, sums, is_exponential, summaries)
-
-    def _influence(self) -> NDArray[np.float64] | None:
-        """Return how far each sample moves the value, `(samples,)`: its mean is 0.
-
-        The value is a ratio of sums, linearized (the infinitesimal jackknife).
-        """
-        if self.sums is None or not self.sums[1].sum():
-            return None
-        sums, counts = self.sums
-        influence: NDArray[np.float64] = (sums - sums.sum() / counts.sum() * counts) / counts.mean()
-        return influence * self.value if self.is_exponential else influence
+        return cls(value, samples, parts, are_hits, summaries)
 
 
 def proportion_interval(hits: int, samples: int) -> tuple[float, float]:
@@ -141,13 +138,13 @@ def paired_interval(gained: int, lost: int, samples: int) -> tuple[float, float]
     return end(measured, -1.0), end(measured, 1.0)
 
 
-def _mean_interval(value: float, influence: NDArray[np.float64]) -> tuple[float, float] | None:
-    """Return the interval of a mean (by Student's t) from each sample's distance to it."""
+def _mean_interval(value: float, parts: NDArray[np.float64]) -> tuple[float, float] | None:
+    """Return the interval of the mean of parts (by Student's t); None where they are all equal."""
     from scipy.special import stdtrit
 
-    samples = len(influence)
-    if samples < 2:
+    count = len(parts)
+    if count < 2 or parts.min() == parts.max():
         return None
-    error = float(influence.std(ddof=1)) / math.sqrt(samples)
-    reach = float(stdtrit(samples - 1, (1 + CONFIDENCE) / 2)) * error
+    error = float(parts.std(ddof=1)) / math.sqrt(count)
+    reach = float(stdtrit(count - 1, (1 + CONFIDENCE) / 2)) * error
     return value - reach, value + reach

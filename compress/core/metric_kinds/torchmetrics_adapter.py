@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
     import torch
 
+LARGEST_STATE = 2**15
+"""Numbers of a metric's state at most that are kept for each group of samples."""
+
 
 def import_torchmetrics(name: str) -> Any:
     """Import the library for a metric; raise Unavailable if it is not installed."""
@@ -93,6 +96,35 @@ def labelled_inputs(
 def metrics_in(metric: Any) -> list[Any]:
     """Return an object of torchmetrics and those that it is computed from."""
     return [module for module in metric.modules() if hasattr(module, "metric_state")]
+
+
+def summed_state(metric: Any) -> torch.Tensor | None:
+    """Return the state of an object of torchmetrics as float64 numbers, if all of it is sums.
+
+    None, too, where these are more than :data:`LARGEST_STATE`.
+    """
+    import torch
+    from torchmetrics.utilities import dim_zero_sum
+
+    values: list[torch.Tensor] = []
+    for module in metrics_in(metric):
+        for name, reduce in module._reductions.items():
+            if reduce is not dim_zero_sum:
+                return None
+            values.append(getattr(module, name).double().flatten())
+    return torch.cat(values) if 0 < sum(map(len, values)) <= LARGEST_STATE else None
+
+
+def set_summed_state_(metric: Any, state: torch.Tensor) -> None:
+    """Overwrite the state of an object of torchmetrics by what :func:`summed_state` returned."""
+    start = 0
+    for module in metrics_in(metric):
+        for name in module._reductions:
+            value = getattr(module, name)
+            part = state[start : start + value.numel()].reshape(value.shape).to(value.dtype)
+            setattr(module, name, part)
+            start += value.numel()
+        module._computed = None
 
 
 def merge_states_(metric: Any, shares: Sequence[Sequence[dict[str, Any]]]) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from compress.core.loss import Loss
+from compress.core.metric_kinds.jackknife import groups_of_batch
 from compress.core.metric_kinds.score import Score, paired_interval, proportion_interval
 from compress.core.metrics import Metric, evaluate
 from compress.data.splits import Splits
@@ -14,7 +15,7 @@ from compress.data.splits import Splits
 
 def hits(*right: bool) -> Score:
     sums = np.array([right, [1] * len(right)], dtype=float)
-    return Score(float(sums[0].mean()), len(right), sums)
+    return Score.from_sums(float(sums[0].mean()), sums)
 
 
 def test_the_paired_interval_contains_0_where_mcnemar_finds_no_difference() -> None:
@@ -43,16 +44,16 @@ def test_hits_are_compared_sample_by_sample() -> None:
     assert (change.samples, change.lost, change.gained) == (360, 1, 0)
     assert change.interval == paired_interval(0, 1, 360)
     assert before.uncertainty().interval == proportion_interval(359, 360)
-    assert before.change_to(Score(0.5, 360)).interval is None, "no mean over samples"
+    assert before.change_to(Score(0.5, 360)).interval is None, "no sums over samples"
+    assert Score(0.5, 360).uncertainty().in_words() == "360 samples; no interval"
 
 
 def test_a_score_survives_the_store() -> None:
-    score = Score(1.5, 3, np.array([[1.25, 0.5, 3.0], [1, 2, 1]]), is_exponential=True)
+    score = replace(hits(True, False, True), outputs=())
     stored = Score.from_json(score.to_json())
-    assert stored.sums is not None and score.sums is not None
-    assert np.array_equal(stored.sums, score.sums)
-    assert (stored.value, stored.samples, stored.is_exponential) == (1.5, 3, True)
-    assert Score.from_json(Score(0.5, 7).to_json()).sums is None
+    assert stored.parts is not None and stored.parts.tolist() == [1, 0, 1]
+    assert (stored.value, stored.samples, stored.are_hits) == (2 / 3, 3, True)
+    assert Score.from_json(Score(0.5, 7).to_json()).parts is None
 
 
 def test_intervals_of_means_are_those_of_a_bootstrap() -> None:
@@ -63,7 +64,11 @@ def test_intervals_of_means_are_those_of_a_bootstrap() -> None:
     for exponential in (False, True):
         value = np.exp if exponential else np.asarray
         scores = [
-            Score(float(value(s.sum() / counts.sum())), 300, np.stack([s, counts]), exponential)
+            Score.from_sums(
+                float(value(s.sum() / counts.sum())),
+                np.stack([s, counts]),
+                is_exponential=exponential,
+            )
             for s in (one, other)
         ]
         totals = counts[drawn].sum(1)
@@ -93,9 +98,8 @@ def test_every_mean_is_that_of_its_samples_and_ignored_labels_do_not_count(name:
         x, y = x[:, 0], x[:, 1]
     data = Splits({"val": torch.utils.data.TensorDataset(x, y)}, batch_size=16)
     score = evaluate(answer, data, "val", replace(Metric(name), loss=loss))
-    assert score.samples == (50 if name == "mse" else 48) and score.sums is not None
-    mean = score.sums[0].sum() / score.sums[1].sum()
-    assert score.value == pytest.approx(np.exp(mean) if name == "perplexity" else mean)
+    assert score.samples == (50 if name == "mse" else 48) and score.parts is not None
+    assert score.value == pytest.approx(score.parts.mean())
     whole = replace(Metric(name), loss=loss).score(x, y)
     assert score.value == pytest.approx(whole)
 
@@ -107,6 +111,102 @@ def test_ignored_labels_of_several_yes_or_no_stay_beside_their_sample() -> None:
     metric = replace(Metric("accuracy"), loss=Loss("binary_cross_entropy"))
     score = evaluate(answer, data, "val", metric)
     assert score.value == pytest.approx(2 / 3) and score.samples == 2
-    assert score.sums is not None and score.sums.tolist() == [[1, 1], [1, 2]]
+    assert score.parts is not None and not score.are_hits
+    assert score.parts == pytest.approx([8 / 9, 4 / 9])
     summed = evaluate(answer, data, "val", replace(metric, name="loss"))
-    assert summed.sums is not None and summed.sums[1].tolist() == [1, 2]
+    assert summed.parts is not None and summed.parts.mean() == pytest.approx(summed.value)
+
+
+def boxes(outputs, targets):
+    return float((outputs.argmax(1) == targets).float().mean())
+
+
+def scored(name: str, noise: float, count: int = 600, batch_size: int = 64):
+    """Return the score of a model that answers the targets with noise, and how it is computed."""
+    random = torch.Generator().manual_seed(0)
+    x = torch.randn(count, 4, generator=random)
+    y = (x[:, :3] + torch.randn(count, 3, generator=random)).argmax(1)
+    if name in ("r2", "spearman", "torchmetrics.MeanSquaredError"):
+        y = x[:, 0] + torch.randn(count, generator=random) / 2
+    if name == "miou":
+        y = y[:, None].expand(-1, 5).clone()
+        y[::3, 1:] = -100
+    own = torch.Generator().manual_seed(int(100 * noise))
+    scores = x + noise * torch.randn(count, 4, generator=own)
+
+    def predict(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        found = scores[rows.long()]
+        if y.is_floating_point():
+            return (found[:, 0],)
+        return (found[:, :3, None].expand(-1, -1, 5) if name == "miou" else found[:, :3],)
+
+    places = torch.arange(count)
+    data = Splits({"val": torch.utils.data.TensorDataset(places, y)}, batch_size=batch_size)
+    direction = {"direction": False} if name.startswith("torchmetrics") else {}
+    if ":" in name:
+        direction = {"direction": True}
+    metric = Metric(name, **direction)
+    return evaluate(predict, data, "val", metric), lambda rows: metric.with_inferred_loss(
+        data
+    ).score(predict(places[rows])[0], y[rows])
+
+
+@pytest.mark.parametrize("name", ["f1", "miou", "r2", "torchmetrics.MeanSquaredError"])
+def test_intervals_of_functions_of_sums_are_those_of_a_bootstrap(name: str) -> None:
+    (before, value), (after, other) = (scored(name, noise) for noise in (0.2, 1.0))
+    assert before.parts is not None and len(before.parts) == 200
+    assert before.value == pytest.approx(value(slice(None)), rel=1e-5)
+    random = np.random.default_rng(2)
+    drawn = [torch.from_numpy(random.integers(0, 600, 600)) for _ in range(150)]
+    pairs = np.array([(value(rows), other(rows)) for rows in drawn])
+    for found, resampled in (
+        (before.uncertainty().interval, pairs[:, 0]),
+        (before.change_to(after).interval, pairs[:, 1] - pairs[:, 0]),
+    ):
+        assert found is not None
+        reach = 1.96 * resampled.std(ddof=1)
+        assert (found[1] - found[0]) / 2 == pytest.approx(reach, rel=0.2)
+
+
+def test_groups_of_samples_do_not_depend_on_batches() -> None:
+    (one, _), (other, _) = (scored("f1", 0.5, batch_size=size) for size in (1, 97))
+    assert one.value == other.value
+    assert one.parts == pytest.approx(other.parts)
+    assert one.samples == 600
+
+
+@pytest.mark.parametrize("name", ["spearman", f"{__name__}:boxes"])
+def test_metrics_without_sums_say_that_they_have_no_interval(name: str) -> None:
+    score, _ = scored(name, 0.5)
+    assert score.parts is None
+    assert score.change_to(score).in_words() == "600 samples; no interval"
+
+
+def test_equal_models_have_no_interval_of_a_change() -> None:
+    score, _ = scored("f1", 0.5)
+    assert score.uncertainty().interval is not None
+    assert score.change_to(score).interval is None, "no sample tells how many others would change"
+
+
+def test_a_metric_that_one_group_alone_defines_has_no_interval() -> None:
+    x = torch.zeros(50, 1)
+    y = torch.zeros(50)
+    y[7] = 1.0  # without it the targets are all equal
+    data = Splits({"val": torch.utils.data.TensorDataset(x, y)})
+    assert evaluate(answer, data, "val", Metric("r2")).parts is None
+
+
+@pytest.mark.parametrize("samples", [1, 7, 200, 601, 1999])
+def test_every_sample_is_in_one_group(samples: int) -> None:
+    found: dict[int, int] = {}
+    for first in range(0, samples, 32):
+        rows = min(32, samples - first)
+        ends = [0]
+        for group, own in groups_of_batch(first, rows, samples):
+            assert own.start == ends[-1] < own.stop
+            ends.append(own.stop)
+            found[group] = found.get(group, 0) + own.stop - own.start
+        assert ends[-1] == rows
+    assert [*found] == [*range(min(samples, 200))]
+    assert sum(found.values()) == samples
+    assert max(found.values()) - min(found.values()) <= 1
