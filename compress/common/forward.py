@@ -159,16 +159,26 @@ def plain_attention() -> Iterator[None]:
     """Run torch's layers of transformers in a block as they are trained, traced and exported.
 
     Their fused path, which evaluation takes, answers NaN where a row is masked whole, and zeros at
-    padded places.
+    padded places. Whether a mask is causal is not read from its values, which no trace can follow:
+    attention gets the mask itself.
     """
     import torch
+    from torch.nn.modules import transformer
+
+    def is_causal(
+        mask: torch.Tensor | None, hint: bool | None = None, _: int | None = None
+    ) -> bool:
+        return bool(hint)
 
     was_fused = torch.backends.mha.get_fastpath_enabled()
+    reads_values = transformer._detect_is_causal_mask
     torch.backends.mha.set_fastpath_enabled(False)
+    transformer._detect_is_causal_mask = is_causal
     try:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(was_fused)
+        transformer._detect_is_causal_mask = reads_values
 
 
 def accept_any_batch(predict: Predictor, signature: Signature) -> Predictor:

@@ -31,7 +31,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from compress.checkpoint.pt2_safety import GRAPH, SAMPLE_INPUTS, find_code
 from compress.checkpoint.safe_zip import refuse_bomb
 from compress.common.errors import ArtifactInvalid, StageFailed
-from compress.common.forward import copy_module, flatten_outputs
+from compress.common.forward import copy_module, flatten_outputs, plain_attention
 from compress.graph.axis_bounds import trace
 from compress.graph.library_cache import cached_deserialization, patched_attribute
 
@@ -59,6 +59,7 @@ def export_program(module: nn.Module, signature: Signature) -> ExportedProgram:
     module = without_parametrizations(module)
     with (
         torch.no_grad(),
+        plain_attention(),
         warnings.catch_warnings(),
         _no_stderr_on_failure(),
         _record_specializations() as locations,

@@ -18,6 +18,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from compress.common.errors import StageFailed, first_line
+from compress.common.forward import plain_attention
 from compress.graph.torch_export import flat_outputs
 from compress.pruning.dependency.channel_groups import AxisGraph, build_axis_graph
 from compress.pruning.dependency.rules import elementwise
@@ -94,7 +95,7 @@ def export_graph(module: nn.Module, inputs: Sequence[torch.Tensor]) -> ExportedP
         StageFailed: torch.export cannot trace it.
     """
     # With gradients enabled, torch.export refuses in-place operators on views.
-    with warnings.catch_warnings(), torch.no_grad():
+    with warnings.catch_warnings(), torch.no_grad(), plain_attention():
         # torch 2.13 warns that recurrent layers keep a list of their weights.
         warnings.filterwarnings("ignore", "The tensor attributes? self", UserWarning)
         try:
