@@ -7,7 +7,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import fields, is_dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar
@@ -159,17 +159,28 @@ def plain_attention() -> Iterator[None]:
     """Run torch's layers of transformers in a block as they are trained, traced and exported.
 
     Their fused path, which evaluation takes, answers zeros at padded places, and fails or answers
-    NaN where a row is masked whole. Whatever reads a model's outputs calls it in such a block;
-    whatever measures its time does not.
+    NaN where a row is masked whole. Whether a mask is causal is not read from its values, which no
+    trace can follow: attention gets the mask itself. Whatever reads a model's outputs calls it in
+    such a block; whatever measures its time does not.
     """
     import torch
+    from torch.nn import modules
+
+    def is_causal(
+        mask: torch.Tensor | None, hint: bool | None = None, _: int | None = None
+    ) -> bool:
+        return bool(hint)
 
     was_fused = torch.backends.mha.get_fastpath_enabled()
+    transformer: Any = modules.transformer
+    reads_values = transformer._detect_is_causal_mask
     torch.backends.mha.set_fastpath_enabled(False)
+    transformer._detect_is_causal_mask = is_causal
     try:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(was_fused)
+        transformer._detect_is_causal_mask = reads_values
 
 
 def accept_any_batch(predict: Predictor, signature: Signature) -> Predictor:
@@ -244,19 +255,7 @@ def flatten_outputs(output: Any) -> tuple[torch.Tensor, ...]:
     Raises:
         ArtifactInvalid: there is anything else, or no tensor.
     """
-    import torch
-
-    if isinstance(output, torch.Tensor):
-        return (output,)
-    if hasattr(output, "logits"):
-        return (output.logits,)
-    output = _as_mapping(output)
-    values = output.values() if isinstance(output, dict) else output
-    if isinstance(output, dict | list | tuple):
-        tensors = tuple(t for v in values if v is not None for t in flatten_outputs(v))
-        if tensors:
-            return tensors
-    raise ArtifactInvalid(f"the model returned {type(output).__name__}, expected tensors")
+    return tuple(tensor for _, tensor in _named_tensors(output))
 
 
 def outputs_by_name(output: Any) -> dict[str, torch.Tensor]:
@@ -264,8 +263,8 @@ def outputs_by_name(output: Any) -> dict[str, torch.Tensor]:
     import torch
 
     flat: dict[str, torch.Tensor] = {}
-    if _is_flat(output):
-        flat = dict(zip(_names_in(output), flatten_outputs(output), strict=True))
+    with suppress(ArtifactInvalid):
+        flat = dict(_named_tensors(output))
     output = _as_mapping(output)
     if not isinstance(output, Mapping):
         output = {"logits": output.logits} if hasattr(output, "logits") else {}
@@ -327,18 +326,20 @@ def match_outputs(output: Any, signature: Signature) -> tuple[tuple[str, ...], S
     entries = outputs_by_name(output)
     known = [name for name in wanted if name in entries]
     if declared and known == wanted:
-        in_order = _names_in(output) if _is_flat(output) else []
-        return (() if wanted == in_order else tuple(wanted)), signature
+        with suppress(ArtifactInvalid):
+            if wanted == [name for name, _ in _named_tensors(output)]:
+                return (), signature
+        return tuple(wanted), signature
     if declared and known:
         raise PipelineInvalid(f"model.outputs names {wanted}, and the model returns {[*entries]}")
     try:
-        flatten_outputs(output)
+        named = _named_tensors(output)
     except ArtifactInvalid as error:
         hint = f"; choose among {', '.join(entries)} with model.outputs" if entries else ""
         raise ArtifactInvalid(f"{error}{hint}") from None
     names: list[str] = []
     taken = {spec.name for spec in signature.inputs}
-    for name in _names_in(output):  # made different from the inputs' names, and from each other
+    for name, _ in named:  # made different from the inputs' names, and from each other
         while name in taken or name in names:
             name = f"{name}_{OUTPUT}"
         names.append(name)
@@ -370,28 +371,24 @@ def _as_mapping(output: Any) -> Any:
     return output
 
 
-def _is_flat(output: Any) -> bool:
-    """Whether :func:`flatten_outputs` takes an output."""
-    try:
-        flatten_outputs(output)
-    except ArtifactInvalid:
-        return False
-    return True
-
-
-def _names_in(output: Any, name: str = "") -> list[str]:
-    """Return a name for each tensor of an output, in the order of :func:`flatten_outputs`."""
+def _named_tensors(output: Any, name: str = "") -> list[tuple[str, torch.Tensor]]:
+    """Return the tensors of nested outputs in order, each with a name."""
     import torch
 
     if isinstance(output, torch.Tensor):
-        return [name or OUTPUT]
+        return [(name or OUTPUT, output)]
     if hasattr(output, "logits"):
-        return [f"{name}_logits" if name else "logits"]
+        return [(f"{name}_logits" if name else "logits", output.logits)]
     output = _as_mapping(output)
-    if isinstance(output, Mapping):
-        pairs = [(re.sub(r"\W", "_", str(key)), value) for key, value in output.items()]
-        pairs = [(f"{name}_{key}" if name else key, value) for key, value in pairs]
-    else:
-        pairs = [(f"{name or OUTPUT}_{i}", v) for i, v in enumerate(output) if v is not None]
-    names = [n for key, value in pairs if value is not None for n in _names_in(value, key)]
-    return [OUTPUT] if names == [f"{OUTPUT}_0"] else names
+    parts: list[tuple[str, Any]] = []
+    if isinstance(output, dict):
+        keys = [re.sub(r"\W", "_", str(key)) for key in output]
+        parts = [
+            (f"{name}_{k}" if name else k, v) for k, v in zip(keys, output.values(), strict=True)
+        ]
+    elif isinstance(output, list | tuple):
+        parts = [(f"{name or OUTPUT}_{i}", value) for i, value in enumerate(output)]
+    found = [pair for key, v in parts if v is not None for pair in _named_tensors(v, key)]
+    if not found:
+        raise ArtifactInvalid(f"the model returned {type(output).__name__}, expected tensors")
+    return [(OUTPUT, found[0][1])] if [n for n, _ in found] == [f"{OUTPUT}_0"] else found

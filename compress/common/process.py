@@ -10,7 +10,6 @@ import importlib
 import math
 import os
 import random
-import warnings
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,22 +58,6 @@ def random_state_kept(device: str) -> Iterator[None]:
         finally:
             random.setstate(python_state)
             np.random.set_state(numpy_state)
-
-
-@contextmanager
-def caller_state_kept(device: str) -> Iterator[None]:
-    """Restore random states, warning filters and torch's threads after a block.
-
-    Libraries that a stage imports add filters, and users' datasets and models draw numbers.
-    """
-    import torch
-
-    threads = torch.get_num_threads()
-    with warnings.catch_warnings(), random_state_kept(device):
-        try:
-            yield
-        finally:
-            torch.set_num_threads(threads)
 
 
 def reseed(seed: int, device: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import shutil
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -15,7 +16,7 @@ from compress.artifacts.artifact import Artifact
 from compress.artifacts.in_process import register, register_module
 from compress.common.atomic_files import temporary_folder
 from compress.common.errors import PipelineInvalid
-from compress.common.process import caller_state_kept
+from compress.common.process import random_state_kept
 from compress.core.validation_errors import closest, dotted, explain
 
 if TYPE_CHECKING:
@@ -72,8 +73,15 @@ def stage_function(
                 hint = f"; did you mean {close!r}?" if close else ""
                 raise TypeError(f"{name}() has no argument {argument!r}{hint}")
         settings = {n: arguments.pop(n) for n in [*arguments] if n in fields}
-        with caller_state_kept(str(arguments.get("device", "cpu"))):
-            artifact: Writes = _run_stage(model, file, stage, settings, **arguments)
+        import torch
+
+        threads, device = torch.get_num_threads(), str(arguments.get("device", "cpu"))
+        try:
+            # Libraries that a stage imports add filters, and users' models draw numbers.
+            with warnings.catch_warnings(), random_state_kept(device):
+                artifact: Writes = _run_stage(model, file, stage, settings, **arguments)
+        finally:
+            torch.set_num_threads(threads)
         return artifact
 
     function.__name__ = function.__qualname__ = name

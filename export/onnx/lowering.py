@@ -47,8 +47,12 @@ if TYPE_CHECKING:
 NOISY_LOGGERS = (
     "torch.onnx._internal.exporter._registration",
     "onnxscript.optimizer._constant_folding",  # it leaves alone what it cannot fold
+    "onnx_ir.passes.common.initializer_deduplication",
 )
-UNHELPFUL = ("torchvision is not installed", "Evaluation failed", "Failed to infer the signature")
+UNHELPFUL = (
+    *("torchvision is not installed", "Evaluation failed", "Failed to infer the signature"),
+    *("Skipping constant folding", "Skipped deduplication"),
+)
 TRANSLATIONS = {**DYNAMIC, **STABLE, **ATTENTION, **POOLING}
 """Operators that torch's exporter has no ONNX form for, or one that loses digits → our form."""
 TERMINAL_ESCAPE = re.compile(r"\x1b\[[0-9;]*m")

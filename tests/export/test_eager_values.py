@@ -25,6 +25,7 @@ from compress.quantization.stages.static import QuantizeStatic
 from export.exported_program import ExportProgram
 from export.onnx.stage import ExportOnnx
 from export.openvino.stage import ExportOpenVINO
+from export.torchscript.stage import ExportTorchScript
 from tests.export.builders import samples
 
 ROWS, LENGTH, WIDTH = 14, 6, 8
@@ -125,6 +126,52 @@ def test_padding_of_torchs_own_attention_may_fill_a_row(tmp_path: Path, name: st
     module = TwoInputs(lambda encoder, x, pad: encoder(x, src_key_padding_mask=pad), encoder)
     x = torch.randn(ROWS, LENGTH, WIDTH)
     exported(module, tmp_path, x, ~lengths_mask(), names=("x", name))
+
+
+class Decoder(nn.Module):
+    """torch's own decoder, with a causal mask that it is given, or makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerDecoderLayer(WIDTH, 2, 16, batch_first=True)
+        self.decoder = nn.TransformerDecoder(layer, 1)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        if mask is None:
+            mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        return self.decoder(x, x[:, :2], tgt_mask=mask)
+
+
+@pytest.mark.parametrize("stage", [ExportOnnx(), ExportTorchScript(), ExportOpenVINO()])
+def test_torchs_decoder_is_exported_with_its_mask(tmp_path: Path, stage: Stage[Any, Any]) -> None:
+    if stage.stage == "export_openvino":
+        pytest.importorskip("openvino")
+    module, x = Decoder().eval(), torch.randn(3, LENGTH, WIDTH)
+    spec = TensorSpec(name="x", shape=("batch", "length", WIDTH))
+    model = EagerModel.from_module(module, signature=Signature(inputs=(spec,)))
+    artifact = stage(model, Context(root=tmp_path / "made"))
+    for inputs in (x, x[:, :3]):
+        torch.testing.assert_close(
+            outputs_of(artifact, inputs)[0], module(inputs), rtol=1e-4, atol=1e-5
+        )
+
+
+@pytest.mark.parametrize("stage", [ExportOnnx(), ExportTorchScript()])
+def test_a_mask_that_is_an_input_is_read(tmp_path: Path, stage: Stage[Any, Any]) -> None:
+    causal = nn.Transformer.generate_square_subsequent_mask(LENGTH)
+    module, x = Decoder().eval(), torch.randn(3, LENGTH, WIDTH)
+    specs = (
+        TensorSpec(name="x", shape=("batch", LENGTH, WIDTH)),
+        TensorSpec(name="mask", shape=(LENGTH, LENGTH)),
+    )
+    model = EagerModel.from_module(
+        module, signature=Signature(inputs=specs), example_inputs=(x, causal)
+    )
+    artifact = stage(model, Context(root=tmp_path / "made"))
+    for mask in (causal, torch.zeros(LENGTH, LENGTH), causal.T.contiguous()):
+        torch.testing.assert_close(
+            outputs_of(artifact, x, mask)[0], module(x, mask), rtol=1e-4, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
