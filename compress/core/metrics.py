@@ -122,6 +122,10 @@ class Metric:
         """Whether there is a metric: tasks without targets have none by default."""
         return self.name != NO_METRIC
 
+    def passes_over(self, batch: Batch) -> bool:
+        """Whether no sample of a batch has the target that the metric needs."""
+        return batch.target is None and self.is_measured and self.name != "fidelity"
+
     @property
     def reads_all_outputs(self) -> bool:
         """Whether the metric reads all outputs of a model, and not the first alone."""
@@ -176,7 +180,9 @@ class Metric:
                 raise StageFailed("metric fidelity needs a reference model")
             return predicted_decisions(reference(*batch.inputs)[0].cpu(), self.loss.task)
         if batch.target is None:
-            raise StageFailed(f"metric {self.name} needs targets and split {split!r} has none")
+            raise StageFailed(
+                f"metric {self.name} needs targets and samples of split {split!r} have none"
+            )
         return batch.target
 
     @property
@@ -410,6 +416,8 @@ class MetricMeter:
         """Return the metric of all that was added, which may be NaN or infinite."""
         import torch
 
+        if not self.batches and self.sums is None and not getattr(self.custom, "update_called", 0):
+            raise StageFailed(f"metric {self.metric.name} needs targets and no sample has one")
         if self.custom is not None:
             with torch.inference_mode():
                 if self.is_torchmetric:
@@ -420,8 +428,7 @@ class MetricMeter:
                     settings = {} if self.metric.name == DETECTION else dict(self.metric.arguments)
                     value = self._call(self.custom, *self._all_outputs(), **settings)
             return one_number(self.metric.name, value)
-        if self.sums is None:
-            return math.nan
+        assert self.sums is not None
         if self.metric.name == "r2":
             return r2(self.sums)
         mean = self.sums[0] / self.sums[1]
@@ -500,6 +507,11 @@ def evaluate(
     by_sample: list[torch.Tensor] | None = []
     done, known, total = 0, 0, len(splits.split(split))  # type: ignore[arg-type]  # Splits admits sized datasets only
     for batch in splits.batches(split, batch_size):
+        done += len(batch)
+        if metric.passes_over(batch):
+            predict(*batch.inputs)  # of all rows the outputs are summarized
+            progress(f"evaluate on {split}", done, total)
+            continue
         targets = metric.targets_of(batch, split, reference)
         known += int(has_target(targets).sum())
         try:
@@ -508,14 +520,13 @@ def evaluate(
                 for inputs, part in metric.parts(batch.inputs, targets)
             ]
         except LabelOutOfRange as error:
-            where = f"split {split!r}, sample {done + error.row}"
+            where = f"split {split!r}, sample {done - len(batch) + error.row}"
             raise StageFailed(f"{where}: {error}") from error
         added = [x for x in sums if x is not None and x.shape[1] == len(batch)]
         if by_sample is not None and added and len(added) == len(sums):
             by_sample.append(torch.stack(added).sum(0))
         else:
             by_sample = None
-        done += len(batch)
         progress(f"evaluate on {split}", done, total)
     value = metric.require_finite(meter.compute(), split)
     if not by_sample:

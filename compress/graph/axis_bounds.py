@@ -116,8 +116,9 @@ def input_limit_facts(program: ExportedProgram, signature: Signature, title: str
 
 def _rows_looked_up(program: ExportedProgram, signature: Signature) -> dict[str, int]:
     """Return the rows of the embedding table that each input of ids looks up, where one does."""
-    from torch.ops import aten
+    import torch
 
+    aten = torch.ops.aten
     same_numbers = (
         *(aten.to.dtype, aten._to_copy.default, aten.clone.default, aten.contiguous.default),
         *(aten.view.default, aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim),
