@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from compress.common.forward import Predictor
 
 CODE = "code"
+SPARSE = 0.1
+"""Share of zeros from which an imported checkpoint counts as pruned elsewhere."""
 SPARSITY_KEPT = 0.5
 """Part of the share of zeros below which they are called gone: a cut may take channels of zeros."""
 log = logging.getLogger(__name__)
@@ -182,7 +184,7 @@ class EagerModel(Artifact):
         """Write a changed version of this model: new weights, and edits of its architecture.
 
         The lineage and the files beside it are those of this model, unless others are given. Where
-        zeros of pruned weights are gone, a warning among the facts says so.
+        zeros of pruned weights are gone, also of an imported checkpoint, a warning says so.
 
         Weights on disk (:func:`~compress.checkpoint.loading.read_state_dict`) give the same digest
         as a module with those weights; ArtifactInvalid is raised if they do not fit the recipe.
@@ -195,9 +197,10 @@ class EagerModel(Artifact):
             state = match_state_dict(weights, recipe, self.code, str(path))
         else:
             state = weights.state_dict()
-        if self.has_pruned_weights:
+        if self.has_pruned_weights or not self.is_streamed:  # whose weights take long to read
             before, after = zero_share(read_safetensors(self.payload_path)), zero_share(state)
-            if after < SPARSITY_KEPT * before:
+            is_sparse = self.has_pruned_weights or before >= SPARSE
+            if is_sparse and after < SPARSITY_KEPT * before:
                 lost = f"most pruned weights are zero no more: {before:.1%} before, {after:.1%} now"
                 facts = {**(facts or {}), "warnings": [*(facts or {}).get("warnings", ()), lost]}
         return self.create(

@@ -127,6 +127,10 @@ class Metric:
         """Whether there is a metric: tasks without targets have none by default."""
         return self.name != NO_METRIC
 
+    def passes_over(self, batch: Batch) -> bool:
+        """Whether no sample of a batch has the target that the metric needs."""
+        return batch.target is None and self.is_measured and self.name != "fidelity"
+
     @property
     def reads_all_outputs(self) -> bool:
         """Whether the metric reads all outputs of a model, and not the first alone."""
@@ -190,7 +194,9 @@ class Metric:
                 raise StageFailed("metric fidelity needs a reference model")
             return joint_decisions([x.cpu() for x in reference(*batch.inputs)], self.loss.task)
         if batch.target is None:
-            raise StageFailed(f"metric {self.name} needs targets and split {split!r} has none")
+            raise StageFailed(
+                f"metric {self.name} needs targets and samples of split {split!r} have none"
+            )
         return batch.target
 
     @property
@@ -464,6 +470,8 @@ class MetricMeter:
         """Return the metric of all that was added, which may be NaN or infinite."""
         import torch
 
+        if not self.batches and self.sums is None and not getattr(self.custom, "update_called", 0):
+            raise StageFailed(f"metric {self.metric.name} needs targets and no sample has one")
         if self.custom is not None:
             with torch.inference_mode():
                 if self.is_torchmetric:
@@ -474,8 +482,7 @@ class MetricMeter:
                     settings = {} if self.metric.name == DETECTION else dict(self.metric.arguments)
                     value = self._call(self.custom, *self._all_outputs(), **settings)
             return one_number(self.metric.name, value)
-        if self.sums is None:
-            return math.nan
+        assert self.sums is not None
         if self.metric.name == "r2":
             return r2(self.sums)
         mean = self.sums[0] / self.sums[1]
@@ -554,23 +561,28 @@ def evaluate(
     by_sample: list[torch.Tensor] | None = []
     done, known, total = 0, 0, len(splits.split(split))  # type: ignore[arg-type]  # Splits admits sized datasets only
     for batch in splits.batches(split, batch_size):
+        done += len(batch)
+        if metric.passes_over(batch):
+            predict(*batch.inputs)  # of all rows the outputs are summarized
+            progress(f"evaluate on {split}", done, total)
+            continue
         targets = metric.targets_of(batch, split, reference)
         known += int(has_target(targets).sum())
+        first = done - len(batch)
         sums: list[torch.Tensor | None] = []
         for inputs, known_targets in metric.parts(batch.inputs, targets):
             read = metric.outputs_read(predict(*inputs))
-            for group, start, outputs, own in _by_group(metric, read, known_targets, done, total):
+            for group, start, outputs, own in _by_group(metric, read, known_targets, first, total):
                 try:
                     sums.append(meter.update(outputs, own, group))
                 except LabelOutOfRange as error:
-                    where = f"split {split!r}, sample {done + start + error.row}"
+                    where = f"split {split!r}, sample {first + start + error.row}"
                     raise StageFailed(f"{where}: {error}") from error
         added = [x for x in sums if x is not None and x.shape[1] == len(batch)]
         if by_sample is not None and added and len(added) == len(sums):
             by_sample.append(torch.stack(added).sum(0))
         else:
             by_sample = None
-        done += len(batch)
         progress(f"evaluate on {split}", done, total)
     value = metric.require_finite(meter.compute(), split)
     if not by_sample:

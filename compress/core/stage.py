@@ -122,6 +122,11 @@ class Stage(Settings, Generic[Reads, Writes]):
         """Whether the result depends on the loss."""
         return False
 
+    @property
+    def uses_calibration_labels(self) -> bool:
+        """Whether targets of the calibration samples are read."""
+        return False
+
     def check_loss(self, loss: Loss) -> None:
         """Raise CompressError if a setting does not go with the loss, whose name is known."""
 

@@ -124,7 +124,12 @@ class PruneChannels(PruningStage):
     @property
     def uses_loss(self) -> bool:
         """Whether channels are ranked by derivatives of the loss, or fine-tuning minimizes it."""
-        return super().uses_loss or self.importance in OF_GRADIENTS
+        return super().uses_loss or self.uses_calibration_labels
+
+    @property
+    def uses_calibration_labels(self) -> bool:
+        """Whether channels are ranked by derivatives of the loss."""
+        return self.importance in OF_GRADIENTS
 
     def check_loss(self, loss: Loss) -> None:
         """Refuse settings that cannot be combined with the task's loss."""

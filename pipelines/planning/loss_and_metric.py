@@ -151,7 +151,7 @@ def _refuse_nan(predict: Predictor, data: Splits, facts: Mapping[str, SplitFacts
 def _check_labels(
     plan: Plan, predict: Predictor, data: Splits, facts: Mapping[str, SplitFacts]
 ) -> None:
-    """Raise PipelineInvalid for a label in any split that the model has no class for."""
+    """Raise PipelineInvalid for a label that is read and that the model has no class for."""
     split = targets_split(data)
     uses_labels = plan.metric.name in LABEL_METRICS and plan.metric.name != "fidelity"
     uses_labels |= _uses_loss(plan) and not plan.loss.is_custom
@@ -159,8 +159,11 @@ def _check_labels(
         return
     index = facts[split].first(facts[split].rows["low"] <= facts[split].rows["high"])
     classes = None if index is None else _classes(plan, predict, next(data.read(split, [index], 1)))
+    unread = {UNLABELLED}
+    if not any(planned.stage.uses_calibration_labels for planned in plan.stages):
+        unread.add("calibration")
     for split, known in facts.items():
-        if classes is not None and split != UNLABELLED:
+        if classes is not None and split not in unread:
             known.check_labels(split, classes)
 
 
@@ -228,6 +231,8 @@ def _check_metric(
     def compute(samples: int) -> None:
         meter = MetricMeter(metric)
         for batch in _samples(pipeline, data, split, samples):
+            if metric.passes_over(batch):
+                continue
             with _located_errors(pipeline, "metric", f"on split {split!r}: "):
                 parts = [*metric.parts(batch.inputs, metric.targets_of(batch, split, predict))]
             for inputs, targets in parts:

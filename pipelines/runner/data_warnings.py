@@ -99,9 +99,9 @@ def constant_score(data: Splits, metric: Metric) -> float | None:
     if metric.name == "fidelity":
         return None
     # All targets, unlike outputs, are kept: the median needs them.
-    batches = [batch.target for batch in data.batches("val")]
+    batches = [b.target for b in data.batches("val") if b.target is not None]
     targets = [target for target in batches if isinstance(target, torch.Tensor)]
-    if len(targets) < len(batches):
+    if not targets or len(targets) < len(batches):
         return None
     try:
         metric = metric.with_inferred_loss(data)

@@ -45,6 +45,20 @@ def test_check_and_run_name_the_sample_that_is_wrong(project, lines: str, reason
     assert not (project.out / "artifacts" / "train").exists()
 
 
+@pytest.mark.parametrize("ranks_by_labels", [False, True])
+def test_labels_of_calibration_count_where_a_stage_reads_them(project, ranks_by_labels) -> None:
+    change_data(project, "y[:20] = 99")
+    nets = project.folder / "nets.py"
+    parts = '"train": slice(20, 120), "calibration": slice(0, 20)'
+    nets.write_text(nets.read_text().replace('"train": slice(0, 120)', parts))
+    if not ranks_by_labels:
+        check_model(Pipeline.from_yaml(project.file))
+        return
+    project.edit("ratio: 0.4", "ratio: 0.4\n    importance: taylor")
+    with pytest.raises(PipelineInvalid, match="split 'calibration', sample 0: label 99 is out of"):
+        check_model(Pipeline.from_yaml(project.file))
+
+
 def test_ignored_labels_are_no_wrong_ones_and_do_not_count_as_samples(project) -> None:
     change_data(project, "y[125:180] = -100")
     report = project.run()

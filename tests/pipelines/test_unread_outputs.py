@@ -74,6 +74,7 @@ stages:
 """
 
 
+@pytest.mark.slow
 def test_an_output_that_nothing_reads_is_named_and_nothing_is_named_for_deployment(tmp_path):
     report = run(tmp_path, HEADS + TRAIN % "{gate: label_agreement, minimum: 0}")
     _, again, export = report.stages
@@ -87,6 +88,7 @@ def test_an_output_that_nothing_reads_is_named_and_nothing_is_named_for_deployme
     assert Report.read(tmp_path / "out").stages[1].unread_outputs == again.unread_outputs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "setting",
     [
@@ -105,6 +107,7 @@ def test_an_output_that_something_reads_is_not_named(tmp_path, setting):
     assert headline(report) is not None
 
 
+@pytest.mark.slow
 def test_an_export_is_compared_on_all_of_val(tmp_path):
     with pytest.raises(StageFailed, match="on all 4000 rows of `val` answers differ"):
         run(

@@ -50,12 +50,16 @@ def evaluate(job: Job, module: torch.nn.Module, strategy: Strategy) -> float | N
     remaining = len(share)
     with _reference(job) as reference:
         for batch in job.data.read("val", padded, job.data.batch_size):
-            targets = job.metric.targets_of(batch, "val", reference)
             own = slice(remaining)
+            remaining = max(0, remaining - len(batch))
+            # A function of all outputs gets those of all ranks in order: none may be left out.
+            if job.metric.passes_over(batch) and (strategy.ranks == 1 or meter.custom is None):
+                predict(*batch.inputs)  # the other ranks' forward may wait for this one
+                continue
+            targets = job.metric.targets_of(batch, "val", reference)
             for inputs, known in job.metric.parts(batch.inputs, targets):
                 outputs = predict(*inputs)
                 meter.update(job.metric.outputs_read(outputs, own), select(known, own))
-            remaining = max(0, remaining - len(batch))
     strategy.release_buffers_(module)
     shares, value = strategy.gather_shares(meter.state()), 0.0
     if shares is not None:

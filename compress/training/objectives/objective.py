@@ -125,8 +125,8 @@ class TargetLossFunction:
         """Compute the mean loss."""
         if batch.target is None:
             raise StageFailed(
-                "a loss needs targets and split 'train' has none; return (x, y) samples from "
-                "the data factory, or distill from a teacher"
+                "a loss needs targets and a batch of split 'train' has none; return (x, y) samples "
+                "from the data factory, or distill from a teacher"
             )
         return self.mean(outputs, batch.target)
 

@@ -94,10 +94,14 @@ def global_state() -> dict[str, Any]:
 def test_a_stage_leaves_global_state_as_it_was(stage: str, settings: dict[str, Any]) -> None:
     # Importing ONNX Runtime opens a database of its own in the user's cache folder, once.
     pytest.importorskip("onnxruntime")
-    run, model = getattr(compress, stage), Noisy()
-    before = global_state()
-    run(model, data=Augmented(), val=DATA, progress=False, **settings)
-    after = global_state()
+    run, model, threads = getattr(compress, stage), Noisy(), torch.get_num_threads()
+    torch.set_num_threads(2)  # a stage calls models with one
+    try:
+        before = global_state()
+        run(model, data=Augmented(), val=DATA, progress=False, **settings)
+        after = global_state()
+    finally:
+        torch.set_num_threads(threads)
     assert {k: v for k, v in after.items() if v != before[k]} == {}
 
 

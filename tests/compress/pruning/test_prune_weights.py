@@ -306,3 +306,18 @@ def test_zeros_that_are_gone_are_warned_of(wide: EagerModel, tmp_path: Path) -> 
         weight.data += 1.0
     (warning,) = slim.derive(tmp_path / "dense", module).manifest.facts["warnings"]
     assert warning.startswith("most pruned weights are zero no more: 50.0% before, ")
+
+
+@pytest.mark.parametrize("share", [0.5, 0.0])
+def test_zeros_of_an_imported_checkpoint_that_are_gone_are_warned_of(
+    wide: EagerModel, blobs: Splits, tmp_path: Path, share: float
+) -> None:
+    module = wide.load()
+    for weight in (module.up.weight, module.down.weight):
+        weight.data[torch.rand(weight.shape) < share] = 0
+    imported = EagerModel.from_module(module, signature=wide.signature)
+    trained = Train(epochs=1, keep="last")(imported, Context(root=tmp_path / "t", data=blobs))
+    warnings = trained.manifest.facts.get("warnings", [])
+    assert [w.startswith("most pruned weights are zero no more: ") for w in warnings] == (
+        [True] if share else []
+    )
