@@ -316,7 +316,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 def read_json(file: Path) -> dict[str, Any]:
     """Return the object in a JSON file of a folder, or raise ArtifactInvalid."""
     try:
-        with open_regular(file) as stream:
+        with open_regular(file_beside(file, file.name)) as stream:
             raw = stream.read(CONFIG_BYTES + 1)
         if len(raw) > CONFIG_BYTES:
             raise ArtifactInvalid(f"{file}: has more than {CONFIG_BYTES} bytes")

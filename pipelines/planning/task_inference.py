@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from compress.artifacts.hf_folder import read_config
+from compress.artifacts.hf_folder import read_json
 from compress.common.errors import ArtifactInvalid
 from compress.core.loss import BUILT_IN, REGRESSION_LOSSES
 from compress.core.metrics import REGRESSION_METRICS
@@ -76,7 +76,7 @@ def task_of(pipeline: PipelineConfig) -> tuple[Task | None, str]:
 def _of_folder(folder: Path, model_task: str | None) -> tuple[str | None, str]:
     """Return the name of the task of a Hugging Face folder, and what shows it."""
     try:
-        config = read_config(folder)
+        config = read_json(folder / "config.json")
         architectures = config.get("architectures") or [""]
         class_name, problem = str(architectures[0]), config.get("problem_type")
     except (ArtifactInvalid, LookupError, TypeError):
