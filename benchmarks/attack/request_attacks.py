@@ -11,6 +11,7 @@ The decoder generates by onnxruntime-genai where that is installed, else by onnx
 import argparse
 import collections
 import contextlib
+import json
 import re
 import select
 import socket
@@ -144,7 +145,7 @@ def attacked(place: int, kind: str, port: int, pid: int) -> Outcome:
             time.sleep(0.05)
             after += attacker.poll() is not None
         assert attacker.stdout is not None
-        statuses = collections.Counter(attacker.stdout.read().split())
+        statuses = collections.Counter(json.loads(attacker.stdout.read()))
     return Outcome(statuses, slowest, most - before, time.monotonic() - began)
 
 
@@ -221,7 +222,7 @@ def main() -> None:
     requests = [*hostile_requests()]
     if given.send:
         place, kind, port = given.send
-        print(*send(requests[int(place)], kind, int(port)).elements())
+        print(json.dumps(send(requests[int(place)], kind, int(port))))
         return
     tried: collections.Counter[str] = collections.Counter()
     survived: collections.Counter[str] = collections.Counter()

@@ -39,7 +39,8 @@ hundreds of MiB."""
 SMALL_BYTES = 64 * 1024
 """Bodies above this wait for each other first, so that small ones wait for one of them at most."""
 CALLS_PER_LIMIT = 3
-BASE_MIB = 12
+"""So many calls fit into the time limit of a request: others wait meanwhile."""
+BASE_MIB = 8
 """Memory that a call may take in addition to what the largest right request needs."""
 FRAME = struct.Struct("<QQ")
 """Sizes of a message: those of its pickled part, and of the body behind it."""

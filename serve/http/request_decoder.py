@@ -69,8 +69,8 @@ class RequestDecoder:
                 return arrays, {}
             labels = self.labels if asked.get("outputs") else ()
             return arrays, requested_outputs(asked, [*self.outputs, *labels])
-        except MemoryError:
-            raise
+        except MemoryError:  # numpy tries to make an array as large as a header says
+            raise HttpError(TOO_LARGE, "the body takes too much memory to read") from None
         except Exception as error:
             raise HttpError.from_exception(error) from error
 

@@ -39,12 +39,13 @@ class Probe:
         """The arrays as a file, the same bytes for the same arrays."""
         return to_npz(self.arrays)
 
-    def holds_infinity(self, name: str) -> bool:
-        """Return whether a tensor holds infinities, as float attention masks do."""
+    def not_finite(self, name: str) -> dict[str, bool]:
+        """Return which of NaN and infinities a tensor holds, as float attention masks do."""
         import numpy as np
 
         array = self.arrays[name]
-        return array.dtype.kind == "f" and bool(np.isinf(array).any())
+        tests = {"nan": np.isnan, "infinities": np.isinf} if array.dtype.kind == "f" else {}
+        return {kind: True for kind, holds in tests.items() if holds(array).any()}
 
     def are_probabilities(self, name: str) -> bool:
         """Return whether an output's rows are probabilities rather than logits."""

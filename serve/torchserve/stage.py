@@ -244,8 +244,7 @@ def handler_config(served: Artifact, stage: PackageTorchServe, probe: Probe) -> 
     signature = served.signature
     inputs = signature.input_descriptions(served.manifest.facts)
     for spec in inputs:
-        if probe.holds_infinity(spec["name"]):
-            spec["infinities"] = True
+        spec |= probe.not_finite(spec["name"])
     handler: dict[str, Any] = {
         "kind": served.kind,
         "threads": stage.threads,

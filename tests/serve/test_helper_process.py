@@ -29,7 +29,7 @@ from tests.serve.served_here import Served
 
 @contextmanager
 def helper(seconds: float = 30) -> Iterator[HelperProcess]:
-    """Start a process whose calls may take 32 MiB."""
+    """Start a process whose calls may take 28 MiB."""
     made = HelperProcess(Service, what=Path("model"), seconds=seconds, needed_bytes=20 << 20)
     with closing(made):
         yield made
@@ -58,7 +58,7 @@ def test_calls_return_what_the_other_process_does() -> None:
     ("method", "args", "status", "words"),
     [
         ("sleep", [30], 504, "was not read in 0.2 s"),
-        ("allocate", [100], 413, "takes more than 32 MiB"),
+        ("allocate", [100], 413, "takes more than 28 MiB"),
         ("abort", [], 413, "takes more than"),
     ],
 )

@@ -239,5 +239,7 @@ def test_a_probe_tells_probabilities_and_infinities_apart() -> None:
     assert not Probe({"y": y * 2}, True, "").are_probabilities("y")
     assert not Probe({"y": y - [1, -1]}, True, "").are_probabilities("y")
     mask = np.array([[0, -np.inf]], np.float32)
-    assert Probe({"mask": mask}, True, "").holds_infinity("mask")
-    assert not Probe({"mask": np.zeros(2)}, True, "").holds_infinity("mask")
+    assert Probe({"mask": mask}, True, "").not_finite("mask") == {"infinities": True}
+    assert Probe({"mask": np.array([np.nan])}, True, "").not_finite("mask") == {"nan": True}
+    assert Probe({"mask": np.zeros(2)}, True, "").not_finite("mask") == {}
+    assert Probe({"ids": np.zeros(2, np.int64)}, True, "").not_finite("ids") == {}

@@ -47,6 +47,31 @@ def test_chats_whole_and_streamed(client: Any) -> None:
     assert parts[-1].choices[0].finish_reason == whole.choices[0].finish_reason
 
 
+@pytest.mark.parametrize("form", ["as it is", "dict", "JSON"])
+def test_an_answer_is_sent_back_in_the_next_turn(client: Any, form: str) -> None:
+    asked = {"model": "model", "max_tokens": 4}
+    answer = client.chat.completions.create(**asked, messages=MESSAGES).choices[0].message
+    before = {"dict": answer.model_dump(), "JSON": answer.to_dict()}.get(form, answer)
+    again = [*MESSAGES, before, {"role": "user", "content": "more"}]
+    assert client.chat.completions.create(**asked, messages=again).choices[0].message.role
+
+
+def test_what_asks_for_nothing_is_taken(client: Any) -> None:
+    nothing: dict[str, Any] = {
+        **{"n": 1, "stop": [], "seed": 0, "temperature": 0, "top_p": 0, "logprobs": False},
+        **{"top_logprobs": 0, "logit_bias": {}, "presence_penalty": 0, "frequency_penalty": 0.0},
+        **{"user": "u", "tools": [], "tool_choice": "auto", "response_format": {"type": "text"}},
+        **{"parallel_tool_calls": True, "metadata": {}, "store": False, "service_tier": "auto"},
+        **{"modalities": ["text"], "reasoning_effort": "none", "verbosity": "low"},
+    }
+    asked = {"model": "model", "messages": MESSAGES, "max_tokens": 2}
+    for settings in (nothing, dict.fromkeys(nothing)):
+        assert client.chat.completions.create(**asked, **settings).choices[0].finish_reason
+    for prompt in ("a", ["a"], [1, 2], [[1, 2]]):
+        few = {"model": "model", "max_tokens": 2, "best_of": 1, "echo": False, "suffix": None}
+        assert client.completions.create(prompt=prompt, **few).choices[0].finish_reason
+
+
 def test_models(client: Any) -> None:
     assert [model.id for model in client.models.list()] == ["model"]
     assert client.models.retrieve("model").owned_by == "compress"

@@ -54,6 +54,23 @@ def test_what_asks_for_nothing_is_taken() -> None:
     assert (chat.wanted_tokens, chat.stops) == (7, ("s",))
 
 
+def test_null_is_as_good_as_absent() -> None:
+    names = [name for name in ChatBody.model_fields if name != "messages"]
+    nulls = dict.fromkeys([*names, *ChatBody.unsupported, *ChatBody.ignored])
+    answer = {"role": "assistant", "content": "a", "refusal": None, "tool_calls": None, "x": None}
+    messages = [USER, {**answer, "annotations": []}]
+    options = {"stream_options": {"include_usage": None}}
+    chat = parse_body(ChatBody, json.dumps({**nulls, "messages": messages, **options}).encode())
+    assert [message.for_template()["content"] for message in chat.messages] == ["hi", "a"]
+
+
+@pytest.mark.parametrize("prompt", ["a", ["a"], [1, 2], [[1, 2]]])
+def test_a_list_of_one_prompt_is_that_prompt(prompt: Any) -> None:
+    body = json.dumps({"prompt": prompt, "tool_choice": "auto", "top_logprobs": 0}).encode()
+    expected = "a" if prompt in ("a", ["a"]) else [1, 2]
+    assert parse_body(CompletionBody, b"\xef\xbb\xbf" + body).text_or_ids == expected
+
+
 @pytest.mark.parametrize(
     ("content", "param", "words"),
     [
