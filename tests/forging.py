@@ -13,5 +13,6 @@ def forge(folder: Path, name: str, content: bytes) -> None:
     digest = {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
     manifest["files"][name] = digest
     for file, written in ((name, content), (MANIFEST, json.dumps(manifest).encode())):
-        (folder / file).unlink()  # hard links share the bytes
+        (folder / file).unlink(missing_ok=True)  # hard links share the bytes
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
         (folder / file).write_bytes(written)

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from compress import Artifact, Context
-from compress.artifacts.hf_folder import read_folder, transformers_silenced
+from compress.artifacts.hf_folder import offline_transformers, read_folder
 from compress.artifacts.importing import import_module
 from compress.common.errors import CompressError
 from compress.common.signature import AxisBounds, OutputSpec, Signature, TensorSpec
@@ -61,7 +61,7 @@ def proven(name: str, sizes: dict[str, object], folder: Path) -> Artifact:
     with torch.no_grad():  # as small as they are drawn, all scores are near ties
         for parameter in module.parameters():
             parameter.mul_(3 if parameter.dim() > 1 else 1)
-    with transformers_silenced():
+    with offline_transformers("the benchmark"):
         module.save_pretrained(folder / "hf")
     recipe, module = read_folder(folder / "hf", None, untrained_head=False)
     source = import_module(folder / "source", recipe, module, TOKENS)

@@ -11,7 +11,7 @@ import transformers
 from llama_cpp import Llama  # pip install llama-cpp-python, which compiles for some minutes
 
 from compress import EagerModel, PruneChannels, QuantizeWeights
-from compress.artifacts.hf_folder import transformers_silenced
+from compress.artifacts.hf_folder import offline_transformers
 from compress.common.tensor_difference import relative_error
 from export import ExportGguf
 from tests.export.tiny_decoder import LONGEST, context_for, decoder
@@ -60,7 +60,7 @@ def main() -> None:
     print("| family | weights | difference of scores | equal next tokens | text split alike |")
     print("|---|---|---|---|---|")
     for kind, sizes in FAMILIES.items():
-        with TemporaryDirectory() as name, transformers_silenced():
+        with TemporaryDirectory() as name, offline_transformers("the benchmark"):
             folder = Path(name)
             sizes = {"hidden_size": 128, "intermediate_size": 256, **sizes}
             source = decoder(folder, kind, merges=MERGES, **sizes)

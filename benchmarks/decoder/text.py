@@ -28,9 +28,9 @@ def initial_folder(folder: Path) -> Path:
     """
     initial = folder / "initial"
     if not (initial / "tokenizer.json").exists():
-        from compress.artifacts.hf_folder import transformers_silenced
+        from compress.artifacts.hf_folder import offline_transformers
 
-        with transformers_silenced():
+        with offline_transformers("the benchmark"):
             write_folder(initial, width=512, layers=8)
     return initial
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, JsonValue, ValidationError, field_validator
+from pydantic import Field, JsonValue, field_validator
 
 from compress.artifacts.carried_files import CARRIED_NAMES, CONFIG, names_in
 from compress.artifacts.recipe import Recipe
@@ -27,7 +27,7 @@ from compress.common.config import Settings
 from compress.common.errors import ArtifactInvalid, PipelineInvalid, first_line
 from compress.common.forward import KeptModels
 from compress.common.signature import Signature
-from compress.common.strict_json import reject_duplicate_keys
+from compress.common.strict_json import parse_settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -159,15 +159,7 @@ class Artifact:
         """Return a manifest's artifact; raise ArtifactInvalid if unreadable or of another kind."""
         if len(raw) > MANIFEST_BYTES:
             raise ArtifactInvalid(f"{path / MANIFEST}: has more than {MANIFEST_BYTES} bytes")
-        try:
-            json.loads(raw, object_pairs_hook=reject_duplicate_keys)
-            manifest = Manifest.model_validate_json(raw)
-        except ValidationError as error:
-            first = error.errors()[0]
-            place = ".".join(map(str, first["loc"]))
-            raise ArtifactInvalid(f"{path / MANIFEST}: {place}: {first['msg']}") from error
-        except (ValueError, RecursionError) as error:
-            raise ArtifactInvalid(f"{path / MANIFEST}: {first_line(error)}") from error
+        manifest = parse_settings(Manifest, raw, path / MANIFEST)
         if manifest.kind not in Artifact._kinds:
             # Importing the stages defines every kind; this package imports none of those above it.
             importlib.import_module("pipelines.config.registry")

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from compress.artifacts.carried_files import CONFIG, IMAGES, TOKENIZER, TOKENIZER_SETTINGS
-from compress.common.atomic_files import open_regular
+from compress.artifacts.offline import offline, refuse_lookups
+from compress.common.atomic_files import file_beside, open_regular, refuse_irregular
 from compress.common.errors import ArtifactInvalid, first_line
 
 if TYPE_CHECKING:
@@ -64,7 +65,8 @@ PROCESSOR_SUFFIXES = (".json", ".txt", ".model", ".jinja")
 """Of the files that a tokenizer or a preprocessing may be read from."""
 LONGEST_TEXT = 10**6
 """A larger `model_max_length` is what transformers writes where the length is not known."""
-ATTENTION = ("attn_implementation", "_attn_implementation")
+TEMPLATES = "additional_chat_templates"
+ADAPTER = "adapter_config.json"
 FACTORY = "compress.artifacts.hf_folder:build"
 WITHOUT_EFFECT = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "auto_map")
 """Entries of a config that do not change the outputs of a float32 model."""
@@ -76,13 +78,15 @@ def build(architecture: str, config: dict[str, Any]) -> nn.Module:
     """Build a transformers model, such as `BertModel`, with random weights; recipes name it."""
     import transformers
 
+    refuse_lookups(config, architecture)
     model_class = _model_class(architecture)
     if model_class is None:
         raise ArtifactInvalid(
             f"transformers {transformers.__version__} has no model {architecture!r}"
         )
     config_class: Any = model_class.config_class
-    module: nn.Module = model_class(config_class.from_dict(config))
+    with offline(architecture):
+        module: nn.Module = model_class(config_class.from_dict(config))
     return module
 
 
@@ -97,28 +101,20 @@ def read_folder(folder: Path, task: Task | None, *, untrained_head: bool) -> tup
             has no model for the task, or weights are missing.
     """
     refuse_foreign_folder(folder)
-    with transformers_silenced():
-        try:
-            config, kind = _class_of(folder, task)
-            config.use_cache = False  # past_key_values would be further outputs
-            # transformers itself reads the weights: it maps parameter names of older versions.
-            # Every stage computes and compares in float32, also for models saved in half precision.
-            module, loaded = kind.from_pretrained(
-                folder,
-                config=config,
-                dtype="float32",
-                use_safetensors=True,
-                local_files_only=True,
-                trust_remote_code=False,
-                output_loading_info=True,
-            )
-        except ArtifactInvalid:
-            raise
-        except Exception as error:
-            raise ArtifactInvalid(
-                f"{folder}: transformers cannot read it: {type(error).__name__}: "
-                f"{first_line(error)}"
-            ) from error
+    with reading_by_transformers(folder):
+        config, kind = _class_of(folder, task)
+        config.use_cache = False  # past_key_values would be further outputs
+        # transformers itself reads the weights: it maps parameter names of older versions.
+        # Every stage computes and compares in float32, also for models saved in half precision.
+        module, loaded = kind.from_pretrained(
+            folder,
+            config=config,
+            dtype="float32",
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
     missing = sorted(loaded["missing_keys"])
     if missing and not untrained_head:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
@@ -146,7 +142,7 @@ def files_to_carry(folder: Path, module: Any) -> dict[str, bytes]:
         readers.append(("image preprocessing", _image_files))
     for kind, read in readers:
         try:
-            with transformers_silenced():
+            with offline_transformers(folder):
                 files |= read(folder, content)
         except Exception as error:  # noqa: BLE001 - of any library that the folder's class needs
             logger.warning(
@@ -213,7 +209,7 @@ def read_architecture(folder: Path, task: Task | None) -> Any:
     import torch
 
     refuse_foreign_folder(folder)
-    with transformers_silenced(), torch.device("meta"):
+    with reading_by_transformers(folder), torch.device("meta"):
         config, kind = _class_of(folder, task)
         config.use_cache = False
         return kind(config)
@@ -232,10 +228,12 @@ def recipe_from(module: Any) -> Recipe:
 
 def refuse_foreign_folder(folder: Path) -> None:
     """Raise ArtifactInvalid for anything but a config and float weights, before it is read."""
-    from compress.checkpoint.safetensors_io import read_header
+    from compress.checkpoint.loading import INDEX, INSTEAD
+    from compress.checkpoint.safetensors_io import read_header, weight_map
 
     if not folder.is_dir():
         raise ArtifactInvalid(f"{folder}: no such folder; models are never downloaded")
+    files = own_files(folder)
     try:
         with open_regular(folder / CONFIG) as stream:
             config = json.load(stream)
@@ -250,15 +248,27 @@ def refuse_foreign_folder(folder: Path) -> None:
             f"{folder}: holds no {' or '.join(WEIGHTS)}; save it with "
             "model.save_pretrained(…), which writes safetensors"
         )
-    for weights in folder.glob("*.safetensors"):
-        with open_regular(weights) as stream:
-            read_header(stream)
+    if (folder / ADAPTER).is_file():
+        raise ArtifactInvalid(f"{folder}: {ADAPTER}: {INSTEAD['adapter_model.*']}")
+    for file in files:
+        if file.name.endswith(INDEX):
+            weight_map(file)
+        elif file.suffix == ".safetensors":
+            with open_regular(file) as stream:
+                read_header(stream)
     if "quantization_config" in config:
         raise ArtifactInvalid(f"{folder}: is quantized already; give the float model")
-    if any("/" in str(config.get(key)) for key in ATTENTION if key in config):
-        raise ArtifactInvalid(
-            f"{folder / CONFIG}: names attention code of a hub; remove that entry"
-        )
+    refuse_lookups(config, folder / CONFIG)
+
+
+def own_files(folder: Path) -> list[Path]:
+    """Return the files that libraries may read in a folder; refuse links to elsewhere."""
+    templates = file_beside(folder / TEMPLATES, TEMPLATES)
+    entries = [*folder.iterdir(), *(templates.iterdir() if templates.is_dir() else ())]
+    files = [file_beside(entry, entry.name) for entry in sorted(entries) if not entry.is_dir()]
+    for file in files:
+        refuse_irregular(file)
+    return files
 
 
 def folder_digest(folder: Path) -> str | None:
@@ -270,10 +280,10 @@ def folder_digest(folder: Path) -> str | None:
     weights, config = checkpoint_digest(folder), folder / CONFIG
     if weights is None or not config.is_file():
         return None
+    files = own_files(folder)
     digest = hashlib.sha256(config.read_bytes() + weights.encode())
-    for file in sorted(folder.iterdir()):  # a tokenizer's may have any name
-        processes = file.suffix in PROCESSOR_SUFFIXES and file.name not in (CONFIG, *WEIGHTS)
-        if processes and file.is_file():
+    for file in files:  # a tokenizer's may have any name
+        if file.suffix in PROCESSOR_SUFFIXES and file.name not in (CONFIG, *WEIGHTS):
             with open_regular(file) as stream:
                 content = hashlib.file_digest(stream, "sha256").hexdigest()
             digest.update(f"{file.name}\0{content}\0".encode())
@@ -320,8 +330,26 @@ def _model_class(name: str) -> Any:
 
 
 @contextmanager
-def transformers_silenced() -> Iterator[None]:
-    """Suppress transformers' progress bars and warnings; problems that matter are raised."""
+def reading_by_transformers(source: Path) -> Iterator[None]:
+    """Turn errors of :func:`offline_transformers`'s block into ArtifactInvalid, as a line."""
+    try:
+        with offline_transformers(source):
+            yield
+    except ArtifactInvalid:
+        raise
+    except Exception as error:
+        raise ArtifactInvalid(
+            f"{source}: transformers cannot read it: {type(error).__name__}: {first_line(error)}"
+        ) from error
+
+
+@contextmanager
+def offline_transformers(source: Path) -> Iterator[None]:
+    """Let transformers read a folder or file without network, progress bars and warnings.
+
+    Raises:
+        ArtifactInvalid: it asked for a connection.
+    """
     import logging as levels
 
     from transformers.utils import logging
@@ -330,7 +358,8 @@ def transformers_silenced() -> Iterator[None]:
     logging.set_verbosity(levels.CRITICAL)
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers
     try:
-        yield
+        with offline(source):
+            yield
     finally:
         logging.set_verbosity(level)
         if bars:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from compress.checkpoint.state_dict import StoredTensor, refuse_path_outside
+from compress.checkpoint.state_dict import StoredTensor
 from compress.checkpoint.torch_pickle import read_pickle
-from compress.common.atomic_files import open_regular
+from compress.common.atomic_files import file_beside, open_regular
 from compress.common.errors import ArtifactInvalid
 
 if TYPE_CHECKING:
@@ -43,12 +43,12 @@ def tag_folder(folder: Path) -> Path | None:
         return None
     with open_regular(folder / LATEST) as stream:
         tag = stream.read(256).decode(errors="replace").strip()
-    refuse_path_outside(folder / LATEST, tag)
-    if next((folder / tag).glob(MODEL_FILES), None) is None:
+    tagged = file_beside(folder / LATEST, tag)
+    if next(tagged.glob(MODEL_FILES), None) is None:
         raise ArtifactInvalid(
             f"checkpoint {folder}: its file {LATEST!r} names {tag!r}, where no {MODEL_FILES} is"
         )
-    return folder / tag
+    return tagged
 
 
 def read_zero(folder: Path) -> Weights:
@@ -151,5 +151,6 @@ def _join(parts: Parts, shape: Sequence[int]) -> torch.Tensor:
 
 
 def _by_rank(files: Iterator[Path]) -> list[Path]:
-    """Sort by the numbers in the names: rank 10 follows rank 9."""
-    return sorted(files, key=lambda f: [int(n) for n in re.findall(r"\d+", f.name)])
+    """Sort by the numbers in the names: rank 10 follows rank 9; refuse links to elsewhere."""
+    checked = (file_beside(file, file.name) for file in files)
+    return sorted(checked, key=lambda f: [int(n) for n in re.findall(r"\d+", f.name)])

@@ -12,8 +12,9 @@ import torch
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import metadata as dcp
 
-from compress.checkpoint.state_dict import StoredTensor, refuse_path_outside
+from compress.checkpoint.state_dict import StoredTensor
 from compress.checkpoint.storage_reader import Window, read_tensor_
+from compress.common.atomic_files import file_beside
 from compress.common.errors import ArtifactInvalid, first_line
 
 if TYPE_CHECKING:
@@ -98,13 +99,12 @@ def _stored(
     chunks = []
     for chunk in entry.chunks:
         info = metadata.storage_data[dcp.MetadataIndex(name, chunk.offsets)]
-        refuse_path_outside(folder, info.relative_path)
         if info.transform_descriptors:
             raise ArtifactInvalid(
                 f"checkpoint {folder}: {name} is stored with {info.transform_descriptors}, "
                 "which cannot be read here; save it without extensions"
             )
-        chunks.append((chunk, info))
+        chunks.append((chunk, info, file_beside(folder / METADATA, info.relative_path)))
     stored, expected = sum(prod(c.sizes) for c in entry.chunks), prod(entry.size)
     if stored != expected:
         raise ArtifactInvalid(
@@ -118,8 +118,7 @@ def _stored(
             tensor = torch.empty(shape, dtype=dtype)
         except (RuntimeError, TypeError) as error:
             raise _unreadable(folder, error) from error
-        for chunk, info in chunks:
-            file = folder / info.relative_path
+        for chunk, info, file in chunks:
             try:
                 ends = zip(chunk.offsets, chunk.sizes, strict=True)
                 region = tensor[tuple(slice(begin, begin + size) for begin, size in ends)]

@@ -6,7 +6,7 @@ import hashlib
 import logging
 from typing import TYPE_CHECKING, Any
 
-from compress.common.atomic_files import refuse_irregular, sha256_of
+from compress.common.atomic_files import file_beside, refuse_irregular, sha256_of
 from compress.common.errors import ArtifactInvalid
 
 if TYPE_CHECKING:
@@ -200,7 +200,7 @@ def checkpoint_digest(checkpoint: Path) -> str | None:
         if entry.name.endswith((INDEX, PICKLE_INDEX)):
             from compress.checkpoint.safetensors_io import weight_map
 
-            files += [entry.parent / file for file in sorted(set(weight_map(entry).values()))]
+            files += sorted(set(weight_map(entry).values()))
         elif entry.is_dir():
             files = sorted(f for f in entry.iterdir() if f.is_file())
     except ArtifactInvalid:
@@ -227,7 +227,8 @@ def _entry_point(checkpoint: Path) -> Path:
         return checkpoint
     for name in IN_FOLDERS:
         if (checkpoint / name).is_file():
-            return checkpoint / name.removesuffix("/.metadata")
+            entry = checkpoint / name.removesuffix("/.metadata")
+            return file_beside(entry, entry.name)
     folder = tag_folder(checkpoint)
     if folder is not None:
         return folder

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Annotated
 import torch
 from pydantic import Field, ValidationError
 
-from compress.checkpoint.state_dict import StoredTensor, in_memory, refuse_path_outside, storage_key
+from compress.checkpoint.state_dict import StoredTensor, in_memory, storage_key
 from compress.checkpoint.storage_reader import bytes_of, read_exactly
-from compress.common.atomic_files import open_atomically, open_regular
+from compress.common.atomic_files import file_beside, open_atomically, open_regular
 from compress.common.config import Settings
 from compress.common.errors import ArtifactInvalid
 from compress.common.strict_json import reject_duplicate_keys
@@ -163,7 +163,7 @@ def tensors_in(stream: FileIO | BufferedReader) -> dict[str, StoredTensor]:
 
 def read_indexed(index: Path) -> dict[str, StoredTensor]:
     """Return the tensors of the files in a `….safetensors.index.json`, or raise ArtifactInvalid."""
-    files = {name: index.parent / file for name, file in weight_map(index).items()}
+    files = weight_map(index)
     shards = {file: read_safetensors(file) for file in sorted(set(files.values()))}
     for name, file in files.items():
         if name not in shards[file]:
@@ -171,7 +171,7 @@ def read_indexed(index: Path) -> dict[str, StoredTensor]:
     return {name: shards[file][name] for name, file in files.items()}
 
 
-def weight_map(index: Path) -> dict[str, str]:
+def weight_map(index: Path) -> dict[str, Path]:
     """Return each tensor's file from an index; raise ArtifactInvalid for one in another folder."""
     try:
         with open_regular(index) as stream:
@@ -186,9 +186,7 @@ def weight_map(index: Path) -> dict[str, str]:
         ) from error
     if not isinstance(files, dict) or not files:
         raise ArtifactInvalid(f"checkpoint {index}: its weight_map names no tensors")
-    for file in files.values():
-        refuse_path_outside(index, file)
-    return files
+    return {name: file_beside(index, file) for name, file in files.items()}
 
 
 def read_header(stream: FileIO | BufferedReader) -> Header:

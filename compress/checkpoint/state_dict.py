@@ -11,7 +11,6 @@ from compress.common.errors import ArtifactInvalid
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from pathlib import Path
 
     import torch
 
@@ -120,9 +119,3 @@ def zero_share(state: Weights) -> float:
             zeros += int((in_memory(tensor) == 0).sum())
             entries += prod(tensor.shape)
     return zeros / max(1, entries)
-
-
-def refuse_path_outside(index: Path, file: object) -> None:
-    """Raise ArtifactInvalid for an entry that is no plain file name in the index's own folder."""
-    if not isinstance(file, str) or file in ("", ".", "..") or "/" in file or "\\" in file:
-        raise ArtifactInvalid(f"checkpoint {index}: names {file!r}, expected a file beside it")

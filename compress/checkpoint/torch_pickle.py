@@ -115,10 +115,10 @@ def read_pickle(file: Path) -> dict[Any, Any]:
 def read_indexed_pickles(index: Path) -> dict[str, torch.Tensor]:
     """Return the tensors of the files in a `….bin.index.json`, or raise ArtifactInvalid."""
     files = weight_map(index)
-    shards = {file: read_pickle(index.parent / file) for file in sorted(set(files.values()))}
+    shards = {file: read_pickle(file) for file in sorted(set(files.values()))}
     for name, file in files.items():
         if not isinstance(shards[file].get(name), torch.Tensor):
-            raise ArtifactInvalid(f"checkpoint {index}: {name} is not in {file}")
+            raise ArtifactInvalid(f"checkpoint {index}: {name} is not in {file.name}")
     return {name: shards[file][name] for name, file in files.items()}
 
 

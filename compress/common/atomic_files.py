@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from compress.common.errors import ArtifactInvalid
+from compress.common.errors import ArtifactInvalid, first_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -138,6 +138,29 @@ def stays_inside(name: str) -> bool:
     # Windows and some unzippers take a backslash for a slash; C code ends a name at a null byte.
     plain = "\\" not in name and "\0" not in name and not {"", ".", ".."} & {*parts}
     return plain and all(len(part.encode()) <= 255 for part in parts)  # NAME_MAX of Linux
+
+
+def file_beside(file: Path, name: object) -> Path:
+    """Return the path of the file that another one names in its own folder.
+
+    Raises:
+        ArtifactInvalid: it is no plain name, or a link that leads out of the folder.
+    """
+    if not isinstance(name, str) or "/" in name or not stays_inside(name):
+        raise ArtifactInvalid(f"{file}: names {name!r}, expected a file beside it")
+    path, folder = file.with_name(name), file.parent.resolve()
+    # A snapshot in Hugging Face's cache is a folder of links to the blobs beside all snapshots.
+    snapshots = (p.parent for p in (folder, folder.parent) if p.parent.name == "snapshots")
+    allowed = [folder, *(each.with_name("blobs") for each in snapshots)]
+    try:
+        target = path.resolve()
+    except (OSError, RuntimeError) as error:  # links in a circle
+        raise ArtifactInvalid(f"{path}: {first_line(error)}") from error
+    if not any(target.is_relative_to(each) for each in allowed):
+        raise ArtifactInvalid(
+            f"{path}: is a link that leads out of its folder, to {target}; put the file there"
+        )
+    return path
 
 
 def sha256_of(path: Path) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 
 CONTROL_CHARACTERS = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
@@ -20,6 +21,12 @@ def printable(text: str) -> str:
 def escaped(text: str) -> str:
     r"""Return a text with ESC as ``\x1b``, U+202E as ``\u202e`` and so on; lines stay lines."""
     return CONTROL_CHARACTERS.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def escape_warnings() -> None:
+    """Have Python's warnings, in which libraries cite names, printed as :func:`escaped` texts."""
+    plain = warnings.formatwarning
+    warnings.formatwarning = lambda *given, **named: escaped(plain(*given, **named))
 
 
 def escaped_json(text: str) -> str:

@@ -7,13 +7,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from compress.common.errors import ArtifactInvalid
+from pydantic import ValidationError
+
+from compress.common.errors import ArtifactInvalid, first_line
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from compress.common.config import Settings
+
+T = TypeVar("T", bound="Settings")
 SEAL = "sha256"
 """Key of a file's own digest, which is over the canonical JSON of all other keys."""
 RUN_SEAL = "seal"
@@ -35,6 +40,22 @@ def reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise ValueError(f"key {key[:80]!r} stands twice")
         found[key] = value
     return found
+
+
+def parse_settings(kind: type[T], raw: bytes, where: object) -> T:
+    """Return JSON as settings, or raise ArtifactInvalid, which names the first entry at fault.
+
+    No key may stand twice, or be unknown: JSON of another reader's may name what that would load.
+    """
+    try:
+        json.loads(raw, object_pairs_hook=reject_duplicate_keys)
+        return kind.model_validate_json(raw)
+    except ValidationError as error:
+        first = error.errors()[0]
+        problem = "unknown entry" if first["type"] == "extra_forbidden" else first["msg"]
+        raise ArtifactInvalid(f"{where}: {'.'.join(map(str, first['loc']))}: {problem}") from error
+    except (ValueError, RecursionError) as error:
+        raise ArtifactInvalid(f"{where}: {first_line(error)}") from error
 
 
 def dump_sealed(content: Mapping[str, Any]) -> bytes:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from compress.artifacts.artifact import Artifact  # noqa: TC001 - a dataclass field
 from compress.artifacts.eager_model import EagerModel
 from compress.common.config import Settings
-from compress.common.errors import ArtifactInvalid, StageFailed, Unavailable, first_line
+from compress.common.errors import ArtifactInvalid, StageFailed, first_line
 from compress.common.forward import accept_any_batch, flatten_outputs
+from compress.common.native_runtimes import onnx_runtime
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -110,10 +111,7 @@ class Teacher:
 def _onnx_predictor(file: Path) -> Predictor:
     import torch
 
-    try:
-        import onnxruntime
-    except ImportError as error:
-        raise Unavailable(f"teacher {file}: needs onnxruntime; pip install onnxruntime") from error
+    onnxruntime = onnx_runtime()
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     try:

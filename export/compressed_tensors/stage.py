@@ -12,7 +12,7 @@ from compress.artifacts.artifact import STREAMED, Artifact
 from compress.artifacts.carried_files import CONFIG
 from compress.artifacts.graph_model import GraphModel
 from compress.artifacts.streaming.packed_model import PackedModel, shared_parameters
-from compress.common.errors import ArtifactInvalid, StageFailed, first_line
+from compress.common.errors import StageFailed
 from compress.common.forward import flatten_outputs, opened_model, torch_predictor
 from compress.common.requirements import Requirement, pip_install, require_all
 from compress.core.stage import Stage
@@ -201,23 +201,23 @@ def opened_folder(folder: Path, signature: Signature) -> Any:
     """Return a folder's model as transformers opens it, called with the signature's inputs."""
     import transformers
 
-    from compress.artifacts.hf_folder import transformers_silenced
+    from compress.artifacts.hf_folder import reading_by_transformers
+    from compress.artifacts.offline import refuse_lookups
     from compress.artifacts.recipe import CallByName
 
-    try:
+    with reading_by_transformers(folder), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "You passed `quantization_config`")
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        refuse_lookups(config, folder / CONFIG)
+        if config["quantization_config"]["quant_method"] != "compressed-tensors":
+            raise ValueError(f"{CONFIG} names another quant_method than compressed-tensors")
         kind: Any = getattr(transformers, config["architectures"][0])
         # Kept packed, transformers 5.24 with compressed-tensors 0.20 expects zero points of 4 bits
         # that are not packed, and refuses packed ones, which the format prescribes.
         dense = transformers.CompressedTensorsConfig(dequantize=True)
-        with transformers_silenced(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "You passed `quantization_config`")
-            module = kind.from_pretrained(
-                folder, dtype="float32", local_files_only=True, quantization_config=dense
-            ).eval()
-    except Exception as error:
-        reason = first_line(error)
-        raise ArtifactInvalid(f"{folder}: transformers cannot open it: {reason}") from error
+        module = kind.from_pretrained(
+            folder, dtype="float32", local_files_only=True, quantization_config=dense
+        ).eval()
     names = tuple(spec.name for spec in signature.inputs)
     CallByName(inputs=names, outputs=("logits",)).apply_(module)
     return module

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import struct
 import tempfile
 from contextlib import contextmanager, redirect_stderr, suppress
+from mmap import ACCESS_READ, mmap
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
 
 Tensors = tuple[torch.Tensor, ...]
 
+EXECUTION_PLANS, DELEGATES = 1, 7
+"""Numbers of fields in the tables of a program and of a plan (schema/program.fbs of 1.5)."""
+BACKEND = b"XnnpackBackend"
 NO_KERNEL = re.compile(r"kernel '([\w:.]+)' not found")
 """Printed by the runtime for an operator of a program that it cannot run."""
 
@@ -67,6 +72,38 @@ def load(
     return run if batch is None else in_parts(run, signature, sizes[batch][1])
 
 
+def refuse_other_backends(file: Path) -> None:
+    """Raise ArtifactInvalid for a program whose parts another backend than XNNPACK would compute.
+
+    The wheel has more: Qualcomm's loads the library of which the program gives the path.
+    """
+    from flatbuffers.encode import Get
+    from flatbuffers.number_types import UOffsetTFlags
+    from flatbuffers.table import Table
+
+    def inner(table: Any, field: int) -> Iterator[Any]:
+        offset = table.Offset(4 + 2 * field)
+        for i in range(table.VectorLen(offset) if offset else 0):
+            yield Table(content, table.Indirect(table.Vector(offset) + 4 * i))
+
+    try:
+        with file.open("rb") as stream, mmap(stream.fileno(), 0, access=ACCESS_READ) as content:
+            program = Table(content, Get(UOffsetTFlags.packer_type, content, 0))
+            backends = [
+                bytes(delegate.String(delegate.Pos + delegate.Offset(4)))
+                for plan in inner(program, EXECUTION_PLANS)
+                for delegate in inner(plan, DELEGATES)
+            ]
+    except (OSError, ValueError, struct.error) as error:
+        raise ArtifactInvalid(f"{file}: not an ExecuTorch program ({first_line(error)})") from error
+    for backend in backends:
+        if backend != BACKEND:
+            raise ArtifactInvalid(
+                f"{file}: has parts for {backend.decode(errors='replace')}, which may load other "
+                "libraries; only XNNPACK is run"
+            )
+
+
 class ExecuTorchProgram:
     """A loaded `.pte` file, which runs with a number of threads."""
 
@@ -93,6 +130,7 @@ class ExecuTorchProgram:
             raise RuntimeError(f"{first_line(error)}: {reason}") from error
 
     def _load(self) -> None:
+        refuse_other_backends(self.file)
         with quiet_library(), _captured_stderr() as printed:
             from executorch.runtime import Runtime
 

@@ -9,16 +9,17 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from compress.common.errors import ArtifactInvalid, StageFailed, first_line
+from compress.common.native_runtimes import onnx_runtime_genai
 from compress.common.requirements import Requirement, pip_install
 from compress.profiling.benchmark import unmeasurable
 from compress.profiling.call_timer import CallTimer
+from export.genai.folder import GenaiConfig
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
     from pathlib import Path
 
 GENAI = Requirement(what="onnxruntime_genai", install=pip_install("genai"))
-CONFIG = "genai_config.json"
 REPEATS = 5
 """Texts that a speed is the median of."""
 PREFILL_TOKENS = 64
@@ -46,9 +47,13 @@ class GenerationSpeed(NamedTuple):
 
 
 def open_folder(folder: Path, threads: int = 1) -> Any:
-    """Return onnxruntime-genai's model of a folder; raise ArtifactInvalid if it cannot open it."""
-    import onnxruntime_genai
+    """Return onnxruntime-genai's model of a folder.
 
+    Raises:
+        ArtifactInvalid: its settings are not as `export_genai` writes them, or it cannot be opened.
+    """
+    GenaiConfig.read(folder)
+    onnxruntime_genai = onnx_runtime_genai()
     options = {"intra_op_num_threads": threads, "inter_op_num_threads": 1}
     try:
         config = onnxruntime_genai.Config(str(folder))
@@ -65,8 +70,8 @@ def next_tokens(
 ) -> Generator[int, None, None]:
     """Yield up to so many next tokens, by default the likeliest, until one that ends the text."""
     import numpy as np
-    import onnxruntime_genai
 
+    onnxruntime_genai = onnx_runtime_genai()
     temperature, top_p, seed = sampling or Sampling()
     options: dict[str, Any] = {"max_length": len(prompt) + count, "do_sample": temperature > 0}
     if temperature > 0:
@@ -93,8 +98,8 @@ def next_tokens_unlocked(
     it takes no seed.
     """
     import numpy as np
-    import onnxruntime_genai as genai
 
+    genai = onnx_runtime_genai()
     engine = genai.Engine(model)
     events = engine.create_event_buffer(1)
     request = engine.create_request()
@@ -121,8 +126,8 @@ def next_tokens_unlocked(
 def next_scores(model: Any, tokens: Sequence[int]) -> Any:
     """Return the scores of each token after some, `(vocabulary,)`."""
     import numpy as np
-    import onnxruntime_genai
 
+    onnxruntime_genai = onnx_runtime_genai()
     parameters = onnxruntime_genai.GeneratorParams(model)
     parameters.set_search_options(max_length=len(tokens) + 1, do_sample=False)
     generator = onnxruntime_genai.Generator(model, parameters)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -17,7 +16,7 @@ from compress.common.forward import opened_model
 from compress.common.requirements import require_all
 from compress.core.stage import Stage
 from export.common.targets import NO_BFLOAT16
-from export.genai.runtime import CONFIG, GENAI
+from export.genai.runtime import GENAI
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Set
@@ -99,7 +98,7 @@ class ExportGenai(Stage[EagerModel | GraphModel, GenaiModel]):
 
         from export.common.packed_weights import decoder_weights
         from export.genai.decoder import CachedDecoder, lower_decoder
-        from export.genai.folder import genai_config
+        from export.genai.folder import GenaiConfig
         from export.genai.packed_layers import use_packed_layers_
         from export.onnx.graph import count_operators, strip_
         from export.onnx.passes.stored_integers import compact_
@@ -137,8 +136,7 @@ class ExportGenai(Stage[EagerModel | GraphModel, GenaiModel]):
             strip_(graph)
             facts["operators"] = count_operators(graph)
             write(graph, partial / GenaiModel.payload)
-            config = genai_config(module, shape, most, GenaiModel.payload)
-            (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+            GenaiConfig.of_decoder(module, shape, most).write(partial)
             facts["rotary_in_attention"] = f"{shape.rotary_layers} of {shape.layers} layers"
             proven, text = self._proof(model, partial, context, module.config.vocab_size, most)
             facts |= proven

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from compress.artifacts.artifact import Artifact
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
-from compress.common.errors import ArtifactInvalid, StageFailed, first_line
+from compress.common.errors import StageFailed
 from compress.common.forward import opened_model, torch_predictor
 from compress.common.requirements import Requirement, pip_install, require_all
 from compress.core.stage import Stage
@@ -220,25 +220,19 @@ def opened_file(file: Path, signature: Signature) -> Any:
     import transformers
     from gguf import GGUFReader
 
-    from compress.artifacts.hf_folder import transformers_silenced
+    from compress.artifacts.hf_folder import reading_by_transformers
     from compress.artifacts.recipe import CallByName
 
-    try:
-        # transformers 5.24 shows a progress bar here that its own setting does not hide.
-        with transformers_silenced(), contextlib.redirect_stderr(io.StringIO()):
-            where = {"gguf_file": file.name, "local_files_only": True}
-            config = transformers.AutoConfig.from_pretrained(file.parent, **where)
-            # transformers 5.24 does not read it for all families, and takes 128 for Qwen3.
-            fields = GGUFReader(file).fields
-            (length,) = (name for name in fields if name.endswith(".attention.key_length"))
-            config.head_dim = fields[length].contents()
-            kind: Any = transformers.AutoModelForCausalLM
-            module = kind.from_pretrained(
-                file.parent, config=config, dtype="float32", **where
-            ).eval()
-    except Exception as error:
-        reason = first_line(error)
-        raise ArtifactInvalid(f"{file}: transformers cannot open it: {reason}") from error
+    # transformers 5.24 shows a progress bar here that its own setting does not hide.
+    with reading_by_transformers(file), contextlib.redirect_stderr(io.StringIO()):
+        where = {"gguf_file": file.name, "local_files_only": True}
+        config = transformers.AutoConfig.from_pretrained(file.parent, **where)
+        # transformers 5.24 does not read it for all families, and takes 128 for Qwen3.
+        fields = GGUFReader(file).fields
+        (length,) = (name for name in fields if name.endswith(".attention.key_length"))
+        config.head_dim = fields[length].contents()
+        kind: Any = transformers.AutoModelForCausalLM
+        module = kind.from_pretrained(file.parent, config=config, dtype="float32", **where).eval()
     names = tuple(spec.name for spec in signature.inputs)
     CallByName(inputs=names, outputs=("logits",)).apply_(module)
     return module

@@ -7,13 +7,13 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import onnxruntime
 from pydantic import ValidationError
 
 from compress.common.atomic_files import write_atomically
 from compress.common.config import Settings
 from compress.profiling.benchmark import MeasuredShare
 from export.latency.kernels import AT_ONCE, measure_kernels
+from export.onnx.session import onnxruntime
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

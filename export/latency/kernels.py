@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx
-import onnxruntime
 from onnx.helper import make_graph, make_model, make_tensor_value_info, np_dtype_to_tensor_dtype
 
 from compress.common.errors import StageFailed, first_line
@@ -21,7 +20,7 @@ from compress.profiling.benchmark import unmeasurable
 from compress.profiling.call_timer import CallTimer
 from export.onnx.graph import inputs_of
 from export.onnx.proto_io import read
-from export.onnx.session import exact_session, session_options
+from export.onnx.session import exact_session, onnxruntime, session_options
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

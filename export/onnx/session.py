@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import onnxruntime
 import torch
 
 from compress.common.errors import ArtifactInvalid, Unavailable, first_line
+from compress.common.native_runtimes import onnx_runtime
 from compress.common.tensor_difference import relative_error
 from export.common.int8_sums import has_16_bit_sums
 
@@ -21,9 +21,8 @@ if TYPE_CHECKING:
 
     from compress.common.forward import Predictor
 
+onnxruntime = onnx_runtime()
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
-ERRORS_ONLY = 3
-"""onnxruntime's number of a log level."""
 EXACT_SUMS = ("session.x64quantprecision", "1")
 """Setting by which onnxruntime's int8 products are exact on x86 processors without VNNI.
 
@@ -48,8 +47,6 @@ def session_predictor(file: Path, threads: int, device: str = "cpu") -> Predicto
     if device == "cpu":
         return _predictor(exact_session(file, threads))
     number = int(device.partition(":")[2] or 0)
-    # onnxruntime 1.31 warns of each session that no plugin has the device.
-    onnxruntime.set_default_logger_severity(ERRORS_ONLY)
     session = _session(file, session_options(threads), [(CUDA, {"device_id": number}), CPU])
     # Where the libraries are missing, onnxruntime (1.31) takes the CPU, and only logs it.
     if CUDA not in session.get_providers():
@@ -152,7 +149,6 @@ def session_options(threads: int, optimized: Path | None = None, *, profiled: bo
     options.inter_op_num_threads = 1
     # A waiting thread that spins takes the core from whatever is measured at the same time.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    options.log_severity_level = ERRORS_ONLY
     if optimized:
         options.optimized_model_filepath = str(optimized)
         options.enable_profiling = profiled

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from compress.common.errors import ArtifactInvalid, StageFailed, first_line
-from export.common.openvino_core import openvino_core
+from compress.common.native_runtimes import openvino_core
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from compress.artifacts.graph_model import program_of
 from compress.common.errors import StageFailed, first_line
 from export.onnx.stage import OnnxModel
+from export.tensorrt.runtime import python_logger
 from export.tensorrt.shape_profiles import Shapes, shapes_of
 
 if TYPE_CHECKING:
@@ -134,7 +135,7 @@ def parse_and_build(file: Path, shapes: Mapping[str, Shapes], options: BuildOpti
     """Return an engine built from an ONNX file by TensorRT's parser."""
     import tensorrt as trt
 
-    logger = trt.Logger(trt.Logger.WARNING)
+    logger = python_logger()
     builder = trt.Builder(logger)
     # Version 11 knows no other networks, and ignores the flag.
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
@@ -161,7 +162,7 @@ def parse_and_build(file: Path, shapes: Mapping[str, Shapes], options: BuildOpti
         config.set_timing_cache(config.create_timing_cache(known), False)
     plan = builder.build_serialized_network(network, config)
     if plan is None:
-        raise StageFailed("TensorRT found no kernels for the model; its own log, above, says where")
+        raise StageFailed("TensorRT found no kernels for the model; its lines in the log say where")
     if timings:
         # Written aside and renamed, as another build may be reading the file.
         timings.parent.mkdir(parents=True, exist_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +32,24 @@ DTYPES = {
 
 Tensors = tuple[torch.Tensor, ...]
 
+logger = logging.getLogger(__name__)
+
+
+def python_logger() -> Any:
+    """Return a logger for TensorRT that writes to Python's log, which escapes a model's names."""
+    import tensorrt as trt
+
+    class Logger(trt.ILogger):  # type: ignore[misc]  # tensorrt has no types
+        def __init__(self) -> None:
+            trt.ILogger.__init__(self)
+
+        def log(self, severity: Any, message: str) -> None:
+            if severity <= trt.Logger.WARNING:  # the most severe is 0
+                level = logging.WARNING if severity == trt.Logger.WARNING else logging.ERROR
+                logger.log(level, "TensorRT: %s", message)
+
+    return Logger()
+
 
 def load(
     file: Path, signature: Signature, sizes: Mapping[str, Sequence[int]], device: str
@@ -38,7 +57,7 @@ def load(
     """Return a function that runs an engine on CUDA tensors."""
     import tensorrt as trt
 
-    runtime = trt.Runtime(trt.Logger(trt.Logger.WARNING))
+    runtime = trt.Runtime(python_logger())
     with torch.cuda.device(device):
         engine = runtime.deserialize_cuda_engine(file.read_bytes())
     if engine is None:

@@ -11,6 +11,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
+from compress.common.printable import escape_warnings
 from pipelines.executors.process_pool import run_task
 from pipelines.system import signals
 
@@ -23,6 +24,7 @@ def work(descriptor: int, lifeline: int) -> None:
     threading.Thread(target=_die_with_parent, args=(lifeline,), daemon=True).start()
     os.dup2(2, 1)  # standard output is the run's alone
     signals.install_handlers()
+    escape_warnings()
     run = _RunConnection(Connection(descriptor))
     logging.getLogger().addHandler(run)
     with suppress(EOFError, signals.Stopped):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+from compress.common.atomic_files import file_beside, open_regular
 from compress.core.loss import BUILT_IN, REGRESSION_LOSSES
 from compress.core.metrics import REGRESSION_METRICS
 from compress.core.task import TASKS
@@ -75,11 +76,12 @@ def task_of(pipeline: PipelineConfig) -> tuple[Task | None, str]:
 def _of_folder(folder: Path, model_task: str | None) -> tuple[str | None, str]:
     """Return the name of the task of a Hugging Face folder, and what shows it."""
     try:
-        config: dict[str, Any] = json.loads((folder / "config.json").read_bytes())
+        with open_regular(file_beside(folder / "config.json", "config.json")) as stream:
+            config: dict[str, Any] = json.load(stream)
         architectures = config.get("architectures") or [""]
         class_name, problem = str(architectures[0]), config.get("problem_type")
-    except (OSError, ValueError, AttributeError, LookupError, TypeError):
-        return None, ""  # refused where the folder is read
+    except Exception:  # noqa: BLE001 - JSON of any form: refused where the folder is read
+        return None, ""
     name, reason = OF_HUGGING_FACE.get(model_task or ""), f"as model.task is {model_task}"
     if model_task is None:
         ends = (task for end, task in OF_CLASSES.items() if class_name.endswith(end))

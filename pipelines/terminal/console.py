@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from compress.common.errors import CompressError, cause_lines, exits_refused
-from compress.common.printable import printable
+from compress.common.printable import escape_warnings, printable
 from compress.common.process import gc_disabled
 from pipelines.system import signals
 from pipelines.system.signals import describe_interruption
@@ -132,6 +132,7 @@ def fast_imports() -> Iterator[None]:
 def run_app(app: Callable[[], Any]) -> NoReturn:
     """Run the command line and exit with its code, or with a signal's."""
     signals.install_handlers()
+    escape_warnings()
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper):

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from compress.common.errors import PipelineInvalid, StageFailed
 from compress.common.requirements import require_all
+from export.genai.folder import GenaiConfig
 from export.genai.greedy_text import GreedyText
-from export.genai.runtime import CONFIG, GENAI, next_tokens, next_tokens_unlocked, open_folder
+from export.genai.runtime import GENAI, next_tokens, next_tokens_unlocked, open_folder
 from export.genai.text import TOKENIZERS, TextTokenizer
 from serve.http.base_app import SMALL_BYTES
 from serve.http.options import Limits
@@ -87,14 +87,13 @@ def open_decoder(artifact: Artifact, name: str, threads: int) -> ServedDecoder:
         text.check(model)
     except StageFailed as error:
         raise StageFailed(f"{artifact.path}: {error}") from error
-    settings = json.loads((artifact.path / CONFIG).read_text(encoding="utf-8"))["model"]
-    ends = settings["eos_token_id"]
+    ends = GenaiConfig.read(artifact.path).model.eos_token_id
     return ServedDecoder(
         name=name,
         digest=artifact.digest,
         context=int(artifact.fact("context")),
         vocabulary=int(artifact.fact("vocabulary")),
-        end_tokens=frozenset(ends if isinstance(ends, list) else [ends]),
+        end_tokens=frozenset([ends] if isinstance(ends, int) else ends),
         tokenizer=tokenizer,
         chat_template=ChatTemplate.from_artifact(artifact),
         _model=model,

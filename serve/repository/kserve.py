@@ -15,9 +15,10 @@ from compress.common.forward import opened_model
 from compress.core.gates import AnyGate, LabelAgreement, Parity
 from compress.core.stage import Stage
 from serve.repository.triton import TritonRepository, built_for_facts, open_predictor
+from serve.repository.triton_config import refuse_foreign_entries
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from compress.common.forward import Predictor
     from compress.core.context import Context
@@ -46,6 +47,13 @@ class KServeService(Artifact):
     def payload_bytes(self) -> int:
         """Size in bytes of the manifest and of the repository."""
         return sum(file.bytes for file in self.manifest.files.values())
+
+    def check_files(self, hashed: Iterable[str] = ()) -> None:
+        """Check as every artifact's files are, and the entries of Triton's configuration."""
+        super().check_files(hashed)
+        within = [name.removeprefix(f"{REPOSITORY}/") for name in self.manifest.files]
+        within.remove(self.payload)
+        refuse_foreign_entries(self.path / REPOSITORY, within, str(self.fact("model_name")))
 
     @opened_model
     def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:

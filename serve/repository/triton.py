@@ -19,9 +19,10 @@ from export.aotinductor.stage import AotModel
 from export.onnx.stage import OnnxModel
 from export.openvino.stage import OpenVINOModel
 from export.torchscript.stage import TorchScriptModel
+from serve.repository.triton_config import CONFIG, VERSION, refuse_foreign_entries
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
     from compress.common.forward import Predictor
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-VERSION = "1"
-CONFIG = "config.pbtxt"
 NOT_RUN = (
     "Triton itself was not run: the gates judged the packaged file with the runtime of this "
     "process; config.pbtxt is written for Triton's published schema"
@@ -75,6 +74,11 @@ class TritonRepository(Artifact):
     def payload_bytes(self) -> int:
         """Size in bytes of the whole repository."""
         return sum(file.bytes for file in self.manifest.files.values())
+
+    def check_files(self, hashed: Iterable[str] = ()) -> None:
+        """Check as every artifact's files are, and the entries of the configuration."""
+        super().check_files(hashed)
+        refuse_foreign_entries(self.path, self.manifest.files, self.model_name)
 
     @opened_model
     def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:

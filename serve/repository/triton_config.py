@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from compress.common.errors import StageFailed
+from compress.common.errors import ArtifactInvalid, StageFailed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping
+    from pathlib import Path
 
     from serve.packaging.model_interface import Interface, Tensor
 
@@ -43,6 +45,27 @@ DATA_TYPES = {
     **{f"int{bits}": f"TYPE_INT{bits}" for bits in (8, 16, 32, 64)},
     **{f"float{bits}": f"TYPE_FP{bits}" for bits in (16, 32, 64)},
 }
+
+
+CONFIG, VERSION = "config.pbtxt", "1"
+BLOCKS = {
+    *("input", "output", "reshape", "instance_group", "parameters", "value"),
+    *("dynamic_batching", "default_queue_policy"),
+}
+COUNT, TEXT = r"\d+", r'"(?:[^"\\]|\\.)*"'
+VALUES = {
+    "name": TEXT,
+    "backend": f'"(?:{"|".join(BACKENDS.values())})"',
+    "platform": f'"(?:{"|".join(PLATFORMS.values())})"',
+    "key": f'"(?:{"|".join(key for keys in THREAD_PARAMETERS.values() for key in keys)})"',
+    "string_value": f'"{COUNT}"',
+    "data_type": r"TYPE_\w+",
+    "kind": "KIND_CPU",
+    **dict.fromkeys(("dims", "shape"), r"\[[-\d, ]*\]"),
+    **dict.fromkeys(("max_batch_size", "count", "max_queue_size"), COUNT),
+    "max_queue_delay_microseconds": COUNT,
+}
+"""Entry of a configuration → the values that are written here."""
 
 
 class EnumName(str):
@@ -99,6 +122,32 @@ def model_config(
             "default_queue_policy": {"max_queue_size": batching.queue_size},
         }
     return "\n".join(_lines(config)) + "\n"
+
+
+def refuse_foreign_entries(folder: Path, files: Collection[str], model: str) -> None:
+    """Raise ArtifactInvalid for a repository with more than one model, or entries of others.
+
+    Triton loads each model that it finds, and its Python backend the code beside it.
+
+    Args:
+        folder: the repository.
+        files: names of its files.
+        model: name of its model.
+    """
+    config = f"{model}/{CONFIG}"
+    for name in files:
+        if name != config and not name.startswith(f"{model}/{VERSION}/"):
+            raise ArtifactInvalid(f"{folder}: {name}: is not of model {model}, and Triton reads it")
+    if config not in files:
+        raise ArtifactInvalid(f"{folder}: {config} is missing")
+    for number, line in enumerate((folder / config).read_text("utf-8").split("\n"), start=1):
+        entry, _, value = line.strip().partition(": ")
+        is_block = entry in ("", "}") or (not value and entry.removesuffix(" {") in BLOCKS)
+        if not is_block and not re.fullmatch(VALUES.get(entry, "(?!)"), value):
+            raise ArtifactInvalid(
+                f"{folder / config}:{number}: {line.strip()[:80]!r}: unknown entry, which may name "
+                "code that Triton loads"
+            )
 
 
 def without_batching(interface: Interface) -> Interface:

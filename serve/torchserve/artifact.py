@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from compress.artifacts.artifact import MANIFEST, Artifact, Manifest
 from compress.common.atomic_files import sha256_of
 from compress.common.errors import ArtifactInvalid
 from compress.common.forward import OpenedModel, opened_model
+from serve.packaging.preprocessing import TOKENIZER
 from serve.packaging.provenance import PROVENANCE, Provenance, digest_of, refuse_broken_chain
 from serve.torchserve.handler_bundle import handler_text
 from serve.torchserve.mar_file import (
@@ -27,6 +28,16 @@ if TYPE_CHECKING:
     from compress.common.forward import Predictor
 
 PROBE = "probe.npz"
+SERVER_SETTINGS = {
+    *("minWorkers", "maxWorkers", "batchSize", "maxBatchDelay", "responseTimeout"),
+    *("startupTimeout", "maxRetryTimeoutInSec", "jobQueueSize", "handler"),
+}
+"""Entries of `model-config.yaml`; others have TorchServe start programs, such as torchrun."""
+HANDLER_SETTINGS = {
+    *("kind", "threads", "max_rows", "rows_stay_first", "joins_rows", "probe_atol"),
+    *("inputs", "outputs", "classes", "built_for", "optimize_for_inference", "image", "text"),
+}
+"""Entries of its section `handler`."""
 
 
 def refuse_unknown_file(path: Path, command: str) -> None:
@@ -196,11 +207,24 @@ def check_code(members: Mapping[str, bytes], origin: Provenance, mar: Path) -> N
                 f"{mar}: member {name} is not the one that this version writes, so nothing in it "
                 "is run; verify it with the version that packed it, or package the model again"
             )
+    # Its writer's bytes, so that the server's reader, in Java, finds the same in it.
+    content: dict[str, Any] = {}
+    with suppress(yaml.YAMLError, TypeError, ValueError, RecursionError):
+        content = yaml.safe_load(members[CONFIG])
+        if yaml.safe_dump(content, sort_keys=True).encode() != members[CONFIG]:
+            content = {}
+    if not isinstance(content, dict) or not isinstance(handler := content.get("handler"), dict):
+        raise ArtifactInvalid(f"{mar}: member {CONFIG} is not as package_torchserve writes it")
+    tokenizer = (handler.get("text") or {}).get("tokenizer", TOKENIZER)
+    unknown = [*(content.keys() - SERVER_SETTINGS), *(handler.keys() - HANDLER_SETTINGS)]
+    if unknown or tokenizer != TOKENIZER:
+        entry = unknown[0] if unknown else f"handler.text.tokenizer: {tokenizer!r}"
+        raise ArtifactInvalid(
+            f"{mar}: member {CONFIG}: {entry}: unknown entry, which may name programs to start or "
+            "files to read"
+        )
     # Native code must not be declared as another kind, to be started without the user's consent.
-    kind = None
-    with suppress(yaml.YAMLError, KeyError, TypeError, ValueError, RecursionError):
-        kind = yaml.safe_load(members[CONFIG])["handler"]["kind"]
-    if kind != origin.artifact.kind:
+    if (kind := handler.get("kind")) != origin.artifact.kind:
         raise ArtifactInvalid(
             f"{mar}: member {CONFIG} says that {kind!r} is loaded, and {PROVENANCE} that the "
             f"artifact is {origin.artifact.kind!r}, so it is not started"

@@ -10,8 +10,8 @@ from importlib.resources import files
 
 MODULES = (
     "compress.checkpoint.pt2_safety",
+    "compress.common.native_runtimes",
     "export.common.int8_sums",
-    "export.common.openvino_core",
     "serve.worker.http_errors",
     "serve.worker.tensors",
     "serve.worker.oip",

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from compress.checkpoint.pt2_safety import find_code
+from compress.common.native_runtimes import onnx_runtime, openvino_core
 from export.common.int8_sums import has_16_bit_sums
-from export.common.openvino_core import openvino_core
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ THREADS_VARIABLE = "HANDLER_THREADS"
 
 def load_onnx(payload: Path, settings: Named, threads: int) -> Run:
     """Load an ONNX file in ONNX Runtime."""
-    import onnxruntime
+    onnxruntime = onnx_runtime()
 
     def session_of(exact: str) -> Any:
         options = onnxruntime.SessionOptions()

@@ -319,7 +319,7 @@ def test_what_has_no_end_is_refused_and_never_waited_for(tmp_path, entry, kind) 
         os.mkfifo(tmp_path / name)
     else:
         (tmp_path / name).symlink_to("/dev/zero")
-    with pytest.raises(ArtifactInvalid, match=f"is {kind}, expected a regular file"):
+    with pytest.raises(ArtifactInvalid, match=f"is {kind}, expected a regular file|leads out of"):
         read(tmp_path / name)
 
 

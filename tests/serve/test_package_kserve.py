@@ -3,6 +3,7 @@
 import ast
 import importlib.util
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,13 @@ import torch
 import yaml
 from pydantic import ValidationError
 
+from benchmarks.attack import cases_folders
 from compress.artifacts.artifact import Artifact
+from compress.common.errors import ArtifactInvalid
 from compress.core.context import Context
 from serve.repository.kserve import NOT_RUN, KServeService, PackageKServe
 from serve.repository.triton import PackageTriton, TritonRepository
+from tests.forging import forge
 from tests.serve.served_here import SIGNATURE, sealed
 
 PUBLISHED = Path(__file__).with_name("kserve_models.json")
@@ -93,6 +97,43 @@ def test_the_repository_is_carried_and_its_model_answers(repository: TritonRepos
     with repository.open() as expected, service.open() as got:
         for a, b in zip(expected(*inputs), got(*inputs), strict=True):
             assert torch.equal(a, b)
+
+
+FORGED = {
+    "rows/config.pbtxt": [
+        (b'backend: "onnxruntime"', b'backend: "python"'),
+        (b'key: "inter_op_thread_count"', b'key: "EXECUTION_ENV_PATH"'),
+        (b'string_value: "1"', b'string_value: "/env.tar.gz"'),
+        (b"instance_group {", b"model_warmup {"),
+        (b'name: "rows"', b'name: "rows" parameters {'),
+        (b'name: "rows"', b"name: 'rows'"),
+    ],
+    "evil/config.pbtxt": [(b"rows", b"evil")],
+    "rows/labels.txt": [(b"", b"a")],
+}
+
+
+def test_code_for_tritons_python_backend_is_refused(tmp_path: Path) -> None:
+    made = cases_folders.triton_with_the_python_backend(tmp_path)
+    with pytest.raises(ArtifactInvalid, match=r"config\.pbtxt:2: .*python.*: unknown entry"):
+        Artifact.from_directory(made)
+
+
+@pytest.mark.parametrize("name", FORGED)
+@pytest.mark.parametrize("served_by", ["triton", "kserve"])
+def test_a_repository_with_more_than_was_written_is_refused(
+    repository: TritonRepository, name: str, served_by: str
+) -> None:
+    made: Artifact = packaged(repository) if served_by == "kserve" else repository
+    within = "" if served_by == "triton" else "model_repository/"
+    content = (made.path / within / "rows/config.pbtxt").read_bytes()
+    for i, (entry, forged) in enumerate(FORGED[name]):
+        assert entry in content
+        copy = repository.path.parent / f"copy {i}"
+        shutil.copytree(made.path, copy)
+        forge(copy, within + name, content.replace(entry, forged, 1))
+        with pytest.raises(ArtifactInvalid, match=r"unknown entry|is not of model rows"):
+            Artifact.from_directory(copy)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
 from compress.artifacts.importing import import_checkpoint
 from compress.artifacts.recipe import Recipe
@@ -179,13 +180,26 @@ def test_native_code_does_not_pass_for_another_kind(
 ) -> None:
     members = read_mar(archive.payload_path)
     record = Provenance.read(members["provenance.json"], "it")
-    for config in (members["model-config.yaml"].replace(b"kind: onnx", b"kind: aot"), b"[", b"x"):
+    packed = members["model-config.yaml"]
+    content = yaml.safe_load(packed)
+    text = {"text": {"tokenizer": "/etc/tokenizer.json"}}
+    for config, problem in (
+        (packed.replace(b"kind: onnx", b"kind: aot"), "says that .* not started"),
+        *((other, "is not as package_torchserve writes") for other in (b"[", b"x", packed + b"#")),
+        (_as_yaml({**content, "parallelType": "custom"}), "parallelType: unknown entry"),
+        (_as_yaml({"handler": content["handler"] | {"code": "x"}}), "code: unknown entry"),
+        (_as_yaml({"handler": content["handler"] | text}), "text.tokenizer: '/etc/tokenizer.json'"),
+    ):
         digests = record.members | {"model-config.yaml": digest_of(config)}
         sealed = record.model_copy(update={"members": digests}).sealed()
         changed = {"provenance.json": sealed, "model-config.yaml": config}
         write_mar(tmp_path / "x.mar", members | changed)
-        with pytest.raises(ArtifactInvalid, match=r"model-config\.yaml says that .* not started"):
+        with pytest.raises(ArtifactInvalid, match=rf"model-config\.yaml.*{problem}"):
             verify(tmp_path / "x.mar")
+
+
+def _as_yaml(content: dict[str, Any]) -> bytes:
+    return yaml.safe_dump(content, sort_keys=True).encode()
 
 
 @pytest.mark.usefixtures("never_started")

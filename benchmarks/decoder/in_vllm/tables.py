@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from compress import PruneChannels, QuantizeWeights
-from compress.artifacts.hf_folder import transformers_silenced
+from compress.artifacts.hf_folder import offline_transformers
 from compress.artifacts.libraries.transformers_folder import write_transformers_folder
 from compress.common.tensor_difference import relative_error
 from compress.data.splits import Splits
@@ -61,7 +61,7 @@ DTYPE = "float16"
 def families(python: Path) -> None:
     """Print how far vLLM's scores are from the quantized model's, for tiny random decoders."""
     print("| family | 4 bits | difference of scores | equal next tokens |\n|---|---|---|---|")
-    with TemporaryDirectory() as name, transformers_silenced(), ExitStack() as stack:
+    with TemporaryDirectory() as name, offline_transformers("the benchmark"), ExitStack() as stack:
         root = Path(name)
         opened = stack.enter_context(vllm(python, DTYPE, log=root / "log"))
 

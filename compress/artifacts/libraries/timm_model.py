@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from compress.artifacts.offline import offline, refuse_lookups
 from compress.common.errors import Unavailable, first_line
 
 FACTORY = "compress.artifacts.libraries.timm_model:build"
@@ -19,7 +20,9 @@ FACTORY = "compress.artifacts.libraries.timm_model:build"
 
 def build(model_name: str, **arguments: Any) -> torch.nn.Module:
     """Return `timm.create_model(model_name, **arguments)`; recipes name this function."""
-    module: torch.nn.Module = import_timm().create_model(model_name, **arguments)
+    refuse_lookups({"architecture": model_name, **arguments}, model_name)
+    with offline(model_name):
+        module: torch.nn.Module = import_timm().create_model(model_name, **arguments)
     return module
 
 

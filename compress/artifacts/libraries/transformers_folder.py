@@ -11,7 +11,7 @@ from compress.artifacts.artifact import Artifact, new_folder
 from compress.artifacts.carried_files import CONFIG, TIED
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.edits.block_removal import COUNTS
-from compress.artifacts.hf_folder import FACTORY, build, recipe_from, transformers_silenced
+from compress.artifacts.hf_folder import FACTORY, build, offline_transformers, recipe_from
 from compress.artifacts.recipe import KeepBlocks, UntieWeights
 from compress.common.errors import ArtifactInvalid, StageFailed
 from compress.common.forward import torch_predictor
@@ -68,7 +68,7 @@ def write_transformers_folder(path: Path, out: Path) -> TransformersFolder:
         StageFailed: no config of transformers has the model's widths, or outputs differ.
     """
     artifact = Artifact.from_directory(path)
-    with new_folder(out) as partial, transformers_silenced():
+    with new_folder(out) as partial, offline_transformers(out):
         changed, whole = described_by_config(artifact)
         for name, content in artifact.carried_files().items():
             if name != CONFIG:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from compress.artifacts.artifact import STREAMED, Step
 from compress.artifacts.graph_model import GraphModel
+from compress.artifacts.hf_folder import FACTORY
 from compress.checkpoint.state_dict import StoredTensor
 from compress.common.errors import ArtifactInvalid, StageFailed
 from compress.common.forward import opened_model, torch_predictor
@@ -75,9 +76,10 @@ class PackedModel(GraphModel):
     @property
     def recipe(self) -> Recipe:
         """How to build the float module."""
-        if self.manifest.recipe is None:
-            raise ArtifactInvalid(f"{self.path}: the manifest of a packed model needs a recipe")
-        return self.manifest.recipe
+        recipe = self.manifest.recipe
+        if recipe is None or recipe.factory != FACTORY:  # no other has its weights on disk
+            raise ArtifactInvalid(f"{self.path}: the manifest needs a recipe of {FACTORY}")
+        return recipe
 
     def skeleton(self) -> nn.Module:
         """Return the float module with its parameters on the meta device."""

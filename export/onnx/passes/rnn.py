@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx
-import onnxruntime
 from onnx import helper, numpy_helper
 
 from export.onnx.graph import INTEGER_LSTM, RECURRENT
-from export.onnx.session import ERRORS_ONLY
+from export.onnx.session import onnxruntime, session_options
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -75,10 +74,8 @@ def _evaluate(
     constants = [t for t in model.graph.initializer if t.name in read]
     graph = helper.make_graph(nodes, "weights", [], outputs, constants)
     part = helper.make_model(graph, opset_imports=model.opset_import, ir_version=model.ir_version)
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = ERRORS_ONLY
     session = onnxruntime.InferenceSession(
-        part.SerializeToString(), options, ["CPUExecutionProvider"]
+        part.SerializeToString(), session_options(1), ["CPUExecutionProvider"]
     )
     values: list[np.ndarray[Any, Any]] = session.run(names, {})
     return values

@@ -97,7 +97,10 @@ FOREIGN = {
         "model.safetensors: not a readable safetensors file",
     ),
     "quantized": (lambda p: _config(p, quantization_config={"bits": 4}), "is quantized already"),
-    "code of a hub": (lambda p: _config(p, attn_implementation="a/b"), "attention code of a hub"),
+    "code of a hub": (
+        lambda p: _config(p, attn_implementation="a/b"),
+        "attn_implementation: names 'a/b'",
+    ),
     "another architecture": (
         lambda p: _config(p, architectures=["MyOwnBert"]),
         "names 'MyOwnBert', which transformers .* code of the folder is never run",

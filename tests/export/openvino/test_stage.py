@@ -9,11 +9,11 @@ import compress
 from compress import QuantizeStatic
 from compress.artifacts.artifact import Artifact
 from compress.common.errors import ArtifactInvalid, StageFailed, Unavailable
+from compress.common.native_runtimes import openvino_core
 from compress.common.signature import AxisBounds
 from compress.core.context import Context
 from compress.core.gates import LabelAgreement, MinSpeedup
 from export import ExportOnnx, ExportOpenVINO, OpenVINOModel
-from export.common.openvino_core import openvino_core
 from export.openvino.stage import OPENVINO
 from tests.export.builders import (
     EXACT_BITS,

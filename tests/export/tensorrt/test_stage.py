@@ -1,6 +1,7 @@
 import importlib.util
 import inspect
 import json
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +24,13 @@ from compress.quantization.stages.half_precision import ConvertPrecision
 from compress.quantization.stages.static import QuantizeStatic
 from export.common.batches import in_parts
 from export.onnx.stage import ExportOnnx
-from export.tensorrt.build import conversion_settings, refuse_quantized, write_onnx
+from export.tensorrt.build import (
+    BuildOptions,
+    conversion_settings,
+    parse_and_build,
+    refuse_quantized,
+    write_onnx,
+)
 from export.tensorrt.host_check import difference
 from export.tensorrt.runtime import check_engine, in_order
 from export.tensorrt.shape_profiles import shapes_of, sizes_of
@@ -31,6 +38,10 @@ from export.tensorrt.stage import ExportTensorRT, TensorRTEngine
 from pipelines import Pipeline
 from pipelines.planning.planner import build_plan
 from tests.export.builders import IMAGE, images, network, samples
+
+TENSORRT_RTX = "tensorrt_rtx_bindings"
+"""Reads files without a GPU: `pip install --no-deps tensorrt-rtx-cu13-libs` and `-bindings`."""
+
 
 TOKENS = Signature(
     inputs=(
@@ -322,3 +333,12 @@ def test_integers_become_an_engine(int8: GraphModel, tmp_path: Path) -> None:
     context = Context(root=tmp_path / "engine", data=samples(images()), device="cuda:0")
     engine = ExportTensorRT()(int8, context)
     assert Parity(atol=0).measure(int8, engine, context) < 0.1
+
+
+def test_what_tensorrt_says_of_a_file_goes_to_pythons_log(tmp_path, monkeypatch, caplog) -> None:
+    trt = pytest.importorskip(TENSORRT_RTX)
+    monkeypatch.setitem(sys.modules, "tensorrt", trt)
+    (tmp_path / "model.onnx").write_bytes(b"no model")
+    with pytest.raises(StageFailed, match="TensorRT cannot read the model"):
+        parse_and_build(tmp_path / "model.onnx", {}, BuildOptions())
+    assert "TensorRT: " in caplog.text

@@ -1,0 +1,55 @@
+"""Native runtimes raise what is wrong and print nothing, send nothing, take no file's options."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.attack import cases_folders
+from compress.common.errors import ArtifactInvalid
+from pipelines.models.exported_files import import_file, signature_of
+
+SESSION = """
+import sys
+import numpy as np
+from compress.common.native_runtimes import onnx_runtime
+
+session = onnx_runtime().InferenceSession(sys.argv[1], providers=["CPUExecutionProvider"])
+session.run(None, {"x": np.ones((1, 4), np.float32)})
+"""
+
+
+def test_a_name_of_an_operator_reaches_the_terminal_in_the_message_alone(tmp_path, capfd) -> None:
+    file = cases_folders.onnx_that_writes_to_the_terminal(tmp_path)
+    with pytest.raises(ArtifactInvalid, match="Non-zero status code"):
+        import_file("onnx", file, signature_of("onnx", file), tmp_path / "sealed")
+    assert capfd.readouterr().err == ""
+
+
+def test_control_characters_in_warnings_of_libraries_are_shown(tmp_path) -> None:
+    (tmp_path / "data.py").write_text(
+        "import warnings\ndef make():\n    warnings.warn('name ' + chr(27) + '[2J')\n"
+    )
+    model = 'model: {factory: "data:make", inputs: [{name: x, shape: [1, 4]}]}'
+    text = f"version: 1\nname: p\n{model}\nstages: [{{stage: export_onnx}}]\n"
+    (tmp_path / "pipeline.yaml").write_text(text)
+    command = [sys.executable, "-c", "from cli import main; main()", "check", "pipeline.yaml"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=60)
+    assert b"name \\x1b[2J" in ended.stderr
+    assert b"\x1b" not in ended.stderr
+
+
+def _run(file: Path, folder: Path) -> None:
+    environment = os.environ | {"HOME": str(folder / "home"), "ORT_LOAD_CONFIG_FROM_MODEL": "1"}
+    environment.pop("ORT_DISABLE_TELEMETRY", None)
+    command = [sys.executable, "-c", SESSION, str(file)]
+    subprocess.run(command, cwd=folder, env=environment, check=True, timeout=60)
+
+
+def test_options_in_a_files_metadata_are_not_taken_and_nothing_is_kept_to_be_sent(tmp_path) -> None:
+    file = cases_folders.onnx_with_options_of_its_session(tmp_path)
+    (tmp_path / "home").mkdir()
+    _run(file, tmp_path)
+    assert sorted(entry.name for entry in tmp_path.rglob("*")) == ["home", "model.onnx"]
