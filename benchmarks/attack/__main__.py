@@ -6,7 +6,7 @@
 The attacks are data: functions and tables in `cases_*.py`, `forgeries.py` and `requests.py`, with
 fixed seeds. An attack on a file succeeds if planted code ran, a file outside was opened, the
 network was asked, an internal error or a traceback was printed, control characters reached the
-terminal, or the command took more than 30 s or 2 GiB. Ends with exit code 1 if any attack succeeded.
+terminal, or the command took more than 30 s or 2 GiB. Exit code 1: an attack succeeded.
 """
 
 import argparse

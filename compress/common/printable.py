@@ -35,8 +35,10 @@ def escaped_json(text: str) -> str:
 
 
 def markdown_text(text: object) -> str:
-    """Return a text as Markdown of one line: no HTML, links, images or further table cells."""
-    return re.sub(r"[\\<|]|\](?=[(\[:])", r"\\\g<0>", escaped(str(text)).replace("\n", " "))
+    """Return a text as Markdown of one line: no HTML, links, headings or further table cells."""
+    line = escaped(str(text)).replace("\n", " ").lstrip()
+    special = r"[\\<|]|\](?=[(\[:])|`(?=``)|^[#>+*~=-]"
+    return re.sub(special, r"\\\g<0>", line)
 
 
 def markdown_code(text: object) -> str:

@@ -23,17 +23,22 @@ HOSTILE = (
     "\\| b",
     "a\n\n# proven\n---\n",
     "[x]: http://evil\n[x]",
+    "# proven",
+    "> proven",
+    "~~~ proven",
+    "    proven",
     "a\x1b[2J\u202e",
 )
 PLAIN = "name"
+HARMLESS = ("text", "text_special", "softbreak", "code_inline")
 
 
 def rendered(text: str) -> tuple[list[str], int]:
     """Return the kinds of a document's elements, and how many cells its tables have."""
     tokens = MarkdownIt("gfm-like", {"linkify": False, "html": True}).parse(text)
     flat = [each for token in tokens for each in (token, *(token.children or ()))]
-    kinds = [each.type for each in flat if each.type not in ("text", "text_special")]
-    return [k for k in kinds if k != "softbreak"], kinds.count("td_open")
+    kinds = [each.type for each in flat if each.type not in HARMLESS]
+    return kinds, kinds.count("td_open")
 
 
 def card(name: str) -> str:
