@@ -119,14 +119,16 @@ class Tester:
         self._commands = commands
         self._starting = threading.Lock()
 
-    def try_command(self, case: str, folder: Path, arguments: Sequence[str | Path]) -> Trial:
-        """Run `compress` with arguments in a case's folder; the canaries lie there."""
+    def try_command(
+        self, case: str, folder: Path, arguments: Sequence[str | Path], before: str = ""
+    ) -> Trial:
+        """Run `compress` in a case's folder, after some code; the canaries lie in the folder."""
         outside, ran = folder / "outside", folder / "ran"
         asked, peak = folder / "asked.txt", folder / "peak.txt"
         outside.mkdir(exist_ok=True)
         (outside / "secret.txt").write_text(SECRET)
         watch = OpenWatch(outside)
-        first = FIRST.format(asked=str(asked), peak=str(peak))
+        first = FIRST.format(asked=str(asked), peak=str(peak)) + before
         temporary = folder / "tmp"
         temporary.mkdir(exist_ok=True)
         environment = {"TMPDIR": str(temporary), "HOME": str(temporary), "COLUMNS": "200"}
