@@ -93,7 +93,11 @@ def attack_files(only: str, most: int | None) -> Section:
                     name, make = waiting.get_nowait()
                 except queue.Empty:
                     return
-                trials = try_case(tester, Path(root), name, make, writing)
+                try:
+                    trials = try_case(tester, Path(root), name, make, writing)
+                except Exception as error:  # noqa: BLE001 - the next cases are tried all the same
+                    section.add(name, f"could not be tried: {type(error).__name__}: {error}")
+                    continue
                 found = [f"{t.command}: {failure}" for t in trials if (failure := t.failure())]
                 section.add(name, "; ".join(found))
                 for trial in trials:
