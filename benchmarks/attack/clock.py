@@ -4,7 +4,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.attack.report import Section
-from benchmarks.attack.trials import AttackedCommands, Tester, case_folder
+from benchmarks.attack.trials import AttackedCommands, CommandTrials, case_folder
 
 YEAR = 365 * 86_400
 JUMPS = {
@@ -36,7 +36,7 @@ def attack_clock(only: str, most: int | None) -> Section:
 
     section = Section("jumps of the clock")
     with tempfile.TemporaryDirectory() as root, AttackedCommands("") as commands:
-        tester = Tester(commands)
+        tester = CommandTrials(commands)
         for name, jump in [(n, j) for n, j in JUMPS.items() if only in n][:most]:
             with case_folder(Path(root), name) as folder:
                 (folder / "nets.py").write_text(NETS)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import benchmarks.attack
 from benchmarks.attack.report import Section
-from benchmarks.attack.trials import AttackedCommands, Tester, Trial, case_folder
+from benchmarks.attack.trials import AttackedCommands, CommandTrials, Trial, case_folder
 
 Case = Callable[[Path], Path]
 AT_ONCE = 2
@@ -85,7 +85,7 @@ def attack_files(only: str, most: int | None) -> Section:
         tempfile.TemporaryDirectory() as root,
         AttackedCommands("") as commands,
     ):
-        tester, writing = Tester(commands), threading.Lock()
+        tester, writing = CommandTrials(commands), threading.Lock()
 
         def work() -> None:
             while True:
@@ -115,7 +115,7 @@ def attack_files(only: str, most: int | None) -> Section:
 
 
 def try_case(
-    tester: Tester, root: Path, name: str, make: Case, writing: threading.Lock
+    tester: CommandTrials, root: Path, name: str, make: Case, writing: threading.Lock
 ) -> list[Trial]:
     """Write a case's file and try each command on it."""
     with case_folder(root, name) as folder:

@@ -112,7 +112,7 @@ class OpenWatch:
             os.close(self._fd)
 
 
-class Tester:
+class CommandTrials:
     """Tries commands on cases, in forks of one process."""
 
     def __init__(self, commands: Commands) -> None:

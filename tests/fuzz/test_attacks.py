@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.attack.files import attack_files, cases
-from benchmarks.attack.trials import Tester, case_folder
+from benchmarks.attack.trials import CommandTrials, case_folder
 from tests.forking import Commands
 
 FEW = 24
@@ -47,7 +47,9 @@ def test_what_an_attack_does_is_seen(tmp_path: Path, commands: Commands) -> None
         with case_folder(tmp_path, name) as folder:
             (folder / "own.py").write_text(HARMLESS + more)
             (folder / "p.yaml").write_text(PIPELINE)
-            found[name] = Tester(commands).try_command(name, folder, ["check", "p.yaml"]).failure()
+            found[name] = (
+                CommandTrials(commands).try_command(name, folder, ["check", "p.yaml"]).failure()
+            )
     assert not found["harmless"]
     for words in ("planted code ran", "a file outside was opened", "asked the network"):
         assert words in found["hostile"]
