@@ -1,6 +1,7 @@
 # make demo   set up .venv and run pipelines/quickstart.yaml
 # make test   set up .venv, run the checks and tests of CI, and print how long each part took
 # make fuzz   set up .venv and try 5000 changed inputs of each kind; FUZZ_EXAMPLES=… for more
+# make attack   set up .venv and try what attackers tried: files, requests, kills, a faulty store (half an hour)
 # make docs   set up .venv and build the site of docs/ in build/site
 # make reference   write docs/reference/ anew, after a setting or a command changed
 # make test-lowest   run the quick tests with the lowest versions that pyproject.toml allows (but of torch)
@@ -16,7 +17,7 @@ TIMES := .venv/times
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 # make soak   run the tests that take long or want a quiet machine, one after the other
-.PHONY: demo test tests test-lowest soak fuzz lint docs lock mutation reference clean
+.PHONY: demo test tests test-lowest soak fuzz attack lint docs lock mutation reference clean
 
 demo: .venv/demo
 	$(BIN)/compress run pipelines/quickstart.yaml
@@ -53,6 +54,9 @@ soak: .venv/dev
 # Hypothesis draws new examples each time; CI tries the same 200 in `make test`.
 fuzz: .venv/dev
 	HYPOTHESIS_PROFILE=long $(BIN)/pytest -q --timeout 0 tests/fuzz
+
+attack: .venv/dev
+	$(BIN)/python -m benchmarks.attack
 
 lint: .venv/dev
 	$(BIN)/ruff check .

@@ -8,6 +8,7 @@ import fcntl
 import glob
 import hashlib
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -183,8 +184,10 @@ def sync(path: Path) -> None:
 def stays_inside(name: str) -> bool:
     """Whether a relative path with slashes stays below its folder and has valid names."""
     parts = name.split("/")
-    # Windows and some unzippers take a backslash for a slash; C code ends a name at a null byte.
-    plain = "\\" not in name and "\0" not in name and not {"", ".", ".."} & {*parts}
+    # Windows and some unzippers take a backslash for a slash; C code ends a name at a null byte;
+    # JSON may hold half of a surrogate pair, which is no character.
+    odd = re.search("[\\\\\0\ud800-\udfff]", name)
+    plain = not odd and not {"", ".", ".."} & {*parts}
     return plain and all(len(part.encode()) <= 255 for part in parts)  # NAME_MAX of Linux
 
 

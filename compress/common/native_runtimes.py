@@ -5,6 +5,7 @@ the exceptions that they raise. Servers and archives use this without torch.
 """
 
 import os
+import sys
 from functools import cache
 from typing import Any
 
@@ -42,11 +43,19 @@ def onnx_runtime_genai() -> Any:
 
 
 @cache
-def openvino_core() -> Any:
-    """Return the core that reads and compiles models, and keeps its plugins until the end."""
+def open_vino() -> Any:
+    """Return the package openvino."""
+    # The import (2026.4) sends an event to Google Analytics; without this package it has a stub.
+    sys.modules["openvino_telemetry"] = None  # type: ignore[assignment]
     import openvino
 
+    return openvino
+
+
+@cache
+def openvino_core() -> Any:
+    """Return the core that reads and compiles models, and keeps its plugins until the end."""
     # Each core's CPU plugin (2026.4) sets a stack for signal handlers on some processors, and puts
     # back the one before when it goes: of two cores, the younger one puts back what the older one
     # has freed, and the next signal ends the process.
-    return openvino.Core()
+    return open_vino().Core()

@@ -32,3 +32,17 @@ def escape_warnings() -> None:
 def escaped_json(text: str) -> str:
     """Return JSON with control characters as JSON's own escapes, of the same meaning."""
     return CONTROL_CHARACTERS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def markdown_text(text: object) -> str:
+    """Return a text as Markdown of one line: no HTML, links, headings or further table cells."""
+    line = escaped(str(text)).replace("\n", " ").lstrip()
+    special = r"[\\<|]|\](?=[(\[:])|`(?=``)|^[#>+*~=-]"
+    return re.sub(special, r"\\\g<0>", line)
+
+
+def markdown_code(text: object) -> str:
+    """Return a text as a Markdown code span of one line, whatever backticks it holds."""
+    shown = escaped(str(text)).replace("\n", " ").replace("|", "\\|")
+    fence = "`" * (1 + max(map(len, re.findall("`+", shown)), default=0))
+    return f"{fence} {shown} {fence}" if "`" in shown else f"{fence}{shown}{fence}"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from compress.common.errors import ArtifactInvalid, StageFailed, first_line
-from compress.common.native_runtimes import openvino_core
+from compress.common.native_runtimes import open_vino, openvino_core
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,8 +34,6 @@ def write(onnx_file: Path, file: Path, signature: Signature) -> None:
     Raises:
         StageFailed: OpenVINO has no such operators.
     """
-    import openvino
-
     shapes = {
         spec.name: _bounded_shape(spec, signature)
         for spec in signature.inputs
@@ -48,7 +46,7 @@ def write(onnx_file: Path, file: Path, signature: Signature) -> None:
     except Exception as error:
         raise StageFailed(f"OpenVINO cannot read the model: {_reason(error)}") from error
     _number_unnamed_(model)
-    openvino.save_model(model, file, compress_to_fp16=False)
+    open_vino().save_model(model, file, compress_to_fp16=False)
 
 
 def _number_unnamed_(model: Any) -> None:
@@ -143,25 +141,21 @@ def count_kernels(model: Any) -> dict[str, dict[str, int]]:
 
 def _bounded_shape(spec: TensorSpec, signature: Signature) -> Any:
     """Return an input's shape, with the smallest and largest size of each named axis."""
-    import openvino
-
     sizes = []
     for axis in spec.shape:
         if isinstance(axis, int):
-            sizes.append(openvino.Dimension(axis))
+            sizes.append(open_vino().Dimension(axis))
         elif axis in signature.axes:
             allowed = signature.bounds(axis)
             most = -1 if allowed.max is None else allowed.max  # -1: any
-            sizes.append(openvino.Dimension(allowed.min, most))
+            sizes.append(open_vino().Dimension(allowed.min, most))
         else:
-            sizes.append(openvino.Dimension.dynamic())
-    return openvino.PartialShape(sizes)
+            sizes.append(open_vino().Dimension.dynamic())
+    return open_vino().PartialShape(sizes)
 
 
 def _shape(array: Any) -> Any:
-    import openvino
-
-    return openvino.PartialShape(list(array.shape))
+    return open_vino().PartialShape(list(array.shape))
 
 
 def _reason(error: Exception) -> str:

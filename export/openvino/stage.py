@@ -11,6 +11,7 @@ from compress.artifacts.artifact import Artifact
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.common.forward import Predictor, opened_model
+from compress.common.native_runtimes import open_vino
 from compress.common.requirements import Requirement, pip_install, require_all
 from compress.common.signature import TABLE_ROWS
 from compress.core.stage import Stage
@@ -78,8 +79,6 @@ class ExportOpenVINO(ComparesStoredFile, Stage[EagerModel | GraphModel | OnnxMod
 
     def run(self, model: EagerModel | GraphModel | OnnxModel, context: Context) -> OpenVINOModel:
         """Write the model as ONNX, then as OpenVINO's; compile it, compare it with the source."""
-        import openvino
-
         from export.openvino.runtime import compiled, count_kernels, predictor, write
         from export.parity.compare import check_parity
         from export.parity.report import ParityContext, report_on_mismatch
@@ -87,7 +86,7 @@ class ExportOpenVINO(ComparesStoredFile, Stage[EagerModel | GraphModel | OnnxMod
 
         warn_of_other_target(model, ONNX_TARGETS, self.title)
         facts: dict[str, Any] = {
-            "openvino": openvino.__version__,
+            "openvino": open_vino().__version__,
             "parameters": model.parameters(),
             "macs": model.macs(),
         }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from compress.common.printable import printable
+from compress.common.printable import markdown_text
 from pipelines.reporting.html_page import render_page
 
 if TYPE_CHECKING:
@@ -21,13 +21,13 @@ def render_proof(proof: Proof, name: str, ending: str) -> str:
     about = [f"kind: {proof.kind}", f"SHA-256 of the file: `{proof.sha256}`"]
     about += [f"digest of the artifact: `{proof.digest}`"] if proof.digest else []
     about.append(f"answered by: {proof.served_by or 'nothing was started'}")
-    parts = [f"# {_shown(name)}", f"**{_verdict(proof)}.**", _listed(about)]
+    parts = [f"# {markdown_text(name)}", f"**{_verdict(proof)}.**", _listed(about)]
     parts += ["## Proven", _listed(proof.proven)]
     if proof.unproven:
         parts += ["## Not proven", _listed(proof.unproven)]
     if proof.replays:
         rows = [
-            f"| {_shown(r.what)} | {r.samples} | {r.largest_difference:.3g} |"
+            f"| {markdown_text(r.what)} | {r.samples} | {r.largest_difference:.3g} |"
             for r in proof.replays
         ]
         table = ["| answered again | samples | largest difference |", "|---|---:|---:|", *rows]
@@ -44,9 +44,4 @@ def _verdict(proof: Proof) -> str:
 
 
 def _listed(lines: list[str] | tuple[str, ...]) -> str:
-    return "\n".join(f"- {_shown(line)}" for line in lines)
-
-
-def _shown(text: str) -> str:
-    """Escape a text for Markdown, so that it cannot start a heading, table or HTML tag."""
-    return printable(text).replace("<", "\\<").replace("|", "\\|")
+    return "\n".join(f"- {markdown_text(line)}" for line in lines)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from compress.checkpoint.pt2_safety import find_code
-from compress.common.native_runtimes import onnx_runtime, openvino_core
+from compress.common.native_runtimes import onnx_runtime, open_vino, openvino_core
 from export.common.int8_sums import has_16_bit_sums
 
 if TYPE_CHECKING:
@@ -129,7 +129,6 @@ def missing_here(built_for: Named) -> str:
 
 def load_openvino(payload: Path, settings: Named, threads: int) -> Run:
     """Load an OpenVINO model, for calls from several threads at a time."""
-    import openvino
 
     # A call takes a stream: with one alone, concurrent calls would wait for each other.
     streams = max(1, len(os.sched_getaffinity(0)) // threads)
@@ -146,7 +145,7 @@ def load_openvino(payload: Path, settings: Named, threads: int) -> Run:
     def run(arrays: Sequence[Array]) -> list[Array]:
         for name, shape, array in zip(names, shapes, arrays, strict=True):
             # OpenVINO 2026.4 gives outputs without rows for other sizes, instead of an error.
-            if not shape.compatible(openvino.PartialShape(list(array.shape))):
+            if not shape.compatible(open_vino().PartialShape(list(array.shape))):
                 found, expected = list(array.shape), shape.to_string()
                 raise ValueError(f"input {name} has shape {found}, expected {expected}")
         if not hasattr(requests, "own"):

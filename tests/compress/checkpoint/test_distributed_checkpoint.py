@@ -173,6 +173,14 @@ def test_a_damaged_index_is_refused(indexed) -> None:
         read_state_dict(index)
 
 
+@pytest.mark.parametrize("name", ["a\0b", "\ud800", "a" * 256, "", ".", "../x", "a\\b"])
+def test_what_no_file_can_be_called_is_one_line(indexed, name) -> None:
+    index = indexed / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"w": name}}))
+    with pytest.raises(ArtifactInvalid, match="expected a file beside it"):
+        read_state_dict(index)
+
+
 def test_an_older_hugging_face_folder_is_read(tmp_path) -> None:
     torch.save(_state(), tmp_path / "pytorch_model.bin")
     read = read_state_dict(tmp_path)

@@ -53,3 +53,24 @@ def test_options_in_a_files_metadata_are_not_taken_and_nothing_is_kept_to_be_sen
     (tmp_path / "home").mkdir()
     _run(file, tmp_path)
     assert sorted(entry.name for entry in tmp_path.rglob("*")) == ["home", "model.onnx"]
+
+
+LOOKS_UP = """
+import sys, time
+from compress.common.native_runtimes import openvino_core
+
+asked = []
+sys.addaudithook(lambda event, found: event == "socket.getaddrinfo" and asked.append(found[0]))
+openvino_core()
+time.sleep(0.5)  # it would ask in a thread
+print(asked)
+"""
+
+
+def test_openvino_sends_nothing_when_it_is_imported(tmp_path) -> None:
+    pytest.importorskip("openvino")
+    environment = os.environ | {"HOME": str(tmp_path)}
+    command = [sys.executable, "-c", LOOKS_UP]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert ended.stdout == "[]\n", ended.stderr
+    assert not [*tmp_path.iterdir()]

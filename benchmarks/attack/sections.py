@@ -1,0 +1,73 @@
+"""The sections of `make attack`, in the order in which they are tried."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.attack.clock import attack_clock
+from benchmarks.attack.files import attack_files
+from benchmarks.attack.report import Section
+from benchmarks.attack.store import attack_store
+
+ROOT = Path(__file__).parents[2]
+KILLS, SEED = 20, 8
+COUNTED = re.compile(r"tried (\d+), survived (\d+)")
+
+
+def attack_servers(only: str, most: int | None) -> Section:
+    """Send hostile requests to servers of tensors, texts and a decoder."""
+    section = Section("requests")
+    script = Path(__file__).with_name("request_attacks.py")
+    if not script.exists():
+        section.skipped = "no requests here"
+        return section
+    command = [sys.executable, str(script), "--only", only]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    lines = done.stdout.splitlines()
+    for line in lines if most is None else lines[:most]:
+        if line[:2] in ("! ", "  ") and ";" not in line and line[2:].strip()[:6] != "health":
+            section.add(line[2:60].strip(), line[60:].strip() if line[0] == "!" else "")
+    counted = COUNTED.search(done.stdout)
+    if most is None and (not counted or int(counted[1]) != section.tried):
+        section.add("request_attacks.py", f"ended with {done.returncode}: {lines[-1:]}")
+    return section
+
+
+def attack_runs(only: str, most: int | None) -> Section:
+    """Kill a run at random moments, each time resumed; compare what it made in the end."""
+    from tests.pipelines.conftest import NETS
+    from tests.pipelines.test_killed import FILE
+
+    section, times = Section("kills of a run"), min(KILLS, most or KILLS)
+    if only and only not in section.name:
+        return section
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "nets.py").write_text(NETS.replace(', "test": slice(180, 240)', ""))
+        Path(folder, "small.yaml").write_text(FILE)
+        script = ROOT / "tests" / "pipelines" / "killing.py"
+        done = subprocess.run(
+            [sys.executable, str(script), folder, str(SEED), str(times)],
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+        )
+    lines = done.stdout.splitlines()
+    killed = json.loads(lines[-1])["at"] if done.returncode == 0 else [done.stderr[-500:]]
+    for number, place in enumerate(killed):
+        section.add(f"{number}: {place[:80]}", place if done.returncode else "")
+    return section
+
+
+SECTIONS: dict[str, Callable[[str, int | None], Section]] = {
+    "files": attack_files,
+    "requests": attack_servers,
+    "kills": attack_runs,
+    "store": attack_store,
+    "clock": attack_clock,
+}
+"""Name → function of words that names must hold, and of how many to try at most."""
