@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from compress.artifacts.carried_files import CONFIG, IMAGES, TOKENIZER, TOKENIZER_SETTINGS
 from compress.artifacts.offline import offline, refuse_lookups
 from compress.common.atomic_files import file_beside, open_regular, refuse_irregular
-from compress.common.child_process import MEMORY, read_in_child, stored_bytes
 from compress.common.errors import ArtifactInvalid, first_line
+from compress.common.foreign.child_process import MEMORY, read_in_child, stored_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

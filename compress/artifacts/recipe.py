@@ -10,8 +10,8 @@ from pydantic import Field, JsonValue
 from compress.common.config import Settings
 from compress.common.errors import ArtifactInvalid
 from compress.common.factories import Reference, resolve
+from compress.common.foreign.lock_waits import bounded_lock_waits
 from compress.common.forward import outputs_by_name
-from compress.common.lock_waits import bounded_lock_waits
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -7,8 +7,8 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from compress.common.atomic_files import file_beside, refuse_irregular, sha256_of
-from compress.common.child_process import read_in_child
 from compress.common.errors import ArtifactInvalid
+from compress.common.foreign.child_process import read_in_child
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -11,8 +11,8 @@ from compress.artifacts.artifact import Artifact  # noqa: TC001 - a dataclass fi
 from compress.artifacts.eager_model import EagerModel
 from compress.common.config import Settings
 from compress.common.errors import ArtifactInvalid, StageFailed, first_line
+from compress.common.foreign.native_runtimes import onnx_runtime
 from compress.common.forward import accept_any_batch, flatten_outputs
-from compress.common.native_runtimes import onnx_runtime
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

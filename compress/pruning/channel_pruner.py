@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from compress.profiling.benchmark import Comparison
     from compress.pruning.allocation.budget_search import CostEstimate
     from compress.pruning.allocation.targets import Target
-    from compress.pruning.channels_stage import PruneChannels
+    from compress.pruning.channel_settings import ChannelSettings
     from compress.pruning.dependency.channel_groups import AxisGraph, Kept, SlicePlan
     from compress.pruning.dependency.rules.channel_labels import Slot
     from compress.pruning.finetune import Finetune
@@ -53,7 +53,7 @@ MEASURED_SECONDS = 0.2
 class ChannelPruner:
     """Removes channels from one model, and records what was removed and why the rest was not."""
 
-    def __init__(self, config: PruneChannels, model: EagerModel, context: Context) -> None:
+    def __init__(self, config: ChannelSettings, model: EagerModel, context: Context) -> None:
         """Load the model and the calibration samples.
 
         Raises:
@@ -324,7 +324,7 @@ def parameters_of(module: torch.nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-def calibration_batches(config: PruneChannels, context: Context) -> list[Batch]:
+def calibration_batches(config: ChannelSettings, context: Context) -> list[Batch]:
     """Return the calibration samples; none if there is no data and no setting needs them.
 
     Raises:

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from typing import TYPE_CHECKING, Literal
 
-from pydantic import Field, model_validator
-
-from compress.common.config import Count, Ratio
-from compress.core.loss import refuse_without_curvature
-from compress.pruning.allocation.targets import Target
-from compress.pruning.finetune import AnyFinetune, PruningStage
-from compress.pruning.importance.criteria import FROM_DATA, OF_GRADIENTS, Criterion
+from compress.pruning.channel_settings import ChannelSettings
 
 if TYPE_CHECKING:
     from compress.artifacts.eager_model import EagerModel
     from compress.core.context import Context
-    from compress.core.loss import Loss
-    from compress.pruning.allocation.ratios import Limits
 
 
-class PruneChannels(PruningStage):
+class PruneChannels(ChannelSettings):
     """Remove whole channels, heads and neurons, so that the model is really smaller and faster.
 
     Which channels are coupled follows from the exported graph; no layer has to be annotated. Every
@@ -29,129 +21,6 @@ class PruneChannels(PruningStage):
     """
 
     stage: Literal["prune_channels"] = "prune_channels"
-    ratio: Ratio | None = None
-    """Fraction of the channels to remove from every group of coupled channels."""
-    target: Target | None = None
-    """Instead of `ratio`: the share of the model's cost that remains."""
-    widths: dict[str, Count] | None = None
-    """Instead of `ratio`: group of coupled channels → how many stay; all of the other groups do.
-    Groups have the names that `compress sensitivity` and `compress auto` show."""
-    importance: Criterion = "l2"
-    """How channels are ranked. By weights: `l1` or `l2` norm, `fpgm` (distance to the others),
-    `lamp`, `bn_scale`, `random`. By calibration samples: `taylor` and `hessian` (change of the
-    loss, or of the outputs without labels), `wanda` (weight times activation), `obs` (error that
-    the next layers cannot compensate)."""
-    scope: Literal["uniform", "global", "isomorphic"] = "uniform"
-    """Among which channels the least important are selected: within each group of coupled channels
-    (`uniform`), among all (`global`), or among groups of the same structure (`isomorphic`)."""
-    max_ratio: Ratio = 0.8
-    """Largest fraction of a group that is removed with scope `global` or `isomorphic`."""
-    round_to: Count = 16
-    """Keep a multiple of this many channels; in layers narrower than twice as many, of a half, a
-    quarter … of it."""
-    min_channels: Count = 1
-    """Channels of a group that stay in any case."""
-    include: tuple[str, ...] = ()
-    """Names of modules; if given, only channels that they produce are removed."""
-    exclude: tuple[str, ...] = ()
-    """Names of modules whose channels all stay; `*` matches any characters."""
-    across_norms: bool = False
-    """Whether channels are removed over which normalisations take statistics, such as the hidden
-    width of a transformer: LayerNorm, RMSNorm, GRN. Their statistics are then those of the channels
-    that stay, so that outputs change more than by the channels' values; `refit` and `finetune`
-    compensate."""
-    on_unverified: Literal["pin", "error"] = "pin"
-    """Whether channels whose removal cannot be verified stay, or fail the stage."""
-    iterations: Count = 1
-    """Pruning steps, each removing about as many channels; before each, importance is measured
-    again, and after each, layers are refitted and the model is fine-tuned."""
-    refit: bool = True
-    """Whether layers that lost inputs are refitted by least squares to their earlier outputs: no
-    training and no labels. Without data nothing is refitted."""
-    calibration_samples: Annotated[int, Field(ge=0)] | None = None
-    """Samples on which importance is measured, layers are refitted and BatchNorm statistics are
-    re-estimated. By default 512, or all there are; 0 skips all of this, and slices are still
-    verified on a few samples."""
-    finetune: AnyFinetune | None = None
-    """How the smaller model is trained; its weights change only if an epoch improves the metric."""
-
-    @model_validator(mode="after")
-    def _exactly_one_of_ratio_target_and_widths(self) -> Self:
-        given = [name for name in ("ratio", "target", "widths") if getattr(self, name)]
-        if len(given) != 1:
-            raise ValueError(
-                "prune_channels needs one of ratio, target and widths, found "
-                f"{' and '.join(given) or 'none'}; keep one"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _max_ratio_fits_scope(self) -> Self:
-        if self.scope == "uniform" and "max_ratio" in self.model_fields_set:
-            raise ValueError("max_ratio is for scope global or isomorphic, found uniform")
-        if self.scope != "uniform" and self.ratio and self.ratio > self.max_ratio:
-            raise ValueError(
-                f"ratio {self.ratio:g} is above max_ratio {self.max_ratio:g}, the most that any "
-                "group of channels may lose; raise max_ratio"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _samples_for_data_settings(self) -> Self:
-        if self.calibration_samples == 0 and self.needs_samples:
-            raise ValueError(
-                f"{self._needing_data[0]} needs samples, found calibration_samples: 0; leave it out"
-            )
-        return self
-
-    @property
-    def limits(self) -> Limits:
-        """How many channels each group may lose."""
-        from compress.pruning.allocation.ratios import Limits
-
-        return Limits(self.scope, self.round_to, self.min_channels, self.max_ratio)
-
-    @property
-    def needs_samples(self) -> bool:
-        """Whether a setting requires calibration samples; else they are used if there are any."""
-        return bool(set(self._needing_data) - {"finetune"})
-
-    @property
-    def needs_data(self) -> bool:
-        """Whether a setting requires data."""
-        return bool(self._needing_data)
-
-    @property
-    def uses_loss(self) -> bool:
-        """Whether channels are ranked by derivatives of the loss, or fine-tuning minimizes it."""
-        return super().uses_loss or self.uses_calibration_labels
-
-    @property
-    def uses_calibration_labels(self) -> bool:
-        """Whether channels are ranked by derivatives of the loss."""
-        return self.importance in OF_GRADIENTS
-
-    def check_loss(self, loss: Loss) -> None:
-        """Refuse settings that cannot be combined with the task's loss."""
-        if self.importance == "hessian":
-            refuse_without_curvature(loss)
-        super().check_loss(loss)
-
-    @property
-    def _needing_data(self) -> list[str]:
-        """The settings that require data."""
-        required = {
-            f"importance: {self.importance}": self.importance in FROM_DATA,
-            "refit": "refit" in self.model_fields_set and self.refit,
-            "calibration_samples": bool(self.calibration_samples),
-            "finetune": self.finetune is not None,
-        }
-        return [name for name, needs_data in required.items() if needs_data]
-
-    @property
-    def uses_data(self) -> bool:
-        """Always: slices are verified on data if there is any, which can change the result."""
-        return True
 
     def run(self, model: EagerModel, context: Context) -> EagerModel:
         """Remove channels in ``iterations`` steps; see ``ChannelPruner.run`` for the algorithm.

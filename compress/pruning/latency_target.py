@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from compress.core.context import Context, LatencyByWidths, ServedLatency
     from compress.data.batch import Batch
     from compress.profiling.benchmark import MeasuredShare
-    from compress.pruning.channels_stage import PruneChannels
+    from compress.pruning.channel_settings import ChannelSettings
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class SolvedWidths(NamedTuple):
 
 
 def solve_widths(
-    config: PruneChannels,
+    config: ChannelSettings,
     share: float,
     batch: int,
     model: EagerModel,

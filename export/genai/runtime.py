@@ -9,7 +9,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from compress.common.errors import ArtifactInvalid, StageFailed, first_line
-from compress.common.native_runtimes import onnx_runtime_genai
+from compress.common.foreign.native_runtimes import onnx_runtime_genai
 from compress.common.requirements import Requirement, pip_install
 from compress.profiling.benchmark import unmeasurable
 from compress.profiling.call_timer import CallTimer

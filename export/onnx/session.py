@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from compress.common.errors import ArtifactInvalid, Unavailable, first_line
-from compress.common.native_runtimes import onnx_runtime
+from compress.common.foreign.native_runtimes import onnx_runtime
 from compress.common.tensor_difference import relative_error
 from export.common.int8_sums import has_16_bit_sums
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from compress.common.errors import ArtifactInvalid, StageFailed, first_line
-from compress.common.native_runtimes import open_vino, openvino_core
+from compress.common.foreign.native_runtimes import open_vino, openvino_core
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from compress.artifacts.artifact import Artifact
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
+from compress.common.foreign.native_runtimes import open_vino
 from compress.common.forward import Predictor, opened_model
-from compress.common.native_runtimes import open_vino
 from compress.common.requirements import Requirement, pip_install, require_all
 from compress.common.signature import TABLE_ROWS
 from compress.core.stage import Stage

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from compress.artifacts.artifact import Artifact
 from compress.common.atomic_files import refuse_irregular, stays_inside
-from compress.common.child_process import read_in_child
 from compress.common.errors import ArtifactInvalid, CompressError, PipelineInvalid, first_line
+from compress.common.foreign.child_process import read_in_child
 from compress.common.signature import OutputSpec, Signature, TensorSpec, refuse_double_names
 
 if TYPE_CHECKING:

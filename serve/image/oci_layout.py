@@ -20,8 +20,8 @@ from typing_extensions import TypedDict
 
 from compress.artifacts.artifact import new_folder
 from compress.common.atomic_files import open_regular, sha256_of
-from compress.common.child_process import read_in_child
 from compress.common.errors import ArtifactInvalid, first_line
+from compress.common.foreign.child_process import read_in_child
 from serve.image.build_folder import (
     HOME,
     PORT,

@@ -141,6 +141,8 @@ def refuse_foreign_entries(folder: Path, files: Collection[str], model: str) -> 
     if config not in files:
         raise ArtifactInvalid(f"{folder}: {config} is missing")
     for number, line in enumerate((folder / config).read_text("utf-8").split("\n"), start=1):
+        if line.startswith("# "):
+            continue
         entry, _, value = line.strip().partition(": ")
         is_block = entry in ("", "}") or (not value and entry.removesuffix(" {") in BLOCKS)
         if not is_block and not re.fullmatch(VALUES.get(entry, "(?!)"), value):

@@ -10,7 +10,7 @@ from importlib.resources import files
 
 MODULES = (
     "compress.checkpoint.pt2_safety",
-    "compress.common.native_runtimes",
+    "compress.common.foreign.native_runtimes",
     "export.common.int8_sums",
     "serve.worker.http_errors",
     "serve.worker.tensors",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from compress.checkpoint.pt2_safety import find_code
-from compress.common.native_runtimes import onnx_runtime, open_vino, openvino_core
+from compress.common.foreign.native_runtimes import onnx_runtime, open_vino, openvino_core
 from export.common.int8_sums import has_16_bit_sums
 
 if TYPE_CHECKING:
@@ -129,7 +129,6 @@ def missing_here(built_for: Named) -> str:
 
 def load_openvino(payload: Path, settings: Named, threads: int) -> Run:
     """Load an OpenVINO model, for calls from several threads at a time."""
-
     # A call takes a stream: with one alone, concurrent calls would wait for each other.
     streams = max(1, len(os.sched_getaffinity(0)) // threads)
     options = {

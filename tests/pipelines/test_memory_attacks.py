@@ -7,8 +7,8 @@ import pytest
 
 from benchmarks.attack import cases_memory as cases
 from compress.artifacts import hf_folder
-from compress.common import child_process
 from compress.common.errors import ArtifactInvalid
+from compress.common.foreign import child_process
 from compress.profiling.rss import memory_kib, reset_peak
 from pipelines.commands.check import check_pipeline
 

@@ -23,8 +23,8 @@ from benchmarks.attack import cases_memory as cases
 from cli import app
 from compress.artifacts.artifact import Artifact, new_folder
 from compress.artifacts.eager_model import EagerModel
-from compress.common import child_process
 from compress.common.errors import ArtifactInvalid, PipelineInvalid, StageFailed
+from compress.common.foreign import child_process
 from compress.common.signature import OutputSpec, Signature
 from compress.core.context import Context
 from export.openvino.stage import ExportOpenVINO

@@ -13,7 +13,7 @@ import torch
 
 from compress.artifacts.eager_model import EagerModel
 from compress.common.errors import StageFailed
-from compress.common.lock_waits import bounded_lock_waits
+from compress.common.foreign.lock_waits import bounded_lock_waits
 from compress.common.process import derive_seed, reseed, seeded
 from compress.data.fingerprint import hash_of_state
 from compress.data.stream import StreamReader

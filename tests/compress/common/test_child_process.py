@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from compress.common import child_process
-from compress.common.child_process import read_in_child, stored_bytes
 from compress.common.errors import ArtifactInvalid, PipelineInvalid
+from compress.common.foreign import child_process
+from compress.common.foreign.child_process import read_in_child, stored_bytes
 
 
 def never_ends() -> None:

@@ -11,9 +11,9 @@ from torch.utils.cpp_extension import load
 from torch.utils.file_baton import FileBaton
 
 from compress.artifacts.recipe import Recipe
-from compress.common import lock_waits
 from compress.common.errors import ArtifactInvalid, StageFailed
-from compress.common.lock_waits import bounded_lock_waits
+from compress.common.foreign import lock_waits
+from compress.common.foreign.lock_waits import bounded_lock_waits
 
 fork = multiprocessing.get_context("fork")
 

@@ -14,7 +14,7 @@ from pipelines.models.exported_files import import_file, signature_of
 SESSION = """
 import sys
 import numpy as np
-from compress.common.native_runtimes import onnx_runtime
+from compress.common.foreign.native_runtimes import onnx_runtime
 
 session = onnx_runtime().InferenceSession(sys.argv[1], providers=["CPUExecutionProvider"])
 session.run(None, {"x": np.ones((1, 4), np.float32)})
@@ -57,7 +57,7 @@ def test_options_in_a_files_metadata_are_not_taken_and_nothing_is_kept_to_be_sen
 
 LOOKS_UP = """
 import sys, time
-from compress.common.native_runtimes import openvino_core
+from compress.common.foreign.native_runtimes import openvino_core
 
 asked = []
 sys.addaudithook(lambda event, found: event == "socket.getaddrinfo" and asked.append(found[0]))

@@ -4,7 +4,7 @@ from pydantic import ValidationError
 
 from compress.common.errors import ArtifactInvalid
 from compress.common.signature import Signature, TensorSpec
-from serve.packaging.model_interface import example_inputs as arrays_of
+from compress.profiling.probe_rows import seeded_rows
 
 
 def test_examples_have_the_asked_batch_and_dtypes() -> None:
@@ -42,6 +42,6 @@ def test_a_wrong_dimension_is_refused(shape: tuple) -> None:
 @pytest.mark.parametrize("shape", [("batch", 10**12), ("batch", *(10**18,) * 20)])
 def test_inputs_of_terabytes_are_refused_before_they_are_made(shape: tuple) -> None:
     signature = Signature(inputs=(TensorSpec(name="x", shape=shape),))
-    for make in (signature.example, lambda: arrays_of(signature, rows=1)):
+    for make in (signature.example, lambda: seeded_rows(signature, 1)):
         with pytest.raises(ArtifactInvalid, match=r"x of \[.* GiB, expected at most half of this"):
             make()

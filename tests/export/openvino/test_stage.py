@@ -9,7 +9,7 @@ import compress
 from compress import QuantizeStatic
 from compress.artifacts.artifact import Artifact
 from compress.common.errors import ArtifactInvalid, StageFailed, Unavailable
-from compress.common.native_runtimes import openvino_core
+from compress.common.foreign.native_runtimes import openvino_core
 from compress.common.signature import AxisBounds
 from compress.core.context import Context
 from compress.core.gates import LabelAgreement, MinSpeedup

@@ -1,0 +1,1 @@
+"""Guards for what others wrote: files, native libraries and their locks."""
