@@ -16,6 +16,7 @@ from benchmarks.attack.store import attack_store
 
 ROOT = Path(__file__).parents[2]
 KILLS, SEED = 20, 8
+FORGED = re.compile(r"^\.*forged (.*): (\w+)$", re.MULTILINE)
 COUNTED = re.compile(r"tried (\d+), survived (\d+)")
 
 
@@ -63,9 +64,25 @@ def attack_runs(only: str, most: int | None) -> Section:
     return section
 
 
+def attack_records(only: str, most: int | None) -> Section:
+    """Change a byte, or a figure, in every file of a run, and have it read and run again."""
+    section = Section("forgeries")
+    if only and only not in section.name:
+        return section
+    file = ROOT / "tests" / "pipelines" / "test_forged_files.py"
+    command = [sys.executable, "-m", "pytest", "-q", "-s", "-m", "slow and not soak", str(file)]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    for number, (name, result) in enumerate(FORGED.findall(done.stdout)[:most]):
+        section.add(f"{number}: {name}", result if result != "noticed" else "")
+    if done.returncode:
+        section.add("pytest", f"ended with {done.returncode}")
+    return section
+
+
 SECTIONS: dict[str, Callable[[str, int | None], Section]] = {
     "files": attack_files,
     "requests": attack_servers,
+    "forgeries": attack_records,
     "kills": attack_runs,
     "store": attack_store,
     "clock": attack_clock,

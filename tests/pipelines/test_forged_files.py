@@ -85,6 +85,7 @@ def try_all(project: Any, forge: Callable[[Path], object]) -> list[str]:
         shutil.copytree(kept, out)
         if forge(out / name) is not False and not is_noticed(project, out / name):
             missed.append(str(name))
+        print(f"forged {name}: {'unnoticed' if str(name) in missed else 'noticed'}")
     return missed
 
 
