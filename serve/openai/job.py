@@ -134,9 +134,10 @@ class DecoderTexts:
                 raise ApiError(UNREADABLE, message, "messages") from error
         else:
             assert isinstance(body, CompletionBody)
-            text = body.text_or_ids
-            if isinstance(text, list):
-                return text, f"{len(text)}"
+            prompt = body.text_or_ids
+            if isinstance(prompt, list):
+                return prompt, f"{len(prompt)}"
+            text = prompt
 
         def count_tokens(text: str) -> int:
             return len(self.tokenizer.encode(text, special_tokens=False))
