@@ -257,10 +257,9 @@ def _open_envelope(content: dict[str, Any], file: Path, key_file: Path | None) -
 
     try:
         # A key's id is a hint, which others derive otherwise, or leave out.
-        numbers = [str(number) for number, _ in enumerate(content["signatures"])]
         signatures = [
-            {"keyid": number, "sig": signature["sig"]}
-            for number, signature in zip(numbers, content["signatures"], strict=True)
+            {"keyid": str(number), "sig": signature["sig"]}
+            for number, signature in enumerate(content["signatures"])
         ]
         envelope = Envelope.from_dict({**content, "signatures": signatures})
     except (LookupError, TypeError, ValueError, AttributeError) as error:
@@ -272,8 +271,8 @@ def _open_envelope(content: dict[str, Any], file: Path, key_file: Path | None) -
         return envelope.payload, ""
     key = _load_key(key_file, private=False)
     try:
-        same = [type(key)(n, key.keytype, key.scheme, key.keyval) for n in ("", *numbers)]
-        envelope.verify(same, 1)
+        ids = ("", *envelope.signatures)
+        envelope.verify([type(key)(i, key.keytype, key.scheme, key.keyval) for i in ids], 1)
     except VerificationError:
         raise ArtifactInvalid(
             f"{file}: holds no signature of {key_file}, or was altered since"

@@ -13,7 +13,7 @@ from compress.artifacts.artifact import MANIFEST, Artifact
 from compress.common.errors import ArtifactInvalid, PipelineInvalid, StageFailed
 from serve.client import curl_example
 from serve.http import multiprocess, uvicorn_server
-from serve.packaging.recorded_measurements import served_forms
+from serve.packaging.request_forms import forms_of
 from serve.torchserve.artifact import (
     TorchServeArchive,
     check_bare_mar,
@@ -122,7 +122,7 @@ def _serve_built_in(
         header = curl_example.bearer(token, is_new, token_file, uvicorn_server.TOKEN_VARIABLE)
         if is_decoder:
             curl = curl_example.completion_line(url, options.name, header)
-        elif served_forms(artifact, options.report)[0].text:
+        elif forms_of(artifact).text:
             curl = curl_example.text_line(url, options.name, header)
         else:
             curl = curl_example.open_inference_line(url, options.name, artifact.signature, header)

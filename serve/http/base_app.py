@@ -115,9 +115,8 @@ class SharedState:
                 raise HttpError(UNREADABLE, "the client disconnected before its body was received")
             body += part.get("body", b"")
             more = bool(part.get("more_body"))
-            if (
-                len(body) > self.limits.body_bytes
-            ):  # a chunked one: others were refused by their Content-Length
+            # Of a chunked one: others were refused by their Content-Length.
+            if len(body) > self.limits.body_bytes:
                 message = f"the body has more than {self.limits.body_bytes} bytes"
                 raise HttpError(TOO_LARGE, message)
         return body

@@ -250,8 +250,10 @@ def _limit_memory(mebibytes: int) -> None:
     """Let this process take so much more memory than it has."""
     status = Path("/proc/self/status").read_text(encoding="ascii")
     now = int(status.partition("VmData:")[2].split()[0]) * 1024
-    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
-    resource.setrlimit(resource.RLIMIT_DATA, (now + mebibytes * MIB, hard))
+    limit, hard = now + mebibytes * MIB, resource.getrlimit(resource.RLIMIT_DATA)[1]
+    if hard != resource.RLIM_INFINITY:  # the user's own
+        limit = min(limit, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
 
 
 def _send(connection: socket.socket, message: bytes) -> None:

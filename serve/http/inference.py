@@ -7,11 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from compress.profiling.probe_rows import seeded_rows
-from serve.http.base_app import (
-    CLIENT_CLOSED,
-    SMALL_BYTES,
-    SharedState,
-)
+from serve.http.base_app import CLIENT_CLOSED, SMALL_BYTES, SharedState
 from serve.http.helper_process import HelperProcess
 from serve.http.request_decoder import RequestDecoder, content_type_of, memory_needed, with_readers
 from serve.http.responses import HttpError, Response, error_response, response_of

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,16 +14,13 @@ from compress.common.errors import ArtifactInvalid, StageFailed, first_line
 from compress.profiling.batch_dependence import numpy_call
 from compress.profiling.probe_rows import seeded_rows
 from serve.packaging.joinable import why_not_joined_without_data
-from serve.packaging.model_interface import (
-    Interface,
-    infer_interface,
-    refuse_bfloat16,
-)
+from serve.packaging.model_interface import Interface, infer_interface, refuse_bfloat16
 from serve.packaging.recorded_measurements import served_forms
 from serve.packaging.request_forms import TOP_LABELS, class_settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+    from contextlib import AbstractContextManager
 
     from compress.artifacts.artifact import Artifact
     from compress.common.signature import Signature
@@ -118,8 +116,17 @@ def warm_up(call: Call, signature: Signature) -> None:
 def _call_of(artifact: Artifact, threads: int) -> Iterator[Call]:
     """Open a model as a function of numpy arrays; without torch where its runtime needs none."""
     if artifact.kind not in RUNTIMES:
+        # A program that keeps state writes it where other calls read it.
+        alone = artifact.manifest.facts.get("one_call_at_a_time")
+        lock: AbstractContextManager[Any] = Lock() if alone else nullcontext()
         with artifact.open("cpu", threads) as predict:
-            yield numpy_call(predict, artifact.signature)
+            call = numpy_call(predict, artifact.signature)
+
+            def call_in_turn(*arrays: Any) -> Any:
+                with lock:
+                    return call(*arrays)
+
+            yield call_in_turn
         return
     from serve.worker.loaders import LOADERS
 

@@ -8,12 +8,7 @@ import time
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
-from serve.http.base_app import (
-    CLIENT_CLOSED,
-    BaseApplication,
-    SharedState,
-    headers_of,
-)
+from serve.http.base_app import CLIENT_CLOSED, BaseApplication, SharedState, headers_of
 from serve.http.helper_process import HelperProcess
 from serve.http.request_decoder import UNSPECIFIED, content_type_of
 from serve.http.responses import HttpError, Response, send_response

@@ -134,17 +134,17 @@ class DecoderTexts:
                 raise ApiError(UNREADABLE, message, "messages") from error
         else:
             assert isinstance(body, CompletionBody)
-            if isinstance(body.text_or_ids, list):
-                return body.text_or_ids, f"{len(body.text_or_ids)}"
-            text = body.text_or_ids
+            prompt = body.text_or_ids
+            if isinstance(prompt, list):
+                return prompt, f"{len(prompt)}"
+            text = prompt
 
         def count_tokens(text: str) -> int:
             return len(self.tokenizer.encode(text, special_tokens=False))
 
         part = clipped(text, self.context, count_tokens)
         # A chat's template writes the special tokens.
-        special = isinstance(body, CompletionBody)
-        ids = self.tokenizer.encode(part, special_tokens=special)
+        ids = self.tokenizer.encode(part, special_tokens=isinstance(body, CompletionBody))
         return ids, f"{len(ids)}" if part is text else f"more than {len(ids)}"
 
 

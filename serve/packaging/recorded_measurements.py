@@ -68,13 +68,13 @@ def served_forms(artifact: Artifact, report: Path | None) -> tuple[RequestForms,
     """
     forms, notes = forms_of(artifact), []
     measured = {each.form: each for each in read_recorded(artifact, report).preparation}
-    for name, form in (("image", forms.image), ("text", forms.text)):
-        found = measured.get(name)
-        if form and found is None:
+    taken = [name for name, form in (("image", forms.image), ("text", forms.text)) if form]
+    for name in taken:
+        if (found := measured.get(name)) is None:
             notes.append(f"no run's report shows that {name}s become inputs like those of `val`")
-        elif form and found and found.is_wrong:
+        elif found.is_wrong:
             forms = replace(forms, image=None)
             notes.append(f"{name}s are not taken: {found.difference}")
-        elif form and found and found.difference:
+        elif found.difference:
             notes.append(found.difference)
     return forms, notes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from compress.artifacts.artifact import MANIFEST, Artifact, Manifest
@@ -35,7 +35,8 @@ SERVER_SETTINGS = {
 """Entries of `model-config.yaml`; others have TorchServe start programs, such as torchrun."""
 HANDLER_SETTINGS = {
     *("kind", "threads", "max_rows", "rows_stay_first", "joins_rows", "probe_atol"),
-    *("inputs", "outputs", "classes", "built_for", "optimize_for_inference", "image", "text"),
+    *("inputs", "outputs", "classes", "image", "text"),
+    *("built_for", "optimize_for_inference", "one_call_at_a_time"),
 }
 """Entries of its section `handler`."""
 
@@ -208,14 +209,15 @@ def check_code(members: Mapping[str, bytes], origin: Provenance, mar: Path) -> N
                 "is run; verify it with the version that packed it, or package the model again"
             )
     # Its writer's bytes, so that the server's reader, in Java, finds the same in it.
-    content: dict[str, Any] = {}
-    with suppress(yaml.YAMLError, TypeError, ValueError, RecursionError):
-        content = yaml.safe_load(members[CONFIG])
-        if yaml.safe_dump(content, sort_keys=True).encode() != members[CONFIG]:
-            content = {}
-    if not isinstance(content, dict) or not isinstance(handler := content.get("handler"), dict):
+    try:
+        content: Any = yaml.safe_load(members[CONFIG])
+        handler = content["handler"]
+        tokenizer = handler.get("text", {}).get("tokenizer", TOKENIZER)
+        is_ours = yaml.safe_dump(content, sort_keys=True).encode() == members[CONFIG]
+    except (yaml.YAMLError, LookupError, TypeError, ValueError, AttributeError, RecursionError):
+        is_ours = False
+    if not is_ours:
         raise ArtifactInvalid(f"{mar}: member {CONFIG} is not as package_torchserve writes it")
-    tokenizer = (handler.get("text") or {}).get("tokenizer", TOKENIZER)
     unknown = [*(content.keys() - SERVER_SETTINGS), *(handler.keys() - HANDLER_SETTINGS)]
     if unknown or tokenizer != TOKENIZER:
         entry = unknown[0] if unknown else f"handler.text.tokenizer: {tokenizer!r}"

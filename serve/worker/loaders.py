@@ -7,6 +7,7 @@ import os
 import platform
 import threading
 import warnings
+from contextlib import nullcontext
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -62,15 +63,13 @@ def load_torchscript(payload: Path, settings: Named, threads: int) -> Run:
         if settings.get("optimize_for_inference"):  # its result cannot be saved
             module = torch.jit.optimize_for_inference(module)
     run = as_array_function(module, threads)
-    if not settings.get("one_call_at_a_time"):
-        return run
-    lock = threading.Lock()
+    lock: Any = threading.Lock() if settings.get("one_call_at_a_time") else nullcontext()
 
-    def run_alone(arrays: Sequence[Array]) -> list[Array]:
+    def run_in_turn(arrays: Sequence[Array]) -> list[Array]:
         with lock:
             return run(arrays)
 
-    return run_alone
+    return run_in_turn
 
 
 def load_graph(payload: Path, settings: Named, threads: int) -> Run:

@@ -12,6 +12,7 @@ from compress.common.errors import ArtifactInvalid
 from compress.common.signature import Signature
 from export.torchscript.file_io import load, quiet
 from pipelines.models.exported_files import import_file
+from serve.http.loaded_model import open_model
 from serve.worker.loaders import LOADERS
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
@@ -209,7 +210,8 @@ def test_threads_of_a_server_share_no_state(tmp_path: Path) -> None:
     model = imported(tmp_path / "model.ts")
     run = LOADERS["torchscript"](model.payload_path, model.manifest.facts, 1)
     samples = [torch.full((3, 4), float(i)).numpy() for i in range(16)]
-    with ThreadPoolExecutor(4) as threads:
+    with open_model(model, "model", threads=1) as served, ThreadPoolExecutor(4) as threads:
         answers = [*threads.map(lambda x: run([x])[0], samples)]
+        answers += threads.map(lambda x: served.call(x)[0], samples)
     for i, answer in enumerate(answers):
-        assert (answer == 4 * i).all()
+        assert (answer == 4 * (i % 16)).all()

@@ -186,7 +186,9 @@ def test_native_code_does_not_pass_for_another_kind(
     text = {"text": {"tokenizer": "/etc/tokenizer.json"}}
     for config, problem in (
         (packed.replace(b"kind: onnx", b"kind: aot"), "says that .* not started"),
+        (_as_yaml({"handler": {"kind": "aot", "one_call_at_a_time": True}}), "says that .* not"),
         *((other, "is not as package_torchserve writes") for other in (b"[", b"x", packed + b"#")),
+        (_as_yaml({"handler": {"text": "x"}}), "is not as package_torchserve writes"),
         (_as_yaml({**content, "parallelType": "custom"}), "parallelType: unknown entry"),
         (_as_yaml({"handler": content["handler"] | {"code": "x"}}), "code: unknown entry"),
         (_as_yaml({"handler": content["handler"] | text}), "text.tokenizer: '/etc/tokenizer.json'"),

@@ -217,6 +217,18 @@ def test_other_pictures_of_a_dataset_are_not_taken_for_its_samples(tmp_path: Pat
     assert (found.column, found.difference) == ("", "")
 
 
+def test_images_of_several_sizes_are_compared_by_their_range(tmp_path: Path) -> None:
+    class Sizes(Arrays):
+        def __getitem__(self, index: int) -> Any:
+            return super().__getitem__(index)[0][:, : SIDE - index % 2], 1
+
+    signature = Signature(inputs=(TensorSpec(name="x", shape=("batch", 3, "h", SIDE)),))
+    forms = RequestForms(image=ImageInput(mean=MEAN, std=STD, size=(SIDE, SIDE)))
+    data = Splits({"val": Sizes(tmp_path)}, batch_size=1)
+    (found,) = compare_preparation(forms, signature, data)
+    assert (found.column, found.samples) == ("", COUNT)
+
+
 def test_what_a_dataset_holds_may_fail_to_be_read(tmp_path: Path) -> None:
     class Odd(Arrays):
         def __init__(self, folder: Path) -> None:
