@@ -233,7 +233,7 @@ def copy_module(
 
     leaves = pytree.tree_leaves([vars(part) for part in module.modules()])
     computed = [x for x in leaves if isinstance(x, torch.Tensor) and not x.is_leaf]
-    memo = {id(x): x.detach().clone() for x in computed} | {**(replacements or {})}
+    memo = {id(x): x.detach().clone() for x in computed} | dict(replacements or {})
     return copy.deepcopy(module, memo)
 
 
