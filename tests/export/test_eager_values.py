@@ -357,7 +357,7 @@ def test_outputs_of_any_class_are_flattened(
 
 def test_attention_is_as_before_once_overlapping_blocks_have_ended() -> None:
     def settings() -> tuple[bool, object]:
-        detects = torch.nn.modules.transformer._detect_is_causal_mask  # type: ignore[attr-defined]
+        detects = torch.nn.modules.transformer._detect_is_causal_mask
         return torch.backends.mha.get_fastpath_enabled(), detects
 
     before = settings()
