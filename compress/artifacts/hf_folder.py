@@ -324,7 +324,7 @@ def read_json(file: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise ArtifactInvalid(f"{file.parent}: holds no {file.name}") from None
     except (OSError, ValueError, RecursionError) as error:
-        raise ArtifactInvalid(f"{file}: not JSON: {first_line(error)}") from None
+        raise ArtifactInvalid(f"{file}: cannot be read: {first_line(error)}") from None
     if not isinstance(content, dict):
         raise ArtifactInvalid(f"{file}: is no JSON object")
     return content

@@ -134,7 +134,6 @@ def _tensors_in(value: Any) -> list[Any]:
             tensors.append(part)
         elif id(part) not in seen:
             seen.add(id(part))
-            # torch writes an optimizer's state so, nested or with dotted names.
             if isinstance(part, list | tuple):
                 left += reversed(part)
             # torch writes an optimizer's state so, nested or with dotted names.

@@ -85,8 +85,9 @@ def create_locked(path: Path, create: Callable[[], object]) -> int:
     while True:
         create()
         with suppress(FileNotFoundError):  # another process removed it before it was locked
-            lock = os.open(path, os.O_RDONLY)
-            with suppress(OSError):  # NFS locks no folder, and needs files opened for writing
+            # NFS locks no folder, and no file that is only read.
+            lock = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+            with suppress(OSError):
                 fcntl.flock(lock, fcntl.LOCK_EX)
             if path.exists():
                 return lock
@@ -153,16 +154,14 @@ def remove_leftovers(folder: Path, names: str = "*") -> None:
 
 def remove_unlocked(path: Path) -> None:
     """Remove a file or folder, unless a live process has locked it or it belongs to others."""
-    try:
-        lock = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        if path.is_symlink():
-            path.unlink(missing_ok=True)
-        return
     with suppress(OSError):
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        _remove_now(path)
-    os.close(lock)
+        if path.is_symlink():
+            path.unlink()
+        lock = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            _remove_now(path)
+        os.close(lock)
 
 
 def _remove_now(path: Path) -> None:

@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import copy
 import re
+import threading
 from collections.abc import Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import fields, is_dataclass
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar, cast
 
 from compress.common.dependency_recorder import Recording, add_to_recordings, recording
 from compress.common.errors import ArtifactInvalid, PipelineInvalid
@@ -154,6 +155,11 @@ def torch_predictor(module: Any, device: str, threads: int) -> Iterator[Predicto
         torch.set_num_threads(previous)
 
 
+_attention_lock = threading.Lock()
+_attention_before: list[tuple[bool, Any]] = []
+"""What blocks, of any thread, have replaced: whichever ends last restores the first."""
+
+
 @contextmanager
 def plain_attention() -> Iterator[None]:
     """Run torch's layers of transformers in a block as they are trained, traced and exported.
@@ -171,16 +177,17 @@ def plain_attention() -> Iterator[None]:
     ) -> bool:
         return bool(hint)
 
-    was_fused = torch.backends.mha.get_fastpath_enabled()
-    transformer: Any = modules.transformer
-    reads_values = transformer._detect_is_causal_mask
-    torch.backends.mha.set_fastpath_enabled(False)
-    transformer._detect_is_causal_mask = is_causal
+    fused, transformer = torch.backends.mha, cast("Any", modules.transformer)
+    with _attention_lock:
+        _attention_before.append((fused.get_fastpath_enabled(), transformer._detect_is_causal_mask))
+        fused.set_fastpath_enabled(False)
+        transformer._detect_is_causal_mask = is_causal
     try:
         yield
     finally:
-        torch.backends.mha.set_fastpath_enabled(was_fused)
-        transformer._detect_is_causal_mask = reads_values
+        with _attention_lock:
+            was_fused, transformer._detect_is_causal_mask = _attention_before.pop()
+            fused.set_fastpath_enabled(was_fused)
 
 
 def accept_any_batch(predict: Predictor, signature: Signature) -> Predictor:
@@ -233,7 +240,7 @@ def copy_module(
 
     leaves = pytree.tree_leaves([vars(part) for part in module.modules()])
     computed = [x for x in leaves if isinstance(x, torch.Tensor) and not x.is_leaf]
-    memo = {id(x): x.detach().clone() for x in computed} | {**(replacements or {})}
+    memo = {id(x): x.detach().clone() for x in computed} | dict(replacements or {})
     return copy.deepcopy(module, memo)
 
 

@@ -17,7 +17,6 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import to_jsonable_python
 
 from compress.common.atomic_files import open_regular, write_atomically
-from compress.common.config import Settings
 from compress.common.errors import ArtifactInvalid
 
 if TYPE_CHECKING:
@@ -35,14 +34,6 @@ LOCK, LOCK_DIGEST = "lock.json", "lock_sha256"
 CHANGED = "is not as it was written: its content does not match its digest"
 
 log = logging.getLogger(__name__)
-
-
-class State(Settings):
-    """What a process had found before it ended."""
-
-    key: str
-    """Everything that the content depends on."""
-    content: Any
 
 
 def dump_sealed(content: BaseModel | Mapping[str, Any], indent: int | None = None) -> bytes:
@@ -112,7 +103,7 @@ def read_if_unchanged(file: Path, kind: type[T]) -> T | None:
 
 
 def write_state(file: Path, key: str, content: object) -> None:
-    """Write what a later process may continue with, and the key of what it depends on."""
+    """Write what a later process may continue with, and the key of all that it depends on."""
     file.parent.mkdir(parents=True, exist_ok=True)
     write_sealed(file, {"key": key, "content": content})
 
@@ -122,11 +113,11 @@ def read_state(file: Path, key: str, kind: type[T]) -> T | None:
 
     A file that was changed, or is of another version, is named in a warning.
     """
-    state = read_if_unchanged(file, State)
-    if state is None or state.key != key:
+    state = read_if_unchanged(file, dict[str, Any]) or {}
+    if state.get("key") != key:
         return None
     try:
-        return TypeAdapter(kind).validate_python(state.content)
+        return TypeAdapter(kind).validate_python(state.get("content"))
     except ValidationError:
         log.warning("%s: is of another version; it is not used", file)
         return None

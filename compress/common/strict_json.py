@@ -44,7 +44,7 @@ def parse_settings(
 ) -> T:
     """Return JSON as settings, or raise ArtifactInvalid, which names the first entry at fault.
 
-    No key may be unknown: JSON of another reader's may name what that would load.
+    No key may be unknown: another program that reads the file could load what it names.
     """
     try:
         return kind.model_validate(load(raw))

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import re
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from compress.artifacts.artifact import Artifact
 from compress.common.atomic_files import refuse_irregular, stays_inside
 from compress.common.errors import ArtifactInvalid, CompressError, PipelineInvalid, first_line
 from compress.common.foreign.child_process import read_in_child
-from compress.common.signature import OutputSpec, Signature, TensorSpec, refuse_double_names
+from compress.common.signature import (
+    EXAMPLE_LENGTH,
+    OutputSpec,
+    Signature,
+    TensorSpec,
+    refuse_double_names,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -53,7 +58,7 @@ def digest_of(file: Path) -> str | None:
 
     if not file.is_file():
         return None
-    digests = [sha256_of(file) for file in _with_weights(file)]
+    digests = [sha256_of(part) for part in _with_weights(file)]
     return hashlib.sha256(" ".join(digests).encode()).hexdigest()
 
 
@@ -85,18 +90,20 @@ def import_file(
         ArtifactInvalid: it cannot be read, brings code along, or does not take the inputs.
     """
     _refuse_missing(file)
+    importer: Callable[..., Artifact] = _import_onnx if kind == "onnx" else _import_script
     if kind == "graph":
-        from pipelines.models.pt2_files import import_program
-
-        write: Callable[[], object] = partial(import_program, file, signature, path, inputs)
-    else:
-        importer = _import_onnx if kind == "onnx" else _import_script
-        write = partial(importer, file, signature, path, inputs)
-    sizes = {axis: signature.bounds(axis).nearest(8) for axis in signature.dynamic_axes}
+        from pipelines.models.pt2_files import import_program as importer
+    sizes = {
+        axis: signature.bounds(axis).nearest(EXAMPLE_LENGTH) for axis in signature.dynamic_axes
+    }
     needed = sum(
         [x.nbytes for x in inputs] if inputs else [s.nbytes(sizes) for s in signature.inputs]
     )
-    read_in_child(str(file), lambda: bool(write()), *_with_weights(file), inputs=needed)
+
+    def write() -> None:
+        importer(file, signature, path, inputs)
+
+    read_in_child(str(file), write, *_with_weights(file), inputs=needed)
     return Artifact.from_directory(path)
 
 

@@ -88,7 +88,8 @@ def resolve_inputs(pipeline: PipelineConfig) -> tuple[PipelineConfig, Splits | N
         source = data.source and replace(data.source, input_names=names, input_dtypes=dtypes)
         data = replace(data, input_names=names, input_dtypes=dtypes, source=source)
     inferred = f"model.inputs, from {origin}: {described(inputs)}"
-    inferred = "" if pipeline.model.inputs is not None else inferred
+    if pipeline.model.inputs is not None:
+        inferred = ""
     model = spec.model_copy(update={"inputs": inputs})
     pipeline = pipeline.model_copy(update={"model": model})
     _check_requests(pipeline)

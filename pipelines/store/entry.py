@@ -23,7 +23,7 @@ from compress.common.atomic_files import write_atomically
 from compress.common.config import Settings
 from compress.common.dependency_recorder import Dependencies, Recording, recording
 from compress.common.errors import ArtifactInvalid
-from compress.common.sealed_json import dump_sealed, load_sealed, read_sealed, write_sealed
+from compress.common.sealed_json import dump_sealed, load_sealed, read_sealed
 from compress.common.strict_json import canonical_json
 
 if TYPE_CHECKING:
@@ -179,7 +179,8 @@ class Entry:
         depends = self._surroundings.dependencies(recorded)
         answers = {**values.answers, canonical_json(key): StoredValue(value=value, depends=depends)}
         values = values.model_copy(update={"answers": answers})
-        write_sealed(self._answers_path, values.model_dump(mode="json"))
+        # Not indented, which Python's encoder does slowly: figures of all samples may be there.
+        write_atomically(self._answers_path, dump_sealed(values.model_dump(mode="json")))
 
     def _values_of(self, artifact: Artifact) -> StoredValues:
         """Return what was measured on an artifact; nothing where the file is not as written."""

@@ -353,3 +353,18 @@ def test_outputs_of_any_class_are_flattened(
     graph = QuantizeStatic()(model, context.with_root(tmp_path / "int8"))
     assert isinstance(graph, GraphModel)
     assert [spec.name for spec in artifact.signature.outputs] == names
+
+
+def test_attention_is_as_before_once_overlapping_blocks_have_ended() -> None:
+    def settings() -> tuple[bool, object]:
+        detects = torch.nn.modules.transformer._detect_is_causal_mask
+        return torch.backends.mha.get_fastpath_enabled(), detects
+
+    before = settings()
+    one, other = plain_attention(), plain_attention()
+    one.__enter__()
+    other.__enter__()
+    one.__exit__(None, None, None)
+    assert settings() != before
+    other.__exit__(None, None, None)
+    assert settings() == before

@@ -10,6 +10,7 @@ import faulthandler
 import gc
 import logging
 import os
+import pickle
 import resource
 import signal
 import sys
@@ -35,7 +36,7 @@ COPIES = 8
 """How often a file's bytes may be in memory: parsed, converted, in a runtime and written again."""
 COPIES_OF_INPUTS = 64
 """How often the inputs of a call may be: a network's first layers have many more channels."""
-SECONDS, SECONDS_PER_GIB = 15, 20
+SECONDS, SECONDS_PER_GIB = 15, 100
 """Processor time that a child may take, and more for each GiB of the file."""
 LONGEST = 15
 """How much longer than its processor time it may take, on a busy machine or a slow disk."""
@@ -98,7 +99,7 @@ def read_in_child(name: str, read: Callable[[], T], *stored: Path, inputs: int =
         if code == -signal.SIGXCPU:
             problem = f"takes more than {seconds} s of processor time"
         problem = problem or f"ends the process that does it, which {describe_exit_code(code)}"
-        raise ArtifactInvalid(f"{name}: reading its {size} bytes {problem}; it was not taken")
+        raise ArtifactInvalid(f"{name}: reading its {size} bytes {problem}; it is refused")
     value, error = result
     if error is not None:
         raise error
@@ -106,10 +107,17 @@ def read_in_child(name: str, read: Callable[[], T], *stored: Path, inputs: int =
 
 
 def stored_bytes(path: Path) -> int:
-    """Return the bytes that a file, or the files in a folder, take on the disk, without holes."""
-    files = path.iterdir() if path.is_dir() else (path,)
-    sizes = [file.stat() for file in files if file.is_file()]
-    return sum(min(s.st_size, s.st_blocks * 512) for s in sizes)
+    """Return the bytes of a file, or of the files in a folder, without holes."""
+    # Not by st_blocks, which ZFS sets seconds after a write, and some network file systems never.
+    size = 0
+    for file in filter(Path.is_file, path.iterdir() if path.is_dir() else (path,)):
+        end = 0
+        with suppress(OSError), file.open("rb", buffering=0) as stream:
+            while True:  # until no data follow, which is an error
+                start = stream.seek(end, os.SEEK_DATA)
+                end = stream.seek(start, os.SEEK_HOLE)
+                size += end - start
+    return size
 
 
 def _run(
@@ -151,9 +159,10 @@ def _run(
                 raised.add_note(traceback.format_exc())
             error = raised
         try:
-            answers.send((value, error))
-        except Exception:  # noqa: BLE001 - it cannot be pickled
-            answers.send((None, RuntimeError(f"{type(error).__name__}: {error}")))
+            pickle.loads(pickle.dumps(error))
+        except Exception:  # noqa: BLE001 - its class takes other arguments than it keeps
+            error = RuntimeError(f"{type(error).__name__}: {error}")
+        answers.send((value, error))
     finally:
         os._exit(0)
 
