@@ -77,8 +77,11 @@ def residual_stream(
             norm_of_output[output.untyped_storage().data_ptr()] = name
             kept_alive.append(output)
 
-    kinds = [(name, part) for name, part in module.named_modules() if _takes_part(part)]
-    hooks = [part.register_forward_hook(partial(record, name)) for name, part in kinds]
+    hooks = [
+        part.register_forward_hook(partial(record, name))
+        for name, part in module.named_modules()
+        if isinstance(part, nn.Linear | nn.Embedding) or _is_norm(part)
+    ]
     try:
         with torch.inference_mode():
             module(*inputs)
@@ -174,10 +177,6 @@ def _rotate_heads(rotation: Rotation, size: int, axis: int, weight: torch.Tensor
     """Return a weight whose axis of heads, each of `size` channels, is rotated head by head."""
     heads = torch.unflatten(weight, axis, (-1, size))
     return rotation.apply(heads, axis + 1).view(weight.shape)
-
-
-def _takes_part(part: nn.Module) -> bool:
-    return isinstance(part, nn.Linear | nn.Embedding) or _is_norm(part)
 
 
 def _is_norm(part: nn.Module) -> bool:
