@@ -111,6 +111,7 @@ def residual_stream(
                 f"{name} reads no RMSNorm and writes {linears[name].out_features} channels; "
                 f"expected layers that read a norm of the residual stream, or write its {width}"
             )
+    shared = [name for names, _ in shared_parameters(module) if len(names) > 1 for name in names]
     stream = ResidualStream(
         width,
         tuple(name for name, part in tables.items() if part.embedding_dim == width),
@@ -118,7 +119,7 @@ def residual_stream(
         tuple(writers),
         norms,
         tuple(_value_heads(module, readers, writers)),
-        _tied_readers(module, readers),
+        tuple(name for name in shared if name.removesuffix(".weight") in readers),
     )
     _refuse_other_weights(module, stream)
     return stream
@@ -216,12 +217,6 @@ def _value_heads(
             if not any(number % size for number in sizes):  # type: ignore[operator]
                 found.append(ValueHeads(values, output, size))
     return found
-
-
-def _tied_readers(module: nn.Module, readers: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the weights of readers that share memory with another parameter."""
-    shared = [name for names, _ in shared_parameters(module) if len(names) > 1 for name in names]
-    return tuple(name for name in shared if name.removesuffix(".weight") in readers)
 
 
 def _refuse_other_weights(module: nn.Module, stream: ResidualStream) -> None:
