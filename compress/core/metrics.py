@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import dataclass, replace
+from functools import reduce
 from pathlib import Path  # noqa: TC003 - a dataclass field
 from typing import TYPE_CHECKING, Any
 
@@ -348,6 +349,8 @@ class MetricMeter:
         """Sums of each group of samples, of metrics that are functions of these."""
         self.batches: list[tuple[Any, Targets]] = []
         """Outputs and targets, for a function of the user's."""
+        self.inferred: Mapping[str, Any] | None = None
+        """Arguments of a class in :data:`TORCHMETRICS`, known from the first batch with targets."""
 
     def update(
         self, outputs: Outputs, targets: Targets, group: int | None = None
@@ -372,8 +375,8 @@ class MetricMeter:
         sums = metric.sums_and_counts(outputs, targets)
         read = output_argument(outputs, metric.outputs) if metric.reads_all_outputs else first
         if metric.name in TORCHMETRICS:
-            read, targets, inferred = metric.torchmetrics_inputs(first, targets)
-            self.custom = self.custom or metric.implementation(inferred)
+            read, targets, self.inferred = metric.torchmetrics_inputs(first, targets)
+            self.custom = self.custom or metric.implementation(self.inferred)
         if self.is_torchmetric:
             from compress.core.metric_kinds.torchmetrics_adapter import summed_state
 
@@ -445,25 +448,24 @@ class MetricMeter:
         if self.is_torchmetric and self.custom.update_called:
             from compress.core.metric_kinds.torchmetrics_adapter import metrics_in
 
-            return [module.metric_state for module in metrics_in(self.custom)]
+            return self.inferred, [module.metric_state for module in metrics_in(self.custom)]
         return self._all_outputs() if self.batches else self.sums
 
     def add_shares_(self, states: Sequence[Any]) -> None:
         """Add the others' states to share 0's; share `i` of `n` has the samples i, i + n and on."""
-        first, *others = [state for state in states if state is not None]
-        if not others:
-            return
-        if self.is_torchmetric:
+        known = [state for state in states if state is not None]
+        if self.is_torchmetric or self.metric.name in TORCHMETRICS:
             from compress.core.metric_kinds.torchmetrics_adapter import merge_states_
 
-            merge_states_(self.custom, [first, *others])
+            if known:
+                self.custom = self.custom or self.metric.implementation(known[0][0])
+                merge_states_(self.custom, [state for _, state in known])
         elif self.custom is None:
-            for sums in others:
-                self.sums = self._sum(self.sums, sums)
-        else:
+            self.sums = reduce(self._sum, known) if known else None
+        elif len(known) > 1:
             from compress.data.targets import interleave
 
-            outputs, targets = zip(first, *others, strict=True)
+            outputs, targets = zip(*known, strict=True)
             self.batches = [(interleave(outputs, len(states)), interleave(targets, len(states)))]
 
     def compute(self) -> float:

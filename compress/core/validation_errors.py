@@ -131,7 +131,8 @@ def _line(
     describe: Callable[[Location], str],
 ) -> str:
     """Return the line of one place; each member of a union may complain about the same value."""
-    others = [d for d in complaints if not _is_type_mismatch(d)]
+    mismatches = ("_type", "_parsing", "literal_error", "int_from_float")
+    others = [d for d in complaints if not d["type"].endswith(mismatches)]
     details = (others or complaints)[0]
     location = _resolve(details, content, model).location
     where = describe(location)
@@ -163,11 +164,6 @@ def _line(
     message = details["msg"].removeprefix("Value error, ")
     message = message[0].lower() + message[1:]
     return f"{where}: {message}" + ("" if kind == "value_error" else f", found {_short(found)}")
-
-
-def _is_type_mismatch(details: ErrorDetails) -> bool:
-    kind = details["type"]
-    return kind.endswith(("_type", "_parsing")) or kind in ("literal_error", "int_from_float")
 
 
 def _expected(details: ErrorDetails) -> str:
@@ -203,7 +199,7 @@ def _resolve(details: ErrorDetails, content: Any, model: type[Settings]) -> _Res
     owner: type[Settings] | None = model
     candidates: list[type[Settings]] = [model]
     for i, part in enumerate(loc):
-        tagged = next((c for c in candidates if part in (c.__name__, *_keys_that_choose(c))), None)
+        tagged = next((c for c in candidates if part in _tags(c)), None)
         if tagged is not None and not (isinstance(content, dict) and part in content):
             owner, candidates = tagged, [tagged]
             members.append(loc[: i + 1])
@@ -223,9 +219,10 @@ def _resolve(details: ErrorDetails, content: Any, model: type[Settings]) -> _Res
     return _Resolved(tuple(location), owner, tuple(members))
 
 
-def _keys_that_choose(model: type[Settings]) -> list[Any]:
+def _tags(model: type[Settings]) -> list[Any]:
     fields = model.model_fields
-    return [fields[key].default for key in ("stage", "gate", "edit") if key in fields]
+    keys = ("stage", "gate", "edit")
+    return [model.__name__, *(fields[key].default for key in keys if key in fields)]
 
 
 def _settings_in(annotation: Any) -> Iterable[type[Settings]]:

@@ -58,14 +58,13 @@ def _entries(dataset: Any, index: int, depth: int) -> Iterator[tuple[str, Any]]:
                 if len(value) != len(dataset):
                     continue
                 is_column = isinstance(value, list | tuple | np.ndarray | torch.Tensor)
-                if is_column or (depth and hasattr(value, "__dict__")):
-                    found = (
-                        _fields("", value[index])
-                        if is_column
-                        else _entries(value, index, depth - 1)
-                    )
-                    for field, entry in found:
-                        yield f"{name}.{field}".removesuffix("."), _located(entry, folders)
+                found: Iterator[tuple[str, Any]] = iter(())
+                if is_column:
+                    found = _fields("", value[index])
+                elif depth and hasattr(value, "__dict__"):
+                    found = _entries(value, index, depth - 1)
+                for field, entry in found:
+                    yield f"{name}.{field}".removesuffix("."), _located(entry, folders)
 
 
 def _fields(name: str, entry: Any) -> Iterator[tuple[str, Any]]:
@@ -81,10 +80,7 @@ def _fields(name: str, entry: Any) -> Iterator[tuple[str, Any]]:
 
 def _located(entry: Any, folders: Sequence[Path]) -> Any:
     """Return the path of the file that an entry names; other entries as they are."""
-    if not isinstance(entry, str | Path):
-        return entry
-    with suppress(OSError):  # a text may be too long for a name
-        return next(
-            (path for path in (Path(entry), *(f / entry for f in folders)) if path.is_file()), entry
-        )
+    if isinstance(entry, str | Path):
+        with suppress(OSError):  # a text may be too long for a name
+            return next((f / entry for f in (Path(), *folders) if (f / entry).is_file()), entry)
     return entry

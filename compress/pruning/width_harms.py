@@ -201,7 +201,13 @@ def measure_harms(
     Returns:
         Group → width → what it loses; nothing at the whole width.
     """
-    order = list(_smallest_first(space.grid))
+    # The smallest width of each group, then the next ones; the whole width costs nothing.
+    order = [
+        (group, widths[-step])
+        for step in range(1, max(map(len, space.grid.values()), default=0))
+        for group, widths in space.grid.items()
+        if step < len(widths)
+    ]
     for done, (group, width) in enumerate(order):
         progress("harms", done, len(order), f"{group} at {width}")
         key = f"{group}:{width}"
@@ -218,14 +224,6 @@ def measure_harms(
         }
         for group, widths in space.grid.items()
     }
-
-
-def _smallest_first(grid: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, int]]:
-    """Yield the smallest width of each group, then the next ones; the first costs nothing."""
-    for step in range(1, max((len(widths) for widths in grid.values()), default=0)):
-        for group, widths in grid.items():
-            if step < len(widths):
-                yield group, widths[-step]
 
 
 def _harm(

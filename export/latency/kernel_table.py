@@ -46,11 +46,8 @@ class KernelTable:
 
     def __init__(self, folder: Path, machine: Mapping[str, Any], threads: int) -> None:
         """Read the table of a machine, or begin one where there is none that can be read."""
-        self.setup: dict[str, Any] = {
-            **machine,
-            "onnxruntime": onnxruntime.__version__,
-            "threads": threads,
-        }
+        versions = {"onnxruntime": onnxruntime.__version__, "threads": threads}
+        self.setup: dict[str, Any] = {**machine, **versions}
         self.key = canonical_json(self.setup)
         name = hashlib.sha256(self.key.encode()).hexdigest()[:16]
         self.file = folder / f"kernels-{name}.json"

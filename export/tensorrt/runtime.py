@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,8 +36,12 @@ Tensors = tuple[torch.Tensor, ...]
 logger = logging.getLogger(__name__)
 
 
+@cache
 def python_logger() -> Any:
-    """Return a logger for TensorRT that writes to Python's log, which escapes a model's names."""
+    """Return TensorRT's logger: Python's log, which escapes a model's names.
+
+    TensorRT keeps the first one of a process, and warns of others.
+    """
     import tensorrt as trt
 
     class Logger(trt.ILogger):  # type: ignore[misc]  # tensorrt has no types

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from compress.common.errors import StageFailed
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -16,9 +18,11 @@ if TYPE_CHECKING:
 def paired_outputs(
     before: Artifact, after: Artifact, context: Context
 ) -> Iterator[tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]]:
-    """Yield both models' outputs for the same batches, on the CPU."""
+    """Yield both models' outputs for the same batches, on the CPU; there are as many of both."""
     with context.predictor(before) as expected, context.predictor(after) as got:
         batch_size = context.judged_batch_size(before, after)
         for inputs in context.comparison_inputs(before.signature, batch_size):
-            outputs = expected(*inputs), got(*inputs)
-            yield tuple(t.cpu() for t in outputs[0]), tuple(t.cpu() for t in outputs[1])
+            one, other = (tuple(x.cpu() for x in run(*inputs)) for run in (expected, got))
+            if len(one) != len(other):
+                raise StageFailed(f"{len(one)} outputs against {len(other)}")
+            yield one, other

@@ -135,6 +135,7 @@ def merge_states_(metric: Any, shares: Sequence[Sequence[dict[str, Any]]]) -> No
     # different lengths wait for ever, and counts the initial state of one without samples; and
     # `Metric.merge_state` refuses some metrics.
     for module, *states in zip(metrics_in(metric), *shares, strict=True):
+        module._update_count = module._update_count or 1  # this process may have no samples
         for name, reduce in module._reductions.items():
             values = [state[name] for state in states]
             if isinstance(values[0], list):

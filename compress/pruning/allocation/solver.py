@@ -102,11 +102,14 @@ class Programme:
         if limits:
             for i, cost in costs[0].items():
                 objective[i] += tie * cost / (abs(limits[0].most) or 1.0)
+        entries = [entry for row in rows for entry in row.values()]
+        ends = np.cumsum([0, *map(len, rows)])
+        matrix = csr_array((entries, [i for row in rows for i in row], ends), (len(rows), count))
         found = milp(
             objective,
             integrality=np.array([1] * len(choices) + [0] * len(joint)),
             bounds=Bounds(0, 1),
-            constraints=LinearConstraint(_matrix(rows, count), np.array(lows), np.array(highs)),
+            constraints=LinearConstraint(matrix, np.array(lows), np.array(highs)),
             options={"time_limit": SECONDS, "mip_rel_gap": GAP},
         )
         if found.x is None:
@@ -155,10 +158,3 @@ def _largest(scopes: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
         if not any({*scope} <= {*other} for other in largest):
             largest.append(scope)
     return largest
-
-
-def _matrix(rows: Sequence[Row], columns: int) -> csr_array:
-    values = [value for row in rows for value in row.values()]
-    places = [i for row in rows for i in row]
-    ends = np.cumsum([0, *(len(row) for row in rows)])
-    return csr_array((values, places, ends), shape=(len(rows), columns))

@@ -118,7 +118,9 @@ class SizedCallRecorder(TorchFunctionMode):
             frame = frame.f_back
         if frame is None:
             return None
-        *_, end_line, _, end_column = _position(frame)
+        # Lines and columns of the expression that the frame runs, start and end in turn.
+        positions = list(frame.f_code.co_positions())[frame.f_lasti // 2]
+        _, end_line, _, end_column = positions
         # A comprehension has a frame of its own within that of its method.
         inner = frame
         while frame is not None and not self._is_method(frame):
@@ -150,11 +152,3 @@ class SizedCallRecorder(TorchFunctionMode):
         if not code.co_argcount or not code.co_varnames:
             return False
         return id(frame.f_locals.get(code.co_varnames[0])) in self._names
-
-
-def _position(frame: FrameType) -> tuple[int | None, int | None, int | None, int | None]:
-    """Return the lines and columns of the expression that a frame runs, start and end in turn."""
-    start_line, end_line, start_column, end_column = list(frame.f_code.co_positions())[
-        frame.f_lasti // 2
-    ]
-    return start_line, end_line, start_column, end_column

@@ -77,8 +77,11 @@ def residual_stream(
             norm_of_output[output.untyped_storage().data_ptr()] = name
             kept_alive.append(output)
 
-    kinds = [(name, part) for name, part in module.named_modules() if _takes_part(part)]
-    hooks = [part.register_forward_hook(partial(record, name)) for name, part in kinds]
+    hooks = [
+        part.register_forward_hook(partial(record, name))
+        for name, part in module.named_modules()
+        if isinstance(part, nn.Linear | nn.Embedding) or _is_norm(part)
+    ]
     try:
         with torch.inference_mode():
             module(*inputs)
@@ -108,6 +111,7 @@ def residual_stream(
                 f"{name} reads no RMSNorm and writes {linears[name].out_features} channels; "
                 f"expected layers that read a norm of the residual stream, or write its {width}"
             )
+    shared = [name for names, _ in shared_parameters(module) if len(names) > 1 for name in names]
     stream = ResidualStream(
         width,
         tuple(name for name, part in tables.items() if part.embedding_dim == width),
@@ -115,7 +119,7 @@ def residual_stream(
         tuple(writers),
         norms,
         tuple(_value_heads(module, readers, writers)),
-        _tied_readers(module, readers),
+        tuple(name for name in shared if name.removesuffix(".weight") in readers),
     )
     _refuse_other_weights(module, stream)
     return stream
@@ -176,10 +180,6 @@ def _rotate_heads(rotation: Rotation, size: int, axis: int, weight: torch.Tensor
     return rotation.apply(heads, axis + 1).view(weight.shape)
 
 
-def _takes_part(part: nn.Module) -> bool:
-    return isinstance(part, nn.Linear | nn.Embedding) or _is_norm(part)
-
-
 def _is_norm(part: nn.Module) -> bool:
     """Whether a module has a weight for each channel, as norms have."""
     weight = part._parameters.get("weight")
@@ -217,12 +217,6 @@ def _value_heads(
             if not any(number % size for number in sizes):  # type: ignore[operator]
                 found.append(ValueHeads(values, output, size))
     return found
-
-
-def _tied_readers(module: nn.Module, readers: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the weights of readers that share memory with another parameter."""
-    shared = [name for names, _ in shared_parameters(module) if len(names) > 1 for name in names]
-    return tuple(name for name in shared if name.removesuffix(".weight") in readers)
 
 
 def _refuse_other_weights(module: nn.Module, stream: ResidualStream) -> None:

@@ -94,16 +94,13 @@ class StreamedQuantization:
                 f"no weight could be quantized ({reasons or 'there is no linear layer'}); expected "
                 "a linear layer or an embedding that `exclude` does not name"
             )
-        state = self._own_tensors()
+        module, weights = self.model.stored_weights()
+        parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+        # Tensors that no piece reads stay as they are.
+        state: dict[str, StoredTensor] = {k: x for k, x in weights.items() if k not in parameters}  # type: ignore[misc]
         for index in range(len(blocks)):
             state |= read_safetensors(self._file(index))
         return state
-
-    def _own_tensors(self) -> dict[str, StoredTensor]:
-        """Return the model's tensors that no piece reads, which stay as they are."""
-        module, weights = self.model.stored_weights()
-        parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-        return {k: x for k, x in weights.items() if k not in parameters}  # type: ignore[misc]
 
     def _quantize_piece(self, blocks: BlockGraphs, index: int) -> None:
         graph = blocks.capture(index)

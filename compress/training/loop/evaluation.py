@@ -53,7 +53,8 @@ def evaluate(job: Job, module: torch.nn.Module, strategy: Strategy) -> float | N
             own = slice(remaining)
             remaining = max(0, remaining - len(batch))
             # A function of all outputs gets those of all ranks in order: none may be left out.
-            if job.metric.passes_over(batch) and (strategy.ranks == 1 or meter.custom is None):
+            adds = strategy.ranks == 1 or meter.custom is None or meter.is_torchmetric
+            if adds and job.metric.passes_over(batch):
                 predict(*batch.inputs)  # the other ranks' forward may wait for this one
                 continue
             targets = job.metric.targets_of(batch, "val", reference)

@@ -9,7 +9,7 @@ from torch import nn
 import compress
 from compress.common.errors import StageFailed
 from compress.core.loss import Loss
-from compress.core.metrics import Metric, evaluate
+from compress.core.metrics import Metric, MetricMeter, evaluate
 from compress.data.splits import Splits
 
 
@@ -58,3 +58,24 @@ def test_training_evaluates_what_is_labelled() -> None:
     artifact = compress.train(nn.Linear(3, 3), data=data, epochs=1, batch_size=16)
     (epoch,) = artifact.manifest.facts["history"]
     assert 0 <= epoch["metric"] <= 1
+
+
+@pytest.mark.parametrize("name", ["accuracy", "r2", "f1"])
+def test_the_first_process_may_have_no_target(name: str) -> None:
+    x, y = torch.randn(9, 3), torch.arange(9) % 3
+    if name == "r2":
+        y = x + 0.1 * torch.randn(9, 3)
+    metric = Metric(name, loss=Loss("mse" if name == "r2" else "cross_entropy"))
+    whole, *shares = (MetricMeter(metric) for _ in range(4))
+    whole.update(x, y)
+    for share, rows in zip(shares[1:], (slice(4), slice(4, 9)), strict=True):
+        share.update(x[rows], y[rows])
+    shares[0].add_shares_([share.state() for share in shares])
+    assert shares[0].compute() == pytest.approx(whole.compute())
+
+
+def test_no_process_with_a_target_is_said() -> None:
+    share = MetricMeter(Metric("accuracy"))
+    share.add_shares_([None, None])
+    with pytest.raises(StageFailed, match="needs targets and no sample has one"):
+        share.compute()
