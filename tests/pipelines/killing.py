@@ -109,7 +109,11 @@ class Killed:
 
     def found(self) -> dict[str, object]:
         """Return the report, every artifact's bytes, and the names of all other files."""
-        found: dict[str, object] = {"report": _timeless(_read(self.out / "report.json"))}
+        from compress.common.sealed_json import load_sealed
+
+        found: dict[str, object] = {
+            "report": _timeless(load_sealed((self.out / "report.json").read_bytes()))
+        }
         found["lock"] = _read(self.out / "lock.json")
         for path in sorted(self.out.rglob("*")):
             name = path.relative_to(self.out).as_posix()

@@ -79,7 +79,7 @@ def test_servers_take_images_that_become_what_val_holds(
 
     artifact = Artifact.from_directory(tmp_path / "run/artifacts/export_onnx")
     with open_model(artifact, "model", threads=1) as served:
-        assert ("image/png" in served.readers) == (mean == 0.5)
+        assert ("image" in served.forms) == (mean == 0.5)
         assert [note for note in served.notes if "images are not taken" in note] == [
             f"images are not taken: {found.difference}" for _ in warned
         ]
@@ -97,5 +97,5 @@ def test_servers_take_images_that_become_what_val_holds(
     # The same file where no report lies: it is served, and this is said.
     copied = shutil.copytree(artifact.path, tmp_path / "alone/artifacts/export_onnx")
     with open_model(Artifact.from_directory(copied), "model", threads=1) as served:
-        assert "image/png" in served.readers
+        assert "image" in served.forms
         assert "no run's report shows that images become inputs like those of `val`" in served.notes
