@@ -323,8 +323,10 @@ def read_json(file: Path) -> dict[str, Any]:
         content = json.loads(raw)
     except FileNotFoundError:
         raise ArtifactInvalid(f"{file.parent}: holds no {file.name}") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ArtifactInvalid(f"{file}: cannot be read: {first_line(error)}") from None
+    except OSError as error:
+        raise ArtifactInvalid(f"{file}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise ArtifactInvalid(f"{file}: not JSON: {first_line(error)}") from None
     if not isinstance(content, dict):
         raise ArtifactInvalid(f"{file}: is no JSON object")
     return content

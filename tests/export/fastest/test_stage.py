@@ -73,7 +73,7 @@ def test_runtimes_that_are_not_here_are_left_out(
     stage = ExportFastest(runtimes=("openvino", "onnx"))
     artifact = stage(mlp, Context(root=tmp_path / "kept"))
     assert artifact.kind == "onnx"
-    (warning,) = artifact.manifest.facts["warnings"]
+    warning, *_ = artifact.manifest.facts["warnings"]  # on a busy machine another follows
     assert warning.startswith(
         "openvino was not measured: export_openvino: needs openvino, which is not installed; pip"
     )
