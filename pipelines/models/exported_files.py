@@ -71,7 +71,10 @@ def _with_weights(file: Path) -> list[Path]:
 
     names = read_in_child(str(file), outside, file) if file.suffix == ".onnx" else []
     weights = [file.parent / name for name in filter(stays_inside, names)]
-    return [file, *(weight for weight in weights if weight.is_file())]
+    # A link to elsewhere is not followed: onnx refuses it when it reads the model.
+    folder = file.parent.resolve()
+    inside = (w for w in weights if w.resolve().is_relative_to(folder) and w.is_file())
+    return [file, *inside]
 
 
 def import_file(

@@ -22,7 +22,7 @@ from compress.checkpoint.loading import read_state_dict
 from compress.common.errors import ArtifactInvalid, CompressError
 from compress.common.signature import Signature, TensorSpec
 from pipelines import Pipeline
-from pipelines.models.exported_files import import_file, signature_of
+from pipelines.models.exported_files import digest_of, import_file, signature_of
 from pipelines.results.schema import Report
 from serve.torchserve.mar_file import MAR_MANIFEST, model_name_of, read_mar
 from serve.verify import verify
@@ -283,6 +283,9 @@ def test_an_onnx_file_keeps_its_weights_in_its_own_folder(tmp_path, location) ->
     with pytest.raises(ArtifactInvalid) as refused:
         import_file("onnx", given / "m.onnx", signature, tmp_path / "sealed")
     assert "\n" not in str(refused.value)
+    before = digest_of(given / "m.onnx")
+    (tmp_path / "outside").write_bytes(b"1" * 4000)
+    assert digest_of(given / "m.onnx") == before, "nor is a link followed for the cache's key"
 
 
 YAML_BOMBS = {
