@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from compress.artifacts.graph_model import program_of
-from compress.common.atomic_files import partial_path, remove_leftovers
+from compress.common.atomic_files import partial_folder, remove_leftovers
 from compress.common.errors import CompressError, StageFailed, first_line
 from compress.common.forward import accept_any_batch
 from compress.common.sealed_json import write_sealed
@@ -89,14 +89,17 @@ def report_on_mismatch(parity: ParityContext) -> Iterator[None]:
         has_integers = tolerance_for(parity.source) is QUANTIZED
         hint = CUT_OFF if has_integers and has_16_bit_sums() else ""
         try:
-            summary = _write_report(parity, error)
+            # Written aside and renamed: a folder that is there holds a complete report.
+            with partial_folder(parity.folder) as partial:
+                summary = _write_report(parity, error, partial)
+                partial.rename(parity.folder)
         except Exception as fault:  # noqa: BLE001 - the first error is what matters
             logger.warning("%s: no parity report: %s", parity.title, first_line(fault))
             raise StageFailed(f"{error}{hint}") from None
         raise StageFailed(f"{error}; {summary}{hint}") from error
 
 
-def _write_report(parity: ParityContext, error: StageFailed) -> str:
+def _write_report(parity: ParityContext, error: StageFailed, folder: Path) -> str:
     """Measure, search for the layer, write the folder; return what is added to the message."""
     with parity.source.open(threads=parity.context.threads) as expected:
         rows, worst = _compare_inputs(parity, expected)
@@ -106,9 +109,6 @@ def _write_report(parity: ParityContext, error: StageFailed) -> str:
             total = _relative_error(expected, parity.exported, inputs)
     # An error that is large only beside the samples' spread may be within the tolerance here.
     limit = min(tolerance_for(parity.source).relative, total / 2)
-    # Written aside and renamed: a folder that is there holds a complete report.
-    partial = partial_path(parity.folder)
-    partial.mkdir(parents=True)
     with TemporaryDirectory() as scratch:
         program = parity.program or program_of(parity.source)
         file = Path(scratch) / parity.runtime.file
@@ -118,7 +118,7 @@ def _write_report(parity: ParityContext, error: StageFailed) -> str:
         reproduce = None
         try:
             shown = repro_script.write(
-                partial, search, parity.runtime, parity.file, parity.exported, summary
+                folder, search, parity.runtime, parity.file, parity.exported, summary
             )
             reproduce = {"script": repro_script.SCRIPT, "error": _number(shown)}
         except CompressError as fault:
@@ -137,8 +137,7 @@ def _write_report(parity: ParityContext, error: StageFailed) -> str:
         "out_of_time": search.out_of_time,
         "reproduce": reproduce,
     }
-    write_sealed(partial / REPORT, report)
-    partial.rename(parity.folder)
+    write_sealed(folder / REPORT, report)
     if search.refused:
         where = f"where is not known, as its graph cannot be exported again ({search.refusal})"
     elif layer is None:
