@@ -13,6 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.attack.cases_memory import BERT
+
 Case = Callable[[Path], Path]
 ESCAPE = "x\x1b[2J\x1b[32m\u202e\r\nerror: nothing"
 ODD: tuple[Any, ...] = (
@@ -191,14 +193,7 @@ KINDS = (
     "kserve", "triton", "torchserve", "compressed-tensors", "packed", "streamed", ESCAPE, "",
 )  # fmt: skip
 CONFIG = {
-    "model_type": "bert",
-    "architectures": ["BertForSequenceClassification"],
-    "hidden_size": 8,
-    "intermediate_size": 8,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 1,
-    "vocab_size": 16,
-    "max_position_embeddings": 16,
+    **BERT,
     "hidden_act": "gelu",
     "id2label": {"0": "a", "1": "b"},
     "label2id": {"a": 0, "b": 1},
