@@ -1,4 +1,4 @@
-"""The command line: parses options, calls `pipelines.commands` and prints the results."""
+"""The command line: parses options, calls `compress.pipelines.commands` and prints the results."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import typer
 from typer.core import TyperGroup
 
 from compress import __version__
-from pipelines.commands.completion import run_names, stage_names
-from pipelines.terminal.console import (
+from compress.pipelines.commands.completion import run_names, stage_names
+from compress.pipelines.terminal.console import (
     current_mode,
     fast_imports,
     get_prompter,
@@ -149,17 +149,17 @@ def init(
     script: Annotated[Path, typer.Option(help="The file to write.")] = Path("compress.sbatch"),
 ) -> None:
     """Write a pipeline file for your model."""
-    from pipelines.commands.init_options import InitOptions, model_and_file
+    from compress.pipelines.commands.init_options import InitOptions, model_and_file
 
     model, file = model_and_file(what, file, model)
     if not slurm:
-        from pipelines.commands.init import write_draft
+        from compress.pipelines.commands.init import write_draft
 
         options = InitOptions(model, argument, checkpoint, inputs, data, target, goal, task)
         draft = write_draft(file, options, force, get_prompter())
         print_result(draft.content(), draft.lines(), warnings=draft.warnings)
         return
-    from pipelines.executors.slurm import Cluster, written_script
+    from compress.pipelines.executors.slurm import Cluster, written_script
 
     cluster = Cluster(
         nodes=nodes, gpus_per_node=gpus_per_node, cpus_per_node=cpus_per_node, hours=hours
@@ -171,7 +171,7 @@ def init(
 def check(file: PipelineFile, quick: Quick = False) -> None:
     """Validate a pipeline without running its stages."""
     with fast_imports():
-        from pipelines.commands.check import check_pipeline
+        from compress.pipelines.commands.check import check_pipeline
 
     found = check_pipeline(file, models=not quick)
     print_result(found.content, found.lines, warnings=found.warnings)
@@ -196,15 +196,15 @@ def run(
 ) -> None:
     """Run a pipeline; write the report and the artifacts."""
     with fast_imports():
-        from pipelines.api import Pipeline
-        from pipelines.executors.launched import joined_processes
+        from compress.pipelines.api import Pipeline
+        from compress.pipelines.executors.launched import joined_processes
     with joined_processes(file):
         pipeline = Pipeline.from_yaml(file)  # refused before torch is imported
         with fast_imports():
-            from pipelines.config.run_options import RunOptions
-            from pipelines.explain.repaired_on_refusal import repaired_on_refusal
-            from pipelines.runner.run import forked_measurement_process, preview_run
-            from pipelines.terminal.progress_bars import show_progress
+            from compress.pipelines.config.run_options import RunOptions
+            from compress.pipelines.explain.repaired_on_refusal import repaired_on_refusal
+            from compress.pipelines.runner.run import forked_measurement_process, preview_run
+            from compress.pipelines.terminal.progress_bars import show_progress
         directory = out or pipeline.default_out
         options = RunOptions(start, until, force, jobs, engine, store)
         if dry_run:
@@ -231,7 +231,7 @@ def report(
     open_it: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
 ) -> None:
     """Show a run's report, and write its page again."""
-    from pipelines.commands.report import rerender_report
+    from compress.pipelines.commands.report import rerender_report
 
     found = rerender_report(directory, notify)
     print_report(found, out=directory)
@@ -247,7 +247,7 @@ def explain(
     time: Annotated[str, typer.Option(help="How long to search: 3m.")] = "3m",
 ) -> None:
     """Explain why a gate refused: the stage, its layers, the cause."""
-    from pipelines.explain.command import explain_and_print
+    from compress.pipelines.explain.command import explain_and_print
 
     explain_and_print(directory, stage, gate, time)
 
@@ -261,7 +261,7 @@ def repair(
     apply: Annotated[bool, typer.Option("--apply", help="Change the pipeline file.")] = False,
 ) -> None:
     """Try what would make a refused run pass all of its gates."""
-    from pipelines.explain.command import repair_and_print
+    from compress.pipelines.explain.command import repair_and_print
 
     repair_and_print(directory, time, best, allow == "train", apply)
 
@@ -269,8 +269,8 @@ def repair(
 @command("compress why pipeline.yaml prune_channels")
 def why(file: PipelineFile, stage: StageName, out: Out = None, store: StoreUrl = None) -> None:
     """Show why a stage runs, or comes from the cache."""
-    from pipelines.commands.cache_miss import why as explain
-    from pipelines.config.pipeline import PipelineConfig
+    from compress.pipelines.commands.cache_miss import why as explain
+    from compress.pipelines.config.pipeline import PipelineConfig
 
     pipeline = PipelineConfig.from_yaml(file)
     reason = explain(pipeline, out or pipeline.default_out, stage, store)
@@ -280,8 +280,8 @@ def why(file: PipelineFile, stage: StageName, out: Out = None, store: StoreUrl =
 @command("compress diff runs/before runs/after")
 def diff(before: RunDirectory, after: RunDirectory) -> None:
     """Show the differences between two runs."""
-    from pipelines.reporting.terminal_table import difference_lines, difference_table
-    from pipelines.results.comparison import compare
+    from compress.pipelines.reporting.terminal_table import difference_lines, difference_table
+    from compress.pipelines.results.comparison import compare
 
     found = compare(before, after)
     print_result(found, difference_lines(found), lambda _: difference_table(found))
@@ -291,7 +291,7 @@ def diff(before: RunDirectory, after: RunDirectory) -> None:
 def inspect(artifact: ArtifactPath) -> None:
     """Show an artifact's metadata."""
     from compress.artifacts.artifact import Artifact
-    from pipelines.commands.inspect import describe_artifact
+    from compress.pipelines.commands.inspect import describe_artifact
 
     found = Artifact.from_directory(artifact)
     print_result(
@@ -315,8 +315,8 @@ def verify(
     replay: Replay = False,
 ) -> None:
     """Check an artifact against its manifest and its run."""
-    from pipelines.commands.verify import verify_command
-    from pipelines.commands.verify_anchors import VerifierInputs
+    from compress.pipelines.commands.verify import verify_command
+    from compress.pipelines.commands.verify_anchors import VerifierInputs
 
     options: Any = {"report": report, "attest": attest, "sign_key": sign_key, "replay": replay}
     options["model_signature"] = model_signature
@@ -345,8 +345,8 @@ def serve(
 ) -> None:
     """Serve an artifact over HTTP; a .mar by TorchServe."""
     with fast_imports():
-        from serve.http.options import Limits, Options
-        from serve.serve_command import serve_artifact
+        from compress.serve.http.options import Limits, Options
+        from compress.serve.serve_command import serve_artifact
     sizes: Any = {"workers": workers, "processes": processes, "threads": threads, "report": report}
     sizes["sha256"] = sha256
     options = Options(host, port, limits=Limits(max_mib * 2**20, max_rows, queue, seconds), **sizes)
@@ -364,7 +364,7 @@ def generate(
 ) -> None:
     """Continue a text with a model of export_genai."""
     with fast_imports():
-        from export.genai.generate import continue_text
+        from compress.export.genai.generate import continue_text
     found = continue_text(artifact, prompt, tokens, threads)
     print_result(asdict(found), found.lines())
 
@@ -387,8 +387,8 @@ def bench(
 ) -> None:
     """Measure artifacts in turn, and name the fastest."""
     with fast_imports():
-        from pipelines.commands.analysis.bench import measure_and_write
-        from pipelines.reporting.bench_page import bench_table
+        from compress.pipelines.commands.analysis.bench import measure_and_write
+        from compress.pipelines.reporting.bench_page import bench_table
 
     found = measure_and_write(artifacts, runtimes, batch, threads, seconds, html, web)
     print_result(found, found.lines(), lambda _: bench_table(found))
@@ -408,7 +408,7 @@ def package(
 ) -> None:
     """Write a container image, or a folder that transformers opens."""
     with fast_imports():
-        from pipelines.commands.package import write_package
+        from compress.pipelines.commands.package import write_package
     packaged = write_package(artifact, image, transformers, base, sign_key)
     print_result(asdict(packaged), packaged.lines())
 
@@ -422,8 +422,8 @@ def sensitivity(
     latency: Annotated[bool, typer.Option(help="Measure the latency of each cut.")] = True,
 ) -> None:
     """Measure what pruning each group of channels costs."""
-    from pipelines.commands.analysis import sensitivity as analysis
-    from pipelines.commands.analysis.show import show
+    from compress.pipelines.commands.analysis import sensitivity as analysis
+    from compress.pipelines.commands.analysis.show import show
 
     show(analysis, file, out, ratios=ratio, samples=samples, latency=latency)
 
@@ -435,8 +435,8 @@ def latency(
     batch: Annotated[int, typer.Option(min=1, help="Samples of a call.")] = 1,
 ) -> None:
     """Predict a model's latency at other widths, by its kernels."""
-    from pipelines.commands.analysis import latency as analysis
-    from pipelines.commands.analysis.show import show
+    from compress.pipelines.commands.analysis import latency as analysis
+    from compress.pipelines.commands.analysis.show import show
 
     show(analysis, file, out, batch=batch)
 
@@ -459,7 +459,7 @@ def auto(
     tables_only: Annotated[bool, typer.Option("--tables-only", help="Write such tables.")] = False,
 ) -> None:
     """Search the widths and formats that lose least under limits."""
-    from pipelines.auto.command import search_and_print
+    from compress.pipelines.auto.command import search_and_print
 
     limits: Any = {"max_drop": max_drop, "latency": latency, "p95": p95, "size": size}
     limits |= {"memory": memory, "time": time, "points": points}
@@ -470,7 +470,7 @@ def auto(
 def doctor() -> None:
     """Show versions, hardware, and missing requirements."""
     with fast_imports():
-        from pipelines.commands.doctor import examine
+        from compress.pipelines.commands.doctor import examine
 
     found = examine()
     print_result(found, found.lines())
@@ -483,7 +483,7 @@ def gc(
     dry_run: Annotated[bool, typer.Option(help="Show what would go, and remove nothing.")] = False,
 ) -> None:
     """Delete cached results that were not used lately."""
-    from pipelines.store.gc import clean
+    from compress.pipelines.store.gc import clean
 
     found = clean(place, older_than, dry_run, notify)
     print_result(found, found.lines())
@@ -492,11 +492,11 @@ def gc(
 @command("compress schema > pipeline.schema.json")
 def schema() -> None:
     """Print the JSON Schema of the pipeline file, for editors."""
-    from pipelines.config.pipeline import json_schema
+    from compress.pipelines.config.pipeline import json_schema
 
     content = json_schema()
     print_result(content, json.dumps(content, indent=1).splitlines())
 
 
-if __name__ == "__main__":  # torchrun -m cli
+if __name__ == "__main__":  # torchrun -m compress.cli
     main()

@@ -42,7 +42,7 @@ from compress.core.context import Context  # noqa: E402
 from compress.data.splits import Splits  # noqa: E402
 from compress.pruning.channels_stage import PruneChannels  # noqa: E402
 from compress.quantization.stages.static import QuantizeStatic  # noqa: E402
-from export.onnx.stage import ExportOnnx  # noqa: E402
+from compress.export.onnx.stage import ExportOnnx  # noqa: E402
 from tests.export.zoo.export_cell import OPENING, digest, outputs_of  # noqa: E402
 
 PAGE = ROOT / "docs" / "architectures.md"
@@ -57,7 +57,7 @@ LEAST_SIZE = re.compile(r"model\.axes: \{(\w+): \{min: (\d+)\}\}")
 """Remedies that refusals name."""
 IMPORTED = (
     *("compress.pruning.channel_pruner", "compress.quantization.ptq.calibrate"),
-    *("compress.quantization.numeric_debug.compare", "export.onnx.translate"),
+    *("compress.quantization.numeric_debug.compare", "compress.export.onnx.translate"),
 )
 """What the stages import when they run, imported once before processes are forked."""
 

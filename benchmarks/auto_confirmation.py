@@ -17,10 +17,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 
-from pipelines.auto.front import Front
-from pipelines.auto.judge import Judge
-from pipelines.config.pipeline import PipelineConfig
-from pipelines.config.run_options import RunOptions
+from compress.pipelines.auto.front import Front
+from compress.pipelines.auto.judge import Judge
+from compress.pipelines.config.pipeline import PipelineConfig
+from compress.pipelines.config.run_options import RunOptions
 
 SEEDS = range(100)
 

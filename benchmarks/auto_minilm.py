@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/minilm"))
     options = parser.parse_args()
     file = written(options.out.absolute())
-    from cli import main as compress
+    from compress.cli import main as compress
 
     limits = ["--latency", options.latency, "--time", options.time]
     sys.argv = ["compress", "auto", str(file), *limits, "--out", str(options.out)]

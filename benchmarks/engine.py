@@ -28,8 +28,8 @@ GIGABYTE = 10**9
 PARTS = ("overhead", "store")
 COMMAND = """
 import sys, time
-import cli
-from pipelines.runner.executor import PipelineExecutor
+from compress import cli
+from compress.pipelines.runner.executor import PipelineExecutor
 
 def timed(self, test=PipelineExecutor.evaluate_test_split):
     began = time.monotonic()
@@ -80,9 +80,9 @@ def _run(code: str, *arguments: str | Path) -> tuple[float, float, str]:
 
 def store(folder: Path) -> None:
     from compress.common.signature import Signature, TensorSpec
-    from export.onnx.stage import OnnxModel
-    from pipelines.store.entry import Record
-    from pipelines.store.local import Store, publish, unpublish
+    from compress.export.onnx.stage import OnnxModel
+    from compress.pipelines.store.entry import Record
+    from compress.pipelines.store.local import Store, publish, unpublish
 
     entry = Store(folder / ".store").entry({"stage": "large"})
     published = folder / "artifacts" / "large"

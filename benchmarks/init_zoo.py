@@ -14,10 +14,10 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from pipelines import Pipeline  # noqa: E402
-from pipelines.commands.check import check_pipeline  # noqa: E402
-from pipelines.commands.init import write_draft  # noqa: E402
-from pipelines.commands.init_options import InitOptions  # noqa: E402
+from compress.pipelines import Pipeline  # noqa: E402
+from compress.pipelines.commands.check import check_pipeline  # noqa: E402
+from compress.pipelines.commands.init import write_draft  # noqa: E402
+from compress.pipelines.commands.init_options import InitOptions  # noqa: E402
 
 SHOW = "SHOW" in os.environ
 """Whether the drafts are printed, too."""

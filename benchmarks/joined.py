@@ -24,9 +24,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
 
-from pipelines import Pipeline
-from serve.torchserve.process import TorchServe
-from serve.worker.wire import from_npz, to_npz
+from compress.pipelines import Pipeline
+from compress.serve.torchserve.process import TorchServe
+from compress.serve.worker.wire import from_npz, to_npz
 from tests.serve.text_nets import RARE, TOKENS, texts
 
 ROOT = Path(__file__).parents[1]
@@ -85,7 +85,7 @@ def run(folder: Path, name: str, *, archive: bool) -> Path:
 @contextmanager
 def built_in(out: Path):
     environment = os.environ | {"COMPRESS_SERVE_TOKEN": TOKEN}
-    command = [sys.executable, "-c", "import cli; cli.main()", "serve", out / "artifacts" / "onnx"]
+    command = [sys.executable, "-m", "compress.cli", "serve", out / "artifacts" / "onnx"]
     with subprocess.Popen(
         [*command, "--port", "0", "--workers", "1"],
         cwd=ROOT,

@@ -68,7 +68,7 @@ def main() -> None:
 
 def _versions() -> str:
     ours = ", ".join(f"{name} {version(name)}" for name in ("torch", "onnxruntime"))
-    from export.common.int8_sums import has_16_bit_sums
+    from compress.export.common.int8_sums import has_16_bit_sums
 
     vnni = "without VNNI" if has_16_bit_sums() else "with VNNI"
     processor = f"{platform.machine()} {vnni}, one seed"

@@ -30,7 +30,7 @@ from benchmarks.server.contenders import (
     torchserve_echo,
 )
 from compress.common.errors import Unavailable
-from export.onnx.stage import OnnxModel
+from compress.export.onnx.stage import OnnxModel
 
 CASES = [Case(connections, rows) for rows in (1, 16) for connections in (1, 8, 32)]
 ONE, EIGHT, SIXTEEN_ROWS = CASES[0], CASES[1], Case(8, 16)

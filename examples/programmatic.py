@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from compress import Context, EagerModel, MaxDrop, Parity, PruneChannels, Splits, Train, Training
-from export import ExportOnnx
+from compress.export import ExportOnnx
 
 
 def classifier() -> nn.Module:

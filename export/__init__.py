@@ -6,8 +6,8 @@ The public names stand in ``__init__.pyi``; each is imported on first use.
 import lazy_loader
 
 from compress.core.gate_kinds.other_runtime import OTHER_RUNTIMES
-from export import baselines  # noqa: F401 - adds the runtimes that files are written for
-from export.web.runtime import WEB
+from compress.export import baselines  # noqa: F401 - adds the runtimes that files are written for
+from compress.export.web.runtime import WEB
 
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 

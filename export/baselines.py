@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 from compress.core.gate_kinds.baselines import BASELINES, BaselineRuntime
 from compress.core.stage import members_of
-from export.aotinductor.stage import ExportAot
-from export.executorch.stage import ExportExecuTorch
-from export.genai.stage import ExportGenai
-from export.onnx.stage import ExportOnnx
-from export.openvino.stage import ExportOpenVINO
-from export.tensorrt.stage import ExportTensorRT
-from export.torchscript.stage import ExportTorchScript
+from compress.export.aotinductor.stage import ExportAot
+from compress.export.executorch.stage import ExportExecuTorch
+from compress.export.genai.stage import ExportGenai
+from compress.export.onnx.stage import ExportOnnx
+from compress.export.openvino.stage import ExportOpenVINO
+from compress.export.tensorrt.stage import ExportTensorRT
+from compress.export.torchscript.stage import ExportTorchScript
 
 if TYPE_CHECKING:
     from collections.abc import Callable

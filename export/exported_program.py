@@ -9,7 +9,7 @@ from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.common.errors import ArtifactInvalid, StageFailed
 from compress.core.stage import Stage
-from export.parity.stored_parity import ComparesStoredFile
+from compress.export.parity.stored_parity import ComparesStoredFile
 
 if TYPE_CHECKING:
     from compress.core.context import Context
@@ -30,7 +30,7 @@ class ExportProgram(ComparesStoredFile, Stage[EagerModel, GraphModel]):
         """Trace, write, read back, compare with the source."""
         from compress.common.forward import torch_predictor
         from compress.graph.torch_export import export_program, load_program, save_program
-        from export.parity.compare import check_parity
+        from compress.export.parity.compare import check_parity
 
         program = export_program(model.load(), model.signature)
         with GraphModel.atomic_write(

@@ -1,17 +1,17 @@
 """The functions of the stages that export: `compress.export_onnx` and its like."""
 
 from compress.functional.stage_function import stage_function
-from export.aotinductor.stage import ExportAot
-from export.compressed_tensors.stage import ExportCompressedTensors
-from export.executorch.stage import ExportExecuTorch
-from export.exported_program import ExportProgram
-from export.fastest.stage import ExportFastest
-from export.genai.stage import ExportGenai
-from export.gguf.stage import ExportGguf
-from export.onnx.stage import ExportOnnx
-from export.openvino.stage import ExportOpenVINO
-from export.tensorrt.stage import ExportTensorRT
-from export.torchscript.stage import ExportTorchScript
+from compress.export.aotinductor.stage import ExportAot
+from compress.export.compressed_tensors.stage import ExportCompressedTensors
+from compress.export.executorch.stage import ExportExecuTorch
+from compress.export.exported_program import ExportProgram
+from compress.export.fastest.stage import ExportFastest
+from compress.export.genai.stage import ExportGenai
+from compress.export.gguf.stage import ExportGguf
+from compress.export.onnx.stage import ExportOnnx
+from compress.export.openvino.stage import ExportOpenVINO
+from compress.export.tensorrt.stage import ExportTensorRT
+from compress.export.torchscript.stage import ExportTorchScript
 
 export_fastest = stage_function(ExportFastest)
 export_onnx = stage_function(ExportOnnx, takes_file=True)

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compress.common.factories import refuse_in_import
-from pipelines.config.pipeline import PipelineConfig
+from compress.pipelines.config.pipeline import PipelineConfig
 
 if TYPE_CHECKING:
-    from pipelines.config.run_options import RunOptions
-    from pipelines.results.schema import Report
+    from compress.pipelines.config.run_options import RunOptions
+    from compress.pipelines.results.schema import Report
 
 
 class Pipeline(PipelineConfig):
@@ -34,10 +34,10 @@ class Pipeline(PipelineConfig):
         """
         refuse_in_import()  # it would wait for the run that imports it
         # Importing the runner imports torch, which reading and checking a file do not need.
-        from pipelines.config.run_options import RunOptions
-        from pipelines.reporting.html import render
-        from pipelines.runner.run import run
-        from pipelines.system.signals import only_signals_interrupt
+        from compress.pipelines.config.run_options import RunOptions
+        from compress.pipelines.reporting.html import render
+        from compress.pipelines.runner.run import run
+        from compress.pipelines.system.signals import only_signals_interrupt
 
         options = replace(options or RunOptions(), **changes)
         with only_signals_interrupt():

@@ -15,19 +15,19 @@ from compress.core.context import Context
 from compress.functional.datasets import make_splits
 from compress.functional.models import as_artifact, forward_names
 from compress.profiling.benchmark import MEASURED_SECONDS
-from export.fastest.measure import measure_fastest
-from export.fastest.runtimes import Runtime, export_to
-from export.web.page import web_page
-from export.web.requirements import ONNXRUNTIME_WEB
-from export.web.runtime import WEB
-from pipelines.results.bench import Bench, BenchedModel
-from pipelines.system.machine_info import machine
+from compress.export.fastest.measure import measure_fastest
+from compress.export.fastest.runtimes import Runtime, export_to
+from compress.export.web.page import web_page
+from compress.export.web.requirements import ONNXRUNTIME_WEB
+from compress.export.web.runtime import WEB
+from compress.pipelines.results.bench import Bench, BenchedModel
+from compress.pipelines.system.machine_info import machine
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from compress.functional.models import Inputs
-    from export.fastest.measure import BenchCell
+    from compress.export.fastest.measure import BenchCell
 
 
 def bench(

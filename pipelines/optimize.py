@@ -16,17 +16,17 @@ from compress.core.progress import show_bars
 from compress.core.task import task_named
 from compress.functional.datasets import make_splits
 from compress.functional.models import as_artifact, forward_names
-from pipelines.api import Pipeline
-from pipelines.commands.init import inspect_model, render_and_plan
-from pipelines.commands.init_options import InitOptions, dump_input
-from pipelines.system import yaml_core
+from compress.pipelines.api import Pipeline
+from compress.pipelines.commands.init import inspect_model, render_and_plan
+from compress.pipelines.commands.init_options import InitOptions, dump_input
+from compress.pipelines.system import yaml_core
 
 if TYPE_CHECKING:
     import torch
 
     from compress.core.task import TaskName
     from compress.data.splits import Splits
-    from pipelines.results.schema import Report
+    from compress.pipelines.results.schema import Report
 
 
 def in_memory(
@@ -106,7 +106,7 @@ def optimize(
         metric: name of a metric; by default it follows from the targets.
         out: folder of the results; by default a temporary one, removed when the process ends.
         progress: whether progress bars are shown; by default on a terminal or in a notebook.
-        **options: fields of :class:`~pipelines.config.run_options.RunOptions`.
+        **options: fields of :class:`~compress.pipelines.config.run_options.RunOptions`.
 
     Raises:
         GateRefused: more was lost than allowed, or the result is no better; the report is written.

@@ -1,9 +1,9 @@
 """The functions of the stages that package: `compress.package_torchserve` and its like."""
 
 from compress.functional.stage_function import stage_function
-from serve.repository.kserve import PackageKServe
-from serve.repository.triton import PackageTriton
-from serve.torchserve.stage import PackageTorchServe
+from compress.serve.repository.kserve import PackageKServe
+from compress.serve.repository.triton import PackageTriton
+from compress.serve.torchserve.stage import PackageTorchServe
 
 package_torchserve = stage_function(PackageTorchServe)
 package_triton = stage_function(PackageTriton)

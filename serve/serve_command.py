@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 from compress.artifacts.artifact import MANIFEST, Artifact
 from compress.common.errors import ArtifactInvalid, PipelineInvalid, StageFailed
-from serve.client import curl_example
-from serve.http import multiprocess, uvicorn_server
-from serve.packaging.request_forms import forms_of
-from serve.torchserve.artifact import (
+from compress.serve.client import curl_example
+from compress.serve.http import multiprocess, uvicorn_server
+from compress.serve.packaging.request_forms import forms_of
+from compress.serve.torchserve.artifact import (
     TorchServeArchive,
     check_bare_mar,
     refuse_unknown_file,
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from compress.common.signature import Signature
-    from serve.http.options import Options
+    from compress.serve.http.options import Options
 
     OnReady = Callable[["ServedAt"], None]
 
@@ -112,7 +112,7 @@ def _serve_built_in(
     uvicorn_server.refuse_missing()
     is_decoder = artifact.kind == DECODER
     if is_decoder:
-        from serve.openai.decoder import refuse_for_decoders  # it takes most of a second to import
+        from compress.serve.openai.decoder import refuse_for_decoders  # it takes most of a second to import
 
         refuse_for_decoders(artifact, options)
     token, is_new = uvicorn_server.token_from(token_file)
@@ -147,9 +147,9 @@ def _serve_built_in(
 def _serve_model(
     artifact: Artifact, listener: socket.socket, options: Options, ready: Callable[[], None]
 ) -> None:
-    from serve.http.asgi_app import Application
-    from serve.http.dynamic_batcher import Batcher
-    from serve.http.loaded_model import open_model
+    from compress.serve.http.asgi_app import Application
+    from compress.serve.http.dynamic_batcher import Batcher
+    from compress.serve.http.loaded_model import open_model
 
     with open_model(artifact, options.name, options.threads or 1, options.report) as model:
         for note in model.notes:
@@ -171,9 +171,9 @@ def _serve_model(
 def _serve_decoder(
     artifact: Artifact, listener: socket.socket, options: Options, ready: Callable[[], None]
 ) -> None:
-    from serve.openai.app import OpenAIApplication
-    from serve.openai.decoder import open_decoder
-    from serve.openai.generation import GenerationThreads
+    from compress.serve.openai.app import OpenAIApplication
+    from compress.serve.openai.decoder import open_decoder
+    from compress.serve.openai.generation import GenerationThreads
 
     decoder = open_decoder(artifact, options.name, options.threads or 1)
 
@@ -190,8 +190,8 @@ def _serve_decoder(
 def _serve_torchserve(
     mar: Path, signature: Signature, options: Options, token_file: Path | None, on_ready: OnReady
 ) -> None:
-    from serve.http.options import Options
-    from serve.torchserve.process import TorchServe
+    from compress.serve.http.options import Options
+    from compress.serve.torchserve.process import TorchServe
 
     supported = Options(options.host, options.port, threads=options.threads, sha256=options.sha256)
     if options != supported or options.host not in LOOPBACK or token_file is not None:

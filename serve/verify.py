@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from compress.artifacts.artifact import Artifact
 from compress.common.atomic_files import sha256_of
-from serve.packaging.provenance import PROVENANCE, Provenance
-from serve.torchserve.answer_check import Evidence, Proof, prove_answers, prove_chain
-from serve.torchserve.artifact import (
+from compress.serve.packaging.provenance import PROVENANCE, Provenance
+from compress.serve.torchserve.answer_check import Evidence, Proof, prove_answers, prove_chain
+from compress.serve.torchserve.artifact import (
     TorchServeArchive,
     check_bare_mar,
     refuse_unknown_file,
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 ARTIFACT_MODULES = (
     "compress.artifacts.eager_model",
     "compress.artifacts.graph_model",
-    "export.aotinductor.stage",
-    "export.onnx.stage",
-    "export.torchscript.stage",
-    "serve.repository.kserve",
-    "serve.repository.triton",
+    "compress.export.aotinductor.stage",
+    "compress.export.onnx.stage",
+    "compress.export.torchscript.stage",
+    "compress.serve.repository.kserve",
+    "compress.serve.repository.triton",
 )
 """Modules whose import registers the artifact kinds that a manifest may name."""
 NATIVE = (

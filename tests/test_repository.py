@@ -17,17 +17,17 @@ from pydantic import TypeAdapter
 from torch.utils.data import DataLoader, TensorDataset
 
 import compress
-import export
-import serve
+from compress import export
+from compress import serve
 from compress import Train, Training
 from compress.core.stage import Stage
 from compress.distillation.loss_terms import AnyTerm
 from compress.quantization.config.backend_targets import Target as Runtime
 from compress.quantization.config.dtype_scheme import BuiltInObserver
-from pipelines import Pipeline
-from pipelines.config.model_spec import MODEL_CLASSES, ModelSpec
-from pipelines.config.registry import stages
-from pipelines.planning.planner import build_plan
+from compress.pipelines import Pipeline
+from compress.pipelines.config.model_spec import MODEL_CLASSES, ModelSpec
+from compress.pipelines.config.registry import stages
+from compress.pipelines.planning.planner import build_plan
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -73,8 +73,8 @@ def test_every_stage_is_public() -> None:
 
 def test_reading_a_pipeline_or_verifying_imports_no_heavy_library() -> None:
     code = (
-        "import sys, pipelines.config.pipeline, pipelines.planning.plan\n"
-        "import pipelines.commands.verify\n"
+        "import sys, compress.pipelines.config.pipeline, compress.pipelines.planning.plan\n"
+        "import compress.pipelines.commands.verify\n"
         "print([m for m in ('torch', 'onnx', 'onnxruntime', 'ts', 'torchao') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)

@@ -153,7 +153,7 @@ def genai_with_a_provider(folder: Path) -> Path:
 def executorch_with_a_part_for_another_backend(folder: Path) -> Path:
     """A part of the program is for Qualcomm's backend, which loads the library that it names."""
     from compress.common.signature import Signature, TensorSpec
-    from export.executorch.stage import ExecuTorchModel
+    from compress.export.executorch.stage import ExecuTorchModel
 
     made, x = folder / "executorch", TensorSpec(name="x", shape=("batch", 4), dtype="float32")
     facts = {"sizes": {"batch": [1, 2]}}
@@ -182,7 +182,7 @@ def packed_by_a_function_of_the_standard_library(folder: Path) -> Path:
 def triton_with_the_python_backend(folder: Path) -> Path:
     """The configuration asks for Triton's backend that runs the code beside the model."""
     from compress.common.signature import Signature, TensorSpec
-    from serve.repository.triton import TritonRepository
+    from compress.serve.repository.triton import TritonRepository
 
     made, x = folder / "triton", TensorSpec(name="x", shape=("batch", 4), dtype="float32")
     facts = {"model_name": "model", "model_file": "model/1/model.onnx"}
@@ -277,8 +277,8 @@ def _changed(model: Path, **entries: Any) -> Path:
 def _genai(folder: Path, **options: Any) -> Path:
     """Write a sealed artifact with session options that nobody exported."""
     from compress.common.signature import Signature, TensorSpec
-    from export.genai.folder import CONFIG, Decoder, GenaiConfig, Model, Search
-    from export.genai.stage import GenaiModel
+    from compress.export.genai.folder import CONFIG, Decoder, GenaiConfig, Model, Search
+    from compress.export.genai.stage import GenaiModel
 
     (folder / "outside").mkdir()
     sizes = ("head_size", "hidden_size", "num_attention_heads", "num_key_value_heads")

@@ -36,10 +36,10 @@ def _signature() -> Any:
 
 def _sealed(folder: Path, kind: str, **files: bytes) -> Path:
     """Seal files as an artifact of a kind; its manifest vouches for them."""
-    from export.executorch.stage import ExecuTorchModel
-    from export.gguf.stage import GgufModel
-    from export.onnx.stage import OnnxModel
-    from export.openvino.stage import OpenVINOModel
+    from compress.export.executorch.stage import ExecuTorchModel
+    from compress.export.gguf.stage import GgufModel
+    from compress.export.onnx.stage import OnnxModel
+    from compress.export.openvino.stage import OpenVINOModel
 
     kinds: dict[str, Any] = {
         each.kind: each for each in (ExecuTorchModel, GgufModel, OnnxModel, OpenVINOModel)

@@ -114,7 +114,7 @@ def sound_artifact(place: Path) -> Path:
 
     from compress.artifacts.artifact import Step
     from compress.common.signature import OutputSpec, Signature, TensorSpec
-    from export.onnx.stage import OnnxModel
+    from compress.export.onnx.stage import OnnxModel
 
     x, y = (helper.make_tensor_value_info(n, TensorProto.FLOAT, ["batch", 4]) for n in "xy")
     one = helper.make_tensor("one", TensorProto.FLOAT, [], [1.0])

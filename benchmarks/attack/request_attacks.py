@@ -169,7 +169,7 @@ def server_of(kind: str, models: Path) -> Iterator[Any]:
 
 def has_genai() -> bool:
     """Return whether onnxruntime-genai is installed."""
-    from export.genai.runtime import GENAI
+    from compress.export.genai.runtime import GENAI
 
     return not GENAI.missing()
 
@@ -180,7 +180,7 @@ def text_model(place: Path) -> None:
     import transformers
 
     from compress import Context
-    from export import ExportOnnx
+    from compress.export import ExportOnnx
     from tests.serve import test_carried_files as bert
 
     root = place.with_name("text-parts")
@@ -202,7 +202,7 @@ def text_model(place: Path) -> None:
 def decoder_model(place: Path) -> None:
     """Make a tiny decoder of a long context with a chat template."""
     from compress.common.signature import AxisBounds
-    from export import ExportGenai
+    from compress.export import ExportGenai
     from tests.export import tiny_decoder as tiny
     from tests.serve.openai.conftest import CHAT_TEMPLATE
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from auto_search import latencies, losses
 from auto_search.spaces import Built
-from pipelines.auto.cost_models.float_layers import QUANTIZED
-from pipelines.system.machine_info import machine
+from compress.pipelines.auto.cost_models.float_layers import QUANTIZED
+from compress.pipelines.system.machine_info import machine
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -14,20 +14,20 @@ from typing import TYPE_CHECKING, Any
 from auto_search.losses import ChangeableLayers, static_graph
 from compress.profiling.benchmark import compare_latency
 from compress.pruning.depth.output_error import OutputErrorMeter
-from export.latency.float_layers import MixedModel, weighted_layers
-from export.latency.kernel_table import KernelTable
-from export.latency.resizing import ResizableModel
-from export.onnx.proto_io import read, write
-from export.onnx.session import opened_session, session_predictor
-from export.onnx.translate import translate
-from pipelines.auto.cost_models import latency_models
-from pipelines.auto.cost_models.float_layers import LayerHarms, decision_of
-from pipelines.system.machine_info import machine
+from compress.export.latency.float_layers import MixedModel, weighted_layers
+from compress.export.latency.kernel_table import KernelTable
+from compress.export.latency.resizing import ResizableModel
+from compress.export.onnx.proto_io import read, write
+from compress.export.onnx.session import opened_session, session_predictor
+from compress.export.onnx.translate import translate
+from compress.pipelines.auto.cost_models import latency_models
+from compress.pipelines.auto.cost_models.float_layers import LayerHarms, decision_of
+from compress.pipelines.system.machine_info import machine
 
 if TYPE_CHECKING:
     from auto_search.spaces import Built
-    from pipelines.auto.cost_models.latency_models import FormatModel
-    from pipelines.config.auto_settings import Format
+    from compress.pipelines.auto.cost_models.latency_models import FormatModel
+    from compress.pipelines.config.auto_settings import Format
 
 SECONDS = 0.08
 """For which each model is measured."""

@@ -28,16 +28,16 @@ from compress.quantization.mixed_precision.layer_names import weighted_layers as
 from compress.quantization.ptq.calibrate import convert
 from compress.quantization.stages.dynamic import QuantizeDynamic
 from compress.quantization.stages.static import QuantizeStatic
-from export.latency.float_layers import is_float, leave_float, weighted_layers
-from export.onnx.lowering import lower
-from export.onnx.proto_io import read, write
-from export.onnx.session import session_predictor
+from compress.export.latency.float_layers import is_float, leave_float, weighted_layers
+from compress.export.onnx.lowering import lower
+from compress.export.onnx.proto_io import read, write
+from compress.export.onnx.session import session_predictor
 
 if TYPE_CHECKING:
     from auto_search.spaces import Built
     from compress import Context
     from compress.artifacts.eager_model import EagerModel
-    from pipelines.config.auto_settings import Format
+    from compress.pipelines.config.auto_settings import Format
 
 CALIBRATED_ON = 128
 """Samples."""

@@ -13,7 +13,7 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from export.latency.float_layers import weighted_layers
+from compress.export.latency.float_layers import weighted_layers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

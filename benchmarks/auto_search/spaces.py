@@ -17,11 +17,11 @@ from compress.artifacts.importing import import_checkpoint
 from compress.artifacts.recipe import KeepBlocks, Recipe
 from compress.data.splits import DataReference
 from compress.pruning.width_harms import WidthSpace
-from pipelines.config.auto_settings import AutoSettings
+from compress.pipelines.config.auto_settings import AutoSettings
 
 if TYPE_CHECKING:
     from compress.artifacts.eager_model import EagerModel
-    from pipelines.config.auto_settings import Format
+    from compress.pipelines.config.auto_settings import Format
 
 HERE = Path(__file__).parent
 IMAGE = TensorSpec(name="image", shape=("batch", 1, 8, 8))

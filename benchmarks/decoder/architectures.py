@@ -13,7 +13,7 @@ from compress.artifacts.hf_folder import offline_transformers, read_folder
 from compress.artifacts.importing import import_module
 from compress.common.errors import CompressError
 from compress.common.signature import AxisBounds, OutputSpec, Signature, TensorSpec
-from export import ExportGenai
+from compress.export import ExportGenai
 
 LONGEST = 96
 SIZES = {

@@ -14,7 +14,7 @@ from compress.core.loss import Loss
 from compress.core.task import TASKS
 from compress.data.splits import Splits
 from decoder.text import initial_folder, splits
-from export import ExportGenai, GenaiModel
+from compress.export import ExportGenai, GenaiModel
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,7 +13,7 @@ from llama_cpp import Llama  # pip install llama-cpp-python, which compiles for 
 from compress import EagerModel, PruneChannels, QuantizeWeights
 from compress.artifacts.hf_folder import offline_transformers
 from compress.common.tensor_difference import relative_error
-from export import ExportGguf
+from compress.export import ExportGguf
 from tests.export.tiny_decoder import LONGEST, context_for, decoder
 
 FAMILIES = {

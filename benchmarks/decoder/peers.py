@@ -18,8 +18,8 @@ from compress.checkpoint.safetensors_io import write_safetensors
 from compress.data.splits import Splits
 from decoder.compression import PROMPT, TOKENS, context_for, made_once, trained
 from decoder.text import VOCABULARY, splits
-from export import ExportGenai
-from export.genai.runtime import measure_speed
+from compress.export import ExportGenai
+from compress.export.genai.runtime import measure_speed
 
 if TYPE_CHECKING:
     from compress import Artifact, Context

@@ -13,7 +13,7 @@ from statistics import median
 from time import perf_counter
 from urllib.parse import urlsplit
 
-from export.genai.generate import continue_text
+from compress.export.genai.generate import continue_text
 
 ROUNDS, TOKENS = 7, 128
 PROMPT = "The with statement is used to wrap the execution of a block with methods. " * 4
@@ -37,7 +37,7 @@ def streamed(place: str) -> tuple[float, float]:
 
 def main(folder: Path) -> None:
     """Print medians of both, measured in turn, and the sum of two clients at a time."""
-    command = [sys.executable, "-c", "import cli; cli.main()", "serve", str(folder), "--port", "0"]
+    command = [sys.executable, "-m", "compress.cli", "serve", str(folder), "--port", "0"]
     environment = os.environ | {"COMPRESS_SERVE_TOKEN": TOKEN}
     root = Path(__file__).parents[2]
     with subprocess.Popen(

@@ -19,7 +19,7 @@ from compress.common.signature import AxisBounds, OutputSpec, Signature, TensorS
 from compress.core.loss import Loss
 from compress.core.task import TASKS
 from compress.data.splits import Splits
-from export import ExportCompressedTensors
+from compress.export import ExportCompressedTensors
 
 if TYPE_CHECKING:
     from torch import nn

@@ -35,7 +35,7 @@ from compress.common.errors import CompressError
 from compress.common.forward import torch_predictor
 from compress.profiling.benchmark import compare_latencies
 from compress.profiling.rss import memory_kib, reset_peak
-from export import ExportAot, ExportOnnx, ExportTorchScript
+from compress.export import ExportAot, ExportOnnx, ExportTorchScript
 from exporter.models import MODELS, build_model, import_dependencies
 
 STAGES = {

@@ -15,7 +15,7 @@ import torch
 from compress.common.errors import CompressError
 from compress.data.splits import Splits
 from compress.profiling.benchmark import compare_latency
-from export.onnx.session import session_predictor
+from compress.export.onnx.session import session_predictor
 from peer_tools.environments import cpu_seconds, run_tool
 
 Score = Callable[[tuple[torch.Tensor, ...], torch.Tensor], float]
@@ -76,7 +76,7 @@ class Contest:
         file = out.with_suffix(".yaml")
         export = "  - {name: onnx, stage: export_onnx, gates: [{gate: min_speedup, ratio: 0.01}]}\n"
         file.write_text(f"{self.pipeline}stages:\n{stage}{export}")
-        command = [sys.executable, "-c", "import cli; cli.main()", "run", file, "--out", out]
+        command = [sys.executable, "-m", "compress.cli", "run", file, "--out", out]
         return cpu_seconds(command, Path(__file__).parents[2])
 
     def calibration_file(self, file: Path) -> Path:

@@ -24,7 +24,7 @@ from compress.artifacts.artifact import Artifact
 from compress.common.errors import Unavailable
 from peer_tools.encoder import pipeline_head
 from peer_tools.environments import cpu_seconds, environment
-from serve.worker.loaders import LOADERS
+from compress.serve.worker.loaders import LOADERS
 
 if TYPE_CHECKING:
     import argparse
@@ -127,7 +127,7 @@ def _artifact(model: Model, root: Path) -> Artifact:
     root.mkdir(parents=True)
     file = root / "pipeline.yaml"
     file.write_text(model.pipeline + EXPORT)
-    command = [sys.executable, "-c", "import cli; cli.main()", "run", file, "--out", root / "run"]
+    command = [sys.executable, "-m", "compress.cli", "run", file, "--out", root / "run"]
     seconds = cpu_seconds(command, ROOT)
     if isinstance(seconds, str):
         raise SystemExit(f"{model.title}: {seconds}")

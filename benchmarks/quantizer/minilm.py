@@ -14,7 +14,7 @@ import torch
 
 from compress import QuantizeDynamic, QuantizeStatic, QuantizeWeights
 from compress.common.errors import CompressError
-from export import ExportAot
+from compress.export import ExportAot
 from quantizer.sources import PRUNER, at, megabytes, minilm, onnx
 
 

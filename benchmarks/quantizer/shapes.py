@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 from compress import Context, QuantizeStatic, Splits
 from compress.common.errors import CompressError
-from export import ExportAot, ExportTorchScript
+from compress.export import ExportAot, ExportTorchScript
 from quantizer.sources import HERE, at, image_model, megabytes, onnx
 
 SHAPES = ("resnet18", "resnet50")

@@ -10,7 +10,7 @@ from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.importing import import_checkpoint
 from compress.artifacts.recipe import Recipe
 from compress.data.splits import DataReference
-from export import ExportOnnx
+from compress.export import ExportOnnx
 
 HERE = Path(__file__).parent
 PRUNER = HERE.parent / "pruner"

@@ -21,10 +21,10 @@ from benchmarks.server import load
 from benchmarks.server.load import Request
 from compress.core.context import Context
 from compress.data.splits import Splits
-from export.common.int8_sums import has_16_bit_sums
-from serve.torchserve.mar_file import HANDLER, read_mar, write_mar
-from serve.torchserve.process import TorchServe, free_ports
-from serve.torchserve.stage import PackageTorchServe
+from compress.export.common.int8_sums import has_16_bit_sums
+from compress.serve.torchserve.mar_file import HANDLER, read_mar, write_mar
+from compress.serve.torchserve.process import TorchServe, free_ports
+from compress.serve.torchserve.stage import PackageTorchServe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -133,7 +133,7 @@ def raw_request(model: Artifact, url: str, token: str) -> Callable[[int], Reques
 def built_in(model: Artifact, processes: int) -> Iterator[Server]:
     """Give `compress serve` with its defaults, but for the number of processes."""
     environment = os.environ | {"COMPRESS_SERVE_TOKEN": TOKEN, "PYTHONPATH": python_path()}
-    command = [sys.executable, "-c", "import cli; cli.main()", "serve", str(model.path)]
+    command = [sys.executable, "-m", "compress.cli", "serve", str(model.path)]
     command += ["--port", "0", "--processes", str(processes)]
     with subprocess.Popen(
         command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE

@@ -159,7 +159,7 @@ class Artifact:
         manifest = parse_settings(Manifest, raw, path / MANIFEST, _load_manifest)
         if manifest.kind not in Artifact._kinds:
             # Importing the stages defines every kind; this package imports none of those above it.
-            importlib.import_module("pipelines.config.registry")
+            importlib.import_module("compress.pipelines.config.registry")
         kind = Artifact._kinds.get(manifest.kind)
         if kind is None or not issubclass(kind, cls):
             expected = getattr(cls, "kind", " or ".join(sorted(Artifact._kinds)))

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import typer.main
 from setting_text import code, prose
 
-import cli
+from compress import cli
 from compress.common.errors import CompressError
-from pipelines.system.signals import SIGNALS
+from compress.pipelines.system.signals import SIGNALS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

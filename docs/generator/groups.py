@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from setting_text import definitions, joined, prose
 
 from compress.training.config.training import Training
-from pipelines.config.pipeline import json_schema
-from pipelines.config.registry import OURS, stages
+from compress.pipelines.config.pipeline import json_schema
+from compress.pipelines.config.registry import OURS, stages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from export.common.macs import count_macs
+from compress.export.common.macs import count_macs
 
 if TYPE_CHECKING:
     from torch.fx import Graph, Node

@@ -17,9 +17,9 @@ from compress.checkpoint.safe_zip import refuse_bomb
 from compress.common.errors import ArtifactInvalid, StageFailed, first_line
 from compress.graph.library_cache import patched_attribute
 from compress.graph.torch_export import move_program
-from export.aotinductor.lowering import merge_products_, multiply_rows_, widen_ranges_
-from export.common.recurrent import refuse_unrolled_rnn
-from export.common.targets import NO_UINT16_KERNELS
+from compress.export.aotinductor.lowering import merge_products_, multiply_rows_, widen_ranges_
+from compress.export.common.recurrent import refuse_unrolled_rnn
+from compress.export.common.targets import NO_UINT16_KERNELS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -63,7 +63,7 @@ def compile_package(
     from torch._inductor import aoti_compile_and_package, config
     from torch._inductor.utils import fresh_cache
 
-    from export.aotinductor.graph_passes import IntegerShare, PackForImages, PassSequence
+    from compress.export.aotinductor.graph_passes import IntegerShare, PackForImages, PassSequence
 
     # Inductor (torch 2.13) hands 16-bit activations to 8-bit kernels.
     if any(torch.uint16 in node.args for node in program.graph.nodes):

@@ -14,8 +14,8 @@ from compress.common.requirements import COMPILER, Requirement
 from compress.core.context import Context
 from compress.core.stage import Stage
 from compress.graph.axis_bounds import input_limit_facts
-from export.common.targets import NO_UINT16_KERNELS, warn_of_other_target
-from export.parity.stored_parity import ComparesStoredFile
+from compress.export.common.targets import NO_UINT16_KERNELS, warn_of_other_target
+from compress.export.parity.stored_parity import ComparesStoredFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Set
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from compress.common.signature import Signature
     from compress.core.context import Context
-    from export.parity.bisect import Tensors
+    from compress.export.parity.bisect import Tensors
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +61,8 @@ class AotModel(Artifact):
             ArtifactInvalid: the package was altered after sealing, or cannot be loaded.
             Unavailable: it was compiled for another machine.
         """
-        from export.aotinductor.package import load
-        from export.common.host_check import refuse_other_host
+        from compress.export.aotinductor.package import load
+        from compress.export.common.host_check import refuse_other_host
 
         built_for: Any = self.fact("built_for")
         refuse_other_host(built_for, self.payload_path)
@@ -87,7 +87,7 @@ class ExportAot(ComparesStoredFile, Stage[EagerModel | GraphModel, AotModel]):
 
     def all_requirements(self) -> tuple[Requirement, ...]:
         """Return the compiler, and a CUDA device where one is compiled for."""
-        from export.common.host_check import CUDA
+        from compress.export.common.host_check import CUDA
 
         return (*self.requirements, *((CUDA,) if self.device == "cuda" else ()))
 
@@ -98,17 +98,17 @@ class ExportAot(ComparesStoredFile, Stage[EagerModel | GraphModel, AotModel]):
     @property
     def machine_parts(self) -> dict[str, Any]:
         """The processor and system that the code is compiled for."""
-        from export.common.host_check import built_for
+        from compress.export.common.host_check import built_for
 
         return {"built_for": built_for(self.device)}
 
     def run(self, model: EagerModel | GraphModel, context: Context) -> AotModel:
         """Trace, compile, load, compare with the source."""
-        from export.aotinductor.package import compile_package, load
-        from export.common.host_check import built_for
-        from export.parity.compare import check_parity, on_cpu
-        from export.parity.report import ParityContext, report_on_mismatch
-        from export.parity.repro_script import AOT
+        from compress.export.aotinductor.package import compile_package, load
+        from compress.export.common.host_check import built_for
+        from compress.export.parity.compare import check_parity, on_cpu
+        from compress.export.parity.report import ParityContext, report_on_mismatch
+        from compress.export.parity.repro_script import AOT
 
         warn_of_other_target(model, ("inductor-cpu",), self.title)
         program = program_of(model)
@@ -146,7 +146,7 @@ class ExportAot(ComparesStoredFile, Stage[EagerModel | GraphModel, AotModel]):
         self, program: ExportedProgram, signature: Signature, file: Path, inputs: Tensors
     ) -> Tensors:
         """Compile a part of the graph and return its outputs."""
-        from export.aotinductor.package import compile_package, load
+        from compress.export.aotinductor.package import compile_package, load
 
         compile_package(program, signature, file, self.device)
         with torch_predictor(load(file, signature, self.device), self.device, 1) as compiled:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from compress.common.forward import Predictor
     from compress.common.signature import Signature
     from compress.core.context import Context
-    from export.common.packed_weights import DecoderWeights
+    from compress.export.common.packed_weights import DecoderWeights
 
 logger = logging.getLogger(__name__)
 
@@ -82,9 +82,9 @@ class ExportCompressedTensors(Stage[GraphModel, CompressedTensorsModel]):
     def run(self, model: GraphModel, context: Context) -> CompressedTensorsModel:
         """Write the tensors and the config, and read both back."""
         from compress.checkpoint.safetensors_io import write_safetensors
-        from export.common.packed_weights import decoder_weights
-        from export.compressed_tensors.tensors import head_name, quantization_config, state_of
-        from export.compressed_tensors.vllm_limits import vllm_limits
+        from compress.export.common.packed_weights import decoder_weights
+        from compress.export.compressed_tensors.tensors import head_name, quantization_config, state_of
+        from compress.export.compressed_tensors.vllm_limits import vllm_limits
 
         weights = decoder_weights(model, context, self.title)
         facts: dict[str, Any] = {"parameters": model.parameters(), "macs": model.macs()}
@@ -132,7 +132,7 @@ class ExportCompressedTensors(Stage[GraphModel, CompressedTensorsModel]):
         self, model: GraphModel, artifact: CompressedTensorsModel, context: Context
     ) -> None:
         """Raise StageFailed where a stored folder has other integers than the graph."""
-        from export.common.packed_weights import decoder_weights
+        from compress.export.common.packed_weights import decoder_weights
 
         weights = decoder_weights(model, context, self.title)
         self._compare_integers(artifact.payload_path, weights)
@@ -142,7 +142,7 @@ class ExportCompressedTensors(Stage[GraphModel, CompressedTensorsModel]):
         import torch
 
         from compress.checkpoint.safetensors_io import read_safetensors
-        from export.compressed_tensors.tensors import unpacked
+        from compress.export.compressed_tensors.tensors import unpacked
 
         stored, count = read_safetensors(file), 0
         for name, is_table in weights.packed:
@@ -187,7 +187,7 @@ class ExportCompressedTensors(Stage[GraphModel, CompressedTensorsModel]):
 
     def _refuse_error(self, error: float, reader: str) -> float:
         """Return an error; raise StageFailed where it is more than rounding."""
-        from export.parity.sample_parity import FLOAT
+        from compress.export.parity.sample_parity import FLOAT
 
         if not error <= FLOAT.relative:
             raise StageFailed(
@@ -230,7 +230,7 @@ def streamed_folder(folder: Path, signature: Signature, device: str = "cpu") -> 
     from compress.artifacts.recipe import CallByName
     from compress.checkpoint.safetensors_io import read_safetensors
     from compress.checkpoint.streamed_module import stream_weights_
-    from export.compressed_tensors.tensors import floats_of
+    from compress.export.compressed_tensors.tensors import floats_of
 
     config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     with parameters_on_meta():

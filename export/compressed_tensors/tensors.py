@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from compress.checkpoint.state_dict import Weights
-    from export.common.packed_weights import DecoderWeights
+    from compress.export.common.packed_weights import DecoderWeights
 
 ZERO_POINT = "weight_zero_point"
 PARTS = ("weight_packed", "weight_scale", ZERO_POINT, "weight_shape")

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from export.compressed_tensors.tensors import head_name
+from compress.export.compressed_tensors.tensors import head_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from export.common.packed_weights import DecoderWeights
+    from compress.export.common.packed_weights import DecoderWeights
 
 JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Layers that vLLM joins to one, which is wholly packed or wholly float."""

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from export.onnx.graph import keep_outputs_
-from export.onnx.kernels import CONVOLUTIONS, COUNTED, is_integer_kernel
+from compress.export.onnx.graph import keep_outputs_
+from compress.export.onnx.kernels import CONVOLUTIONS, COUNTED, is_integer_kernel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
 
     import onnx
 
-    from export.diagnosis.profile import Profile, ProfiledNode
+    from compress.export.diagnosis.profile import Profile, ProfiledNode
 
 QUANTIZE, DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
 MOVES = {"Transpose", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "ReorderInput", "ReorderOutput"}

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.common.errors import StageFailed
-from export.latency.float_layers import weighted_layers
-from export.onnx.graph import PACKED_GATHER
-from export.onnx.proto_io import SCOPES, read
-from export.onnx.stage import OnnxModel
-from export.onnx.translate import translate
+from compress.export.latency.float_layers import weighted_layers
+from compress.export.onnx.graph import PACKED_GATHER
+from compress.export.onnx.proto_io import SCOPES, read
+from compress.export.onnx.stage import OnnxModel
+from compress.export.onnx.translate import translate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
-from export.diagnosis.layer_names import as_onnx, fitting_names, plain_export
-from export.diagnosis.profile import Profile
-from export.diagnosis.sizes import CountedCost
-from export.latency.float_layers import is_float, weighted_layers
+from compress.export.diagnosis.layer_names import as_onnx, fitting_names, plain_export
+from compress.export.diagnosis.profile import Profile
+from compress.export.diagnosis.sizes import CountedCost
+from compress.export.latency.float_layers import is_float, weighted_layers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from compress.artifacts.eager_model import EagerModel
     from compress.artifacts.graph_model import GraphModel
     from compress.core.context import Context
-    from export.diagnosis.sizes import Rerun
+    from compress.export.diagnosis.sizes import Rerun
 
 
 @dataclass

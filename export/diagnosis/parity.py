@@ -16,12 +16,12 @@ from compress.artifacts.graph_model import program_of
 from compress.common.errors import CompressError
 from compress.common.forward import accept_any_batch
 from compress.common.tensor_difference import largest, largest_difference, relative_error
-from export.onnx.proto_io import write
-from export.onnx.session import session_predictor
-from export.parity.bisect import LayerSearch
-from export.parity.compare import parity_inputs
-from export.parity.float64_reference import Float64Reference
-from export.parity.sample_parity import tolerance_for, val_inputs
+from compress.export.onnx.proto_io import write
+from compress.export.onnx.session import session_predictor
+from compress.export.parity.bisect import LayerSearch
+from compress.export.parity.compare import parity_inputs
+from compress.export.parity.float64_reference import Float64Reference
+from compress.export.parity.sample_parity import tolerance_for, val_inputs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from compress.artifacts.graph_model import GraphModel
     from compress.common.forward import Predictor
     from compress.core.context import Context
-    from export.onnx.stage import ExportOnnx
-    from export.parity.bisect import Tensors, WrongLayer
+    from compress.export.onnx.stage import ExportOnnx
+    from compress.export.parity.bisect import Tensors, WrongLayer
 
     Rerun = Callable[[str, Mapping[str, Any]], onnx.ModelProto | None]
 

@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from compress.core.diagnosis.cause import PARITY_GATES, Cause, Repair
-from export.diagnosis.parity import LEAST_ERROR, ParityDiagnosis
+from compress.export.diagnosis.parity import LEAST_ERROR, ParityDiagnosis
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -12,9 +12,9 @@ from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from compress.core.diagnosis.cause import SPEED_GATES, Cause, Repair
-from export.diagnosis.graph_parts import QUANTIZE, without
-from export.diagnosis.speed import SpeedDiagnosis
-from export.latency.float_layers import weighted_layers
+from compress.export.diagnosis.graph_parts import QUANTIZE, without
+from compress.export.diagnosis.speed import SpeedDiagnosis
+from compress.export.latency.float_layers import weighted_layers
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence

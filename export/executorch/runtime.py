@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from compress.common.errors import ArtifactInvalid, first_line
-from export.common.batches import in_parts
-from export.executorch.library import quiet_library
-from export.executorch.planned_sizes import bounded_signature
+from compress.export.common.batches import in_parts
+from compress.export.executorch.library import quiet_library
+from compress.export.executorch.planned_sizes import bounded_signature
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -14,8 +14,8 @@ from compress.common.forward import Predictor, opened_model, torch_predictor
 from compress.common.requirements import Requirement, pip_install, require_all
 from compress.core.stage import Stage
 from compress.graph.axis_bounds import input_limit_facts
-from export.common.targets import SIGNED_8_BITS, warn_of_other_target
-from export.parity.stored_parity import ComparesStoredFile
+from compress.export.common.targets import SIGNED_8_BITS, warn_of_other_target
+from compress.export.parity.stored_parity import ComparesStoredFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Set
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from compress.common.signature import Signature
     from compress.core.context import Context
-    from export.parity.bisect import Tensors
+    from compress.export.parity.bisect import Tensors
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class ExecuTorchModel(Artifact):
             ArtifactInvalid: it was altered after sealing, or cannot be loaded.
             Unavailable: ExecuTorch is not installed.
         """
-        from export.executorch.runtime import load
+        from compress.export.executorch.runtime import load
 
         require_all([EXECUTORCH], str(self.path))
         self.verify_cached()
@@ -82,12 +82,12 @@ class ExportExecuTorch(ComparesStoredFile, Stage[EagerModel | GraphModel, ExecuT
         """Trace, lower, load, compare with the source."""
         from importlib.metadata import version
 
-        from export.executorch.lowering import lower
-        from export.executorch.planned_sizes import bounded_signature, planned_sizes
-        from export.executorch.runtime import load
-        from export.parity.compare import check_parity
-        from export.parity.report import ParityContext, report_on_mismatch
-        from export.parity.repro_script import EXECUTORCH as SCRIPT_RUNTIME
+        from compress.export.executorch.lowering import lower
+        from compress.export.executorch.planned_sizes import bounded_signature, planned_sizes
+        from compress.export.executorch.runtime import load
+        from compress.export.parity.compare import check_parity
+        from compress.export.parity.report import ParityContext, report_on_mismatch
+        from compress.export.parity.repro_script import EXECUTORCH as SCRIPT_RUNTIME
 
         warn_of_other_target(model, ("xnnpack",), self.title)
         program = program_of(model)
@@ -140,9 +140,9 @@ class ExportExecuTorch(ComparesStoredFile, Stage[EagerModel | GraphModel, ExecuT
         self, program: ExportedProgram, signature: Signature, file: Path, inputs: Tensors
     ) -> Tensors:
         """Lower a part of the graph and return its outputs."""
-        from export.executorch.lowering import lower
-        from export.executorch.planned_sizes import bounded_signature, planned_sizes
-        from export.executorch.runtime import load
+        from compress.export.executorch.lowering import lower
+        from compress.export.executorch.planned_sizes import bounded_signature, planned_sizes
+        from compress.export.executorch.runtime import load
 
         sizes = planned_sizes(program, signature, self.largest_batch)
         file.write_bytes(lower(program, bounded_signature(signature, sizes)).content)

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from compress.common.errors import StageFailed, Unavailable
 from compress.core.stage import members_of
-from export.aotinductor.stage import ExportAot
-from export.onnx.stage import ExportOnnx
-from export.openvino.stage import ExportOpenVINO
-from export.torchscript.stage import ExportTorchScript
+from compress.export.aotinductor.stage import ExportAot
+from compress.export.onnx.stage import ExportOnnx
+from compress.export.openvino.stage import ExportOpenVINO
+from compress.export.torchscript.stage import ExportTorchScript
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -15,19 +15,19 @@ from compress.artifacts.graph_model import GraphModel
 from compress.common.config import Count
 from compress.common.errors import StageFailed
 from compress.core.stage import Stage
-from export.aotinductor.stage import AotModel
-from export.fastest.runtimes import Runtime
-from export.onnx.stage import OnnxModel
-from export.openvino.stage import OpenVINOModel
-from export.parity.stored_parity import ComparesStoredFile
-from export.torchscript.stage import TorchScriptModel
+from compress.export.aotinductor.stage import AotModel
+from compress.export.fastest.runtimes import Runtime
+from compress.export.onnx.stage import OnnxModel
+from compress.export.openvino.stage import OpenVINOModel
+from compress.export.parity.stored_parity import ComparesStoredFile
+from compress.export.torchscript.stage import TorchScriptModel
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from compress.artifacts.artifact import Artifact
     from compress.core.context import Context
-    from export.fastest.measure import BenchCell
+    from compress.export.fastest.measure import BenchCell
 
 logger = logging.getLogger(__name__)
 
@@ -61,14 +61,14 @@ class ExportFastest(ComparesStoredFile, Stage[EagerModel | GraphModel, Exported]
     @property
     def machine_parts(self) -> dict[str, Any]:
         """The processor and system that are measured, and that code is compiled for."""
-        from export.common.host_check import built_for
+        from compress.export.common.host_check import built_for
 
         return {"built_for": built_for("cpu")}
 
     def run(self, model: EagerModel | GraphModel, context: Context) -> Exported:
         """Export, measure the files in turn, seal the fastest with the figures of all."""
-        from export.fastest.measure import measure_fastest
-        from export.fastest.runtimes import export_to
+        from compress.export.fastest.measure import measure_fastest
+        from compress.export.fastest.runtimes import export_to
 
         with TemporaryDirectory(prefix="compress-fastest-") as folder:
             exported, failures = export_to(

@@ -18,9 +18,9 @@ from compress.common.errors import StageFailed
 from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.graph.library_cache import patched_attribute
 from compress.graph.torch_export import export_program
-from export.genai.fused_operators import fuse_operators_
-from export.onnx.lowering import lower
-from export.onnx.passes.rms_norm import use_fused_rms_norms_
+from compress.export.genai.fused_operators import fuse_operators_
+from compress.export.onnx.lowering import lower
+from compress.export.onnx.passes.rms_norm import use_fused_rms_norms_
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

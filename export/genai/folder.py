@@ -14,7 +14,7 @@ from compress.common.strict_json import parse_settings
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from export.genai.decoder import CacheShape
+    from compress.export.genai.decoder import CacheShape
 
 CONFIG = "genai_config.json"
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from onnx import helper, numpy_helper
 
-from export.onnx.graph import PACKED_MATMUL, remove_unread_
+from compress.export.onnx.graph import PACKED_MATMUL, remove_unread_
 
 if TYPE_CHECKING:
     import onnx

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from compress.common.errors import PipelineInvalid
 from compress.common.requirements import require_all
-from export.genai.runtime import GENAI, next_tokens, open_folder
-from export.genai.stage import GenaiModel
-from export.genai.text import TOKENIZERS, TextTokenizer
+from compress.export.genai.runtime import GENAI, next_tokens, open_folder
+from compress.export.genai.stage import GenaiModel
+from compress.export.genai.text import TOKENIZERS, TextTokenizer
 
 if TYPE_CHECKING:
     from pathlib import Path

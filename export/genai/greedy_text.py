@@ -7,7 +7,7 @@ import logging
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from compress.common.errors import ArtifactInvalid, StageFailed
-from export.genai.runtime import Sampling, next_scores, next_tokens_unlocked
+from compress.export.genai.runtime import Sampling, next_scores, next_tokens_unlocked
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from export.onnx.passes.matmul_nbits import (
+from compress.export.onnx.passes.matmul_nbits import (
     ROUNDING_LEVEL,
     gather_block_quantized,
     matmul_nbits,
@@ -17,7 +17,7 @@ from export.onnx.passes.matmul_nbits import (
 
 if TYPE_CHECKING:
     from compress.artifacts.streaming.packed_weight import PackedWeight
-    from export.common.packed_weights import DecoderWeights
+    from compress.export.common.packed_weights import DecoderWeights
 
 
 class PackedLinear(nn.Module):

@@ -10,8 +10,8 @@ import torch
 from compress.common.errors import StageFailed
 from compress.common.tensor_difference import relative_error
 from compress.core.gate_kinds.next_tokens import token_input, unmasked_inputs
-from export.genai.greedy_text import GreedyText
-from export.parity.sample_parity import tolerance_for
+from compress.export.genai.greedy_text import GreedyText
+from compress.export.parity.sample_parity import tolerance_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from compress.artifacts.artifact import Artifact
     from compress.common.forward import Predictor
     from compress.core.context import Context
-    from export.genai.session import CachedSession
+    from compress.export.genai.session import CachedSession
 
 logger = logging.getLogger(__name__)
 

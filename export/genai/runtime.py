@@ -13,7 +13,7 @@ from compress.common.foreign.native_runtimes import onnx_runtime_genai
 from compress.common.requirements import Requirement, pip_install
 from compress.profiling.benchmark import unmeasurable
 from compress.profiling.call_timer import CallTimer
-from export.genai.folder import GenaiConfig
+from compress.export.genai.folder import GenaiConfig
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence

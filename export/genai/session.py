@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from compress.core.gate_kinds.next_tokens import token_input
-from export.genai.decoder import INPUT_IDS, MASK
-from export.onnx.session import exact_session
+from compress.export.genai.decoder import INPUT_IDS, MASK
+from compress.export.onnx.session import exact_session
 
 if TYPE_CHECKING:
     from pathlib import Path

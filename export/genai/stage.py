@@ -15,8 +15,8 @@ from compress.common.errors import StageFailed
 from compress.common.forward import opened_model
 from compress.common.requirements import require_all
 from compress.core.stage import Stage
-from export.common.targets import NO_BFLOAT16
-from export.genai.runtime import GENAI
+from compress.export.common.targets import NO_BFLOAT16
+from compress.export.genai.runtime import GENAI
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Set
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from compress.common.forward import Predictor
     from compress.core.context import Context
-    from export.genai.greedy_text import GreedyText
+    from compress.export.genai.greedy_text import GreedyText
 
 logger = logging.getLogger(__name__)
 
@@ -39,13 +39,13 @@ class GenaiModel(Artifact):
     kind: ClassVar[str] = "genai"
     payload: ClassVar[str] = "model.onnx"
     only_device: ClassVar[str] = "cpu"
-    opened_with: ClassVar[tuple[str, ...]] = ("export.onnx.session",)
+    opened_with: ClassVar[tuple[str, ...]] = ("compress.export.onnx.session",)
     generates: ClassVar[bool] = True
 
     @opened_model
     def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:
         """Open the file in onnxruntime as a predictor of the scores of whole inputs."""
-        from export.genai.session import prefill_predictor
+        from compress.export.genai.session import prefill_predictor
 
         self.verify_cached()
         yield prefill_predictor(self.payload_path, threads, self.signature)
@@ -59,7 +59,7 @@ class GenaiModel(Artifact):
         self, prompt_tokens: int, tokens: int, threads: int
     ) -> tuple[float, float]:
         """Return milliseconds to the first token, and tokens a second after it."""
-        from export.genai.runtime import measure_speed
+        from compress.export.genai.runtime import measure_speed
 
         require_all([GENAI], str(self.path))
         self.verify_cached()
@@ -96,13 +96,13 @@ class ExportGenai(Stage[EagerModel | GraphModel, GenaiModel]):
         """Trace with the cache, translate, write, compare with the source."""
         import torch
 
-        from export.common.packed_weights import decoder_weights
-        from export.genai.decoder import CachedDecoder, lower_decoder
-        from export.genai.folder import GenaiConfig
-        from export.genai.packed_layers import use_packed_layers_
-        from export.onnx.graph import count_operators, strip_
-        from export.onnx.passes.stored_integers import compact_
-        from export.onnx.proto_io import write
+        from compress.export.common.packed_weights import decoder_weights
+        from compress.export.genai.decoder import CachedDecoder, lower_decoder
+        from compress.export.genai.folder import GenaiConfig
+        from compress.export.genai.packed_layers import use_packed_layers_
+        from compress.export.onnx.graph import count_operators, strip_
+        from compress.export.onnx.passes.stored_integers import compact_
+        from compress.export.onnx.proto_io import write
 
         weights = decoder_weights(model, context, self.title, by_config=False)
         module: Any = weights.module
@@ -169,9 +169,9 @@ class ExportGenai(Stage[EagerModel | GraphModel, GenaiModel]):
         self, model: Artifact, folder: Path, context: Context, vocabulary: int, longest: int
     ) -> tuple[dict[str, Any], GreedyText]:
         """Compare a folder with its source; return what was found, and the greedy text."""
-        from export.genai.proof import CacheProof
-        from export.genai.runtime import open_folder
-        from export.genai.session import CachedSession
+        from compress.export.genai.proof import CacheProof
+        from compress.export.genai.runtime import open_folder
+        from compress.export.genai.session import CachedSession
 
         session = CachedSession(folder / GenaiModel.payload, context.threads)
         facts, text = CacheProof(model, session, context, vocabulary, longest).check()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from compress.common.errors import StageFailed
-from export.gguf.tensors import FAMILIES
+from compress.export.gguf.tensors import FAMILIES
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from compress.common.forward import Predictor
     from compress.common.signature import Signature
     from compress.core.context import Context
-    from export.common.packed_weights import DecoderWeights
-    from export.gguf.tensors import FileTensor
+    from compress.export.common.packed_weights import DecoderWeights
+    from compress.export.gguf.tensors import FileTensor
 
 logger = logging.getLogger(__name__)
 
@@ -74,9 +74,9 @@ class ExportGguf(Stage[EagerModel | GraphModel, GgufModel]):
 
     def run(self, model: EagerModel | GraphModel, context: Context) -> GgufModel:
         """Write settings, tokenizer and tensors, and read them back."""
-        from export.common.packed_weights import decoder_weights
-        from export.gguf.settings import check_family
-        from export.gguf.tensors import file_tensors
+        from compress.export.common.packed_weights import decoder_weights
+        from compress.export.gguf.settings import check_family
+        from compress.export.gguf.tensors import file_tensors
 
         weights = decoder_weights(model, context, self.title)
         check_family(weights.module.config, self.title)
@@ -98,8 +98,8 @@ class ExportGguf(Stage[EagerModel | GraphModel, GgufModel]):
 
     def check_parity(self, model: Artifact, artifact: Artifact, context: Context) -> None:
         """Raise StageFailed where a stored file has other weights or answers than the model."""
-        from export.common.packed_weights import decoder_weights
-        from export.gguf.tensors import file_tensors
+        from compress.export.common.packed_weights import decoder_weights
+        from compress.export.gguf.tensors import file_tensors
 
         assert isinstance(model, EagerModel | GraphModel)
         weights = decoder_weights(model, context, self.title)
@@ -117,10 +117,10 @@ class ExportGguf(Stage[EagerModel | GraphModel, GgufModel]):
         import torch
         from gguf import GGMLQuantizationType, GGUFWriter
 
-        from export.gguf.blocks import block_type, blocks_of
-        from export.gguf.settings import add_settings
-        from export.gguf.tensors import FAMILIES
-        from export.gguf.vocabulary import add_vocabulary
+        from compress.export.gguf.blocks import block_type, blocks_of
+        from compress.export.gguf.settings import add_settings
+        from compress.export.gguf.tensors import FAMILIES
+        from compress.export.gguf.vocabulary import add_vocabulary
 
         module: Any = weights.module
         family = FAMILIES[module.config.model_type]
@@ -156,7 +156,7 @@ class ExportGguf(Stage[EagerModel | GraphModel, GgufModel]):
         import torch
 
         from compress.common.tensor_difference import relative_error
-        from export.parity.sample_parity import FLOAT
+        from compress.export.parity.sample_parity import FLOAT
 
         floats, count = self._read_back(file, tensors)
         weights.use_(floats)
@@ -187,7 +187,7 @@ class ExportGguf(Stage[EagerModel | GraphModel, GgufModel]):
         import torch
         from gguf import GGUFReader, dequantize
 
-        from export.gguf.blocks import block_type, integers_of
+        from compress.export.gguf.blocks import block_type, integers_of
 
         stored = {tensor.name: tensor for tensor in GGUFReader(file).tensors}
         floats, count = dict[tuple[str, bool], torch.Tensor](), 0

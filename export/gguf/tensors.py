@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from compress.artifacts.streaming.packed_weight import PackedWeight
-    from export.common.packed_weights import DecoderWeights
+    from compress.export.common.packed_weights import DecoderWeights
 
 
 class Family(NamedTuple):

@@ -11,14 +11,14 @@ import onnx
 from onnx import helper, numpy_helper
 
 from compress.common.errors import StageFailed
-from export.onnx.graph import PACKED_MATMUL, remove_unread_
-from export.onnx.passes.float_layers import separate_float_layers_
+from compress.export.onnx.graph import PACKED_MATMUL, remove_unread_
+from compress.export.onnx.passes.float_layers import separate_float_layers_
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from compress.profiling.interaction_sum import Choice
-    from export.latency.resizing import ResizableModel
+    from compress.export.latency.resizing import ResizableModel
 
     Array = np.ndarray[Any, Any]
 

@@ -10,13 +10,13 @@ from compress.common.config import Settings
 from compress.common.sealed_json import read_state, write_state
 from compress.common.strict_json import canonical_json
 from compress.profiling.benchmark import MeasuredShare
-from export.latency.kernels import AT_ONCE, measure_kernels
-from export.onnx.session import onnxruntime
+from compress.export.latency.kernels import AT_ONCE, measure_kernels
+from compress.export.onnx.session import onnxruntime
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from export.latency.kernels import Kernel
+    from compress.export.latency.kernels import Kernel
 
 
 TABLES = Path(".store", "latency")

@@ -11,7 +11,7 @@ from scipy.optimize import nnls
 from compress.common.config import Settings
 from compress.common.errors import StageFailed
 from compress.profiling.benchmark import compare_latencies, unmeasurable
-from export.onnx.session import opened_session
+from compress.export.onnx.session import opened_session
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from export.latency.kernel_table import KernelTable
-    from export.latency.kernels import Kernel
+    from compress.export.latency.kernel_table import KernelTable
+    from compress.export.latency.kernels import Kernel
 
 
 def measure_files(

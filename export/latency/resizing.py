@@ -19,7 +19,7 @@ from onnx import numpy_helper
 from scipy.optimize import nnls
 
 from compress.common.errors import StageFailed
-from export.onnx.graph import PACKED_MATMUL
+from compress.export.onnx.graph import PACKED_MATMUL
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -5,11 +5,11 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from export.onnx.graph import strip_
-from export.onnx.passes.stored_integers import compact_
-from export.onnx.proto_io import write
-from export.onnx.session import opened_session
-from export.onnx.translate import translate
+from compress.export.onnx.graph import strip_
+from compress.export.onnx.passes.stored_integers import compact_
+from compress.export.onnx.proto_io import write
+from compress.export.onnx.session import opened_session
+from compress.export.onnx.translate import translate
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -56,7 +56,7 @@ def open_as_served(
     if runtime == "onnx":
         size = sum(part.stat().st_size for part in file.parent.iterdir() if part.is_file())
         return ServedFile(size, partial(opened_session, file, threads))
-    from export.openvino import runtime as openvino
+    from compress.export.openvino import runtime as openvino
 
     model = file.parent / "openvino" / "model.xml"
     model.parent.mkdir()

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, Literal
 from compress.common.errors import StageFailed
 from compress.profiling.benchmark import MeasuredShare, compare_latency, unmeasurable
 from compress.profiling.interaction_sum import InteractionSum
-from export.latency.kernel_table import KernelTable
-from export.latency.kernels import kernels_of
-from export.latency.latency_model import LatencyModel
-from export.latency.resizing import MOST_EXPORTS, ResizableModel
-from export.latency.served_files import graph_to_serve, open_as_served, write_alone
-from export.latency.width_costs import WidthCosts, measure_grid, spread_widths
+from compress.export.latency.kernel_table import KernelTable
+from compress.export.latency.kernels import kernels_of
+from compress.export.latency.latency_model import LatencyModel
+from compress.export.latency.resizing import MOST_EXPORTS, ResizableModel
+from compress.export.latency.served_files import graph_to_serve, open_as_served, write_alone
+from compress.export.latency.width_costs import WidthCosts, measure_grid, spread_widths
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from compress.core.context import Context
     from compress.core.stage import Stage
     from compress.profiling.benchmark import Opener
-    from export.latency.kernels import Arrays
+    from compress.export.latency.kernels import Arrays
 
     Widths = Mapping[str, int]
     Grid = Mapping[str, Sequence[int]]

@@ -7,7 +7,7 @@ from collections import Counter
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from export.onnx.graph import UNCOUNTED
+from compress.export.onnx.graph import UNCOUNTED
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -14,27 +14,27 @@ from compress.common.errors import StageFailed, first_line
 from compress.graph.axis_bounds import dynamic_shapes
 from compress.graph.library_cache import cached_composite_ops
 from compress.graph.rnn import any_sequence_length
-from export.common.targets import NO_UINT16_IN_OPSET, UINT16_OPSET
-from export.onnx.metadata import INPUT, OUTPUT, rename_values_
-from export.onnx.passes.attention import TRANSLATIONS as ATTENTION
-from export.onnx.passes.dynamic_quant import TRANSLATIONS as DYNAMIC
-from export.onnx.passes.dynamic_quant import fuse_integer_products_
-from export.onnx.passes.float_layers import (
+from compress.export.common.targets import NO_UINT16_IN_OPSET, UINT16_OPSET
+from compress.export.onnx.metadata import INPUT, OUTPUT, rename_values_
+from compress.export.onnx.passes.attention import TRANSLATIONS as ATTENTION
+from compress.export.onnx.passes.dynamic_quant import TRANSLATIONS as DYNAMIC
+from compress.export.onnx.passes.dynamic_quant import fuse_integer_products_
+from compress.export.onnx.passes.float_layers import (
     has_weights_of,
     separate_float_layers_,
     separate_shared_integers_,
     separate_transposes_,
 )
-from export.onnx.passes.matmul_nbits import use_packed_weights
-from export.onnx.passes.pooling import TRANSLATIONS as POOLING
-from export.onnx.passes.rnn import lower_quantized_rnns_
-from export.onnx.passes.stable_forms import TRANSLATIONS as STABLE
-from export.onnx.passes.stored_integers import (
+from compress.export.onnx.passes.matmul_nbits import use_packed_weights
+from compress.export.onnx.passes.pooling import TRANSLATIONS as POOLING
+from compress.export.onnx.passes.rnn import lower_quantized_rnns_
+from compress.export.onnx.passes.stable_forms import TRANSLATIONS as STABLE
+from compress.export.onnx.passes.stored_integers import (
     INT4_OPSET,
     has_four_bit_weights,
 )
-from export.onnx.proto_io import to_proto
-from export.onnx.torch_registry import cached_registry, numbers_for_tensors
+from compress.export.onnx.proto_io import to_proto
+from compress.export.onnx.torch_registry import cached_registry, numbers_for_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

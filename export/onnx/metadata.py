@@ -9,7 +9,7 @@ from compress import __version__
 from compress.artifacts.carried_files import IMAGES, TOKENIZER
 from compress.common.errors import StageFailed
 from compress.common.strict_json import canonical_json
-from export.onnx.graph import graphs_in
+from compress.export.onnx.graph import graphs_in
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

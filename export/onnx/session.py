@@ -12,7 +12,7 @@ import torch
 from compress.common.errors import ArtifactInvalid, Unavailable, first_line
 from compress.common.foreign.native_runtimes import onnx_runtime
 from compress.common.tensor_difference import relative_error
-from export.common.int8_sums import has_16_bit_sums
+from compress.export.common.int8_sums import has_16_bit_sums
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -72,8 +72,8 @@ def counted_predictor(
     share of the multiply-accumulates of a call with the inputs, where it can be counted.
     """
     # They import onnx, which opening a file does not need.
-    from export.onnx.kernels import count_kernels, integer_macs_share
-    from export.onnx.proto_io import read
+    from compress.export.onnx.kernels import count_kernels, integer_macs_share
+    from compress.export.onnx.proto_io import read
 
     with tempfile.TemporaryDirectory() as folder:
         optimized = Path(folder) / "optimized.onnx"
@@ -107,8 +107,8 @@ def optimize(model: onnx.ModelProto, level: Literal["basic", "extended"]) -> onn
     Level `basic` folds constants and BatchNorm, and gives standard operators; `extended` also fuses
     them into onnxruntime's own, which no other runtime knows.
     """
-    from export.onnx.graph import graphs_in
-    from export.onnx.proto_io import read, write
+    from compress.export.onnx.graph import graphs_in
+    from compress.export.onnx.proto_io import read, write
 
     levels = onnxruntime.GraphOptimizationLevel
     # The level above these changes layouts for the processor that it runs on.

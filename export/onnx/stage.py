@@ -14,13 +14,13 @@ from compress.artifacts.graph_model import GraphModel
 from compress.common.forward import opened_model
 from compress.core.context import Context
 from compress.core.stage import Stage
-from export.common.targets import (
+from compress.export.common.targets import (
     NO_BFLOAT16,
     NO_UINT16_IN_OPSET,
     UINT16_OPSET,
     warn_of_other_target,
 )
-from export.parity.stored_parity import ComparesStoredFile
+from compress.export.parity.stored_parity import ComparesStoredFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Set
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from compress.common.forward import Predictor
     from compress.common.signature import Signature
     from compress.core.context import Context
-    from export.onnx.translate import Translation
-    from export.parity.bisect import Tensors
+    from compress.export.onnx.translate import Translation
+    from compress.export.parity.bisect import Tensors
 
 logger = logging.getLogger(__name__)
 
@@ -57,11 +57,11 @@ class OnnxModel(Artifact):
     kind: ClassVar[str] = "onnx"
     payload: ClassVar[str] = "model.onnx"
     reports_integer_share: ClassVar[bool] = True
-    opened_with: ClassVar[tuple[str, ...]] = ("export.onnx.session",)
+    opened_with: ClassVar[tuple[str, ...]] = ("compress.export.onnx.session",)
 
     def runs_on(self, device: str) -> str:
         """Return the device if onnxruntime is built for it, as onnxruntime-gpu is, else the CPU."""
-        from export.onnx.session import device_of
+        from compress.export.onnx.session import device_of
 
         return device_of(device)
 
@@ -73,7 +73,7 @@ class OnnxModel(Artifact):
             ArtifactInvalid: the file was altered after sealing, or cannot be loaded.
             Unavailable: it is to run on CUDA, whose libraries onnxruntime does not find.
         """
-        from export.onnx.session import session_predictor
+        from compress.export.onnx.session import session_predictor
 
         self.verify_cached()
         yield session_predictor(self.payload_path, threads, self.runs_on(device))
@@ -85,8 +85,8 @@ class OnnxModel(Artifact):
 
     def parameters(self) -> int:
         """Count the weights; scales and zero points are not weights."""
-        from export.onnx.graph import count_weights
-        from export.onnx.proto_io import read
+        from compress.export.onnx.graph import count_weights
+        from compress.export.onnx.proto_io import read
 
         # Once fused into onnxruntime's own operators, weights cannot be counted in the file.
         recorded: Any = self.manifest.facts.get("parameters")
@@ -94,8 +94,8 @@ class OnnxModel(Artifact):
 
     def macs(self) -> int | None:
         """Count the multiply-accumulates of convolutions and products for one sample."""
-        from export.onnx.graph import count_macs
-        from export.onnx.proto_io import read
+        from compress.export.onnx.graph import count_macs
+        from compress.export.onnx.proto_io import read
 
         recorded: Any = self.manifest.facts.get("macs")
         return count_macs(read(self.payload_path)) if recorded is None else recorded
@@ -125,13 +125,13 @@ class ExportOnnx(ComparesStoredFile, Stage[EagerModel | GraphModel, OnnxModel]):
 
     def run(self, model: EagerModel | GraphModel, context: Context) -> OnnxModel:
         """Trace, translate, write, compare with the source."""
-        from export.onnx.proto_io import mapped
-        from export.onnx.session import counted_predictor, plain_session_error
-        from export.parity.compare import compare_outputs, parity_inputs
-        from export.parity.reference_outputs import recorded_outputs
-        from export.parity.report import ParityContext, report_on_mismatch
-        from export.parity.repro_script import ONNX
-        from export.parity.sample_parity import val_inputs
+        from compress.export.onnx.proto_io import mapped
+        from compress.export.onnx.session import counted_predictor, plain_session_error
+        from compress.export.parity.compare import compare_outputs, parity_inputs
+        from compress.export.parity.reference_outputs import recorded_outputs
+        from compress.export.parity.report import ParityContext, report_on_mismatch
+        from compress.export.parity.repro_script import ONNX
+        from compress.export.parity.sample_parity import val_inputs
 
         warn_of_other_target(model, ONNX_TARGETS, self.title)
         facts: dict[str, Any] = {}
@@ -179,9 +179,9 @@ class ExportOnnx(ComparesStoredFile, Stage[EagerModel | GraphModel, OnnxModel]):
 
     def translated(self, model: EagerModel | GraphModel) -> tuple[onnx.ModelProto, Translation]:
         """Return a model as ONNX, with names that :meth:`run` shortens."""
-        from export.onnx.passes.stored_integers import compact_
-        from export.onnx.session import optimize
-        from export.onnx.translate import translate
+        from compress.export.onnx.passes.stored_integers import compact_
+        from compress.export.onnx.session import optimize
+        from compress.export.onnx.translate import translate
 
         graph, translation = translate(model, self.opset, self.title)
         if self.optimize != "none":
@@ -194,9 +194,9 @@ class ExportOnnx(ComparesStoredFile, Stage[EagerModel | GraphModel, OnnxModel]):
     ) -> Translation:
         """Translate and write a model, and free its memory; what is found is added to the facts."""
         from compress.profiling.rss import release_memory
-        from export.onnx.graph import count_operators, strip_
-        from export.onnx.metadata import add_metadata_
-        from export.onnx.proto_io import write, write_mapped
+        from compress.export.onnx.graph import count_operators, strip_
+        from compress.export.onnx.metadata import add_metadata_
+        from compress.export.onnx.proto_io import write, write_mapped
 
         graph, translation = self.translated(model)
         strip_(graph)
@@ -220,10 +220,10 @@ class ExportOnnx(ComparesStoredFile, Stage[EagerModel | GraphModel, OnnxModel]):
         self, program: ExportedProgram, signature: Signature, file: Path, inputs: Tensors
     ) -> Tensors:
         """Export a part of the graph and return its outputs."""
-        from export.onnx.graph import strip_
-        from export.onnx.lowering import lower
-        from export.onnx.proto_io import write
-        from export.onnx.session import session_predictor
+        from compress.export.onnx.graph import strip_
+        from compress.export.onnx.lowering import lower
+        from compress.export.onnx.proto_io import write
+        from compress.export.onnx.session import session_predictor
 
         graph = lower(program, signature, self.opset)
         strip_(graph)

@@ -15,9 +15,9 @@ from compress.common.forward import Predictor, opened_model
 from compress.common.requirements import Requirement, pip_install, require_all
 from compress.common.signature import TABLE_ROWS
 from compress.core.stage import Stage
-from export.common.targets import NO_BFLOAT16, warn_of_other_target
-from export.onnx.stage import ONNX_TARGETS, OnnxModel
-from export.parity.stored_parity import ComparesStoredFile
+from compress.export.common.targets import NO_BFLOAT16, warn_of_other_target
+from compress.export.onnx.stage import ONNX_TARGETS, OnnxModel
+from compress.export.parity.stored_parity import ComparesStoredFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Set
@@ -52,7 +52,7 @@ class OpenVINOModel(Artifact):
             ArtifactInvalid: it was altered after sealing, or OpenVINO cannot load it.
             Unavailable: OpenVINO is not installed.
         """
-        from export.openvino.runtime import compiled, predictor, within_bounds
+        from compress.export.openvino.runtime import compiled, predictor, within_bounds
 
         require_all([OPENVINO], str(self.path))
         self.verify_cached()
@@ -79,10 +79,10 @@ class ExportOpenVINO(ComparesStoredFile, Stage[EagerModel | GraphModel | OnnxMod
 
     def run(self, model: EagerModel | GraphModel | OnnxModel, context: Context) -> OpenVINOModel:
         """Write the model as ONNX, then as OpenVINO's; compile it, compare it with the source."""
-        from export.openvino.runtime import compiled, count_kernels, predictor, write
-        from export.parity.compare import check_parity
-        from export.parity.report import ParityContext, report_on_mismatch
-        from export.parity.repro_script import OPENVINO as SCRIPT_RUNTIME
+        from compress.export.openvino.runtime import compiled, count_kernels, predictor, write
+        from compress.export.parity.compare import check_parity
+        from compress.export.parity.report import ParityContext, report_on_mismatch
+        from compress.export.parity.repro_script import OPENVINO as SCRIPT_RUNTIME
 
         warn_of_other_target(model, ONNX_TARGETS, self.title)
         facts: dict[str, Any] = {
@@ -119,10 +119,10 @@ class ExportOpenVINO(ComparesStoredFile, Stage[EagerModel | GraphModel | OnnxMod
         self, model: EagerModel | GraphModel | OnnxModel, folder: Path
     ) -> tuple[Path, dict[str, Any]]:
         """Return the model as an ONNX file, and facts: its operators, the limits of axes."""
-        from export.onnx.graph import count_operators, strip_
-        from export.onnx.passes.stored_integers import compact_
-        from export.onnx.proto_io import read, write
-        from export.onnx.translate import translate
+        from compress.export.onnx.graph import count_operators, strip_
+        from compress.export.onnx.passes.stored_integers import compact_
+        from compress.export.onnx.proto_io import read, write
+        from compress.export.onnx.translate import translate
 
         if isinstance(model, OnnxModel):
             known = ("axis_limits", TABLE_ROWS)
@@ -141,10 +141,10 @@ class ExportOpenVINO(ComparesStoredFile, Stage[EagerModel | GraphModel | OnnxMod
         self, program: ExportedProgram, signature: Signature, file: Path, inputs: Tensors
     ) -> Tensors:
         """Write a part of the graph as ONNX, and return OpenVINO's outputs for it."""
-        from export.onnx.graph import strip_
-        from export.onnx.lowering import lower
-        from export.onnx.proto_io import write
-        from export.openvino.runtime import compiled, predictor
+        from compress.export.onnx.graph import strip_
+        from compress.export.onnx.lowering import lower
+        from compress.export.onnx.proto_io import write
+        from compress.export.openvino.runtime import compiled, predictor
 
         graph = lower(program, signature, None)
         strip_(graph)

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from compress.common.errors import StageFailed
 from compress.common.forward import accept_any_batch
 from compress.common.tensor_difference import relative_error
-from export.parity.adversarial_inputs import adversarial_inputs, find_adversarial_mismatch
-from export.parity.float64_reference import Float64Reference
-from export.parity.sample_parity import (
+from compress.export.parity.adversarial_inputs import adversarial_inputs, find_adversarial_mismatch
+from compress.export.parity.float64_reference import Float64Reference
+from compress.export.parity.sample_parity import (
     FLOAT,
     NOTHING_FINITE,
     OTHER_INFINITIES,

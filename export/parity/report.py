@@ -21,11 +21,11 @@ from compress.common.sealed_json import write_sealed
 from compress.common.tensor_difference import largest, largest_difference, relative_error
 from compress.core.metric_kinds.checked_values import predicted_labels
 from compress.core.metrics import evaluate
-from export.common.int8_sums import has_16_bit_sums
-from export.parity import repro_script
-from export.parity.bisect import LayerSearch
-from export.parity.compare import ParityMismatch, parity_inputs
-from export.parity.sample_parity import QUANTIZED, tolerance_for, val_inputs
+from compress.export.common.int8_sums import has_16_bit_sums
+from compress.export.parity import repro_script
+from compress.export.parity.bisect import LayerSearch
+from compress.export.parity.compare import ParityMismatch, parity_inputs
+from compress.export.parity.sample_parity import QUANTIZED, tolerance_for, val_inputs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from compress.artifacts.artifact import Artifact
     from compress.common.forward import Predictor
     from compress.core.context import Context
-    from export.parity.bisect import Reexport
-    from export.parity.repro_script import ScriptRuntime
+    from compress.export.parity.bisect import Reexport
+    from compress.export.parity.repro_script import ScriptRuntime
 
     Tensors = tuple[torch.Tensor, ...]
 

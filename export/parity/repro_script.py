@@ -12,13 +12,13 @@ import torch
 from compress.common.errors import StageFailed
 from compress.common.tensor_difference import largest, relative_error
 from compress.graph.torch_export import save_program
-from export.parity.subgraph import retrace
+from compress.export.parity.subgraph import retrace
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from compress.common.forward import Predictor
-    from export.parity.bisect import LayerSearch
+    from compress.export.parity.bisect import LayerSearch
 
 SOURCE = "source.pt2"
 INPUTS = "inputs.npz"

@@ -16,13 +16,13 @@ class ComparesStoredFile:
 
     def rounding_error(self, model: Artifact) -> float:
         """Return the largest error of an export that is taken for a right one."""
-        from export.parity.sample_parity import tolerance_for
+        from compress.export.parity.sample_parity import tolerance_for
 
         return tolerance_for(model).spread
 
     def check_parity(self, model: Artifact, artifact: Artifact, context: Context) -> None:
         """Raise StageFailed where the artifact's outputs differ from the model's."""
-        from export.parity.compare import check_parity
+        from compress.export.parity.compare import check_parity
 
         facts: Any = artifact.manifest.facts
         limits, operators = facts.get("axis_limits"), facts.get("operators", ())

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from compress.artifacts.graph_model import program_of
 from compress.common.errors import StageFailed, first_line
-from export.onnx.stage import OnnxModel
-from export.tensorrt.runtime import python_logger
-from export.tensorrt.shape_profiles import Shapes, shapes_of
+from compress.export.onnx.stage import OnnxModel
+from compress.export.tensorrt.runtime import python_logger
+from compress.export.tensorrt.shape_profiles import Shapes, shapes_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -34,7 +34,7 @@ RUN_TIME_INTEGERS = {"DynamicQuantizeLinear", "MatMulInteger", "ConvInteger"}
 
 
 class BuildOptions(NamedTuple):
-    """Settings of a build: see :class:`~export.tensorrt.stage.ExportTensorRT`."""
+    """Settings of a build: see :class:`~compress.export.tensorrt.stage.ExportTensorRT`."""
 
     workspace_mebibytes: int | None = None
     optimization_level: int | None = None
@@ -100,10 +100,10 @@ def write_onnx(program: ExportedProgram, signature: Signature, file: Path) -> No
     """Write the ONNX file that TensorRT's parser reads, without onnxruntime's own operators."""
     import torch
 
-    from export.onnx.graph import strip_
-    from export.onnx.lowering import lower
-    from export.onnx.passes.float_layers import has_weights_of
-    from export.onnx.proto_io import write
+    from compress.export.onnx.graph import strip_
+    from compress.export.onnx.lowering import lower
+    from compress.export.onnx.passes.float_layers import has_weights_of
+    from compress.export.onnx.proto_io import write
 
     opset = BFLOAT16_OPSET if has_weights_of(program, torch.bfloat16) else None
     graph = lower(program, signature, opset)

@@ -6,7 +6,7 @@ import subprocess
 from typing import TYPE_CHECKING
 
 from compress.common.errors import Unavailable
-from export.common.host_check import CUDA
+from compress.export.common.host_check import CUDA
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

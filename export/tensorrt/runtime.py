@@ -10,10 +10,10 @@ import torch
 
 from compress.common.errors import ArtifactInvalid, StageFailed
 from compress.common.forward import accept_any_batch
-from export.common.batches import in_parts
-from export.parity.compare import check_axis_sizes, on_cpu
-from export.parity.sample_parity import check_on_samples, tolerance_for, val_inputs
-from export.tensorrt.shape_profiles import with_fixed_sizes
+from compress.export.common.batches import in_parts
+from compress.export.parity.compare import check_axis_sizes, on_cpu
+from compress.export.parity.sample_parity import check_on_samples, tolerance_for, val_inputs
+from compress.export.tensorrt.shape_profiles import with_fixed_sizes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

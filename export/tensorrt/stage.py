@@ -15,14 +15,14 @@ from compress.common.config import Count
 from compress.common.forward import Predictor, opened_model, torch_predictor
 from compress.common.requirements import Requirement, pip_install
 from compress.core.stage import Stage
-from export.common.host_check import CUDA
-from export.onnx.stage import OnnxModel
+from compress.export.common.host_check import CUDA
+from compress.export.onnx.stage import OnnxModel
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from compress.core.context import Context
-    from export.tensorrt.build import BuildOptions
+    from compress.export.tensorrt.build import BuildOptions
 
 logger = logging.getLogger(__name__)
 
@@ -67,8 +67,8 @@ class TensorRTEngine(Artifact):
             ArtifactInvalid: the engine was altered after sealing, or cannot be loaded.
             Unavailable: it was built elsewhere, or TensorRT or the GPU is not here.
         """
-        from export.tensorrt.host_check import refuse_other_host
-        from export.tensorrt.runtime import load
+        from compress.export.tensorrt.host_check import refuse_other_host
+        from compress.export.tensorrt.runtime import load
 
         device = _numbered(device)
         refuse_other_host(self.fact("built_for"), self.payload_path, device)
@@ -121,7 +121,7 @@ class ExportTensorRT(Stage[EagerModel | GraphModel | OnnxModel, TensorRTEngine])
 
     def build_options(self) -> BuildOptions:
         """Return the settings of TensorRT's builder."""
-        from export.tensorrt.build import BuildOptions
+        from compress.export.tensorrt.build import BuildOptions
 
         cache = Path(self.cache) if self.cache else None
         return BuildOptions(self.workspace_mebibytes, self.optimization_level, self.tf32, cache)
@@ -129,17 +129,17 @@ class ExportTensorRT(Stage[EagerModel | GraphModel | OnnxModel, TensorRTEngine])
     @property
     def machine_parts(self) -> dict[str, Any]:
         """The GPU, its driver and the TensorRT that the engine is built for."""
-        from export.tensorrt.host_check import built_for
+        from compress.export.tensorrt.host_check import built_for
 
         return {"built_for": built_for()}
 
     def run(self, model: EagerModel | GraphModel | OnnxModel, context: Context) -> TensorRTEngine:
         """Build, load, compare with the source."""
-        from export.common.targets import warn_of_other_target
-        from export.tensorrt.build import build_from_onnx, build_from_program
-        from export.tensorrt.host_check import built_for
-        from export.tensorrt.runtime import check_engine, load
-        from export.tensorrt.shape_profiles import sizes_of
+        from compress.export.common.targets import warn_of_other_target
+        from compress.export.tensorrt.build import build_from_onnx, build_from_program
+        from compress.export.tensorrt.host_check import built_for
+        from compress.export.tensorrt.runtime import check_engine, load
+        from compress.export.tensorrt.shape_profiles import sizes_of
 
         warn_of_other_target(model, ("tensorrt",), self.title)
         sizes = sizes_of(model.signature, self.sizes)
@@ -173,7 +173,7 @@ class ExportTensorRT(Stage[EagerModel | GraphModel | OnnxModel, TensorRTEngine])
         self, model: EagerModel | GraphModel | OnnxModel, artifact: TensorRTEngine, context: Context
     ) -> None:
         """Compare an engine from an earlier run with its source, on the data of this one."""
-        from export.tensorrt.runtime import check_engine
+        from compress.export.tensorrt.runtime import check_engine
 
         sizes: Any = artifact.fact("sizes")
         with artifact.open(_numbered(context.device), context.threads) as engine:

@@ -14,7 +14,7 @@ from compress.artifacts.edits.independent_calls import script_attributes, unchan
 from compress.artifacts.recipe import CallByName, IndependentCalls
 from compress.common.errors import ArtifactInvalid
 from compress.common.forward import OUTPUT
-from export.torchscript.file_io import quiet
+from compress.export.torchscript.file_io import quiet
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -16,7 +16,7 @@ from compress.common.errors import ArtifactInvalid, StageFailed, first_line
 from compress.common.forward import plain_attention
 from compress.graph.library_cache import patched_attribute
 from compress.graph.torch_export import with_flat_outputs
-from export.torchscript.script_or_trace import record_guesses, script_parts_
+from compress.export.torchscript.script_or_trace import record_guesses, script_parts_
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -14,7 +14,7 @@ import torch
 import torch.ao.quantization.fx._decomposed  # registers quantize_per_tensor and its kin
 
 from compress.common.errors import StageFailed
-from export.common.targets import UINT8_ONLY
+from compress.export.common.targets import UINT8_ONLY
 
 if TYPE_CHECKING:
     from collections.abc import Callable

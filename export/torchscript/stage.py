@@ -14,8 +14,8 @@ from compress.artifacts.graph_model import GraphModel
 from compress.common.forward import opened_model
 from compress.core.context import Context
 from compress.core.stage import Stage
-from export.common.targets import UINT8_ONLY
-from export.parity.stored_parity import ComparesStoredFile
+from compress.export.common.targets import UINT8_ONLY
+from compress.export.parity.stored_parity import ComparesStoredFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Set
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from compress.common.forward import Predictor
     from compress.common.signature import Signature
     from compress.core.context import Context
-    from export.parity.bisect import Tensors
+    from compress.export.parity.bisect import Tensors
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class TorchScriptModel(Artifact):
 
     kind: ClassVar[str] = "torchscript"
     payload: ClassVar[str] = "model.ts"
-    opened_with: ClassVar[tuple[str, ...]] = ("export.torchscript.file_io",)
+    opened_with: ClassVar[tuple[str, ...]] = ("compress.export.torchscript.file_io",)
 
     def runs_on(self, device: str) -> str:
         """Return the CPU for a quantized model, as torch has integer kernels for it alone."""
@@ -52,7 +52,7 @@ class TorchScriptModel(Artifact):
     def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:
         """Load the module as a predictor."""
         from compress.common.forward import torch_predictor
-        from export.torchscript.file_io import load
+        from compress.export.torchscript.file_io import load
 
         self.verify_cached()
         device = self.runs_on(device)
@@ -63,14 +63,14 @@ class TorchScriptModel(Artifact):
 
     def parameters(self) -> int:
         """Count the weights, BatchNorm folded into them where freezing did so."""
-        from export.torchscript.file_io import count_weights, load
+        from compress.export.torchscript.file_io import count_weights, load
 
         return self._recorded_count("parameters") or count_weights(load(self.payload_path))
 
     def macs(self) -> int:
         """Count multiply-accumulates for one sample."""
         from compress.graph.flops import count_macs
-        from export.torchscript.file_io import load
+        from compress.export.torchscript.file_io import load
 
         recorded = self._recorded_count("macs")
         return recorded or count_macs(load(self.payload_path), self.signature.example(batch=1))
@@ -116,10 +116,10 @@ class ExportTorchScript(ComparesStoredFile, Stage[Source, TorchScriptModel]):
     def run(self, model: Source, context: Context) -> TorchScriptModel:
         """Trace or script, write, read back, compare with the source."""
         from compress.common.forward import torch_predictor
-        from export.parity.compare import check_parity
-        from export.parity.report import ParityContext, report_on_mismatch
-        from export.parity.repro_script import TORCHSCRIPT
-        from export.torchscript.file_io import load, save
+        from compress.export.parity.compare import check_parity
+        from compress.export.parity.report import ParityContext, report_on_mismatch
+        from compress.export.parity.repro_script import TORCHSCRIPT
+        from compress.export.torchscript.file_io import load, save
 
         facts: dict[str, Any] = {"warnings": [DEPRECATED]}
         scripted = self._to_torchscript(model, facts)
@@ -150,8 +150,8 @@ class ExportTorchScript(ComparesStoredFile, Stage[Source, TorchScriptModel]):
 
     def _to_torchscript(self, model: Source, facts: dict[str, Any]) -> Any:
         """Return the model as TorchScript; kernels and warnings are added to the facts."""
-        from export.torchscript.file_io import ScriptMethod, to_torchscript
-        from export.torchscript.lowering import script
+        from compress.export.torchscript.file_io import ScriptMethod, to_torchscript
+        from compress.export.torchscript.lowering import script
 
         if isinstance(model, GraphModel):
             module, kernels = script(model.program())
@@ -174,9 +174,9 @@ def _reexport(
 ) -> Tensors:
     """Export a part of the graph and return its outputs."""
     from compress.common.forward import torch_predictor
-    from export.parity.subgraph import prefix
-    from export.torchscript.file_io import ScriptMethod, load, save, to_torchscript
-    from export.torchscript.lowering import script
+    from compress.export.parity.subgraph import prefix
+    from compress.export.torchscript.file_io import ScriptMethod, load, save, to_torchscript
+    from compress.export.torchscript.lowering import script
 
     if quantized:
         scripted, _ = script(program)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from compress.common.errors import StageFailed
 from compress.core.gate_kinds.other_runtime import OtherRun, OtherRuntime
-from export.web.requirements import CHROMIUM, ONNXRUNTIME_WEB
+from compress.export.web.requirements import CHROMIUM, ONNXRUNTIME_WEB
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,8 +25,8 @@ def run_in_browser(model: Artifact, batches: Sequence[tuple[torch.Tensor, ...]])
         StageFailed: the file does not run there.
     """
     from compress.profiling.benchmark import MEASURED_SECONDS
-    from export.web.browser import REPORT, run_page
-    from export.web.page import web_page
+    from compress.export.web.browser import REPORT, run_page
+    from compress.export.web.page import web_page
 
     sizes = {len(batches[0][0]): batches}
     page = web_page(model.path.name, model, sizes, seconds=MEASURED_SECONDS, report=REPORT)

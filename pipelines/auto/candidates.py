@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from compress.common.config import Settings
-from export.fastest.runtimes import RUNTIMES
-from pipelines.api import Pipeline
-from pipelines.config.auto_settings import Format, Runtime
+from compress.export.fastest.runtimes import RUNTIMES
+from compress.pipelines.api import Pipeline
+from compress.pipelines.config.auto_settings import Format, Runtime
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from compress.pruning.finetune import Finetune
-    from pipelines.config.auto_settings import AutoSettings
-    from pipelines.config.pipeline import PipelineConfig
+    from compress.pipelines.config.auto_settings import AutoSettings
+    from compress.pipelines.config.pipeline import PipelineConfig
 
 QUANTIZING: dict[Format, dict[str, Any]] = {
     # Smoothed, as transformers lose several points otherwise; networks without linear layers of

@@ -9,20 +9,20 @@ from pydantic import ValidationError
 
 from compress.common.atomic_files import write_atomically
 from compress.common.errors import GateRefused, PipelineInvalid, StageFailed
-from pipelines.config.auto_settings import AutoLimits, AutoSettings, LatencyLimit
-from pipelines.config.pipeline import PipelineConfig
-from pipelines.config.run_options import RunOptions
-from pipelines.system.machine_info import machine, versions
-from pipelines.system.signals import INTERRUPTED
-from pipelines.terminal.console import current_mode, print_result
-from pipelines.terminal.progress_bars import show_progress
+from compress.pipelines.config.auto_settings import AutoLimits, AutoSettings, LatencyLimit
+from compress.pipelines.config.pipeline import PipelineConfig
+from compress.pipelines.config.run_options import RunOptions
+from compress.pipelines.system.machine_info import machine, versions
+from compress.pipelines.system.signals import INTERRUPTED
+from compress.pipelines.terminal.console import current_mode, print_result
+from compress.pipelines.terminal.progress_bars import show_progress
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from pipelines.auto.candidates import CheckedModel
-    from pipelines.auto.cost_models.tables import LatencyTables
-    from pipelines.auto.front import Front
+    from compress.pipelines.auto.candidates import CheckedModel
+    from compress.pipelines.auto.cost_models.tables import LatencyTables
+    from compress.pipelines.auto.front import Front
 
 
 def search_and_print(
@@ -47,10 +47,10 @@ def search_and_print(
     if tables_only and tables is not None:
         raise PipelineInvalid("--tables-only measures this machine, and --tables is of another one")
     folder = out or pipeline.default_out
-    from pipelines.auto.cost_models.tables import LatencyTables
-    from pipelines.auto.front import Front
-    from pipelines.auto.front_page import PAGE, front_page, front_table, lines_below
-    from pipelines.auto.search import search
+    from compress.pipelines.auto.cost_models.tables import LatencyTables
+    from compress.pipelines.auto.front import Front
+    from compress.pipelines.auto.front_page import PAGE, front_page, front_table, lines_below
+    from compress.pipelines.auto.search import search
 
     if tables_only:
         measured = measure_tables(pipeline, settings, folder)
@@ -90,10 +90,10 @@ def measure_tables(pipeline: PipelineConfig, settings: AutoSettings, out: Path) 
         Unavailable: a runtime is not installed.
     """
     from compress.pruning.width_harms import WidthSpace
-    from pipelines.auto.cost_models.tables import LatencyTables, ModelTable
-    from pipelines.auto.judge import Judge
-    from pipelines.auto.search import Search
-    from pipelines.auto.strategy.depths import Depth
+    from compress.pipelines.auto.cost_models.tables import LatencyTables, ModelTable
+    from compress.pipelines.auto.judge import Judge
+    from compress.pipelines.auto.search import Search
+    from compress.pipelines.auto.strategy.depths import Depth
 
     if settings.space.widths is None:
         raise PipelineInvalid("--tables-only: auto.space.widths is null, so nothing depends on it")
@@ -156,7 +156,7 @@ def with_limits(settings: AutoSettings, given: dict[str, Any]) -> AutoSettings:
 
 def nothing_found(front: Front) -> str:
     """Say what comes nearest to the limits, and what would help."""
-    from pipelines.auto.front import missed_limits, shares_of_limits
+    from compress.pipelines.auto.front import missed_limits, shares_of_limits
 
     limits = front.limits
 

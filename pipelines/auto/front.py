@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from compress.common.config import Settings
 from compress.common.sealed_json import read_if_unchanged, write_sealed
-from pipelines.auto.candidates import CheckedModel
-from pipelines.config.auto_settings import AutoLimits, LatencyLimit
+from compress.pipelines.auto.candidates import CheckedModel
+from compress.pipelines.config.auto_settings import AutoLimits, LatencyLimit
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -6,19 +6,19 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from pipelines.auto.candidates import Candidate
-from pipelines.auto.front import FILE, missed_limits, shares_of_limits
-from pipelines.auto.judge import CANDIDATES
-from pipelines.auto.points import POINTS
-from pipelines.reporting.html_page import render_page
-from pipelines.reporting.svg_plots import Plot, Point, scatter_plot
+from compress.pipelines.auto.candidates import Candidate
+from compress.pipelines.auto.front import FILE, missed_limits, shares_of_limits
+from compress.pipelines.auto.judge import CANDIDATES
+from compress.pipelines.auto.points import POINTS
+from compress.pipelines.reporting.html_page import render_page
+from compress.pipelines.reporting.svg_plots import Plot, Point, scatter_plot
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from pipelines.auto.candidates import CheckedModel
-    from pipelines.auto.front import Front
+    from compress.pipelines.auto.candidates import CheckedModel
+    from compress.pipelines.auto.front import Front
 
 PAGE = "front.html"
 WHOLE = Candidate("float").name

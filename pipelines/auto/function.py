@@ -13,13 +13,13 @@ from compress.common.atomic_files import temporary_folder
 from compress.common.errors import GateRefused, PipelineInvalid
 from compress.core.progress import show_bars
 from compress.core.validation_errors import dotted, explain
-from pipelines.auto.command import nothing_found
-from pipelines.auto.judge import CANDIDATES
-from pipelines.auto.search import search
-from pipelines.config.auto_settings import AutoSettings
-from pipelines.config.pipeline import PipelineConfig
-from pipelines.config.run_options import RunOptions
-from pipelines.optimize import in_memory
+from compress.pipelines.auto.command import nothing_found
+from compress.pipelines.auto.judge import CANDIDATES
+from compress.pipelines.auto.search import search
+from compress.pipelines.config.auto_settings import AutoSettings
+from compress.pipelines.config.pipeline import PipelineConfig
+from compress.pipelines.config.run_options import RunOptions
+from compress.pipelines.optimize import in_memory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     import torch
 
     from compress.core.task import TaskName
-    from pipelines.auto.front import Front
-    from pipelines.config.auto_settings import Format, Runtime
+    from compress.pipelines.auto.front import Front
+    from compress.pipelines.config.auto_settings import Format, Runtime
 
 
 @dataclass(frozen=True)

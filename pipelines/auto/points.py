@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 from compress.common.atomic_files import write_atomically
 from compress.common.errors import CompressError
-from pipelines.api import Pipeline
-from pipelines.auto.candidates import after_stages, last_stage
-from pipelines.auto.front import Front, missed_limits
-from pipelines.auto.judge import STORE
-from pipelines.config.auto_settings import LatencyLimit
-from pipelines.config.relative_paths import relocated
-from pipelines.system import yaml_core
+from compress.pipelines.api import Pipeline
+from compress.pipelines.auto.candidates import after_stages, last_stage
+from compress.pipelines.auto.front import Front, missed_limits
+from compress.pipelines.auto.judge import STORE
+from compress.pipelines.config.auto_settings import LatencyLimit
+from compress.pipelines.config.relative_paths import relocated
+from compress.pipelines.system import yaml_core
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pipelines.auto.candidates import CheckedModel
-    from pipelines.auto.judge import Judge
+    from compress.pipelines.auto.candidates import CheckedModel
+    from compress.pipelines.auto.judge import Judge
 
 POINTS = "points"
 """In the results' folder: a folder for each point, by its number."""

@@ -14,39 +14,39 @@ import numpy as np
 from compress.common.errors import StageFailed
 from compress.profiling.peak_memory import measurement_process
 from compress.pruning.allocation.solver import Limit
-from export.latency.kernel_table import TABLES, KernelTable
-from pipelines.auto import search_events
-from pipelines.auto.candidates import Candidate, CheckedModel, rungs
-from pipelines.auto.cost_models import float_layers
-from pipelines.auto.cost_models.latency_models import (
+from compress.export.latency.kernel_table import TABLES, KernelTable
+from compress.pipelines.auto import search_events
+from compress.pipelines.auto.candidates import Candidate, CheckedModel, rungs
+from compress.pipelines.auto.cost_models import float_layers
+from compress.pipelines.auto.cost_models.latency_models import (
     DeeperModels,
     FormatModel,
     WholeModels,
     build_format_models,
 )
-from pipelines.auto.front import Front, missed_limits, shares_of_limits
-from pipelines.auto.judge import Judge
-from pipelines.auto.points import run_point, write_point, write_points
-from pipelines.auto.search_events import search_log
-from pipelines.auto.strategy.depths import Depth, Depths, whole_models_of
-from pipelines.auto.strategy.latency_targets import latency_targets
-from pipelines.auto.strategy.recovery import FILE as HALVINGS
-from pipelines.auto.strategy.recovery import Recovery, Solution
-from pipelines.config.auto_settings import LatencyLimit
-from pipelines.runner.events import RunEvent, event_listener
-from pipelines.system.machine_info import machine
+from compress.pipelines.auto.front import Front, missed_limits, shares_of_limits
+from compress.pipelines.auto.judge import Judge
+from compress.pipelines.auto.points import run_point, write_point, write_points
+from compress.pipelines.auto.search_events import search_log
+from compress.pipelines.auto.strategy.depths import Depth, Depths, whole_models_of
+from compress.pipelines.auto.strategy.latency_targets import latency_targets
+from compress.pipelines.auto.strategy.recovery import FILE as HALVINGS
+from compress.pipelines.auto.strategy.recovery import Recovery, Solution
+from compress.pipelines.config.auto_settings import LatencyLimit
+from compress.pipelines.runner.events import RunEvent, event_listener
+from compress.pipelines.system.machine_info import machine
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from pipelines.auto.cost_models.float_layers import LayerHarms
-    from pipelines.auto.cost_models.tables import LatencyTables
-    from pipelines.auto.strategy.recovery import ModelKey, Programmes
-    from pipelines.config.auto_settings import AutoSettings, Format, Runtime
-    from pipelines.config.pipeline import PipelineConfig
-    from pipelines.config.run_options import RunOptions
-    from pipelines.runner.events import EventListener
+    from compress.pipelines.auto.cost_models.float_layers import LayerHarms
+    from compress.pipelines.auto.cost_models.tables import LatencyTables
+    from compress.pipelines.auto.strategy.recovery import ModelKey, Programmes
+    from compress.pipelines.config.auto_settings import AutoSettings, Format, Runtime
+    from compress.pipelines.config.pipeline import PipelineConfig
+    from compress.pipelines.config.run_options import RunOptions
+    from compress.pipelines.runner.events import EventListener
 
 WHOLE_MODELS = "whole_models.json"
 """In the results' folder: models that latencies are fitted to."""

@@ -7,18 +7,18 @@ import uuid
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from pipelines.auto.front import Front, missed_limits
-from pipelines.runner.events import RunEvent
-from pipelines.system.jsonl_log import LOG, OWN_LOGGERS, LogFile, log_handler
-from pipelines.system.machine_info import machine, versions
+from compress.pipelines.auto.front import Front, missed_limits
+from compress.pipelines.runner.events import RunEvent
+from compress.pipelines.system.jsonl_log import LOG, OWN_LOGGERS, LogFile, log_handler
+from compress.pipelines.system.machine_info import machine, versions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from pipelines.auto.candidates import Candidate, CheckedModel
-    from pipelines.config.auto_settings import AutoLimits, AutoSettings
-    from pipelines.config.pipeline import PipelineConfig
+    from compress.pipelines.auto.candidates import Candidate, CheckedModel
+    from compress.pipelines.config.auto_settings import AutoLimits, AutoSettings
+    from compress.pipelines.config.pipeline import PipelineConfig
 
 
 @contextmanager

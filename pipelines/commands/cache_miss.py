@@ -10,15 +10,15 @@ from pydantic import JsonValue
 from compress.common.config import Settings
 from compress.common.errors import PipelineInvalid
 from compress.core.validation_errors import did_you_mean
-from pipelines.config.run_options import RunOptions
-from pipelines.runner.cache_keys import source_key_parts, stage_key_parts
-from pipelines.runner.run import preview_state
+from compress.pipelines.config.run_options import RunOptions
+from compress.pipelines.runner.cache_keys import source_key_parts, stage_key_parts
+from compress.pipelines.runner.run import preview_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from pipelines.config.pipeline import PipelineConfig
+    from compress.pipelines.config.pipeline import PipelineConfig
 
 
 class KeyPart(Settings):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pipelines.config.pipeline import PipelineConfig
-from pipelines.planning.planner import build_plan
-from pipelines.planning.unjudged_losses import advice
+from compress.pipelines.config.pipeline import PipelineConfig
+from compress.pipelines.planning.planner import build_plan
+from compress.pipelines.planning.unjudged_losses import advice
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,7 +30,7 @@ def check_pipeline(file: Path, models: bool) -> CheckResult:
     plan = build_plan(pipeline)
     signature, summary, warnings = None, "", plan.warnings
     if models:
-        from pipelines.runner.inputs import check_model
+        from compress.pipelines.runner.inputs import check_model
 
         found, summary = check_model(pipeline)
         signature = found.model_dump(mode="json")

@@ -35,7 +35,7 @@ def run_names(incomplete: str) -> list[tuple[str, str]]:
 def _names_in(file: Path) -> list[str]:
     import yaml
 
-    from pipelines.system import yaml_core
+    from compress.pipelines.system import yaml_core
 
     try:
         stages = yaml_core.load(file.read_text(encoding="utf-8"))["stages"]

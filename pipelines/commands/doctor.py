@@ -16,9 +16,9 @@ from compress.common.errors import exits_refused, first_line
 from compress.common.process import usable_cores
 from compress.common.requirements import COMPILER, JAVA, pip_install
 from compress.core.gates import BUILT_IN
-from pipelines.config.model_spec import TIMM
-from pipelines.config.registry import stages
-from pipelines.system.machine_info import machine, versions
+from compress.pipelines.config.model_spec import TIMM
+from compress.pipelines.config.registry import stages
+from compress.pipelines.system.machine_info import machine, versions
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

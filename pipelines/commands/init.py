@@ -16,18 +16,18 @@ from compress.common.errors import ArtifactInvalid, CompressError, PipelineInval
 from compress.common.forward import run_in_eval
 from compress.core.metrics import BUILT_IN, TORCHMETRICS
 from compress.core.task import NO_METRIC, TASKS
-from pipelines.commands import init_options
-from pipelines.commands.init_model import model_section, relative_path
-from pipelines.config.model_spec import SOURCE, HuggingFaceModel, TimmModel
-from pipelines.config.pipeline import PipelineConfig
-from pipelines.config.yaml_source import Source
-from pipelines.planning.planner import build_plan
-from pipelines.planning.task_inference import task_of
-from pipelines.runner.inputs import import_source, resolve_inputs
-from pipelines.system import yaml_core
-from pipelines.system.temp_files import temporary_files
-from pipelines.system.templates import render_template
-from serve.torchserve.stage import PackageTorchServe
+from compress.pipelines.commands import init_options
+from compress.pipelines.commands.init_model import model_section, relative_path
+from compress.pipelines.config.model_spec import SOURCE, HuggingFaceModel, TimmModel
+from compress.pipelines.config.pipeline import PipelineConfig
+from compress.pipelines.config.yaml_source import Source
+from compress.pipelines.planning.planner import build_plan
+from compress.pipelines.planning.task_inference import task_of
+from compress.pipelines.runner.inputs import import_source, resolve_inputs
+from compress.pipelines.system import yaml_core
+from compress.pipelines.system.temp_files import temporary_files
+from compress.pipelines.system.templates import render_template
+from compress.serve.torchserve.stage import PackageTorchServe
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from compress.common.signature import Signature
     from compress.core.task import TaskName
     from compress.data.splits import Splits
-    from pipelines.commands.init_options import Ask, InitOptions
-    from pipelines.planning.plan import Plan
+    from compress.pipelines.commands.init_options import Ask, InitOptions
+    from compress.pipelines.planning.plan import Plan
 
 Family = Literal["convolutional", "linear", "other", "exported"]
 

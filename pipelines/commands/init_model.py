@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from compress.common.errors import CompressError, PipelineInvalid
 from compress.common.factories import REFERENCE, resolve
-from pipelines.commands import init_options
+from compress.pipelines.commands import init_options
 
 if TYPE_CHECKING:
-    from pipelines.commands.init_options import InitOptions
+    from compress.pipelines.commands.init_options import InitOptions
 
 
 def model_section(options: InitOptions, folder: Path) -> tuple[dict[str, Any], Path | None]:

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 from compress.common.errors import PipelineInvalid
 from compress.common.factories import REFERENCE, Reference
 from compress.common.signature import TensorSpec
-from pipelines.system import yaml_core
+from compress.pipelines.system import yaml_core
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

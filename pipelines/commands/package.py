@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from compress.common.errors import PipelineInvalid
-from pipelines.commands.verify import verify_command
-from serve.image.build_folder import write_build_folder
-from serve.image.oci_layout import write_image_layout
+from compress.pipelines.commands.verify import verify_command
+from compress.serve.image.build_folder import write_build_folder
+from compress.serve.image.oci_layout import write_image_layout
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from compress.artifacts.libraries.transformers_folder import TransformersFolder
-    from serve.image.build_folder import ImageFiles
+    from compress.serve.image.build_folder import ImageFiles
 
 
 def write_package(

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from compress.common.errors import ArtifactInvalid
-from pipelines.reporting.html import render
-from pipelines.results.schema import REPORT, Report
-from pipelines.store.lock import keep_idle
-from pipelines.system.jsonl_log import LOG
+from compress.pipelines.reporting.html import render
+from compress.pipelines.results.schema import REPORT, Report
+from compress.pipelines.store.lock import keep_idle
+from compress.pipelines.system.jsonl_log import LOG
 
 if TYPE_CHECKING:
     from collections.abc import Callable

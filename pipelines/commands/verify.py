@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Any
 from compress.artifacts.artifact import MANIFEST, Artifact
 from compress.common.atomic_files import sha256_of, write_atomically
 from compress.common.errors import ArtifactInvalid, CompressError, PipelineInvalid
-from pipelines.commands.verify_anchors import (
+from compress.pipelines.commands.verify_anchors import (
     VerifierInputs,
     check_anchors,
     check_file_anchors,
     find_enclosing_run,
 )
-from pipelines.config.pipeline import PipelineConfig
-from pipelines.reporting.verification_page import render_proof
-from serve.attestation import sign_model, signed, statement_of, subjects_of
-from serve.torchserve.answer_check import Evidence, Proof
-from serve.torchserve.artifact import TorchServeArchive
-from serve.verify import verify
+from compress.pipelines.config.pipeline import PipelineConfig
+from compress.pipelines.reporting.verification_page import render_proof
+from compress.serve.attestation import sign_model, signed, statement_of, subjects_of
+from compress.serve.torchserve.answer_check import Evidence, Proof
+from compress.serve.torchserve.artifact import TorchServeArchive
+from compress.serve.verify import verify
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -134,7 +134,7 @@ def load_evidence(path: Path, replay: bool) -> Evidence | None:
     if not replay:
         return Evidence(artifacts, source={}, data=None, missing=NO_REPLAY)
     # It imports torch, which few proofs need.
-    from pipelines.runner.inputs import resolve_inputs, source_parts
+    from compress.pipelines.runner.inputs import resolve_inputs, source_parts
 
     source: dict[str, Any] = {}
     data: Splits | None = None

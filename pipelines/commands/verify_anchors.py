@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Any
 from compress.artifacts.artifact import MANIFEST, Artifact
 from compress.common.errors import ArtifactInvalid
 from compress.common.sealed_json import LOCK, read_report
-from serve.attestation import read_attestation, subjects_of
-from serve.packaging.recorded_measurements import REPORT
-from serve.torchserve.artifact import TorchServeArchive
+from compress.serve.attestation import read_attestation, subjects_of
+from compress.serve.packaging.recorded_measurements import REPORT
+from compress.serve.torchserve.artifact import TorchServeArchive
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from serve.attestation import Attestation
-    from serve.torchserve.answer_check import Proof
+    from compress.serve.attestation import Attestation
+    from compress.serve.torchserve.answer_check import Proof
 
 ARTIFACTS = "artifacts"
 NO_ANCHOR = (

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
 from compress.common.config import Count, Positive, Settings
 from compress.pruning.finetune import AnyFinetune
 from compress.pruning.importance.criteria import Criterion
-from pipelines.config.registry import AnyStage
+from compress.pipelines.config.registry import AnyStage
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

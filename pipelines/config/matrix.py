@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from compress.common.config import check_length
 from compress.common.errors import PipelineInvalid
 from compress.core.validation_errors import did_you_mean
-from pipelines.config.model_spec import SOURCE
-from pipelines.config.registry import stages
-from pipelines.config.yaml_source import Origin
+from compress.pipelines.config.model_spec import SOURCE
+from compress.pipelines.config.registry import stages
+from compress.pipelines.config.yaml_source import Origin
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from compress.core.stage import Stage
     from compress.core.validation_errors import Location
-    from pipelines.config.yaml_source import Source
+    from compress.pipelines.config.yaml_source import Source
 
 MATRIX = "matrix"
 FIXED = ("stage", "name", "input", "gates", MATRIX)

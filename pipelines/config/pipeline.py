@@ -23,11 +23,11 @@ from compress.core.loss import LossName
 from compress.core.task import TaskName
 from compress.core.validation_errors import dotted, explain
 from compress.data.loader_config import Loading
-from pipelines.config.auto_settings import AutoSettings
-from pipelines.config.matrix import allow_matrix_, expand_matrices, refuse_duplicate_branches
-from pipelines.config.model_spec import ModelSpec
-from pipelines.config.registry import AnyStage, stages
-from pipelines.config.yaml_source import Source, read
+from compress.pipelines.config.auto_settings import AutoSettings
+from compress.pipelines.config.matrix import allow_matrix_, expand_matrices, refuse_duplicate_branches
+from compress.pipelines.config.model_spec import ModelSpec
+from compress.pipelines.config.registry import AnyStage, stages
+from compress.pipelines.config.yaml_source import Source, read
 
 if TYPE_CHECKING:
     from compress.common.requirements import Requirement

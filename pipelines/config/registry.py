@@ -23,20 +23,20 @@ from compress.quantization.stages.rotation import RotateWeights
 from compress.quantization.stages.static import QuantizeStatic
 from compress.quantization.stages.weight_only import QuantizeWeights
 from compress.training.stage import Train
-from export.aotinductor.stage import ExportAot
-from export.compressed_tensors.stage import ExportCompressedTensors
-from export.executorch.stage import ExportExecuTorch
-from export.exported_program import ExportProgram
-from export.fastest.stage import ExportFastest
-from export.genai.stage import ExportGenai
-from export.gguf.stage import ExportGguf
-from export.onnx.stage import ExportOnnx
-from export.openvino.stage import ExportOpenVINO
-from export.tensorrt.stage import ExportTensorRT
-from export.torchscript.stage import ExportTorchScript
-from serve.repository.kserve import PackageKServe
-from serve.repository.triton import PackageTriton
-from serve.torchserve.stage import PackageTorchServe
+from compress.export.aotinductor.stage import ExportAot
+from compress.export.compressed_tensors.stage import ExportCompressedTensors
+from compress.export.executorch.stage import ExportExecuTorch
+from compress.export.exported_program import ExportProgram
+from compress.export.fastest.stage import ExportFastest
+from compress.export.genai.stage import ExportGenai
+from compress.export.gguf.stage import ExportGguf
+from compress.export.onnx.stage import ExportOnnx
+from compress.export.openvino.stage import ExportOpenVINO
+from compress.export.tensorrt.stage import ExportTensorRT
+from compress.export.torchscript.stage import ExportTorchScript
+from compress.serve.repository.kserve import PackageKServe
+from compress.serve.repository.triton import PackageTriton
+from compress.serve.torchserve.stage import PackageTorchServe
 
 if TYPE_CHECKING:
     from compress.core.stage import Stage

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from pipelines.results.schema import Report
+    from compress.pipelines.results.schema import Report
 
 EngineName: TypeAlias = Literal["local", "ray"]
 

@@ -12,7 +12,7 @@ import yaml
 from compress.common.atomic_files import open_regular
 from compress.common.errors import ArtifactInvalid, PipelineInvalid
 from compress.core.validation_errors import dotted, has_part
-from pipelines.system.yaml_core import MERGE, PREFIX, Loader
+from compress.pipelines.system.yaml_core import MERGE, PREFIX, Loader
 
 if TYPE_CHECKING:
     from pathlib import Path

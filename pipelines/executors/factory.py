@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Protocol
 
 from compress.common.errors import PipelineInvalid
 from compress.common.requirements import Requirement, pip_install, require_all
-from pipelines.executors.process_pool import ProcessPool
+from compress.pipelines.executors.process_pool import ProcessPool
 
 if TYPE_CHECKING:
     from compress.core.progress import Progress
-    from pipelines.config.pipeline import PipelineConfig
-    from pipelines.config.run_options import EngineName
-    from pipelines.executors.task import StageTask, TaskResult
-    from pipelines.store.local import Store
+    from compress.pipelines.config.pipeline import PipelineConfig
+    from compress.pipelines.config.run_options import EngineName
+    from compress.pipelines.executors.task import StageTask, TaskResult
+    from compress.pipelines.store.local import Store
 
 RAY = Requirement(what="ray", install=f"{pip_install('ray')}, or leave --engine out")
 
@@ -55,7 +55,7 @@ def engine_for(
 ) -> Engine | None:
     """Start what runs several stages at a time; None where this process runs one after another."""
     if name == "ray":
-        from pipelines.executors.ray import RayTasks
+        from compress.pipelines.executors.ray import RayTasks
 
         return RayTasks.on_cluster(jobs, store.root)
     return ProcessPool(jobs, progress, store.lock) if jobs and jobs > 1 else None

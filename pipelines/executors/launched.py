@@ -19,14 +19,14 @@ from compress.training.launch.rank_group import (
     joined_group,
     launched_environment,
 )
-from pipelines.executors.node_environment import RunEnvironment
-from pipelines.system import signals
+from compress.pipelines.executors.node_environment import RunEnvironment
+from compress.pipelines.system import signals
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from pipelines.config.pipeline import PipelineConfig
+    from compress.pipelines.config.pipeline import PipelineConfig
 
 
 @contextmanager

@@ -19,18 +19,18 @@ from compress.common.dependency_recorder import Recording
 from compress.common.errors import CompressError, StageFailed, describe_exit_code, first_line
 from compress.common.process import THREADS, configured_threads, usable_cores
 from compress.core.progress import silent
-from pipelines.executors.task import TaskResult
-from pipelines.system.signals import only_signals_interrupt, raise_if_stopped
+from compress.pipelines.executors.task import TaskResult
+from compress.pipelines.system.signals import only_signals_interrupt, raise_if_stopped
 
 if TYPE_CHECKING:
     from compress.core.progress import Progress
-    from pipelines.executors.task import StageTask
+    from compress.pipelines.executors.task import StageTask
 
 SECONDS_TO_END = 10.0
 """For a worker to clean up when the run is interrupted."""
 COMMAND = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from pipelines.executors.process_worker import work; work(*map(int, sys.argv[2:]))"
+    "from compress.pipelines.executors.process_worker import work; work(*map(int, sys.argv[2:]))"
 )
 
 
@@ -177,7 +177,7 @@ def run_task(
 
 def log_here(record: logging.LogRecord, stage: str) -> None:
     """Log here what another process has logged while it ran a stage."""
-    # The attribute that pipelines.system.jsonl_log writes into each line.
+    # The attribute that compress.pipelines.system.jsonl_log writes into each line.
     record.log_fields = {"stage": stage, **vars(record).get("log_fields", {})}
     logger = logging.getLogger(record.name)
     if logger.isEnabledFor(record.levelno):

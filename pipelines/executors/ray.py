@@ -19,17 +19,17 @@ from compress.common.dependency_recorder import Recording
 from compress.common.errors import StageFailed, first_line
 from compress.common.process import configured_threads
 from compress.training.launch.shared_folder import wait_until_visible
-from pipelines.executors.node_environment import REMEDY, RunEnvironment
-from pipelines.executors.process_pool import log_here, pickled, run_task
-from pipelines.executors.task import TaskResult
-from pipelines.system.jsonl_log import log_event
-from pipelines.system.signals import raise_if_stopped
+from compress.pipelines.executors.node_environment import REMEDY, RunEnvironment
+from compress.pipelines.executors.process_pool import log_here, pickled, run_task
+from compress.pipelines.executors.task import TaskResult
+from compress.pipelines.system.jsonl_log import log_event
+from compress.pipelines.system.signals import raise_if_stopped
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from compress.common.errors import CompressError
-    from pipelines.executors.task import StageTask
+    from compress.pipelines.executors.task import StageTask
 
 RETRIES = 2
 """Times that a task is run again after its process died; a training resumes from its checkpoint."""

@@ -10,8 +10,8 @@ from pydantic import Field
 from compress.common.config import Count, Settings
 from compress.common.errors import PipelineInvalid
 from compress.training.config.parallel import Parallel
-from pipelines.config.pipeline import PipelineConfig
-from pipelines.system.templates import render_template
+from compress.pipelines.config.pipeline import PipelineConfig
+from compress.pipelines.system.templates import render_template
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

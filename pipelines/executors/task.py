@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from compress.common.dependency_recorder import Recording, recording
-from pipelines.system.error_context import name_stage_in_errors
+from compress.pipelines.system.error_context import name_stage_in_errors
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,11 +10,11 @@ from compress.common.errors import CompressError
 from compress.core.diagnosis.cause import RefusedStage, Repair
 from compress.core.gate_kinds.baselines import baseline_name, nearest_float_model
 from compress.training.config.training import Training
-from export.diagnosis.layer_names import as_onnx
-from export.onnx.stage import ExportOnnx
-from pipelines.explain.registry import causes_of
-from pipelines.explain.tested_causes import check_cause
-from pipelines.system.jsonl_log import log_event
+from compress.export.diagnosis.layer_names import as_onnx
+from compress.export.onnx.stage import ExportOnnx
+from compress.pipelines.explain.registry import causes_of
+from compress.pipelines.explain.tested_causes import check_cause
+from compress.pipelines.system.jsonl_log import log_event
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from compress.artifacts.artifact import Artifact
     from compress.core.context import Context
     from compress.core.diagnosis.cause import Cause
-    from pipelines.explain.finished_run import FinishedRun, JudgedStage
-    from pipelines.results.explanation import FoundCause
+    from compress.pipelines.explain.finished_run import FinishedRun, JudgedStage
+    from compress.pipelines.results.explanation import FoundCause
 
 
 @dataclass

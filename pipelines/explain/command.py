@@ -8,17 +8,17 @@ from pydantic import TypeAdapter, ValidationError
 
 from compress.common.errors import GateRefused, PipelineInvalid
 from compress.core.gates import rule_in_words
-from pipelines.config.auto_settings import Seconds
-from pipelines.explain.function import explain, repair
-from pipelines.explain.repair import DIFFERENCE, FOLDER, REPAIRED
-from pipelines.terminal.console import current_mode, notify, print_result
-from pipelines.terminal.progress_bars import show_progress
+from compress.pipelines.config.auto_settings import Seconds
+from compress.pipelines.explain.function import explain, repair
+from compress.pipelines.explain.repair import DIFFERENCE, FOLDER, REPAIRED
+from compress.pipelines.terminal.console import current_mode, notify, print_result
+from compress.pipelines.terminal.progress_bars import show_progress
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from pipelines.results.explanation import Explanations
+    from compress.pipelines.results.explanation import Explanations
 
 
 def explain_and_print(

@@ -17,22 +17,22 @@ from compress.core.diagnosis.cause import (
 )
 from compress.core.gate_kinds.baselines import baseline_for
 from compress.profiling.benchmark import unmeasurable
-from export.diagnosis.macs import MacsDiagnosis
-from export.diagnosis.parity import ParityDiagnosis
-from export.diagnosis.sizes import SizeDiagnosis, sizes_by_module
-from export.diagnosis.speed import SpeedDiagnosis, SpeedGate
-from export.diagnosis.speed_causes import Noise
-from export.onnx.stage import ExportOnnx
-from pipelines.explain.branch import RefusedBranch
-from pipelines.explain.tested_causes import Explained, check_cause
-from pipelines.results.explanation import FLOAT_MACS, Explanation, ModuleCost
+from compress.export.diagnosis.macs import MacsDiagnosis
+from compress.export.diagnosis.parity import ParityDiagnosis
+from compress.export.diagnosis.sizes import SizeDiagnosis, sizes_by_module
+from compress.export.diagnosis.speed import SpeedDiagnosis, SpeedGate
+from compress.export.diagnosis.speed_causes import Noise
+from compress.export.onnx.stage import ExportOnnx
+from compress.pipelines.explain.branch import RefusedBranch
+from compress.pipelines.explain.tested_causes import Explained, check_cause
+from compress.pipelines.results.explanation import FLOAT_MACS, Explanation, ModuleCost
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from compress.profiling.benchmark import Comparison
-    from export.diagnosis.sizes import Unit
-    from pipelines.explain.finished_run import FinishedRun, JudgedStage
+    from compress.export.diagnosis.sizes import Unit
+    from compress.pipelines.explain.finished_run import FinishedRun, JudgedStage
 
     Found = tuple[dict[str, Any], tuple[Repair, ...]]
     """What an explanation has besides the verdict, and the repairs."""

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from compress.core.context import Context
     from compress.core.diagnosis.layer_diagnosis import LayerDiagnosis
     from compress.core.stage import Stage
-    from pipelines.explain.finished_run import FinishedRun, JudgedStage
-    from pipelines.results.explanation import StageShare
+    from compress.pipelines.explain.finished_run import FinishedRun, JudgedStage
+    from compress.pipelines.results.explanation import StageShare
 
 
 def diagnose(

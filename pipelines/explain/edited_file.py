@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from pipelines.system.yaml_core import dump, dump_on_one_line, load
+from compress.pipelines.system.yaml_core import dump, dump_on_one_line, load
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

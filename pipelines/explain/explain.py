@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING, Any
 from compress.common.atomic_files import temporary_folder
 from compress.core.diagnosis.cause import ACCURACY_GATES, RefusedStage, Repair
 from compress.core.diagnosis.guilty_layers import LEAST_RECOVERED
-from pipelines.explain.costs import explain_cost
-from pipelines.explain.diagnoses import diagnose, rerun_of, trained_stages
-from pipelines.explain.registry import BUILT_IN, causes_of
-from pipelines.explain.tested_causes import Explained, check_cause
-from pipelines.results.explanation import Explanation, GuiltyLayer, LayerSet
-from pipelines.system.jsonl_log import log_event
+from compress.pipelines.explain.costs import explain_cost
+from compress.pipelines.explain.diagnoses import diagnose, rerun_of, trained_stages
+from compress.pipelines.explain.registry import BUILT_IN, causes_of
+from compress.pipelines.explain.tested_causes import Explained, check_cause
+from compress.pipelines.results.explanation import Explanation, GuiltyLayer, LayerSet
+from compress.pipelines.system.jsonl_log import log_event
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from compress.core.diagnosis.cause import Cause
     from compress.core.diagnosis.layer_diagnosis import LayerDiagnosis
-    from pipelines.explain.finished_run import FinishedRun, JudgedStage
-    from pipelines.results.explanation import FoundCause, StageShare
+    from compress.pipelines.explain.finished_run import FinishedRun, JudgedStage
+    from compress.pipelines.results.explanation import FoundCause, StageShare
 
 
 def explain_run(

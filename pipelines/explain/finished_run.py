@@ -20,14 +20,14 @@ from compress.core.diagnosis.cause import (
 )
 from compress.core.metrics import Metric
 from compress.core.verdict import Verdict
-from export.parity.report import FOLDER, REPORT
-from pipelines.api import Pipeline
-from pipelines.config.model_spec import SOURCE
-from pipelines.config.run_options import RunOptions
-from pipelines.results.explanation import StageShare
-from pipelines.results.schema import Report
-from pipelines.results.stage_reports import FailureReport, StageReport
-from pipelines.runner.run import preview_state
+from compress.export.parity.report import FOLDER, REPORT
+from compress.pipelines.api import Pipeline
+from compress.pipelines.config.model_spec import SOURCE
+from compress.pipelines.config.run_options import RunOptions
+from compress.pipelines.results.explanation import StageShare
+from compress.pipelines.results.schema import Report
+from compress.pipelines.results.stage_reports import FailureReport, StageReport
+from compress.pipelines.runner.run import preview_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from compress.core.context import Context
     from compress.core.progress import Progress
-    from pipelines.runner.run_state import RunState
+    from compress.pipelines.runner.run_state import RunState
 
 EXPLAINED = (
     *ACCURACY_GATES,

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from compress.core.progress import silent
-from pipelines.explain.explain import explain_run
-from pipelines.explain.finished_run import FinishedRun
-from pipelines.explain.repair import repair_run
-from pipelines.reporting.html import render
-from pipelines.results.explanation import Explanations
-from pipelines.system.jsonl_log import LOG, LogFile, log_handler
-from pipelines.system.temp_files import temporary_files
+from compress.pipelines.explain.explain import explain_run
+from compress.pipelines.explain.finished_run import FinishedRun
+from compress.pipelines.explain.repair import repair_run
+from compress.pipelines.reporting.html import render
+from compress.pipelines.results.explanation import Explanations
+from compress.pipelines.system.jsonl_log import LOG, LogFile, log_handler
+from compress.pipelines.system.temp_files import temporary_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

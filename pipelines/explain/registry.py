@@ -14,9 +14,9 @@ from compress.pruning.diagnosis.causes import PRUNING_CAUSES
 from compress.quantization.diagnosis.causes import CAUSES
 from compress.quantization.diagnosis.setting_causes import SETTING_CAUSES
 from compress.training.diagnosis.causes import TRAINING_CAUSES
-from export.diagnosis.counted_causes import COUNTED_CAUSES
-from export.diagnosis.parity_causes import PARITY_CAUSES
-from export.diagnosis.speed_causes import SPEED_CAUSES
+from compress.export.diagnosis.counted_causes import COUNTED_CAUSES
+from compress.export.diagnosis.parity_causes import PARITY_CAUSES
+from compress.export.diagnosis.speed_causes import SPEED_CAUSES
 
 BUILT_IN: tuple[type[Cause[Any]], ...] = (
     *CAUSES,

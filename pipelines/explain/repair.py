@@ -17,25 +17,25 @@ from pydantic import ValidationError
 from compress.common.atomic_files import write_atomically
 from compress.common.errors import CompressError
 from compress.core.gates import gate_class
-from pipelines.api import Pipeline
-from pipelines.config.matrix import expand_matrices
-from pipelines.config.relative_paths import relocated
-from pipelines.config.run_options import RunOptions
-from pipelines.config.yaml_source import Source
-from pipelines.explain.edited_file import changed_content, changed_text
-from pipelines.results.explanation import TriedRepair
-from pipelines.results.schema import Report, remove_report
-from pipelines.system import yaml_core
-from pipelines.system.jsonl_log import log_event
+from compress.pipelines.api import Pipeline
+from compress.pipelines.config.matrix import expand_matrices
+from compress.pipelines.config.relative_paths import relocated
+from compress.pipelines.config.run_options import RunOptions
+from compress.pipelines.config.yaml_source import Source
+from compress.pipelines.explain.edited_file import changed_content, changed_text
+from compress.pipelines.results.explanation import TriedRepair
+from compress.pipelines.results.schema import Report, remove_report
+from compress.pipelines.system import yaml_core
+from compress.pipelines.system.jsonl_log import log_event
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from compress.core.diagnosis.cause import Repair
-    from pipelines.explain.finished_run import FinishedRun
-    from pipelines.explain.tested_causes import Explained
-    from pipelines.results.explanation import Explanation
+    from compress.pipelines.explain.finished_run import FinishedRun
+    from compress.pipelines.explain.tested_causes import Explained
+    from compress.pipelines.results.explanation import Explanation
 
 Edits = dict[str, dict[str, Any]]
 """Stage → changed settings."""
@@ -179,7 +179,7 @@ class RepairSearch:
     def _explained_anew(self, tried: TriedRepair) -> tuple[FinishedRun, list[Explained]] | None:
         """Explain what a changed pipeline is refused for; None where that cannot be explained."""
         # explain.py comes before this module: it names the repairs.
-        from pipelines.explain.explain import explain_run
+        from compress.pipelines.explain.explain import explain_run
 
         try:
             pipeline = self._pipeline(tried.edits)

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from compress.common.errors import CompressError, GateRefused
-from pipelines.terminal.console import current_mode
+from compress.pipelines.terminal.console import current_mode
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,7 +24,7 @@ def repaired_on_refusal(directory: Path) -> Iterator[None]:
         yield
     except GateRefused as refusal:
         # Importing it imports torch, which a run that passes has done by now.
-        from pipelines.explain.command import repair_and_print
+        from compress.pipelines.explain.command import repair_and_print
 
         try:
             repair_and_print(directory, prints=not current_mode().as_json)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pipelines.results.explanation import FoundCause
+from compress.pipelines.results.explanation import FoundCause
 
 if TYPE_CHECKING:
     from compress.core.diagnosis.cause import Cause, RefusedStage, Repair
-    from pipelines.explain.finished_run import JudgedStage
-    from pipelines.results.explanation import Explanation
+    from compress.pipelines.explain.finished_run import JudgedStage
+    from compress.pipelines.results.explanation import Explanation
 
 LEAST_RETURNED = 0.1
 """Share of the loss that must return without a cause; with less, the cause is not named."""

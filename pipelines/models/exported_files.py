@@ -39,7 +39,7 @@ def signature_of(kind: Kind, file: Path) -> Signature | None:
         return None
     if kind == "onnx":
         return read_in_child(str(file), lambda: _onnx_signature(file), file)
-    from pipelines.models.pt2_files import signature_of_program
+    from compress.pipelines.models.pt2_files import signature_of_program
 
     return read_in_child(str(file), lambda: signature_of_program(file), file)
 
@@ -95,7 +95,7 @@ def import_file(
     _refuse_missing(file)
     importer: Callable[..., Artifact] = _import_onnx if kind == "onnx" else _import_script
     if kind == "graph":
-        from pipelines.models.pt2_files import import_program as importer
+        from compress.pipelines.models.pt2_files import import_program as importer
     sizes = {
         axis: signature.bounds(axis).nearest(EXAMPLE_LENGTH) for axis in signature.dynamic_axes
     }
@@ -116,10 +116,10 @@ def _import_onnx(
     import onnx
 
     from compress.data.infer_signature import described
-    from export.onnx.graph import count_operators, keep_outputs_
-    from export.onnx.metadata import class_names_in
-    from export.onnx.session import counted_predictor
-    from export.onnx.stage import OnnxModel
+    from compress.export.onnx.graph import count_operators, keep_outputs_
+    from compress.export.onnx.metadata import class_names_in
+    from compress.export.onnx.session import counted_predictor
+    from compress.export.onnx.stage import OnnxModel
 
     own = _onnx_signature(file)
     found, given = ([spec.name for spec in s.inputs] for s in (signature, own))
@@ -167,9 +167,9 @@ def _import_script(
     file: Path, signature: Signature, path: Path, inputs: Sequence[torch.Tensor] | None
 ) -> Artifact:
     from compress.artifacts.recipe_inference import fit_call
-    from export.torchscript.call_adapter import adapt_calls
-    from export.torchscript.file_io import load, save
-    from export.torchscript.stage import TorchScriptModel
+    from compress.export.torchscript.call_adapter import adapt_calls
+    from compress.export.torchscript.file_io import load, save
+    from compress.export.torchscript.stage import TorchScriptModel
 
     module = load(file).eval()
     inputs = inputs or signature.example()

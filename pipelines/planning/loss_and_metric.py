@@ -26,7 +26,7 @@ from compress.core.task_targets import (
 )
 from compress.data.splits import UNLABELLED
 from compress.data.targets import select
-from pipelines.planning.requirement_checks import (
+from compress.pipelines.planning.requirement_checks import (
     check_conditions,
     check_loss,
     check_metric,
@@ -49,8 +49,8 @@ if TYPE_CHECKING:
     from compress.data.sample_facts import SplitFacts
     from compress.data.splits import Splits
     from compress.data.targets import Targets
-    from pipelines.config.pipeline import PipelineConfig
-    from pipelines.planning.plan import Plan
+    from compress.pipelines.config.pipeline import PipelineConfig
+    from compress.pipelines.planning.plan import Plan
 
 TARGET_WORDS = {"binary": "0 and 1", "probabilities": "probabilities of classes"}
 """Kind of targets → in words, where its name is none."""

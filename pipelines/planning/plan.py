@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pipelines.config.model_spec import SOURCE
+from compress.pipelines.config.model_spec import SOURCE
 
 if TYPE_CHECKING:
     from collections.abc import Container

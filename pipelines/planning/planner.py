@@ -12,12 +12,12 @@ from compress.core.metrics import Metric, default_metric
 from compress.core.stage import members_of
 from compress.core.validation_errors import did_you_mean
 from compress.quantization.stages.base import QuantizationStage
-from export.onnx.stage import OnnxModel
-from export.torchscript.stage import TorchScriptModel
-from pipelines.config.model_spec import SOURCE, HuggingFaceModel
-from pipelines.config.registry import stages as known_stages
-from pipelines.planning.plan import Plan, PlannedStage
-from pipelines.planning.requirement_checks import (
+from compress.export.onnx.stage import OnnxModel
+from compress.export.torchscript.stage import TorchScriptModel
+from compress.pipelines.config.model_spec import SOURCE, HuggingFaceModel
+from compress.pipelines.config.registry import stages as known_stages
+from compress.pipelines.planning.plan import Plan, PlannedStage
+from compress.pipelines.planning.requirement_checks import (
     check_loss,
     check_metric,
     check_needs,
@@ -25,11 +25,11 @@ from pipelines.planning.requirement_checks import (
     explained_task,
     fit_to_task,
 )
-from pipelines.planning.task_inference import task_of
+from compress.pipelines.planning.task_inference import task_of
 
 if TYPE_CHECKING:
     from compress.artifacts.artifact import Artifact
-    from pipelines.config.pipeline import PipelineConfig
+    from compress.pipelines.config.pipeline import PipelineConfig
 
 
 def build_plan(

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import export  # noqa: F401 - adds the runtimes that it can open
+from compress import export  # noqa: F401 - adds the runtimes that it can open
 from compress.common.errors import CompressError, PipelineInvalid, Unavailable
 from compress.common.requirements import require_all
 from compress.core.context import Context
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from compress.core.stage import Stage
     from compress.core.task import Task
     from compress.data.splits import Splits
-    from pipelines.config.pipeline import PipelineConfig
-    from pipelines.planning.plan import PlannedStage
+    from compress.pipelines.config.pipeline import PipelineConfig
+    from compress.pipelines.planning.plan import PlannedStage
 
 
 def check_needs(pipeline: PipelineConfig, planned: Iterable[PlannedStage]) -> tuple[str, ...]:

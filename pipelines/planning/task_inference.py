@@ -9,13 +9,13 @@ from compress.common.errors import ArtifactInvalid
 from compress.core.loss import BUILT_IN, REGRESSION_LOSSES
 from compress.core.metrics import REGRESSION_METRICS
 from compress.core.task import TASKS
-from pipelines.config.model_spec import HuggingFaceModel
+from compress.pipelines.config.model_spec import HuggingFaceModel
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from compress.core.task import Task
-    from pipelines.config.pipeline import PipelineConfig
+    from compress.pipelines.config.pipeline import PipelineConfig
 
 OF_HUGGING_FACE = {
     "audio-classification": "classification",

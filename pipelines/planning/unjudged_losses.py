@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pipelines.config.model_spec import SOURCE
+from compress.pipelines.config.model_spec import SOURCE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from compress.core.gate import Gate
     from compress.core.metrics import Metric
-    from pipelines.planning.plan import Plan, PlannedStage
+    from compress.pipelines.planning.plan import Plan, PlannedStage
 
 MOST_POINTS = 1.0
 """Percentage points that a metric from 0 to 1 may lose without a warning."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pipelines.results.schema import readable_bytes
+from compress.pipelines.results.schema import readable_bytes
 
 if TYPE_CHECKING:
-    from pipelines.results.measurements import Measurements
-    from pipelines.results.schema import Report
+    from compress.pipelines.results.measurements import Measurements
+    from compress.pipelines.results.schema import Report
 
 NOT_FOR_DEPLOYMENT = ("eager", "graph", "torchserve", "triton", "kserve")
 """Kinds of artifacts that only Python runs, and packages of an artifact that is exported before."""

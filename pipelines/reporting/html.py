@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from pipelines.reporting.headline import headline, speed_in_words
-from pipelines.reporting.html_page import render_page
-from pipelines.reporting.latency_spread import latency_spreads
-from pipelines.reporting.layer_sizes import layer_sensitivities, layer_sizes
-from pipelines.reporting.provenance import lineage_paths, proof_chain, source_hashes
-from pipelines.reporting.stage_rows import (
+from compress.pipelines.reporting.headline import headline, speed_in_words
+from compress.pipelines.reporting.html_page import render_page
+from compress.pipelines.reporting.latency_spread import latency_spreads
+from compress.pipelines.reporting.layer_sizes import layer_sensitivities, layer_sizes
+from compress.pipelines.reporting.provenance import lineage_paths, proof_chain, source_hashes
+from compress.pipelines.reporting.stage_rows import (
     SHOWN_FIRST,
     build_rows,
     count_by_status,
@@ -20,15 +20,15 @@ from pipelines.reporting.stage_rows import (
     pareto_fronts,
     sameness_of,
 )
-from pipelines.reporting.training_curves import trainings_of
-from pipelines.results.explanation import Explanations
+from compress.pipelines.reporting.training_curves import trainings_of
+from compress.pipelines.results.explanation import Explanations
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from pipelines.reporting.stage_rows import StageRow
-    from pipelines.results.schema import Report
+    from compress.pipelines.reporting.stage_rows import StageRow
+    from compress.pipelines.results.schema import Report
 
 SHOWN_ELSEWHERE = ("history",)
 """Facts that the page already shows in a plot and a table."""

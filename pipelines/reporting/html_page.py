@@ -6,7 +6,7 @@ import re
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from pipelines.system.templates import jinja_environment
+from compress.pipelines.system.templates import jinja_environment
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -20,7 +20,7 @@ def render_page(template: str, **names: Any) -> str:
 
 @cache
 def _environment() -> Environment:
-    from pipelines.results.schema import readable_bytes, readable_count
+    from compress.pipelines.results.schema import readable_bytes, readable_count
 
     return jinja_environment(
         autoescape=True, bytes=readable_bytes, count=readable_count, breakable=breakable

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pipelines.reporting.svg_plots import Axis, axis_for
+from compress.pipelines.reporting.svg_plots import Axis, axis_for
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pipelines.reporting.stage_rows import StageRow
+    from compress.pipelines.reporting.stage_rows import StageRow
 
 STRIP = 180
 """Width of a strip, in units of its SVG view box."""

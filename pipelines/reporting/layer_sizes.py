@@ -7,13 +7,13 @@ import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pipelines.results.schema import readable_bytes
+from compress.pipelines.results.schema import readable_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from pipelines.reporting.stage_rows import StageRow
+    from compress.pipelines.reporting.stage_rows import StageRow
 
 LARGEST_LAYERS, WORST_LAYERS = 15, 12
 """Rows of the size table and of each sensitivity table."""

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from pipelines.reporting.stage_rows import StageRow
-    from pipelines.results.schema import Report
+    from compress.pipelines.reporting.stage_rows import StageRow
+    from compress.pipelines.results.schema import Report
 
 
 @dataclass(frozen=True)

@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from compress.common.errors import CompressError
 from compress.core.metrics import FRACTIONS, Metric
 from compress.quantization.numeric_debug.fidelity_report import Fidelity, LabelParity
-from pipelines.config.model_spec import SOURCE
-from pipelines.reporting.svg_plots import Plot, Point, pareto_indices, scatter_plot
-from pipelines.results.measurement_warnings import FIDELITY
-from pipelines.results.schema import readable_bytes
-from pipelines.results.stage_reports import FailureReport, SkippedReport
+from compress.pipelines.config.model_spec import SOURCE
+from compress.pipelines.reporting.svg_plots import Plot, Point, pareto_indices, scatter_plot
+from compress.pipelines.results.measurement_warnings import FIDELITY
+from compress.pipelines.results.schema import readable_bytes
+from compress.pipelines.results.stage_reports import FailureReport, SkippedReport
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pipelines.results.measurements import Measurements
-    from pipelines.results.schema import Report
-    from pipelines.results.stage_reports import StageReport
+    from compress.pipelines.results.measurements import Measurements
+    from compress.pipelines.results.schema import Report
+    from compress.pipelines.results.stage_reports import StageReport
 
 StageOutcome: TypeAlias = "StageReport | FailureReport | SkippedReport"
 SHOWN_FIRST = 5

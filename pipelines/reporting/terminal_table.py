@@ -14,12 +14,12 @@ from rich.text import Text
 from compress.common.printable import printable
 from compress.core.gate_kinds.baselines import EAGER
 from compress.core.gates import rule_in_words, value_in_words
-from pipelines.config.model_spec import SOURCE
-from pipelines.reporting.headline import headline
-from pipelines.reporting.stage_rows import fidelity_of, outcomes_in_order, sameness_of
-from pipelines.results.comparison import row_of
-from pipelines.results.schema import readable_bytes, readable_count
-from pipelines.results.stage_reports import FailureReport, SkippedReport
+from compress.pipelines.config.model_spec import SOURCE
+from compress.pipelines.reporting.headline import headline
+from compress.pipelines.reporting.stage_rows import fidelity_of, outcomes_in_order, sameness_of
+from compress.pipelines.results.comparison import row_of
+from compress.pipelines.results.schema import readable_bytes, readable_count
+from compress.pipelines.results.stage_reports import FailureReport, SkippedReport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from pipelines.results.comparison import Differences
-    from pipelines.results.measurements import Measurements, SpeedupReport
-    from pipelines.results.schema import Report
+    from compress.pipelines.results.comparison import Differences
+    from compress.pipelines.results.measurements import Measurements, SpeedupReport
+    from compress.pipelines.results.schema import Report
 
 VS_EAGER = "vs eager"
 """Speedup over the baseline as it is, and not in the artifact's own runtime."""
@@ -60,7 +60,7 @@ NOT_MEASURABLE = "n/m"
 
 def wide_console() -> Console:
     """Return the console that tables are printed on: 160 columns where there is no terminal."""
-    from pipelines.system.rich_output import PlainConsole
+    from compress.pipelines.system.rich_output import PlainConsole
 
     console = PlainConsole()
     return console if console.is_terminal else PlainConsole(width=160)

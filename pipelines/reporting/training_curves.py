@@ -6,12 +6,12 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pipelines.reporting.svg_plots import DRAWN_POINTS, Plot, line_plot
+from compress.pipelines.reporting.svg_plots import DRAWN_POINTS, Plot, line_plot
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pipelines.reporting.stage_rows import StageRow
+    from compress.pipelines.reporting.stage_rows import StageRow
 
 DRAWN_TRAININGS = 12
 """Most trainings with plots, to keep the page small; the table lists all of them."""

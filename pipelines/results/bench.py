@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from compress.common.config import Settings
-from export.fastest.measure import BenchCell
+from compress.export.fastest.measure import BenchCell
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import JsonValue
 
 from compress.common.config import Settings
-from pipelines.results.schema import Report, readable_bytes, readable_count
+from compress.pipelines.results.schema import Report, readable_bytes, readable_count
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

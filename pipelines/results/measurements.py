@@ -17,7 +17,7 @@ from compress.profiling.batch_dependence import BatchDependence
 from compress.profiling.benchmark import unmeasurable
 from compress.profiling.output_summary import OutputSummary
 from compress.profiling.quantiles import Interval
-from serve.packaging.val_preparation import Preparation
+from compress.serve.packaging.val_preparation import Preparation
 
 if TYPE_CHECKING:
     from collections.abc import Callable

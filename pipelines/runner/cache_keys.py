@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from compress.core.verdict import History, PastStage
-from pipelines.config.model_spec import SOURCE
-from pipelines.runner.served_latency import latency_parts
-from pipelines.system.machine_info import version_of, versions
+from compress.pipelines.config.model_spec import SOURCE
+from compress.pipelines.runner.served_latency import latency_parts
+from compress.pipelines.system.machine_info import version_of, versions
 
 if TYPE_CHECKING:
-    from pipelines.planning.plan import Plan, PlannedStage
-    from pipelines.runner.run_state import RunState
+    from compress.pipelines.planning.plan import Plan, PlannedStage
+    from compress.pipelines.runner.run_state import RunState
 
 
 def source_key_parts(state: RunState) -> dict[str, Any]:

@@ -17,15 +17,15 @@ from compress.core.gate_kinds.baselines import baseline_name
 from compress.core.metric_kinds.score import Score
 from compress.profiling.batch_dependence import BatchDependence
 from compress.profiling.operator_table import read_operator_tables
-from pipelines.planning.unjudged_losses import reads_all_outputs
-from pipelines.results.measurements import Measurements
-from pipelines.results.stage_reports import ArtifactReport, StageReport
-from pipelines.runner.events import gate_event
-from pipelines.store.local import publish
-from pipelines.system.error_context import name_stage_in_errors
-from serve.http.loaded_model import SERVED_KINDS
-from serve.packaging.request_forms import forms_of
-from serve.packaging.val_preparation import Preparation, compare_preparation
+from compress.pipelines.planning.unjudged_losses import reads_all_outputs
+from compress.pipelines.results.measurements import Measurements
+from compress.pipelines.results.stage_reports import ArtifactReport, StageReport
+from compress.pipelines.runner.events import gate_event
+from compress.pipelines.store.local import publish
+from compress.pipelines.system.error_context import name_stage_in_errors
+from compress.serve.http.loaded_model import SERVED_KINDS
+from compress.serve.packaging.request_forms import forms_of
+from compress.serve.packaging.val_preparation import Preparation, compare_preparation
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from compress.core.context import Context
     from compress.core.gate import Gate
     from compress.core.verdict import Verdict
-    from pipelines.planning.plan import PlannedStage
-    from pipelines.runner.run_state import CacheLookup, RunState
-    from pipelines.store.entry import Entry
+    from compress.pipelines.planning.plan import PlannedStage
+    from compress.pipelines.runner.run_state import CacheLookup, RunState
+    from compress.pipelines.store.entry import Entry
 
 T = TypeVar("T")
 

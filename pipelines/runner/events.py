@@ -7,17 +7,17 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from compress.common.errors import lines_of
-from pipelines.results.schema import rerun_command
-from pipelines.system.jsonl_log import log_event
-from pipelines.system.machine_info import machine, versions
-from pipelines.system.signals import INTERRUPTED
+from compress.pipelines.results.schema import rerun_command
+from compress.pipelines.system.jsonl_log import log_event
+from compress.pipelines.system.machine_info import machine, versions
+from compress.pipelines.system.signals import INTERRUPTED
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from compress.core.verdict import Verdict
-    from pipelines.config.pipeline import PipelineConfig
-    from pipelines.results.schema import Report
+    from compress.pipelines.config.pipeline import PipelineConfig
+    from compress.pipelines.results.schema import Report
 
 EventName: TypeAlias = Literal[
     "run_started",

@@ -10,35 +10,35 @@ from typing import TYPE_CHECKING, Any
 from compress.common.dependency_recorder import Recording, recording
 from compress.core.context import ExportCache
 from compress.core.evaluation import refusal
-from pipelines.config.model_spec import SOURCE
-from pipelines.executors.task import StageTask
-from pipelines.planning.loss_and_metric import fitting_loss
-from pipelines.results.measurements import Measurements
-from pipelines.results.stage_reports import TestReport
-from pipelines.runner import events
-from pipelines.runner.cache_keys import history_before, source_key_parts, stage_key_parts
-from pipelines.runner.data_warnings import unlike_test
-from pipelines.runner.evaluator import (
+from compress.pipelines.config.model_spec import SOURCE
+from compress.pipelines.executors.task import StageTask
+from compress.pipelines.planning.loss_and_metric import fitting_loss
+from compress.pipelines.results.measurements import Measurements
+from compress.pipelines.results.stage_reports import TestReport
+from compress.pipelines.runner import events
+from compress.pipelines.runner.cache_keys import history_before, source_key_parts, stage_key_parts
+from compress.pipelines.runner.data_warnings import unlike_test
+from compress.pipelines.runner.evaluator import (
     NOT_ASKED_FOR,
     MeasurementCache,
     evaluate_stage,
     measure_artifact,
     score_of,
 )
-from pipelines.runner.inputs import import_source
-from pipelines.runner.run_state import CacheLookup
-from pipelines.runner.served_latency import served_latency
-from pipelines.store.entry import Entry, Record
-from pipelines.store.local import publish, unpublish
-from pipelines.system.error_context import name_stage_in_errors
+from compress.pipelines.runner.inputs import import_source
+from compress.pipelines.runner.run_state import CacheLookup
+from compress.pipelines.runner.served_latency import served_latency
+from compress.pipelines.store.entry import Entry, Record
+from compress.pipelines.store.local import publish, unpublish
+from compress.pipelines.system.error_context import name_stage_in_errors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from compress.artifacts.artifact import Artifact
     from compress.core.verdict import Verdict
-    from pipelines.planning.plan import PlannedStage
-    from pipelines.runner.run_state import RunState
+    from compress.pipelines.planning.plan import PlannedStage
+    from compress.pipelines.runner.run_state import RunState
 
 RERUN_REQUESTED = "asked to run again"
 """Why a stage runs that `--from` or `--force` names."""

@@ -18,7 +18,7 @@ from compress.common.signature import Signature
 from compress.core.context import Context
 from compress.data.fingerprint import SAMPLED_FOR_FINGERPRINT
 from compress.data.splits import DataReference, Splits
-from pipelines.config.model_spec import (
+from compress.pipelines.config.model_spec import (
     MODEL_CLASSES,
     SOURCE,
     FactoryModel,
@@ -26,11 +26,11 @@ from pipelines.config.model_spec import (
     ModelFile,
     TimmModel,
 )
-from pipelines.planning.loss_and_metric import fitting_loss, infer_loss_and_metric
-from pipelines.planning.planner import build_plan
-from pipelines.planning.task_inference import task_of
-from pipelines.system.machine_info import version_of
-from pipelines.system.temp_files import temporary_files
+from compress.pipelines.planning.loss_and_metric import fitting_loss, infer_loss_and_metric
+from compress.pipelines.planning.planner import build_plan
+from compress.pipelines.planning.task_inference import task_of
+from compress.pipelines.system.machine_info import version_of
+from compress.pipelines.system.temp_files import temporary_files
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from compress.artifacts.artifact import Artifact
     from compress.common.signature import AxisBounds, TensorSpec
     from compress.core.progress import Progress
-    from pipelines.config.pipeline import PipelineConfig
-    from pipelines.planning.plan import Plan
+    from compress.pipelines.config.pipeline import PipelineConfig
+    from compress.pipelines.planning.plan import Plan
 
 
 def resolve_inputs(pipeline: PipelineConfig) -> tuple[PipelineConfig, Splits | None, str]:
@@ -59,7 +59,7 @@ def resolve_inputs(pipeline: PipelineConfig) -> tuple[PipelineConfig, Splits | N
     spec, inputs, origin = pipeline.model, pipeline.model.inputs, "the samples of the data"
     try:
         if inputs is None and isinstance(spec, ModelFile):
-            from pipelines.models.exported_files import signature_of
+            from compress.pipelines.models.exported_files import signature_of
 
             file = pipeline.folder / spec.file
             if signature := signature_of(spec.kind, file):
@@ -98,7 +98,7 @@ def resolve_inputs(pipeline: PipelineConfig) -> tuple[PipelineConfig, Splits | N
 
 def _check_requests(pipeline: PipelineConfig) -> None:
     """Refuse to package a model whose requests, images or texts, do not become its inputs."""
-    from serve.torchserve.stage import PackageTorchServe
+    from compress.serve.torchserve.stage import PackageTorchServe
 
     for index, stage in enumerate(pipeline.stages):
         lacks = any(r.missing() for r in stage.all_requirements() if not r.program)
@@ -118,7 +118,7 @@ def _parameters(pipeline: PipelineConfig) -> Sequence[str]:
 
     spec = pipeline.model
     if isinstance(spec, ModelFile):
-        from export.torchscript.file_io import load
+        from compress.export.torchscript.file_io import load
 
         arguments = load(pipeline.folder / spec.file).forward.schema.arguments
         return [argument.name for argument in arguments[1:]]  # without self
@@ -236,7 +236,7 @@ def import_source(pipeline: PipelineConfig, path: Path, data: Splits | None = No
     inputs = sample_inputs(data, signature)
     try:
         if isinstance(spec, ModelFile):
-            from pipelines.models.exported_files import import_file
+            from compress.pipelines.models.exported_files import import_file
 
             return import_file(spec.kind, pipeline.folder / spec.file, signature, path, inputs)
         if isinstance(spec, HuggingFaceModel):
@@ -305,7 +305,7 @@ def source_parts(pipeline: PipelineConfig) -> dict[str, object]:
             "trains": pipeline.stages[0].stage == "train",
         }
     if isinstance(spec, ModelFile):
-        from pipelines.models.exported_files import digest_of
+        from compress.pipelines.models.exported_files import digest_of
 
         return {**parts, "checkpoint": digest_of(pipeline.folder / spec.file)}
     factory = _recipe(spec).factory

@@ -12,36 +12,36 @@ from compress.common.process import import_modules, within_quota
 from compress.core.progress import silent
 from compress.core.stage import members_of
 from compress.profiling.peak_memory import fork_worker, measurement_process
-from pipelines.config.model_spec import SOURCE
-from pipelines.config.run_options import RunOptions
-from pipelines.executors.factory import check_engine, engine_for
-from pipelines.executors.launched import check_processes
-from pipelines.executors.node_environment import write_run_id
-from pipelines.planning.loss_and_metric import infer_loss_and_metric
-from pipelines.planning.planner import build_plan
-from pipelines.results.schema import remove_report
-from pipelines.runner import events
-from pipelines.runner.cache_keys import source_key_parts, stage_key_parts
-from pipelines.runner.executor import RERUN_REQUESTED, PipelineExecutor
-from pipelines.runner.inputs import resolve_inputs
-from pipelines.runner.run_report import build_report
-from pipelines.runner.run_state import RunState
-from pipelines.runner.scheduler import schedule
-from pipelines.store.local import Store
-from pipelines.store.sample_diff import note_samples
-from pipelines.system import signals
-from pipelines.system.error_context import readable_disk_errors
-from pipelines.system.jsonl_log import LOG, LogFile, log_event, log_handler
-from pipelines.system.signals import INTERRUPTED
-from pipelines.system.temp_files import temporary_files
+from compress.pipelines.config.model_spec import SOURCE
+from compress.pipelines.config.run_options import RunOptions
+from compress.pipelines.executors.factory import check_engine, engine_for
+from compress.pipelines.executors.launched import check_processes
+from compress.pipelines.executors.node_environment import write_run_id
+from compress.pipelines.planning.loss_and_metric import infer_loss_and_metric
+from compress.pipelines.planning.planner import build_plan
+from compress.pipelines.results.schema import remove_report
+from compress.pipelines.runner import events
+from compress.pipelines.runner.cache_keys import source_key_parts, stage_key_parts
+from compress.pipelines.runner.executor import RERUN_REQUESTED, PipelineExecutor
+from compress.pipelines.runner.inputs import resolve_inputs
+from compress.pipelines.runner.run_report import build_report
+from compress.pipelines.runner.run_state import RunState
+from compress.pipelines.runner.scheduler import schedule
+from compress.pipelines.store.local import Store
+from compress.pipelines.store.sample_diff import note_samples
+from compress.pipelines.system import signals
+from compress.pipelines.system.error_context import readable_disk_errors
+from compress.pipelines.system.jsonl_log import LOG, LogFile, log_event, log_handler
+from compress.pipelines.system.signals import INTERRUPTED
+from compress.pipelines.system.temp_files import temporary_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from pipelines.config.pipeline import PipelineConfig
-    from pipelines.results.schema import Report, Status
-    from pipelines.store.remote import Remote
+    from compress.pipelines.config.pipeline import PipelineConfig
+    from compress.pipelines.results.schema import Report, Status
+    from compress.pipelines.store.remote import Remote
 
 DEFAULTS = RunOptions()
 COUNTED_WITH = ("torch._dynamo",)
@@ -103,7 +103,7 @@ def run(
         log = LogFile(out / LOG, run_id, lambda: state.outcome.current)
         log_handlers.enter_context(log_handler(log))
         if pipeline.tracker is not None:
-            from pipelines.runner.trackers import tracked
+            from compress.pipelines.runner.trackers import tracked
 
             tracker = tracked(pipeline.tracker, out, pipeline.name, run_id)
             log_handlers.enter_context(tracker)
@@ -227,6 +227,6 @@ def _open_remote(url: str | None, announce: Callable[[str], None]) -> Remote | N
     if url is None:
         return None
     # It imports fsspec, which only runs with a shared store need.
-    from pipelines.store.remote import Remote
+    from compress.pipelines.store.remote import Remote
 
     return Remote(url, announce)

@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 from compress.data.sample_cache import PROBES
 from compress.data.stream import FIRST_SAMPLES
-from pipelines.config.model_spec import SOURCE
-from pipelines.planning.unjudged_losses import accuracy_drops
-from pipelines.results.measurement_warnings import measurement_warnings
-from pipelines.results.schema import Report, rerun_command
-from pipelines.runner.data_warnings import constant_score, unlike_val
-from pipelines.system.machine_info import machine, versions
-from pipelines.system.signals import INTERRUPTED, only_signals_interrupt
+from compress.pipelines.config.model_spec import SOURCE
+from compress.pipelines.planning.unjudged_losses import accuracy_drops
+from compress.pipelines.results.measurement_warnings import measurement_warnings
+from compress.pipelines.results.schema import Report, rerun_command
+from compress.pipelines.runner.data_warnings import constant_score, unlike_val
+from compress.pipelines.system.machine_info import machine, versions
+from compress.pipelines.system.signals import INTERRUPTED, only_signals_interrupt
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pipelines.results.schema import Status
-    from pipelines.runner.run_state import RunState
+    from compress.pipelines.results.schema import Status
+    from compress.pipelines.runner.run_state import RunState
 
 log = logging.getLogger(__name__)
 

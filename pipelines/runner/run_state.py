@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 from compress.common.dependency_recorder import Dependencies, digest_of, digest_of_variable
 from compress.common.errors import CompressError, GateRefused
 from compress.core.context import Context
-from pipelines.config.model_spec import SOURCE
-from pipelines.results.stage_reports import FailureReport, SkippedReport
-from pipelines.runner import events
-from pipelines.runner.data_warnings import validation_data_warnings
-from pipelines.runner.inputs import source_parts
-from pipelines.store.exports import StoredExports
-from pipelines.store.local import WORK
-from pipelines.system import signals
-from pipelines.system.machine_info import machine
-from pipelines.system.signals import INTERRUPTED, only_signals_interrupt
+from compress.pipelines.config.model_spec import SOURCE
+from compress.pipelines.results.stage_reports import FailureReport, SkippedReport
+from compress.pipelines.runner import events
+from compress.pipelines.runner.data_warnings import validation_data_warnings
+from compress.pipelines.runner.inputs import source_parts
+from compress.pipelines.store.exports import StoredExports
+from compress.pipelines.store.local import WORK
+from compress.pipelines.system import signals
+from compress.pipelines.system.machine_info import machine
+from compress.pipelines.system.signals import INTERRUPTED, only_signals_interrupt
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
     from compress.data.splits import Splits
     from compress.profiling.batch_dependence import BatchDependence
     from compress.profiling.benchmark import Comparison
-    from pipelines.config.pipeline import PipelineConfig
-    from pipelines.planning.plan import Plan, PlannedStage
-    from pipelines.results.measurements import Measurements
-    from pipelines.results.stage_reports import StageReport, TestReport
-    from pipelines.runner.events import EventListener
-    from pipelines.store.entry import Entry
-    from pipelines.store.local import Store
+    from compress.pipelines.config.pipeline import PipelineConfig
+    from compress.pipelines.planning.plan import Plan, PlannedStage
+    from compress.pipelines.results.measurements import Measurements
+    from compress.pipelines.results.stage_reports import StageReport, TestReport
+    from compress.pipelines.runner.events import EventListener
+    from compress.pipelines.store.entry import Entry
+    from compress.pipelines.store.local import Store
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 from compress.artifacts.artifact import Artifact
 from compress.common.requirements import undisturbed
-from pipelines.config.model_spec import SOURCE
-from pipelines.runner.cache_keys import stage_key_parts
+from compress.pipelines.config.model_spec import SOURCE
+from compress.pipelines.runner.cache_keys import stage_key_parts
 
 if TYPE_CHECKING:
-    from pipelines.executors.factory import Engine
-    from pipelines.planning.plan import PlannedStage
-    from pipelines.runner.executor import PipelineExecutor
-    from pipelines.runner.run_state import CacheLookup
+    from compress.pipelines.executors.factory import Engine
+    from compress.pipelines.planning.plan import PlannedStage
+    from compress.pipelines.runner.executor import PipelineExecutor
+    from compress.pipelines.runner.run_state import CacheLookup
 
 
 def schedule(executor: PipelineExecutor, engine: Engine | None) -> None:

@@ -11,20 +11,20 @@ from compress.quantization.stages.dynamic import QuantizeDynamic
 from compress.quantization.stages.static import QuantizeStatic
 from compress.quantization.stages.weight_only import QuantizeWeights
 from compress.training.stage import Train
-from export.fastest.stage import ExportFastest
-from export.onnx.stage import ExportOnnx
-from export.openvino.stage import ExportOpenVINO
-from pipelines.config.model_spec import SOURCE
-from pipelines.system.machine_info import machine
+from compress.export.fastest.stage import ExportFastest
+from compress.export.onnx.stage import ExportOnnx
+from compress.export.openvino.stage import ExportOpenVINO
+from compress.pipelines.config.model_spec import SOURCE
+from compress.pipelines.system.machine_info import machine
 
 if TYPE_CHECKING:
     from typing import Literal
 
     from compress.core.context import ServedLatency
     from compress.core.stage import Stage
-    from pipelines.config.pipeline import PipelineConfig
-    from pipelines.planning.plan import PlannedStage
-    from pipelines.runner.run_state import RunState
+    from compress.pipelines.config.pipeline import PipelineConfig
+    from compress.pipelines.planning.plan import PlannedStage
+    from compress.pipelines.runner.run_state import RunState
 
     AnyStage = Stage[Any, Any]
 
@@ -49,8 +49,8 @@ def served_latency(planned: PlannedStage, state: RunState) -> ServedLatency | No
     served = _served(planned, state.pipeline)
     if served is None:
         return None
-    from export.latency.kernel_table import TABLES
-    from export.latency.served_latency import OnnxLatency
+    from compress.export.latency.kernel_table import TABLES
+    from compress.export.latency.served_latency import OnnxLatency
 
     weights = [stage for stage in served.stages if isinstance(stage, QuantizeWeights)]
     return OnnxLatency(

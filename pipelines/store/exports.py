@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 from compress.common.dependency_recorder import recording
 from compress.core.context import ExportCache
-from pipelines.store.entry import Record
-from pipelines.system.machine_info import machine, versions
+from compress.pipelines.store.entry import Record
+from compress.pipelines.system.machine_info import machine, versions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
     from compress.artifacts.artifact import Artifact
-    from pipelines.store.local import Store
+    from compress.pipelines.store.local import Store
 
 
 class StoredExports(ExportCache):

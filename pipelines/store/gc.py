@@ -14,12 +14,12 @@ from compress.artifacts.artifact import MANIFEST
 from compress.common.atomic_files import remove
 from compress.common.config import Settings
 from compress.common.errors import PipelineInvalid
-from pipelines.store.entry import RECORD
-from pipelines.store.local import WORK, Store
-from pipelines.store.lock import store_lock
-from pipelines.store.object_store import PARTIAL, Failed, Objects
-from pipelines.store.remote import MANIFEST_BYTES, RECORD_BYTES, SECONDS_TRUSTED, Remote
-from pipelines.system.error_context import readable_disk_errors
+from compress.pipelines.store.entry import RECORD
+from compress.pipelines.store.local import WORK, Store
+from compress.pipelines.store.lock import store_lock
+from compress.pipelines.store.object_store import PARTIAL, Failed, Objects
+from compress.pipelines.store.remote import MANIFEST_BYTES, RECORD_BYTES, SECONDS_TRUSTED, Remote
+from compress.pipelines.system.error_context import readable_disk_errors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

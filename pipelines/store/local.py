@@ -14,7 +14,7 @@ from compress.common.atomic_files import partial_folder, remove, remove_leftover
 from compress.common.dependency_recorder import Dependencies
 from compress.common.errors import ArtifactInvalid, PipelineInvalid
 from compress.common.sealed_json import read_sealed, write_sealed
-from pipelines.store.entry import (
+from compress.pipelines.store.entry import (
     FORMAT,
     FORMAT_FILE,
     RECORD,
@@ -25,15 +25,15 @@ from pipelines.store.entry import (
     read_format,
     shortened,
 )
-from pipelines.store.lock import store_lock
-from pipelines.store.sample_diff import samples_changed
-from pipelines.system.jsonl_log import log_event
+from compress.pipelines.store.lock import store_lock
+from compress.pipelines.store.sample_diff import samples_changed
+from compress.pipelines.system.jsonl_log import log_event
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from compress.data.fingerprint import Contents
-    from pipelines.store.remote import Remote
+    from compress.pipelines.store.remote import Remote
 
 HERE = Path()
 WORK = "work"

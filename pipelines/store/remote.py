@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING
 from compress.artifacts.artifact import MANIFEST, Artifact, replace_artifact, seal
 from compress.common.atomic_files import partial_folder
 from compress.common.errors import ArtifactInvalid, CompressError, PipelineInvalid, first_line
-from pipelines.store.entry import FORMAT, FORMAT_FILE, Record, read_format
-from pipelines.store.object_store import Failed, Objects
-from pipelines.system.jsonl_log import log_event
+from compress.pipelines.store.entry import FORMAT, FORMAT_FILE, Record, read_format
+from compress.pipelines.store.object_store import Failed, Objects
+from compress.pipelines.system.jsonl_log import log_event
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from compress.common.errors import CompressError, PipelineInvalid, StageFailed, first_line
-from pipelines.system.signals import only_signals_interrupt
+from compress.pipelines.system.signals import only_signals_interrupt
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,8 +11,8 @@ from importlib.metadata import PackageNotFoundError, packages_distributions, ver
 from pathlib import Path
 
 import compress
-import export
-import serve
+from compress import export
+from compress import serve
 
 LIBRARIES = (
     *("torch", "torchao", "onnx", "onnxscript", "onnxruntime", "openvino", "executorch", "numpy"),

@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipelines.system.yaml_core import dump_on_one_line
+from compress.pipelines.system.yaml_core import dump_on_one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 from compress.common.errors import CompressError, cause_lines, exits_refused
 from compress.common.printable import escape_warnings, printable
 from compress.common.process import gc_disabled
-from pipelines.system import signals
-from pipelines.system.signals import describe_interruption
+from compress.pipelines.system import signals
+from compress.pipelines.system.signals import describe_interruption
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from compress.common.config import Settings
-    from pipelines.results.schema import Report
+    from compress.pipelines.results.schema import Report
 
 RED, YELLOW = "\x1b[31m", "\x1b[33m"
 
@@ -164,7 +164,7 @@ def wrap_command(function: Callable[..., None], options: Mapping[str, Any]) -> C
 
     @functools.wraps(function)
     def wrapped(*args: Any, as_json: bool, quiet: bool, debug: bool, **kwargs: Any) -> None:
-        from pipelines.system.rich_output import PlainFormatter
+        from compress.pipelines.system.rich_output import PlainFormatter
 
         handler = logging.StreamHandler()
         handler.setFormatter(PlainFormatter())
@@ -279,7 +279,7 @@ def print_result(
     elif mode.quiet:
         return
     elif table is not None:
-        from pipelines.reporting.terminal_table import print_table
+        from compress.pipelines.reporting.terminal_table import print_table
 
         print_table(table, lines)
     else:
@@ -293,7 +293,7 @@ def print_report(report: Report, out: Path, error_follows: bool = False) -> None
 
     `error_follows` says that the command will print the error that ended the run.
     """
-    from pipelines.reporting.terminal_table import show_report
+    from compress.pipelines.reporting.terminal_table import show_report
 
     if current_mode().as_json:
         print_json(report.model_dump(mode="json"))

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from compress.common.printable import printable
 from compress.core.progress import progress_bars
-from pipelines.system.jsonl_log import OWN_LOGGERS
-from pipelines.system.signals import raise_if_stopped
+from compress.pipelines.system.jsonl_log import OWN_LOGGERS
+from compress.pipelines.system.signals import raise_if_stopped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -27,7 +27,7 @@ SECONDS_BETWEEN_LINES = 3.0
 @contextmanager
 def show_progress(quiet: bool) -> Iterator[tuple[Progress, Callable[[str], None]]]:
     """Provide a progress function, and a function that prints one line per stage."""
-    from pipelines.system.rich_output import PlainConsole
+    from compress.pipelines.system.rich_output import PlainConsole
 
     console = PlainConsole(stderr=True)
     if quiet:

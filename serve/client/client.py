@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Self
 from urllib.parse import urlsplit
 
 from compress.common.errors import StageFailed
-from serve.client.wire_format import Npz
+from compress.serve.client.wire_format import Npz
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from compress.common.forward import Predictor
     from compress.common.signature import Signature
-    from serve.client.wire_format import Form
-    from serve.worker.tensors import Array
+    from compress.serve.client.wire_format import Form
+    from compress.serve.worker.tensors import Array
 
 REQUEST_BYTES = 4 * 1024**2
 """Larger requests are split: TorchServe accepts 6.5 MB by default."""

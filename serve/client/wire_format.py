@@ -8,13 +8,13 @@ from urllib.parse import quote
 
 import numpy as np
 
-from serve.worker.oip import DATATYPES, HEADER_LENGTH
-from serve.worker.wire import JSON, NPZ, RAW, from_npz, to_npz
+from compress.serve.worker.oip import DATATYPES, HEADER_LENGTH
+from compress.serve.worker.wire import JSON, NPZ, RAW, from_npz, to_npz
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from serve.worker.tensors import Array
+    from compress.serve.worker.tensors import Array
 
     Headers = Mapping[str, str]
 

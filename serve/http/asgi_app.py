@@ -10,18 +10,18 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from compress import __version__
-from serve.http.base_app import CLIENT_CLOSED, SMALL_BYTES, BaseApplication, headers_of
-from serve.http.inference import Inference, WholeRequest
-from serve.http.responses import HttpError, Response, response_of, send_response
-from serve.worker.oip import DATATYPES
+from compress.serve.http.base_app import CLIENT_CLOSED, SMALL_BYTES, BaseApplication, headers_of
+from compress.serve.http.inference import Inference, WholeRequest
+from compress.serve.http.responses import HttpError, Response, response_of, send_response
+from compress.serve.worker.oip import DATATYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from serve.http.dynamic_batcher import Batcher
-    from serve.http.loaded_model import ServedModel
-    from serve.http.options import Limits
-    from serve.http.responses import Headers, Message, Receive, Send
+    from compress.serve.http.dynamic_batcher import Batcher
+    from compress.serve.http.loaded_model import ServedModel
+    from compress.serve.http.options import Limits
+    from compress.serve.http.responses import Headers, Message, Receive, Send
 
 SPECIAL_HEADERS = frozenset({"expect", "transfer-encoding", "upgrade"})
 """Of requests that `WholeRequest` does not answer."""

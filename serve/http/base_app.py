@@ -11,23 +11,23 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
-from serve.http.prometheus import Metrics
-from serve.http.responses import (
+from compress.serve.http.prometheus import Metrics
+from compress.serve.http.responses import (
     HttpError,
     Response,
     close_if_continue_expected,
     error_response,
 )
-from serve.worker.http_errors import TOO_LARGE, UNREADABLE
-from serve.worker.wire import JSON
+from compress.serve.worker.http_errors import TOO_LARGE, UNREADABLE
+from compress.serve.worker.wire import JSON
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
 
-    from serve.http.dynamic_batcher import WorkerThreads
-    from serve.http.options import Limits
-    from serve.http.responses import Headers, Message, Receive
-    from serve.worker.tensors import Named
+    from compress.serve.http.dynamic_batcher import WorkerThreads
+    from compress.serve.http.options import Limits
+    from compress.serve.http.responses import Headers, Message, Receive
+    from compress.serve.worker.tensors import Named
 
 LARGE_BODIES = 2
 """Large bodies in memory are bounded by so many times the largest; the others wait in the kernel's

@@ -18,17 +18,17 @@ from typing import TYPE_CHECKING, Any
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from serve.http.flow_control import Deadline, HoldableFlowControl, LingeringTransport
-from serve.http.responses import HttpError, response_bytes, run_unchunked
-from serve.worker.http_errors import UNREADABLE
+from compress.serve.http.flow_control import Deadline, HoldableFlowControl, LingeringTransport
+from compress.serve.http.responses import HttpError, response_bytes, run_unchunked
+from compress.serve.worker.http_errors import UNREADABLE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-    from serve.http.base_app import BodyReceiver
-    from serve.http.responses import Response
+    from compress.serve.http.base_app import BodyReceiver
+    from compress.serve.http.responses import Response
 
 HEAD_SECONDS = 10.0
 """Time limit for a request's head, and for the silence of a new connection."""

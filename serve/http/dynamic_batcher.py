@@ -11,13 +11,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from serve.worker.batching import run_batched
+from compress.serve.worker.batching import run_batched
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from compress.profiling.batch_dependence import Call
-    from serve.worker.tensors import Array
+    from compress.serve.worker.tensors import Array
 
 CLOSE_SECONDS = 5.0
 """Time limit for all threads to end."""

@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compress.common.errors import ArtifactInvalid, CompressError
-from serve.http.multiprocess import end_with_parent
-from serve.http.responses import HttpError
-from serve.worker.http_errors import TOO_LARGE
+from compress.serve.http.multiprocess import end_with_parent
+from compress.serve.http.responses import HttpError
+from compress.serve.worker.http_errors import TOO_LARGE
 
 if TYPE_CHECKING:
     from collections.abc import Callable

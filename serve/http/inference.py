@@ -7,22 +7,22 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from compress.profiling.probe_rows import seeded_rows
-from serve.http.base_app import CLIENT_CLOSED, SMALL_BYTES, SharedState
-from serve.http.helper_process import HelperProcess
-from serve.http.request_decoder import RequestDecoder, content_type_of, memory_needed, with_readers
-from serve.http.responses import HttpError, Response, error_response, response_of
-from serve.worker import wire
-from serve.worker.http_errors import inference_error, output_fault
-from serve.worker.oip import LABELS
+from compress.serve.http.base_app import CLIENT_CLOSED, SMALL_BYTES, SharedState
+from compress.serve.http.helper_process import HelperProcess
+from compress.serve.http.request_decoder import RequestDecoder, content_type_of, memory_needed, with_readers
+from compress.serve.http.responses import HttpError, Response, error_response, response_of
+from compress.serve.worker import wire
+from compress.serve.worker.http_errors import inference_error, output_fault
+from compress.serve.worker.oip import LABELS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
 
-    from serve.http.dynamic_batcher import Batcher, Job
-    from serve.http.loaded_model import ServedModel
-    from serve.http.options import Limits
-    from serve.http.responses import Headers
-    from serve.worker.tensors import Array, Named
+    from compress.serve.http.dynamic_batcher import Batcher, Job
+    from compress.serve.http.loaded_model import ServedModel
+    from compress.serve.http.options import Limits
+    from compress.serve.http.responses import Headers
+    from compress.serve.worker.tensors import Array, Named
 
 
 class Inference(SharedState):

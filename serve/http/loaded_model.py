@@ -13,10 +13,10 @@ import numpy as np
 from compress.common.errors import ArtifactInvalid, StageFailed, first_line
 from compress.profiling.batch_dependence import numpy_call
 from compress.profiling.probe_rows import seeded_rows
-from serve.packaging.joinable import why_not_joined_without_data
-from serve.packaging.model_interface import Interface, infer_interface, refuse_bfloat16
-from serve.packaging.recorded_measurements import served_forms
-from serve.packaging.request_forms import TOP_LABELS, class_settings
+from compress.serve.packaging.joinable import why_not_joined_without_data
+from compress.serve.packaging.model_interface import Interface, infer_interface, refuse_bfloat16
+from compress.serve.packaging.recorded_measurements import served_forms
+from compress.serve.packaging.request_forms import TOP_LABELS, class_settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from compress.artifacts.artifact import Artifact
     from compress.common.signature import Signature
     from compress.profiling.batch_dependence import Call
-    from serve.worker.tensors import Named
+    from compress.serve.worker.tensors import Named
 
 SERVED_KINDS = ("onnx", "aot", "graph", "torchscript", "openvino")
 RUNTIMES = {"onnx": "onnxruntime", "openvino": "openvino"}
@@ -128,7 +128,7 @@ def _call_of(artifact: Artifact, threads: int) -> Iterator[Call]:
 
             yield call_in_turn
         return
-    from serve.worker.loaders import LOADERS
+    from compress.serve.worker.loaders import LOADERS
 
     signature = artifact.signature
     settings = {

@@ -16,7 +16,7 @@ from prometheus_client import (
 )
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from serve.http.multiprocess import METRICS_VARIABLE
+from compress.serve.http.multiprocess import METRICS_VARIABLE
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -6,21 +6,21 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from serve.http.responses import HttpError
-from serve.worker import wire
-from serve.worker.http_errors import TOO_LARGE
-from serve.worker.oip import HEADER_LENGTH, requested_outputs
-from serve.worker.preprocess import MAX_PIXELS, create_readers
-from serve.worker.tensors import check
+from compress.serve.http.responses import HttpError
+from compress.serve.worker import wire
+from compress.serve.worker.http_errors import TOO_LARGE
+from compress.serve.worker.oip import HEADER_LENGTH, requested_outputs
+from compress.serve.worker.preprocess import MAX_PIXELS, create_readers
+from compress.serve.worker.tensors import check
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from serve.http.options import Limits
-    from serve.http.responses import Headers
-    from serve.worker.tensors import Array, Named, Specs
-    from serve.worker.wire import Readers
+    from compress.serve.http.options import Limits
+    from compress.serve.http.responses import Headers
+    from compress.serve.worker.tensors import Array, Named, Specs
+    from compress.serve.worker.wire import Readers
 
 UNSPECIFIED = ("", "application/x-www-form-urlencoded")
 """The Content-Type of bodies where none is given, and curl's -d."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
-from serve.worker.http_errors import describe_error
-from serve.worker.wire import JSON
+from compress.serve.worker.http_errors import describe_error
+from compress.serve.worker.wire import JSON
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, MutableMapping, Sequence

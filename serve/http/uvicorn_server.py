@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from serve.http.base_app import BaseApplication
-    from serve.http.options import Options
+    from compress.serve.http.base_app import BaseApplication
+    from compress.serve.http.options import Options
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ async def _serve(
 ) -> None:
     import uvicorn
 
-    from serve.http.bounded_protocol import BufferedHttpProtocol, WaitingConnections
+    from compress.serve.http.bounded_protocol import BufferedHttpProtocol, WaitingConnections
 
     application: Any = create_application()
     # What is here stays: a collection that visited it would hold up the requests meanwhile.

@@ -14,11 +14,11 @@ from compress.artifacts.artifact import MANIFEST, Artifact, new_folder
 from compress.common.errors import ArtifactInvalid
 from compress.common.sealed_json import write_sealed
 from compress.profiling.probe_rows import seeded_rows
-from serve.http.loaded_model import RUNTIMES, open_model
-from serve.image.locked_requirements import locked_requirements
-from serve.packaging.model_interface import PROBE_SIZES
-from serve.packaging.recorded_measurements import REPORT, read_recorded, served_forms
-from serve.worker.wire import to_npz
+from compress.serve.http.loaded_model import RUNTIMES, open_model
+from compress.serve.image.locked_requirements import locked_requirements
+from compress.serve.packaging.model_interface import PROBE_SIZES
+from compress.serve.packaging.recorded_measurements import REPORT, read_recorded, served_forms
+from compress.serve.worker.wire import to_npz
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -162,7 +162,7 @@ def write_image_files(path: Path, folder: Path, attest: Attest) -> Artifact:
 
 def entrypoint(folder: Path, artifact: Artifact) -> list[str]:
     """Return the command of an image, which refuses another model than this artifact."""
-    command: list[Any] = ["python3", "-m", "cli", "serve", f"{HOME}/model", "--host", "0.0.0.0"]
+    command: list[Any] = ["python3", "-m", "compress.cli", "serve", f"{HOME}/model", "--host", "0.0.0.0"]
     command += ["--sha256", artifact.digest]
     return [*command, "--report", f"{HOME}/{REPORT}"] if (folder / REPORT).is_file() else command
 

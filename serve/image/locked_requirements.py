@@ -10,7 +10,7 @@ from importlib.metadata import version as distribution_version
 from typing import TYPE_CHECKING
 
 from compress.common.errors import StageFailed, Unavailable
-from serve.http.uvicorn_server import refuse_missing
+from compress.serve.http.uvicorn_server import refuse_missing
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

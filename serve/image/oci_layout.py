@@ -22,7 +22,7 @@ from compress.artifacts.artifact import new_folder
 from compress.common.atomic_files import open_regular, sha256_of
 from compress.common.errors import ArtifactInvalid, first_line
 from compress.common.foreign.child_process import read_in_child
-from serve.image.build_folder import (
+from compress.serve.image.build_folder import (
     HOME,
     PORT,
     USER,
@@ -32,12 +32,12 @@ from serve.image.build_folder import (
     make_readable,
     write_image_files,
 )
-from serve.image.locked_requirements import run_pip
+from compress.serve.image.locked_requirements import run_pip
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from serve.image.build_folder import Attest
+    from compress.serve.image.build_folder import Attest
 
 MEDIA = "application/vnd.oci.image."
 INDEX, MANIFEST_TYPE, CONFIG = (

@@ -1,4 +1,4 @@
-"""Compare a container's answers with the recorded ones: `python3 -m serve.image.replay_probe`."""
+"""Compare a container's answers with the recorded ones: `python3 -m compress.serve.image.replay_probe`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import numpy as np
 from compress.artifacts.artifact import Artifact
 from compress.common.errors import CompressError
 from compress.profiling.batch_dependence import rounding_tolerance
-from serve.client.client import Client
-from serve.client.wire_format import OpenInference
-from serve.worker.wire import from_npz
+from compress.serve.client.client import Client
+from compress.serve.client.wire_format import OpenInference
+from compress.serve.worker.wire import from_npz
 
 
 def largest_difference(folder: Path, url: str, token: str | None) -> tuple[float, float]:

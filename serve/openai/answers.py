@@ -8,11 +8,11 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from serve.http.responses import Response
-from serve.openai.request import ApiError
+from compress.serve.http.responses import Response
+from compress.serve.openai.request import ApiError
 
 if TYPE_CHECKING:
-    from serve.openai.decoder import ServedDecoder
+    from compress.serve.openai.decoder import ServedDecoder
 
 DONE = b"data: [DONE]\n\n"
 CODES = {401: "invalid_api_key", 404: "not_found", 503: "overloaded", 504: "timeout"}

@@ -8,31 +8,31 @@ import time
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
-from serve.http.base_app import CLIENT_CLOSED, BaseApplication, SharedState, headers_of
-from serve.http.helper_process import HelperProcess
-from serve.http.request_decoder import UNSPECIFIED, content_type_of
-from serve.http.responses import HttpError, Response, send_response
-from serve.openai.answers import (
+from compress.serve.http.base_app import CLIENT_CLOSED, BaseApplication, SharedState, headers_of
+from compress.serve.http.helper_process import HelperProcess
+from compress.serve.http.request_decoder import UNSPECIFIED, content_type_of
+from compress.serve.http.responses import HttpError, Response, send_response
+from compress.serve.openai.answers import (
     EVENT_STREAM,
     CompletionFormat,
     error_in_openai_format,
     event,
     usage_of,
 )
-from serve.openai.generation import GenerationJob
-from serve.openai.job import DecoderTexts
-from serve.openai.request import ApiError
-from serve.worker.http_errors import UNKNOWN_FORM, abbreviated
-from serve.worker.wire import JSON
+from compress.serve.openai.generation import GenerationJob
+from compress.serve.openai.job import DecoderTexts
+from compress.serve.openai.request import ApiError
+from compress.serve.worker.http_errors import UNKNOWN_FORM, abbreviated
+from compress.serve.worker.wire import JSON
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
-    from serve.http.options import Limits
-    from serve.http.responses import Headers, Message, Receive, Send
-    from serve.openai.decoder import ServedDecoder
-    from serve.openai.generation import GenerationThreads, Part
-    from serve.openai.job import GenerationRequest
+    from compress.serve.http.options import Limits
+    from compress.serve.http.responses import Headers, Message, Receive, Send
+    from compress.serve.openai.decoder import ServedDecoder
+    from compress.serve.openai.generation import GenerationThreads, Part
+    from compress.serve.openai.job import GenerationRequest
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MODELS = "/v1/models"

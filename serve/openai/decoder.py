@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 from compress.common.errors import PipelineInvalid, StageFailed
 from compress.common.requirements import require_all
-from export.genai.folder import GenaiConfig
-from export.genai.greedy_text import GreedyText
-from export.genai.runtime import GENAI, next_tokens, next_tokens_unlocked, open_folder
-from export.genai.text import TOKENIZERS
-from serve.http.base_app import SMALL_BYTES
-from serve.http.options import Limits
+from compress.export.genai.folder import GenaiConfig
+from compress.export.genai.greedy_text import GreedyText
+from compress.export.genai.runtime import GENAI, next_tokens, next_tokens_unlocked, open_folder
+from compress.export.genai.text import TOKENIZERS
+from compress.serve.http.base_app import SMALL_BYTES
+from compress.serve.http.options import Limits
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
     from pathlib import Path
 
     from compress.artifacts.artifact import Artifact
-    from export.genai.runtime import Sampling
-    from serve.http.options import Options
+    from compress.export.genai.runtime import Sampling
+    from compress.serve.http.options import Options
 
 TOKEN_BYTES = 256
 """Bytes of a token in JSON, at most; longer ones are rare, and a text has few of them."""

@@ -10,15 +10,15 @@ from contextlib import aclosing, closing, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from export.genai.text import TextStream
-from serve.http.dynamic_batcher import WorkerThreads
+from compress.export.genai.text import TextStream
+from compress.serve.http.dynamic_batcher import WorkerThreads
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
-    from export.genai.runtime import Sampling
-    from serve.http.helper_process import HelperProcess
-    from serve.openai.decoder import ServedDecoder
+    from compress.export.genai.runtime import Sampling
+    from compress.serve.http.helper_process import HelperProcess
+    from compress.serve.openai.decoder import ServedDecoder
 
 
 class Part(NamedTuple):

@@ -9,18 +9,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from compress.artifacts.artifact import Artifact
-from export.genai.runtime import Sampling
-from export.genai.text import TextStream, TextTokenizer
-from serve.openai.chat_template import ChatTemplate
-from serve.openai.request import ApiError, ChatBody, CompletionBody, parse_body
-from serve.worker.http_errors import SHOWN_CHARACTERS, UNREADABLE, abbreviated
-from serve.worker.preprocess import clipped
+from compress.export.genai.runtime import Sampling
+from compress.export.genai.text import TextStream, TextTokenizer
+from compress.serve.openai.chat_template import ChatTemplate
+from compress.serve.openai.request import ApiError, ChatBody, CompletionBody, parse_body
+from compress.serve.worker.http_errors import SHOWN_CHARACTERS, UNREADABLE, abbreviated
+from compress.serve.worker.preprocess import clipped
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from serve.openai.request import Body
+    from compress.serve.openai.request import Body
 
 COMPLETION_TOKENS = 16
 """`max_tokens` of a completion where none is given, as OpenAI has it."""

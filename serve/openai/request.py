@@ -6,9 +6,9 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from serve.http.responses import HttpError
-from serve.worker.http_errors import UNREADABLE, abbreviated
-from serve.worker.wire import BYTE_ORDER_MARK
+from compress.serve.http.responses import HttpError
+from compress.serve.worker.http_errors import UNREADABLE, abbreviated
+from compress.serve.worker.wire import BYTE_ORDER_MARK
 
 Values = tuple[Any, ...]
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from compress.profiling.batch_dependence import BatchDependence, measure, rounding_tolerance
 from compress.profiling.probe_rows import ROWS, seeded_rows
-from serve.packaging.recorded_measurements import REPORT, read_recorded
+from compress.serve.packaging.recorded_measurements import REPORT, read_recorded
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from compress.core.verdict import History, PastStage, Verdict
-    from serve.packaging.provenance import Provenance
+    from compress.serve.packaging.provenance import Provenance
 
 MODEL_CARD = "MODEL_CARD.md"
 NOT_MEASURED = """\

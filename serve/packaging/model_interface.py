@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from compress.common.forward import Predictor
     from compress.common.signature import Signature
     from compress.profiling.batch_dependence import Call
-    from serve.worker.tensors import Array
+    from compress.serve.worker.tensors import Array
 
 ANY = -1
 """Size of an axis that varies."""

@@ -11,14 +11,14 @@ from compress.common.config import Settings
 from compress.common.errors import ArtifactInvalid
 from compress.common.sealed_json import read_report
 from compress.profiling.batch_dependence import BatchDependence
-from serve.packaging.request_forms import forms_of
-from serve.packaging.val_preparation import Preparation
+from compress.serve.packaging.request_forms import forms_of
+from compress.serve.packaging.val_preparation import Preparation
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from compress.artifacts.artifact import Artifact
-    from serve.packaging.request_forms import RequestForms
+    from compress.serve.packaging.request_forms import RequestForms
 
 REPORT = "report.json"
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from compress.common.errors import StageFailed
-from serve.packaging.joinable import why_not_joined
-from serve.packaging.model_interface import rows_stay_first
-from serve.packaging.request_forms import are_probabilities
-from serve.worker.wire import to_npz
+from compress.serve.packaging.joinable import why_not_joined
+from compress.serve.packaging.model_interface import rows_stay_first
+from compress.serve.packaging.request_forms import are_probabilities
+from compress.serve.worker.wire import to_npz
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from compress.artifacts.artifact import Artifact
     from compress.core.context import Context
-    from serve.worker.tensors import Array
+    from compress.serve.worker.tensors import Array
 
 PROBE_ROWS = 4
 

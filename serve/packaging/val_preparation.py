@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from compress.common.signature import Signature
     from compress.data.splits import Splits
-    from serve.packaging.request_forms import RequestForms
-    from serve.worker.tensors import Array
+    from compress.serve.packaging.request_forms import RequestForms
+    from compress.serve.worker.tensors import Array
 
     Inputs = list[Array]  # one sample's, in the signature's order, without the batch axis
     Tokens = list[tuple[int, int, int]]
@@ -96,7 +96,7 @@ def _compare_images(
     """Compare images that `val` holds, once prepared, with its samples; None if it holds none."""
     import numpy as np
 
-    from serve.worker.preprocess import image_reader
+    from compress.serve.worker.preprocess import image_reader
 
     spec = signature.input_descriptions()[0]
     read = image_reader(settings, spec)
@@ -228,7 +228,7 @@ def _compare_texts(
     """Compare texts that `val` holds, tokenized, with its samples; else their ids as texts."""
     from tokenizers import Tokenizer
 
-    from serve.worker.preprocess import text_reader
+    from compress.serve.worker.preprocess import text_reader
 
     backend = Tokenizer.from_file(str(tokenizer))
     added = backend.get_added_tokens_decoder()

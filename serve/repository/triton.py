@@ -16,11 +16,11 @@ from compress.common.forward import opened_model
 from compress.common.signature import TABLE_ROWS
 from compress.core.gates import AnyGate, LabelAgreement, Parity
 from compress.core.stage import Stage
-from export.aotinductor.stage import AotModel
-from export.onnx.stage import OnnxModel
-from export.openvino.stage import OpenVINOModel
-from export.torchscript.stage import TorchScriptModel
-from serve.repository.triton_config import CONFIG, VERSION, refuse_foreign_entries
+from compress.export.aotinductor.stage import AotModel
+from compress.export.onnx.stage import OnnxModel
+from compress.export.openvino.stage import OpenVINOModel
+from compress.export.torchscript.stage import TorchScriptModel
+from compress.serve.repository.triton_config import CONFIG, VERSION, refuse_foreign_entries
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -123,9 +123,9 @@ class PackageTriton(Stage[Servable, TritonRepository]):
     def run(self, model: Servable, context: Context) -> TritonRepository:
         """Copy the model and write its configuration, reproducibly."""
         from compress.profiling.batch_dependence import numpy_call
-        from serve.packaging.joinable import why_not_joined
-        from serve.packaging.model_interface import infer_interface
-        from serve.repository.triton_config import (
+        from compress.serve.packaging.joinable import why_not_joined
+        from compress.serve.packaging.model_interface import infer_interface
+        from compress.serve.repository.triton_config import (
             FILES,
             DynamicBatching,
             model_config,
@@ -193,12 +193,12 @@ def open_predictor(
         Unavailable: it is native code, compiled for another machine.
     """
     if file.suffix == ".onnx":
-        from export.onnx.session import session_predictor
+        from compress.export.onnx.session import session_predictor
 
         yield session_predictor(file, threads)
         return
     if file.suffix == ".xml":
-        from export.openvino.runtime import compiled, predictor
+        from compress.export.openvino.runtime import compiled, predictor
 
         yield predictor(compiled(file, threads))
         return
@@ -206,15 +206,15 @@ def open_predictor(
 
     module: Any
     if file.suffix == ".pt2":
-        from export.aotinductor.package import load as load_package
-        from export.common.host_check import refuse_other_host
+        from compress.export.aotinductor.package import load as load_package
+        from compress.export.common.host_check import refuse_other_host
 
         built_for: Any = packaged.fact("built_for")
         refuse_other_host(built_for, file)
         device = "cpu"
         module = load_package(file, packaged.signature, device)
     else:
-        from export.torchscript.file_io import load
+        from compress.export.torchscript.file_io import load
 
         module = load(file, device)
     with torch_predictor(module, device, threads) as predict:
@@ -241,7 +241,7 @@ def refuse_nested_output(model: Artifact, title: str) -> None:
     """Raise StageFailed where a TorchScript model returns no tensor or flat list of tensors."""
     import torch
 
-    from export.torchscript.file_io import load
+    from compress.export.torchscript.file_io import load
 
     if not isinstance(model, TorchScriptModel):
         return

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
     from pathlib import Path
 
-    from serve.packaging.model_interface import Interface, Tensor
+    from compress.serve.packaging.model_interface import Interface, Tensor
 
 PLATFORMS = {
     "onnx": "onnxruntime_onnx",

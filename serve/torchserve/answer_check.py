@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from compress.common.config import Settings
 from compress.common.errors import ArtifactInvalid, Unavailable
-from serve.torchserve.artifact import PROBE
-from serve.torchserve.mar_file import CONFIG
-from serve.worker.wire import from_npz
+from compress.serve.torchserve.artifact import PROBE
+from compress.serve.torchserve.mar_file import CONFIG
+from compress.serve.worker.wire import from_npz
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from compress.artifacts.artifact import Artifact
     from compress.data.splits import Splits
-    from serve.packaging.provenance import Provenance
-    from serve.worker.tensors import Array
+    from compress.serve.packaging.provenance import Provenance
+    from compress.serve.worker.tensors import Array
 
     Answer = Callable[[Sequence[Array]], tuple[Array, ...]]
     Pairs = Iterable[tuple[Sequence[Array], Sequence[Array]]]
@@ -160,8 +160,8 @@ def start_serving(
     mar: Path, members: Mapping[str, bytes], origin: Provenance, max_rows: int
 ) -> Iterator[tuple[Answer, str]]:
     """Serve an archive by TorchServe, else by its handler alone; yield predictor and name."""
-    from serve.torchserve.handler_runner import HandlerProcess
-    from serve.torchserve.process import TorchServe, find_java, find_torchserve
+    from compress.serve.torchserve.handler_runner import HandlerProcess
+    from compress.serve.torchserve.process import TorchServe, find_java, find_torchserve
 
     try:
         find_java()

@@ -9,10 +9,10 @@ from compress.artifacts.artifact import MANIFEST, Artifact, Manifest
 from compress.common.atomic_files import sha256_of
 from compress.common.errors import ArtifactInvalid
 from compress.common.forward import OpenedModel, opened_model
-from serve.packaging.preprocessing import TOKENIZER
-from serve.packaging.provenance import PROVENANCE, Provenance, digest_of, refuse_broken_chain
-from serve.torchserve.handler_bundle import handler_text
-from serve.torchserve.mar_file import (
+from compress.serve.packaging.preprocessing import TOKENIZER
+from compress.serve.packaging.provenance import PROVENANCE, Provenance, digest_of, refuse_broken_chain
+from compress.serve.torchserve.handler_bundle import handler_text
+from compress.serve.torchserve.mar_file import (
     CONFIG,
     HANDLER,
     MAR_MANIFEST,
@@ -113,8 +113,8 @@ class TorchServeArchive(Artifact):
 
     @contextmanager
     def _served(self, threads: int) -> Iterator[Predictor]:
-        from serve.client.client import as_predictor
-        from serve.torchserve.process import TorchServe
+        from compress.serve.client.client import as_predictor
+        from compress.serve.torchserve.process import TorchServe
 
         self.check()
         with (

@@ -11,15 +11,15 @@ from importlib.resources import files
 MODULES = (
     "compress.checkpoint.pt2_safety",
     "compress.common.foreign.native_runtimes",
-    "export.common.int8_sums",
-    "serve.worker.http_errors",
-    "serve.worker.tensors",
-    "serve.worker.oip",
-    "serve.worker.wire",
-    "serve.worker.preprocess",
-    "serve.worker.loaders",
-    "serve.worker.batching",
-    "serve.worker.handler",
+    "compress.export.common.int8_sums",
+    "compress.serve.worker.http_errors",
+    "compress.serve.worker.tensors",
+    "compress.serve.worker.oip",
+    "compress.serve.worker.wire",
+    "compress.serve.worker.preprocess",
+    "compress.serve.worker.loaders",
+    "compress.serve.worker.batching",
+    "compress.serve.worker.handler",
 )
 """In dependency order: each uses only modules before it."""
 

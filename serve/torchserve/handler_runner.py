@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Self
 
 from compress.common.errors import StageFailed
-from serve.torchserve import handler_runner_main
-from serve.torchserve.process import log_tail
-from serve.worker.wire import from_npz, to_npz
+from compress.serve.torchserve import handler_runner_main
+from compress.serve.torchserve.process import log_tail
+from compress.serve.worker.wire import from_npz, to_npz
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from compress.common.signature import Signature
-    from serve.worker.tensors import Array
+    from compress.serve.worker.tensors import Array
 
 SECONDS = 120.0
 """Time limit of loading, and of one response."""

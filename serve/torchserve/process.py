@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 from compress.common.errors import StageFailed, Unavailable
 from compress.common.requirements import JAVA, pip_install
-from serve.client.client import Client
-from serve.torchserve.mar_file import model_name_of
-from serve.worker.loaders import THREADS_VARIABLE
+from compress.serve.client.client import Client
+from compress.serve.torchserve.mar_file import model_name_of
+from compress.serve.worker.loaders import THREADS_VARIABLE
 
 if TYPE_CHECKING:
     from compress.common.signature import Signature

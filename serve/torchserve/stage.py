@@ -17,17 +17,17 @@ from compress.common.errors import StageFailed
 from compress.common.requirements import JAVA, Requirement, pip_install
 from compress.core.gates import AnyGate, LabelAgreement, Parity
 from compress.core.stage import Stage
-from export.aotinductor.stage import AotModel
-from export.onnx.stage import OnnxModel
-from export.openvino.stage import OpenVINOModel
-from export.torchscript.stage import TorchScriptModel
-from serve.packaging.model_card import MODEL_CARD, model_card
-from serve.packaging.preprocessing import TOKENIZER, ImageInput, TextInput
-from serve.packaging.provenance import PROVENANCE, Packaged, Provenance, digest_of, digests_of
-from serve.packaging.request_forms import RequestForms, class_settings, forms_of
-from serve.torchserve.artifact import PROBE, TorchServeArchive
-from serve.torchserve.handler_bundle import handler_text
-from serve.torchserve.mar_file import CONFIG, HANDLER, MAR_MANIFEST, mar_manifest, write_mar
+from compress.export.aotinductor.stage import AotModel
+from compress.export.onnx.stage import OnnxModel
+from compress.export.openvino.stage import OpenVINOModel
+from compress.export.torchscript.stage import TorchScriptModel
+from compress.serve.packaging.model_card import MODEL_CARD, model_card
+from compress.serve.packaging.preprocessing import TOKENIZER, ImageInput, TextInput
+from compress.serve.packaging.provenance import PROVENANCE, Packaged, Provenance, digest_of, digests_of
+from compress.serve.packaging.request_forms import RequestForms, class_settings, forms_of
+from compress.serve.torchserve.artifact import PROBE, TorchServeArchive
+from compress.serve.torchserve.handler_bundle import handler_text
+from compress.serve.torchserve.mar_file import CONFIG, HANDLER, MAR_MANIFEST, mar_manifest, write_mar
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from compress.common.signature import Signature
     from compress.core.context import Context
     from compress.core.verdict import History
-    from serve.packaging.recorded_probe import Probe
+    from compress.serve.packaging.recorded_probe import Probe
 
 logger = logging.getLogger(__name__)
 
@@ -142,9 +142,9 @@ class PackageTorchServe(Stage[Servable, TorchServeArchive]):
 
     def run(self, model: Servable, context: Context) -> TorchServeArchive:
         """Pack the model; the same model, settings and data give the same bytes."""
-        from serve.packaging.recorded_probe import record_probe
-        from serve.packaging.val_preparation import compare_preparation
-        from serve.torchserve.process import find_java, find_torchserve
+        from compress.serve.packaging.recorded_probe import record_probe
+        from compress.serve.packaging.val_preparation import compare_preparation
+        from compress.serve.torchserve.process import find_java, find_torchserve
 
         find_java()
         find_torchserve()

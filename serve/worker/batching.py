@@ -11,7 +11,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from serve.worker.tensors import Array
+    from compress.serve.worker.tensors import Array
 
 
 def run_batched(

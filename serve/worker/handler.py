@@ -16,19 +16,19 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from serve.worker.batching import run_batched
-from serve.worker.http_errors import BROKEN, UNREADABLE, inference_error, output_fault
-from serve.worker.loaders import LOADERS, THREADS_VARIABLE, replay
-from serve.worker.oip import LABELS, requested_outputs
-from serve.worker.preprocess import create_readers
-from serve.worker.tensors import check
-from serve.worker.wire import JSON, NPZ, decode, encode, error_body, from_npz
+from compress.serve.worker.batching import run_batched
+from compress.serve.worker.http_errors import BROKEN, UNREADABLE, inference_error, output_fault
+from compress.serve.worker.loaders import LOADERS, THREADS_VARIABLE, replay
+from compress.serve.worker.oip import LABELS, requested_outputs
+from compress.serve.worker.preprocess import create_readers
+from compress.serve.worker.tensors import check
+from compress.serve.worker.wire import JSON, NPZ, decode, encode, error_body, from_npz
 
 if TYPE_CHECKING:
     from ts.context import Context
 
-    from serve.worker.tensors import Array, Named, Specs
-    from serve.worker.wire import Readers
+    from compress.serve.worker.tensors import Array, Named, Specs
+    from compress.serve.worker.wire import Readers
 
     Requests = dict[int, list[Array]]
 

@@ -15,13 +15,13 @@ import numpy as np
 
 from compress.checkpoint.pt2_safety import find_code
 from compress.common.foreign.native_runtimes import onnx_runtime, open_vino, openvino_core
-from export.common.int8_sums import has_16_bit_sums
+from compress.export.common.int8_sums import has_16_bit_sums
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from serve.worker.tensors import Array, Named
+    from compress.serve.worker.tensors import Array, Named
 
     Run = Callable[[Sequence[Array]], list[Array]]
 

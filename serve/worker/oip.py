@@ -17,13 +17,13 @@ try:
 except ImportError:  # a TorchServe archive needs numpy and the model's runtime alone
     pydantic_core = None  # type: ignore[assignment]
 
-from serve.worker.http_errors import NOT_ACCEPTABLE, UNREADABLE, abbreviated
-from serve.worker.tensors import dtype_name, in_signature_order, to_exact_array
+from compress.serve.worker.http_errors import NOT_ACCEPTABLE, UNREADABLE, abbreviated
+from compress.serve.worker.tensors import dtype_name, in_signature_order, to_exact_array
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from serve.worker.tensors import Array, Named, Specs
+    from compress.serve.worker.tensors import Array, Named, Specs
 
 fast_json: Any = pydantic_core
 """Reads and writes JSON in a tenth of json's time, where it is installed."""

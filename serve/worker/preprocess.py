@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from serve.worker.http_errors import TOO_LARGE, UNREADABLE
-from serve.worker.wire import IMAGES, TEXT
+from compress.serve.worker.http_errors import TOO_LARGE, UNREADABLE
+from compress.serve.worker.wire import IMAGES, TEXT
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from serve.worker.tensors import Array, Named, Specs
-    from serve.worker.wire import Readers
+    from compress.serve.worker.tensors import Array, Named, Specs
+    from compress.serve.worker.wire import Readers
 
 MAX_PIXELS = 64_000_000
 """Largest decoded image: a small file can decompress to any size."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from serve.worker.http_errors import TOO_LARGE, UNANSWERABLE, UNREADABLE, abbreviated
+from compress.serve.worker.http_errors import TOO_LARGE, UNANSWERABLE, UNREADABLE, abbreviated
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -30,8 +30,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from serve.worker.http_errors import NOT_ACCEPTABLE, UNKNOWN_FORM, UNREADABLE, describe_error
-from serve.worker.oip import (
+from compress.serve.worker.http_errors import NOT_ACCEPTABLE, UNKNOWN_FORM, UNREADABLE, describe_error
+from compress.serve.worker.oip import (
     HEADER_LENGTH,
     fast_json,
     from_protocol,
@@ -39,12 +39,12 @@ from serve.worker.oip import (
     split_body,
     to_protocol,
 )
-from serve.worker.tensors import dtype_name, in_signature_order, to_exact_array, top_classes
+from compress.serve.worker.tensors import dtype_name, in_signature_order, to_exact_array, top_classes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from serve.worker.tensors import Array, Named, Specs
+    from compress.serve.worker.tensors import Array, Named, Specs
 
     Readers = Mapping[str, Callable[[Any], list[Array]]]
 

@@ -15,13 +15,13 @@ from pathlib import Path
 
 import pytest
 
-import cli
+from compress import cli
 from tests.forking import Commands
 
 Done = subprocess.CompletedProcess[str]
 
 ROOT = Path(__file__).parents[2]
-COMPRESS = [sys.executable, "-c", "import cli; cli.main()"]
+COMPRESS = [sys.executable, "-m", "compress.cli"]
 
 NETS = """
 import torch
@@ -163,7 +163,7 @@ def test_checking_a_valid_file_quickly_imports_no_torch(user: Path) -> None:
         "try:\n    cli.main()\n"
         "except SystemExit as stop:\n    assert not stop.code, stop.code\n"
         "assert 'torch' not in sys.modules\n"
-        "from pipelines import Pipeline\n"
+        "from compress.pipelines import Pipeline\n"
         "assert Pipeline.model_fields['seed'].description is None, 'takes two fifths of the time'\n"
     )
     done = _python(code, cwd=user)

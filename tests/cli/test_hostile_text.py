@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from rich.table import Table
 
-import cli
+from compress import cli
 from compress.artifacts.eager_model import EagerModel
 from compress.common.printable import CONTROL_CHARACTERS, escaped_json, printable
 from compress.common.sealed_json import load_sealed
-from pipelines.reporting.terminal_table import print_table
-from pipelines.system.jsonl_log import LogFile
-from pipelines.system.rich_output import PlainConsole, PlainFormatter
-from pipelines.terminal.progress_bars import show_progress
+from compress.pipelines.reporting.terminal_table import print_table
+from compress.pipelines.system.jsonl_log import LogFile
+from compress.pipelines.system.rich_output import PlainConsole, PlainFormatter
+from compress.pipelines.terminal.progress_bars import show_progress
 
 HOSTILE = "x\x1b[2J\x1b[32m✓ proven\n✓ proven: it answers\r\x9b1mgone\u202eneverp"
 FACTORY = f"""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import typer
 
-import cli
+from compress import cli
 
 COMMANDS = typer.main.get_command(cli.app).commands
 TAKES_NOTHING = {"doctor", "schema"}
@@ -85,7 +85,7 @@ def command(tmp_path: Path) -> Path:
         "import sys",
         f"sys.path.insert(0, {str(Path(cli.__file__).parent)!r})",
     )
-    script.write_text("\n".join((*lines, "from cli import main", "main()\n")))
+    script.write_text("\n".join((*lines, "from compress.cli import main", "main()\n")))
     script.chmod(0o755)
     (tmp_path / "small.yaml").write_text(FILE)
     run = tmp_path / "runs" / "small"

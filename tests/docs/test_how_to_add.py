@@ -93,7 +93,7 @@ def stage_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _compress(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", "import cli; cli.main()", *arguments],
+        [sys.executable, "-m", "compress.cli", *arguments],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"},
         capture_output=True,

@@ -8,8 +8,8 @@ import yaml
 
 from compress.core.gates import AnyGate, MaxSize
 from compress.core.verdict import explain
-from pipelines import Pipeline
-from pipelines.planning.planner import build_plan
+from compress.pipelines import Pipeline
+from compress.pipelines.planning.planner import build_plan
 
 DOCS = Path(__file__).parents[2] / "docs"
 

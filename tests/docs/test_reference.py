@@ -12,7 +12,7 @@ import yaml
 from compress.core.gates import AnyGate
 from compress.core.stage import Stage
 from compress.training.config.training import Training
-from pipelines.config.registry import OURS, stage_type, stages
+from compress.pipelines.config.registry import OURS, stage_type, stages
 
 ROOT = Path(__file__).parents[2]
 

@@ -88,7 +88,7 @@ def _run(script: Path, folder: Path) -> str:
     (work := folder / "work").mkdir()
     (programs := folder / "programs").mkdir()
     python = shlex.quote(sys.executable)
-    for name, started in {"python": "", "compress": " -c 'import cli; cli.main()'"}.items():
+    for name, started in {"python": "", "compress": " -m compress.cli"}.items():
         (programs / name).write_text(f'#!/bin/sh\nexec {python}{started} "$@"\n')
         (programs / name).chmod(0o755)
     environment = {

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch.nn import functional
 
-import cli
+from compress import cli
 from compress.artifacts.artifact import Artifact
-from pipelines.results.schema import Report
+from compress.pipelines.results.schema import Report
 from tests.pipelines.conftest import measured_briefly
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -9,7 +9,7 @@ from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.recipe import Recipe
 from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.data.splits import Splits
-from export.common.int8_sums import has_16_bit_sums
+from compress.export.common.int8_sums import has_16_bit_sums
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

@@ -11,10 +11,10 @@ from compress.common.errors import StageFailed
 from compress.common.signature import AxisBounds, Signature, TensorSpec
 from compress.core.context import Context
 from compress.graph.axis_bounds import axis_limits
-from export.exported_program import ExportProgram
-from export.parity import compare
-from export.tensorrt.shape_profiles import sizes_of
-from serve.worker.tensors import check
+from compress.export.exported_program import ExportProgram
+from compress.export.parity import compare
+from compress.export.tensorrt.shape_profiles import sizes_of
+from compress.serve.worker.tensors import check
 from tests.export.builders import network_of
 
 SHORT = """

@@ -22,10 +22,10 @@ from compress.core.context import Context
 from compress.core.stage import Stage
 from compress.quantization.stages.dynamic import QuantizeDynamic
 from compress.quantization.stages.static import QuantizeStatic
-from export.exported_program import ExportProgram
-from export.onnx.stage import ExportOnnx
-from export.openvino.stage import ExportOpenVINO
-from export.torchscript.stage import ExportTorchScript
+from compress.export.exported_program import ExportProgram
+from compress.export.onnx.stage import ExportOnnx
+from compress.export.openvino.stage import ExportOpenVINO
+from compress.export.torchscript.stage import ExportTorchScript
 from tests.export.builders import samples
 
 ROWS, LENGTH, WIDTH = 14, 6, 8

@@ -10,8 +10,8 @@ from compress.common.errors import StageFailed
 from compress.core.context import Context
 from compress.core.gates import Parity
 from compress.graph.torch_export import export_program
-from export.exported_program import ExportProgram
-from export.torchscript.stage import ExportTorchScript
+from compress.export.exported_program import ExportProgram
+from compress.export.torchscript.stage import ExportTorchScript
 from tests.export.builders import HERE, ROWS, network
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from onnx import TensorProto, helper
 
-from export.common import int8_sums
-from export.onnx.session import session_predictor
-from serve.worker.loaders import load_onnx
+from compress.export.common import int8_sums
+from compress.export.onnx.session import session_predictor
+from compress.serve.worker.loaders import load_onnx
 
 ENTRY = "session.x64quantprecision"
 

@@ -9,9 +9,9 @@ from compress import EagerModel, PruneChannels, PruneLayers, QuantizeWeights, Ro
 from compress.artifacts.artifact import Artifact
 from compress.common.errors import StageFailed
 from compress.common.tensor_difference import relative_error
-from export import ExportCompressedTensors, ExportGenai, ExportGguf
-from export.compressed_tensors.stage import COMPRESSED_TENSORS, streamed_folder
-from export.gguf.stage import GGUF
+from compress.export import ExportCompressedTensors, ExportGenai, ExportGguf
+from compress.export.compressed_tensors.stage import COMPRESSED_TENSORS, streamed_folder
+from compress.export.gguf.stage import GGUF
 from tests.export.tiny_decoder import context_for, decoder
 
 pytest.importorskip("transformers")

@@ -17,8 +17,8 @@ from compress.core.context import Context
 from compress.core.gates import LabelAgreement, Parity
 from compress.data.splits import Splits
 from compress.quantization.stages.static import QuantizeStatic
-from export.onnx.stage import ExportOnnx, OnnxModel
-from export.torchscript.stage import ExportTorchScript
+from compress.export.onnx.stage import ExportOnnx, OnnxModel
+from compress.export.torchscript.stage import ExportTorchScript
 from tests.export.builders import DIGITS, EXACT_BITS, IMAGE
 from tests.forging import forge
 
@@ -104,7 +104,7 @@ def test_a_fresh_process_answers_alike(
     assert (
         fresh_torch(f"""
 import torch
-from export import OnnxModel
+from compress.export import OnnxModel
 saved = torch.load({str(tmp_path / "answer.pt")!r})
 with OnnxModel.from_directory({str(exported.path)!r}).open() as predict:
     print(torch.equal(predict(saved["image"])[0], saved["expected"]))

@@ -29,12 +29,12 @@ from compress.common.errors import ArtifactInvalid, CompressError, cause_lines
 from compress.common.printable import CONTROL_CHARACTERS
 from compress.common.sealed_json import load_sealed
 from compress.common.signature import Signature, TensorSpec
-from pipelines.commands.inspect import describe_artifact
-from serve.attestation import read_attestation, signed, statement_of, subjects_of
-from serve.packaging.provenance import digest_of
-from serve.torchserve.artifact import check_bare_mar
-from serve.torchserve.mar_file import read_mar
-from serve.verify import verify
+from compress.pipelines.commands.inspect import describe_artifact
+from compress.serve.attestation import read_attestation, signed, statement_of, subjects_of
+from compress.serve.packaging.provenance import digest_of
+from compress.serve.torchserve.artifact import check_bare_mar
+from compress.serve.torchserve.mar_file import read_mar
+from compress.serve.verify import verify
 from tests.fuzz.mutations import changed_bytes, changed_value
 
 NETS = "from torch import nn\n\ndef mlp():\n    return nn.Sequential(nn.Linear(4, 3))\n"
@@ -74,10 +74,10 @@ def graph(eager: EagerModel, place: Path) -> GraphModel:
 def mar(graph: GraphModel, place: Path) -> bytes:
     """Return a `.mar` as the stage packs it; TorchServe is not asked whether it answers."""
     from compress.core.context import Context
-    from serve.packaging.recorded_probe import record_probe
-    from serve.torchserve.artifact import PROBE
-    from serve.torchserve.mar_file import write_mar
-    from serve.torchserve.stage import PackageTorchServe, archive_members
+    from compress.serve.packaging.recorded_probe import record_probe
+    from compress.serve.torchserve.artifact import PROBE
+    from compress.serve.torchserve.mar_file import write_mar
+    from compress.serve.torchserve.stage import PackageTorchServe, archive_members
 
     context, stage = Context(root=place / "packing"), PackageTorchServe()
     members = archive_members(graph, graph, stage, record_probe(graph, context, 4), None)

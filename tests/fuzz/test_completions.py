@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve.openai.answers import error_in_openai_format
-from serve.openai.chat_template import ChatTemplate
-from serve.openai.job import DecoderTexts
-from serve.openai.request import ApiError
+from compress.serve.openai.answers import error_in_openai_format
+from compress.serve.openai.chat_template import ChatTemplate
+from compress.serve.openai.job import DecoderTexts
+from compress.serve.openai.request import ApiError
 from tests.export.tiny_decoder import LONGEST, VOCABULARY, decoder
 from tests.fuzz.mutations import changed_bytes, changed_value
 
@@ -52,7 +52,7 @@ TEMPLATE = "{% for m in messages %}{{ m.role + m.content | trim + eos_token }}{%
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> DecoderTexts:
-    from export.genai.text import TextTokenizer
+    from compress.export.genai.text import TextTokenizer
 
     source = decoder(tmp_path_factory.mktemp("decoder"), chat_template=TEMPLATE)
     return DecoderTexts(

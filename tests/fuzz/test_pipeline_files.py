@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from compress.common.errors import CompressError, cause_lines
 from compress.common.printable import CONTROL_CHARACTERS
-from pipelines import Pipeline
-from pipelines.commands.check import check_pipeline
-from pipelines.config.registry import stages
+from compress.pipelines import Pipeline
+from compress.pipelines.commands.check import check_pipeline
+from compress.pipelines.config.registry import stages
 from tests.fuzz.mutations import changed_bytes, changed_value
 
 ROOT = Path(__file__).parents[2]

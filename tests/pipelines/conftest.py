@@ -14,9 +14,9 @@ import pytest
 
 from compress.profiling import quantiles
 from compress.profiling.benchmark import compare_latency
-from pipelines import Pipeline
-from pipelines.results.measurements import SpeedupReport
-from pipelines.results.schema import Report
+from compress.pipelines import Pipeline
+from compress.pipelines.results.measurements import SpeedupReport
+from compress.pipelines.results.schema import Report
 
 DEADLINE = 120
 """Seconds for a server to begin, however busy the machine is."""

@@ -176,7 +176,7 @@ class Killed:
         os._exit(code)
 
     def _walk(self, operation: int, log: io.TextIOBase) -> None:
-        from pipelines import Pipeline
+        from compress.pipelines import Pipeline
 
         tempfile.tempdir = os.environ["TMPDIR"] = str(self.temporary)
         count = 0
@@ -264,11 +264,11 @@ def _leave_the_server_out() -> None:
     """Answer with the packed model itself, and measure briefly: figures are not compared."""
     from compress.profiling import benchmark, peak_memory, quantiles
     from compress.profiling.call_timer import CallTimer
-    from pipelines.results import measurement_warnings
-    from serve.torchserve.artifact import TorchServeArchive
+    from compress.pipelines.results import measurement_warnings
+    from compress.serve.torchserve.artifact import TorchServeArchive
 
     def inner(self: TorchServeArchive, device: str = "cpu", threads: int = 1):
-        from export.onnx.stage import OnnxModel
+        from compress.export.onnx.stage import OnnxModel
 
         packed = self.manifest.lineage[-1].inputs["input"]
         files = self.path.parent.parent.glob("*/artifact/model.onnx")

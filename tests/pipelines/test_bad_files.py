@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from compress.common.errors import CompressError, PipelineInvalid
-from pipelines import Pipeline
-from pipelines.planning.planner import build_plan
-from pipelines.runner.inputs import check_model
+from compress.pipelines import Pipeline
+from compress.pipelines.planning.planner import build_plan
+from compress.pipelines.runner.inputs import check_model
 
 GOOD = """\
 version: 1
@@ -265,7 +265,7 @@ def test_a_missing_library_is_refused_before_anything_runs(
 ) -> None:
     from compress.common.errors import Unavailable
     from compress.common.requirements import Requirement
-    from export.onnx.stage import ExportOnnx
+    from compress.export.onnx.stage import ExportOnnx
 
     gone = Requirement(what="no_such_library", install="pip install no-such-library")
     monkeypatch.setattr(ExportOnnx, "requirements", (gone,))

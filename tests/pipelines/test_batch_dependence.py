@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from compress.common.errors import GateRefused
-from pipelines import Pipeline
-from pipelines.reporting.html import render
-from pipelines.reporting.terminal_table import closing_lines
-from pipelines.results.schema import Report
+from compress.pipelines import Pipeline
+from compress.pipelines.reporting.html import render
+from compress.pipelines.reporting.terminal_table import closing_lines
+from compress.pipelines.results.schema import Report
 from tests.pipelines.conftest import Project, measured_briefly
 
 NETS = """

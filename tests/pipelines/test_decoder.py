@@ -8,9 +8,9 @@ import yaml
 
 from compress.artifacts.artifact import Artifact
 from compress.common.errors import PipelineInvalid
-from export.compressed_tensors.stage import COMPRESSED_TENSORS
-from pipelines import Pipeline
-from pipelines.runner.inputs import resolve_inputs
+from compress.export.compressed_tensors.stage import COMPRESSED_TENSORS
+from compress.pipelines import Pipeline
+from compress.pipelines.runner.inputs import resolve_inputs
 from tests.export.tiny_decoder import LONGEST, decoder
 
 pytest.importorskip("transformers")

@@ -10,9 +10,9 @@ import pytest
 
 from compress.common.errors import PipelineInvalid
 from compress.data import fingerprint
-from pipelines import Pipeline
-from pipelines.commands.cache_miss import why
-from pipelines.results.schema import Report
+from compress.pipelines import Pipeline
+from compress.pipelines.commands.cache_miss import why
+from compress.pipelines.results.schema import Report
 from tests.pipelines.conftest import Project
 
 NETS = """

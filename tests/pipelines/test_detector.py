@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from compress.common.errors import PipelineInvalid
-from pipelines.commands.check import check_pipeline
-from pipelines.results.schema import Report
+from compress.pipelines.commands.check import check_pipeline
+from compress.pipelines.results.schema import Report
 from tests.pipelines.conftest import Project
 
 NETS = """

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 from compress.common.errors import PipelineInvalid
-from pipelines import Pipeline
-from pipelines.reporting.headline import headline
-from pipelines.reporting.terminal_table import closing_lines
-from pipelines.results.schema import Report
-from pipelines.runner.inputs import check_model
+from compress.pipelines import Pipeline
+from compress.pipelines.reporting.headline import headline
+from compress.pipelines.reporting.terminal_table import closing_lines
+from compress.pipelines.results.schema import Report
+from compress.pipelines.runner.inputs import check_model
 
 from .conftest import Project
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from compress.common.errors import CompressError
-from pipelines import Pipeline
-from pipelines.results.schema import Report
+from compress.pipelines import Pipeline
+from compress.pipelines.results.schema import Report
 from tests.forking import Commands
 from tests.pipelines.conftest import BRIEFLY
 
@@ -48,7 +48,7 @@ class Net(nn.Module):
                 leave("forward in training")
             if len(x) == 1:
                 leave("forward of one sample")
-            if "pipelines.executors.process_worker" in sys.modules:
+            if "compress.pipelines.executors.process_worker" in sys.modules:
                 leave("forward in a job")
         return self.body(x)
 

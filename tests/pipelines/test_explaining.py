@@ -10,13 +10,13 @@ from safetensors.torch import save_file
 
 from compress.common.errors import ArtifactInvalid, PipelineInvalid
 from compress.common.sealed_json import dump_sealed
-from pipelines import Pipeline
-from pipelines.commands import doctor
-from pipelines.commands.cache_miss import why
-from pipelines.results.comparison import compare, row_of
-from pipelines.results.schema import Report
-from pipelines.runner.cache_keys import history_parts
-from pipelines.runner.run import preview_state
+from compress.pipelines import Pipeline
+from compress.pipelines.commands import doctor
+from compress.pipelines.commands.cache_miss import why
+from compress.pipelines.results.comparison import compare, row_of
+from compress.pipelines.results.schema import Report
+from compress.pipelines.runner.cache_keys import history_parts
+from compress.pipelines.runner.run import preview_state
 
 LOCKED = hashlib.sha256(b'{"version": 1}').hexdigest()
 NAMES = ("status", "test", "failed")

@@ -10,10 +10,10 @@ from torch import nn
 from compress.artifacts.artifact import Artifact
 from compress.common.errors import ArtifactInvalid
 from compress.common.signature import Signature
-from export.torchscript.file_io import load, quiet
-from pipelines.models.exported_files import import_file
-from serve.http.loaded_model import open_model
-from serve.worker.loaders import LOADERS
+from compress.export.torchscript.file_io import load, quiet
+from compress.pipelines.models.exported_files import import_file
+from compress.serve.http.loaded_model import open_model
+from compress.serve.worker.loaders import LOADERS
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
 

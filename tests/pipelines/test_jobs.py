@@ -14,10 +14,10 @@ import pytest
 from compress import PruneChannels, Target, Train
 from compress.common.errors import StageFailed, cause_lines
 from compress.common.requirements import undisturbed
-from pipelines import Pipeline
-from pipelines.executors.task import TaskResult
-from pipelines.results.schema import Report
-from pipelines.system.jsonl_log import LOG
+from compress.pipelines import Pipeline
+from compress.pipelines.executors.task import TaskResult
+from compress.pipelines.results.schema import Report
+from compress.pipelines.system.jsonl_log import LOG
 
 ROOT = Path(__file__).parents[2]
 NETS = """
@@ -27,7 +27,7 @@ from torch import nn
 HERE = pathlib.Path("FOLDER")
 
 def mlp(hidden=16):
-    if "pipelines.executors.process_worker" in sys.modules:
+    if "compress.pipelines.executors.process_worker" in sys.modules:
         in_a_worker()
     return nn.Sequential(nn.Linear(4, hidden), nn.ReLU(), nn.Linear(hidden, 3))
 
@@ -104,7 +104,7 @@ class InThisProcess:
 def test_nothing_is_evaluated_while_a_stage_runs(file, monkeypatch) -> None:
     events: list[tuple[str, str]] = []
     monkeypatch.setattr(InThisProcess, "events", events, raising=False)
-    monkeypatch.setattr("pipelines.executors.factory.ProcessPool", InThisProcess)
+    monkeypatch.setattr("compress.pipelines.executors.factory.ProcessPool", InThisProcess)
 
     def announce(line: str) -> None:
         name, _, what = line.partition(": ")
@@ -138,7 +138,7 @@ def test_all_stages_running_when_a_run_is_ended_are_reported(file, monkeypatch, 
 
     under_way = ["thin-amount=0.25", "thin-amount=0.5"]
     monkeypatch.setattr(Ended, "events", [], raising=False)
-    monkeypatch.setattr("pipelines.executors.factory.ProcessPool", Ended)
+    monkeypatch.setattr("compress.pipelines.executors.factory.ProcessPool", Ended)
     with pytest.raises((KeyboardInterrupt, StageFailed)) as caught:
         Pipeline.from_yaml(file).run(file.parent / "out", jobs=2)
     report = Report.read(file.parent / "out")
@@ -211,7 +211,7 @@ def test_a_killed_process_fails_its_branch_alone_and_the_next_run_is_as_any_othe
 def test_no_process_outlives_the_run(unmarked, number) -> None:
     folder = unmarked.parent
     (folder / "hang").touch()
-    command = [sys.executable, "-c", "import cli; cli.main()", "run", str(unmarked)]
+    command = [sys.executable, "-m", "compress.cli", "run", str(unmarked)]
     with subprocess.Popen(
         [*command, "--out", str(folder / "out"), "--jobs", "2"],
         cwd=ROOT,
@@ -256,7 +256,7 @@ def test_what_measures_time_or_waits_for_other_nodes_is_made_alone() -> None:
 
 
 def test_threads_are_divided_unless_each_process_has_its_own_number(monkeypatch) -> None:
-    from pipelines.executors.process_pool import threads_each
+    from compress.pipelines.executors.process_pool import threads_each
 
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert threads_each(2) == 3

@@ -7,13 +7,13 @@ import pytest
 from safetensors.torch import load_file
 
 from compress.common.errors import PipelineInvalid
-from pipelines.commands.verify import verify_command
-from pipelines.reporting.html import render
-from pipelines.reporting.layer_sizes import layer_sensitivities, layer_sizes
-from pipelines.reporting.stage_rows import build_rows
-from pipelines.reporting.verification_page import render_proof
-from pipelines.results.schema import Report
-from serve.torchserve.answer_check import Proof, Replay
+from compress.pipelines.commands.verify import verify_command
+from compress.pipelines.reporting.html import render
+from compress.pipelines.reporting.layer_sizes import layer_sensitivities, layer_sizes
+from compress.pipelines.reporting.stage_rows import build_rows
+from compress.pipelines.reporting.verification_page import render_proof
+from compress.pipelines.results.schema import Report
+from compress.serve.torchserve.answer_check import Proof, Replay
 
 
 def test_sizes_by_layer_are_those_of_the_sealed_weights(finished_run) -> None:

@@ -8,9 +8,9 @@ import torch
 from compress.artifacts.artifact import Artifact
 from compress.common.errors import PipelineInvalid
 from compress.data.splits import DataReference
-from pipelines import Pipeline
-from pipelines.commands.check import check_pipeline
-from pipelines.results.schema import Report
+from compress.pipelines import Pipeline
+from compress.pipelines.commands.check import check_pipeline
+from compress.pipelines.results.schema import Report
 from tests.pipelines.conftest import Project
 
 NETS = """

@@ -10,7 +10,7 @@ from compress.artifacts import hf_folder
 from compress.common.errors import ArtifactInvalid
 from compress.common.foreign import child_process
 from compress.profiling.rss import memory_kib, reset_peak
-from pipelines.commands.check import check_pipeline
+from compress.pipelines.commands.check import check_pipeline
 
 QUICK = {
     *("pt_bytearray", "pt_shared_parts", "pt_contains_itself", "dcp_memo_index", "dcp_chunk"),

@@ -10,10 +10,10 @@ import torch
 
 from compress.artifacts.artifact import Artifact
 from compress.common.errors import StageFailed
-from pipelines.api import Pipeline
-from serve.http.loaded_model import open_model
-from serve.image import locked_requirements
-from serve.image.build_folder import write_build_folder
+from compress.pipelines.api import Pipeline
+from compress.serve.http.loaded_model import open_model
+from compress.serve.image import locked_requirements
+from compress.serve.image.build_folder import write_build_folder
 
 DATA = """
 import numpy as np

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from compress.common.errors import StageFailed
-from pipelines import Pipeline
+from compress.pipelines import Pipeline
 
 NETS = """
 import torch

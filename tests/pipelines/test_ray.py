@@ -16,9 +16,9 @@ from compress.common.errors import PipelineInvalid, StageFailed, Unavailable
 from compress.common.requirements import Requirement
 from compress.profiling.benchmark import compare_latency
 from compress.training.launch import shared_folder
-from pipelines import Pipeline
-from pipelines.executors import factory
-from pipelines.executors.node_environment import RunEnvironment, read_run_id, write_run_id
+from compress.pipelines import Pipeline
+from compress.pipelines.executors import factory
+from compress.pipelines.executors.node_environment import RunEnvironment, read_run_id, write_run_id
 
 NETS = """
 import os, pathlib, signal, sys, time
@@ -129,7 +129,7 @@ def test_a_node_without_the_runs_folder_or_its_packages_is_one_line(
     replace(home, run_id=read_run_id(tmp_path / "late")).enter()
     shutil.rmtree(store)
     pytest.importorskip("ray", reason="Ray is not installed (the extra `ray`)")
-    from pipelines.executors.ray import _run_on_node
+    from compress.pipelines.executors.ray import _run_on_node
 
     _, error, *_ = _run_on_node("thin", b"is not unpickled", home, 0)
     assert str(error).startswith(f"thin: node {socket.gethostname()} has no {store}; all nodes")
@@ -198,6 +198,6 @@ def test_two_nodes_make_branches_for_a_bucket_and_one_of_them_is_lost(
         assert made[0].read_bytes() == made[1].read_bytes()
 
     cluster.remove_node(next(n for n in added if n.node_id == lost[1]), allow_graceful=False)
-    monkeypatch.setattr("pipelines.executors.ray.SECONDS_WITHOUT_NODES", 1.0)
+    monkeypatch.setattr("compress.pipelines.executors.ray.SECONDS_WITHOUT_NODES", 1.0)
     with pytest.raises(StageFailed, match=r"thin-amount=0.25: the cluster has had no node of 1 co"):
         Pipeline.from_yaml(file).run(folder / "alone", engine="ray")

@@ -12,8 +12,8 @@ import pytest
 
 from compress.artifacts.artifact import Artifact
 from compress.common.errors import PipelineInvalid
-from pipelines.results.schema import Report
-from pipelines.store.gc import clean, clean_shared
+from compress.pipelines.results.schema import Report
+from compress.pipelines.store.gc import clean, clean_shared
 
 pytestmark = [
     pytest.mark.slow,
@@ -28,8 +28,8 @@ pytestmark = [
 DIES_IN_MID_UPLOAD = """
 import os, signal, sys
 from pathlib import Path
-from pipelines.store.object_store import Objects
-from pipelines import Pipeline
+from compress.pipelines.store.object_store import Objects
+from compress.pipelines import Pipeline
 
 write, left = Objects.write, int(sys.argv[3])
 

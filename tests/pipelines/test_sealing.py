@@ -10,10 +10,10 @@ import pytest
 from compress.artifacts.artifact import Artifact
 from compress.common.errors import ArtifactInvalid, GateRefused
 from compress.common.sealed_json import dump_sealed, load_sealed
-from pipelines.results.comparison import compare
-from pipelines.results.schema import Report
-from pipelines.store.entry import ANSWERS, RECORD
-from pipelines.store.local import Store
+from compress.pipelines.results.comparison import compare
+from compress.pipelines.results.schema import Report
+from compress.pipelines.store.entry import ANSWERS, RECORD
+from compress.pipelines.store.local import Store
 
 FLIPS = 300
 

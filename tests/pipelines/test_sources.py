@@ -13,9 +13,9 @@ from torch import nn
 from compress.artifacts.artifact import Artifact
 from compress.common.errors import CompressError, PipelineInvalid, Unavailable
 from compress.common.requirements import Requirement
-from pipelines import Pipeline
-from pipelines.planning.planner import build_plan
-from pipelines.runner.inputs import check_model, import_source, resolve_inputs, source_parts
+from compress.pipelines import Pipeline
+from compress.pipelines.planning.planner import build_plan
+from compress.pipelines.runner.inputs import check_model, import_source, resolve_inputs, source_parts
 
 NETS = """
 import torch
@@ -304,7 +304,7 @@ def test_inputs_are_inferred_announced_and_used_by_every_stage(tmp_path) -> None
 
 
 def test_check_shows_what_was_inferred(tmp_path, capfd) -> None:
-    import cli
+    from compress import cli
 
     pipeline(tmp_path, "factory: 'nets:Net'", data="data")
     spoken = {"quiet": False, "debug": False}

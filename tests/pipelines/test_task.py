@@ -9,10 +9,10 @@ from torch import nn
 
 import compress
 from compress.common.errors import PipelineInvalid
-from pipelines import Pipeline
-from pipelines.commands.check import check_pipeline
-from pipelines.planning.planner import build_plan
-from pipelines.planning.task_inference import task_of
+from compress.pipelines import Pipeline
+from compress.pipelines.commands.check import check_pipeline
+from compress.pipelines.planning.planner import build_plan
+from compress.pipelines.planning.task_inference import task_of
 from tests.pipelines.conftest import Project
 
 NETS = """

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from compress.common.errors import StageFailed
-from pipelines.api import Pipeline
-from pipelines.reporting.headline import headline
-from pipelines.reporting.terminal_table import closing_lines
-from pipelines.results.schema import Report
+from compress.pipelines.api import Pipeline
+from compress.pipelines.reporting.headline import headline
+from compress.pipelines.reporting.terminal_table import closing_lines
+from compress.pipelines.results.schema import Report
 
 NETS = """
 import torch

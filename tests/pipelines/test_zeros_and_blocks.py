@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from compress.artifacts.eager_model import EagerModel
-from pipelines import Pipeline
+from compress.pipelines import Pipeline
 
 NETS = """
 import torch

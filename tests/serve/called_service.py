@@ -4,7 +4,7 @@ import os
 import time
 
 from compress.common.errors import ArtifactInvalid
-from serve.http.responses import HttpError
+from compress.serve.http.responses import HttpError
 
 
 class Service:

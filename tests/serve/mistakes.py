@@ -5,7 +5,7 @@ import json
 
 import numpy as np
 
-from serve.worker.wire import NPY, NPZ, RAW, to_npz
+from compress.serve.worker.wire import NPY, NPZ, RAW, to_npz
 from tests.serve.attacks import npz_of_members
 from tests.serve.served_here import as_json
 

@@ -17,10 +17,10 @@ import onnx
 from onnx import TensorProto, helper
 
 from compress.common.signature import OutputSpec, Signature, TensorSpec
-from export.onnx.stage import OnnxModel
+from compress.export.onnx.stage import OnnxModel
 
 ROOT = Path(__file__).parents[2]
-COMPRESS = [sys.executable, "-c", "import cli; cli.main()"]
+COMPRESS = [sys.executable, "-m", "compress.cli"]
 TOKEN = "a-token-of-the-tests"
 SIGNATURE = Signature(
     inputs=(TensorSpec(name="x", shape=("batch", 4)),),

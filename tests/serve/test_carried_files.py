@@ -21,14 +21,14 @@ from compress.artifacts.importing import import_module
 from compress.common.errors import ArtifactInvalid, StageFailed
 from compress.common.signature import AxisBounds, Signature, TensorSpec
 from compress.core.context import Context
-from export.onnx.stage import ExportOnnx, OnnxModel
-from serve.image import locked_requirements
-from serve.image.build_folder import write_build_folder
-from serve.packaging.preprocessing import ImageInput
-from serve.packaging.request_forms import forms_of, image_input
-from serve.torchserve.mar_file import read_mar
-from serve.torchserve.stage import PackageTorchServe
-from serve.worker.preprocess import create_readers
+from compress.export.onnx.stage import ExportOnnx, OnnxModel
+from compress.serve.image import locked_requirements
+from compress.serve.image.build_folder import write_build_folder
+from compress.serve.packaging.preprocessing import ImageInput
+from compress.serve.packaging.request_forms import forms_of, image_input
+from compress.serve.torchserve.mar_file import read_mar
+from compress.serve.torchserve.stage import PackageTorchServe
+from compress.serve.worker.preprocess import create_readers
 from tests.serve.served_here import Served, serving
 
 transformers = pytest.importorskip("transformers")

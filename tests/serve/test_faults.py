@@ -26,13 +26,13 @@ from torch.utils.data import TensorDataset
 from compress.common.errors import StageFailed
 from compress.core.context import Context
 from compress.data.splits import Splits
-from serve.client.client import Client
-from serve.client.wire_format import OpenInference
-from serve.torchserve.artifact import TorchServeArchive
-from serve.torchserve.mar_file import read_mar, write_mar
-from serve.torchserve.process import TorchServe
-from serve.torchserve.stage import PackageTorchServe
-from serve.worker.wire import JSON, NPZ, from_npz, to_npz
+from compress.serve.client.client import Client
+from compress.serve.client.wire_format import OpenInference
+from compress.serve.torchserve.artifact import TorchServeArchive
+from compress.serve.torchserve.mar_file import read_mar, write_mar
+from compress.serve.torchserve.process import TorchServe
+from compress.serve.torchserve.stage import PackageTorchServe
+from compress.serve.worker.wire import JSON, NPZ, from_npz, to_npz
 from tests.serve.mistakes import GOOD, MISTAKES
 from tests.serve.served_here import sealed
 

@@ -21,11 +21,11 @@ import torch
 import yaml
 from onnx import TensorProto, helper
 
-from serve import worker
-from serve.packaging.provenance import digest_of
-from serve.torchserve.handler_bundle import MODULES, handler_text
-from serve.torchserve.mar_file import mar_manifest
-from serve.worker.wire import JSON, NPY, NPZ, RAW, from_npz, from_raw, to_npz
+from compress.serve import worker
+from compress.serve.packaging.provenance import digest_of
+from compress.serve.torchserve.handler_bundle import MODULES, handler_text
+from compress.serve.torchserve.mar_file import mar_manifest
+from compress.serve.worker.wire import JSON, NPY, NPZ, RAW, from_npz, from_raw, to_npz
 
 ONE_INPUT = [{"name": "x", "shape": ["batch", 3], "dtype": "float32"}]
 TWO_INPUTS = [
@@ -411,7 +411,7 @@ def test_every_name_in_the_joined_handler_is_bound_there_once() -> None:
     bound = [n.name for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef)]
     assert len(bound) == len(set(bound)) > 10
     modules = {p.stem for p in Path(worker.__file__).parent.glob("*.py")} - {"__init__"}
-    assert {f"serve.worker.{name}" for name in modules} < set(MODULES)
+    assert {f"compress.serve.worker.{name}" for name in modules} < set(MODULES)
     scope: dict[str, Any] = {"__name__": "joined"}
     whole = compile(tree, "handler.py", "exec")
     exec(whole, scope)

@@ -17,8 +17,8 @@ import pytest
 
 from compress.artifacts.artifact import Artifact
 from compress.common.errors import ArtifactInvalid
-from serve.http.helper_process import HelperProcess
-from serve.http.responses import HttpError
+from compress.serve.http.helper_process import HelperProcess
+from compress.serve.http.responses import HttpError
 from tests.forging import forge
 from tests.serve.called_service import Service, broken
 from tests.serve.openai.asking import CHAT, USER, asked, connected, request, text_of, until

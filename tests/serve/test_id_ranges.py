@@ -11,15 +11,15 @@ import yaml
 from compress.artifacts.eager_model import EagerModel
 from compress.common.signature import TABLE_ROWS, Signature, TensorSpec
 from compress.core.context import Context
-from export.aotinductor.stage import ExportAot
-from export.onnx.stage import ExportOnnx, OnnxModel
-from export.openvino.stage import ExportOpenVINO
-from serve.packaging.recorded_probe import record_probe
-from serve.repository.kserve import PackageKServe
-from serve.repository.triton import PackageTriton
-from serve.torchserve.mar_file import CONFIG
-from serve.torchserve.stage import PackageTorchServe, archive_members
-from serve.worker.tensors import check
+from compress.export.aotinductor.stage import ExportAot
+from compress.export.onnx.stage import ExportOnnx, OnnxModel
+from compress.export.openvino.stage import ExportOpenVINO
+from compress.serve.packaging.recorded_probe import record_probe
+from compress.serve.repository.kserve import PackageKServe
+from compress.serve.repository.triton import PackageTriton
+from compress.serve.torchserve.mar_file import CONFIG
+from compress.serve.torchserve.stage import PackageTorchServe, archive_members
+from compress.serve.worker.tensors import check
 from tests.serve.served_here import serving
 from tests.serve.text_nets import TOKENS, Classifier
 

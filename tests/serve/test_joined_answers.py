@@ -22,17 +22,17 @@ from compress.core.context import Context
 from compress.core.gates import LabelAgreement
 from compress.data.splits import Splits
 from compress.quantization.stages.dynamic import QuantizeDynamic
-from export.onnx.stage import ExportOnnx, OnnxModel
-from serve import serve_command
-from serve.http.dynamic_batcher import Batcher
-from serve.http.loaded_model import ServedModel, open_model
-from serve.http.options import Options
-from serve.packaging.joinable import NO_REPORT
-from serve.packaging.recorded_measurements import read_recorded
-from serve.repository.kserve import PackageKServe
-from serve.repository.triton import PackageTriton
-from serve.torchserve.mar_file import read_mar
-from serve.torchserve.stage import PackageTorchServe
+from compress.export.onnx.stage import ExportOnnx, OnnxModel
+from compress.serve import serve_command
+from compress.serve.http.dynamic_batcher import Batcher
+from compress.serve.http.loaded_model import ServedModel, open_model
+from compress.serve.http.options import Options
+from compress.serve.packaging.joinable import NO_REPORT
+from compress.serve.packaging.recorded_measurements import read_recorded
+from compress.serve.repository.kserve import PackageKServe
+from compress.serve.repository.triton import PackageTriton
+from compress.serve.torchserve.mar_file import read_mar
+from compress.serve.torchserve.stage import PackageTorchServe
 from tests.forging import forge_report
 from tests.serve import text_nets
 from tests.serve.text_nets import RARE, TOKENS, texts

@@ -23,20 +23,20 @@ from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.context import Context
 from compress.data.splits import Splits
 from compress.quantization.stages.static import QuantizeStatic
-from export.aotinductor.stage import AotModel, ExportAot
-from export.onnx.stage import ExportOnnx, OnnxModel
-from export.openvino.stage import ExportOpenVINO
-from export.torchscript.stage import ExportTorchScript
-from serve.http.loaded_model import open_model
-from serve.packaging.preprocessing import TextInput
-from serve.packaging.provenance import Provenance, digests_of
-from serve.packaging.recorded_probe import Probe
-from serve.torchserve.handler_runner import HandlerProcess
-from serve.torchserve.mar_file import read_mar
-from serve.torchserve.stage import PackageTorchServe
-from serve.worker.loaders import load_graph, missing_here
-from serve.worker.preprocess import create_readers
-from serve.worker.wire import decode
+from compress.export.aotinductor.stage import AotModel, ExportAot
+from compress.export.onnx.stage import ExportOnnx, OnnxModel
+from compress.export.openvino.stage import ExportOpenVINO
+from compress.export.torchscript.stage import ExportTorchScript
+from compress.serve.http.loaded_model import open_model
+from compress.serve.packaging.preprocessing import TextInput
+from compress.serve.packaging.provenance import Provenance, digests_of
+from compress.serve.packaging.recorded_probe import Probe
+from compress.serve.torchserve.handler_runner import HandlerProcess
+from compress.serve.torchserve.mar_file import read_mar
+from compress.serve.torchserve.stage import PackageTorchServe
+from compress.serve.worker.loaders import load_graph, missing_here
+from compress.serve.worker.preprocess import create_readers
+from compress.serve.worker.wire import decode
 from tests.export.builders import EXACT_BITS
 
 pytestmark = pytest.mark.torchserve

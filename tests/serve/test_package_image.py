@@ -20,22 +20,22 @@ import torch
 from typer.testing import CliRunner
 
 from benchmarks.attack import cases_memory as cases
-from cli import app
+from compress.cli import app
 from compress.artifacts.artifact import Artifact, new_folder
 from compress.artifacts.eager_model import EagerModel
 from compress.common.errors import ArtifactInvalid, PipelineInvalid, StageFailed
 from compress.common.foreign import child_process
 from compress.common.signature import OutputSpec, Signature
 from compress.core.context import Context
-from export.openvino.stage import ExportOpenVINO
-from serve.http.loaded_model import RUNTIMES
-from serve.image.build_folder import write_build_folder
-from serve.image.locked_requirements import SERVING
-from serve.image.oci_layout import ARCHITECTURES, read_base, write_image_layout
-from serve.image.replay_probe import largest_difference
-from serve.torchserve.artifact import TorchServeArchive
-from serve.verify import verify
-from serve.worker.wire import from_npz, to_npz
+from compress.export.openvino.stage import ExportOpenVINO
+from compress.serve.http.loaded_model import RUNTIMES
+from compress.serve.image.build_folder import write_build_folder
+from compress.serve.image.locked_requirements import SERVING
+from compress.serve.image.oci_layout import ARCHITECTURES, read_base, write_image_layout
+from compress.serve.image.replay_probe import largest_difference
+from compress.serve.torchserve.artifact import TorchServeArchive
+from compress.serve.verify import verify
+from compress.serve.worker.wire import from_npz, to_npz
 from tests.serve.served_here import SIGNATURE, TOKEN, sealed
 
 fork = multiprocessing.get_context("fork")
@@ -118,7 +118,7 @@ def test_the_written_server_answers_its_probe_without_torch_or_another_runtime(
         (tmp_path / "without" / package).mkdir(parents=True)
         (tmp_path / "without" / package / "__init__.py").write_text("raise ImportError('absent')")
     command = json.loads(instruction(out, "ENTRYPOINT").replace("/opt/compress", str(out)))
-    assert command[:4] == ["python3", "-m", "cli", "serve"]
+    assert command[:4] == ["python3", "-m", "compress.cli", "serve"]
     assert command[command.index("--sha256") + 1] == digest
     options = ["--host", "127.0.0.1", "--port", "0"]
     environment = os.environ | {

@@ -16,8 +16,8 @@ from benchmarks.attack import cases_folders
 from compress.artifacts.artifact import Artifact
 from compress.common.errors import ArtifactInvalid
 from compress.core.context import Context
-from serve.repository.kserve import NOT_RUN, KServeService, PackageKServe
-from serve.repository.triton import PackageTriton, TritonRepository
+from compress.serve.repository.kserve import NOT_RUN, KServeService, PackageKServe
+from compress.serve.repository.triton import PackageTriton, TritonRepository
 from tests.forging import forge
 from tests.serve.served_here import SIGNATURE, sealed
 

@@ -21,16 +21,16 @@ from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.context import Context
 from compress.core.gates import MaxSize
 from compress.data.splits import Splits
-from export.onnx.stage import ExportOnnx, OnnxModel
-from export.torchscript.stage import ExportTorchScript
-from serve.packaging.model_interface import rows_stay_first
-from serve.packaging.provenance import Provenance
-from serve.torchserve.artifact import TorchServeArchive
-from serve.torchserve.handler_bundle import handler_text
-from serve.torchserve.mar_file import check_member_name, mar_manifest, read_mar, write_mar
-from serve.torchserve.stage import PackageTorchServe
-from serve.verify import verify
-from serve.worker.wire import from_npz
+from compress.export.onnx.stage import ExportOnnx, OnnxModel
+from compress.export.torchscript.stage import ExportTorchScript
+from compress.serve.packaging.model_interface import rows_stay_first
+from compress.serve.packaging.provenance import Provenance
+from compress.serve.torchserve.artifact import TorchServeArchive
+from compress.serve.torchserve.handler_bundle import handler_text
+from compress.serve.torchserve.mar_file import check_member_name, mar_manifest, read_mar, write_mar
+from compress.serve.torchserve.stage import PackageTorchServe
+from compress.serve.verify import verify
+from compress.serve.worker.wire import from_npz
 
 pytestmark = pytest.mark.torchserve
 
@@ -190,7 +190,7 @@ def test_it_reads_back_in_a_fresh_process_without_torch(
     archive: TorchServeArchive, fresh_process: Callable[[str], str]
 ) -> None:
     code = (
-        "import sys; from serve.torchserve.stage import PackageTorchServe; "
+        "import sys; from compress.serve.torchserve.stage import PackageTorchServe; "
         "from compress.artifacts.artifact import Artifact; "
         f"archive = Artifact.from_directory({str(archive.path)!r}); "
         "print(archive.digest, PackageTorchServe().gates[1].atol); "
@@ -227,7 +227,7 @@ def test_a_damaged_model_is_not_packed(model: OnnxModel, tmp_path: Path) -> None
 
 
 def test_bfloat16_is_refused(tmp_path: Path) -> None:
-    from serve.packaging.recorded_probe import as_arrays
+    from compress.serve.packaging.recorded_probe import as_arrays
 
     with pytest.raises(StageFailed, match="x is bfloat16"):
         as_arrays({"x": torch.zeros(1, dtype=torch.bfloat16)})
@@ -339,7 +339,7 @@ def test_foreign_code_is_not_run_however_consistent_its_hashes(
         return {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
 
     monkeypatch.setattr(
-        "serve.torchserve.process.TorchServe.__enter__", lambda server: pytest.fail("started")
+        "compress.serve.torchserve.process.TorchServe.__enter__", lambda server: pytest.fail("started")
     )
     members = read_mar(archive.payload_path)
     provenance = load_sealed(members["provenance.json"])
@@ -370,7 +370,7 @@ def test_verifying_replays_the_probe_in_a_fresh_process(
     archive: TorchServeArchive, fresh_process: Callable[[str], str]
 ) -> None:
     code = (
-        f"from serve.verify import verify; print(*verify({str(archive.path)!r}).proven, sep='\\n')"
+        f"from compress.serve.verify import verify; print(*verify({str(archive.path)!r}).proven, sep='\\n')"
     )
     lines = fresh_process(code).splitlines()
     assert lines[0] == f"torchserve artifact, digest {archive.digest}"

@@ -19,21 +19,21 @@ from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.context import Context
 from compress.data.splits import Splits
 from compress.profiling.batch_dependence import numpy_call
-from export.aotinductor.stage import AotModel, ExportAot
-from export.onnx.stage import ExportOnnx, OnnxModel
-from export.openvino.stage import ExportOpenVINO
-from export.torchscript.stage import ExportTorchScript
-from serve.packaging.model_interface import Interface, Tensor, infer_interface
-from serve.repository.kserve import PackageKServe
-from serve.repository.triton import (
+from compress.export.aotinductor.stage import AotModel, ExportAot
+from compress.export.onnx.stage import ExportOnnx, OnnxModel
+from compress.export.openvino.stage import ExportOpenVINO
+from compress.export.torchscript.stage import ExportTorchScript
+from compress.serve.packaging.model_interface import Interface, Tensor, infer_interface
+from compress.serve.repository.kserve import PackageKServe
+from compress.serve.repository.triton import (
     AUTO_COMPLETES,
     MAY_BE_BFLOAT16,
     NOT_RUN,
     PackageTriton,
     TritonRepository,
 )
-from serve.repository.triton_config import DynamicBatching, model_config, without_batching
-from serve.verify import verify
+from compress.serve.repository.triton_config import DynamicBatching, model_config, without_batching
+from compress.serve.verify import verify
 
 NETS = """
 import torch

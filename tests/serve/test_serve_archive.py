@@ -11,9 +11,9 @@ import pytest
 
 from compress.common.errors import PipelineInvalid
 from compress.core.context import Context
-from serve.http.options import Limits, Options
-from serve.serve_command import serve_artifact
-from serve.torchserve.stage import PackageTorchServe
+from compress.serve.http.options import Limits, Options
+from compress.serve.serve_command import serve_artifact
+from compress.serve.torchserve.stage import PackageTorchServe
 from tests.serve.served_here import COMPRESS, ROOT, sealed
 
 pytestmark = [pytest.mark.torchserve, pytest.mark.slow]

@@ -28,16 +28,16 @@ from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.context import Context
 from compress.core.gates import LabelAgreement, MaxLatency, Parity
 from compress.data.splits import DataReference
-from export.onnx.stage import ExportOnnx
-from export.torchscript.stage import ExportTorchScript
-from serve.client.client import Client
-from serve.packaging.preprocessing import ImageInput
-from serve.packaging.provenance import digest_of
-from serve.torchserve.artifact import TorchServeArchive
-from serve.torchserve.mar_file import read_mar, write_mar
-from serve.torchserve.process import TorchServe, free_ports, has_ended, kill_group, log_tail
-from serve.torchserve.stage import PackageTorchServe
-from serve.worker.wire import NPZ, from_npz, to_npz
+from compress.export.onnx.stage import ExportOnnx
+from compress.export.torchscript.stage import ExportTorchScript
+from compress.serve.client.client import Client
+from compress.serve.packaging.preprocessing import ImageInput
+from compress.serve.packaging.provenance import digest_of
+from compress.serve.torchserve.artifact import TorchServeArchive
+from compress.serve.torchserve.mar_file import read_mar, write_mar
+from compress.serve.torchserve.process import TorchServe, free_ports, has_ended, kill_group, log_tail
+from compress.serve.torchserve.stage import PackageTorchServe
+from compress.serve.worker.wire import NPZ, from_npz, to_npz
 from tests.pipelines.conftest import measured_briefly
 
 pytestmark = pytest.mark.torchserve
@@ -270,7 +270,7 @@ def test_a_port_taken_by_another_process_is_replaced(
             choices.append(ports)
             return ports
 
-        monkeypatch.setattr("serve.torchserve.process.free_ports", choose)
+        monkeypatch.setattr("compress.serve.torchserve.process.free_ports", choose)
         with TorchServe(archive.payload_path) as server:
             assert server.url == f"http://127.0.0.1:{choices[1][0]}"
     assert len(choices) == 2
@@ -374,7 +374,7 @@ def test_an_exception_inside_leaves_nothing(archive: TorchServeArchive) -> None:
 def test_a_signal_leaves_no_process(archive: TorchServeArchive, number: int) -> None:
     code = (
         "import sys, time; from pathlib import Path\n"
-        "from serve.torchserve.process import TorchServe\n"
+        "from compress.serve.torchserve.process import TorchServe\n"
         f"with TorchServe(Path({str(archive.payload_path)!r})) as server:\n"
         "    print(server.folder, flush=True); time.sleep(100)"
     )

@@ -18,20 +18,20 @@ from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.context import Context
 from compress.core.verdict import History, PastStage
 from compress.data.splits import Splits
-from export.onnx.stage import ExportOnnx, OnnxModel
-from pipelines import Pipeline
-from pipelines.commands.verify import load_evidence, verify_command
-from pipelines.commands.verify_anchors import VerifierInputs
-from pipelines.runner.run import preview_run
-from serve.http.options import Options
-from serve.packaging.model_card import model_card
-from serve.packaging.provenance import Provenance, digest_of, refuse_broken_chain
-from serve.serve_command import serve_artifact
-from serve.torchserve.answer_check import compare_outputs
-from serve.torchserve.artifact import TorchServeArchive
-from serve.torchserve.mar_file import read_mar, write_mar
-from serve.torchserve.stage import PackageTorchServe
-from serve.verify import verify
+from compress.export.onnx.stage import ExportOnnx, OnnxModel
+from compress.pipelines import Pipeline
+from compress.pipelines.commands.verify import load_evidence, verify_command
+from compress.pipelines.commands.verify_anchors import VerifierInputs
+from compress.pipelines.runner.run import preview_run
+from compress.serve.http.options import Options
+from compress.serve.packaging.model_card import model_card
+from compress.serve.packaging.provenance import Provenance, digest_of, refuse_broken_chain
+from compress.serve.serve_command import serve_artifact
+from compress.serve.torchserve.answer_check import compare_outputs
+from compress.serve.torchserve.artifact import TorchServeArchive
+from compress.serve.torchserve.mar_file import read_mar, write_mar
+from compress.serve.torchserve.stage import PackageTorchServe
+from compress.serve.verify import verify
 from tests.pipelines.conftest import measured_briefly
 
 pytestmark = pytest.mark.torchserve
@@ -60,8 +60,8 @@ def archive(exported: OnnxModel, blobs: Splits, tmp_path: Path) -> TorchServeArc
 @pytest.fixture
 def never_started(monkeypatch: pytest.MonkeyPatch) -> None:
     for what in (
-        "serve.torchserve.process.TorchServe",
-        "serve.torchserve.handler_runner.HandlerProcess",
+        "compress.serve.torchserve.process.TorchServe",
+        "compress.serve.torchserve.handler_runner.HandlerProcess",
     ):
         monkeypatch.setattr(f"{what}.__enter__", lambda _: pytest.fail("it was started"))
 
@@ -252,7 +252,7 @@ def test_without_java_the_handler_answers_alone_and_the_proof_says_so(
 def test_answers_that_differ_from_the_recorded_ones_are_refused(
     archive: TorchServeArchive, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from serve.torchserve.handler_runner import HandlerProcess
+    from compress.serve.torchserve.handler_runner import HandlerProcess
 
     predict = HandlerProcess.predict
     monkeypatch.setattr(HandlerProcess, "predict", lambda *given: (predict(*given)[0] + 1,))
@@ -261,7 +261,7 @@ def test_answers_that_differ_from_the_recorded_ones_are_refused(
 
 
 def test_an_ended_handler_process_is_reported_at_every_call() -> None:
-    from serve.torchserve.handler_runner import HandlerProcess
+    from compress.serve.torchserve.handler_runner import HandlerProcess
 
     handler = (
         "import os\n"

@@ -21,8 +21,8 @@ from decoder.compression import PROMPT, TOKENS, context_for, made_once, trained
 from decoder.in_vllm.client import vllm
 from decoder.peers import ALIKE, OURS, python_of
 from decoder.text import VOCABULARY, splits
-from export import ExportCompressedTensors, ExportGenai
-from export.genai.runtime import measure_speed
+from compress.export import ExportCompressedTensors, ExportGenai
+from compress.export.genai.runtime import measure_speed
 from tests.export import tiny_decoder
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import torch.ao.quantization.fx._decomposed  # registers quantize_per_tensor and
 from onnx import helper, numpy_helper
 from onnxscript import opset18 as op
 
-from export.onnx.graph import inputs_of
+from compress.export.onnx.graph import inputs_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,8 +8,8 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from export.onnx.graph import INTEGER_LSTM, RECURRENT
-from export.onnx.session import onnxruntime, session_options
+from compress.export.onnx.graph import INTEGER_LSTM, RECURRENT
+from compress.export.onnx.session import onnxruntime, session_options
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -10,7 +10,7 @@ import onnx
 import torch
 from onnx import helper, numpy_helper
 
-from export.onnx.graph import inputs_of
+from compress.export.onnx.graph import inputs_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

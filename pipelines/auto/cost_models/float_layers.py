@@ -14,16 +14,16 @@ from compress.common.forward import accept_any_batch, split_batches
 from compress.common.sealed_json import read_state, write_state
 from compress.pruning.depth.output_error import OutputErrorMeter
 from compress.quantization.mixed_precision.layer_names import weighted_layers as layers_of_module
-from export.latency.float_layers import (
+from compress.export.latency.float_layers import (
     FLOAT,
     MixedModel,
     is_float,
     leave_float,
     weighted_layers,
 )
-from export.onnx.proto_io import read, write
-from export.onnx.session import session_predictor
-from pipelines.auto.candidates import Candidate
+from compress.export.onnx.proto_io import read, write
+from compress.export.onnx.session import session_predictor
+from compress.pipelines.auto.candidates import Candidate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from compress.core.progress import Progress
     from compress.core.val_halves import HalfOfVal
     from compress.profiling.interaction_sum import Value
-    from export.latency.resizing import ResizableModel
-    from export.latency.width_costs import WidthCosts
-    from pipelines.auto.candidates import CheckedModel
+    from compress.export.latency.resizing import ResizableModel
+    from compress.export.latency.width_costs import WidthCosts
+    from compress.pipelines.auto.candidates import CheckedModel
 
 QUANTIZED = "quantized"
 """Value of the decision about a layer that is not put back to float."""

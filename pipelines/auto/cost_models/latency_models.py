@@ -17,20 +17,20 @@ import numpy as np
 from compress.common.sealed_json import read_state, write_state
 from compress.profiling.interaction_sum import InteractionSum
 from compress.pruning.width_variants import WidthVariants
-from export.latency.float_layers import FLOAT
-from export.latency.latency_model import LatencyModel
-from export.latency.resizing import MOST_EXPORTS, ResizableModel
-from export.latency.served_files import graph_to_serve, open_as_served, write_alone
-from export.latency.width_costs import WidthCosts, measure_grid, spread_widths
-from export.onnx.proto_io import read
-from pipelines.auto.candidates import QUANTIZING, Candidate
-from pipelines.auto.cost_models.float_layers import (
+from compress.export.latency.float_layers import FLOAT
+from compress.export.latency.latency_model import LatencyModel
+from compress.export.latency.resizing import MOST_EXPORTS, ResizableModel
+from compress.export.latency.served_files import graph_to_serve, open_as_served, write_alone
+from compress.export.latency.width_costs import WidthCosts, measure_grid, spread_widths
+from compress.export.onnx.proto_io import read
+from compress.pipelines.auto.candidates import QUANTIZING, Candidate
+from compress.pipelines.auto.cost_models.float_layers import (
     QUANTIZED,
     DecidedLayers,
     decide_layers,
     decision_of,
 )
-from pipelines.config.registry import stages
+from compress.pipelines.config.registry import stages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,9 +41,9 @@ if TYPE_CHECKING:
     from compress.core.context import Context
     from compress.profiling.benchmark import Opener
     from compress.profiling.interaction_sum import Choice, Value
-    from export.latency.kernel_table import KernelTable
-    from pipelines.auto.cost_models.float_layers import LayerHarms
-    from pipelines.config.auto_settings import AutoSettings, Format, Runtime
+    from compress.export.latency.kernel_table import KernelTable
+    from compress.pipelines.auto.cost_models.float_layers import LayerHarms
+    from compress.pipelines.config.auto_settings import AutoSettings, Format, Runtime
 
     Grid = Mapping[str, Sequence[Value]]
 

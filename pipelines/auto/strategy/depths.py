@@ -13,18 +13,18 @@ from compress.pruning.depth import block_search
 from compress.pruning.depth.output_error import OutputErrorMeter
 from compress.pruning.recovery.removed_blocks import name_before
 from compress.pruning.width_harms import WidthSpace, measure_harms
-from pipelines.auto.candidates import candidate_of
-from pipelines.auto.front import missed_limits
+from compress.pipelines.auto.candidates import candidate_of
+from compress.pipelines.auto.front import missed_limits
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from compress.artifacts.eager_model import EagerModel
     from compress.pruning.width_harms import Harms
-    from pipelines.auto.candidates import Candidate, CheckedModel
-    from pipelines.auto.judge import Judge
-    from pipelines.auto.strategy.recovery import Programmes
-    from pipelines.config.auto_settings import AutoSettings
+    from compress.pipelines.auto.candidates import Candidate, CheckedModel
+    from compress.pipelines.auto.judge import Judge
+    from compress.pipelines.auto.strategy.recovery import Programmes
+    from compress.pipelines.config.auto_settings import AutoSettings
 
 BLOCKS = "blocks.json"
 """In the results' folder: the order in which blocks are removed."""

@@ -6,12 +6,12 @@ import math
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from pipelines.auto.front import Front
+from compress.pipelines.auto.front import Front
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from pipelines.auto.candidates import CheckedModel
+    from compress.pipelines.auto.candidates import CheckedModel
 
 CHECKS_AT_LIMIT = 5
 """Models that are checked at the asked latency before other latencies are looked at."""

@@ -8,17 +8,17 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 from compress.common.sealed_json import read_state, write_state
-from pipelines.auto.candidates import Candidate, CheckedModel
-from pipelines.auto.front import missed_limits
-from pipelines.auto.strategy.latency_targets import NARROW, aimed_at
+from compress.pipelines.auto.candidates import Candidate, CheckedModel
+from compress.pipelines.auto.front import missed_limits
+from compress.pipelines.auto.strategy.latency_targets import NARROW, aimed_at
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
     from compress.pruning.allocation.solver import Programme
-    from pipelines.auto.cost_models.latency_models import FormatModel
-    from pipelines.config.auto_settings import AutoSettings, Format, Runtime
+    from compress.pipelines.auto.cost_models.latency_models import FormatModel
+    from compress.pipelines.config.auto_settings import AutoSettings, Format, Runtime
 
     ModelKey = tuple[Format, Runtime, tuple[str, ...]]
     """Format, runtime and removed blocks."""

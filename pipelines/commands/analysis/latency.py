@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from compress.common.atomic_files import write_atomically
 from compress.common.config import Settings
 from compress.core.progress import silent
-from export.latency.latency_model import LatencyModel
-from pipelines.commands.analysis.model_to_prune import model_to_prune
-from pipelines.system.machine_info import machine
+from compress.export.latency.latency_model import LatencyModel
+from compress.pipelines.commands.analysis.model_to_prune import model_to_prune
+from compress.pipelines.system.machine_info import machine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from compress.core.progress import Progress
-    from export.latency.kernel_table import KernelTable
-    from export.latency.kernels import Kernel
-    from pipelines.config.pipeline import PipelineConfig
+    from compress.export.latency.kernel_table import KernelTable
+    from compress.export.latency.kernels import Kernel
+    from compress.pipelines.config.pipeline import PipelineConfig
 
 FILE = "latency.json"
 FITTED = 8
@@ -107,12 +107,12 @@ def measure_and_write(
             exported, or the machine is too busy to measure it.
     """
     from compress.pruning.width_variants import WidthVariants
-    from export.latency.kernel_table import TABLES, KernelTable
-    from export.latency.kernels import kernels_of
-    from export.latency.latency_model import KernelCost, LatencyModel, measure_files
-    from export.latency.resizing import MOST_EXPORTS, ResizableModel
-    from export.latency.served_files import graph_to_serve
-    from export.onnx.proto_io import write
+    from compress.export.latency.kernel_table import TABLES, KernelTable
+    from compress.export.latency.kernels import kernels_of
+    from compress.export.latency.latency_model import KernelCost, LatencyModel, measure_files
+    from compress.export.latency.resizing import MOST_EXPORTS, ResizableModel
+    from compress.export.latency.served_files import graph_to_serve
+    from compress.export.onnx.proto_io import write
 
     with (
         model_to_prune(pipeline, out, progress) as (source, stage, context),

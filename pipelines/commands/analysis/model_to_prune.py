@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 from compress.artifacts.eager_model import EagerModel
 from compress.common.errors import StageFailed
-from pipelines.config.model_spec import SOURCE
-from pipelines.config.run_options import RunOptions
-from pipelines.runner.inputs import import_source, measuring_context
-from pipelines.runner.run import preview_state
-from pipelines.system.temp_files import temporary_files
+from compress.pipelines.config.model_spec import SOURCE
+from compress.pipelines.config.run_options import RunOptions
+from compress.pipelines.runner.inputs import import_source, measuring_context
+from compress.pipelines.runner.run import preview_state
+from compress.pipelines.system.temp_files import temporary_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from compress.core.context import Context
     from compress.core.progress import Progress
     from compress.pruning.channels_stage import PruneChannels
-    from pipelines.config.pipeline import PipelineConfig
-    from pipelines.planning.plan import PlannedStage
+    from compress.pipelines.config.pipeline import PipelineConfig
+    from compress.pipelines.planning.plan import PlannedStage
 
 
 @contextmanager

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from compress.common.atomic_files import write_atomically
 from compress.common.errors import PipelineInvalid
 from compress.core.progress import silent
-from pipelines.commands.analysis.model_to_prune import model_to_prune
-from pipelines.reporting.html_page import render_page
+from compress.pipelines.commands.analysis.model_to_prune import model_to_prune
+from compress.pipelines.reporting.html_page import render_page
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from compress.core.progress import Progress
     from compress.pruning.sensitivity_analysis import Sensitivity
-    from pipelines.config.pipeline import PipelineConfig
+    from compress.pipelines.config.pipeline import PipelineConfig
 
 PAGE = "sensitivity.html"
 WIDTH, HEIGHT, MARGIN = 880, 420, 56

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pipelines.config.pipeline import PipelineConfig
-from pipelines.terminal.console import current_mode, print_result
-from pipelines.terminal.progress_bars import show_progress
+from compress.pipelines.config.pipeline import PipelineConfig
+from compress.pipelines.terminal.console import current_mode, print_result
+from compress.pipelines.terminal.progress_bars import show_progress
 
 if TYPE_CHECKING:
     from pathlib import Path

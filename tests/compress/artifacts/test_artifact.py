@@ -13,7 +13,7 @@ from compress.artifacts.graph_model import GraphModel
 from compress.common.errors import ArtifactInvalid, PipelineInvalid
 from compress.common.sealed_json import dump_sealed, load_sealed
 from compress.core.context import Context
-from export.onnx.stage import ExportOnnx
+from compress.export.onnx.stage import ExportOnnx
 
 
 def _edit(file: Path, content: bytes) -> None:

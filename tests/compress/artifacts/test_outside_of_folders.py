@@ -19,8 +19,8 @@ from compress.artifacts.libraries.timm_model import build as build_timm
 from compress.artifacts.offline import offline
 from compress.checkpoint.loading import read_state_dict
 from compress.common.errors import ArtifactInvalid
-from export.genai.runtime import open_folder
-from pipelines.config.model_spec import TIMM
+from compress.export.genai.runtime import open_folder
+from compress.pipelines.config.model_spec import TIMM
 
 pytest.importorskip("transformers")
 

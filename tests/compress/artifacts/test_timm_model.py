@@ -37,7 +37,7 @@ def test_a_torchvision_that_does_not_fit_is_one_line(tmp_path: Path, fresh_proce
     answered = fresh_process(
         f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
         + HERE
-        + "from pipelines.commands.doctor import examine\n"
+        + "from compress.pipelines.commands.doctor import examine\n"
         "try: import_timm()\n"
         "except Exception as error: print(type(error).__name__, error)\n"
         "print(*[line for line in examine().lines() if 'torchvision' in line])\n"

@@ -7,7 +7,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from cli import app
+from compress.cli import app
 from compress import Context, EagerModel, PruneChannels, PruneLayers
 from compress.artifacts.hf_folder import read_folder
 from compress.artifacts.importing import import_module

@@ -9,7 +9,7 @@ import torch
 
 from compress.checkpoint.safe_zip import refuse_bomb
 from compress.common.errors import ArtifactInvalid
-from serve.torchserve.mar_file import model_name_of, read_mar
+from compress.serve.torchserve.mar_file import model_name_of, read_mar
 
 
 def _zip(file: Path, *names: str) -> zipfile.ZipFile:

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.attack import cases_folders
 from compress.common.errors import ArtifactInvalid
-from pipelines.models.exported_files import import_file, signature_of
+from compress.pipelines.models.exported_files import import_file, signature_of
 
 SESSION = """
 import sys
@@ -35,7 +35,7 @@ def test_control_characters_in_warnings_of_libraries_are_shown(tmp_path) -> None
     model = 'model: {factory: "data:make", inputs: [{name: x, shape: [1, 4]}]}'
     text = f"version: 1\nname: p\n{model}\nstages: [{{stage: export_onnx}}]\n"
     (tmp_path / "pipeline.yaml").write_text(text)
-    command = [sys.executable, "-c", "from cli import main; main()", "check", "pipeline.yaml"]
+    command = [sys.executable, "-m", "compress.cli", "check", "pipeline.yaml"]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=60)
     assert b"name \\x1b[2J" in ended.stderr
     assert b"\x1b" not in ended.stderr

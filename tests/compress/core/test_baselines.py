@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import export  # noqa: F401 - adds onnxruntime
+from compress import export  # noqa: F401 - adds onnxruntime
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel, program_of
 from compress.common.errors import StageFailed, Unavailable
@@ -14,7 +14,7 @@ from compress.core.gate_kinds.baselines import BASELINES, baseline_for
 from compress.core.gates import MaxSize, MinSpeedup
 from compress.core.stage import Stage
 from compress.pruning.channels_stage import PruneChannels
-from export.onnx.stage import ExportOnnx
+from compress.export.onnx.stage import ExportOnnx
 
 
 class Trace(Stage[EagerModel, GraphModel]):

@@ -14,10 +14,10 @@ from compress.artifacts.graph_model import GraphModel
 from compress.common.errors import ArtifactInvalid, PipelineInvalid, StageFailed
 from compress.distillation.stage import Distill
 from compress.distillation.teacher import OnnxFile, Teacher
-from export.onnx.stage import ExportOnnx
-from export.torchscript.stage import ExportTorchScript
-from pipelines import Pipeline
-from pipelines.planning.planner import build_plan
+from compress.export.onnx.stage import ExportOnnx
+from compress.export.torchscript.stage import ExportTorchScript
+from compress.pipelines import Pipeline
+from compress.pipelines.planning.planner import build_plan
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]

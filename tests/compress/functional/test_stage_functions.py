@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import compress
 from compress.common.errors import ArtifactInvalid, PipelineInvalid
-from export.common.int8_sums import has_16_bit_sums
+from compress.export.common.int8_sums import has_16_bit_sums
 
 IN_MAIN = """
 import torch, compress
@@ -150,7 +150,7 @@ def test_a_signature_shows_the_settings_with_their_defaults() -> None:
 
 
 def test_every_stage_has_a_function() -> None:
-    from pipelines.config.registry import OURS, stage_type
+    from compress.pipelines.config.registry import OURS, stage_type
 
     for stage in OURS:
         function = getattr(compress, stage_type(stage))

@@ -307,7 +307,7 @@ def test_gates_use_served_batch_size(models: dict[str, EagerModel], context: Con
 def test_a_stage_is_refused_for_its_outputs_at_batch_size_one(
     models: dict[str, EagerModel], context: Context
 ) -> None:
-    from export.onnx.stage import ExportOnnx
+    from compress.export.onnx.stage import ExportOnnx
 
     stage = ExportOnnx(gates=(MinMetric(at=0.9),))
     with pytest.raises(GateRefused, match=r"found 0\.3333"):

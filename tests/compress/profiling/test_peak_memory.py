@@ -27,8 +27,8 @@ from compress.data.splits import Splits
 from compress.profiling import peak_memory
 from compress.profiling.peak_memory import measurement_process
 from compress.profiling.rss import PROCESS
-from export.onnx.stage import OnnxModel
-from export.torchscript.stage import TorchScriptModel
+from compress.export.onnx.stage import OnnxModel
+from compress.export.torchscript.stage import TorchScriptModel
 
 pytestmark = pytest.mark.skipif(
     not (PROCESS / "clear_refs").exists(), reason="this system reports no peaks"

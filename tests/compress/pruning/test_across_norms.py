@@ -22,7 +22,7 @@ from compress.pruning.allocation.ranking import rank
 from compress.pruning.allocation.ratios import Limits
 from compress.pruning.channels_stage import PruneChannels
 from compress.pruning.dependency.channel_groups import SlicePlan
-from export.onnx.stage import ExportOnnx
+from compress.export.onnx.stage import ExportOnnx
 
 HERE = Path(__file__).parent
 EPS = 1e-3

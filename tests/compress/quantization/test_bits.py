@@ -11,7 +11,7 @@ from compress.core.context import Context
 from compress.core.gates import Parity
 from compress.data.splits import Splits
 from compress.quantization.stages.static import QuantizeStatic
-from export.onnx.stage import ExportOnnx
+from compress.export.onnx.stage import ExportOnnx
 from tests.compress.quantization.builders import build_model, images
 
 

@@ -12,8 +12,8 @@ from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
 from compress.data.splits import Splits
 from compress.quantization.stages.half_precision import ConvertPrecision
-from export.onnx.stage import ExportOnnx
-from export.torchscript.stage import ExportTorchScript
+from compress.export.onnx.stage import ExportOnnx
+from compress.export.torchscript.stage import ExportTorchScript
 from tests.compress.quantization.builders import (
     IMAGE,
     TOKENS,

@@ -21,7 +21,7 @@ from compress.quantization.qat.label_parity import compare_labels, compare_with_
 from compress.quantization.stages.qat import QuantizeAwareTraining
 from compress.quantization.stages.static import QuantizeStatic
 from compress.training.stage import Train
-from export.onnx.stage import ExportOnnx
+from compress.export.onnx.stage import ExportOnnx
 
 HERE = Path(__file__).parent
 IMAGE = Signature(

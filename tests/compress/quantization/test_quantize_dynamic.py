@@ -12,9 +12,9 @@ from compress.common.errors import StageFailed
 from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.context import Context
 from compress.quantization.stages.dynamic import QuantizeDynamic
-from export.aotinductor.stage import ExportAot
-from export.onnx.stage import ExportOnnx, OnnxModel
-from serve.worker.loaders import load_graph
+from compress.export.aotinductor.stage import ExportAot
+from compress.export.onnx.stage import ExportOnnx, OnnxModel
+from compress.serve.worker.loaders import load_graph
 from tests.compress.quantization.builders import IMAGE, TOKENS, answer, build_model
 from tests.compress.quantization.conftest import FreshProcessCheck
 from tests.export.builders import needs_32_bit_sums

@@ -21,7 +21,7 @@ from compress.quantization.mixed_precision.bit_candidates import CandidateBuilde
 from compress.quantization.mixed_precision.bit_search import BitSearch
 from compress.quantization.stages.mixed_precision import QuantizeMixed
 from compress.quantization.stages.static import QuantizeStatic
-from export.onnx.stage import ExportOnnx
+from compress.export.onnx.stage import ExportOnnx
 from tests.compress.quantization.builders import IMAGE, build_model
 from tests.compress.quantization.conftest import FreshProcessCheck
 

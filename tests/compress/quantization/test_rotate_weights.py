@@ -13,8 +13,8 @@ from compress.common.errors import StageFailed
 from compress.common.tensor_difference import relative_error
 from compress.quantization.algorithms import residual_rotation
 from compress.quantization.algorithms.weight_rounding import round_to_nearest
-from export import ExportCompressedTensors, ExportGenai, ExportGguf
-from export.common.packed_weights import decoder_weights
+from compress.export import ExportCompressedTensors, ExportGenai, ExportGguf
+from compress.export.common.packed_weights import decoder_weights
 from tests.compress.quantization.builders import TOKENS, build_model
 from tests.export.tiny_decoder import TOKENS as TEXT
 from tests.export.tiny_decoder import VOCABULARY, context_for, decoder

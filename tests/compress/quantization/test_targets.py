@@ -13,7 +13,7 @@ from compress.core.context import Context
 from compress.data.splits import Splits
 from compress.quantization.stages.dynamic import QuantizeDynamic
 from compress.quantization.stages.static import QuantizeStatic
-from export.onnx.stage import ExportOnnx
+from compress.export.onnx.stage import ExportOnnx
 from tests.compress.quantization.builders import build_model
 
 CONVOLUTION, ADDITION = "aten.conv2d.default", "aten.add.Tensor"

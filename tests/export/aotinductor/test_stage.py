@@ -16,13 +16,13 @@ from compress.core.context import Context
 from compress.core.gates import MinIntegerMacs, Parity
 from compress.graph.torch_export import export_program
 from compress.quantization.stages.static import QuantizeStatic
-from export.aotinductor import package as aot_package
-from export.aotinductor.package import count_kernels
-from export.aotinductor.stage import AotModel, ExportAot
-from export.common.recurrent import refuse_unrolled_rnn
-from export.parity.bisect import LayerSearch
-from pipelines import Pipeline
-from pipelines.planning.planner import build_plan
+from compress.export.aotinductor import package as aot_package
+from compress.export.aotinductor.package import count_kernels
+from compress.export.aotinductor.stage import AotModel, ExportAot
+from compress.export.common.recurrent import refuse_unrolled_rnn
+from compress.export.parity.bisect import LayerSearch
+from compress.pipelines import Pipeline
+from compress.pipelines.planning.planner import build_plan
 from tests.export.builders import EXACT_BITS, IMAGE, images, network, network_of, samples
 
 pytestmark = pytest.mark.timeout(900)  # compilers are slow on machines with other work
@@ -98,7 +98,7 @@ def test_a_fresh_process_answers_alike(
         torch.save({"image": image, "expected": predict(image)[0]}, tmp_path / "answer.pt")
     code = f"""
 import torch
-from export import AotModel
+from compress.export import AotModel
 saved = torch.load({str(tmp_path / "answer.pt")!r})
 with AotModel.from_directory({str(package.path)!r}).open() as predict:
     print(torch.equal(predict(saved["image"])[0], saved["expected"]))

@@ -11,7 +11,7 @@ from benchmarks.decoder.in_vllm.client import Vllm, vllm
 from compress import EagerModel, QuantizeWeights
 from compress.artifacts.artifact import Artifact
 from compress.common.tensor_difference import relative_error
-from export import CompressedTensorsModel, ExportCompressedTensors
+from compress.export import CompressedTensorsModel, ExportCompressedTensors
 from tests.export.tiny_decoder import context_for, decoder
 
 pytest.importorskip("transformers")

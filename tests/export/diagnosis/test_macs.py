@@ -10,9 +10,9 @@ from compress.artifacts.graph_model import GraphModel
 from compress.core.context import Context
 from compress.core.diagnosis.cause import RefusedStage
 from compress.quantization.stages.static import QuantizeStatic
-from export.diagnosis.counted_causes import ExcludedLayers, FloatKernels
-from export.diagnosis.macs import MacsDiagnosis
-from export.onnx.stage import ExportOnnx
+from compress.export.diagnosis.counted_causes import ExcludedLayers, FloatKernels
+from compress.export.diagnosis.macs import MacsDiagnosis
+from compress.export.onnx.stage import ExportOnnx
 from tests.export.builders import images, samples
 
 PIXELS = 8 * 8

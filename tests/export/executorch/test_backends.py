@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.attack import cases_folders
 from compress.common.errors import ArtifactInvalid
-from export.executorch.runtime import ExecuTorchProgram, refuse_other_backends
+from compress.export.executorch.runtime import ExecuTorchProgram, refuse_other_backends
 
 
 def test_a_part_for_a_backend_that_loads_libraries_is_refused(tmp_path) -> None:

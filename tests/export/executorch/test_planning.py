@@ -3,9 +3,9 @@ from pathlib import Path
 import pytest
 
 from compress.common.errors import PipelineInvalid, Unavailable
-from export.executorch.stage import EXECUTORCH
-from pipelines import Pipeline
-from pipelines.planning.planner import build_plan
+from compress.export.executorch.stage import EXECUTORCH
+from compress.pipelines import Pipeline
+from compress.pipelines.planning.planner import build_plan
 from tests.export.builders import NETWORKS
 
 PIPELINE = """

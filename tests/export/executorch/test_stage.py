@@ -12,8 +12,8 @@ from compress.common.signature import AxisBounds
 from compress.common.tensor_difference import largest, relative_error
 from compress.core.context import Context
 from compress.core.gates import LabelAgreement
-from export import AotModel, ExecuTorchModel, ExportExecuTorch, OnnxModel
-from export.executorch.stage import EXECUTORCH
+from compress.export import AotModel, ExecuTorchModel, ExportExecuTorch, OnnxModel
+from compress.export.executorch.stage import EXECUTORCH
 from tests.export.builders import (
     EXACT_BITS,
     IMAGE_AND_CONTEXT,
@@ -214,7 +214,7 @@ def test_an_operator_without_any_kernel_is_named(tmp_path: Path) -> None:
 def test_an_error_of_a_call_has_the_reason_that_the_runtime_prints(
     exported_sequence: ExecuTorchModel,
 ) -> None:
-    from export.executorch.runtime import ExecuTorchProgram
+    from compress.export.executorch.runtime import ExecuTorchProgram
 
     program = ExecuTorchProgram(exported_sequence.payload_path, threads=1)
     with pytest.raises(
@@ -313,7 +313,7 @@ def test_equal_models_give_equal_bytes_and_altered_ones_are_not_loaded(
 
 
 def test_a_file_that_is_no_program_is_refused_in_one_line(tmp_path: Path) -> None:
-    from export.executorch.runtime import load
+    from compress.export.executorch.runtime import load
 
     file = tmp_path / "model.pte"
     file.write_bytes(b"nothing of the kind" * 9)
@@ -325,7 +325,7 @@ def test_a_file_that_is_no_program_is_refused_in_one_line(tmp_path: Path) -> Non
 def test_wrong_answers_are_refused_with_a_script(
     sequence: EagerModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from export.executorch.runtime import ExecuTorchProgram
+    from compress.export.executorch.runtime import ExecuTorchProgram
 
     right = ExecuTorchProgram.__call__
     monkeypatch.setattr(

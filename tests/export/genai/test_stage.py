@@ -7,14 +7,14 @@ import torch
 from typer.testing import CliRunner
 
 import compress
-from cli import app
+from compress.cli import app
 from compress import MaxFirstToken, MinTokensPerSecond, QuantizeStatic, QuantizeWeights
 from compress.artifacts.artifact import Artifact
 from compress.common.errors import StageFailed
-from export import ExportGenai, GenaiModel, OnnxModel
-from export.genai.greedy_text import GreedyText
-from export.genai.proof import CacheProof
-from export.genai.runtime import (
+from compress.export import ExportGenai, GenaiModel, OnnxModel
+from compress.export.genai.greedy_text import GreedyText
+from compress.export.genai.proof import CacheProof
+from compress.export.genai.runtime import (
     GENAI,
     Sampling,
     next_scores,
@@ -22,7 +22,7 @@ from export.genai.runtime import (
     next_tokens_unlocked,
     open_folder,
 )
-from export.genai.session import CachedSession
+from compress.export.genai.session import CachedSession
 from tests.export.tiny_decoder import (
     LONGEST,
     SIZES,
@@ -184,7 +184,7 @@ def test_a_shorter_context_is_proven_within_it(llama, tmp_path) -> None:
 
 @pytest.mark.slow
 def test_masks_that_pad_at_the_beginning_are_refused(tmp_path) -> None:
-    from export.genai.session import prefill_predictor
+    from compress.export.genai.session import prefill_predictor
 
     names = ("input_ids", "attention_mask")
     spec = compress.TensorSpec(name="input_ids", shape=("batch", "length"), dtype="int64")

@@ -12,10 +12,10 @@ from compress import QuantizeWeights
 from compress.artifacts.streaming.packed_weight import PackedWeight
 from compress.common.errors import StageFailed
 from compress.common.tensor_difference import relative_error
-from export import ExportGguf, GgufModel
-from export.gguf.blocks import block_type, blocks_of, integers_of
-from export.gguf.settings import check_family
-from export.gguf.vocabulary import add_vocabulary
+from compress.export import ExportGguf, GgufModel
+from compress.export.gguf.blocks import block_type, blocks_of, integers_of
+from compress.export.gguf.settings import check_family
+from compress.export.gguf.vocabulary import add_vocabulary
 from tests.export.tiny_decoder import context_for, decoder, save_tokenizer
 
 gguf = pytest.importorskip("gguf")

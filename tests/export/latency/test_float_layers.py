@@ -21,13 +21,13 @@ from compress.quantization.mixed_precision import layer_names
 from compress.quantization.stages.dynamic import QuantizeDynamic
 from compress.quantization.stages.static import QuantizeStatic
 from compress.quantization.stages.weight_only import QuantizeWeights
-from export.latency.float_layers import MixedModel, is_float, leave_float, weighted_layers
-from export.latency.kernels import kernels_of
-from export.latency.resizing import ResizableModel
-from export.onnx.graph import count_operators, strip_
-from export.onnx.passes.stored_integers import compact_
-from export.onnx.proto_io import write
-from export.onnx.translate import translate
+from compress.export.latency.float_layers import MixedModel, is_float, leave_float, weighted_layers
+from compress.export.latency.kernels import kernels_of
+from compress.export.latency.resizing import ResizableModel
+from compress.export.onnx.graph import count_operators, strip_
+from compress.export.onnx.passes.stored_integers import compact_
+from compress.export.onnx.proto_io import write
+from compress.export.onnx.translate import translate
 from tests.export.builders import samples
 
 NETS = """

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from compress.common.errors import StageFailed
-from export.latency.kernel_table import KernelTable
-from export.latency.resizing import ResizableModel
-from export.latency.width_costs import WidthCosts, measure_grid
+from compress.export.latency.kernel_table import KernelTable
+from compress.export.latency.resizing import ResizableModel
+from compress.export.latency.width_costs import WidthCosts, measure_grid
 
 
 class Joined(nn.Module):

@@ -16,9 +16,9 @@ from compress.data.splits import Splits
 from compress.pruning.allocation.targets import Target
 from compress.pruning.channels_stage import PruneChannels
 from compress.quantization.stages.static import QuantizeStatic
-from export.latency import kernel_table, served_latency
-from export.latency.kernel_table import KernelTable
-from export.latency.served_latency import OnnxLatency
+from compress.export.latency import kernel_table, served_latency
+from compress.export.latency.kernel_table import KernelTable
+from compress.export.latency.served_latency import OnnxLatency
 
 NET = """
 import torch

@@ -13,8 +13,8 @@ from compress.core.stage import Stage
 from compress.quantization.stages.dynamic import QuantizeDynamic
 from compress.quantization.stages.static import QuantizeStatic
 from compress.quantization.stages.weight_only import QuantizeWeights
-from export.onnx.stage import ExportOnnx
-from export.torchscript.stage import TorchScriptModel
+from compress.export.onnx.stage import ExportOnnx
+from compress.export.torchscript.stage import TorchScriptModel
 from tests.export.builders import IMAGE, images, network_of, samples
 
 NETWORK = """

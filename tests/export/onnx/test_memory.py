@@ -18,11 +18,11 @@ from compress.common.forward import Predictor
 from compress.common.signature import Signature, TensorSpec
 from compress.common.tensor_difference import relative_error
 from compress.graph.torch_export import export_program
-from export.onnx.lowering import lower
-from export.onnx.proto_io import is_plain, mapped, size_of, write, write_mapped
-from export.onnx.session import session_predictor
-from export.parity import reference_outputs
-from export.parity.reference_outputs import recorded_outputs
+from compress.export.onnx.lowering import lower
+from compress.export.onnx.proto_io import is_plain, mapped, size_of, write, write_mapped
+from compress.export.onnx.session import session_predictor
+from compress.export.parity import reference_outputs
+from compress.export.parity.reference_outputs import recorded_outputs
 
 ROWS = Signature(inputs=(TensorSpec(name="x", shape=("batch", 20)),))
 LINEAR = Recipe(factory="torch.nn:Linear", arguments={"in_features": 20, "out_features": 20})
@@ -193,7 +193,7 @@ import torch
 from compress import Context
 from compress.artifacts.eager_model import EagerModel
 from compress.profiling.rss import reset_peak, memory_kib
-from export import ExportOnnx
+from compress.export import ExportOnnx
 
 def source(size):
     torch.manual_seed(0)

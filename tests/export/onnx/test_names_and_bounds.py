@@ -12,8 +12,8 @@ from compress.artifacts.graph_model import GraphModel
 from compress.common.errors import StageFailed
 from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.context import Context
-from export.onnx.stage import ExportOnnx
-from export.parity.compare import check_parity
+from compress.export.onnx.stage import ExportOnnx
+from compress.export.parity.compare import check_parity
 from tests.export.builders import network, network_of
 
 SOURCE = """

@@ -13,11 +13,11 @@ from compress.common.errors import StageFailed
 from compress.common.signature import Signature
 from compress.core.context import Context
 from compress.core.gates import MaxSize, Parity
-from export.onnx import proto_io
-from export.onnx.metadata import check_class_count
-from export.onnx.stage import ExportOnnx, OnnxModel
-from serve.packaging.recorded_probe import record_probe
-from serve.torchserve.stage import PackageTorchServe, archive_members
+from compress.export.onnx import proto_io
+from compress.export.onnx.metadata import check_class_count
+from compress.export.onnx.stage import ExportOnnx, OnnxModel
+from compress.serve.packaging.recorded_probe import record_probe
+from compress.serve.torchserve.stage import PackageTorchServe, archive_members
 from tests.export.builders import HERE, IMAGE, ROWS, network
 
 

@@ -12,11 +12,11 @@ from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
 from compress.core.gates import LabelAgreement, Parity
 from compress.quantization.stages.static import QuantizeStatic
-from export.onnx.graph import count_macs
-from export.onnx.proto_io import write
-from export.onnx.stage import ExportOnnx
-from export.parity.compare import check_axis_sizes
-from export.parity.sample_parity import QUANTIZED
+from compress.export.onnx.graph import count_macs
+from compress.export.onnx.proto_io import write
+from compress.export.onnx.stage import ExportOnnx
+from compress.export.parity.compare import check_axis_sizes
+from compress.export.parity.sample_parity import QUANTIZED
 from tests.export.builders import IMAGE_AND_CONTEXT, ROWS, TOKENS, network, samples
 
 
@@ -198,7 +198,7 @@ def test_a_layer_left_in_floats_is_logged(tmp_path: Path, caplog: pytest.LogCapt
 
 def test_settings_import_neither_torch_nor_onnx(fresh_process: Callable[[str], str]) -> None:
     code = (
-        "import export.onnx.stage, export.torchscript.stage, sys; "
+        "import compress.export.onnx.stage, compress.export.torchscript.stage, sys; "
         "print({'torch', 'onnx'} & {*sys.modules})"
     )
     assert fresh_process(code) == "set()"

@@ -13,8 +13,8 @@ from compress.common.foreign.native_runtimes import openvino_core
 from compress.common.signature import AxisBounds
 from compress.core.context import Context
 from compress.core.gates import LabelAgreement, MinSpeedup
-from export import ExportOnnx, ExportOpenVINO, OpenVINOModel
-from export.openvino.stage import OPENVINO
+from compress.export import ExportOnnx, ExportOpenVINO, OpenVINOModel
+from compress.export.openvino.stage import OPENVINO
 from tests.export.builders import (
     EXACT_BITS,
     IMAGE_AND_CONTEXT,
@@ -101,8 +101,8 @@ def test_bounds_of_an_axis_are_in_the_file_and_named_in_errors(tmp_path: Path) -
 def test_where_sums_are_cut_off_an_error_of_an_integer_file_says_so(
     tmp_path: Path, monkeypatch
 ) -> None:
-    from export.openvino import runtime
-    from export.parity import report
+    from compress.export.openvino import runtime
+    from compress.export.parity import report
 
     model = network(tmp_path / "source", "networks:mobilenet")
     context = Context(root=tmp_path / "int8", data=samples(images(64)))
@@ -131,7 +131,7 @@ def test_altered_weights_are_not_loaded(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_wrong_answers_are_refused_with_a_script(tmp_path: Path, monkeypatch) -> None:
-    from export.openvino import runtime
+    from compress.export.openvino import runtime
 
     right = runtime.predictor
 
@@ -174,7 +174,7 @@ def test_a_signal_after_models_were_closed_does_not_end_the_process(tmp_path: Pa
     exported = ExportOpenVINO()(model, Context(root=tmp_path / "openvino"))
     code = f"""
 import gc, os, signal
-from export.openvino.runtime import compiled
+from compress.export.openvino.runtime import compiled
 first, second = (compiled({str(exported.payload_path)!r}, 1) for _ in range(2))
 del first
 gc.collect()

@@ -12,7 +12,7 @@ from compress.common.forward import Predictor
 from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
 from compress.data.splits import Splits
-from export.parity.adversarial_inputs import (
+from compress.export.parity.adversarial_inputs import (
     LARGE_KINDS,
     MIXED,
     MIXED_KIND,
@@ -21,12 +21,12 @@ from export.parity.adversarial_inputs import (
     adversarial_inputs,
     find_adversarial_mismatch,
 )
-from export.parity.adversarial_inputs import (
+from compress.export.parity.adversarial_inputs import (
     ROWS as HOSTILE_ROWS,
 )
-from export.parity.compare import ParityMismatch, check_parity
-from export.parity.float64_reference import Float64Reference
-from pipelines.system.error_context import name_stage_in_errors
+from compress.export.parity.compare import ParityMismatch, check_parity
+from compress.export.parity.float64_reference import Float64Reference
+from compress.pipelines.system.error_context import name_stage_in_errors
 from tests.export.builders import ROWS, network_of
 
 TEXT = Signature(

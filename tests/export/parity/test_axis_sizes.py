@@ -5,7 +5,7 @@ import torch
 
 from compress.common.errors import StageFailed
 from compress.common.signature import Signature, TensorSpec
-from export.parity.compare import ParityMismatch, check_axis_sizes
+from compress.export.parity.compare import ParityMismatch, check_axis_sizes
 
 SIGNATURE = Signature(inputs=(TensorSpec(name="x", shape=("batch", "length")),))
 

@@ -15,12 +15,12 @@ from compress.common.errors import StageFailed
 from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.context import Context
 from compress.data.splits import Splits
-from export.aotinductor.stage import ExportAot
-from export.onnx.lowering import TRANSLATIONS
-from export.onnx.stage import ExportOnnx
-from export.parity.bisect import LayerSearch
-from export.parity.subgraph import values_before
-from export.torchscript.stage import ExportTorchScript
+from compress.export.aotinductor.stage import ExportAot
+from compress.export.onnx.lowering import TRANSLATIONS
+from compress.export.onnx.stage import ExportOnnx
+from compress.export.parity.bisect import LayerSearch
+from compress.export.parity.subgraph import values_before
+from compress.export.torchscript.stage import ExportTorchScript
 from tests.export.builders import network_of
 
 SOURCE = """

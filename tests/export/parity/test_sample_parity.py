@@ -6,8 +6,8 @@ from compress.common.forward import Predictor
 from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
 from compress.data.splits import Splits
-from export.parity.compare import check_axis_sizes
-from export.parity.sample_parity import (
+from compress.export.parity.compare import check_axis_sizes
+from compress.export.parity.sample_parity import (
     FLOAT,
     QUANTIZED,
     SAMPLES,

@@ -22,21 +22,21 @@ from compress.core.gates import Parity
 from compress.quantization.stages.dynamic import QuantizeDynamic
 from compress.quantization.stages.half_precision import ConvertPrecision
 from compress.quantization.stages.static import QuantizeStatic
-from export.common.batches import in_parts
-from export.onnx.stage import ExportOnnx
-from export.tensorrt.build import (
+from compress.export.common.batches import in_parts
+from compress.export.onnx.stage import ExportOnnx
+from compress.export.tensorrt.build import (
     BuildOptions,
     conversion_settings,
     parse_and_build,
     refuse_quantized,
     write_onnx,
 )
-from export.tensorrt.host_check import difference
-from export.tensorrt.runtime import check_engine, in_order
-from export.tensorrt.shape_profiles import shapes_of, sizes_of
-from export.tensorrt.stage import ExportTensorRT, TensorRTEngine
-from pipelines import Pipeline
-from pipelines.planning.planner import build_plan
+from compress.export.tensorrt.host_check import difference
+from compress.export.tensorrt.runtime import check_engine, in_order
+from compress.export.tensorrt.shape_profiles import shapes_of, sizes_of
+from compress.export.tensorrt.stage import ExportTensorRT, TensorRTEngine
+from compress.pipelines import Pipeline
+from compress.pipelines.planning.planner import build_plan
 from tests.export.builders import IMAGE, images, network, samples
 
 TENSORRT_RTX = "tensorrt_rtx_bindings"
@@ -259,7 +259,7 @@ def test_a_cache_is_no_part_of_what_is_built(tmp_path: Path) -> None:
 
 def test_settings_import_neither_torch_nor_onnx(fresh_process: Callable[[str], str]) -> None:
     code = (
-        "import sys; from export import ExportTensorRT; ExportTensorRT()\n"
+        "import sys; from compress.export import ExportTensorRT; ExportTensorRT()\n"
         "print([m for m in ('torch', 'onnx', 'tensorrt') if m in sys.modules])"
     )
     assert fresh_process(code) == "[]"
@@ -318,7 +318,7 @@ def test_an_engine_answers_like_the_model(
     with engine.open() as predict:
         assert predict(torch.zeros(70, 1, 8, 8))[0].shape[0] == 70
     code = (
-        "from export import TensorRTEngine\n"
+        "from compress.export import TensorRTEngine\n"
         f"e = TensorRTEngine.from_directory({str(engine.path)!r})\n"
         "with e.open() as p: print(len(p(*e.signature.example(3))[0]))"
     )

@@ -13,9 +13,9 @@ from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.context import Context
 from compress.core.gates import Parity
 from compress.data.splits import Splits
-from export.parity.compare import check_axis_sizes
-from export.torchscript.file_io import load, quiet
-from export.torchscript.stage import ExportTorchScript, TorchScriptModel
+from compress.export.parity.compare import check_axis_sizes
+from compress.export.torchscript.file_io import load, quiet
+from compress.export.torchscript.stage import ExportTorchScript, TorchScriptModel
 from tests.export.builders import DIGITS, HERE, IMAGE, ROWS, network
 from tests.forging import forge
 
@@ -71,7 +71,7 @@ def test_a_fresh_process_answers_alike(
     assert (
         fresh_torch(f"""
 import torch
-from export import TorchScriptModel
+from compress.export import TorchScriptModel
 saved = torch.load({str(tmp_path / "answer.pt")!r})
 with TorchScriptModel.from_directory({str(artifact.path)!r}).open() as predict:
     print(torch.equal(predict(saved["image"])[0], saved["expected"]))

@@ -12,11 +12,11 @@ import torch
 
 import compress
 from compress.common.errors import PipelineInvalid, StageFailed, Unavailable
-from export.web import page as page_module
-from export.web.page import SCRIPT, WASM
-from export.web.requirements import CHROMIUM, ONNXRUNTIME_WEB
-from pipelines import Pipeline
-from pipelines.planning.planner import build_plan
+from compress.export.web import page as page_module
+from compress.export.web.page import SCRIPT, WASM
+from compress.export.web.requirements import CHROMIUM, ONNXRUNTIME_WEB
+from compress.pipelines import Pipeline
+from compress.pipelines.planning.planner import build_plan
 from tests.export.builders import NETWORKS
 
 X = torch.zeros(2, 4)

@@ -20,9 +20,9 @@ from compress.artifacts.eager_model import EagerModel
 from compress.common.errors import StageFailed
 from compress.common.forward import opened_model
 from compress.core.context import Context
-from export import ExportOnnx, OnnxModel
-from export.web.browser import run_page
-from export.web.requirements import CHROMIUM, ONNXRUNTIME_WEB
+from compress.export import ExportOnnx, OnnxModel
+from compress.export.web.browser import run_page
+from compress.export.web.requirements import CHROMIUM, ONNXRUNTIME_WEB
 from tests.export.builders import IMAGE_AND_CONTEXT, TOKENS, images, network, samples
 
 pytestmark = [

@@ -13,12 +13,12 @@ from compress.common.errors import CompressError
 from compress.common.forward import name_outputs, run_in_eval
 from compress.common.signature import AxisBounds
 from compress.core.context import Context
-from export.aotinductor.stage import ExportAot
-from export.executorch.stage import ExportExecuTorch
-from export.exported_program import ExportProgram
-from export.onnx.stage import ExportOnnx
-from export.openvino.stage import ExportOpenVINO
-from export.torchscript.stage import ExportTorchScript
+from compress.export.aotinductor.stage import ExportAot
+from compress.export.executorch.stage import ExportExecuTorch
+from compress.export.exported_program import ExportProgram
+from compress.export.onnx.stage import ExportOnnx
+from compress.export.openvino.stage import ExportOpenVINO
+from compress.export.torchscript.stage import ExportTorchScript
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -49,8 +49,8 @@ import sys
 sys.path.insert(0, {folder!r})
 import torch
 torch.set_num_threads(1)
-import export.aotinductor.stage, export.executorch.stage, export.onnx.stage
-import export.exported_program, export.openvino.stage, export.torchscript.stage
+import compress.export.aotinductor.stage, compress.export.executorch.stage, compress.export.onnx.stage
+import compress.export.exported_program, compress.export.openvino.stage, compress.export.torchscript.stage
 from tests.export.zoo.export_cell import digest, outputs_of
 from compress.artifacts.artifact import Artifact
 for path in {paths!r}:

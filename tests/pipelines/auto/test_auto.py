@@ -8,11 +8,11 @@ import torch
 import yaml
 from torch import nn
 
-import cli
+from compress import cli
 import compress
 from compress.common.requirements import Requirement
 from compress.common.sealed_json import load_sealed
-from pipelines.auto import judge
+from compress.pipelines.auto import judge
 
 NETS = """
 import torch

@@ -8,13 +8,13 @@ import yaml
 
 from compress.common.errors import PipelineInvalid
 from compress.profiling.interaction_sum import InteractionSum
-from pipelines.auto import judge
-from pipelines.auto.candidates import Candidate, CheckedModel, candidate_of
-from pipelines.auto.cost_models.latency_models import DeeperModels, FormatModel
-from pipelines.auto.cost_models.tables import LatencyTables
-from pipelines.auto.front import Front
-from pipelines.config.auto_settings import AutoSettings, name_without_blocks
-from pipelines.config.pipeline import PipelineConfig
+from compress.pipelines.auto import judge
+from compress.pipelines.auto.candidates import Candidate, CheckedModel, candidate_of
+from compress.pipelines.auto.cost_models.latency_models import DeeperModels, FormatModel
+from compress.pipelines.auto.cost_models.tables import LatencyTables
+from compress.pipelines.auto.front import Front
+from compress.pipelines.config.auto_settings import AutoSettings, name_without_blocks
+from compress.pipelines.config.pipeline import PipelineConfig
 from tests.pipelines.auto.test_auto import FILE, NETS, auto
 from tests.pipelines.auto.test_runtimes import run
 
@@ -53,7 +53,7 @@ def file(tmp_path: Path) -> Path:
 def test_blocks_and_widths_are_decided_together(
     file: Path, tmp_path: Path, capfd, monkeypatch
 ) -> None:
-    monkeypatch.setattr("pipelines.auto.cost_models.latency_models.FITTED", 4)
+    monkeypatch.setattr("compress.pipelines.auto.cost_models.latency_models.FITTED", 4)
     out = tmp_path / "out"
     assert auto(file, "--out", out, "--json") == 0
     front = json.loads(capfd.readouterr().out)

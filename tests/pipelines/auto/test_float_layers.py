@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-import cli
-from pipelines.auto.candidates import Candidate, CheckedModel
-from pipelines.config.auto_settings import AutoSettings
-from pipelines.config.pipeline import PipelineConfig
+from compress import cli
+from compress.pipelines.auto.candidates import Candidate, CheckedModel
+from compress.pipelines.config.auto_settings import AutoSettings
+from compress.pipelines.config.pipeline import PipelineConfig
 
 NETS = """
 import torch

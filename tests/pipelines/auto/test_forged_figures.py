@@ -12,8 +12,8 @@ import pytest
 
 from benchmarks.attack import forgeries
 from compress.common.sealed_json import is_sealed, write_sealed
-from pipelines.auto.cost_models import float_layers
-from pipelines.auto.strategy import depths
+from compress.pipelines.auto.cost_models import float_layers
+from compress.pipelines.auto.strategy import depths
 from tests.pipelines.auto.test_auto import FILE, NETS, auto
 
 WHOLE = "float-whole"

@@ -15,20 +15,20 @@ from typing import Any
 
 import pytest
 
-import cli
+from compress import cli
 from benchmarks.attack.forgeries import edit_a_figure
 from compress.common.sealed_json import write_state
-from pipelines.auto.candidates import Candidate, CheckedModel
-from pipelines.auto.front import Front
-from pipelines.auto.points import write_point
-from pipelines.auto.strategy.recovery import Recovery, Solution, models_to_begin
-from pipelines.config.auto_settings import AutoLimits
-from pipelines.config.pipeline import PipelineConfig
+from compress.pipelines.auto.candidates import Candidate, CheckedModel
+from compress.pipelines.auto.front import Front
+from compress.pipelines.auto.points import write_point
+from compress.pipelines.auto.strategy.recovery import Recovery, Solution, models_to_begin
+from compress.pipelines.config.auto_settings import AutoLimits
+from compress.pipelines.config.pipeline import PipelineConfig
 from tests.pipelines.auto.test_auto import FILE, NETS, auto
 from tests.pipelines.conftest import BRIEFLY, DEADLINE, measured_briefly
 
 ROOT = Path(__file__).parents[3]
-COMMAND = f"{BRIEFLY}\nimport cli\ncli.main()"
+COMMAND = f"{BRIEFLY}\nfrom compress import cli\ncli.main()"
 
 
 def with_recovery(folder: Path) -> Path:
@@ -148,7 +148,7 @@ def test_the_pipeline_of_a_trained_model_makes_the_same_file(
 def test_a_training_ends_where_the_model_is_good(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipelines.auto.search.UNTRAINED_SHARE", 0.0)
+    monkeypatch.setattr("compress.pipelines.auto.search.UNTRAINED_SHARE", 0.0)
     file, out = with_recovery(tmp_path), tmp_path / "out"
     assert auto(file, "--out", out, "--json") == 0
     models = json.loads(capfd.readouterr().out)["checked"]
@@ -245,7 +245,7 @@ def test_no_training_begins_that_cannot_end_in_time(
 
     search.check = check
     monkeypatch.setattr(
-        "pipelines.auto.strategy.recovery.time", SimpleNamespace(monotonic=lambda: clock.now)
+        "compress.pipelines.auto.strategy.recovery.time", SimpleNamespace(monotonic=lambda: clock.now)
     )
     recovery.train(deadline=100)
     assert [m.widths for m in search.checked.values() if m.trained] == [{"group": 4}]

@@ -14,12 +14,12 @@ from compress import EagerModel
 from compress.common import requirements
 from compress.common.errors import CompressError, PipelineInvalid, Unavailable
 from compress.core.gates import MaxDrop
-from export.compressed_tensors.stage import CompressedTensorsModel
-from export.executorch.stage import ExecuTorchModel
-from export.gguf.stage import GgufModel
-from export.openvino.stage import OpenVINOModel
-from pipelines import Pipeline
-from pipelines.commands.check import check_pipeline
+from compress.export.compressed_tensors.stage import CompressedTensorsModel
+from compress.export.executorch.stage import ExecuTorchModel
+from compress.export.gguf.stage import GgufModel
+from compress.export.openvino.stage import OpenVINOModel
+from compress.pipelines import Pipeline
+from compress.pipelines.commands.check import check_pipeline
 
 NETS = """
 import torch

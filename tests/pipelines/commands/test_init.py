@@ -14,9 +14,9 @@ from torch import nn
 
 from compress.common.errors import CompressError, PipelineInvalid
 from compress.core.task import TASKS
-from pipelines import Pipeline
-from pipelines.commands.check import check_pipeline
-from pipelines.commands.init import (
+from compress.pipelines import Pipeline
+from compress.pipelines.commands.check import check_pipeline
+from compress.pipelines.commands.init import (
     Family,
     ModelTraits,
     draft,
@@ -26,7 +26,7 @@ from pipelines.commands.init import (
     render_and_plan,
     write_draft,
 )
-from pipelines.commands.init_options import Goal, InitOptions, Target, prompt_for_missing
+from compress.pipelines.commands.init_options import Goal, InitOptions, Target, prompt_for_missing
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 NETS = """

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-import cli
-from export.latency import kernel_table
-from pipelines.commands.analysis import latency
+from compress import cli
+from compress.export.latency import kernel_table
+from compress.pipelines.commands.analysis import latency
 
 NETS = """
 import torch

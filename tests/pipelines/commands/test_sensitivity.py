@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-import cli
+from compress import cli
 from compress.artifacts.importing import import_checkpoint
 from compress.artifacts.recipe import Recipe
 from compress.common.errors import PipelineInvalid, StageFailed
@@ -15,8 +15,8 @@ from compress.common.forward import run_in_eval
 from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
 from compress.pruning.sensitivity_analysis import measure_sensitivity
-from pipelines import Pipeline
-from pipelines.commands.analysis.sensitivity import lines_below, measure_and_write, plot, table
+from compress.pipelines import Pipeline
+from compress.pipelines.commands.analysis.sensitivity import lines_below, measure_and_write, plot, table
 
 NETS = """
 import torch

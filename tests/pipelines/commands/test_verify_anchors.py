@@ -18,12 +18,12 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from compress.artifacts.artifact import Artifact, Step
 from compress.common.errors import ArtifactInvalid, PipelineInvalid, Unavailable
-from pipelines.commands.verify import verify_command
-from pipelines.commands.verify_anchors import VerifierInputs, check_file_anchors
-from serve import attestation
-from serve.attestation import MODEL_SIGNATURE, Attestation, read_attestation, statement_of
-from serve.http.options import Options
-from serve.serve_command import serve_artifact
+from compress.pipelines.commands.verify import verify_command
+from compress.pipelines.commands.verify_anchors import VerifierInputs, check_file_anchors
+from compress.serve import attestation
+from compress.serve.attestation import MODEL_SIGNATURE, Attestation, read_attestation, statement_of
+from compress.serve.http.options import Options
+from compress.serve.serve_command import serve_artifact
 from tests import forging
 from tests.forging import forge_report
 
@@ -416,7 +416,7 @@ def test_what_is_written_replaces_nothing_that_is_read_and_alters_no_artifact(
 @pytest.mark.slow
 def test_the_command_says_what_the_anchor_is_and_ends_with_two(project) -> None:
     folder = project.out / "artifacts" / "export_onnx"
-    command = [sys.executable, "-c", "import cli; cli.main()", "verify", str(folder)]
+    command = [sys.executable, "-m", "compress.cli", "verify", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "anchor: report.json and lock.json of" in done.stdout
     forge(folder)

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from compress.common.errors import PipelineInvalid
-from pipelines import Pipeline
-from pipelines.commands.cache_miss import why
-from pipelines.config.pipeline import json_schema
-from pipelines.config.run_options import RunOptions
-from pipelines.planning.planner import build_plan
-from pipelines.results.schema import Report
-from pipelines.runner.run import preview_run
+from compress.pipelines import Pipeline
+from compress.pipelines.commands.cache_miss import why
+from compress.pipelines.config.pipeline import json_schema
+from compress.pipelines.config.run_options import RunOptions
+from compress.pipelines.planning.planner import build_plan
+from compress.pipelines.results.schema import Report
+from compress.pipelines.runner.run import preview_run
 from tests.pipelines.conftest import measured_briefly
 
 NETS = """

@@ -20,8 +20,8 @@ from compress.common.errors import PipelineInvalid, StageFailed
 from compress.training.config.parallel import Parallel
 from compress.training.launch import rank_group
 from compress.training.launch.rank_group import RankGroup, launched_environment, need_group
-from pipelines.api import Pipeline
-from pipelines.executors.launched import check_processes
+from compress.pipelines.api import Pipeline
+from compress.pipelines.executors.launched import check_processes
 from tests.forking import Command, Commands
 from tests.pipelines.conftest import BRIEFLY, measured_briefly
 

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from compress.common.errors import PipelineInvalid
-from pipelines.executors.slurm import Cluster, unmet_settings, write_script
+from compress.pipelines.executors.slurm import Cluster, unmet_settings, write_script
 
 ROOT = Path(__file__).parents[3]
 
 PROGRAMS = {
     "compress": f"""#!/bin/bash
 export PYTHONPATH={ROOT} OMP_NUM_THREADS=1
-exec {sys.executable} -c 'import cli; cli.main()' "$@"
+exec {sys.executable} -m compress.cli "$@"
 """,
     # Two tasks; a signal of scancel's reaches both.
     "srun": """#!/bin/bash

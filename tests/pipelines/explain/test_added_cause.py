@@ -7,14 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 
-import cli
+from compress import cli
 from compress import Train
 from compress.common.errors import GateRefused, Unavailable
 from compress.core.diagnosis.cause import RefusedStage
-from pipelines.explain import registry
-from pipelines.explain.explain import _explain_causes
-from pipelines.results.explanation import Explanations
-from pipelines.results.schema import Report
+from compress.pipelines.explain import registry
+from compress.pipelines.explain.explain import _explain_causes
+from compress.pipelines.results.explanation import Explanations
+from compress.pipelines.results.schema import Report
 
 ROOT = Path(__file__).parents[3]
 

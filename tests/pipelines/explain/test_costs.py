@@ -7,9 +7,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-import cli
-from pipelines.results.explanation import Explanation, Explanations
-from pipelines.results.schema import Report
+from compress import cli
+from compress.pipelines.results.explanation import Explanation, Explanations
+from compress.pipelines.results.schema import Report
 
 NETS = """
 import torch

@@ -10,11 +10,11 @@ import yaml
 from safetensors.torch import save_file
 from torch import nn
 
-import cli
+from compress import cli
 from compress.common.errors import GateRefused
-from pipelines import Pipeline
-from pipelines.results.explanation import Explanations
-from pipelines.results.schema import Report
+from compress.pipelines import Pipeline
+from compress.pipelines.results.explanation import Explanations
+from compress.pipelines.results.schema import Report
 from tests.pipelines.conftest import measured_briefly
 
 NETS = """

@@ -7,9 +7,9 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
-from pipelines import Pipeline
-from pipelines.results.explanation import Explanations
-from pipelines.results.schema import Report
+from compress.pipelines import Pipeline
+from compress.pipelines.results.explanation import Explanations
+from compress.pipelines.results.schema import Report
 from tests.pipelines.conftest import measured_briefly
 from tests.pipelines.explain.test_explain import NETS, compress, trained
 

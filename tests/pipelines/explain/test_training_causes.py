@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.results.explanation import Explanations
-from pipelines.results.schema import Report
+from compress.pipelines.results.explanation import Explanations
+from compress.pipelines.results.schema import Report
 from tests.pipelines.conftest import NETS, measured_briefly
 from tests.pipelines.explain.test_explain import compress
 

@@ -6,10 +6,10 @@ import pytest
 
 from compress.common.errors import PipelineInvalid
 from compress.profiling.benchmark import compare_latency
-from pipelines import Pipeline
-from pipelines.config.run_options import RunOptions
-from pipelines.planning.planner import build_plan
-from pipelines.runner.run import preview_run
+from compress.pipelines import Pipeline
+from compress.pipelines.config.run_options import RunOptions
+from compress.pipelines.planning.planner import build_plan
+from compress.pipelines.runner.run import preview_run
 
 NETS = """
 from torch import nn

@@ -8,15 +8,15 @@ import pytest
 from rich.console import Console
 
 from compress.quantization.numeric_debug.fidelity_report import LabelParity
-from pipelines import Pipeline
-from pipelines.reporting.headline import headline
-from pipelines.reporting.html import render
-from pipelines.reporting.stage_rows import fidelity_of
-from pipelines.reporting.terminal_table import closing_lines
-from pipelines.results.measurement_warnings import slower_than_float
-from pipelines.results.measurements import SameRuntimeReport
-from pipelines.results.schema import Report
-from pipelines.results.stage_reports import StageReport
+from compress.pipelines import Pipeline
+from compress.pipelines.reporting.headline import headline
+from compress.pipelines.reporting.html import render
+from compress.pipelines.reporting.stage_rows import fidelity_of
+from compress.pipelines.reporting.terminal_table import closing_lines
+from compress.pipelines.results.measurement_warnings import slower_than_float
+from compress.pipelines.results.measurements import SameRuntimeReport
+from compress.pipelines.results.schema import Report
+from compress.pipelines.results.stage_reports import StageReport
 from tests.pipelines.conftest import measured_briefly
 
 

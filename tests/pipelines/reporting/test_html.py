@@ -13,22 +13,22 @@ import pytest
 from rich.console import Console
 
 from compress.profiling.operator_table import OperatorCost, OperatorTable
-from pipelines.reporting.headline import Headline, headline
-from pipelines.reporting.html import render
-from pipelines.reporting.html_page import breakable
-from pipelines.reporting.provenance import proof_chain, source_hashes
-from pipelines.reporting.stage_rows import (
+from compress.pipelines.reporting.headline import Headline, headline
+from compress.pipelines.reporting.html import render
+from compress.pipelines.reporting.html_page import breakable
+from compress.pipelines.reporting.provenance import proof_chain, source_hashes
+from compress.pipelines.reporting.stage_rows import (
     build_rows,
     deployable_rows,
     failure_reasons,
     higher_is_better,
     pareto_fronts,
 )
-from pipelines.reporting.terminal_table import closing_lines, stage_table
-from pipelines.reporting.training_curves import trainings_of
-from pipelines.results.measurements import Measurements, SameRuntimeReport
-from pipelines.results.schema import Report
-from pipelines.results.stage_reports import FailureReport, SkippedReport, StageReport
+from compress.pipelines.reporting.terminal_table import closing_lines, stage_table
+from compress.pipelines.reporting.training_curves import trainings_of
+from compress.pipelines.results.measurements import Measurements, SameRuntimeReport
+from compress.pipelines.results.schema import Report
+from compress.pipelines.results.stage_reports import FailureReport, SkippedReport, StageReport
 
 
 def many(report: Report, branches: int = 40, named: str = "branch") -> Report:

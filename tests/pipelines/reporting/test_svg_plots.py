@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from pipelines.reporting.svg_plots import (
+from compress.pipelines.reporting.svg_plots import (
     DRAWN_POINTS,
     FLOOR,
     LEFT,
@@ -17,7 +17,7 @@ from pipelines.reporting.svg_plots import (
     line_plot,
     pareto_indices,
 )
-from pipelines.reporting.svg_plots import scatter_plot as scattered
+from compress.pipelines.reporting.svg_plots import scatter_plot as scattered
 
 
 def points(*pairs: tuple[float, float], refused: tuple[int, ...] = ()) -> list[Point]:

@@ -8,10 +8,10 @@ from rich.console import Console
 from compress.common.errors import StageFailed
 from compress.core.gates import BUILT_IN, MaxDrop, MinMetric, rule_in_words, value_in_words
 from compress.core.verdict import Uncertainty, explain
-from pipelines.reporting.html import render
-from pipelines.reporting.html_page import breakable
-from pipelines.reporting.terminal_table import COLUMNS, OPTIONAL_COLUMNS, gate_lines, stage_table
-from pipelines.results.schema import (
+from compress.pipelines.reporting.html import render
+from compress.pipelines.reporting.html_page import breakable
+from compress.pipelines.reporting.terminal_table import COLUMNS, OPTIONAL_COLUMNS, gate_lines, stage_table
+from compress.pipelines.results.schema import (
     Report,
     readable_bytes,
     readable_count,

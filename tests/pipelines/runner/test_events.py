@@ -12,12 +12,12 @@ import yaml
 
 from compress.common.errors import GateRefused, PipelineInvalid, StageFailed, Unavailable
 from compress.training.loop.loggers import mlflow_name
-from pipelines import Pipeline
-from pipelines.config.pipeline import Tracker
-from pipelines.planning.planner import build_plan
-from pipelines.runner.trackers import flatten, tracked
-from pipelines.system import jsonl_log
-from pipelines.system.jsonl_log import LOG, LogFile, log_event, log_handler
+from compress.pipelines import Pipeline
+from compress.pipelines.config.pipeline import Tracker
+from compress.pipelines.planning.planner import build_plan
+from compress.pipelines.runner.trackers import flatten, tracked
+from compress.pipelines.system import jsonl_log
+from compress.pipelines.system.jsonl_log import LOG, LogFile, log_event, log_handler
 
 ALWAYS = {"time", "level", "run", "event", "stage", "message"}
 TRACKER = "tracker: {kind: %s}\nstages:"

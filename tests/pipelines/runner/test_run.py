@@ -10,9 +10,9 @@ import torch
 
 from compress.artifacts.artifact import Artifact
 from compress.common.errors import GateRefused, PipelineInvalid, StageFailed
-from pipelines import Pipeline
-from pipelines.results.schema import Report
-from pipelines.runner.run import preview_run
+from compress.pipelines import Pipeline
+from compress.pipelines.results.schema import Report
+from compress.pipelines.runner.run import preview_run
 
 
 def _digests(out: Path) -> dict[str, str]:
@@ -151,7 +151,7 @@ def test_a_speedup_is_judged_against_a_runtime_of_the_float_model(project) -> No
 
 
 def test_another_machine_measures_again(project, monkeypatch) -> None:
-    import pipelines.runner.run_state
+    import compress.pipelines.runner.run_state
 
     before = Report.read(project.out).stages[0].measurements.latency_ms
     other = {"platform": "x", "processor": "another", "cores": 64}

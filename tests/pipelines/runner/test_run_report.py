@@ -12,14 +12,14 @@ from compress.common.errors import GateRefused
 from compress.core.loss import Loss
 from compress.core.metrics import Metric
 from compress.data.splits import Splits
-from pipelines import Pipeline
-from pipelines.commands.check import check_pipeline
-from pipelines.planning.planner import build_plan
-from pipelines.planning.unjudged_losses import accuracy_drops, is_much
-from pipelines.reporting.terminal_table import closing_lines
-from pipelines.results.schema import Report
-from pipelines.runner.data_warnings import constant_score, unlike_val, validation_data_warnings
-from pipelines.system.jsonl_log import LOG
+from compress.pipelines import Pipeline
+from compress.pipelines.commands.check import check_pipeline
+from compress.pipelines.planning.planner import build_plan
+from compress.pipelines.planning.unjudged_losses import accuracy_drops, is_much
+from compress.pipelines.reporting.terminal_table import closing_lines
+from compress.pipelines.results.schema import Report
+from compress.pipelines.runner.data_warnings import constant_score, unlike_val, validation_data_warnings
+from compress.pipelines.system.jsonl_log import LOG
 from tests.compress.data.augmented import data
 from tests.pipelines.conftest import NETS, Project
 

@@ -7,15 +7,15 @@ import pytest
 from rich.console import Console
 
 from compress.common.errors import GateRefused, StageFailed, cause_lines
-from pipelines import Pipeline
-from pipelines.commands.cache_miss import why
-from pipelines.planning.planner import build_plan
-from pipelines.reporting.stage_rows import build_rows
-from pipelines.reporting.terminal_table import closing_lines, stage_table
-from pipelines.results.comparison import compare
-from pipelines.results.schema import Report
-from pipelines.runner.run_state import RunOutcome
-from pipelines.system.jsonl_log import LOG
+from compress.pipelines import Pipeline
+from compress.pipelines.commands.cache_miss import why
+from compress.pipelines.planning.planner import build_plan
+from compress.pipelines.reporting.stage_rows import build_rows
+from compress.pipelines.reporting.terminal_table import closing_lines, stage_table
+from compress.pipelines.results.comparison import compare
+from compress.pipelines.results.schema import Report
+from compress.pipelines.runner.run_state import RunOutcome
+from compress.pipelines.system.jsonl_log import LOG
 from tests.pipelines.conftest import measured_briefly
 
 NETS = """

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from pipelines import Pipeline
-from pipelines.planning.planner import build_plan
-from pipelines.runner.served_latency import latency_parts, served_latency
+from compress.pipelines import Pipeline
+from compress.pipelines.planning.planner import build_plan
+from compress.pipelines.runner.served_latency import latency_parts, served_latency
 
 PRUNE = {"stage": "prune_channels", "target": {"latency": 0.5}}
 STATIC = {"stage": "quantize_static", "rounding": "adaround", "target": "onnxruntime-cpu"}

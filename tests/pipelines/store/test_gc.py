@@ -11,12 +11,12 @@ import pytest
 
 from compress.artifacts.artifact import Artifact
 from compress.common.errors import PipelineInvalid
-from pipelines.store.entry import Record, key_of
-from pipelines.store.gc import clean
-from pipelines.store.local import Store
-from pipelines.store.lock import store_lock
-from pipelines.store.object_store import Found, Objects
-from pipelines.store.remote import Remote
+from compress.pipelines.store.entry import Record, key_of
+from compress.pipelines.store.gc import clean
+from compress.pipelines.store.local import Store
+from compress.pipelines.store.lock import store_lock
+from compress.pipelines.store.object_store import Found, Objects
+from compress.pipelines.store.remote import Remote
 
 LONG_AGO = time.time() - 100 * 86_400
 

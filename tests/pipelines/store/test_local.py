@@ -20,14 +20,14 @@ from compress.artifacts.artifact import Artifact
 from compress.common import atomic_files
 from compress.common.atomic_files import remove, remove_leftovers, write_atomically
 from compress.common.errors import ArtifactInvalid, CompressError, PipelineInvalid
-from pipelines import Pipeline
-from pipelines.commands.report import rerender_report
-from pipelines.results import schema as report_module
-from pipelines.results.schema import Report
-from pipelines.runner.run import preview_run
-from pipelines.store.entry import FORMAT, FORMAT_FILE
-from pipelines.store.local import WORK, Store
-from pipelines.system.temp_files import temporary_files
+from compress.pipelines import Pipeline
+from compress.pipelines.commands.report import rerender_report
+from compress.pipelines.results import schema as report_module
+from compress.pipelines.results.schema import Report
+from compress.pipelines.runner.run import preview_run
+from compress.pipelines.store.entry import FORMAT, FORMAT_FILE
+from compress.pipelines.store.local import WORK, Store
+from compress.pipelines.system.temp_files import temporary_files
 
 fork = multiprocessing.get_context("fork")
 
@@ -265,8 +265,8 @@ def test_a_file_written_while_a_run_begins_and_sweeps_up_is_written(tmp_path, mo
 def test_a_run_that_is_killed_leaves_no_report_of_the_one_before(project) -> None:
     project.edit("ratio: 0.4", "ratio: 0.5")
     script = (
-        "import os; from pipelines import Pipeline; "
-        "from pipelines.runner import executor; executor.evaluate_stage = lambda *_: os._exit(0); "
+        "import os; from compress.pipelines import Pipeline; "
+        "from compress.pipelines.runner import executor; executor.evaluate_stage = lambda *_: os._exit(0); "
         f"Pipeline.from_yaml({str(project.file)!r}).run({str(project.out)!r})"
     )
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], timeout=120)
@@ -335,7 +335,7 @@ def test_temporary_files_of_a_killed_run_go_with_the_next(tmp_path, monkeypatch)
 def test_what_multiprocessing_keeps_in_the_folder_is_not_missed_later(fresh_process) -> None:
     said = fresh_process("""
 import multiprocessing.util, sys, tempfile
-from pipelines.system.temp_files import temporary_files
+from compress.pipelines.system.temp_files import temporary_files
 
 with temporary_files():
     assert multiprocessing.util.get_temp_dir().startswith(tempfile.gettempdir())
@@ -349,7 +349,7 @@ def test_queues_and_processes_of_a_librarys_caller_live_on_after_a_run(fresh_pro
     said = fresh_process("""
 import multiprocessing, os, sys
 from multiprocessing.resource_sharer import DupFd
-from pipelines.system.temp_files import temporary_files
+from compress.pipelines.system.temp_files import temporary_files
 
 def begin_a_process():
     child = multiprocessing.get_context("forkserver").Process(target=print, args=("lives",))

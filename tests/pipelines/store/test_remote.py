@@ -15,16 +15,16 @@ import pytest
 from compress.artifacts.artifact import MANIFEST, Artifact
 from compress.common.errors import CompressError, PipelineInvalid, Unavailable
 from compress.common.sealed_json import load_sealed
-from pipelines import Pipeline
-from pipelines.commands.cache_miss import why
-from pipelines.config.run_options import RunOptions
-from pipelines.results.schema import Report
-from pipelines.runner.run import preview_run
-from pipelines.store.entry import ANSWERS, Record, key_of
-from pipelines.store.local import Store
-from pipelines.store.object_store import Objects
-from pipelines.store.remote import Remote
-from pipelines.system.jsonl_log import LOG, LogFile, log_handler
+from compress.pipelines import Pipeline
+from compress.pipelines.commands.cache_miss import why
+from compress.pipelines.config.run_options import RunOptions
+from compress.pipelines.results.schema import Report
+from compress.pipelines.runner.run import preview_run
+from compress.pipelines.store.entry import ANSWERS, Record, key_of
+from compress.pipelines.store.local import Store
+from compress.pipelines.store.object_store import Objects
+from compress.pipelines.store.remote import Remote
+from compress.pipelines.system.jsonl_log import LOG, LogFile, log_handler
 
 fork = multiprocessing.get_context("fork")
 PARTS = {"stage": "made"}

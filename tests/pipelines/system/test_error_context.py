@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 
 from compress.common.errors import PipelineInvalid, StageFailed
-from pipelines.results.schema import Report
-from pipelines.system.error_context import readable_disk_errors
+from compress.pipelines.results.schema import Report
+from compress.pipelines.system.error_context import readable_disk_errors
 
 
 def test_a_full_disk_is_said_with_path_and_remedy(tmp_path: Path) -> None:

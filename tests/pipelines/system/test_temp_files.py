@@ -6,7 +6,7 @@ from compress.common.requirements import COMPILER
 
 COMPILE_TWICE = """
 import os, tempfile, torch
-from pipelines.system.temp_files import temporary_files
+from compress.pipelines.system.temp_files import temporary_files
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.abspath("cache")
 x = torch.arange(64.0)
 with temporary_files():

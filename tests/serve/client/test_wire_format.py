@@ -12,12 +12,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from compress.common.errors import ArtifactInvalid, StageFailed
 from compress.common.signature import Signature
-from serve.packaging.preprocessing import ImageInput, TextInput
-from serve.worker import oip, wire
-from serve.worker.oip import HEADER_LENGTH, LABELS, requested_outputs
-from serve.worker.preprocess import create_readers
-from serve.worker.tensors import check, top_classes
-from serve.worker.wire import JSON, NPZ, RAW, TEXT, decode, encode, from_npz, parse_json
+from compress.serve.packaging.preprocessing import ImageInput, TextInput
+from compress.serve.worker import oip, wire
+from compress.serve.worker.oip import HEADER_LENGTH, LABELS, requested_outputs
+from compress.serve.worker.preprocess import create_readers
+from compress.serve.worker.tensors import check, top_classes
+from compress.serve.worker.wire import JSON, NPZ, RAW, TEXT, decode, encode, from_npz, parse_json
 
 IDS = {"name": "ids", "shape": ["batch", 2], "dtype": "int64"}
 SCALE = {"name": "scale", "shape": ["batch"], "dtype": "float32"}
@@ -198,7 +198,7 @@ def test_invalid_and_oversized_images_are_refused(monkeypatch: pytest.MonkeyPatc
     Image.fromarray(np.zeros((4, 4), np.uint16)).save(deep, "PNG")
     with pytest.raises(ValueError, match="mode is I;16, expected 8 bits"):
         read(deep.getvalue())
-    monkeypatch.setattr("serve.worker.preprocess.MAX_PIXELS", 399)
+    monkeypatch.setattr("compress.serve.worker.preprocess.MAX_PIXELS", 399)
     with pytest.raises(ValueError, match="400 pixels, at most 399") as caught:
         read(body)
     assert caught.value.args[0] == 413

@@ -3,8 +3,8 @@
 import asyncio
 import time
 
-from serve.http.flow_control import Deadline
-from serve.http.responses import Response, response_bytes
+from compress.serve.http.flow_control import Deadline
+from compress.serve.http.responses import Response, response_bytes
 
 
 def test_only_the_last_time_limit_ends_a_connection() -> None:

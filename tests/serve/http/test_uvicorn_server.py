@@ -17,9 +17,9 @@ import pytest
 
 from compress.common.errors import StageFailed
 from compress.profiling.batch_dependence import BatchDependence
-from serve.client.client import Client
-from serve.client.wire_format import Form, Npz, OpenInference
-from serve.worker.wire import NPY, NPZ, RAW, from_npz
+from compress.serve.client.client import Client
+from compress.serve.client.wire_format import Form, Npz, OpenInference
+from compress.serve.worker.wire import NPY, NPZ, RAW, from_npz
 from tests.serve.attacks import tensors
 from tests.serve.mistakes import GOOD, MISTAKES, NOT_THERE, ROW, changed
 from tests.serve.served_here import SIGNATURE, TOKEN, Served, as_json, sealed, serving

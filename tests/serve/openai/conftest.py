@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 
 from compress.artifacts.artifact import Artifact
-from export import ExportGenai
-from export.genai.runtime import GENAI
+from compress.export import ExportGenai
+from compress.export.genai.runtime import GENAI
 from tests.export.tiny_decoder import context_for, decoder
 from tests.serve.openai.session_decoder import serving_by_session
 from tests.serve.served_here import Served, serving

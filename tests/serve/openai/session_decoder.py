@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from compress.artifacts.artifact import Artifact
-from export.genai.runtime import Sampling
-from export.genai.session import CachedSession
-from serve.openai.decoder import ServedDecoder
+from compress.export.genai.runtime import Sampling
+from compress.export.genai.session import CachedSession
+from compress.serve.openai.decoder import ServedDecoder
 from tests.export.tiny_decoder import VOCABULARY
 from tests.serve.served_here import Served, serving
 
@@ -68,9 +68,9 @@ def serving_by_session(
 def main() -> None:
     """Be ``compress``, whose decoders generate by onnxruntime alone."""
     global before_token
-    import cli
-    from serve.http import uvicorn_server
-    from serve.openai import decoder
+    from compress import cli
+    from compress.serve.http import uvicorn_server
+    from compress.serve.openai import decoder
 
     serve, seconds = uvicorn_server.serve, float(os.environ[TOKEN_SECONDS])
 

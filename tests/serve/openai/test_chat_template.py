@@ -5,8 +5,8 @@ import random
 import pytest
 
 from compress.artifacts.artifact import Artifact
-from export.genai.text import TextStream, TextTokenizer
-from serve.openai.chat_template import ChatTemplate
+from compress.export.genai.text import TextStream, TextTokenizer
+from compress.serve.openai.chat_template import ChatTemplate
 
 MESSAGES = [
     {"role": "system", "content": " Be brief.\n"},

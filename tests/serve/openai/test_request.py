@@ -7,11 +7,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from serve.http.responses import HttpError
-from serve.openai.answers import error_in_openai_format
-from serve.openai.generation import StopTexts
-from serve.openai.request import ApiError, ChatBody, CompletionBody, parse_body
-from serve.worker.http_errors import UNREADABLE
+from compress.serve.http.responses import HttpError
+from compress.serve.openai.answers import error_in_openai_format
+from compress.serve.openai.generation import StopTexts
+from compress.serve.openai.request import ApiError, ChatBody, CompletionBody, parse_body
+from compress.serve.worker.http_errors import UNREADABLE
 
 USER = {"role": "user", "content": "hi"}
 

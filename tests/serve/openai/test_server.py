@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from compress.artifacts.artifact import Artifact
-from export.genai.greedy_text import FILE, GreedyText
-from export.genai.runtime import GENAI
-from export.genai.text import TextTokenizer
+from compress.export.genai.greedy_text import FILE, GreedyText
+from compress.export.genai.runtime import GENAI
+from compress.export.genai.text import TextTokenizer
 from tests.export.tiny_decoder import LONGEST, VOCABULARY
 from tests.forging import forge
 from tests.serve.http.test_uvicorn_server import refused

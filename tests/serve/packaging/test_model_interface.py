@@ -15,14 +15,14 @@ from compress.artifacts.eager_model import EagerModel
 from compress.common.errors import ArtifactInvalid, StageFailed
 from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.context import Context
-from export.exported_program import ExportProgram
-from export.torchscript.stage import ExportTorchScript
-from serve.http.asgi_app import Application
-from serve.http.dynamic_batcher import Batcher, Job, answer
-from serve.http.loaded_model import ServedModel, open_model, warm_up
-from serve.http.options import Limits
-from serve.packaging.model_interface import Interface, Tensor, infer_interface
-from serve.worker.batching import run_batched
+from compress.export.exported_program import ExportProgram
+from compress.export.torchscript.stage import ExportTorchScript
+from compress.serve.http.asgi_app import Application
+from compress.serve.http.dynamic_batcher import Batcher, Job, answer
+from compress.serve.http.loaded_model import ServedModel, open_model, warm_up
+from compress.serve.http.options import Limits
+from compress.serve.packaging.model_interface import Interface, Tensor, infer_interface
+from compress.serve.worker.batching import run_batched
 
 SIGNATURE = Signature(
     inputs=(TensorSpec(name="x", shape=("batch", "steps", 3)),), outputs=(OutputSpec(name="y"),)

@@ -18,10 +18,10 @@ from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
 from compress.data.raw_samples import raw_columns
 from compress.data.splits import Splits
-from serve.packaging.preprocessing import ImageInput, TextInput
-from serve.packaging.request_forms import RequestForms
-from serve.packaging.val_preparation import Preparation, compare_preparation
-from serve.torchserve.stage import PackageTorchServe
+from compress.serve.packaging.preprocessing import ImageInput, TextInput
+from compress.serve.packaging.request_forms import RequestForms
+from compress.serve.packaging.val_preparation import Preparation, compare_preparation
+from compress.serve.torchserve.stage import PackageTorchServe
 
 COUNT, SIDE = 6, 8
 MEAN, STD = (0.48, 0.46, 0.41), (0.27, 0.26, 0.28)

@@ -73,7 +73,7 @@ def test_inputs_reach_the_parameters_of_their_names(tmp_path, fresh_torch) -> No
 def test_a_graph_and_an_onnx_file_bear_the_names(tmp_path) -> None:
     import onnx
 
-    from export import ExportOnnx
+    from compress.export import ExportOnnx
 
     model = imported(tmp_path / "m", "Keywords", "ids", "x")
     graph = GraphModel.from_eager(model, tmp_path / "graph")

@@ -226,8 +226,8 @@ def test_hooks_of_torch_stay() -> None:
 
 
 def test_state_is_said_by_check_and_in_the_report(tmp_path: Path, caplog) -> None:
-    from pipelines.api import Pipeline
-    from pipelines.commands.check import check_pipeline
+    from compress.pipelines.api import Pipeline
+    from compress.pipelines.commands.check import check_pipeline
 
     (tmp_path / "streams.py").write_text(
         "import torch\nfrom torch import nn\n\n\n"

@@ -29,7 +29,7 @@ from compress.quantization.config.dtype_scheme import scheme_for
 from compress.quantization.pt2e.graph_capture import functionalize
 from compress.quantization.stages.dynamic import QuantizeDynamic
 from compress.quantization.stages.static import QuantizeStatic
-from export.onnx.stage import ExportOnnx, OnnxModel
+from compress.export.onnx.stage import ExportOnnx, OnnxModel
 from tests.compress.quantization.conftest import FreshProcessCheck
 
 HERE = Path(__file__).parents[1]

@@ -13,10 +13,10 @@ from compress.common.forward import Predictor
 from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
 from compress.graph.axis_bounds import trace
-from export.onnx.lowering import TRANSLATIONS, lower
-from export.onnx.proto_io import write
-from export.onnx.session import session_predictor
-from export.onnx.stage import ExportOnnx
+from compress.export.onnx.lowering import TRANSLATIONS, lower
+from compress.export.onnx.proto_io import write
+from compress.export.onnx.session import session_predictor
+from compress.export.onnx.stage import ExportOnnx
 from tests.export.builders import network_of
 
 Function = Callable[[torch.Tensor], torch.Tensor]

@@ -10,8 +10,8 @@ from compress.core.context import Context
 from compress.core.gates import Parity
 from compress.quantization.config.backend_targets import Target
 from compress.quantization.stages.static import QuantizeStatic
-from export.onnx.proto_io import read
-from export.onnx.stage import ExportOnnx, OnnxModel
+from compress.export.onnx.proto_io import read
+from compress.export.onnx.stage import ExportOnnx, OnnxModel
 from tests.export.builders import images, network, samples
 
 KERNELS = {"QLinearConv", "QGemm"}
