@@ -11,8 +11,7 @@ from importlib.metadata import PackageNotFoundError, packages_distributions, ver
 from pathlib import Path
 
 import compress
-from compress import export
-from compress import serve
+from compress import export, serve
 
 LIBRARIES = (
     *("torch", "torchao", "onnx", "onnxscript", "onnxruntime", "openvino", "executorch", "numpy"),

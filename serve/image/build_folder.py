@@ -162,7 +162,15 @@ def write_image_files(path: Path, folder: Path, attest: Attest) -> Artifact:
 
 def entrypoint(folder: Path, artifact: Artifact) -> list[str]:
     """Return the command of an image, which refuses another model than this artifact."""
-    command: list[Any] = ["python3", "-m", "compress.cli", "serve", f"{HOME}/model", "--host", "0.0.0.0"]
+    command: list[Any] = [
+        "python3",
+        "-m",
+        "compress.cli",
+        "serve",
+        f"{HOME}/model",
+        "--host",
+        "0.0.0.0",
+    ]
     command += ["--sha256", artifact.digest]
     return [*command, "--report", f"{HOME}/{REPORT}"] if (folder / REPORT).is_file() else command
 

@@ -339,7 +339,8 @@ def test_foreign_code_is_not_run_however_consistent_its_hashes(
         return {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
 
     monkeypatch.setattr(
-        "compress.serve.torchserve.process.TorchServe.__enter__", lambda server: pytest.fail("started")
+        "compress.serve.torchserve.process.TorchServe.__enter__",
+        lambda server: pytest.fail("started"),
     )
     members = read_mar(archive.payload_path)
     provenance = load_sealed(members["provenance.json"])
@@ -369,9 +370,7 @@ def test_a_mar_without_its_directory_is_verified(archive: TorchServeArchive) -> 
 def test_verifying_replays_the_probe_in_a_fresh_process(
     archive: TorchServeArchive, fresh_process: Callable[[str], str]
 ) -> None:
-    code = (
-        f"from compress.serve.verify import verify; print(*verify({str(archive.path)!r}).proven, sep='\\n')"
-    )
+    code = f"from compress.serve.verify import verify; print(*verify({str(archive.path)!r}).proven, sep='\\n')"
     lines = fresh_process(code).splitlines()
     assert lines[0] == f"torchserve artifact, digest {archive.digest}"
     assert "7 members have safe names; 6 hash to what provenance.json records" in lines

@@ -11,13 +11,13 @@ import pytest
 import yaml
 
 from compress.common.errors import GateRefused, PipelineInvalid, StageFailed, Unavailable
-from compress.training.loop.loggers import mlflow_name
 from compress.pipelines import Pipeline
 from compress.pipelines.config.pipeline import Tracker
 from compress.pipelines.planning.planner import build_plan
 from compress.pipelines.runner.trackers import flatten, tracked
 from compress.pipelines.system import jsonl_log
 from compress.pipelines.system.jsonl_log import LOG, LogFile, log_event, log_handler
+from compress.training.loop.loggers import mlflow_name
 
 ALWAYS = {"time", "level", "run", "event", "stage", "message"}
 TRACKER = "tracker: {kind: %s}\nstages:"
