@@ -202,7 +202,7 @@ def run(
         pipeline = Pipeline.from_yaml(file)  # refused before torch is imported
         with fast_imports():
             from compress.pipelines.config.run_options import RunOptions
-            from compress.pipelines.explain.repaired_on_refusal import repaired_on_refusal
+            from compress.pipelines.explain.command import repaired_on_refusal
             from compress.pipelines.runner.run import forked_measurement_process, preview_run
             from compress.pipelines.terminal.progress_bars import show_progress
         directory = out or pipeline.default_out
@@ -231,7 +231,7 @@ def report(
     open_it: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
 ) -> None:
     """Show a run's report, and write its page again."""
-    from compress.pipelines.commands.report import rerender_report
+    from compress.pipelines.reporting.html import rerender_report
 
     found = rerender_report(directory, notify)
     print_report(found, out=directory)
@@ -315,8 +315,7 @@ def verify(
     replay: Replay = False,
 ) -> None:
     """Check an artifact against its manifest and its run."""
-    from compress.pipelines.commands.verify import verify_command
-    from compress.pipelines.commands.verify_anchors import VerifierInputs
+    from compress.pipelines.commands.verify import VerifierInputs, verify_command
 
     options: Any = {"report": report, "attest": attest, "sign_key": sign_key, "replay": replay}
     options["model_signature"] = model_signature
@@ -364,7 +363,7 @@ def generate(
 ) -> None:
     """Continue a text with a model of export_genai."""
     with fast_imports():
-        from compress.export.genai.generate import continue_text
+        from compress.export.genai.text import continue_text
     found = continue_text(artifact, prompt, tokens, threads)
     print_result(asdict(found), found.lines())
 
@@ -387,8 +386,7 @@ def bench(
 ) -> None:
     """Measure artifacts in turn, and name the fastest."""
     with fast_imports():
-        from compress.pipelines.commands.analysis.bench import measure_and_write
-        from compress.pipelines.reporting.bench_page import bench_table
+        from compress.pipelines.bench import bench_table, measure_and_write
 
     found = measure_and_write(artifacts, runtimes, batch, threads, seconds, html, web)
     print_result(found, found.lines(), lambda _: bench_table(found))

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from compress.artifacts.artifact import Artifact
     from compress.common.requirements import Requirement
     from compress.core.context import Context
-    from compress.core.task import Task
+    from compress.core.objectives.task import Task
 
 
 class Gate(Settings):

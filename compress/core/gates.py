@@ -14,16 +14,21 @@ from pydantic_core import core_schema
 from compress.common.config import Fraction, Positive
 from compress.common.errors import StageFailed, Unavailable
 from compress.common.requirements import load_entry_point
-from compress.core.gate import Gate, describe_value
-from compress.core.gate_kinds.call_cost import MaxLatency, MaxMemory, MinSpeedup
-from compress.core.gate_kinds.generation_speed import MaxFirstToken, MinTokensPerSecond
-from compress.core.gate_kinds.kernel_shares import MinDelegated, MinIntegerMacs
-from compress.core.gate_kinds.next_tokens import MaxDivergence, MinEqualTokens
-from compress.core.gate_kinds.other_runtime import RunsIn
-from compress.core.gate_kinds.paired_outputs import paired_outputs
-from compress.core.metric_kinds.checked_values import labelled_outputs, predicted_decisions
+from compress.core.gates.call_cost import (
+    MaxFirstToken,
+    MaxLatency,
+    MaxMemory,
+    MinSpeedup,
+    MinTokensPerSecond,
+)
+from compress.core.gates.gate import Gate, describe_value
+from compress.core.gates.kernels import MinDelegated, MinIntegerMacs
+from compress.core.gates.next_tokens import MaxDivergence, MinEqualTokens
+from compress.core.gates.other_runtime import RunsIn
+from compress.core.gates.outputs import paired_outputs
 from compress.core.metrics import FALLING, FRACTIONS, IN_POINTS
-from compress.core.task import NO_METRIC
+from compress.core.metrics.labels import labelled_outputs, predicted_decisions
+from compress.core.objectives.task import NO_METRIC
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -32,7 +37,7 @@ if TYPE_CHECKING:
 
     from compress.artifacts.artifact import Artifact
     from compress.core.context import Context
-    from compress.core.task import Task
+    from compress.core.objectives.task import Task
     from compress.core.verdict import Uncertainty, Verdict
 
 ENTRY_POINT_GROUP = "compress.gates"

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 from compress.common.errors import CompressError, PipelineInvalid, StageFailed, first_line
 from compress.common.factories import NameOrReference
 from compress.common.forward import first_output, output_argument
-from compress.core.task import task_of_targets
-from compress.core.task_targets import (
+from compress.core.objectives.targets import (
     TargetKind,
     are_class_labels,
     describe_outputs,
@@ -30,6 +29,7 @@ from compress.core.task_targets import (
     suggest_targets,
     target_kind,
 )
+from compress.core.objectives.task import task_of_targets
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from compress.common.forward import Outputs
     from compress.common.signature import Signature
-    from compress.core.task import Task
+    from compress.core.objectives.task import Task
     from compress.data.splits import Splits
     from compress.data.targets import Targets
 

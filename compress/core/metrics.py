@@ -16,8 +16,8 @@ from compress.common.errors import (
     first_line,
 )
 from compress.common.forward import first_output, output_argument
-from compress.core.loss import INFERRED_LOSS, Loss
-from compress.core.metric_kinds.checked_values import (
+from compress.core.metric_kinds.jackknife import groups_of_batch, pseudo_values
+from compress.core.metrics.labels import (
     count_equal,
     joint_decisions,
     labelled_outputs,
@@ -25,13 +25,11 @@ from compress.core.metric_kinds.checked_values import (
     one_number,
     predicted_labels,
 )
-from compress.core.metric_kinds.jackknife import groups_of_batch, pseudo_values
-from compress.core.metric_kinds.r2 import add_r2, r2, r2_sums
-from compress.core.metric_kinds.score import Score
-from compress.core.metric_kinds.sliding_window import SlidingWindow
-from compress.core.progress import Progress, silent
-from compress.core.task import NO_METRIC
-from compress.core.task_targets import (
+from compress.core.metrics.numbers import add_r2, r2, r2_sums
+from compress.core.metrics.perplexity import SlidingWindow
+from compress.core.metrics.score import Score
+from compress.core.objectives.loss import INFERRED_LOSS, Loss
+from compress.core.objectives.targets import (
     LabelOutOfRange,
     are_class_labels,
     describe_outputs,
@@ -44,6 +42,8 @@ from compress.core.task_targets import (
     same_shape,
     target_kind,
 )
+from compress.core.objectives.task import NO_METRIC
+from compress.core.progress import Progress, silent
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -268,7 +268,7 @@ class Metric:
         self, outputs: torch.Tensor, targets: Targets
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
         """Return what a class in :data:`TORCHMETRICS` compares, and arguments that fit it."""
-        from compress.core.metric_kinds.torchmetrics_adapter import labelled_inputs, ranked_inputs
+        from compress.core.metrics.torchmetrics import labelled_inputs, ranked_inputs
 
         targets = need_tensor(f"metric {self.name}", targets)
         if self.name == "spearman":
@@ -291,7 +291,7 @@ class Metric:
                 raise PipelineInvalid(f"metric {self.name!r} takes no settings")
             return
         if self.name in TORCHMETRICS:
-            from compress.core.metric_kinds.torchmetrics_adapter import import_torchmetrics
+            from compress.core.metrics.torchmetrics import import_torchmetrics
 
             import_torchmetrics(self.name)
             return
@@ -314,13 +314,13 @@ class Metric:
         Args:
             inferred: arguments of a class in :data:`TORCHMETRICS`; without them it is not made.
         """
-        from compress.core.metric_kinds.torchmetrics_adapter import class_at, create
+        from compress.core.metrics.torchmetrics import class_at, create
 
         is_inferred = self.name in TORCHMETRICS and inferred is None
         if self.name in (*BUILT_IN, NO_METRIC) or is_inferred:
             return None
         if self.name == DETECTION:
-            from compress.core.metric_kinds.mean_average_precision import MeanAveragePrecision
+            from compress.core.metrics.mean_average_precision import MeanAveragePrecision
 
             try:
                 return MeanAveragePrecision(**dict(self.arguments))
@@ -378,7 +378,7 @@ class MetricMeter:
             read, targets, self.inferred = metric.torchmetrics_inputs(first, targets)
             self.custom = self.custom or metric.implementation(self.inferred)
         if self.is_torchmetric:
-            from compress.core.metric_kinds.torchmetrics_adapter import summed_state
+            from compress.core.metrics.torchmetrics import summed_state
 
             before = None if group is None else summed_state(self.custom)
             # In the mode of the outputs, or its state could not change in place.
@@ -427,7 +427,7 @@ class MetricMeter:
 
     def pseudo_values(self) -> NDArray[np.float64] | None:
         """Return what each group adds to the metric; None where no sums of groups give it."""
-        from compress.core.metric_kinds.torchmetrics_adapter import set_summed_state_
+        from compress.core.metrics.torchmetrics import set_summed_state_
 
         if not self.groups:
             return None
@@ -446,7 +446,7 @@ class MetricMeter:
     def state(self) -> Any:
         """Return all that was added, to be sent to another process; None where that is nothing."""
         if self.is_torchmetric and self.custom.update_called:
-            from compress.core.metric_kinds.torchmetrics_adapter import metrics_in
+            from compress.core.metrics.torchmetrics import metrics_in
 
             return self.inferred, [module.metric_state for module in metrics_in(self.custom)]
         return self._all_outputs() if self.batches else self.sums
@@ -455,7 +455,7 @@ class MetricMeter:
         """Add the others' states to share 0's; share `i` of `n` has the samples i, i + n and on."""
         known = [state for state in states if state is not None]
         if self.is_torchmetric or self.metric.name in TORCHMETRICS:
-            from compress.core.metric_kinds.torchmetrics_adapter import merge_states_
+            from compress.core.metrics.torchmetrics import merge_states_
 
             if known:
                 self.custom = self.custom or self.metric.implementation(known[0][0])

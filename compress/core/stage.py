@@ -9,8 +9,8 @@ from compress.common.config import Settings, StageName, Unmet
 from compress.common.errors import exits_refused
 from compress.common.process import gc_frozen
 from compress.common.requirements import Requirement, refuse_unmet, requirements_of, unmet_in
-from compress.core.evaluation import evaluate_gates, refusal
 from compress.core.gates import AnyGate
+from compress.core.stage import evaluate_gates, refusal
 from compress.core.verdict import Verdict
 
 if TYPE_CHECKING:
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from compress.core.context import Context
-    from compress.core.loss import Loss
-    from compress.core.task import Task
+    from compress.core.objectives.loss import Loss
+    from compress.core.objectives.task import Task
     from compress.core.verdict import Verdict
     from compress.data.splits import Splits
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from compress.core.task_targets import TargetKind
+    from compress.core.objectives.targets import TargetKind
 
 TaskName = Literal[
     "classification",

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from compress.artifacts.artifact import Artifact
     from compress.common.forward import Predictor
     from compress.core.context import Context
-    from compress.core.metric_kinds.score import Score
     from compress.core.metrics import Metric
+    from compress.core.metrics.score import Score
     from compress.data.splits import Splits
 
 

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Self
 from pydantic import model_validator
 
 from compress.common.config import Positive  # noqa: TC001 - a setting's type
-from compress.distillation.output_losses import Modules, OutputPair, Term, Weight
+from compress.distillation.terms import Modules, OutputPair, Term, Weight
 
 if TYPE_CHECKING:
     import torch
 
-    from compress.distillation.output_losses import FeaturePair
+    from compress.distillation.terms import FeaturePair
 
 
 class FeatureTerm(Term):

@@ -6,14 +6,19 @@ from typing import Annotated
 
 from pydantic import Field
 
-from compress.distillation.feature_losses import (
+from compress.distillation.terms import (
     Attention,
     Contrastive,
+    Cosine,
+    Dist,
+    Dkd,
     Hint,
+    Kl,
+    Labels,
+    Mse,
     Relational,
     Similarity,
 )
-from compress.distillation.output_losses import Cosine, Dist, Dkd, Kl, Labels, Mse
 
 AnyTerm = Annotated[
     Labels

@@ -8,8 +8,8 @@ import yaml
 from groups import DEFS, link_from
 from setting_text import code, definitions, paragraphs
 
-from compress.core.gate import Gate
 from compress.core.gates import AnyGate
+from compress.core.gates.gate import Gate
 from compress.core.verdict import explain
 
 if TYPE_CHECKING:

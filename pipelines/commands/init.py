@@ -15,14 +15,13 @@ from compress.common.atomic_files import write_atomically
 from compress.common.errors import ArtifactInvalid, CompressError, PipelineInvalid
 from compress.common.forward import run_in_eval
 from compress.core.metrics import BUILT_IN, TORCHMETRICS
-from compress.core.task import NO_METRIC, TASKS
+from compress.core.objectives.task import NO_METRIC, TASKS
 from compress.pipelines.commands import init_options
-from compress.pipelines.commands.init_model import model_section, relative_path
+from compress.pipelines.commands.init_options import model_section, relative_path
 from compress.pipelines.config.model_spec import SOURCE, HuggingFaceModel, TimmModel
 from compress.pipelines.config.pipeline import PipelineConfig
 from compress.pipelines.config.yaml_source import Source
-from compress.pipelines.planning.planner import build_plan
-from compress.pipelines.planning.task_inference import task_of
+from compress.pipelines.planning.planner import build_plan, task_of
 from compress.pipelines.runner.inputs import import_source, resolve_inputs
 from compress.pipelines.system import yaml_core
 from compress.pipelines.system.temp_files import temporary_files
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
 
     from compress.artifacts.artifact import Artifact
     from compress.common.signature import Signature
-    from compress.core.task import TaskName
+    from compress.core.objectives.task import TaskName
     from compress.data.splits import Splits
     from compress.pipelines.commands.init_options import Ask, InitOptions
     from compress.pipelines.planning.plan import Plan
@@ -393,7 +392,7 @@ def _with_data(
 
 def infer_task(outputs: torch.Tensor, targets: torch.Tensor) -> TaskName | None:
     """Return the task that targets and outputs show, or None."""
-    from compress.core.task_targets import are_class_labels, same_shape, target_kind
+    from compress.core.objectives.targets import are_class_labels, same_shape, target_kind
 
     kind = target_kind(targets)
     if kind == "labels" and are_class_labels(outputs, targets):

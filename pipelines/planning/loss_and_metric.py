@@ -11,7 +11,7 @@ from compress.common.errors import CompressError, PipelineInvalid, first_line
 from compress.common.forward import image_advice, output_argument
 from compress.core.gates import LabelAgreement
 from compress.core.metrics import LABEL_METRICS, TARGET_METRICS, MetricMeter, default_metric
-from compress.core.task_targets import (
+from compress.core.objectives.targets import (
     are_class_labels,
     are_probabilities,
     describe_outputs,
@@ -26,7 +26,7 @@ from compress.core.task_targets import (
 )
 from compress.data.splits import UNLABELLED
 from compress.data.targets import select
-from compress.pipelines.planning.requirement_checks import (
+from compress.pipelines.planning.planner import (
     check_conditions,
     check_loss,
     check_metric,
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from compress.artifacts.artifact import Artifact
     from compress.common.forward import Predictor
     from compress.core.context import Context
-    from compress.core.loss import Loss
     from compress.core.metrics import Metric
+    from compress.core.objectives.loss import Loss
     from compress.data.batch import Batch
     from compress.data.fingerprint import Contents
     from compress.data.sample_facts import SplitFacts

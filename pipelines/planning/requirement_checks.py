@@ -11,9 +11,9 @@ from compress import export  # noqa: F401 - adds the runtimes that it can open
 from compress.common.errors import CompressError, PipelineInvalid, Unavailable
 from compress.common.requirements import require_all
 from compress.core.context import Context
-from compress.core.gate import Gate
-from compress.core.gate_kinds.baselines import BASELINES
 from compress.core.gates import unlikely_points
+from compress.core.gates.baselines import BASELINES
+from compress.core.gates.gate import Gate
 from compress.core.metrics import FRACTIONS
 from compress.core.stage import members_of
 from compress.core.validation_errors import did_you_mean
@@ -24,9 +24,9 @@ from compress.training.launch.rank_group import need_group
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Set
 
-    from compress.core.loss import Loss
+    from compress.core.objectives.loss import Loss
+    from compress.core.objectives.task import Task
     from compress.core.stage import Stage
-    from compress.core.task import Task
     from compress.data.splits import Splits
     from compress.pipelines.config.pipeline import PipelineConfig
     from compress.pipelines.planning.plan import PlannedStage

@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING
 
 from compress.artifacts.hf_folder import read_json
 from compress.common.errors import ArtifactInvalid
-from compress.core.loss import BUILT_IN, REGRESSION_LOSSES
 from compress.core.metrics import REGRESSION_METRICS
-from compress.core.task import TASKS
+from compress.core.objectives.loss import BUILT_IN, REGRESSION_LOSSES
+from compress.core.objectives.task import TASKS
 from compress.pipelines.config.model_spec import HuggingFaceModel
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from compress.core.task import Task
+    from compress.core.objectives.task import Task
     from compress.pipelines.config.pipeline import PipelineConfig
 
 OF_HUGGING_FACE = {

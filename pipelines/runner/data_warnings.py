@@ -13,8 +13,8 @@ from compress.core.metrics import REGRESSION_METRICS, MetricMeter
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from compress.core.metric_kinds.score import Score
     from compress.core.metrics import Metric
+    from compress.core.metrics.score import Score
     from compress.data.fingerprint import Contents
     from compress.data.splits import Splits
 

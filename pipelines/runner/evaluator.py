@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from compress.common.dependency_recorder import Recording, recording
 from compress.common.errors import StageFailed
-from compress.core.evaluation import evaluate_gates
-from compress.core.gate_kinds.baselines import baseline_name
-from compress.core.metric_kinds.score import Score
-from compress.pipelines.planning.unjudged_losses import reads_all_outputs
+from compress.core.gates.baselines import baseline_name
+from compress.core.metrics.score import Score
+from compress.core.stage import evaluate_gates
+from compress.pipelines.planning.plan import reads_all_outputs
 from compress.pipelines.results.measurements import Measurements
-from compress.pipelines.results.stage_reports import ArtifactReport, StageReport
-from compress.pipelines.runner.events import gate_event
+from compress.pipelines.results.schema import ArtifactReport, StageReport
 from compress.pipelines.store.local import publish
 from compress.pipelines.system.error_context import name_stage_in_errors
+from compress.pipelines.system.jsonl_log import gate_event
 from compress.profiling.batch_dependence import BatchDependence
 from compress.profiling.operator_table import read_operator_tables
 from compress.serve.http.loaded_model import SERVED_KINDS
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from compress.artifacts.artifact import Artifact
     from compress.core.context import Context
-    from compress.core.gate import Gate
+    from compress.core.gates.gate import Gate
     from compress.core.verdict import Verdict
     from compress.pipelines.planning.plan import PlannedStage
     from compress.pipelines.runner.run_state import CacheLookup, RunState

@@ -20,7 +20,7 @@ from compress.export.aotinductor.stage import AotModel
 from compress.export.onnx.stage import OnnxModel
 from compress.export.openvino.stage import OpenVINOModel
 from compress.export.torchscript.stage import TorchScriptModel
-from compress.serve.repository.triton_config import CONFIG, VERSION, refuse_foreign_entries
+from compress.serve.repository.triton import CONFIG, VERSION, refuse_foreign_entries
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -123,9 +123,9 @@ class PackageTriton(Stage[Servable, TritonRepository]):
     def run(self, model: Servable, context: Context) -> TritonRepository:
         """Copy the model and write its configuration, reproducibly."""
         from compress.profiling.batch_dependence import numpy_call
-        from compress.serve.packaging.joinable import why_not_joined
         from compress.serve.packaging.model_interface import infer_interface
-        from compress.serve.repository.triton_config import (
+        from compress.serve.packaging.recorded_measurements import why_not_joined
+        from compress.serve.repository.triton import (
             FILES,
             DynamicBatching,
             model_config,

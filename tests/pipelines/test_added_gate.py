@@ -12,8 +12,8 @@ from compress.common.errors import GateRefused, PipelineInvalid, Unavailable
 from compress.core import gates
 from compress.core.gates import AnyGate, added_gates
 from compress.pipelines.api import Pipeline
+from compress.pipelines.planning.plan import advice
 from compress.pipelines.planning.planner import build_plan
-from compress.pipelines.planning.unjudged_losses import advice
 from compress.pipelines.reporting.terminal_table import gate_lines
 from compress.pipelines.results.schema import Report
 from tests.pipelines.conftest import NETS
@@ -21,7 +21,7 @@ from tests.pipelines.conftest import NETS
 GATE = '''
 from typing import ClassVar, Literal
 
-from compress.core.gate import Gate
+from compress.core.gates.gate import Gate
 
 
 class MaxScore(Gate):

@@ -8,12 +8,11 @@ from safetensors.torch import load_file
 
 from compress.common.errors import PipelineInvalid
 from compress.pipelines.commands.verify import verify_command
-from compress.pipelines.reporting.html import render
-from compress.pipelines.reporting.layer_sizes import layer_sensitivities, layer_sizes
+from compress.pipelines.reporting.html import layer_sensitivities, layer_sizes, render
 from compress.pipelines.reporting.stage_rows import build_rows
 from compress.pipelines.reporting.verification_page import render_proof
 from compress.pipelines.results.schema import Report
-from compress.serve.torchserve.answer_check import Proof, Replay
+from compress.serve.verify import Proof, Replay
 
 
 def test_sizes_by_layer_are_those_of_the_sealed_weights(finished_run) -> None:

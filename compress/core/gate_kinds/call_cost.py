@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from compress.common.config import Count, Positive
 from compress.common.errors import StageFailed
-from compress.core.gate import Gate
+from compress.core.gates.gate import Gate
 from compress.profiling.benchmark import unmeasurable
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from compress.core.task import Task
+    from compress.core.objectives.task import Task
 
 
 def not_finite(outputs: torch.Tensor) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from compress.common.errors import PipelineInvalid, StageFailed, Unavailable
 from compress.common.requirements import pip_install
-from compress.core.task_targets import describe_outputs, describe_targets
+from compress.core.objectives.targets import describe_outputs, describe_targets
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from compress.common.errors import StageFailed
-from compress.core.task_targets import match_to_loss
+from compress.core.objectives.targets import match_to_loss
 
 if TYPE_CHECKING:
     import torch

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from compress.common.errors import PipelineInvalid, Unavailable
 from compress.common.requirements import pip_install
-from compress.core.task_targets import match_to_loss
+from compress.core.objectives.targets import match_to_loss
 from compress.data.batch import IGNORED_LABEL
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ import torch
 from compress.common.errors import StageFailed
 from compress.common.forward import accept_any_batch, torch_predictor
 from compress.common.tensor_difference import relative_error_of_batches
-from compress.core.metric_kinds.checked_values import joint_decisions
 from compress.core.metrics import MetricMeter
+from compress.core.metrics.labels import joint_decisions
 from compress.data.batch import Batch
 
 if TYPE_CHECKING:

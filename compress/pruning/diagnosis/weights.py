@@ -10,7 +10,7 @@ import torch
 
 from compress.common.forward import copy_module
 from compress.core.diagnosis.layer_diagnosis import WHY
-from compress.pruning.diagnosis.attribution import PruningDiagnosis, batch_norm_shift
+from compress.pruning.diagnosis.diagnosis import PruningDiagnosis, batch_norm_shift
 from compress.pruning.recovery.recovery import (
     batch_norms,
     output_error,
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from compress.core.context import Context
     from compress.core.val_halves import HalfOfVal
     from compress.data.batch import Batch
-    from compress.pruning.unstructured_stage import PruneWeights
+    from compress.pruning.prune_weights import PruneWeights
 
 RANKED_ON = 128
 """Samples on which layers are pruned alone, to rank them by the error of the outputs."""

@@ -11,10 +11,9 @@ from pydantic import Field, JsonValue, field_validator, model_validator
 from compress.common.config import Count, Fraction, Positive, Ratio, Settings, Unmet
 from compress.common.errors import PipelineInvalid
 from compress.common.factories import NameOrReference, Reference
-from compress.core.loss import Loss, refuse_class_settings
-from compress.training.config.conditions import unmet_by_data, unmet_by_machine
+from compress.core.objectives.loss import Loss, refuse_class_settings
 from compress.training.config.parallel import Parallel
-from compress.training.config.profiling import Callbacks, Profile
+from compress.training.config.training import Callbacks, Profile, unmet_by_data, unmet_by_machine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from compress.artifacts.artifact import Artifact
-    from compress.core.loss import Loss
+    from compress.core.objectives.loss import Loss
     from compress.data.batch import Batch
     from compress.training.objectives.objective import LossFunction, TargetLoss
 

@@ -8,8 +8,8 @@ from torch import nn
 
 import compress
 from compress.common.errors import StageFailed
-from compress.core.loss import Loss
 from compress.core.metrics import Metric, MetricMeter, evaluate
+from compress.core.objectives.loss import Loss
 from compress.data.splits import Splits
 
 

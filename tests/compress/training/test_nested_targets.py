@@ -11,12 +11,12 @@ from compress.artifacts.recipe import Recipe
 from compress.common.errors import StageFailed
 from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
-from compress.core.loss import Loss
 from compress.core.metrics import Metric
+from compress.core.objectives.loss import Loss
 from compress.data.loader_config import Loading
 from compress.data.splits import DataReference
 from compress.distillation.stage import Distill
-from compress.pruning.channels_stage import PruneChannels
+from compress.pruning.prune_channels import PruneChannels
 from compress.training.stage import Train
 
 HERE = Path(__file__).parent

@@ -13,7 +13,7 @@ import yaml
 from torch import nn
 
 from compress.common.errors import CompressError, PipelineInvalid
-from compress.core.task import TASKS
+from compress.core.objectives.task import TASKS
 from compress.pipelines import Pipeline
 from compress.pipelines.commands.check import check_pipeline
 from compress.pipelines.commands.init import (

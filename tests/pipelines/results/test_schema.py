@@ -9,7 +9,6 @@ from compress.common.errors import StageFailed
 from compress.core.gates import BUILT_IN, MaxDrop, MinMetric, rule_in_words, value_in_words
 from compress.core.verdict import Uncertainty, explain
 from compress.pipelines.reporting.html import render
-from compress.pipelines.reporting.html_page import breakable
 from compress.pipelines.reporting.terminal_table import (
     COLUMNS,
     OPTIONAL_COLUMNS,
@@ -21,6 +20,7 @@ from compress.pipelines.results.schema import (
     readable_bytes,
     readable_count,
 )
+from compress.pipelines.system.templates import breakable
 
 
 def test_the_page_is_self_contained_and_shows_every_figure(finished_run) -> None:
