@@ -34,13 +34,13 @@ from explainer.stage_faults import StageFault, stage_faults  # noqa: E402
 
 from compress.common.errors import CompressError, GateRefused  # noqa: E402
 from compress.core.progress import silent  # noqa: E402
-from compress.profiling import benchmark, peak_memory, quantiles  # noqa: E402
 from compress.pipelines import Pipeline  # noqa: E402
 from compress.pipelines.config.run_options import RunOptions  # noqa: E402
 from compress.pipelines.explain.explain import explain_run  # noqa: E402
 from compress.pipelines.explain.finished_run import FinishedRun  # noqa: E402
 from compress.pipelines.explain.repair import repair_run  # noqa: E402
 from compress.pipelines.results import measurements  # noqa: E402
+from compress.profiling import benchmark, peak_memory, quantiles  # noqa: E402
 
 SET_ON = ("chain", "depthwise", "perceptron")
 """Families that thresholds were set on; those of the others judge."""

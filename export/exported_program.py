@@ -29,8 +29,8 @@ class ExportProgram(ComparesStoredFile, Stage[EagerModel, GraphModel]):
     def run(self, model: EagerModel, context: Context) -> GraphModel:
         """Trace, write, read back, compare with the source."""
         from compress.common.forward import torch_predictor
-        from compress.graph.torch_export import export_program, load_program, save_program
         from compress.export.parity.compare import check_parity
+        from compress.graph.torch_export import export_program, load_program, save_program
 
         program = export_program(model.load(), model.signature)
         with GraphModel.atomic_write(

@@ -1,6 +1,5 @@
 """The functions of the stages that export: `compress.export_onnx` and its like."""
 
-from compress.functional.stage_function import stage_function
 from compress.export.aotinductor.stage import ExportAot
 from compress.export.compressed_tensors.stage import ExportCompressedTensors
 from compress.export.executorch.stage import ExportExecuTorch
@@ -12,6 +11,7 @@ from compress.export.onnx.stage import ExportOnnx
 from compress.export.openvino.stage import ExportOpenVINO
 from compress.export.tensorrt.stage import ExportTensorRT
 from compress.export.torchscript.stage import ExportTorchScript
+from compress.functional.stage_function import stage_function
 
 export_fastest = stage_function(ExportFastest)
 export_onnx = stage_function(ExportOnnx, takes_file=True)

@@ -12,22 +12,22 @@ from compress.artifacts.artifact import Artifact
 from compress.common.atomic_files import write_atomically
 from compress.common.errors import PipelineInvalid
 from compress.core.context import Context
-from compress.functional.datasets import make_splits
-from compress.functional.models import as_artifact, forward_names
-from compress.profiling.benchmark import MEASURED_SECONDS
 from compress.export.fastest.measure import measure_fastest
 from compress.export.fastest.runtimes import Runtime, export_to
 from compress.export.web.page import web_page
 from compress.export.web.requirements import ONNXRUNTIME_WEB
 from compress.export.web.runtime import WEB
+from compress.functional.datasets import make_splits
+from compress.functional.models import as_artifact, forward_names
 from compress.pipelines.results.bench import Bench, BenchedModel
 from compress.pipelines.system.machine_info import machine
+from compress.profiling.benchmark import MEASURED_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from compress.functional.models import Inputs
     from compress.export.fastest.measure import BenchCell
+    from compress.functional.models import Inputs
 
 
 def bench(

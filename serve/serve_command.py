@@ -112,7 +112,9 @@ def _serve_built_in(
     uvicorn_server.refuse_missing()
     is_decoder = artifact.kind == DECODER
     if is_decoder:
-        from compress.serve.openai.decoder import refuse_for_decoders  # it takes most of a second to import
+        from compress.serve.openai.decoder import (
+            refuse_for_decoders,  # it takes most of a second to import
+        )
 
         refuse_for_decoders(artifact, options)
     token, is_new = uvicorn_server.token_from(token_file)

@@ -12,8 +12,6 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from auto_search.losses import ChangeableLayers, static_graph
-from compress.profiling.benchmark import compare_latency
-from compress.pruning.depth.output_error import OutputErrorMeter
 from compress.export.latency.float_layers import MixedModel, weighted_layers
 from compress.export.latency.kernel_table import KernelTable
 from compress.export.latency.resizing import ResizableModel
@@ -23,6 +21,8 @@ from compress.export.onnx.translate import translate
 from compress.pipelines.auto.cost_models import latency_models
 from compress.pipelines.auto.cost_models.float_layers import LayerHarms, decision_of
 from compress.pipelines.system.machine_info import machine
+from compress.profiling.benchmark import compare_latency
+from compress.pruning.depth.output_error import OutputErrorMeter
 
 if TYPE_CHECKING:
     from auto_search.spaces import Built

@@ -20,6 +20,10 @@ from torch import nn
 from auto_search.requantize import requantized
 from compress.common.atomic_files import write_atomically
 from compress.common.forward import accept_any_batch, run_in_eval, split_batches
+from compress.export.latency.float_layers import is_float, leave_float, weighted_layers
+from compress.export.onnx.lowering import lower
+from compress.export.onnx.proto_io import read, write
+from compress.export.onnx.session import session_predictor
 from compress.graph.torch_export import export_program
 from compress.pruning.dependency.channel_groups import SlicePlan
 from compress.pruning.recovery.recovery import recover_
@@ -28,10 +32,6 @@ from compress.quantization.mixed_precision.layer_names import weighted_layers as
 from compress.quantization.ptq.calibrate import convert
 from compress.quantization.stages.dynamic import QuantizeDynamic
 from compress.quantization.stages.static import QuantizeStatic
-from compress.export.latency.float_layers import is_float, leave_float, weighted_layers
-from compress.export.onnx.lowering import lower
-from compress.export.onnx.proto_io import read, write
-from compress.export.onnx.session import session_predictor
 
 if TYPE_CHECKING:
     from auto_search.spaces import Built

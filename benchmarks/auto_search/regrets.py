@@ -12,11 +12,11 @@ from functools import cached_property
 from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
-from compress.profiling.interaction_sum import InteractionSum
-from compress.pruning.allocation.solver import Limit, Programme
 from compress.pipelines.auto.cost_models.float_layers import FLOAT, QUANTIZED, decision_of
 from compress.pipelines.auto.cost_models.latency_models import FormatModel
 from compress.pipelines.auto.strategy.latency_targets import ROOM
+from compress.profiling.interaction_sum import InteractionSum
+from compress.pruning.allocation.solver import Limit, Programme
 
 if TYPE_CHECKING:
     from auto_search.spaces import Space

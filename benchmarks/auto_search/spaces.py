@@ -16,8 +16,8 @@ from compress.artifacts.artifact import Artifact
 from compress.artifacts.importing import import_checkpoint
 from compress.artifacts.recipe import KeepBlocks, Recipe
 from compress.data.splits import DataReference
-from compress.pruning.width_harms import WidthSpace
 from compress.pipelines.config.auto_settings import AutoSettings
+from compress.pruning.width_harms import WidthSpace
 
 if TYPE_CHECKING:
     from compress.artifacts.eager_model import EagerModel

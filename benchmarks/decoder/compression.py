@@ -13,8 +13,8 @@ from compress.common.signature import OutputSpec, Signature
 from compress.core.loss import Loss
 from compress.core.task import TASKS
 from compress.data.splits import Splits
-from decoder.text import initial_folder, splits
 from compress.export import ExportGenai, GenaiModel
+from decoder.text import initial_folder, splits
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -16,10 +16,10 @@ from compress import EagerModel, MaxDivergence, QuantizeWeights
 from compress.artifacts.libraries.transformers_folder import write_transformers_folder
 from compress.checkpoint.safetensors_io import write_safetensors
 from compress.data.splits import Splits
-from decoder.compression import PROMPT, TOKENS, context_for, made_once, trained
-from decoder.text import VOCABULARY, splits
 from compress.export import ExportGenai
 from compress.export.genai.runtime import measure_speed
+from decoder.compression import PROMPT, TOKENS, context_for, made_once, trained
+from decoder.text import VOCABULARY, splits
 
 if TYPE_CHECKING:
     from compress import Artifact, Context

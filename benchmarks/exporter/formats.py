@@ -33,9 +33,9 @@ from compress.artifacts.artifact import Artifact
 from compress.artifacts.eager_model import EagerModel
 from compress.common.errors import CompressError
 from compress.common.forward import torch_predictor
+from compress.export import ExportAot, ExportOnnx, ExportTorchScript
 from compress.profiling.benchmark import compare_latencies
 from compress.profiling.rss import memory_kib, reset_peak
-from compress.export import ExportAot, ExportOnnx, ExportTorchScript
 from exporter.models import MODELS, build_model, import_dependencies
 
 STAGES = {

@@ -14,8 +14,8 @@ import torch
 
 from compress.common.errors import CompressError
 from compress.data.splits import Splits
-from compress.profiling.benchmark import compare_latency
 from compress.export.onnx.session import session_predictor
+from compress.profiling.benchmark import compare_latency
 from peer_tools.environments import cpu_seconds, run_tool
 
 Score = Callable[[tuple[torch.Tensor, ...], torch.Tensor], float]

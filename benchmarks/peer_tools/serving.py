@@ -22,9 +22,9 @@ from benchmarks.server.peer_servers import (
 )
 from compress.artifacts.artifact import Artifact
 from compress.common.errors import Unavailable
+from compress.serve.worker.loaders import LOADERS
 from peer_tools.encoder import pipeline_head
 from peer_tools.environments import cpu_seconds, environment
-from compress.serve.worker.loaders import LOADERS
 
 if TYPE_CHECKING:
     import argparse

@@ -16,7 +16,13 @@ from typing import TYPE_CHECKING
 
 from benchmarks.server.contenders import HERE, Server, session_variables
 from benchmarks.server.load import Request
-from compress.serve.torchserve.mar_file import CONFIG, HANDLER, MAR_MANIFEST, mar_manifest, write_mar
+from compress.serve.torchserve.mar_file import (
+    CONFIG,
+    HANDLER,
+    MAR_MANIFEST,
+    mar_manifest,
+    write_mar,
+)
 from compress.serve.torchserve.process import free_ports, kill_group
 
 if TYPE_CHECKING:

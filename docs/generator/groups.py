@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from setting_text import definitions, joined, prose
 
-from compress.training.config.training import Training
 from compress.pipelines.config.pipeline import json_schema
 from compress.pipelines.config.registry import OURS, stages
+from compress.training.config.training import Training
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

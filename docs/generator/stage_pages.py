@@ -19,8 +19,8 @@ from setting_text import definitions, paragraphs, prose
 
 from compress.artifacts.artifact import Artifact
 from compress.core.stage import Stage, members_of
-from compress.training.config.training import Training
 from compress.pipelines.config.registry import stage_type
+from compress.training.config.training import Training
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -83,7 +83,11 @@ class ExportCompressedTensors(Stage[GraphModel, CompressedTensorsModel]):
         """Write the tensors and the config, and read both back."""
         from compress.checkpoint.safetensors_io import write_safetensors
         from compress.export.common.packed_weights import decoder_weights
-        from compress.export.compressed_tensors.tensors import head_name, quantization_config, state_of
+        from compress.export.compressed_tensors.tensors import (
+            head_name,
+            quantization_config,
+            state_of,
+        )
         from compress.export.compressed_tensors.vllm_limits import vllm_limits
 
         weights = decoder_weights(model, context, self.title)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Self
 
 from onnx.helper import make_node
 
-from compress.profiling.benchmark import compare_latency
 from compress.export.diagnosis.graph_parts import ProfiledGraph
 from compress.export.diagnosis.layer_names import as_onnx, fitting_names, plain_export
 from compress.export.diagnosis.profile import Profile
@@ -18,6 +17,7 @@ from compress.export.latency.float_layers import leave_float, weighted_layers
 from compress.export.onnx.graph import keep_outputs_
 from compress.export.onnx.proto_io import write
 from compress.export.onnx.session import opened_session
+from compress.profiling.benchmark import compare_latency
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence

@@ -13,9 +13,9 @@ from compress.common.config import Count
 from compress.common.forward import Predictor, opened_model, torch_predictor
 from compress.common.requirements import Requirement, pip_install, require_all
 from compress.core.stage import Stage
-from compress.graph.axis_bounds import input_limit_facts
 from compress.export.common.targets import SIGNED_8_BITS, warn_of_other_target
 from compress.export.parity.stored_parity import ComparesStoredFile
+from compress.graph.axis_bounds import input_limit_facts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Set

@@ -16,11 +16,11 @@ from torch import nn
 
 from compress.common.errors import StageFailed
 from compress.common.signature import OutputSpec, Signature, TensorSpec
-from compress.graph.library_cache import patched_attribute
-from compress.graph.torch_export import export_program
 from compress.export.genai.fused_operators import fuse_operators_
 from compress.export.onnx.lowering import lower
 from compress.export.onnx.passes.rms_norm import use_fused_rms_norms_
+from compress.graph.library_cache import patched_attribute
+from compress.graph.torch_export import export_program
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

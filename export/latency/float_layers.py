@@ -17,8 +17,8 @@ from compress.export.onnx.passes.float_layers import separate_float_layers_
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from compress.profiling.interaction_sum import Choice
     from compress.export.latency.resizing import ResizableModel
+    from compress.profiling.interaction_sum import Choice
 
     Array = np.ndarray[Any, Any]
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from compress.common.config import Settings
 from compress.common.sealed_json import read_state, write_state
 from compress.common.strict_json import canonical_json
-from compress.profiling.benchmark import MeasuredShare
 from compress.export.latency.kernels import AT_ONCE, measure_kernels
 from compress.export.onnx.session import onnxruntime
+from compress.profiling.benchmark import MeasuredShare
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

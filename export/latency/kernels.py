@@ -16,11 +16,11 @@ import onnx
 from onnx.helper import make_graph, make_model, make_tensor_value_info, np_dtype_to_tensor_dtype
 
 from compress.common.errors import StageFailed, first_line
-from compress.profiling.benchmark import unmeasurable
-from compress.profiling.call_timer import CallTimer
 from compress.export.onnx.graph import inputs_of
 from compress.export.onnx.proto_io import read
 from compress.export.onnx.session import exact_session, onnxruntime, session_options
+from compress.profiling.benchmark import unmeasurable
+from compress.profiling.call_timer import CallTimer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

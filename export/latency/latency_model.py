@@ -10,8 +10,8 @@ from scipy.optimize import nnls
 
 from compress.common.config import Settings
 from compress.common.errors import StageFailed
-from compress.profiling.benchmark import compare_latencies, unmeasurable
 from compress.export.onnx.session import opened_session
+from compress.profiling.benchmark import compare_latencies, unmeasurable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

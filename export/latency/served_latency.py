@@ -12,14 +12,14 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal
 
 from compress.common.errors import StageFailed
-from compress.profiling.benchmark import MeasuredShare, compare_latency, unmeasurable
-from compress.profiling.interaction_sum import InteractionSum
 from compress.export.latency.kernel_table import KernelTable
 from compress.export.latency.kernels import kernels_of
 from compress.export.latency.latency_model import LatencyModel
 from compress.export.latency.resizing import MOST_EXPORTS, ResizableModel
 from compress.export.latency.served_files import graph_to_serve, open_as_served, write_alone
 from compress.export.latency.width_costs import WidthCosts, measure_grid, spread_widths
+from compress.profiling.benchmark import MeasuredShare, compare_latency, unmeasurable
+from compress.profiling.interaction_sum import InteractionSum
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from compress.artifacts.eager_model import EagerModel
     from compress.core.context import Context
     from compress.core.stage import Stage
-    from compress.profiling.benchmark import Opener
     from compress.export.latency.kernels import Arrays
+    from compress.profiling.benchmark import Opener
 
     Widths = Mapping[str, int]
     Grid = Mapping[str, Sequence[int]]

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from compress.profiling.interaction_sum import InteractionSum
 from compress.export.latency.kernels import kernels_of
 from compress.export.latency.latency_model import KernelCost
 from compress.export.onnx.proto_io import write
+from compress.profiling.interaction_sum import InteractionSum
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
     import onnx
 
-    from compress.profiling.interaction_sum import Choice, Value
     from compress.export.latency.kernel_table import KernelTable
     from compress.export.latency.kernels import Arrays
+    from compress.profiling.interaction_sum import Choice, Value
 
     Grid = Mapping[str, Sequence[Value]]
     Values = np.ndarray[tuple[int], np.dtype[np.float64]]

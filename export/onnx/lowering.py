@@ -11,9 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from compress.common.errors import StageFailed, first_line
-from compress.graph.axis_bounds import dynamic_shapes
-from compress.graph.library_cache import cached_composite_ops
-from compress.graph.rnn import any_sequence_length
 from compress.export.common.targets import NO_UINT16_IN_OPSET, UINT16_OPSET
 from compress.export.onnx.metadata import INPUT, OUTPUT, rename_values_
 from compress.export.onnx.passes.attention import TRANSLATIONS as ATTENTION
@@ -35,6 +32,9 @@ from compress.export.onnx.passes.stored_integers import (
 )
 from compress.export.onnx.proto_io import to_proto
 from compress.export.onnx.torch_registry import cached_registry, numbers_for_tensors
+from compress.graph.axis_bounds import dynamic_shapes
+from compress.graph.library_cache import cached_composite_ops
+from compress.graph.rnn import any_sequence_length
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

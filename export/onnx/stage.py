@@ -193,10 +193,10 @@ class ExportOnnx(ComparesStoredFile, Stage[EagerModel | GraphModel, OnnxModel]):
         self, model: EagerModel | GraphModel, file: Path, facts: dict[str, Any]
     ) -> Translation:
         """Translate and write a model, and free its memory; what is found is added to the facts."""
-        from compress.profiling.rss import release_memory
         from compress.export.onnx.graph import count_operators, strip_
         from compress.export.onnx.metadata import add_metadata_
         from compress.export.onnx.proto_io import write, write_mapped
+        from compress.profiling.rss import release_memory
 
         graph, translation = self.translated(model)
         strip_(graph)

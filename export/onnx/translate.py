@@ -16,11 +16,11 @@ import torch
 from compress.artifacts.graph_model import GraphModel, program_of
 from compress.common.errors import StageFailed
 from compress.common.forward import plain_attention
-from compress.graph.axis_bounds import input_limit_facts
-from compress.graph.torch_export import with_flat_outputs
 from compress.export.common.targets import NO_BFLOAT16
 from compress.export.onnx.lowering import innermost_reason, lower
 from compress.export.onnx.passes.float_layers import has_weights_of
+from compress.graph.axis_bounds import input_limit_facts
+from compress.graph.torch_export import with_flat_outputs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

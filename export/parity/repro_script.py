@@ -11,8 +11,8 @@ import torch
 
 from compress.common.errors import StageFailed
 from compress.common.tensor_difference import largest, relative_error
-from compress.graph.torch_export import save_program
 from compress.export.parity.subgraph import retrace
+from compress.graph.torch_export import save_program
 
 if TYPE_CHECKING:
     from pathlib import Path

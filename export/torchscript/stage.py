@@ -69,8 +69,8 @@ class TorchScriptModel(Artifact):
 
     def macs(self) -> int:
         """Count multiply-accumulates for one sample."""
-        from compress.graph.flops import count_macs
         from compress.export.torchscript.file_io import load
+        from compress.graph.flops import count_macs
 
         recorded = self._recorded_count("macs")
         return recorded or count_macs(load(self.payload_path), self.signature.example(batch=1))

@@ -24,9 +24,9 @@ def run_in_browser(model: Artifact, batches: Sequence[tuple[torch.Tensor, ...]])
         Unavailable: Chromium or onnxruntime-web is missing.
         StageFailed: the file does not run there.
     """
-    from compress.profiling.benchmark import MEASURED_SECONDS
     from compress.export.web.browser import REPORT, run_page
     from compress.export.web.page import web_page
+    from compress.profiling.benchmark import MEASURED_SECONDS
 
     sizes = {len(batches[0][0]): batches}
     page = web_page(model.path.name, model, sizes, seconds=MEASURED_SECONDS, report=REPORT)

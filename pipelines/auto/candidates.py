@@ -16,9 +16,9 @@ from compress.pipelines.config.auto_settings import Format, Runtime
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from compress.pruning.finetune import Finetune
     from compress.pipelines.config.auto_settings import AutoSettings
     from compress.pipelines.config.pipeline import PipelineConfig
+    from compress.pruning.finetune import Finetune
 
 QUANTIZING: dict[Format, dict[str, Any]] = {
     # Smoothed, as transformers lose several points otherwise; networks without linear layers of

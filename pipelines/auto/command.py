@@ -89,11 +89,11 @@ def measure_tables(pipeline: PipelineConfig, settings: AutoSettings, out: Path) 
         StageFailed: the model cannot be traced or exported, or the machine is too busy.
         Unavailable: a runtime is not installed.
     """
-    from compress.pruning.width_harms import WidthSpace
     from compress.pipelines.auto.cost_models.tables import LatencyTables, ModelTable
     from compress.pipelines.auto.judge import Judge
     from compress.pipelines.auto.search import Search
     from compress.pipelines.auto.strategy.depths import Depth
+    from compress.pruning.width_harms import WidthSpace
 
     if settings.space.widths is None:
         raise PipelineInvalid("--tables-only: auto.space.widths is null, so nothing depends on it")

@@ -16,8 +16,6 @@ from compress.common.errors import PipelineInvalid, StageFailed, Unavailable
 from compress.common.forward import split_batches
 from compress.core.stage import members_of
 from compress.core.val_halves import HalfOfVal, halves_of_val
-from compress.profiling.benchmark import compare_latency, unmeasurable
-from compress.pruning.depth.output_error import OutputErrorMeter
 from compress.export.fastest.runtimes import RUNTIMES
 from compress.pipelines.api import Pipeline
 from compress.pipelines.auto.candidates import (
@@ -30,6 +28,8 @@ from compress.pipelines.auto.candidates import (
 from compress.pipelines.planning.planner import build_plan
 from compress.pipelines.runner.inputs import measuring_context
 from compress.pipelines.system.machine_info import machine
+from compress.profiling.benchmark import compare_latency, unmeasurable
+from compress.pruning.depth.output_error import OutputErrorMeter
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,13 +39,13 @@ if TYPE_CHECKING:
 
     from compress.common.forward import Predictor
     from compress.core.context import Context
-    from compress.profiling.benchmark import Comparison, Opener
     from compress.pipelines.auto.cost_models.tables import LatencyTables
     from compress.pipelines.config.auto_settings import AutoSettings
     from compress.pipelines.config.pipeline import PipelineConfig
     from compress.pipelines.config.run_options import RunOptions
     from compress.pipelines.results.measurements import Measurements
     from compress.pipelines.results.schema import Report
+    from compress.profiling.benchmark import Comparison, Opener
 
 CANDIDATES, STORE = "candidates", ".store"
 """In the results' folder: runs of all candidates, and the stages' results that they share."""

@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from compress.common.errors import StageFailed
-from compress.profiling.peak_memory import measurement_process
-from compress.pruning.allocation.solver import Limit
 from compress.export.latency.kernel_table import TABLES, KernelTable
 from compress.pipelines.auto import search_events
 from compress.pipelines.auto.candidates import Candidate, CheckedModel, rungs
@@ -35,6 +33,8 @@ from compress.pipelines.auto.strategy.recovery import Recovery, Solution
 from compress.pipelines.config.auto_settings import LatencyLimit
 from compress.pipelines.runner.events import RunEvent, event_listener
 from compress.pipelines.system.machine_info import machine
+from compress.profiling.peak_memory import measurement_process
+from compress.pruning.allocation.solver import Limit
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
 from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
 
 from compress.common.config import Count, Positive, Settings
+from compress.pipelines.config.registry import AnyStage
 from compress.pruning.finetune import AnyFinetune
 from compress.pruning.importance.criteria import Criterion
-from compress.pipelines.config.registry import AnyStage
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

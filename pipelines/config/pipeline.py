@@ -24,7 +24,11 @@ from compress.core.task import TaskName
 from compress.core.validation_errors import dotted, explain
 from compress.data.loader_config import Loading
 from compress.pipelines.config.auto_settings import AutoSettings
-from compress.pipelines.config.matrix import allow_matrix_, expand_matrices, refuse_duplicate_branches
+from compress.pipelines.config.matrix import (
+    allow_matrix_,
+    expand_matrices,
+    refuse_duplicate_branches,
+)
 from compress.pipelines.config.model_spec import ModelSpec
 from compress.pipelines.config.registry import AnyStage, stages
 from compress.pipelines.config.yaml_source import Source, read

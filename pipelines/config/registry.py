@@ -12,17 +12,6 @@ from pydantic import Field
 from compress.common.errors import Unavailable
 from compress.common.requirements import load_entry_point
 from compress.distillation.stage import Distill
-from compress.pruning.blocks_stage import PruneLayers
-from compress.pruning.channels_stage import PruneChannels
-from compress.pruning.unstructured_stage import PruneWeights
-from compress.quantization.stages.dynamic import QuantizeDynamic
-from compress.quantization.stages.half_precision import ConvertPrecision
-from compress.quantization.stages.mixed_precision import QuantizeMixed
-from compress.quantization.stages.qat import QuantizeAwareTraining
-from compress.quantization.stages.rotation import RotateWeights
-from compress.quantization.stages.static import QuantizeStatic
-from compress.quantization.stages.weight_only import QuantizeWeights
-from compress.training.stage import Train
 from compress.export.aotinductor.stage import ExportAot
 from compress.export.compressed_tensors.stage import ExportCompressedTensors
 from compress.export.executorch.stage import ExportExecuTorch
@@ -34,9 +23,20 @@ from compress.export.onnx.stage import ExportOnnx
 from compress.export.openvino.stage import ExportOpenVINO
 from compress.export.tensorrt.stage import ExportTensorRT
 from compress.export.torchscript.stage import ExportTorchScript
+from compress.pruning.blocks_stage import PruneLayers
+from compress.pruning.channels_stage import PruneChannels
+from compress.pruning.unstructured_stage import PruneWeights
+from compress.quantization.stages.dynamic import QuantizeDynamic
+from compress.quantization.stages.half_precision import ConvertPrecision
+from compress.quantization.stages.mixed_precision import QuantizeMixed
+from compress.quantization.stages.qat import QuantizeAwareTraining
+from compress.quantization.stages.rotation import RotateWeights
+from compress.quantization.stages.static import QuantizeStatic
+from compress.quantization.stages.weight_only import QuantizeWeights
 from compress.serve.repository.kserve import PackageKServe
 from compress.serve.repository.triton import PackageTriton
 from compress.serve.torchserve.stage import PackageTorchServe
+from compress.training.stage import Train
 
 if TYPE_CHECKING:
     from compress.core.stage import Stage

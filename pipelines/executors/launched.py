@@ -12,6 +12,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from compress.common.errors import CompressError, PipelineInvalid, StageFailed
+from compress.pipelines.executors.node_environment import RunEnvironment
+from compress.pipelines.system import signals
 from compress.training.config.parallel import Parallel
 from compress.training.launch.rank_group import (
     SECONDS_TO_MEET,
@@ -19,8 +21,6 @@ from compress.training.launch.rank_group import (
     joined_group,
     launched_environment,
 )
-from compress.pipelines.executors.node_environment import RunEnvironment
-from compress.pipelines.system import signals
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

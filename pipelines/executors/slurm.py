@@ -9,9 +9,9 @@ from pydantic import Field
 
 from compress.common.config import Count, Settings
 from compress.common.errors import PipelineInvalid
-from compress.training.config.parallel import Parallel
 from compress.pipelines.config.pipeline import PipelineConfig
 from compress.pipelines.system.templates import render_template
+from compress.training.config.parallel import Parallel
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

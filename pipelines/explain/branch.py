@@ -9,12 +9,12 @@ from compress.common.atomic_files import temporary_folder
 from compress.common.errors import CompressError
 from compress.core.diagnosis.cause import RefusedStage, Repair
 from compress.core.gate_kinds.baselines import baseline_name, nearest_float_model
-from compress.training.config.training import Training
 from compress.export.diagnosis.layer_names import as_onnx
 from compress.export.onnx.stage import ExportOnnx
 from compress.pipelines.explain.registry import causes_of
 from compress.pipelines.explain.tested_causes import check_cause
 from compress.pipelines.system.jsonl_log import log_event
+from compress.training.config.training import Training
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -16,7 +16,6 @@ from compress.core.diagnosis.cause import (
     Repair,
 )
 from compress.core.gate_kinds.baselines import baseline_for
-from compress.profiling.benchmark import unmeasurable
 from compress.export.diagnosis.macs import MacsDiagnosis
 from compress.export.diagnosis.parity import ParityDiagnosis
 from compress.export.diagnosis.sizes import SizeDiagnosis, sizes_by_module
@@ -26,13 +25,14 @@ from compress.export.onnx.stage import ExportOnnx
 from compress.pipelines.explain.branch import RefusedBranch
 from compress.pipelines.explain.tested_causes import Explained, check_cause
 from compress.pipelines.results.explanation import FLOAT_MACS, Explanation, ModuleCost
+from compress.profiling.benchmark import unmeasurable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from compress.profiling.benchmark import Comparison
     from compress.export.diagnosis.sizes import Unit
     from compress.pipelines.explain.finished_run import FinishedRun, JudgedStage
+    from compress.profiling.benchmark import Comparison
 
     Found = tuple[dict[str, Any], tuple[Repair, ...]]
     """What an explanation has besides the verdict, and the repairs."""

@@ -11,7 +11,6 @@ from compress.core.loss import Loss
 from compress.core.metrics import Metric, default_metric
 from compress.core.stage import members_of
 from compress.core.validation_errors import did_you_mean
-from compress.quantization.stages.base import QuantizationStage
 from compress.export.onnx.stage import OnnxModel
 from compress.export.torchscript.stage import TorchScriptModel
 from compress.pipelines.config.model_spec import SOURCE, HuggingFaceModel
@@ -26,6 +25,7 @@ from compress.pipelines.planning.requirement_checks import (
     fit_to_task,
 )
 from compress.pipelines.planning.task_inference import task_of
+from compress.quantization.stages.base import QuantizationStage
 
 if TYPE_CHECKING:
     from compress.artifacts.artifact import Artifact

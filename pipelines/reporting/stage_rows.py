@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from compress.common.errors import CompressError
 from compress.core.metrics import FRACTIONS, Metric
-from compress.quantization.numeric_debug.fidelity_report import Fidelity, LabelParity
 from compress.pipelines.config.model_spec import SOURCE
 from compress.pipelines.reporting.svg_plots import Plot, Point, pareto_indices, scatter_plot
 from compress.pipelines.results.measurement_warnings import FIDELITY
 from compress.pipelines.results.schema import readable_bytes
 from compress.pipelines.results.stage_reports import FailureReport, SkippedReport
+from compress.quantization.numeric_debug.fidelity_report import Fidelity, LabelParity
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -8,9 +8,9 @@ from pydantic import Field, JsonValue
 
 from compress.common.config import Settings
 from compress.core.verdict import Verdict
-from compress.profiling.operator_table import OperatorTable
 from compress.pipelines.results.measurements import Measurements
 from compress.pipelines.system.signals import INTERRUPTED
+from compress.profiling.operator_table import OperatorTable
 
 if TYPE_CHECKING:
     from compress.artifacts.artifact import Artifact

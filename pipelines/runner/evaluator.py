@@ -15,14 +15,14 @@ from compress.common.errors import StageFailed
 from compress.core.evaluation import evaluate_gates
 from compress.core.gate_kinds.baselines import baseline_name
 from compress.core.metric_kinds.score import Score
-from compress.profiling.batch_dependence import BatchDependence
-from compress.profiling.operator_table import read_operator_tables
 from compress.pipelines.planning.unjudged_losses import reads_all_outputs
 from compress.pipelines.results.measurements import Measurements
 from compress.pipelines.results.stage_reports import ArtifactReport, StageReport
 from compress.pipelines.runner.events import gate_event
 from compress.pipelines.store.local import publish
 from compress.pipelines.system.error_context import name_stage_in_errors
+from compress.profiling.batch_dependence import BatchDependence
+from compress.profiling.operator_table import read_operator_tables
 from compress.serve.http.loaded_model import SERVED_KINDS
 from compress.serve.packaging.request_forms import forms_of
 from compress.serve.packaging.val_preparation import Preparation, compare_preparation

@@ -11,7 +11,6 @@ from compress.common.errors import CompressError, GateRefused
 from compress.common.process import import_modules, within_quota
 from compress.core.progress import silent
 from compress.core.stage import members_of
-from compress.profiling.peak_memory import fork_worker, measurement_process
 from compress.pipelines.config.model_spec import SOURCE
 from compress.pipelines.config.run_options import RunOptions
 from compress.pipelines.executors.factory import check_engine, engine_for
@@ -34,6 +33,7 @@ from compress.pipelines.system.error_context import readable_disk_errors
 from compress.pipelines.system.jsonl_log import LOG, LogFile, log_event, log_handler
 from compress.pipelines.system.signals import INTERRUPTED
 from compress.pipelines.system.temp_files import temporary_files
+from compress.profiling.peak_memory import fork_worker, measurement_process
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from compress.core.progress import Progress
     from compress.data.fingerprint import Contents
     from compress.data.splits import Splits
-    from compress.profiling.batch_dependence import BatchDependence
-    from compress.profiling.benchmark import Comparison
     from compress.pipelines.config.pipeline import PipelineConfig
     from compress.pipelines.planning.plan import Plan, PlannedStage
     from compress.pipelines.results.measurements import Measurements
@@ -41,6 +39,8 @@ if TYPE_CHECKING:
     from compress.pipelines.runner.events import EventListener
     from compress.pipelines.store.entry import Entry
     from compress.pipelines.store.local import Store
+    from compress.profiling.batch_dependence import BatchDependence
+    from compress.profiling.benchmark import Comparison
 
 
 @dataclass(frozen=True)

@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from compress.distillation.stage import Distill
+from compress.export.fastest.stage import ExportFastest
+from compress.export.onnx.stage import ExportOnnx
+from compress.export.openvino.stage import ExportOpenVINO
+from compress.pipelines.config.model_spec import SOURCE
+from compress.pipelines.system.machine_info import machine
 from compress.pruning.channels_stage import PruneChannels
 from compress.pruning.unstructured_stage import PruneWeights
 from compress.quantization.stages.dynamic import QuantizeDynamic
 from compress.quantization.stages.static import QuantizeStatic
 from compress.quantization.stages.weight_only import QuantizeWeights
 from compress.training.stage import Train
-from compress.export.fastest.stage import ExportFastest
-from compress.export.onnx.stage import ExportOnnx
-from compress.export.openvino.stage import ExportOpenVINO
-from compress.pipelines.config.model_spec import SOURCE
-from compress.pipelines.system.machine_info import machine
 
 if TYPE_CHECKING:
     from typing import Literal

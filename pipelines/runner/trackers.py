@@ -6,16 +6,16 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from compress.common.errors import first_line
-from compress.training.loop.loggers import STEP, open_logger
 from compress.pipelines.system.jsonl_log import log_handler
+from compress.training.loop.loggers import STEP, open_logger
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from contextlib import AbstractContextManager
     from pathlib import Path
 
-    from compress.training.loop.loggers import ExperimentLogger
     from compress.pipelines.config.pipeline import Tracker
+    from compress.training.loop.loggers import ExperimentLogger
 
 REPORT = "report.html"
 

@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING, Any
 from compress.profiling.probe_rows import seeded_rows
 from compress.serve.http.base_app import CLIENT_CLOSED, SMALL_BYTES, SharedState
 from compress.serve.http.helper_process import HelperProcess
-from compress.serve.http.request_decoder import RequestDecoder, content_type_of, memory_needed, with_readers
+from compress.serve.http.request_decoder import (
+    RequestDecoder,
+    content_type_of,
+    memory_needed,
+    with_readers,
+)
 from compress.serve.http.responses import HttpError, Response, error_response, response_of
 from compress.serve.worker import wire
 from compress.serve.worker.http_errors import inference_error, output_fault

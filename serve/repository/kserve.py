@@ -14,7 +14,12 @@ from compress.common.errors import ArtifactInvalid
 from compress.common.forward import opened_model
 from compress.core.gates import AnyGate, LabelAgreement, Parity
 from compress.core.stage import Stage
-from compress.serve.repository.triton import TritonRepository, inherited_facts, open_predictor, unchecked_ids
+from compress.serve.repository.triton import (
+    TritonRepository,
+    inherited_facts,
+    open_predictor,
+    unchecked_ids,
+)
 from compress.serve.repository.triton_config import refuse_foreign_entries
 
 if TYPE_CHECKING:

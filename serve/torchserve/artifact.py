@@ -10,7 +10,12 @@ from compress.common.atomic_files import sha256_of
 from compress.common.errors import ArtifactInvalid
 from compress.common.forward import OpenedModel, opened_model
 from compress.serve.packaging.preprocessing import TOKENIZER
-from compress.serve.packaging.provenance import PROVENANCE, Provenance, digest_of, refuse_broken_chain
+from compress.serve.packaging.provenance import (
+    PROVENANCE,
+    Provenance,
+    digest_of,
+    refuse_broken_chain,
+)
 from compress.serve.torchserve.handler_bundle import handler_text
 from compress.serve.torchserve.mar_file import (
     CONFIG,

@@ -23,11 +23,23 @@ from compress.export.openvino.stage import OpenVINOModel
 from compress.export.torchscript.stage import TorchScriptModel
 from compress.serve.packaging.model_card import MODEL_CARD, model_card
 from compress.serve.packaging.preprocessing import TOKENIZER, ImageInput, TextInput
-from compress.serve.packaging.provenance import PROVENANCE, Packaged, Provenance, digest_of, digests_of
+from compress.serve.packaging.provenance import (
+    PROVENANCE,
+    Packaged,
+    Provenance,
+    digest_of,
+    digests_of,
+)
 from compress.serve.packaging.request_forms import RequestForms, class_settings, forms_of
 from compress.serve.torchserve.artifact import PROBE, TorchServeArchive
 from compress.serve.torchserve.handler_bundle import handler_text
-from compress.serve.torchserve.mar_file import CONFIG, HANDLER, MAR_MANIFEST, mar_manifest, write_mar
+from compress.serve.torchserve.mar_file import (
+    CONFIG,
+    HANDLER,
+    MAR_MANIFEST,
+    mar_manifest,
+    write_mar,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -30,7 +30,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from compress.serve.worker.http_errors import NOT_ACCEPTABLE, UNKNOWN_FORM, UNREADABLE, describe_error
+from compress.serve.worker.http_errors import (
+    NOT_ACCEPTABLE,
+    UNKNOWN_FORM,
+    UNREADABLE,
+    describe_error,
+)
 from compress.serve.worker.oip import (
     HEADER_LENGTH,
     fast_json,
@@ -39,7 +44,12 @@ from compress.serve.worker.oip import (
     split_body,
     to_protocol,
 )
-from compress.serve.worker.tensors import dtype_name, in_signature_order, to_exact_array, top_classes
+from compress.serve.worker.tensors import (
+    dtype_name,
+    in_signature_order,
+    to_exact_array,
+    top_classes,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

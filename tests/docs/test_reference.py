@@ -11,8 +11,8 @@ import yaml
 
 from compress.core.gates import AnyGate
 from compress.core.stage import Stage
-from compress.training.config.training import Training
 from compress.pipelines.config.registry import OURS, stage_type, stages
+from compress.training.config.training import Training
 
 ROOT = Path(__file__).parents[2]
 

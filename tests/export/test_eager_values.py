@@ -20,12 +20,12 @@ from compress.common.forward import plain_attention, run_in_eval
 from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
 from compress.core.stage import Stage
-from compress.quantization.stages.dynamic import QuantizeDynamic
-from compress.quantization.stages.static import QuantizeStatic
 from compress.export.exported_program import ExportProgram
 from compress.export.onnx.stage import ExportOnnx
 from compress.export.openvino.stage import ExportOpenVINO
 from compress.export.torchscript.stage import ExportTorchScript
+from compress.quantization.stages.dynamic import QuantizeDynamic
+from compress.quantization.stages.static import QuantizeStatic
 from tests.export.builders import samples
 
 ROWS, LENGTH, WIDTH = 14, 6, 8

@@ -9,9 +9,9 @@ from compress.artifacts.graph_model import GraphModel
 from compress.common.errors import StageFailed
 from compress.core.context import Context
 from compress.core.gates import Parity
-from compress.graph.torch_export import export_program
 from compress.export.exported_program import ExportProgram
 from compress.export.torchscript.stage import ExportTorchScript
+from compress.graph.torch_export import export_program
 from tests.export.builders import HERE, ROWS, network
 
 

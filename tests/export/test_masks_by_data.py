@@ -14,10 +14,10 @@ from compress.common.signature import Signature, TensorSpec
 from compress.core.gates import LabelAgreement, MinCosine, MinEqualTokens, Parity
 from compress.data.infer_signature import inputs_of, with_values_seen
 from compress.data.splits import Splits
-from compress.profiling.probe_rows import extreme_rows, seeded_rows
-from compress.quantization.stages.static import QuantizeStatic
 from compress.export import ExportOnnx
 from compress.export.parity.adversarial_inputs import adversarial_inputs
+from compress.profiling.probe_rows import extreme_rows, seeded_rows
+from compress.quantization.stages.static import QuantizeStatic
 from compress.serve.http.loaded_model import warm_up
 
 LENGTH, WORDS = 6, 20

@@ -16,9 +16,9 @@ from compress.common.errors import ArtifactInvalid
 from compress.core.context import Context
 from compress.core.gates import LabelAgreement, Parity
 from compress.data.splits import Splits
-from compress.quantization.stages.static import QuantizeStatic
 from compress.export.onnx.stage import ExportOnnx, OnnxModel
 from compress.export.torchscript.stage import ExportTorchScript
+from compress.quantization.stages.static import QuantizeStatic
 from tests.export.builders import DIGITS, EXACT_BITS, IMAGE
 from tests.forging import forge
 

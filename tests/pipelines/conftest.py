@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from compress.profiling import quantiles
-from compress.profiling.benchmark import compare_latency
 from compress.pipelines import Pipeline
 from compress.pipelines.results.measurements import SpeedupReport
 from compress.pipelines.results.schema import Report
+from compress.profiling import quantiles
+from compress.profiling.benchmark import compare_latency
 
 DEADLINE = 120
 """Seconds for a server to begin, however busy the machine is."""

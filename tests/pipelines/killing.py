@@ -262,9 +262,9 @@ def _keep_what_is_imported() -> None:
 
 def _leave_the_server_out() -> None:
     """Answer with the packed model itself, and measure briefly: figures are not compared."""
+    from compress.pipelines.results import measurement_warnings
     from compress.profiling import benchmark, peak_memory, quantiles
     from compress.profiling.call_timer import CallTimer
-    from compress.pipelines.results import measurement_warnings
     from compress.serve.torchserve.artifact import TorchServeArchive
 
     def inner(self: TorchServeArchive, device: str = "cpu", threads: int = 1):

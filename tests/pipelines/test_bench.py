@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from compress import cli
 import compress
+from compress import cli
 from compress.common.errors import PipelineInvalid
 from compress.common.requirements import COMPILER, Requirement
-from compress.profiling import quantiles
-from compress.profiling.quantiles import Interval
 from compress.pipelines.reporting.bench_page import bench_page, cells_of
 from compress.pipelines.results.bench import Bench
+from compress.profiling import quantiles
+from compress.profiling.quantiles import Interval
 
 X = torch.zeros(2, 4)
 BRIEF = {"example_inputs": X, "seconds": 0.001}

@@ -7,14 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from compress import cli
-from compress import QuantizeStatic, QuantizeWeights, RotateWeights
+from compress import QuantizeStatic, QuantizeWeights, RotateWeights, cli
 from compress.artifacts.artifact import Artifact
 from compress.common.tensor_difference import relative_error
 from compress.core.context import Context
-from compress.profiling.peak_memory import peak_memory
 from compress.export import ExportOnnx
 from compress.pipelines.results.schema import Report
+from compress.profiling.peak_memory import peak_memory
 from tests.conftest import DIGITS
 from tests.export.builders import IMAGE, images, network, samples
 from tests.export.tiny_decoder import context_for, decoder

@@ -9,8 +9,8 @@ from benchmarks.attack import cases_memory as cases
 from compress.artifacts import hf_folder
 from compress.common.errors import ArtifactInvalid
 from compress.common.foreign import child_process
-from compress.profiling.rss import memory_kib, reset_peak
 from compress.pipelines.commands.check import check_pipeline
+from compress.profiling.rss import memory_kib, reset_peak
 
 QUICK = {
     *("pt_bytearray", "pt_shared_parts", "pt_contains_itself", "dcp_memo_index", "dcp_chunk"),

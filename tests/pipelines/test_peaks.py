@@ -6,14 +6,14 @@ import pytest
 
 from compress.common.errors import GateRefused
 from compress.common.sealed_json import dump_sealed, load_sealed
-from compress.profiling import peak_memory
-from compress.profiling.rss import PROCESS
 from compress.pipelines.reporting.html import render
 from compress.pipelines.reporting.terminal_table import stage_table, wide_console
 from compress.pipelines.results.comparison import compare
 from compress.pipelines.results.schema import Report
 from compress.pipelines.runner.trackers import stage_figures
 from compress.pipelines.store.entry import ANSWERS
+from compress.profiling import peak_memory
+from compress.profiling.rss import PROCESS
 from tests.forging import forge_report
 
 pytestmark = pytest.mark.skipif(

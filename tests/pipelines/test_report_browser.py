@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from compress.common.errors import CompressError
-from compress.pruning.sensitivity_analysis import FamilySensitivity, Point, Sensitivity
 from compress.pipelines.commands.analysis.sensitivity import write_page
 from compress.pipelines.reporting.html import render
 from compress.pipelines.reporting.stage_rows import build_rows
 from compress.pipelines.reporting.verification_page import render_proof
 from compress.pipelines.results.schema import Report
+from compress.pruning.sensitivity_analysis import FamilySensitivity, Point, Sensitivity
 from compress.serve.torchserve.answer_check import Proof, Replay
 
 BROWSER = next(

@@ -15,7 +15,12 @@ from compress.common.errors import CompressError, PipelineInvalid, Unavailable
 from compress.common.requirements import Requirement
 from compress.pipelines import Pipeline
 from compress.pipelines.planning.planner import build_plan
-from compress.pipelines.runner.inputs import check_model, import_source, resolve_inputs, source_parts
+from compress.pipelines.runner.inputs import (
+    check_model,
+    import_source,
+    resolve_inputs,
+    source_parts,
+)
 
 NETS = """
 import torch

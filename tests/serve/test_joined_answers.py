@@ -21,8 +21,8 @@ from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.context import Context
 from compress.core.gates import LabelAgreement
 from compress.data.splits import Splits
-from compress.quantization.stages.dynamic import QuantizeDynamic
 from compress.export.onnx.stage import ExportOnnx, OnnxModel
+from compress.quantization.stages.dynamic import QuantizeDynamic
 from compress.serve import serve_command
 from compress.serve.http.dynamic_batcher import Batcher
 from compress.serve.http.loaded_model import ServedModel, open_model

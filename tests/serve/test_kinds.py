@@ -22,11 +22,11 @@ from compress.common.errors import StageFailed
 from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.context import Context
 from compress.data.splits import Splits
-from compress.quantization.stages.static import QuantizeStatic
 from compress.export.aotinductor.stage import AotModel, ExportAot
 from compress.export.onnx.stage import ExportOnnx, OnnxModel
 from compress.export.openvino.stage import ExportOpenVINO
 from compress.export.torchscript.stage import ExportTorchScript
+from compress.quantization.stages.static import QuantizeStatic
 from compress.serve.http.loaded_model import open_model
 from compress.serve.packaging.preprocessing import TextInput
 from compress.serve.packaging.provenance import Provenance, digests_of

@@ -20,9 +20,9 @@ import torch
 from typer.testing import CliRunner
 
 from benchmarks.attack import cases_memory as cases
-from compress.cli import app
 from compress.artifacts.artifact import Artifact, new_folder
 from compress.artifacts.eager_model import EagerModel
+from compress.cli import app
 from compress.common.errors import ArtifactInvalid, PipelineInvalid, StageFailed
 from compress.common.foreign import child_process
 from compress.common.signature import OutputSpec, Signature

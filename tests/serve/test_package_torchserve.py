@@ -339,7 +339,8 @@ def test_foreign_code_is_not_run_however_consistent_its_hashes(
         return {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
 
     monkeypatch.setattr(
-        "compress.serve.torchserve.process.TorchServe.__enter__", lambda server: pytest.fail("started")
+        "compress.serve.torchserve.process.TorchServe.__enter__",
+        lambda server: pytest.fail("started"),
     )
     members = read_mar(archive.payload_path)
     provenance = load_sealed(members["provenance.json"])
@@ -370,7 +371,8 @@ def test_verifying_replays_the_probe_in_a_fresh_process(
     archive: TorchServeArchive, fresh_process: Callable[[str], str]
 ) -> None:
     code = (
-        f"from compress.serve.verify import verify; print(*verify({str(archive.path)!r}).proven, sep='\\n')"
+        "from compress.serve.verify import verify\n"
+        f"print(*verify({str(archive.path)!r}).proven, sep='\\n')"
     )
     lines = fresh_process(code).splitlines()
     assert lines[0] == f"torchserve artifact, digest {archive.digest}"

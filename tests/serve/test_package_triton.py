@@ -18,11 +18,11 @@ from compress.common.errors import ArtifactInvalid, StageFailed
 from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.context import Context
 from compress.data.splits import Splits
-from compress.profiling.batch_dependence import numpy_call
 from compress.export.aotinductor.stage import AotModel, ExportAot
 from compress.export.onnx.stage import ExportOnnx, OnnxModel
 from compress.export.openvino.stage import ExportOpenVINO
 from compress.export.torchscript.stage import ExportTorchScript
+from compress.profiling.batch_dependence import numpy_call
 from compress.serve.packaging.model_interface import Interface, Tensor, infer_interface
 from compress.serve.repository.kserve import PackageKServe
 from compress.serve.repository.triton import (

@@ -35,7 +35,13 @@ from compress.serve.packaging.preprocessing import ImageInput
 from compress.serve.packaging.provenance import digest_of
 from compress.serve.torchserve.artifact import TorchServeArchive
 from compress.serve.torchserve.mar_file import read_mar, write_mar
-from compress.serve.torchserve.process import TorchServe, free_ports, has_ended, kill_group, log_tail
+from compress.serve.torchserve.process import (
+    TorchServe,
+    free_ports,
+    has_ended,
+    kill_group,
+    log_tail,
+)
 from compress.serve.torchserve.stage import PackageTorchServe
 from compress.serve.worker.wire import NPZ, from_npz, to_npz
 from tests.pipelines.conftest import measured_briefly

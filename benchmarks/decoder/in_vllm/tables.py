@@ -17,12 +17,12 @@ from compress.artifacts.hf_folder import offline_transformers
 from compress.artifacts.libraries.transformers_folder import write_transformers_folder
 from compress.common.tensor_difference import relative_error
 from compress.data.splits import Splits
+from compress.export import ExportCompressedTensors, ExportGenai
+from compress.export.genai.runtime import measure_speed
 from decoder.compression import PROMPT, TOKENS, context_for, made_once, trained
 from decoder.in_vllm.client import vllm
 from decoder.peers import ALIKE, OURS, python_of
 from decoder.text import VOCABULARY, splits
-from compress.export import ExportCompressedTensors, ExportGenai
-from compress.export.genai.runtime import measure_speed
 from tests.export import tiny_decoder
 
 if TYPE_CHECKING:

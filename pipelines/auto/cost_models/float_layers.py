@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Protocol
 from compress.common.errors import StageFailed
 from compress.common.forward import accept_any_batch, split_batches
 from compress.common.sealed_json import read_state, write_state
-from compress.pruning.depth.output_error import OutputErrorMeter
-from compress.quantization.mixed_precision.layer_names import weighted_layers as layers_of_module
 from compress.export.latency.float_layers import (
     FLOAT,
     MixedModel,
@@ -24,6 +22,8 @@ from compress.export.latency.float_layers import (
 from compress.export.onnx.proto_io import read, write
 from compress.export.onnx.session import session_predictor
 from compress.pipelines.auto.candidates import Candidate
+from compress.pruning.depth.output_error import OutputErrorMeter
+from compress.quantization.mixed_precision.layer_names import weighted_layers as layers_of_module
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from compress.core.context import Context
     from compress.core.progress import Progress
     from compress.core.val_halves import HalfOfVal
-    from compress.profiling.interaction_sum import Value
     from compress.export.latency.resizing import ResizableModel
     from compress.export.latency.width_costs import WidthCosts
     from compress.pipelines.auto.candidates import CheckedModel
+    from compress.profiling.interaction_sum import Value
 
 QUANTIZED = "quantized"
 """Value of the decision about a layer that is not put back to float."""

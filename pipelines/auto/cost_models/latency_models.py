@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from compress.common.sealed_json import read_state, write_state
-from compress.profiling.interaction_sum import InteractionSum
-from compress.pruning.width_variants import WidthVariants
 from compress.export.latency.float_layers import FLOAT
 from compress.export.latency.latency_model import LatencyModel
 from compress.export.latency.resizing import MOST_EXPORTS, ResizableModel
@@ -31,6 +29,8 @@ from compress.pipelines.auto.cost_models.float_layers import (
     decision_of,
 )
 from compress.pipelines.config.registry import stages
+from compress.profiling.interaction_sum import InteractionSum
+from compress.pruning.width_variants import WidthVariants
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,11 +39,11 @@ if TYPE_CHECKING:
 
     from compress.artifacts.eager_model import EagerModel
     from compress.core.context import Context
-    from compress.profiling.benchmark import Opener
-    from compress.profiling.interaction_sum import Choice, Value
     from compress.export.latency.kernel_table import KernelTable
     from compress.pipelines.auto.cost_models.float_layers import LayerHarms
     from compress.pipelines.config.auto_settings import AutoSettings, Format, Runtime
+    from compress.profiling.benchmark import Opener
+    from compress.profiling.interaction_sum import Choice, Value
 
     Grid = Mapping[str, Sequence[Value]]
 

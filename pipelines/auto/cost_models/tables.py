@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any, Self
 from compress.common.config import Settings
 from compress.common.errors import ArtifactInvalid, PipelineInvalid
 from compress.common.sealed_json import read_sealed, write_sealed
-from compress.profiling.interaction_sum import InteractionSum
 from compress.pipelines.auto.cost_models.latency_models import FormatModel
 from compress.pipelines.config.auto_settings import Format, Runtime
+from compress.profiling.interaction_sum import InteractionSum
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from compress.profiling.interaction_sum import Value
     from compress.pipelines.auto.candidates import Candidate
     from compress.pipelines.config.auto_settings import AutoSettings
+    from compress.profiling.interaction_sum import Value
 
 FILE = "latency_tables.json"
 """In the results' folder; `latency.json` is what `compress latency` writes there."""

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
-    from compress.pruning.allocation.solver import Programme
     from compress.pipelines.auto.cost_models.latency_models import FormatModel
     from compress.pipelines.config.auto_settings import AutoSettings, Format, Runtime
+    from compress.pruning.allocation.solver import Programme
 
     ModelKey = tuple[Format, Runtime, tuple[str, ...]]
     """Format, runtime and removed blocks."""

@@ -106,13 +106,13 @@ def measure_and_write(
         StageFailed: the stage before `prune_channels` has not run, the model cannot be traced or
             exported, or the machine is too busy to measure it.
     """
-    from compress.pruning.width_variants import WidthVariants
     from compress.export.latency.kernel_table import TABLES, KernelTable
     from compress.export.latency.kernels import kernels_of
     from compress.export.latency.latency_model import KernelCost, LatencyModel, measure_files
     from compress.export.latency.resizing import MOST_EXPORTS, ResizableModel
     from compress.export.latency.served_files import graph_to_serve
     from compress.export.onnx.proto_io import write
+    from compress.pruning.width_variants import WidthVariants
 
     with (
         model_to_prune(pipeline, out, progress) as (source, stage, context),

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from compress.artifacts.artifact import Artifact
     from compress.core.context import Context
     from compress.core.progress import Progress
-    from compress.pruning.channels_stage import PruneChannels
     from compress.pipelines.config.pipeline import PipelineConfig
     from compress.pipelines.planning.plan import PlannedStage
+    from compress.pruning.channels_stage import PruneChannels
 
 
 @contextmanager

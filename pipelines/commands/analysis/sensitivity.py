@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from compress.core.progress import Progress
-    from compress.pruning.sensitivity_analysis import Sensitivity
     from compress.pipelines.config.pipeline import PipelineConfig
+    from compress.pruning.sensitivity_analysis import Sensitivity
 
 PAGE = "sensitivity.html"
 WIDTH, HEIGHT, MARGIN = 880, 420, 56

@@ -7,11 +7,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from compress.cli import app
 from compress import Context, EagerModel, PruneChannels, PruneLayers
 from compress.artifacts.hf_folder import read_folder
 from compress.artifacts.importing import import_module
 from compress.artifacts.libraries.transformers_folder import write_transformers_folder
+from compress.cli import app
 from compress.common.errors import ArtifactInvalid, StageFailed
 from compress.common.signature import Signature, TensorSpec
 

@@ -13,8 +13,8 @@ from compress.core.evaluation import evaluate_gates
 from compress.core.gate_kinds.baselines import BASELINES, baseline_for
 from compress.core.gates import MaxSize, MinSpeedup
 from compress.core.stage import Stage
-from compress.pruning.channels_stage import PruneChannels
 from compress.export.onnx.stage import ExportOnnx
+from compress.pruning.channels_stage import PruneChannels
 
 
 class Trace(Stage[EagerModel, GraphModel]):

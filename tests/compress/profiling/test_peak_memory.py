@@ -24,11 +24,11 @@ from compress.core.context import Context
 from compress.core.gates import MaxMemory
 from compress.core.stage import Stage
 from compress.data.splits import Splits
+from compress.export.onnx.stage import OnnxModel
+from compress.export.torchscript.stage import TorchScriptModel
 from compress.profiling import peak_memory
 from compress.profiling.peak_memory import measurement_process
 from compress.profiling.rss import PROCESS
-from compress.export.onnx.stage import OnnxModel
-from compress.export.torchscript.stage import TorchScriptModel
 
 pytestmark = pytest.mark.skipif(
     not (PROCESS / "clear_refs").exists(), reason="this system reports no peaks"

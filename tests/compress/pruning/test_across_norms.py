@@ -18,11 +18,11 @@ from compress.common.forward import run_in_eval
 from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
 from compress.data.splits import Splits
+from compress.export.onnx.stage import ExportOnnx
 from compress.pruning.allocation.ranking import rank
 from compress.pruning.allocation.ratios import Limits
 from compress.pruning.channels_stage import PruneChannels
 from compress.pruning.dependency.channel_groups import SlicePlan
-from compress.export.onnx.stage import ExportOnnx
 
 HERE = Path(__file__).parent
 EPS = 1e-3

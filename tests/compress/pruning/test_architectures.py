@@ -16,8 +16,8 @@ from compress.artifacts.recipe import KeepIndices
 from compress.common.forward import run_in_eval
 from compress.common.signature import TensorSpec
 from compress.core.context import Context
-from compress.pruning.channels_stage import PruneChannels
 from compress.export.onnx.stage import ExportOnnx
+from compress.pruning.channels_stage import PruneChannels
 from tests.compress.pruning.zoo.architectures import TRANSFORMERS
 from tests.compress.pruning.zoo.registry import Case
 

@@ -10,8 +10,8 @@ from compress.common.errors import StageFailed
 from compress.core.context import Context
 from compress.core.gates import Parity
 from compress.data.splits import Splits
-from compress.quantization.stages.static import QuantizeStatic
 from compress.export.onnx.stage import ExportOnnx
+from compress.quantization.stages.static import QuantizeStatic
 from tests.compress.quantization.builders import build_model, images
 
 

@@ -11,9 +11,9 @@ from compress.common.errors import StageFailed
 from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
 from compress.data.splits import Splits
-from compress.quantization.stages.half_precision import ConvertPrecision
 from compress.export.onnx.stage import ExportOnnx
 from compress.export.torchscript.stage import ExportTorchScript
+from compress.quantization.stages.half_precision import ConvertPrecision
 from tests.compress.quantization.builders import (
     IMAGE,
     TOKENS,

@@ -8,9 +8,9 @@ from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
-from compress.quantization.stages.dynamic import QuantizeDynamic
 from compress.export.onnx.stage import ExportOnnx
 from compress.export.torchscript.stage import ExportTorchScript
+from compress.quantization.stages.dynamic import QuantizeDynamic
 from tests.compress.quantization.builders import answer, build_model, relative_error
 from tests.compress.quantization.conftest import FreshProcessCheck
 from tests.export.builders import needs_32_bit_sums

@@ -17,11 +17,11 @@ from compress.core.gates import LabelAgreement
 from compress.core.metrics import Metric
 from compress.core.task import task_named
 from compress.data.splits import Splits
+from compress.export.onnx.stage import ExportOnnx
 from compress.quantization.qat.label_parity import compare_labels, compare_with_trained
 from compress.quantization.stages.qat import QuantizeAwareTraining
 from compress.quantization.stages.static import QuantizeStatic
 from compress.training.stage import Train
-from compress.export.onnx.stage import ExportOnnx
 
 HERE = Path(__file__).parent
 IMAGE = Signature(

@@ -11,9 +11,9 @@ from compress.artifacts.graph_model import GraphModel
 from compress.common.errors import StageFailed
 from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.context import Context
-from compress.quantization.stages.dynamic import QuantizeDynamic
 from compress.export.aotinductor.stage import ExportAot
 from compress.export.onnx.stage import ExportOnnx, OnnxModel
+from compress.quantization.stages.dynamic import QuantizeDynamic
 from compress.serve.worker.loaders import load_graph
 from tests.compress.quantization.builders import IMAGE, TOKENS, answer, build_model
 from tests.compress.quantization.conftest import FreshProcessCheck

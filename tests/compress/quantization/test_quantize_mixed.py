@@ -16,12 +16,12 @@ from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.context import Context
 from compress.core.gates import Parity
 from compress.data.splits import Splits
+from compress.export.onnx.stage import ExportOnnx
 from compress.quantization.config.dtype_scheme import Target, scheme_for
 from compress.quantization.mixed_precision.bit_candidates import CandidateBuilder
 from compress.quantization.mixed_precision.bit_search import BitSearch
 from compress.quantization.stages.mixed_precision import QuantizeMixed
 from compress.quantization.stages.static import QuantizeStatic
-from compress.export.onnx.stage import ExportOnnx
 from tests.compress.quantization.builders import IMAGE, build_model
 from tests.compress.quantization.conftest import FreshProcessCheck
 

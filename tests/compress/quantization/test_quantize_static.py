@@ -15,9 +15,9 @@ from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.context import Context
 from compress.core.gates import LabelAgreement, Parity
 from compress.data.splits import Splits
+from compress.export.onnx.stage import ExportOnnx
 from compress.quantization.config.dtype_scheme import BuiltInObserver
 from compress.quantization.stages.static import QuantizeStatic
-from compress.export.onnx.stage import ExportOnnx
 from tests.compress.quantization.builders import IMAGE, NETWORKS, build_model
 from tests.compress.quantization.conftest import FreshProcessCheck
 

@@ -12,9 +12,9 @@ from compress.common.signature import OutputSpec, Signature
 from compress.common.tensor_difference import relative_error
 from compress.core.context import Context
 from compress.data.splits import Splits
+from compress.export.onnx.stage import ExportOnnx
 from compress.quantization.algorithms.weight_rounding import hqq, round_to_nearest
 from compress.quantization.stages.weight_only import QuantizeWeights
-from compress.export.onnx.stage import ExportOnnx
 from tests.compress.quantization.builders import IMAGE, TOKENS, answer, build_model
 from tests.compress.quantization.conftest import FreshProcessCheck
 from tests.export.builders import needs_32_bit_sums

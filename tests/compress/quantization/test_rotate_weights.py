@@ -11,10 +11,10 @@ from compress.artifacts.libraries.transformers_folder import write_transformers_
 from compress.artifacts.streaming.import_folder import import_streamed
 from compress.common.errors import StageFailed
 from compress.common.tensor_difference import relative_error
-from compress.quantization.algorithms import residual_rotation
-from compress.quantization.algorithms.weight_rounding import round_to_nearest
 from compress.export import ExportCompressedTensors, ExportGenai, ExportGguf
 from compress.export.common.packed_weights import decoder_weights
+from compress.quantization.algorithms import residual_rotation
+from compress.quantization.algorithms.weight_rounding import round_to_nearest
 from tests.compress.quantization.builders import TOKENS, build_model
 from tests.export.tiny_decoder import TOKENS as TEXT
 from tests.export.tiny_decoder import VOCABULARY, context_for, decoder

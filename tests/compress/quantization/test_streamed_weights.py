@@ -12,9 +12,9 @@ from compress import QuantizeWeights
 from compress.artifacts.streaming.import_folder import import_streamed
 from compress.artifacts.streaming.packed_model import PackedModel, packed_weights
 from compress.common.errors import ArtifactInvalid, StageFailed
-from compress.quantization.ptq.block_graphs import BlockGraphs
 from compress.export import ExportCompressedTensors, ExportOnnx
 from compress.export.common.packed_weights import decoder_weights
+from compress.quantization.ptq.block_graphs import BlockGraphs
 from tests.export.tiny_decoder import TOKENS, VOCABULARY, context_for, decoder
 
 pytest.importorskip("transformers")

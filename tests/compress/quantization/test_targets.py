@@ -11,9 +11,9 @@ from compress.artifacts.graph_model import GraphModel
 from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
 from compress.data.splits import Splits
+from compress.export.onnx.stage import ExportOnnx
 from compress.quantization.stages.dynamic import QuantizeDynamic
 from compress.quantization.stages.static import QuantizeStatic
-from compress.export.onnx.stage import ExportOnnx
 from tests.compress.quantization.builders import build_model
 
 CONVOLUTION, ADDITION = "aten.conv2d.default", "aten.add.Tensor"

@@ -12,11 +12,17 @@ from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.context import Context
 from compress.core.gates import Parity
 from compress.core.stage import Stage
+from compress.export.aotinductor.lowering import (
+    CHOOSE,
+    LINEAR,
+    decomposed,
+    merge_products_,
+    widen_ranges_,
+)
+from compress.export.aotinductor.stage import ExportAot
 from compress.quantization.pt2e.graph_capture import functionalize
 from compress.quantization.stages.dynamic import QuantizeDynamic
 from compress.quantization.stages.static import QuantizeStatic
-from compress.export.aotinductor.lowering import CHOOSE, LINEAR, decomposed, merge_products_, widen_ranges_
-from compress.export.aotinductor.stage import ExportAot
 from tests.export.builders import EXACT_BITS, network, samples
 
 TOKENS = Signature(

@@ -14,15 +14,15 @@ from compress.common.sealed_json import load_sealed
 from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.context import Context
 from compress.core.gates import MinIntegerMacs, Parity
-from compress.graph.torch_export import export_program
-from compress.quantization.stages.static import QuantizeStatic
 from compress.export.aotinductor import package as aot_package
 from compress.export.aotinductor.package import count_kernels
 from compress.export.aotinductor.stage import AotModel, ExportAot
 from compress.export.common.recurrent import refuse_unrolled_rnn
 from compress.export.parity.bisect import LayerSearch
+from compress.graph.torch_export import export_program
 from compress.pipelines import Pipeline
 from compress.pipelines.planning.planner import build_plan
+from compress.quantization.stages.static import QuantizeStatic
 from tests.export.builders import EXACT_BITS, IMAGE, images, network, network_of, samples
 
 pytestmark = pytest.mark.timeout(900)  # compilers are slow on machines with other work

@@ -7,14 +7,20 @@ import pytest
 
 from compress.core.context import Context
 from compress.core.diagnosis.cause import RefusedStage
-from compress.profiling.quantiles import Interval
-from compress.pruning.channels_stage import PruneChannels
-from compress.quantization.stages.static import QuantizeStatic
 from compress.export.diagnosis.layer_names import plain_export
 from compress.export.diagnosis.profile import Profile
 from compress.export.diagnosis.speed import SpeedDiagnosis, SpeedGate
-from compress.export.diagnosis.speed_causes import FloatIslands, LonePairs, Noise, OddWidths, SlowIntegers
+from compress.export.diagnosis.speed_causes import (
+    FloatIslands,
+    LonePairs,
+    Noise,
+    OddWidths,
+    SlowIntegers,
+)
 from compress.export.onnx.stage import ExportOnnx
+from compress.profiling.quantiles import Interval
+from compress.pruning.channels_stage import PruneChannels
+from compress.quantization.stages.static import QuantizeStatic
 from tests.export.builders import IMAGE, network_of
 
 NETS = """

@@ -7,9 +7,9 @@ import torch
 from typer.testing import CliRunner
 
 import compress
-from compress.cli import app
 from compress import MaxFirstToken, MinTokensPerSecond, QuantizeStatic, QuantizeWeights
 from compress.artifacts.artifact import Artifact
+from compress.cli import app
 from compress.common.errors import StageFailed
 from compress.export import ExportGenai, GenaiModel, OnnxModel
 from compress.export.genai.greedy_text import GreedyText

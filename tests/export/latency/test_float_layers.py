@@ -17,10 +17,6 @@ from compress.artifacts.recipe import Recipe
 from compress.common.errors import StageFailed
 from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
-from compress.quantization.mixed_precision import layer_names
-from compress.quantization.stages.dynamic import QuantizeDynamic
-from compress.quantization.stages.static import QuantizeStatic
-from compress.quantization.stages.weight_only import QuantizeWeights
 from compress.export.latency.float_layers import MixedModel, is_float, leave_float, weighted_layers
 from compress.export.latency.kernels import kernels_of
 from compress.export.latency.resizing import ResizableModel
@@ -28,6 +24,10 @@ from compress.export.onnx.graph import count_operators, strip_
 from compress.export.onnx.passes.stored_integers import compact_
 from compress.export.onnx.proto_io import write
 from compress.export.onnx.translate import translate
+from compress.quantization.mixed_precision import layer_names
+from compress.quantization.stages.dynamic import QuantizeDynamic
+from compress.quantization.stages.static import QuantizeStatic
+from compress.quantization.stages.weight_only import QuantizeWeights
 from tests.export.builders import samples
 
 NETS = """

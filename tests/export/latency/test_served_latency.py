@@ -13,12 +13,12 @@ from compress.artifacts.recipe import Recipe
 from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
 from compress.data.splits import Splits
-from compress.pruning.allocation.targets import Target
-from compress.pruning.channels_stage import PruneChannels
-from compress.quantization.stages.static import QuantizeStatic
 from compress.export.latency import kernel_table, served_latency
 from compress.export.latency.kernel_table import KernelTable
 from compress.export.latency.served_latency import OnnxLatency
+from compress.pruning.allocation.targets import Target
+from compress.pruning.channels_stage import PruneChannels
+from compress.quantization.stages.static import QuantizeStatic
 
 NET = """
 import torch

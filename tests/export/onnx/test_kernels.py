@@ -10,11 +10,11 @@ from compress.common.errors import StageFailed
 from compress.core.context import Context
 from compress.core.gates import MinIntegerMacs
 from compress.core.stage import Stage
+from compress.export.onnx.stage import ExportOnnx
+from compress.export.torchscript.stage import TorchScriptModel
 from compress.quantization.stages.dynamic import QuantizeDynamic
 from compress.quantization.stages.static import QuantizeStatic
 from compress.quantization.stages.weight_only import QuantizeWeights
-from compress.export.onnx.stage import ExportOnnx
-from compress.export.torchscript.stage import TorchScriptModel
 from tests.export.builders import IMAGE, images, network_of, samples
 
 NETWORK = """

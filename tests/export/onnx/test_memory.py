@@ -17,12 +17,12 @@ from compress.common import tensor_difference
 from compress.common.forward import Predictor
 from compress.common.signature import Signature, TensorSpec
 from compress.common.tensor_difference import relative_error
-from compress.graph.torch_export import export_program
 from compress.export.onnx.lowering import lower
 from compress.export.onnx.proto_io import is_plain, mapped, size_of, write, write_mapped
 from compress.export.onnx.session import session_predictor
 from compress.export.parity import reference_outputs
 from compress.export.parity.reference_outputs import recorded_outputs
+from compress.graph.torch_export import export_program
 
 ROWS = Signature(inputs=(TensorSpec(name="x", shape=("batch", 20)),))
 LINEAR = Recipe(factory="torch.nn:Linear", arguments={"in_features": 20, "out_features": 20})

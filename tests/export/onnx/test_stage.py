@@ -11,12 +11,12 @@ from compress.common.errors import GateRefused, StageFailed
 from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
 from compress.core.gates import LabelAgreement, Parity
-from compress.quantization.stages.static import QuantizeStatic
 from compress.export.onnx.graph import count_macs
 from compress.export.onnx.proto_io import write
 from compress.export.onnx.stage import ExportOnnx
 from compress.export.parity.compare import check_axis_sizes
 from compress.export.parity.sample_parity import QUANTIZED
+from compress.quantization.stages.static import QuantizeStatic
 from tests.export.builders import IMAGE_AND_CONTEXT, ROWS, TOKENS, network, samples
 
 

@@ -19,9 +19,6 @@ from compress.common.forward import Predictor
 from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
 from compress.core.gates import Parity
-from compress.quantization.stages.dynamic import QuantizeDynamic
-from compress.quantization.stages.half_precision import ConvertPrecision
-from compress.quantization.stages.static import QuantizeStatic
 from compress.export.common.batches import in_parts
 from compress.export.onnx.stage import ExportOnnx
 from compress.export.tensorrt.build import (
@@ -37,6 +34,9 @@ from compress.export.tensorrt.shape_profiles import shapes_of, sizes_of
 from compress.export.tensorrt.stage import ExportTensorRT, TensorRTEngine
 from compress.pipelines import Pipeline
 from compress.pipelines.planning.planner import build_plan
+from compress.quantization.stages.dynamic import QuantizeDynamic
+from compress.quantization.stages.half_precision import ConvertPrecision
+from compress.quantization.stages.static import QuantizeStatic
 from tests.export.builders import IMAGE, images, network, samples
 
 TENSORRT_RTX = "tensorrt_rtx_bindings"

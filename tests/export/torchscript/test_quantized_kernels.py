@@ -10,12 +10,12 @@ from compress.common.errors import StageFailed
 from compress.common.signature import Signature
 from compress.core.context import Context
 from compress.core.stage import Stage
-from compress.quantization.stages.dynamic import QuantizeDynamic
-from compress.quantization.stages.static import QuantizeStatic
-from compress.quantization.stages.weight_only import QuantizeWeights
 from compress.export.torchscript.file_io import load
 from compress.export.torchscript.quantized_kernels import Grid
 from compress.export.torchscript.stage import ExportTorchScript, TorchScriptModel
+from compress.quantization.stages.dynamic import QuantizeDynamic
+from compress.quantization.stages.static import QuantizeStatic
+from compress.quantization.stages.weight_only import QuantizeWeights
 from tests.export.builders import EXACT_BITS, IMAGE, TOKENS, needs_32_bit_sums, network, samples
 
 

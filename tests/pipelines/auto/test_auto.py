@@ -8,8 +8,8 @@ import torch
 import yaml
 from torch import nn
 
-from compress import cli
 import compress
+from compress import cli
 from compress.common.requirements import Requirement
 from compress.common.sealed_json import load_sealed
 from compress.pipelines.auto import judge

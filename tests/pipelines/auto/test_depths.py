@@ -7,7 +7,6 @@ import pytest
 import yaml
 
 from compress.common.errors import PipelineInvalid
-from compress.profiling.interaction_sum import InteractionSum
 from compress.pipelines.auto import judge
 from compress.pipelines.auto.candidates import Candidate, CheckedModel, candidate_of
 from compress.pipelines.auto.cost_models.latency_models import DeeperModels, FormatModel
@@ -15,6 +14,7 @@ from compress.pipelines.auto.cost_models.tables import LatencyTables
 from compress.pipelines.auto.front import Front
 from compress.pipelines.config.auto_settings import AutoSettings, name_without_blocks
 from compress.pipelines.config.pipeline import PipelineConfig
+from compress.profiling.interaction_sum import InteractionSum
 from tests.pipelines.auto.test_auto import FILE, NETS, auto
 from tests.pipelines.auto.test_runtimes import run
 

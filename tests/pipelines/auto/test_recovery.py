@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from compress import cli
 from benchmarks.attack.forgeries import edit_a_figure
+from compress import cli
 from compress.common.sealed_json import write_state
 from compress.pipelines.auto.candidates import Candidate, CheckedModel
 from compress.pipelines.auto.front import Front
@@ -245,7 +245,8 @@ def test_no_training_begins_that_cannot_end_in_time(
 
     search.check = check
     monkeypatch.setattr(
-        "compress.pipelines.auto.strategy.recovery.time", SimpleNamespace(monotonic=lambda: clock.now)
+        "compress.pipelines.auto.strategy.recovery.time",
+        SimpleNamespace(monotonic=lambda: clock.now),
     )
     recovery.train(deadline=100)
     assert [m.widths for m in search.checked.values() if m.trained] == [{"group": 4}]

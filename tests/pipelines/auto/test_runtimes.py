@@ -9,8 +9,6 @@ import yaml
 
 from compress import cli
 from compress.common.errors import PipelineInvalid
-from compress.profiling.interaction_sum import InteractionSum
-from compress.pruning.allocation.solver import Programme
 from compress.export.latency import kernel_table
 from compress.pipelines.auto import judge
 from compress.pipelines.auto.candidates import Candidate, CheckedModel
@@ -24,6 +22,8 @@ from compress.pipelines.auto.strategy.depths import Depth
 from compress.pipelines.config.auto_settings import AutoLimits, AutoSettings
 from compress.pipelines.config.pipeline import PipelineConfig
 from compress.pipelines.config.run_options import RunOptions
+from compress.profiling.interaction_sum import InteractionSum
+from compress.pruning.allocation.solver import Programme
 from tests.pipelines.auto.test_auto import FILE, NETS, auto
 
 

@@ -14,9 +14,14 @@ from compress.common.errors import PipelineInvalid, StageFailed
 from compress.common.forward import run_in_eval
 from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
-from compress.pruning.sensitivity_analysis import measure_sensitivity
 from compress.pipelines import Pipeline
-from compress.pipelines.commands.analysis.sensitivity import lines_below, measure_and_write, plot, table
+from compress.pipelines.commands.analysis.sensitivity import (
+    lines_below,
+    measure_and_write,
+    plot,
+    table,
+)
+from compress.pruning.sensitivity_analysis import measure_sensitivity
 
 NETS = """
 import torch

@@ -17,11 +17,11 @@ from safetensors.torch import load_file
 from torch.distributed import TCPStore
 
 from compress.common.errors import PipelineInvalid, StageFailed
+from compress.pipelines.api import Pipeline
+from compress.pipelines.executors.launched import check_processes
 from compress.training.config.parallel import Parallel
 from compress.training.launch import rank_group
 from compress.training.launch.rank_group import RankGroup, launched_environment, need_group
-from compress.pipelines.api import Pipeline
-from compress.pipelines.executors.launched import check_processes
 from tests.forking import Command, Commands
 from tests.pipelines.conftest import BRIEFLY, measured_briefly
 

@@ -7,8 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from compress import cli
-from compress import Train
+from compress import Train, cli
 from compress.common.errors import GateRefused, Unavailable
 from compress.core.diagnosis.cause import RefusedStage
 from compress.pipelines.explain import registry

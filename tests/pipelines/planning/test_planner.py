@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 from compress.common.errors import PipelineInvalid
-from compress.profiling.benchmark import compare_latency
 from compress.pipelines import Pipeline
 from compress.pipelines.config.run_options import RunOptions
 from compress.pipelines.planning.planner import build_plan
 from compress.pipelines.runner.run import preview_run
+from compress.profiling.benchmark import compare_latency
 
 NETS = """
 from torch import nn

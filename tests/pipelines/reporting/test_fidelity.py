@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from compress.quantization.numeric_debug.fidelity_report import LabelParity
 from compress.pipelines import Pipeline
 from compress.pipelines.reporting.headline import headline
 from compress.pipelines.reporting.html import render
@@ -17,6 +16,7 @@ from compress.pipelines.results.measurement_warnings import slower_than_float
 from compress.pipelines.results.measurements import SameRuntimeReport
 from compress.pipelines.results.schema import Report
 from compress.pipelines.results.stage_reports import StageReport
+from compress.quantization.numeric_debug.fidelity_report import LabelParity
 from tests.pipelines.conftest import measured_briefly
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from compress.profiling.operator_table import OperatorCost, OperatorTable
 from compress.pipelines.reporting.headline import Headline, headline
 from compress.pipelines.reporting.html import render
 from compress.pipelines.reporting.html_page import breakable
@@ -29,6 +28,7 @@ from compress.pipelines.reporting.training_curves import trainings_of
 from compress.pipelines.results.measurements import Measurements, SameRuntimeReport
 from compress.pipelines.results.schema import Report
 from compress.pipelines.results.stage_reports import FailureReport, SkippedReport, StageReport
+from compress.profiling.operator_table import OperatorCost, OperatorTable
 
 
 def many(report: Report, branches: int = 40, named: str = "branch") -> Report:

@@ -10,7 +10,12 @@ from compress.core.gates import BUILT_IN, MaxDrop, MinMetric, rule_in_words, val
 from compress.core.verdict import Uncertainty, explain
 from compress.pipelines.reporting.html import render
 from compress.pipelines.reporting.html_page import breakable
-from compress.pipelines.reporting.terminal_table import COLUMNS, OPTIONAL_COLUMNS, gate_lines, stage_table
+from compress.pipelines.reporting.terminal_table import (
+    COLUMNS,
+    OPTIONAL_COLUMNS,
+    gate_lines,
+    stage_table,
+)
 from compress.pipelines.results.schema import (
     Report,
     readable_bytes,

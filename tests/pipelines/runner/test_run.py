@@ -151,11 +151,10 @@ def test_a_speedup_is_judged_against_a_runtime_of_the_float_model(project) -> No
 
 
 def test_another_machine_measures_again(project, monkeypatch) -> None:
-    import compress.pipelines.runner.run_state
 
     before = Report.read(project.out).stages[0].measurements.latency_ms
     other = {"platform": "x", "processor": "another", "cores": 64}
-    monkeypatch.setattr(pipelines.runner.run_state, "machine", lambda: other)
+    monkeypatch.setattr("compress.pipelines.runner.run_state.machine", lambda: other)
     report = project.run()
     assert project.ran() == {}
     assert report.stages[0].measurements.latency_ms != before

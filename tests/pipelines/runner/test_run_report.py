@@ -18,7 +18,11 @@ from compress.pipelines.planning.planner import build_plan
 from compress.pipelines.planning.unjudged_losses import accuracy_drops, is_much
 from compress.pipelines.reporting.terminal_table import closing_lines
 from compress.pipelines.results.schema import Report
-from compress.pipelines.runner.data_warnings import constant_score, unlike_val, validation_data_warnings
+from compress.pipelines.runner.data_warnings import (
+    constant_score,
+    unlike_val,
+    validation_data_warnings,
+)
 from compress.pipelines.system.jsonl_log import LOG
 from tests.compress.data.augmented import data
 from tests.pipelines.conftest import NETS, Project

@@ -15,6 +15,7 @@ from compress.common.errors import StageFailed
 from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.context import Context
 from compress.data.splits import Splits
+from compress.export.onnx.stage import ExportOnnx, OnnxModel
 from compress.graph.torch_export import export_program
 from compress.quantization.algorithms import smoothquant
 from compress.quantization.algorithms.shared_input_layers import shared_input_groups
@@ -29,7 +30,6 @@ from compress.quantization.config.dtype_scheme import scheme_for
 from compress.quantization.pt2e.graph_capture import functionalize
 from compress.quantization.stages.dynamic import QuantizeDynamic
 from compress.quantization.stages.static import QuantizeStatic
-from compress.export.onnx.stage import ExportOnnx, OnnxModel
 from tests.compress.quantization.conftest import FreshProcessCheck
 
 HERE = Path(__file__).parents[1]

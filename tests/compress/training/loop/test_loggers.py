@@ -8,14 +8,14 @@ import pytest
 
 from compress.common.errors import Unavailable
 from compress.core.context import Context
+from compress.pipelines import Pipeline
+from compress.pipelines.planning.planner import build_plan
 from compress.training.config.profiling import Profile
 from compress.training.config.training import Training
 from compress.training.fit import fit
 from compress.training.loop.loggers import TensorBoardLogger, log_records
 from compress.training.loop.step_metrics import EpochMetrics
 from compress.training.objectives.objective import TargetLoss
-from compress.pipelines import Pipeline
-from compress.pipelines.planning.planner import build_plan
 from tests.compress.training.builders import import_net, load_data
 
 HERE = Path(__file__).parents[1]

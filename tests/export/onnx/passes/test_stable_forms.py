@@ -12,11 +12,11 @@ from compress.common.errors import StageFailed
 from compress.common.forward import Predictor
 from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
-from compress.graph.axis_bounds import trace
 from compress.export.onnx.lowering import TRANSLATIONS, lower
 from compress.export.onnx.proto_io import write
 from compress.export.onnx.session import session_predictor
 from compress.export.onnx.stage import ExportOnnx
+from compress.graph.axis_bounds import trace
 from tests.export.builders import network_of
 
 Function = Callable[[torch.Tensor], torch.Tensor]

@@ -8,10 +8,10 @@ import pytest
 from compress.artifacts.graph_model import GraphModel
 from compress.core.context import Context
 from compress.core.gates import Parity
-from compress.quantization.config.backend_targets import Target
-from compress.quantization.stages.static import QuantizeStatic
 from compress.export.onnx.proto_io import read
 from compress.export.onnx.stage import ExportOnnx, OnnxModel
+from compress.quantization.config.backend_targets import Target
+from compress.quantization.stages.static import QuantizeStatic
 from tests.export.builders import images, network, samples
 
 KERNELS = {"QLinearConv", "QGemm"}
