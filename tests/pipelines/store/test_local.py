@@ -54,7 +54,7 @@ def _together(*projects) -> list[tuple]:
     return results
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_two_runs_started_together_both_end_well(project, finished_run) -> None:
     shutil.rmtree(project.out)
     first, second = _together(project, project)
