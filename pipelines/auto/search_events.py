@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from compress.pipelines.auto.front import Front, missed_limits
 from compress.pipelines.runner.events import RunEvent
-from compress.pipelines.system.jsonl_log import LOG, OWN_LOGGERS, LogFile, log_handler
+from compress.pipelines.system.jsonl_log import LOG, LOGGER, LogFile, log_handler
 from compress.pipelines.system.machine_info import machine, versions
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def search_log(out: Path) -> Iterator[None]:
 
 
 def _innermost_log() -> LogFile | None:
-    handlers = logging.getLogger(OWN_LOGGERS[0]).handlers
+    handlers = logging.getLogger(LOGGER).handlers
     return next((h for h in reversed(handlers) if isinstance(h, LogFile)), None)
 
 
