@@ -6,7 +6,7 @@ import shlex
 from typing import TYPE_CHECKING
 
 from compress.common.errors import GateRefused
-from compress.core.gate_kinds.baselines import baseline_for, baseline_name
+from compress.core.gates.baselines import baseline_for, baseline_name
 from compress.core.verdict import explain
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from compress.artifacts.artifact import Artifact
     from compress.core.context import Context
-    from compress.core.gate import Gate
+    from compress.core.gates.gate import Gate
     from compress.core.verdict import Verdict
 
 

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from compress.core.context import Context
-    from compress.core.loss import Loss
-    from compress.core.task import Task
+    from compress.core.objectives.loss import Loss
+    from compress.core.objectives.task import Task
     from compress.core.verdict import Verdict
     from compress.data.splits import Splits
 

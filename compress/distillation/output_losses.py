@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field
 
 from compress.common.config import Positive, Settings
-from compress.core.task_targets import need_tensor
+from compress.core.objectives.targets import need_tensor
 from compress.training.objectives.teacher_objective import (
     cosine_distance,
     need_classes,

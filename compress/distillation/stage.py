@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pydantic import JsonValue
 
     from compress.core.context import Context
-    from compress.core.loss import Loss
+    from compress.core.objectives.loss import Loss
     from compress.data.splits import Splits
     from compress.distillation.distillation_objective import DistillationObjective
     from compress.distillation.feature_hooks import Pairs

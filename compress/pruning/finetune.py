@@ -13,7 +13,7 @@ from compress.training.objectives.teacher_objective import Teaching  # noqa: TC0
 
 if TYPE_CHECKING:
     from compress.core.context import Context
-    from compress.core.loss import Loss
+    from compress.core.objectives.loss import Loss
     from compress.training.objectives.objective import Objective
     from compress.training.objectives.weight_constraint import Constraint
     from compress.training.result import Fit

@@ -15,7 +15,7 @@ from compress.core.diagnosis.cause import (
     SPEED_GATES,
     Repair,
 )
-from compress.core.gate_kinds.baselines import baseline_for
+from compress.core.gates.baselines import baseline_for
 from compress.profiling.benchmark import unmeasurable
 from export.diagnosis.macs import MacsDiagnosis
 from export.diagnosis.parity import ParityDiagnosis

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from compress.common.dependency_recorder import Recording, recording
 from compress.common.errors import StageFailed
 from compress.core.evaluation import evaluate_gates
-from compress.core.gate_kinds.baselines import baseline_name
-from compress.core.metric_kinds.score import Score
+from compress.core.gates.baselines import baseline_name
+from compress.core.metrics.score import Score
 from compress.profiling.batch_dependence import BatchDependence
 from compress.profiling.operator_table import read_operator_tables
 from pipelines.planning.unjudged_losses import reads_all_outputs
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from compress.artifacts.artifact import Artifact
     from compress.core.context import Context
-    from compress.core.gate import Gate
+    from compress.core.gates.gate import Gate
     from compress.core.verdict import Verdict
     from pipelines.planning.plan import PlannedStage
     from pipelines.runner.run_state import CacheLookup, RunState

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from compress.artifacts.eager_model import EagerModel
     from compress.artifacts.graph_model import GraphModel
     from compress.core.context import Context
-    from compress.core.loss import Loss
+    from compress.core.objectives.loss import Loss
     from compress.quantization.qat.fake_model import FreezeSchedule
     from compress.training.objectives.objective import Objective
     from compress.training.result import Fit

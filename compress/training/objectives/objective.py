@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
 from compress.common.errors import StageFailed
-from compress.core.loss import INFERRED_LOSS, Loss
+from compress.core.objectives.loss import INFERRED_LOSS, Loss
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from compress.common.forward import Outputs
     from compress.common.signature import Signature
     from compress.core.context import Context
-    from compress.core.loss import LabelCounter
+    from compress.core.objectives.loss import LabelCounter
     from compress.data.batch import Batch
     from compress.data.targets import Targets
     from compress.training.config.training import Training

@@ -10,12 +10,13 @@ from pydantic import Field
 
 from compress.common.config import Positive, Settings
 from compress.common.errors import StageFailed
+from compress.core.objectives.task import infer_loss
 
 if TYPE_CHECKING:
     import torch
 
     from compress.artifacts.artifact import Artifact
-    from compress.core.loss import Loss
+    from compress.core.objectives.loss import Loss
     from compress.data.batch import Batch
     from compress.training.objectives.objective import LossFunction, TargetLoss
 
@@ -107,9 +108,7 @@ def need_equal_shapes(student: torch.Tensor, teacher: torch.Tensor) -> None:
 
 def need_task_of_classes(term: str, loss: Loss) -> None:
     """Refuse a comparison of class probabilities for regression and for independent labels."""
-    name = loss.name or {"numbers": "mse", "binary": "binary_cross_entropy"}.get(loss.targets or "")
-    if name is None and loss.task is not None and loss.task.labels != "class":
-        name = next(iter(loss.task.losses), None)
+    name = loss.name or infer_loss(loss.targets, loss.task)
     if loss.is_regression or name == "binary_cross_entropy":
         raise StageFailed(
             f"loss: {term} compares probabilities of classes that exclude each other, and the "

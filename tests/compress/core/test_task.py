@@ -10,9 +10,9 @@ import torch.nn.functional as F
 
 from compress import Context, LabelAgreement, MaxDrop, MinCosine, PipelineInvalid, StageFailed
 from compress.core.gates import rule_in_words, value_in_words
-from compress.core.loss import Loss
 from compress.core.metrics import Metric, default_metric
-from compress.core.task import TASKS
+from compress.core.objectives.loss import Loss
+from compress.core.objectives.task import TASKS
 from compress.distillation.distillation_objective import DistillationObjective
 from compress.distillation.output_losses import Kl
 from compress.training.objectives.objective import TargetLoss

@@ -9,8 +9,8 @@ import torch
 from torch.utils.data import TensorDataset
 
 from compress.common.errors import GateRefused
-from compress.core.loss import Loss
 from compress.core.metrics import Metric
+from compress.core.objectives.loss import Loss
 from compress.data.splits import Splits
 from pipelines import Pipeline
 from pipelines.commands.check import check_pipeline

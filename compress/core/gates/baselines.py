@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from compress.common.forward import Predictor
     from compress.core.context import Context
-    from compress.core.gate import Gate
+    from compress.core.gates.gate import Gate
 
 
 class BaselineRuntime(NamedTuple):

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from compress.common.config import Count
 from compress.common.errors import StageFailed
-from compress.core.gate import Gate
+from compress.core.gates.gate import Gate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

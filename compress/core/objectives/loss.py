@@ -15,21 +15,26 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 from compress.common.errors import CompressError, PipelineInvalid, StageFailed, first_line
 from compress.common.factories import NameOrReference
 from compress.common.forward import first_output, output_argument
-from compress.core.task import task_of_targets
-from compress.core.task_targets import (
+from compress.core.objectives.losses import (
+    LossKind,
+    loss_kind,
+    loss_kinds,
+    refuse_class_settings,
+)
+from compress.core.objectives.targets import (
     TargetKind,
     are_class_labels,
     describe_outputs,
     describe_targets,
     describe_tensor,
     has_target,
-    match_to_loss,
     need_tensor,
     same_shape,
     sampled_targets,
     suggest_targets,
     target_kind,
 )
+from compress.core.objectives.task import infer_loss, infer_task
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -39,19 +44,12 @@ if TYPE_CHECKING:
 
     from compress.common.forward import Outputs
     from compress.common.signature import Signature
-    from compress.core.task import Task
+    from compress.core.objectives.task import Task
     from compress.data.splits import Splits
     from compress.data.targets import Targets
 
     LabelCounter = Callable[[Targets], torch.Tensor | None]
 
-REGRESSION_LOSSES = ("mse", "l1", "smooth_l1")
-"""Losses of models that predict numbers."""
-BUILT_IN = ("cross_entropy", "binary_cross_entropy", "nll", *REGRESSION_LOSSES)
-WEIGHTED = ("cross_entropy", "nll")
-"""Losses that take class weights."""
-SMOOTHED = ("cross_entropy",)
-"""Losses that take label smoothing."""
 DEFAULT_SMOOTHING = 0.1
 
 
@@ -76,7 +74,7 @@ class LossFunction(Protocol):
         ...
 
 
-LOSS_NAME = NameOrReference("loss", BUILT_IN)
+LOSS_NAME = NameOrReference("loss", lambda: tuple(loss_kinds()))
 LossName = Annotated[str, LOSS_NAME]
 """Name of a loss, or ``module:callable`` (outputs, targets → scalar)."""
 
@@ -110,7 +108,7 @@ class Loss:
             except ValueError as error:
                 raise PipelineInvalid(str(error)) from None
         fitting = self.task.losses if self.task else ()
-        if self.task and fitting and self.name in BUILT_IN and self.name not in fitting:
+        if self.task and fitting and self.kind and self.name not in fitting:
             raise PipelineInvalid(
                 f"task: {self.task.name} takes {', '.join(fitting)} or module:callable, found "
                 f"{self.name}"
@@ -122,10 +120,15 @@ class Loss:
         return self.name is not None and ":" in self.name
 
     @property
+    def kind(self) -> LossKind | None:
+        """The named loss; None for the user's own function, and without a name."""
+        return None if self.name is None or self.is_custom else loss_kind(self.name)
+
+    @property
     def is_regression(self) -> bool:
         """Whether the model predicts numbers, for which accuracy is not defined."""
-        if self.name in BUILT_IN:
-            return self.name in REGRESSION_LOSSES
+        if self.kind is not None:
+            return self.kind.of_numbers
         if self.task is not None:
             return self.task.name == "regression"
         return self.targets == "numbers"
@@ -150,18 +153,13 @@ class Loss:
 
         Where no task is known, it gets the one that the targets show, if they show one.
         """
-        import torch
-
         # Inferred once, so that every batch, process and split gets the same loss.
-        if self.targets is not None or self.name in BUILT_IN or data is None:
+        if self.targets is not None or self.kind is not None or data is None:
             return self
         targets = sampled_targets(data)
         if targets is None:
             return self
-        kind = target_kind(targets)
-        shape = targets.shape if isinstance(targets, torch.Tensor) else ()
-        task = self.task or task_of_targets(kind, shape)
-        return replace(self, targets=kind, task=task)
+        return replace(self, targets=target_kind(targets), task=self.task or infer_task(targets))
 
     def for_model(self, signature: Signature) -> Loss:
         """Return the same loss with the names of a model's outputs."""
@@ -189,16 +187,10 @@ class Loss:
                 "loss: module:callable, a function of outputs and targets that returns a scalar"
             )
         outputs, targets = self.align(outputs, targets)
-        kind = self.targets or target_kind(targets)
-        if kind == "labels":
-            name = "cross_entropy" if are_class_labels(outputs, targets) else "binary_cross_entropy"
-        else:
-            name = {"binary": "binary_cross_entropy", "probabilities": "cross_entropy"}.get(
-                kind, "mse"
-            )
-        if self.task is not None and name not in self.task.losses:
-            return self.task.losses[0]
-        if name == "cross_entropy" or same_shape(outputs, targets):
+        kind, has_classes = self.targets or target_kind(targets), are_class_labels(outputs, targets)
+        name = infer_loss(kind, self.task, has_classes=has_classes)
+        is_of_task = name != infer_loss(kind, None, has_classes=has_classes)
+        if name and (is_of_task or name == "cross_entropy" or same_shape(outputs, targets)):
             return name
         raise StageFailed(
             f"no loss fits outputs {describe_tensor(outputs)} and targets "
@@ -244,8 +236,8 @@ class Loss:
             return torch.tensor([[value], [count]], dtype=torch.float64)
         name = self.name_for(first, targets)
         first, aligned = self.align(first, need_tensor(f"loss {name}", targets))
-        first, matched = match_to_loss(name, first, aligned)
-        values = _functional_loss(name, first, matched, "none").double()
+        first, matched = loss_kind(name).match(first, aligned)
+        values = loss_kind(name).compute(first, matched, "none").double()
         is_known = torch.ones_like(values, dtype=torch.bool)
         if not aligned.is_floating_point():
             is_known = aligned != IGNORED_LABEL
@@ -265,25 +257,12 @@ INFERRED_LOSS = Loss()
 """The loss that is inferred from the targets."""
 
 
-def refuse_class_settings(
-    name: str, class_weights: object | None, label_smoothing: float | None
-) -> None:
-    """Raise PipelineInvalid if class weights or label smoothing are set for a loss without them."""
-    for setting, value, takers in (
-        ("class_weights", class_weights, WEIGHTED),
-        ("label_smoothing", label_smoothing, SMOOTHED),
-    ):
-        if value and name not in takers:
-            raise PipelineInvalid(
-                f"{setting} is for loss: {' or '.join(takers)}, found {name}; leave it out"
-            )
-
-
 def refuse_without_curvature(loss: Loss) -> None:
     """Raise StageFailed if a loss has no second derivative, which Hessian importance needs."""
-    if loss.name == "l1":
+    if loss.kind is not None and not loss.kind.is_curved:
         raise StageFailed(
-            "importance: hessian needs a loss that is curved, and l1 is not; use importance: taylor"
+            f"importance: hessian needs a loss that is curved, and {loss.name} is not; use "
+            "importance: taylor"
         )
 
 
@@ -309,7 +288,8 @@ def _mean(
         if not bool(labelled.any()):
             return first.sum() * 0
         first, targets = first[labelled], targets[labelled]
-    first, matched = match_to_loss(name, first, targets)
+    kind = loss_kind(name)
+    first, matched = kind.match(first, targets)
     settings: dict[str, Any] = {}
     if class_weights is not None:
         if len(class_weights) != first.shape[1]:
@@ -318,20 +298,20 @@ def _mean(
                 "classes; give one for each"
             )
         settings["weight"] = class_weights.to(first.dtype)
-    if name in SMOOTHED:
+    if kind.takes_label_smoothing:
         smoothing = DEFAULT_SMOOTHING if label_smoothing is None else label_smoothing
         settings["label_smoothing"] = smoothing
-    known = _count_targets(name, matched)
+    known = kind.count(matched)
     if not known:
         return first.sum() * 0  # every target is ignored, and torch's mean would be 0 / 0
     if over_all:
-        is_soft = name in WEIGHTED and targets.is_floating_point()
+        is_soft = kind.takes_class_weights and targets.is_floating_point()
         known = targets[0].numel() // (targets.shape[1] if is_soft else 1) * samples
     elif class_weights is None:
-        return _functional_loss(name, first, matched, "mean", **settings)
+        return kind.compute(first, matched, "mean", **settings)
     # Not torch's weighted mean, which divides by the sum of the weights: a weight of 2 for all
     # classes doubles the loss.
-    return _functional_loss(name, first, matched, "sum", **settings) / known
+    return kind.compute(first, matched, "sum", **settings) / known
 
 
 def _mean_of_custom(
@@ -381,40 +361,6 @@ def _call_custom(
         found = describe_tensor(value) if is_tensor else f"a {type(value).__name__}"
         raise StageFailed(f"loss {loss.name!r} returned {found}, expected a tensor with one number")
     return value.reshape(())
-
-
-def _functional_loss(
-    name: str, outputs: torch.Tensor, targets: torch.Tensor, reduction: str, **settings: Any
-) -> torch.Tensor:
-    """Call the function of ``torch.nn.functional`` that a built-in loss names."""
-    import torch.nn.functional as F
-
-    functions: dict[str, Any] = {
-        "cross_entropy": F.cross_entropy,
-        "binary_cross_entropy": F.binary_cross_entropy_with_logits,
-        "nll": F.nll_loss,
-        "mse": F.mse_loss,
-        "l1": F.l1_loss,
-        "smooth_l1": F.smooth_l1_loss,
-    }
-    are_side_by_side = outputs.dim() > 2 and outputs.stride(1) == 1  # a language model's classes
-    if name in WEIGHTED and are_side_by_side and not targets.is_floating_point():
-        # torch's kernels (2.13) for another axis than the last took 28 % of a training step on an
-        # H200 (1.3 G weights, 32 thousand classes), and 3 to 4 times as long on a CPU.
-        outputs, targets = outputs.movedim(1, -1).flatten(0, -2), targets.flatten()
-    value: torch.Tensor = functions[name](outputs, targets, reduction=reduction, **settings)
-    return value
-
-
-def _count_targets(name: str, targets: torch.Tensor) -> int:
-    """Count labels that are not ignored, rows of probabilities, or numbers, as matched."""
-    from compress.data.batch import IGNORED_LABEL
-
-    if name not in WEIGHTED:
-        return targets.numel()
-    if targets.is_floating_point():
-        return targets.numel() // targets.shape[1]
-    return int((targets != IGNORED_LABEL).sum())
 
 
 def _count_labels(targets: Targets) -> torch.Tensor | None:

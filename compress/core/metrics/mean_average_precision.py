@@ -6,9 +6,10 @@ import io
 from contextlib import redirect_stdout
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from compress.common.errors import PipelineInvalid, StageFailed, Unavailable
+from compress.common.errors import PipelineInvalid, StageFailed, Unavailable, first_line
 from compress.common.requirements import pip_install
-from compress.core.task_targets import describe_outputs, describe_targets
+from compress.core.metrics.metric import FunctionMeter, Metric
+from compress.core.objectives.targets import describe_outputs, describe_targets
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -22,7 +23,32 @@ LABEL_NAMES = ("labels", "class_labels")
 """Names under which targets have the classes; the second is that of transformers."""
 
 
-class MeanAveragePrecision:
+class MeanAveragePrecision(Metric):
+    """COCO's mAP of boxes, by :class:`BoxEvaluator`."""
+
+    is_fraction = in_points = needs_output_names = True
+
+    @property
+    def reads_all_outputs(self) -> bool:
+        """Boxes, scores and labels."""
+        return True
+
+    def meter(self) -> FunctionMeter:
+        """Return what keeps the boxes for COCO's evaluator."""
+        return FunctionMeter(self, self._evaluator())
+
+    def check_settings(self) -> None:
+        """Raise PipelineInvalid for arguments that the evaluator does not take."""
+        self._evaluator()
+
+    def _evaluator(self) -> BoxEvaluator:
+        try:
+            return BoxEvaluator(**dict(self.arguments))
+        except TypeError as error:
+            raise PipelineInvalid(f"metric 'map': {first_line(error)}") from error
+
+
+class BoxEvaluator:
     """A function of all outputs and targets that returns the mAP.
 
     Outputs are `boxes` (samples, boxes, 4), `scores` and `labels` (samples, boxes), where a label
@@ -30,8 +56,6 @@ class MeanAveragePrecision:
     classes) as of DETR. A sample's targets are a mapping of `boxes` (boxes, 4) and `labels` (or
     `class_labels`).
     """
-
-    higher_is_better = True
 
     def __init__(
         self,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from compress.common.errors import StageFailed
-from compress.core.gate import Gate
+from compress.core.gates.gate import Gate
 
 if TYPE_CHECKING:
     from compress.artifacts.artifact import Artifact

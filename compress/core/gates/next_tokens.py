@@ -8,8 +8,8 @@ from pydantic import Field, model_validator
 
 from compress.common.config import Count, Positive
 from compress.common.errors import StageFailed
-from compress.core.gate import Gate
-from compress.core.gate_kinds.paired_outputs import paired_outputs
+from compress.core.gates.gate import Gate
+from compress.core.gates.outputs import paired_outputs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from compress.common.forward import Predictor
     from compress.common.signature import Signature
     from compress.core.context import Context
-    from compress.core.task import Task
+    from compress.core.objectives.task import Task
 
 
 class _NextTokenGate(Gate):
