@@ -30,10 +30,10 @@ LIMITS = {
     "max_latency": 5.0,
     "max_memory": 64.0,
     "min_delegated": 0.99,
-    "runs_in": 0.0001,
     "min_integer_macs": 0.9,
     "min_tokens_per_second": 30.0,
     "max_first_token": 500.0,
+    "runs_in": 0.0001,
 }
 """The limit in each gate's example."""
 
