@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from compress.common.errors import StageFailed
 from compress.common.forward import first_output
-from compress.core.metrics.metric import MeanMetric, not_finite
+from compress.core.metrics.metric import Metric, not_finite
 from compress.core.objectives.losses import loss_kind
 from compress.core.objectives.targets import (
     are_class_labels,
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from compress.data.targets import Targets
 
 
-class Accuracy(MeanMetric):
+class Accuracy(Metric):
     """The fraction of right labels."""
 
     is_fraction = in_points = reads_loss = True
@@ -42,7 +42,7 @@ class Accuracy(MeanMetric):
         return count_equal(self.name, *label_decisions(self.name, first, targets, self.loss))
 
 
-class Fidelity(MeanMetric):
+class Fidelity(Metric):
     """The fraction of labels equal to the reference model's.
 
     A sample of several outputs counts where they are equal in all that have as many labels as the

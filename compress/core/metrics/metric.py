@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from dataclasses import dataclass, replace
 from functools import cache, reduce
 from pathlib import Path  # noqa: TC003 - a dataclass field
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from compress.common.errors import CompressError, PipelineInvalid, StageFailed, first_line
 from compress.common.forward import first_output, output_argument
 from compress.common.requirements import announced
-from compress.core.metrics.jackknife import pseudo_values
+from compress.core.metrics.score import pseudo_values
 from compress.core.objectives.loss import INFERRED_LOSS, Loss
 from compress.core.objectives.targets import describe_outputs, describe_targets
 
@@ -42,8 +43,10 @@ def _announced() -> dict[str, type[Metric]]:
 
 def metric_class(name: str) -> type[Metric]:
     """Return the class of a metric's name; :class:`UnknownMetric` where no package has it."""
-    known = _announced()
-    return next((kind for entry, kind in known.items() if kind.takes(name, entry)), UnknownMetric)
+    for entry, kind in _announced().items():
+        if re.search(kind.pattern, name) if kind.pattern else name == entry:
+            return kind
+    return UnknownMetric
 
 
 @dataclass(frozen=True)
@@ -66,10 +69,12 @@ class Metric:
     outputs: tuple[str, ...] = ()
     """Names of the model's outputs, for ``module:callable``; see :meth:`for_model`."""
 
+    pattern: ClassVar[str] = ""
+    """What is found in names of the class, where it has more than that of its entry point."""
     form: ClassVar[str] = ""
-    """How names of the class look, for messages, where it has more than that of its entry point."""
+    """How these look, for messages."""
     higher: ClassVar[bool | None] = True
-    """Whether larger is better; None where an instance decides."""
+    """Whether larger is better; None where the pipeline or the user's class says it."""
     is_fraction: ClassVar[bool] = False
     """Whether it lies between 0 and 1."""
     in_points: ClassVar[bool] = False
@@ -88,6 +93,8 @@ class Metric:
     from."""
     needs_reference: ClassVar[bool] = False
     """Whether it compares with another model's answers instead of targets."""
+    takes_all_outputs: ClassVar[bool] = False
+    """Whether it reads all outputs of a model, and not the first alone."""
     needs_output_names: ClassVar[bool] = False
     """Whether outputs must bear certain names, which no drafted pipeline can know."""
     adds_states: ClassVar[bool] = False
@@ -97,24 +104,29 @@ class Metric:
         """Create an object of the class that the name is for, as ``pathlib.Path`` does."""
         return super().__new__(metric_class(name) if cls is Metric else cls)  # type: ignore[return-value]
 
-    @classmethod
-    def takes(cls, name: str, entry: str) -> bool:
-        """Whether the class computes the metric of a name; by default that of its entry point."""
-        return name == entry
-
     @property
     def higher_is_better(self) -> bool:
         """Whether larger is better; raises PipelineInvalid where nobody declares it."""
-        return bool(self.higher)
+        direction = self.declared_direction() if self.direction is None else self.direction
+        if direction is None:
+            raise PipelineInvalid(
+                f"metric {self.name!r} does not tell its direction; write "
+                f"metric: {{name: {self.name!r}, higher_is_better: true}} (or false)"
+            )
+        return bool(direction)
+
+    def declared_direction(self) -> bool | None:
+        """Return whether larger is better by the class; None where it does not say."""
+        return self.higher
 
     @property
     def reads_all_outputs(self) -> bool:
         """Whether the metric reads all outputs of a model, and not the first alone."""
-        return False
+        return self.takes_all_outputs
 
     def passes_over(self, batch: Batch) -> bool:
         """Whether no sample of a batch has the target that the metric needs."""
-        return batch.target is None and not self.needs_reference
+        return batch.target is None and self.is_measured and not self.needs_reference
 
     def identity(self) -> list[JsonValue]:
         """Return the metric's part of a cache key, with a hash of the user's own code."""
@@ -180,6 +192,14 @@ class Metric:
 
     def meter(self) -> MetricMeter:
         """Return an object that computes the metric batch by batch."""
+        return MetricMeter(self)
+
+    def sums_and_counts(self, outputs: Outputs, targets: Targets) -> torch.Tensor:
+        """Return a mean over samples, or over the labels in them, as sums and counts by sample.
+
+        `(2, samples)`; of the user's own loss sums over all samples, `(2, 1)`. Metrics with a meter
+        of their own need none.
+        """
         raise NotImplementedError
 
     def check(self) -> None:
@@ -207,24 +227,12 @@ class UnknownMetric(Metric):
 
     higher = None
 
-    def _unknown(self) -> PipelineInvalid:
-        known = [kind.form or name for name, kind in _announced().items()]
-        return PipelineInvalid(
-            f"metric {self.name!r} is unknown; expected {', '.join(known[:-1])} or {known[-1]}"
-        )
-
-    @property
-    def higher_is_better(self) -> bool:
-        """Raise PipelineInvalid."""
-        raise self._unknown()
-
-    def meter(self) -> MetricMeter:
-        """Raise PipelineInvalid."""
-        raise self._unknown()
-
     def check_settings(self) -> None:
         """Raise PipelineInvalid."""
-        raise self._unknown()
+        known = [kind.form or name for name, kind in _announced().items()]
+        raise PipelineInvalid(
+            f"metric {self.name!r} is unknown; expected {', '.join(known[:-1])} or {known[-1]}"
+        )
 
 
 class NoMetric(Metric):
@@ -232,28 +240,9 @@ class NoMetric(Metric):
 
     is_measured = False
 
-    def passes_over(self, batch: Batch) -> bool:
-        """Never: :meth:`targets_of` says what is missing."""
-        return False
-
     def targets_of(self, batch: Batch, split: str, reference: Predictor | None = None) -> Targets:
         """Raise StageFailed."""
         raise StageFailed("the pipeline has no metric; name one with `metric:`")
-
-
-class MeanMetric(Metric):
-    """A mean over samples, or over the labels in them."""
-
-    def sums_and_counts(self, outputs: Outputs, targets: Targets) -> torch.Tensor:
-        """Return the mean as sums and counts by sample, `(2, samples)`.
-
-        Of the user's own loss these are sums over all samples, `(2, 1)`.
-        """
-        raise NotImplementedError
-
-    def meter(self) -> MetricMeter:
-        """Return what adds up sums and counts."""
-        return MeanMeter(self)
 
 
 def not_finite(outputs: torch.Tensor) -> str:
@@ -273,25 +262,27 @@ def not_finite(outputs: torch.Tensor) -> str:
 
 
 class MetricMeter:
-    """Computes a metric batch by batch."""
+    """Computes a metric batch by batch: by default a mean, from sums and counts in float64."""
 
     keeps_outputs: ClassVar[bool] = False
     """Whether all outputs are kept, so that none may be left out where processes share them."""
 
     def __init__(self, metric: Metric) -> None:
         self.metric = metric
+        self.sums: torch.Tensor | None = None
+        """Sum and count, or what a subclass adds up."""
         self.groups: dict[int, torch.Tensor] = {}
         """Sums of each group of samples, of metrics that are functions of these."""
 
     def update(
         self, outputs: Outputs, targets: Targets, group: int | None = None
     ) -> torch.Tensor | None:
-        """Add a batch, which may be empty: the model's first output, and targets.
+        """Add a batch, which may be empty: the outputs that the metric reads, and targets.
 
         `group` is the number of the group of samples that it belongs to, if its sums are wanted.
 
         Returns:
-            What :meth:`MeanMetric.sums_and_counts` does; None for other metrics.
+            What :meth:`Metric.sums_and_counts` does; None for metrics that are no means.
 
         Raises:
             StageFailed: the outputs are NaN or infinite (except -inf, a masked class), or of
@@ -305,56 +296,57 @@ class MetricMeter:
         return self._add(outputs, targets, group)
 
     def _add(self, outputs: Outputs, targets: Targets, group: int | None) -> torch.Tensor | None:
-        raise NotImplementedError
+        by_sample = self.metric.sums_and_counts(outputs, targets)
+        self.sums = self._added(self.sums, by_sample.sum(1))
+        return by_sample
 
     def _add_group(self, group: int | None, sums: torch.Tensor) -> None:
         if group is not None:
-            known = self.groups.get(group)
-            self.groups[group] = sums if known is None else self.added(known, sums)
+            self.groups[group] = self._added(self.groups.get(group), sums)
 
     @staticmethod
-    def added(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    def _added(one: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
         """Return the sums of the samples of both."""
-        return one + other
+        return other if one is None else one + other
 
     def pseudo_values(self) -> NDArray[np.float64] | None:
         """Return what each group adds to the metric; None where no sums of groups give it."""
         if not self.groups:
             return None
-        rest = self.copy()
+        groups = [self.groups[number] for number in sorted(self.groups)]
+        return pseudo_values(self.compute(), groups, self._added, self._function_of_sums())
+
+    def _function_of_sums(self) -> Callable[[torch.Tensor], float]:
+        rest = copy.copy(self)
 
         def compute(sums: torch.Tensor) -> float:
-            rest.set_sums_(sums)
+            rest.sums = sums
             return rest.compute()
 
-        groups = [self.groups[number] for number in sorted(self.groups)]
-        return pseudo_values(self.compute(), groups, self.added, compute)
-
-    def copy(self) -> Self:
-        """Return a meter whose sums can be set without changing this one's."""
-        return copy.copy(self)
-
-    def set_sums_(self, sums: torch.Tensor) -> None:
-        """Overwrite all that was added by sums of groups."""
-        raise NotImplementedError
+        return compute
 
     def state(self) -> Any:
         """Return all that was added, to be sent to another process; None where that is nothing."""
-        raise NotImplementedError
+        return self.sums
 
     def add_shares_(self, states: Sequence[Any]) -> None:
         """Add the others' states to share 0's; share `i` of `n` has the samples i, i + n and on."""
-        raise NotImplementedError
+        known = [state for state in states if state is not None]
+        self.sums = reduce(self._added, known) if known else None
 
     def compute(self) -> float:
         """Return the metric of all that was added, which may be NaN or infinite."""
-        raise NotImplementedError
+        added = self.state()
+        if added is None:
+            raise StageFailed(f"metric {self.metric.name} needs targets and no sample has one")
+        return self._value(added)
 
-    def nothing_added(self) -> StageFailed:
-        """Return the error for a metric of no samples."""
-        return StageFailed(f"metric {self.metric.name} needs targets and no sample has one")
+    def _value(self, added: Any) -> float:
+        """Return the metric of what :meth:`state` returned."""
+        mean = added[0] / added[1]
+        return float(mean.exp() if self.metric.is_exponential else mean)
 
-    def call(self, function: Callable[..., Any], *arguments: Any, **settings: Any) -> Any:
+    def _call(self, function: Callable[..., Any], *arguments: Any, **settings: Any) -> Any:
         """Call a part of the user's metric; StageFailed where that raises."""
         import torch
 
@@ -376,42 +368,6 @@ class MetricMeter:
             ) from error
 
 
-class MeanMeter(MetricMeter):
-    """Adds up sums over samples, in float64."""
-
-    sums: torch.Tensor | None = None
-    """Sum and count, or what a subclass adds up."""
-
-    def _add(self, outputs: Outputs, targets: Targets, group: int | None) -> torch.Tensor | None:
-        assert isinstance(self.metric, MeanMetric)
-        by_sample = self.metric.sums_and_counts(outputs, targets)
-        self._add_sums(by_sample.sum(1))
-        return by_sample
-
-    def _add_sums(self, sums: torch.Tensor) -> None:
-        self.sums = sums if self.sums is None else self.added(self.sums, sums)
-
-    def set_sums_(self, sums: torch.Tensor) -> None:
-        """Overwrite all that was added."""
-        self.sums = sums
-
-    def state(self) -> torch.Tensor | None:
-        """Return the sums."""
-        return self.sums
-
-    def add_shares_(self, states: Sequence[torch.Tensor | None]) -> None:
-        """Add up the sums of all processes."""
-        known = [state for state in states if state is not None]
-        self.sums = reduce(self.added, known) if known else None
-
-    def compute(self) -> float:
-        """Return the mean, or its exponential."""
-        if self.sums is None:
-            raise self.nothing_added()
-        mean = self.sums[0] / self.sums[1]
-        return float(mean.exp() if self.metric.is_exponential else mean)
-
-
 class FunctionMeter(MetricMeter):
     """Keeps all outputs and targets for a function of all of them at once."""
 
@@ -423,13 +379,10 @@ class FunctionMeter(MetricMeter):
         super().__init__(metric)
         self.function, self.settings = function, settings or {}
         self.batches: list[tuple[Any, Targets]] = []
+        """Outputs and targets."""
 
     def _add(self, outputs: Outputs, targets: Targets, group: int | None) -> None:
         self.batches.append((output_argument(outputs, self.metric.outputs), targets))
-
-    def state(self) -> tuple[Any, Targets] | None:
-        """Return all outputs and targets."""
-        return self._all() if self.batches else None
 
     def add_shares_(self, states: Sequence[tuple[Any, Targets] | None]) -> None:
         """Put the samples of all processes into their order."""
@@ -440,15 +393,15 @@ class FunctionMeter(MetricMeter):
             outputs, targets = zip(*known, strict=True)
             self.batches = [(interleave(outputs, len(states)), interleave(targets, len(states)))]
 
-    def compute(self) -> float:
-        """Call the function."""
-        if not self.batches:
-            raise self.nothing_added()
-        return one_number(self.metric.name, self.call(self.function, *self._all(), **self.settings))
+    def _value(self, added: Any) -> float:
+        return one_number(self.metric.name, self._call(self.function, *added, **self.settings))
 
-    def _all(self) -> tuple[Any, Targets]:
+    def state(self) -> tuple[Any, Targets] | None:
+        """Return all outputs and targets."""
         from compress.data.targets import concatenate
 
+        if not self.batches:
+            return None
         try:
             outputs, targets = zip(*self.batches, strict=True)
             return concatenate(outputs), concatenate(targets)

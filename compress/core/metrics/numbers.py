@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from compress.common.errors import StageFailed
 from compress.common.forward import first_output
-from compress.core.metrics.metric import MeanMeter, MeanMetric, Metric
+from compress.core.metrics.metric import Metric, MetricMeter
 from compress.core.objectives.loss import Loss
 from compress.core.objectives.losses import loss_kind
 from compress.core.objectives.targets import need_tensor
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from compress.data.targets import Targets
 
 
-class MeanLoss(MeanMetric):
+class MeanLoss(Metric):
     """The mean of the task's loss, the user's own included."""
 
     higher = False
@@ -34,7 +34,7 @@ class MeanLoss(MeanMetric):
         return self.loss.sums_and_counts(outputs, targets)
 
 
-class _MeanError(MeanMetric):
+class _MeanError(Metric):
     """The mean of a distance between numbers."""
 
     higher = False
@@ -65,29 +65,25 @@ class R2(Metric):
 
     in_points = of_numbers = adds_states = True
 
-    def meter(self) -> MeanMeter:
+    def meter(self) -> MetricMeter:
         """Return what adds up the sums."""
         return R2Meter(self)
 
 
-class R2Meter(MeanMeter):
+class R2Meter(MetricMeter):
     """Adds up :func:`r2_sums`."""
 
     def _add(self, outputs: Outputs, targets: Targets, group: int | None) -> None:
         sums = r2_sums(first_output(outputs), need_tensor("metric r2", targets))
-        self._add_sums(sums)
+        self.sums = self._added(self.sums, sums)
         self._add_group(group, sums)
 
     @staticmethod
-    def added(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        """Return the sums of the samples of both."""
-        return add_r2(one, other)
+    def _added(one: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
+        return other if one is None else add_r2(one, other)
 
-    def compute(self) -> float:
-        """Return R²."""
-        if self.sums is None:
-            raise self.nothing_added()
-        return r2(self.sums)
+    def _value(self, added: torch.Tensor) -> float:
+        return r2(added)
 
 
 def r2_sums(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from pydantic import Field, ValidationError, model_validator
 from compress.common.config import Count, Settings
 from compress.common.errors import PipelineInvalid
 from compress.common.forward import first_output
-from compress.core.metrics.metric import MeanMetric
+from compress.core.metrics.metric import Metric
 from compress.core.objectives.targets import need_tensor
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class SlidingWindow(Settings):
                 return
 
 
-class Perplexity(MeanMetric):
+class Perplexity(Metric):
     """The exponential of the mean cross-entropy; with `context` and `stride` over windows."""
 
     higher = False

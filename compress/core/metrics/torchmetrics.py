@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from compress.common.errors import PipelineInvalid, Unavailable
 from compress.common.forward import first_output, output_argument
@@ -15,7 +15,7 @@ from compress.core.objectives.losses import loss_kind
 from compress.core.objectives.targets import need_tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import torch
 
@@ -29,39 +29,24 @@ LARGEST_STATE = 2**15
 class Torchmetrics(Metric):
     """A class of the library by its name: ``torchmetrics.classification.BinaryF1Score``."""
 
-    form = "torchmetrics.…"
+    pattern, form = "^torchmetrics[.]", "torchmetrics.…"
     higher: ClassVar[bool | None] = None
     adds_states = True
+    path: ClassVar[str] = ""
+    """The class's place inside torchmetrics; by default what follows in the name."""
     by_output: ClassVar[bool] = False
     """Whether the value has a number for each output, of which the mean is meant."""
 
-    @classmethod
-    def takes(cls, name: str, entry: str) -> bool:
-        """Whether the name is a dotted one of the library."""
-        return name.startswith("torchmetrics.")
-
-    @property
-    def path(self) -> str:
-        """The class's name inside torchmetrics."""
-        return self.name.partition(".")[2]
-
-    @property
-    def higher_is_better(self) -> bool:
-        """Whether larger is better, by the pipeline or the class."""
-        direction = self.direction
-        if direction is None:
-            direction = getattr(self.implementation(), "higher_is_better", None)
-        if direction is None:
-            raise PipelineInvalid(
-                f"metric {self.name!r} does not tell its direction; write "
-                f"metric: {{name: {self.name!r}, higher_is_better: true}} (or false)"
-            )
-        return bool(direction)
+    def declared_direction(self) -> bool | None:
+        """Return whether larger is better, by this class or the library's."""
+        if self.higher is not None:
+            return self.higher
+        return getattr(self.implementation(), "higher_is_better", None)
 
     def implementation(self, inferred: Mapping[str, Any] | None = None) -> Any:
         """Make the object of torchmetrics; `inferred` are arguments that follow from the data."""
         target = import_torchmetrics(self.name)
-        for part in self.path.split("."):
+        for part in (self.path or self.name.partition(".")[2]).split("."):
             target = getattr(target, part, None)
         return create(self.name, target, {**(inferred or {}), **dict(self.arguments)})
 
@@ -69,6 +54,8 @@ class Torchmetrics(Metric):
         self, outputs: Outputs, targets: Targets
     ) -> tuple[Any, Targets, dict[str, Any] | None]:
         """Return what the object is updated with, and arguments of its class that fit it."""
+        if self.takes_all_outputs:
+            return output_argument(outputs, self.outputs), targets, None
         return first_output(outputs), targets, None
 
     def meter(self) -> MetricMeter:
@@ -84,19 +71,10 @@ class Torchmetrics(Metric):
 class UserMetric(Torchmetrics):
     """``module:callable``: a function of all outputs and targets, or a class of torchmetrics."""
 
-    form = "module:callable"
+    pattern, form = ":", "module:callable"
     # The updates of the user's own class may depend on how samples are divided.
     adds_states = False
-
-    @classmethod
-    def takes(cls, name: str, entry: str) -> bool:
-        """Whether the name refers to the user's module."""
-        return ":" in name
-
-    @property
-    def reads_all_outputs(self) -> bool:
-        """The user's own get all outputs."""
-        return True
+    takes_all_outputs = True
 
     def code(self) -> str:
         """Return a hash of the module and of what it imports beside it."""
@@ -113,10 +91,6 @@ class UserMetric(Torchmetrics):
             return target
         return create(self.name, target, dict(self.arguments))
 
-    def compared(self, outputs: Outputs, targets: Targets) -> tuple[Any, Targets, None]:
-        """Return all outputs, several by name."""
-        return output_argument(outputs, self.outputs), targets, None
-
     def meter(self) -> MetricMeter:
         """Return what updates the object, or keeps the outputs for the function."""
         own = self.implementation()
@@ -128,24 +102,8 @@ class UserMetric(Torchmetrics):
 class _InferredArguments(Torchmetrics):
     """A class of torchmetrics whose arguments follow from outputs and targets."""
 
-    form = ""
+    pattern = form = ""
     higher = True
-    torchmetrics_class: ClassVar[str]
-
-    @classmethod
-    def takes(cls, name: str, entry: str) -> bool:
-        """Whether the name is that of the entry point."""
-        return name == entry
-
-    @property
-    def path(self) -> str:
-        """The class's name inside torchmetrics."""
-        return self.torchmetrics_class
-
-    @property
-    def higher_is_better(self) -> bool:
-        """Always."""
-        return True
 
     def meter(self) -> MetricMeter:
         """Return what makes the object when the first batch shows its arguments."""
@@ -166,27 +124,40 @@ class _LabelMetric(_InferredArguments):
         self, outputs: Outputs, targets: Targets
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
         """Return predicted and true labels."""
+        import torch
+
+        from compress.data.batch import IGNORED_LABEL
+
         targets = need_tensor(f"metric {self.name}", targets)
         first, targets = self.loss.align(first_output(outputs), targets)
-        return labelled_inputs(first, label_decisions(self.name, first, targets, self.loss))
+        labels, known = label_decisions(self.name, first, targets, self.loss)
+        settings: dict[str, Any] = {"average": "macro", "ignore_index": IGNORED_LABEL}
+        if labels.dtype != torch.bool:
+            settings |= {"task": "multiclass", "num_classes": first.shape[1]}
+            return labels.flatten(), known.flatten().long(), settings
+        if first.dim() > 1 and first.shape[1] > 1:
+            settings |= {"task": "multilabel", "num_labels": first.shape[1]}
+            return labels.long(), known.long(), settings
+        binary = {"task": "binary", "ignore_index": IGNORED_LABEL}
+        return labels.flatten().long(), known.flatten().long(), binary
 
 
 class F1(_LabelMetric):
     """The harmonic mean of precision and recall."""
 
-    torchmetrics_class = "F1Score"
+    path = "F1Score"
 
 
 class MeanIoU(_LabelMetric):
     """Intersection over union of the pixels of each class."""
 
-    torchmetrics_class = "JaccardIndex"
+    path = "JaccardIndex"
 
 
 class Spearman(_InferredArguments):
     """The correlation of ranks of numbers."""
 
-    torchmetrics_class = "SpearmanCorrCoef"
+    path = "SpearmanCorrCoef"
     by_output = True
 
     def compared(
@@ -216,19 +187,19 @@ class TorchmetricsMeter(MetricMeter):
         compared, targets, self.inferred = self.metric.compared(outputs, targets)
         self.own = self.own or self.metric.implementation(self.inferred)
         before = None if group is None else summed_state(self.own)
-        self.call(self.own.update, compared, targets)
+        self._call(self.own.update, compared, targets)
         if before is not None and (now := summed_state(self.own)) is not None:
             self._add_group(group, now - before)
 
-    def copy(self) -> Self:
-        """Return a meter with an object of its own."""
-        other = super().copy()
-        other.own = copy.deepcopy(self.own)
-        return other
+    def _function_of_sums(self) -> Callable[[torch.Tensor], float]:
+        rest = copy.copy(self)
+        rest.own = copy.deepcopy(self.own)
 
-    def set_sums_(self, sums: torch.Tensor) -> None:
-        """Overwrite the object's state."""
-        set_summed_state_(self.own, sums)
+        def compute(sums: torch.Tensor) -> float:
+            set_summed_state_(rest.own, sums)
+            return rest.compute()
+
+        return compute
 
     def state(self) -> Any:
         """Return the object's state, with the arguments that it was made with."""
@@ -243,11 +214,8 @@ class TorchmetricsMeter(MetricMeter):
             self.own = self.own or self.metric.implementation(known[0][0])
             merge_states_(self.own, [state for _, state in known])
 
-    def compute(self) -> float:
-        """Compute the object's value; the mean of several outputs of a model."""
-        if self.own is None or not self.own.update_called:
-            raise self.nothing_added()
-        value = self.call(self.own.compute)
+    def _value(self, added: Any) -> float:
+        value = self._call(self.own.compute)
         return one_number(self.metric.name, value.mean() if self.metric.by_output else value)
 
 
@@ -280,31 +248,6 @@ def create(name: str, target: Any, arguments: Mapping[str, Any]) -> Any:
         # Rank 0 may evaluate alone, and must not wait for other ranks in `compute`.
         module.distributed_available_fn = lambda: False
     return made
-
-
-def labelled_inputs(
-    outputs: torch.Tensor, decisions: tuple[torch.Tensor, torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-    """Return predictions and targets for a metric of labels, and its arguments.
-
-    Args:
-        outputs: scores of classes on axis 1, or binary logits.
-        decisions: predicted and true labels, booleans if outputs are binary logits.
-    """
-    import torch
-
-    from compress.data.batch import IGNORED_LABEL
-
-    labels, known = decisions
-    several = {"average": "macro", "ignore_index": IGNORED_LABEL}
-    if labels.dtype != torch.bool:
-        classes = {"task": "multiclass", "num_classes": outputs.shape[1]}
-        return labels.flatten(), known.flatten().long(), classes | several
-    if outputs.dim() > 1 and outputs.shape[1] > 1:
-        settings = {"task": "multilabel", "num_labels": outputs.shape[1]} | several
-        return labels.long(), known.long(), settings
-    binary = {"task": "binary", "ignore_index": IGNORED_LABEL}
-    return labels.flatten().long(), known.flatten().long(), binary
 
 
 def metrics_in(metric: Any) -> list[Any]:
