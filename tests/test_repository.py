@@ -21,7 +21,7 @@ import export
 import serve
 from compress import Train, Training
 from compress.core.stage import Stage
-from compress.distillation.loss_terms import AnyTerm
+from compress.distillation.terms import AnyTerm
 from compress.quantization.config.backend_targets import Target as Runtime
 from compress.quantization.config.dtype_scheme import BuiltInObserver
 from pipelines import Pipeline

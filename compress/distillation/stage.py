@@ -15,10 +15,9 @@ from compress.artifacts.model_source import Origin
 from compress.common.errors import CompressError, StageFailed
 from compress.common.signature import Signature
 from compress.core.stage import Stage
-from compress.distillation.loss_terms import AnyTerm
-from compress.distillation.output_losses import Cosine, Kl, Labels, Mse, Term
 from compress.distillation.student import SomeBlocks
 from compress.distillation.teacher import OnnxFile, Teacher
+from compress.distillation.terms import AnyTerm, Cosine, Kl, Labels, Mse, Term
 from compress.training.config.training import Training
 from compress.training.objectives.teacher_objective import Teaching
 

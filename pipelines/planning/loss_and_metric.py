@@ -292,7 +292,7 @@ def _parts_warning(loss: Loss, outputs: list[torch.Tensor], targets: Targets) ->
     import torch
 
     samples, function = len(outputs[0]), loss.function()
-    if not loss.is_custom or samples < 2 or loss.label_counter()(targets) is not None:
+    if not loss.is_custom or samples < 2 or function.label_count(targets) is not None:
         return ""
     whole, mean = float(function(outputs, targets)), 0.0
     is_first = torch.arange(samples) < samples // 2

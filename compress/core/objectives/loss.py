@@ -2,15 +2,14 @@
 
 Shapes: axis 0 of outputs and targets is the batch, and axis 1 of the outputs has the classes, as in
 torch. A loss is a mean over samples, or over the labels that are not ignored: weighted by the
-number that :meth:`Loss.label_counter` gives, the means of parts add up to that of the batch.
+number that :meth:`LossFunction.label_count` gives, the means of parts add up to that of the batch.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path  # noqa: TC003 - a dataclass field
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any
 
 from compress.common.errors import CompressError, PipelineInvalid, StageFailed, first_line
 from compress.common.factories import NameOrReference
@@ -37,7 +36,7 @@ from compress.core.objectives.targets import (
 from compress.core.objectives.task import infer_loss, infer_task
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     import torch
     from pydantic import JsonValue
@@ -48,30 +47,7 @@ if TYPE_CHECKING:
     from compress.data.splits import Splits
     from compress.data.targets import Targets
 
-    LabelCounter = Callable[[Targets], torch.Tensor | None]
-
 DEFAULT_SMOOTHING = 0.1
-
-
-class LossFunction(Protocol):
-    """A function that returns a scalar loss, the mean over samples."""
-
-    def __call__(
-        self,
-        outputs: Outputs,
-        targets: Targets,
-        *,
-        class_weights: torch.Tensor | None = None,
-        label_smoothing: float | None = None,
-        over_all: bool = False,
-    ) -> torch.Tensor:
-        """Compute the mean loss: built-in ones of the first output, the user's own of all.
-
-        The sum is divided by the number of labels that are not ignored; with class weights, one for
-        each class, too, and not by the sum of the weights. Label smoothing is by default 0.1 for
-        `cross_entropy`. ``over_all`` divides by the number of all targets, ignored ones included.
-        """
-        ...
 
 
 LOSS_NAME = NameOrReference("loss", lambda: tuple(loss_kinds()))
@@ -206,18 +182,7 @@ class Loss:
 
     def function(self) -> LossFunction:
         """Return the function, which raises StageFailed where outputs and targets do not fit it."""
-        return partial(_mean, self, self._import_custom() if self.is_custom else None)
-
-    def label_counter(self) -> LabelCounter:
-        """Return the function that gives, from a batch's targets, what their mean is divided by.
-
-        It returns a scalar, or None if that is the number of samples, all of one size: for targets
-        that are floats, and for ``module:callable`` without an attribute ``count``.
-        """
-        if not self.is_custom:
-            has_next = self.task is not None and self.task.next_token
-            return _count_next_labels if has_next else _count_labels
-        return partial(_count_custom, str(self.name), self._import_custom())
+        return LossFunction(self, self._import_custom() if self.is_custom else None)
 
     def sums_and_counts(self, outputs: Outputs, targets: Targets) -> torch.Tensor:
         """Return the sum of the loss over targets that are not ignored, and their number.
@@ -230,9 +195,10 @@ class Loss:
 
         first = first_output(outputs)
         if self.is_custom:
-            own = self.label_counter()(targets)
+            function = self.function()
+            own = function.label_count(targets)
             count = len(first) if own is None else float(own)
-            value = float(self.function()(outputs, targets)) * count if count else 0.0
+            value = float(function(outputs, targets)) * count if count else 0.0
             return torch.tensor([[value], [count]], dtype=torch.float64)
         name = self.name_for(first, targets)
         first, aligned = self.align(first, need_tensor(f"loss {name}", targets))
@@ -266,133 +232,149 @@ def refuse_without_curvature(loss: Loss) -> None:
         )
 
 
-def _mean(
-    loss: Loss,
-    custom: Any,
-    outputs: Outputs,
-    targets: Targets,
-    *,
-    class_weights: torch.Tensor | None = None,
-    label_smoothing: float | None = None,
-    over_all: bool = False,
-) -> torch.Tensor:
-    name = loss.name_for(first_output(outputs), targets)
-    refuse_class_settings(name, class_weights is not None, label_smoothing)
-    if custom is not None:
-        return _mean_of_custom(loss, custom, outputs, targets, over_all=over_all)
-    first, targets = loss.align(first_output(outputs), need_tensor(f"loss {name}", targets))
-    samples = len(targets)
-    # Built-in losses ignore labels of -100 by themselves; NaN would spread to the weights.
-    if over_all and targets.is_floating_point():
-        labelled = has_target(targets)
-        if not bool(labelled.any()):
-            return first.sum() * 0
-        first, targets = first[labelled], targets[labelled]
-    kind = loss_kind(name)
-    first, matched = kind.match(first, targets)
-    settings: dict[str, Any] = {}
-    if class_weights is not None:
-        if len(class_weights) != first.shape[1]:
-            raise StageFailed(
-                f"class_weights has {len(class_weights)} numbers and the model {first.shape[1]} "
-                "classes; give one for each"
-            )
-        settings["weight"] = class_weights.to(first.dtype)
-    if kind.takes_label_smoothing:
-        smoothing = DEFAULT_SMOOTHING if label_smoothing is None else label_smoothing
-        settings["label_smoothing"] = smoothing
-    known = kind.count(matched)
-    if not known:
-        return first.sum() * 0  # every target is ignored, and torch's mean would be 0 / 0
-    if over_all:
-        is_soft = kind.takes_class_weights and targets.is_floating_point()
-        known = targets[0].numel() // (targets.shape[1] if is_soft else 1) * samples
-    elif class_weights is None:
-        return kind.compute(first, matched, "mean", **settings)
-    # Not torch's weighted mean, which divides by the sum of the weights: a weight of 2 for all
-    # classes doubles the loss.
-    return kind.compute(first, matched, "sum", **settings) / known
+@dataclass(frozen=True)
+class LossFunction:
+    """The mean loss: built-in ones of the first output, the user's own of all."""
 
+    loss: Loss
+    custom: Any
+    """The user's own function; None where the loss is built in."""
 
-def _mean_of_custom(
-    loss: Loss, custom: Any, outputs: Outputs, targets: Targets, *, over_all: bool
-) -> torch.Tensor:
-    """Call the user's own loss, with ``over_all`` on the samples that have a target."""
-    import torch
+    def __call__(
+        self,
+        outputs: Outputs,
+        targets: Targets,
+        *,
+        class_weights: torch.Tensor | None = None,
+        label_smoothing: float | None = None,
+        over_all: bool = False,
+    ) -> torch.Tensor:
+        """Compute the mean, a scalar.
 
-    from compress.data.targets import select
-
-    tensors = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
-    # The mean over nothing would be 0 / 0. All outputs, so that it depends on all weights.
-    zero = sum((x.sum() for x in tensors if x.is_floating_point()), tensors[0].new_zeros(())) * 0
-    share = 1.0
-    size = targets.numel() if isinstance(targets, torch.Tensor) else None
-    if over_all:
-        labelled = has_target(targets)
-        if not bool(labelled.any()):
-            return zero
-        tensors, targets = [x[labelled] for x in tensors], select(targets, labelled)
-        share = float(labelled.double().mean())
-    count = _count_custom(str(loss.name), custom, targets)
-    if count is not None and not count:
-        return zero
-    if count is not None and over_all and size is not None:
-        share = float(count) / size
-    return _call_custom(custom, loss, tensors, targets) * share
-
-
-def _call_custom(
-    function: Any, loss: Loss, outputs: Sequence[torch.Tensor], targets: Targets
-) -> torch.Tensor:
-    import torch
-
-    argument = output_argument(outputs, loss.outputs)
-    try:
-        value = function(argument, targets)
-    except CompressError:
-        raise
-    except Exception as error:
-        raise StageFailed(
-            f"loss {loss.name!r} fails for outputs {describe_outputs(argument)} and "
-            f"targets {describe_targets(targets)}: {type(error).__name__}: {first_line(error)}"
-        ) from error
-    if not isinstance(value, torch.Tensor) or value.numel() != 1:
-        is_tensor = isinstance(value, torch.Tensor)
-        found = describe_tensor(value) if is_tensor else f"a {type(value).__name__}"
-        raise StageFailed(f"loss {loss.name!r} returned {found}, expected a tensor with one number")
-    return value.reshape(())
-
-
-def _count_labels(targets: Targets) -> torch.Tensor | None:
-    """Count labels that are not ignored, on the targets' device; None for floats."""
-    from compress.data.batch import IGNORED_LABEL
-
-    if isinstance(targets, list | dict):
-        return None  # refused by the loss itself, which has a name
-    return None if targets.is_floating_point() else (targets != IGNORED_LABEL).sum()
-
-
-def _count_next_labels(targets: Targets) -> torch.Tensor | None:
-    """Count labels that are not ignored, but for the first of each sequence: nothing precedes."""
-    return _count_labels(need_tensor("loss", targets)[:, 1:])
-
-
-def _count_custom(name: str, function: Any, targets: Targets) -> torch.Tensor | None:
-    """Return the ``count`` of a user's function for some targets; None if it has none."""
-    import torch
-
-    count = getattr(function, "count", None)
-    if not callable(count):
-        return None
-    try:
-        value = torch.as_tensor(count(targets))
-    except Exception as error:
-        raise StageFailed(
-            f"count of loss {name!r} fails for targets {describe_targets(targets)}: "
-            f"{type(error).__name__}: {first_line(error)}"
-        ) from error
-    if value.numel() != 1:
-        raise StageFailed(
-            f"count of loss {name!r} returned {describe_tensor(value)}, expected one number"
+        The sum is divided by the number of labels that are not ignored; with class weights, one for
+        each class, too, and not by the sum of the weights. Label smoothing is by default 0.1 for
+        `cross_entropy`. ``over_all`` divides by the number of all targets, ignored ones included.
+        """
+        name = self.loss.name_for(first_output(outputs), targets)
+        refuse_class_settings(name, class_weights is not None, label_smoothing)
+        if self.custom is not None:
+            return self._mean_of_custom(outputs, targets, over_all=over_all)
+        first, targets = self.loss.align(
+            first_output(outputs), need_tensor(f"loss {name}", targets)
         )
-    return value.reshape(())
+        samples = len(targets)
+        # Built-in losses ignore labels of -100 by themselves; NaN would spread to the weights.
+        if over_all and targets.is_floating_point():
+            labelled = has_target(targets)
+            if not bool(labelled.any()):
+                return first.sum() * 0
+            first, targets = first[labelled], targets[labelled]
+        kind = loss_kind(name)
+        first, matched = kind.match(first, targets)
+        settings: dict[str, Any] = {}
+        if class_weights is not None:
+            if len(class_weights) != first.shape[1]:
+                raise StageFailed(
+                    f"class_weights has {len(class_weights)} numbers and the model {first.shape[1]} "
+                    "classes; give one for each"
+                )
+            settings["weight"] = class_weights.to(first.dtype)
+        if kind.takes_label_smoothing:
+            smoothing = DEFAULT_SMOOTHING if label_smoothing is None else label_smoothing
+            settings["label_smoothing"] = smoothing
+        known = kind.count(matched)
+        if not known:
+            return first.sum() * 0  # every target is ignored, and torch's mean would be 0 / 0
+        if over_all:
+            is_soft = kind.takes_class_weights and targets.is_floating_point()
+            known = targets[0].numel() // (targets.shape[1] if is_soft else 1) * samples
+        elif class_weights is None:
+            return kind.compute(first, matched, "mean", **settings)
+        # Not torch's weighted mean, which divides by the sum of the weights: a weight of 2 for all
+        # classes doubles the loss.
+        return kind.compute(first, matched, "sum", **settings) / known
+
+    def _mean_of_custom(
+        self, outputs: Outputs, targets: Targets, *, over_all: bool
+    ) -> torch.Tensor:
+        """Call the user's own loss, with ``over_all`` on the samples that have a target."""
+        import torch
+
+        from compress.data.targets import select
+
+        tensors = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+        # The mean over nothing would be 0 / 0. All outputs, so that it depends on all weights.
+        zero = (
+            sum((x.sum() for x in tensors if x.is_floating_point()), tensors[0].new_zeros(())) * 0
+        )
+        share = 1.0
+        size = targets.numel() if isinstance(targets, torch.Tensor) else None
+        if over_all:
+            labelled = has_target(targets)
+            if not bool(labelled.any()):
+                return zero
+            tensors, targets = [x[labelled] for x in tensors], select(targets, labelled)
+            share = float(labelled.double().mean())
+        count = self._custom_count(targets)
+        if count is not None and not count:
+            return zero
+        if count is not None and over_all and size is not None:
+            share = float(count) / size
+        return self._call_custom(tensors, targets) * share
+
+    def _call_custom(self, outputs: Sequence[torch.Tensor], targets: Targets) -> torch.Tensor:
+        import torch
+
+        argument = output_argument(outputs, self.loss.outputs)
+        try:
+            value = self.custom(argument, targets)
+        except CompressError:
+            raise
+        except Exception as error:
+            raise StageFailed(
+                f"loss {self.loss.name!r} fails for outputs {describe_outputs(argument)} and "
+                f"targets {describe_targets(targets)}: {type(error).__name__}: {first_line(error)}"
+            ) from error
+        if not isinstance(value, torch.Tensor) or value.numel() != 1:
+            is_tensor = isinstance(value, torch.Tensor)
+            found = describe_tensor(value) if is_tensor else f"a {type(value).__name__}"
+            raise StageFailed(
+                f"loss {self.loss.name!r} returned {found}, expected a tensor with one number"
+            )
+        return value.reshape(())
+
+    def label_count(self, targets: Targets) -> torch.Tensor | None:
+        """Return what the mean over a batch with these targets is divided by, a scalar.
+
+        None if that is the number of samples, all of one size: for targets that are floats, and
+        for ``module:callable`` without an attribute ``count``.
+        """
+        from compress.data.batch import IGNORED_LABEL
+
+        if self.custom is not None:
+            return self._custom_count(targets)
+        if self.loss.task is not None and self.loss.task.next_token:
+            targets = need_tensor("loss", targets)[:, 1:]  # nothing precedes the first token
+        if isinstance(targets, list | dict):
+            return None  # refused by the loss itself, which has a name
+        return None if targets.is_floating_point() else (targets != IGNORED_LABEL).sum()
+
+    def _custom_count(self, targets: Targets) -> torch.Tensor | None:
+        """Return the ``count`` of the user's function for some targets; None if it has none."""
+        import torch
+
+        count = getattr(self.custom, "count", None)
+        if not callable(count):
+            return None
+        try:
+            value = torch.as_tensor(count(targets))
+        except Exception as error:
+            raise StageFailed(
+                f"count of loss {self.loss.name!r} fails for targets {describe_targets(targets)}: "
+                f"{type(error).__name__}: {first_line(error)}"
+            ) from error
+        if value.numel() != 1:
+            raise StageFailed(
+                f"count of loss {self.loss.name!r} returned {describe_tensor(value)}, expected one number"
+            )
+        return value.reshape(())

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from compress.common.forward import Outputs
     from compress.common.signature import Signature
     from compress.core.context import Context
-    from compress.core.objectives.loss import LabelCounter
     from compress.data.batch import Batch
     from compress.data.targets import Targets
     from compress.training.config.training import Training
@@ -96,7 +95,7 @@ class TargetLoss:
 
     def prepare(self, device: str) -> LossFunction:
         """Return the loss function."""
-        return TargetLossFunction(self.mean(device), self.loss.label_counter())
+        return TargetLossFunction(self.mean(device), self.loss.function().label_count)
 
     def mean(self, device: str, *, over_all: bool = False) -> TargetMean:
         """Return a function of outputs and targets that gives the mean loss.
@@ -119,7 +118,7 @@ class TargetLossFunction:
     """The loss function of :class:`TargetLoss` in one process."""
 
     mean: TargetMean
-    counter: LabelCounter
+    counter: Callable[[Targets], torch.Tensor | None]
 
     def __call__(self, outputs: tuple[torch.Tensor, ...], batch: Batch) -> torch.Tensor:
         """Compute the mean loss."""
