@@ -12,8 +12,7 @@ from compress.artifacts.artifact import Artifact
 from compress.common.atomic_files import write_atomically
 from compress.common.errors import PipelineInvalid
 from compress.core.context import Context
-from compress.functional.datasets import make_splits
-from compress.functional.models import as_artifact, forward_names
+from compress.functional.in_memory import as_artifact, forward_names, make_splits
 from compress.profiling.benchmark import MEASURED_SECONDS
 from export.fastest.measure import measure_fastest
 from export.fastest.runtimes import Runtime, export_to
@@ -26,7 +25,7 @@ from pipelines.system.machine_info import machine
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from compress.functional.models import Inputs
+    from compress.functional.in_memory import Inputs
     from export.fastest.measure import BenchCell
 
 

@@ -14,8 +14,7 @@ from compress.common.errors import PipelineInvalid
 from compress.core.gates import MaxDrop, MaxRelativeDrop, gate_class
 from compress.core.objectives.task import task_named
 from compress.core.progress import show_bars
-from compress.functional.datasets import make_splits
-from compress.functional.models import as_artifact, forward_names
+from compress.functional.in_memory import as_artifact, forward_names, make_splits
 from pipelines.api import Pipeline
 from pipelines.commands.init import inspect_model, render_and_plan
 from pipelines.commands.init_options import InitOptions, dump_input

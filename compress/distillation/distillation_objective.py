@@ -18,8 +18,12 @@ from compress.distillation.terms import (
     FeatureTerm,
     OutputPair,
 )
-from compress.training.objectives.objective import AUXILIARY_PREFIX, TargetLoss
-from compress.training.objectives.teacher_objective import cosine_distance, need_equal_shapes
+from compress.training.objectives.objective import (
+    AUXILIARY_PREFIX,
+    TargetLoss,
+    cosine_distance,
+    need_equal_shapes,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -19,7 +19,7 @@ from compress.distillation.student import SomeBlocks
 from compress.distillation.teacher import OnnxFile, Teacher
 from compress.distillation.terms import AnyTerm, Cosine, Kl, Labels, Mse, Term
 from compress.training.config.training import Training
-from compress.training.objectives.teacher_objective import Teaching
+from compress.training.objectives.objective import Teaching
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -101,7 +101,7 @@ class Distill(Stage[EagerModel, EagerModel], Teaching, Training):
 
     def check_loss(self, loss: Loss) -> None:
         """Refuse settings that do not go with the task's loss."""
-        from compress.training.objectives.teacher_objective import need_task_of_classes
+        from compress.training.objectives.objective import need_task_of_classes
 
         if self.uses_loss:
             self.check_targets_loss(loss)

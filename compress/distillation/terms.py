@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from compress.common.config import Positive, Settings
 from compress.core.objectives.targets import need_tensor
-from compress.training.objectives.teacher_objective import (
+from compress.training.objectives.objective import (
     cosine_distance,
     need_classes,
     soft_cross_entropy,

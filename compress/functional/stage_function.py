@@ -138,8 +138,7 @@ def _run_stage(
     from compress.core.objectives.loss import Loss
     from compress.core.objectives.task import task_named
     from compress.core.progress import show_bars
-    from compress.functional.datasets import make_splits
-    from compress.functional.models import as_artifact, forward_names
+    from compress.functional.in_memory import as_artifact, forward_names, make_splits
 
     name = str(stage.model_fields["stage"].default)
     splits = make_splits(

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field
 from compress.artifacts.eager_model import EagerModel
 from compress.core.stage import DEFAULT_CALIBRATION_SAMPLES, Stage
 from compress.training.config.training import Training
-from compress.training.objectives.teacher_objective import Teaching  # noqa: TC001 - a field's type
+from compress.training.objectives.objective import Teaching  # noqa: TC001 - a field's type
 
 if TYPE_CHECKING:
     from compress.core.context import Context

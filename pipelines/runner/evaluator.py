@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from compress.common.dependency_recorder import Recording, recording
 from compress.common.errors import StageFailed
-from compress.core.evaluation import evaluate_gates
 from compress.core.gates.baselines import baseline_name
 from compress.core.metrics.score import Score
+from compress.core.stage import evaluate_gates
 from compress.profiling.batch_dependence import BatchDependence
 from compress.profiling.operator_table import read_operator_tables
 from pipelines.planning.unjudged_losses import reads_all_outputs

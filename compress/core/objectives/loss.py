@@ -275,8 +275,8 @@ class LossFunction:
         if class_weights is not None:
             if len(class_weights) != first.shape[1]:
                 raise StageFailed(
-                    f"class_weights has {len(class_weights)} numbers and the model {first.shape[1]} "
-                    "classes; give one for each"
+                    f"class_weights has {len(class_weights)} numbers and the model "
+                    f"{first.shape[1]} classes; give one for each"
                 )
             settings["weight"] = class_weights.to(first.dtype)
         if kind.takes_label_smoothing:
@@ -375,6 +375,7 @@ class LossFunction:
             ) from error
         if value.numel() != 1:
             raise StageFailed(
-                f"count of loss {self.loss.name!r} returned {describe_tensor(value)}, expected one number"
+                f"count of loss {self.loss.name!r} returned {describe_tensor(value)}, expected "
+                "one number"
             )
         return value.reshape(())

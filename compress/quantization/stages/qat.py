@@ -13,7 +13,7 @@ from compress.common.errors import StageFailed
 from compress.quantization.config.dtype_scheme import Observer, WeightBits
 from compress.quantization.stages.base import IntegerStage
 from compress.training.config.training import DEFAULT_LEARNING_RATE, Training
-from compress.training.objectives.teacher_objective import Teaching
+from compress.training.objectives.objective import Teaching
 
 if TYPE_CHECKING:
     from compress.artifacts.eager_model import EagerModel
