@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -136,6 +137,18 @@ def announced(group: str, kind: str, key: str = "") -> dict[str, Any]:
             raise Unavailable(f"{kind} {entry.name!r} of {entry.value}: the name is taken")
         found[name] = target
     return found
+
+
+@cache
+def announcing_package(group: str, name: str) -> str:
+    """Return name and version of the package that announces something, for cache keys.
+
+    Nothing of this toolkit, whose version is in every key.
+    """
+    for entry in entry_points(group=group, name=name):
+        if _is_foreign(entry) and entry.dist is not None:
+            return f"{entry.dist.name} {entry.dist.version}"
+    return ""
 
 
 def _is_foreign(entry: EntryPoint) -> bool:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from compress.common.errors import CompressError, PipelineInvalid, StageFailed, first_line
 from compress.common.forward import first_output, output_argument
-from compress.common.requirements import announced
+from compress.common.requirements import announced, announcing_package
 from compress.core.metrics.score import pseudo_values
 from compress.core.objectives.loss import INFERRED_LOSS, Loss
 from compress.core.objectives.targets import describe_outputs, describe_targets
@@ -136,8 +136,8 @@ class Metric:
         return [self.name, dict(self.arguments), self.direction, self.code(), loss]
 
     def code(self) -> str:
-        """Return a hash of the user's own code; nothing where the metric has none."""
-        return ""
+        """Return what identifies code outside of this toolkit: a package, or the user's own."""
+        return announcing_package("compress.metrics", self.name)
 
     def with_inferred_loss(self, data: Splits | None) -> Self:
         """Return the same metric with its loss inferred from the data's targets, if it uses one."""

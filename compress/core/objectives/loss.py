@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from compress.common.errors import CompressError, PipelineInvalid, StageFailed, first_line
 from compress.common.factories import NameOrReference
 from compress.common.forward import first_output, output_argument
+from compress.common.requirements import announcing_package
 from compress.core.objectives.losses import (
     LossKind,
     loss_kind,
@@ -116,7 +117,7 @@ class Loss:
 
     def identity(self) -> dict[str, JsonValue]:
         """Return the loss's part of a cache key: its name, and a hash of the user's code."""
-        code = ""
+        code = announcing_package("compress.losses", self.name or "")
         if self.is_custom:
             from compress.common.factories import local_sources, sources_digest
 

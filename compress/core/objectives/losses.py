@@ -81,7 +81,7 @@ class LossKind:
         return value
 
 
-class _ClassLoss(LossKind):
+class ClassLoss(LossKind):
     """A loss of classes that exclude each other, on axis 1."""
 
     takes_class_weights = True
@@ -141,14 +141,14 @@ class _ClassLoss(LossKind):
         return super().compute(outputs, targets, reduction, **settings)
 
 
-class CrossEntropy(_ClassLoss):
+class CrossEntropy(ClassLoss):
     """The cross-entropy of logits, to labels or probabilities."""
 
     torch_function = "cross_entropy"
     takes_label_smoothing = takes_probabilities = True
 
 
-class NegativeLogLikelihood(_ClassLoss):
+class NegativeLogLikelihood(ClassLoss):
     """The negative log-likelihood of log-probabilities."""
 
     torch_function = "nll_loss"
@@ -187,7 +187,7 @@ class BinaryCrossEntropy(LossKind):
         return outputs, targets.to(outputs.dtype)
 
 
-class _NumberLoss(LossKind):
+class NumberLoss(LossKind):
     """A distance between numbers."""
 
     of_numbers = True
@@ -205,20 +205,20 @@ class _NumberLoss(LossKind):
         return outputs, matched.to(outputs.dtype)
 
 
-class MeanSquaredError(_NumberLoss):
+class MeanSquaredError(NumberLoss):
     """The squared error."""
 
     torch_function = "mse_loss"
 
 
-class MeanAbsoluteError(_NumberLoss):
+class MeanAbsoluteError(NumberLoss):
     """The absolute error."""
 
     torch_function = "l1_loss"
     is_curved = False
 
 
-class SmoothL1(_NumberLoss):
+class SmoothL1(NumberLoss):
     """The squared error of small differences, and the absolute one of large ones."""
 
     torch_function = "smooth_l1_loss"
