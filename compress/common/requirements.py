@@ -123,6 +123,7 @@ def announced(group: str, kind: str, key: str = "") -> dict[str, Any]:
         Unavailable: a package's is broken or its name is taken, or this toolkit was installed
             before it announced anything in the group.
     """
+    # This toolkit's first, so that of two with one name the other package's is refused.
     entries = sorted(entry_points(group=group), key=_is_foreign)
     if not entries or _is_foreign(entries[0]):
         raise Unavailable(

@@ -131,6 +131,7 @@ class Gate(Settings):
                 uncertainty = self.uncertainty(before, after, context)
                 return self.verdict(value, uncertainty=uncertainty, outputs=outputs)
         except Unavailable:
+            # What is not installed is no verdict on the model: the run ends with another exit code.
             raise
         except CompressError as error:
             return self.verdict(None, str(error))

@@ -43,6 +43,7 @@ def _announced() -> dict[str, type[Metric]]:
 
 def metric_class(name: str) -> type[Metric]:
     """Return the class of a metric's name; :class:`UnknownMetric` where no package has it."""
+    # One after the other: `torchmetrics.…` and `module:callable` are forms, and no fixed names.
     for entry, kind in _announced().items():
         if re.search(kind.pattern, name) if kind.pattern else name == entry:
             return kind
@@ -297,6 +298,7 @@ class MetricMeter:
 
     def _add(self, outputs: Outputs, targets: Targets, group: int | None) -> torch.Tensor | None:
         by_sample = self.metric.sums_and_counts(outputs, targets)
+        # In float64: a count beyond 2**24 is no longer exact in float32.
         self.sums = self._added(self.sums, by_sample.sum(1))
         return by_sample
 

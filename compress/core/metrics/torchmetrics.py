@@ -185,6 +185,7 @@ class TorchmetricsMeter(MetricMeter):
 
     def _add(self, outputs: Outputs, targets: Targets, group: int | None) -> None:
         compared, targets, self.inferred = self.metric.compared(outputs, targets)
+        # The number of classes is that of the first batch's outputs.
         self.own = self.own or self.metric.implementation(self.inferred)
         before = None if group is None else summed_state(self.own)
         self._call(self.own.update, compared, targets)

@@ -50,6 +50,7 @@ class LossKind:
         """Cast and reshape outputs and targets to what the loss takes, or raise StageFailed."""
         import torch
 
+        # 16 bits are too few for exponentials and sums.
         if outputs.dtype in (torch.float16, torch.bfloat16):
             outputs = outputs.float()
         return self._match(outputs, targets)

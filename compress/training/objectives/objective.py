@@ -191,6 +191,7 @@ class FromTeacher:
         from compress.artifacts.artifact import Artifact
         from compress.common.forward import flatten_outputs
 
+        # In each process anew: an objective is sent to others as data, without tensors.
         teacher = Artifact.from_directory(self.teacher).load(device).requires_grad_(False)
         # The mean over all samples, so that those without a label add nothing.
         labels_term, teaching = self.targets.mean(device, over_all=True), self.teaching
