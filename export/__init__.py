@@ -5,7 +5,7 @@ The public names stand in ``__init__.pyi``; each is imported on first use.
 
 import lazy_loader
 
-from compress.core.gate_kinds.other_runtime import OTHER_RUNTIMES
+from compress.core.gates.other_runtime import OTHER_RUNTIMES
 from compress.export import baselines  # noqa: F401 - adds the runtimes that files are written for
 from compress.export.web.runtime import WEB
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from compress.core.gate_kinds.baselines import BASELINES, BaselineRuntime
+from compress.core.gates.baselines import BASELINES, BaselineRuntime
 from compress.core.stage import members_of
 from compress.export.aotinductor.stage import ExportAot
 from compress.export.executorch.stage import ExportExecuTorch

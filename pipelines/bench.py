@@ -17,8 +17,7 @@ from compress.export.fastest.runtimes import Runtime, export_to
 from compress.export.web.page import web_page
 from compress.export.web.requirements import ONNXRUNTIME_WEB
 from compress.export.web.runtime import WEB
-from compress.functional.datasets import make_splits
-from compress.functional.models import as_artifact, forward_names
+from compress.functional.in_memory import as_artifact, forward_names, make_splits
 from compress.pipelines.results.bench import Bench, BenchedModel
 from compress.pipelines.system.machine_info import machine
 from compress.profiling.benchmark import MEASURED_SECONDS
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from compress.export.fastest.measure import BenchCell
-    from compress.functional.models import Inputs
+    from compress.functional.in_memory import Inputs
 
 
 def bench(

@@ -12,10 +12,9 @@ from compress.artifacts.in_process import register, register_module
 from compress.common.atomic_files import temporary_folder
 from compress.common.errors import PipelineInvalid
 from compress.core.gates import MaxDrop, MaxRelativeDrop, gate_class
+from compress.core.objectives.task import task_named
 from compress.core.progress import show_bars
-from compress.core.task import task_named
-from compress.functional.datasets import make_splits
-from compress.functional.models import as_artifact, forward_names
+from compress.functional.in_memory import as_artifact, forward_names, make_splits
 from compress.pipelines.api import Pipeline
 from compress.pipelines.commands.init import inspect_model, render_and_plan
 from compress.pipelines.commands.init_options import InitOptions, dump_input
@@ -24,7 +23,7 @@ from compress.pipelines.system import yaml_core
 if TYPE_CHECKING:
     import torch
 
-    from compress.core.task import TaskName
+    from compress.core.objectives.task import TaskName
     from compress.data.splits import Splits
     from compress.pipelines.results.schema import Report
 

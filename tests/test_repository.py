@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import compress
 from compress import Train, Training, export, serve
 from compress.core.stage import Stage
-from compress.distillation.loss_terms import AnyTerm
+from compress.distillation.terms import AnyTerm
 from compress.pipelines import Pipeline
 from compress.pipelines.config.model_spec import MODEL_CLASSES, ModelSpec
 from compress.pipelines.config.registry import stages

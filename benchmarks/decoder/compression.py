@@ -10,8 +10,8 @@ from compress.artifacts.hf_folder import files_to_carry, read_folder
 from compress.artifacts.importing import import_module
 from compress.artifacts.libraries.declared_inputs import inputs_of_transformer
 from compress.common.signature import OutputSpec, Signature
-from compress.core.loss import Loss
-from compress.core.task import TASKS
+from compress.core.objectives.loss import Loss
+from compress.core.objectives.task import TASKS
 from compress.data.splits import Splits
 from compress.export import ExportGenai, GenaiModel
 from decoder.text import initial_folder, splits

@@ -16,8 +16,8 @@ from compress.artifacts.streaming.import_folder import import_streamed
 from compress.checkpoint.safetensors_io import write_safetensors
 from compress.checkpoint.state_dict import StoredTensor
 from compress.common.signature import AxisBounds, OutputSpec, Signature, TensorSpec
-from compress.core.loss import Loss
-from compress.core.task import TASKS
+from compress.core.objectives.loss import Loss
+from compress.core.objectives.task import TASKS
 from compress.data.splits import Splits
 from compress.export import ExportCompressedTensors
 

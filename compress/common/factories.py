@@ -54,15 +54,17 @@ class NameOrReference:
 
     kind: str
     """What it names, for messages: `loss`."""
-    names: tuple[str, ...]
+    names: Callable[[], tuple[str, ...]]
+    """Returns the built-in names, which installed packages may add to."""
 
     def check(self, name: str) -> str:
         """Return the name; ValueError says which are known, and the nearest one."""
-        if name in self.names or REFERENCE.match(name):
+        names = self.names()
+        if name in names or REFERENCE.match(name):
             return name
-        close = difflib.get_close_matches(name, self.names, n=1)
+        close = difflib.get_close_matches(name, names, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
-        expected = f"{', '.join(self.names)} or module:callable"
+        expected = f"{', '.join(names)} or module:callable"
         raise ValueError(f"unknown {self.kind} {name!r}; {hint}expected {expected}")
 
     def __get_pydantic_core_schema__(
@@ -74,7 +76,7 @@ class NameOrReference:
         self, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
         own = {"type": "string", "pattern": REFERENCE.pattern}
-        return {"anyOf": [{"enum": list(self.names)}, own]}
+        return {"anyOf": [{"enum": list(self.names())}, own]}
 
 
 class _ImportsItself(PipelineInvalid):

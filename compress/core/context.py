@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from compress.common.atomic_files import remove, temporary_folder
 from compress.common.dependency_recorder import Recording, add_to_recordings, recording
 from compress.common.errors import CompressError, StageFailed
-from compress.core.loss import INFERRED_LOSS, Loss
 from compress.core.metrics import Metric, evaluate
+from compress.core.objectives.loss import INFERRED_LOSS, Loss
 from compress.core.progress import Progress, silent
 from compress.profiling.output_summary import OutputSummarizer
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from compress.artifacts.eager_model import EagerModel
     from compress.common.forward import Predictor
     from compress.common.signature import Signature
-    from compress.core.metric_kinds.score import Score
-    from compress.core.task import Task
+    from compress.core.metrics.score import Score
+    from compress.core.objectives.task import Task
     from compress.core.verdict import History, Uncertainty
     from compress.data.splits import Splits
     from compress.profiling.batch_dependence import BatchDependence
@@ -202,7 +202,7 @@ class Context:
             with recording() as recorded, ExitStack() as stack:
                 predict = stack.enter_context(self.predictor(artifact))
                 reference = None
-                if self.metric.name == "fidelity":
+                if self.metric.needs_reference:
                     reference = stack.enter_context(self.predictor(self.artifact("source")))
                 metric, summarizer = self.metric.for_model(artifact.signature), OutputSummarizer()
                 watched = summarizer.watch(predict)

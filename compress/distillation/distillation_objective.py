@@ -11,13 +11,19 @@ from torch import nn
 from compress.common.errors import StageFailed
 from compress.common.forward import flatten_outputs
 from compress.common.process import derive_seed, seeded
-from compress.core.task_targets import need_tensor
+from compress.core.objectives.targets import need_tensor
 from compress.distillation.feature_hooks import FeatureRecorder, Pairs, channel_axis, projected
-from compress.distillation.feature_losses import FeatureTerm
-from compress.distillation.loss_terms import AnyTerm  # noqa: TC001 - a dataclass field
-from compress.distillation.output_losses import OutputPair
-from compress.training.objectives.objective import AUXILIARY_PREFIX, TargetLoss
-from compress.training.objectives.teacher_objective import cosine_distance, need_equal_shapes
+from compress.distillation.terms import (
+    AnyTerm,
+    FeatureTerm,
+    OutputPair,
+)
+from compress.training.objectives.objective import (
+    AUXILIARY_PREFIX,
+    TargetLoss,
+    cosine_distance,
+    need_equal_shapes,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from compress.distillation.loss_terms import AnyTerm
-    from compress.distillation.output_losses import Modules
+    from compress.distillation.terms import AnyTerm, Modules
 
 Pairs = tuple[tuple[str, str], ...]
 """Names of student and teacher modules that are compared; "" for the models' outputs."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from compress.training.objectives.teacher_objective import cosine_distance
+from compress.training.objectives.objective import cosine_distance
 
 # Keeps the square root's gradient finite at 0, and the distances of equal samples from 0 / 0.
 TINY = 1e-12

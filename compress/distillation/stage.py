@@ -15,12 +15,11 @@ from compress.artifacts.model_source import Origin
 from compress.common.errors import CompressError, StageFailed
 from compress.common.signature import Signature
 from compress.core.stage import Stage
-from compress.distillation.loss_terms import AnyTerm
-from compress.distillation.output_losses import Cosine, Kl, Labels, Mse, Term
 from compress.distillation.student import SomeBlocks
 from compress.distillation.teacher import OnnxFile, Teacher
+from compress.distillation.terms import AnyTerm, Cosine, Kl, Labels, Mse, Term
 from compress.training.config.training import Training
-from compress.training.objectives.teacher_objective import Teaching
+from compress.training.objectives.objective import Teaching
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from pydantic import JsonValue
 
     from compress.core.context import Context
-    from compress.core.loss import Loss
+    from compress.core.objectives.loss import Loss
     from compress.data.splits import Splits
     from compress.distillation.distillation_objective import DistillationObjective
     from compress.distillation.feature_hooks import Pairs
@@ -102,7 +101,7 @@ class Distill(Stage[EagerModel, EagerModel], Teaching, Training):
 
     def check_loss(self, loss: Loss) -> None:
         """Refuse settings that do not go with the task's loss."""
-        from compress.training.objectives.teacher_objective import need_task_of_classes
+        from compress.training.objectives.objective import need_task_of_classes
 
         if self.uses_loss:
             self.check_targets_loss(loss)

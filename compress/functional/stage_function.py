@@ -22,8 +22,8 @@ from compress.core.validation_errors import closest, dotted, explain
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from compress.core.objectives.task import TaskName
     from compress.core.stage import Stage
-    from compress.core.task import TaskName
     from compress.core.validation_errors import Location
 
 Writes = TypeVar("Writes", bound=Artifact)
@@ -134,12 +134,11 @@ def _run_stage(
     import torch
 
     from compress.core.context import Context
-    from compress.core.loss import Loss
     from compress.core.metrics import Metric, default_metric
+    from compress.core.objectives.loss import Loss
+    from compress.core.objectives.task import task_named
     from compress.core.progress import show_bars
-    from compress.core.task import task_named
-    from compress.functional.datasets import make_splits
-    from compress.functional.models import as_artifact, forward_names
+    from compress.functional.in_memory import as_artifact, forward_names, make_splits
 
     name = str(stage.model_fields["stage"].default)
     splits = make_splits(

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from compress.common.config import Count, Ratio
-from compress.core.loss import refuse_without_curvature
+from compress.core.objectives.loss import refuse_without_curvature
 from compress.pruning.allocation.targets import Target
 from compress.pruning.finetune import AnyFinetune, PruningStage
 from compress.pruning.importance.criteria import FROM_DATA, OF_GRADIENTS, Criterion
 
 if TYPE_CHECKING:
-    from compress.core.loss import Loss
+    from compress.core.objectives.loss import Loss
     from compress.pruning.allocation.ratios import Limits
 
 

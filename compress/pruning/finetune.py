@@ -9,11 +9,11 @@ from pydantic import BeforeValidator, Field
 from compress.artifacts.eager_model import EagerModel
 from compress.core.stage import DEFAULT_CALIBRATION_SAMPLES, Stage
 from compress.training.config.training import Training
-from compress.training.objectives.teacher_objective import Teaching  # noqa: TC001 - a field's type
+from compress.training.objectives.objective import Teaching  # noqa: TC001 - a field's type
 
 if TYPE_CHECKING:
     from compress.core.context import Context
-    from compress.core.loss import Loss
+    from compress.core.objectives.loss import Loss
     from compress.training.objectives.objective import Objective
     from compress.training.objectives.weight_constraint import Constraint
     from compress.training.result import Fit

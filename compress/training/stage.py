@@ -10,7 +10,7 @@ from compress.training.config.training import Training
 
 if TYPE_CHECKING:
     from compress.core.context import Context
-    from compress.core.loss import Loss
+    from compress.core.objectives.loss import Loss
 
 
 class Train(Stage[EagerModel, EagerModel], Training):

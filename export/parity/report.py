@@ -19,8 +19,8 @@ from compress.common.errors import CompressError, StageFailed, first_line
 from compress.common.forward import accept_any_batch
 from compress.common.sealed_json import write_sealed
 from compress.common.tensor_difference import largest, largest_difference, relative_error
-from compress.core.metric_kinds.checked_values import predicted_labels
 from compress.core.metrics import evaluate
+from compress.core.metrics.labels import predicted_labels
 from compress.export.common.int8_sums import has_16_bit_sums
 from compress.export.parity import repro_script
 from compress.export.parity.bisect import LayerSearch

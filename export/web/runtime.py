@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from compress.common.errors import StageFailed
-from compress.core.gate_kinds.other_runtime import OtherRun, OtherRuntime
+from compress.core.gates.other_runtime import OtherRun, OtherRuntime
 from compress.export.web.requirements import CHROMIUM, ONNXRUNTIME_WEB
 
 if TYPE_CHECKING:

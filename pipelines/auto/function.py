@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from compress.core.task import TaskName
+    from compress.core.objectives.task import TaskName
     from compress.pipelines.auto.front import Front
     from compress.pipelines.config.auto_settings import Format, Runtime
 

@@ -19,8 +19,8 @@ from pydantic import (
 from compress.common.config import Count, Settings
 from compress.common.errors import PipelineInvalid
 from compress.common.factories import Reference
-from compress.core.loss import LossName
-from compress.core.task import TaskName
+from compress.core.objectives.loss import LossName
+from compress.core.objectives.task import TaskName
 from compress.core.validation_errors import dotted, explain
 from compress.data.loader_config import Loading
 from compress.pipelines.config.auto_settings import AutoSettings

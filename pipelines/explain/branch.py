@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 from compress.common.atomic_files import temporary_folder
 from compress.common.errors import CompressError
 from compress.core.diagnosis.cause import RefusedStage, Repair
-from compress.core.gate_kinds.baselines import baseline_name, nearest_float_model
+from compress.core.gates.baselines import baseline_name, nearest_float_model
 from compress.export.diagnosis.layer_names import as_onnx
 from compress.export.onnx.stage import ExportOnnx
 from compress.pipelines.explain.registry import causes_of

@@ -15,7 +15,7 @@ from compress.core.diagnosis.cause import (
     SPEED_GATES,
     Repair,
 )
-from compress.core.gate_kinds.baselines import baseline_for
+from compress.core.gates.baselines import baseline_for
 from compress.export.diagnosis.macs import MacsDiagnosis
 from compress.export.diagnosis.parity import ParityDiagnosis
 from compress.export.diagnosis.sizes import SizeDiagnosis, sizes_by_module

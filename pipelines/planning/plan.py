@@ -10,10 +10,10 @@ from compress.pipelines.config.model_spec import SOURCE
 if TYPE_CHECKING:
     from collections.abc import Container
 
-    from compress.core.loss import Loss
     from compress.core.metrics import Metric
+    from compress.core.objectives.loss import Loss
+    from compress.core.objectives.task import Task
     from compress.core.stage import Stage
-    from compress.core.task import Task
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.common.errors import CompressError, PipelineInvalid
-from compress.core.loss import Loss
 from compress.core.metrics import Metric, default_metric
+from compress.core.objectives.loss import Loss
 from compress.core.stage import members_of
 from compress.core.validation_errors import did_you_mean
 from compress.export.onnx.stage import OnnxModel

@@ -10,7 +10,7 @@ from compress.pipelines.config.model_spec import SOURCE
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from compress.core.gate import Gate
+    from compress.core.gates.gate import Gate
     from compress.core.metrics import Metric
     from compress.pipelines.planning.plan import Plan, PlannedStage
 

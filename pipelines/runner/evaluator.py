@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from compress.common.dependency_recorder import Recording, recording
 from compress.common.errors import StageFailed
-from compress.core.evaluation import evaluate_gates
-from compress.core.gate_kinds.baselines import baseline_name
-from compress.core.metric_kinds.score import Score
+from compress.core.gates.baselines import baseline_name
+from compress.core.metrics.score import Score
+from compress.core.stage import evaluate_gates
 from compress.pipelines.planning.unjudged_losses import reads_all_outputs
 from compress.pipelines.results.measurements import Measurements
 from compress.pipelines.results.stage_reports import ArtifactReport, StageReport
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from compress.artifacts.artifact import Artifact
     from compress.core.context import Context
-    from compress.core.gate import Gate
+    from compress.core.gates.gate import Gate
     from compress.core.verdict import Verdict
     from compress.pipelines.planning.plan import PlannedStage
     from compress.pipelines.runner.run_state import CacheLookup, RunState

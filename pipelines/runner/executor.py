@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from compress.common.dependency_recorder import Recording, recording
 from compress.core.context import ExportCache
-from compress.core.evaluation import refusal
+from compress.core.stage import refusal
 from compress.pipelines.config.model_spec import SOURCE
 from compress.pipelines.executors.task import StageTask
 from compress.pipelines.planning.loss_and_metric import fitting_loss

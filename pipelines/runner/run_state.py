@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from compress.artifacts.artifact import Artifact
     from compress.common.dependency_recorder import Recording
-    from compress.core.metric_kinds.score import Score
+    from compress.core.metrics.score import Score
     from compress.core.progress import Progress
     from compress.data.fingerprint import Contents
     from compress.data.splits import Splits

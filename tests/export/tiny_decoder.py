@@ -10,9 +10,9 @@ from compress.artifacts.artifact import Artifact
 from compress.artifacts.hf_folder import files_to_carry, read_folder
 from compress.artifacts.importing import import_module
 from compress.common.signature import AxisBounds, OutputSpec, Signature, TensorSpec
-from compress.core.loss import Loss
 from compress.core.metrics import Metric
-from compress.core.task import TASKS
+from compress.core.objectives.loss import Loss
+from compress.core.objectives.task import TASKS
 from compress.data.splits import Splits
 
 VOCABULARY, LONGEST = 257, 96

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from compress.common.errors import PipelineInvalid, StageFailed
-from compress.core.loss import INFERRED_LOSS
+from compress.core.objectives.loss import INFERRED_LOSS
 from compress.pruning.allocation.ratios import Limits, RankedGroup, allocate
 from compress.pruning.dependency.channel_groups import GroupSlice
 from compress.pruning.dependency.graph import trace
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from compress.core.loss import Loss
+    from compress.core.objectives.loss import Loss
     from compress.data.batch import Batch
     from compress.pruning.dependency.channel_groups import AxisGraph, SlicePlan
     from compress.pruning.dependency.rules.channel_labels import Slot

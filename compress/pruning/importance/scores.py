@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from compress.core.loss import INFERRED_LOSS
+from compress.core.objectives.loss import INFERRED_LOSS
 from compress.pruning.importance import activation_saliency, taylor, weight_norms
 from compress.pruning.importance.criteria import FROM_DATA, OF_GRADIENTS, Criterion
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from compress.core.loss import Loss
+    from compress.core.objectives.loss import Loss
     from compress.data.batch import Batch
     from compress.pruning.dependency.channel_groups import AxisGraph, ChannelGroup
 

@@ -14,8 +14,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from compress.common.errors import CompressError
 from compress.common.forward import copy_module, flatten_outputs
-from compress.core.loss import INFERRED_LOSS, refuse_without_curvature
-from compress.core.task_targets import has_target
+from compress.core.objectives.loss import INFERRED_LOSS, refuse_without_curvature
+from compress.core.objectives.targets import has_target
 from compress.data.batch import Batch
 from compress.data.targets import select
 from compress.pruning.importance.layer_calls import samples_refused
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from compress.core.loss import Loss, LossFunction
+    from compress.core.objectives.loss import Loss, LossFunction
     from compress.pruning.dependency.channel_groups import AxisGraph, ChannelGroup
     from compress.pruning.dependency.rules.channel_labels import Slot
 

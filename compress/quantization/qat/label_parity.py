@@ -11,7 +11,7 @@ from torch.fx import Node
 from compress.common.errors import StageFailed
 from compress.common.forward import flatten_outputs
 from compress.common.tensor_difference import largest_difference
-from compress.core.metric_kinds.checked_values import predicted_labels
+from compress.core.metrics.labels import predicted_labels
 from compress.quantization.numeric_debug.fidelity_report import LabelParity
 from compress.quantization.pt2e.quantizer import LINEAR
 from compress.quantization.qat.fake_quantize import FakeQuantize, WeightFakeQuantize
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from compress.common.forward import Predictor
-    from compress.core.task import Task
+    from compress.core.objectives.task import Task
     from compress.quantization.qat.fake_model import FakeQuantizedModel
 
 aten = torch.ops.aten

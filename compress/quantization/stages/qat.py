@@ -13,13 +13,13 @@ from compress.common.errors import StageFailed
 from compress.quantization.config.dtype_scheme import Observer, WeightBits
 from compress.quantization.stages.base import IntegerStage
 from compress.training.config.training import DEFAULT_LEARNING_RATE, Training
-from compress.training.objectives.teacher_objective import Teaching
+from compress.training.objectives.objective import Teaching
 
 if TYPE_CHECKING:
     from compress.artifacts.eager_model import EagerModel
     from compress.artifacts.graph_model import GraphModel
     from compress.core.context import Context
-    from compress.core.loss import Loss
+    from compress.core.objectives.loss import Loss
     from compress.quantization.qat.fake_model import FreezeSchedule
     from compress.training.objectives.objective import Objective
     from compress.training.result import Fit

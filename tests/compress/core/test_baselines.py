@@ -9,10 +9,9 @@ from compress.artifacts.graph_model import GraphModel, program_of
 from compress.common.errors import StageFailed, Unavailable
 from compress.common.requirements import Requirement
 from compress.core.context import Context
-from compress.core.evaluation import evaluate_gates
-from compress.core.gate_kinds.baselines import BASELINES, baseline_for
 from compress.core.gates import MaxSize, MinSpeedup
-from compress.core.stage import Stage
+from compress.core.gates.baselines import BASELINES, baseline_for
+from compress.core.stage import Stage, evaluate_gates
 from compress.export.onnx.stage import ExportOnnx
 from compress.pruning.channels_stage import PruneChannels
 

@@ -13,7 +13,6 @@ from compress.common.errors import GateRefused
 from compress.common.forward import Predictor
 from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
-from compress.core.gate import Gate
 from compress.core.gates import (
     LabelAgreement,
     MaxDrop,
@@ -28,8 +27,9 @@ from compress.core.gates import (
     MinSpeedup,
     Parity,
 )
-from compress.core.metric_kinds.checked_values import predicted_decisions
+from compress.core.gates.gate import Gate
 from compress.core.metrics import Metric
+from compress.core.metrics.labels import predicted_decisions
 from compress.core.stage import Stage
 from compress.core.verdict import explain
 from compress.data.splits import Splits

@@ -5,9 +5,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import TensorDataset
 
 from compress.common.errors import PipelineInvalid, StageFailed
-from compress.core.loss import Loss
 from compress.core.metrics import Metric
-from compress.core.task_targets import target_kind
+from compress.core.objectives.loss import Loss
+from compress.core.objectives.targets import target_kind
 from compress.data.splits import Splits
 
 FOUR = torch.tensor([[0.5], [-1.0], [2.0], [0.25]])

@@ -2,9 +2,9 @@ import pytest
 import torch
 
 from compress.common.errors import PipelineInvalid, StageFailed
-from compress.core.loss import Loss
 from compress.core.metrics import Metric, default_metric, evaluate
-from compress.core.task import TASKS
+from compress.core.objectives.loss import Loss
+from compress.core.objectives.task import TASKS
 from compress.data.splits import Splits
 
 

@@ -11,10 +11,10 @@ from pydantic import ValidationError
 from compress import Context, MaxDivergence, MinEqualTokens, PipelineInvalid, StageFailed
 from compress.artifacts.eager_model import EagerModel
 from compress.common.signature import AxisBounds, Signature, TensorSpec
-from compress.core.loss import Loss
-from compress.core.metric_kinds.sliding_window import SlidingWindow
 from compress.core.metrics import Metric, evaluate
-from compress.core.task import TASKS
+from compress.core.metrics.perplexity import SlidingWindow
+from compress.core.objectives.loss import Loss
+from compress.core.objectives.task import TASKS
 from compress.data.splits import Splits
 from tests.export.builders import network_of
 

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 
 from compress import Context, LabelAgreement, MaxDrop, MinCosine, PipelineInvalid, StageFailed
 from compress.core.gates import rule_in_words, value_in_words
-from compress.core.loss import Loss
 from compress.core.metrics import Metric, default_metric
-from compress.core.task import TASKS
+from compress.core.objectives.loss import Loss
+from compress.core.objectives.task import TASKS
 from compress.distillation.distillation_objective import DistillationObjective
-from compress.distillation.output_losses import Kl
+from compress.distillation.terms import Kl
 from compress.training.objectives.objective import TargetLoss
 
 BATCH, LENGTH, CLASSES = 3, 5, 7
@@ -41,7 +41,7 @@ def test_tokens_have_their_classes_last(tokens, name) -> None:
     assert loss.function()(outputs, labels, label_smoothing=0.0) == pytest.approx(float(expected))
     total, count = loss.sums_and_counts(outputs, labels).sum(1)
     assert total / count == pytest.approx(float(expected))
-    assert count == loss.label_counter()(labels) == int((known != -100).sum())
+    assert count == loss.function().label_count(labels) == int((known != -100).sum())
     right = (scores.argmax(-1) == known).sum() / count
     assert Metric("accuracy", loss=loss).score(outputs, labels) == pytest.approx(float(right))
     with pytest.raises(StageFailed, match=r"\(batch, length, classes\) and labels \(batch, length"):

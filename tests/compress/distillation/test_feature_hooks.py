@@ -10,9 +10,9 @@ from compress.artifacts.eager_model import EagerModel
 from compress.common.errors import StageFailed
 from compress.distillation.distillation_objective import DistillationObjective
 from compress.distillation.feature_hooks import pairs_of
-from compress.distillation.feature_losses import Hint
 from compress.distillation.stage import Distill
 from compress.distillation.teacher import Teacher
+from compress.distillation.terms import Hint
 
 HINT = {"loss": "hint", "student": "layers.1", "teacher": "layers.3", "weight": 1}
 EVERY = [

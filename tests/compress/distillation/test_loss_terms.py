@@ -5,7 +5,7 @@ import torch
 from pydantic import ValidationError
 
 from compress.distillation import losses
-from compress.distillation.feature_losses import (
+from compress.distillation.terms import (
     Attention,
     Contrastive,
     Hint,

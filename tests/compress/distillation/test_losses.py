@@ -8,9 +8,8 @@ import torch
 
 from compress.common.errors import StageFailed
 from compress.distillation import losses
-from compress.distillation.output_losses import Cosine, Dist, Dkd, Kl, Labels, OutputPair
-from compress.training.objectives.objective import TargetLoss
-from compress.training.objectives.teacher_objective import soft_cross_entropy
+from compress.distillation.terms import Cosine, Dist, Dkd, Kl, Labels, OutputPair
+from compress.training.objectives.objective import TargetLoss, soft_cross_entropy
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from compress.common.errors import PipelineInvalid
-from compress.functional.datasets import make_splits
+from compress.functional.in_memory import make_splits
 
 X = torch.arange(24.0).view(6, 4)
 Y = torch.arange(6) % 2

@@ -13,7 +13,7 @@ from torch.utils.data import (
 )
 
 from compress.common.errors import PipelineInvalid
-from compress.functional.datasets import make_splits
+from compress.functional.in_memory import make_splits
 
 DATA = TensorDataset(torch.arange(20.0)[:, None], torch.arange(20))
 

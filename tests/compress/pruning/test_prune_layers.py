@@ -16,7 +16,7 @@ from compress.data.splits import Splits
 from compress.pruning.blocks_stage import PruneLayers
 from compress.pruning.finetune import Finetune
 from compress.training.config.training import Training
-from compress.training.objectives.teacher_objective import Teaching
+from compress.training.objectives.objective import Teaching
 
 HERE = Path(__file__).parent
 

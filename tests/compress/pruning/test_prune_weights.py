@@ -22,7 +22,7 @@ from compress.pruning.channels_stage import PruneChannels
 from compress.pruning.finetune import Finetune
 from compress.pruning.unstructured_stage import PruneWeights
 from compress.training.config.training import Training
-from compress.training.objectives.teacher_objective import Teaching
+from compress.training.objectives.objective import Teaching
 from compress.training.stage import Train
 
 HERE = Path(__file__).parent

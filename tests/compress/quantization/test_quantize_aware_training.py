@@ -15,7 +15,7 @@ from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.context import Context
 from compress.core.gates import LabelAgreement
 from compress.core.metrics import Metric
-from compress.core.task import task_named
+from compress.core.objectives.task import task_named
 from compress.data.splits import Splits
 from compress.export.onnx.stage import ExportOnnx
 from compress.quantization.qat.label_parity import compare_labels, compare_with_trained

@@ -5,8 +5,8 @@ import torch
 
 from compress.common.errors import ArtifactInvalid, PipelineInvalid, StageFailed
 from compress.core.context import Context
-from compress.core.loss import Loss
 from compress.core.metrics import Metric
+from compress.core.objectives.loss import Loss
 from compress.training.checkpoint.metadata import (
     Epoch,
     TrainProgress,

@@ -11,8 +11,7 @@ from compress.core.metrics import Metric
 from compress.data.splits import DataReference
 from compress.training.config.training import Training
 from compress.training.fit import fit
-from compress.training.objectives.objective import TargetLoss
-from compress.training.objectives.teacher_objective import Teaching
+from compress.training.objectives.objective import TargetLoss, Teaching
 from tests.compress.training.builders import import_transformer
 
 pytestmark = [

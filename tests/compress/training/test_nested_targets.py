@@ -11,8 +11,8 @@ from compress.artifacts.recipe import Recipe
 from compress.common.errors import StageFailed
 from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
-from compress.core.loss import Loss
 from compress.core.metrics import Metric
+from compress.core.objectives.loss import Loss
 from compress.data.loader_config import Loading
 from compress.data.splits import DataReference
 from compress.distillation.stage import Distill

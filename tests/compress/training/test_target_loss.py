@@ -8,8 +8,8 @@ import torch
 
 from compress.common.errors import StageFailed
 from compress.core.context import Context
-from compress.core.loss import Loss
 from compress.core.metrics import Metric
+from compress.core.objectives.loss import Loss
 from compress.data.splits import Splits
 from compress.pruning.channels_stage import PruneChannels
 from compress.training.config.training import Training

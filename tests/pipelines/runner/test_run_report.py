@@ -9,8 +9,8 @@ import torch
 from torch.utils.data import TensorDataset
 
 from compress.common.errors import GateRefused
-from compress.core.loss import Loss
 from compress.core.metrics import Metric
+from compress.core.objectives.loss import Loss
 from compress.data.splits import Splits
 from compress.pipelines import Pipeline
 from compress.pipelines.commands.check import check_pipeline

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from compress.core.loss import Loss
+from compress.core.objectives.loss import Loss
 from compress.data.batch import Batch
 from compress.pruning.dependency.channel_groups import AxisGraph, ChannelGroup
 from compress.pruning.dependency.graph import trace

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from compress.common.dependency_recorder import recording
 from compress.common.errors import PipelineInvalid, StageFailed
 from compress.core.context import Context
-from compress.core.loss import Loss
+from compress.core.objectives.loss import Loss
 from compress.training.stage import Train
 from tests.compress.training.builders import import_net, load_data
 

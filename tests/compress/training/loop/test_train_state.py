@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from compress.common.errors import StageFailed
-from compress.core.loss import Loss
+from compress.core.objectives.loss import Loss
 from compress.data.batch import collate
 from compress.training.config.training import Training
 from compress.training.distributed.base import SingleProcess

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from compress.common.errors import StageFailed
 from compress.data.batch import Batch
 from compress.distillation.stage import Distill
-from compress.training.objectives.objective import TargetLoss
-from compress.training.objectives.teacher_objective import (
+from compress.training.objectives.objective import (
+    TargetLoss,
     Teaching,
     cosine_distance,
     soft_cross_entropy,

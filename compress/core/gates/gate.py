@@ -1,0 +1,256 @@
+"""The base class of gates: a rule with a limit, and everything that a run has to know of it.
+
+A gate is a subclass that declares these attributes, and an entry point of the group
+``compress.gates``, whether it is of this package or of another. One that cannot be measured fails.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Union
+
+from pydantic import Field, TypeAdapter
+from pydantic_core import core_schema
+
+from compress.common.config import Settings, Unmet
+from compress.common.errors import CompressError, Unavailable, exits_refused
+from compress.common.requirements import announced, unmet_in
+from compress.core.verdict import Uncertainty, Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler, JsonValue
+
+    from compress.artifacts.artifact import Artifact
+    from compress.common.requirements import Requirement
+    from compress.core.context import Context
+    from compress.core.objectives.task import Task
+
+
+class Gate(Settings):
+    """A rule with a limit: it measures one number of a stage's result."""
+
+    gate: str
+    against: str | None = None
+    """Earlier stage compared with, or `source`; by default the stage's input."""
+
+    limit_field: ClassVar[str]
+    """The setting that holds the limit."""
+    rule_template: ClassVar[str]
+    """The rule with its unit, as errors and `report.json` have it; settings in braces."""
+    report_template: ClassVar[str] = ""
+    """The rule as the table and the page have it, with `{limit}`, `{percent}` (100 times the limit)
+    and `{metric}`; ``rule_template`` where empty. Its unit is that of the value beside it: percent,
+    or the word that ends the rule after its limit."""
+    higher_passes: ClassVar[bool] = False
+    """Whether the value must reach the limit, instead of staying under it."""
+    compares: ClassVar[bool] = True
+    """Whether the result is compared with another artifact, the one that `against` names."""
+    allows_runtime: ClassVar[bool] = False
+    """Whether `against` may also name a runtime of the uncompressed model, such as `onnxruntime`,
+    and is by default that of the result, as it is for speed; else it is the stage's input."""
+    needs_data: ClassVar[bool] = False
+    """Whether it cannot be measured without the pipeline's data, of which it reads `val`."""
+    depends_on_batch: ClassVar[bool] = False
+    """Whether outputs on `val` decide the value, so that the number of rows in a call may too."""
+    may_vary: ClassVar[bool] = False
+    """Whether the value differs from run to run, as times and memory do."""
+    reads_all_outputs: ClassVar[bool] = False
+    """Whether it looks at every output of any model; else :meth:`measure_by_output` names those."""
+    judges_quality: ClassVar[bool] = False
+    """Whether it refuses a result that answers worse than the artifact compared with."""
+
+    @property
+    def requirements(self) -> tuple[Requirement, ...]:
+        """Libraries and programs that measuring takes; a run that lacks one is refused early."""
+        return ()
+
+    def unmet(self, context: Context) -> Iterator[Unmet]:
+        """Yield what keeps the gate from being measured, known before anything runs."""
+        yield from unmet_in(self, self.requirements, context)
+
+    def unmet_by(self, context: Context) -> Iterator[Unmet]:
+        """Yield that there is no split to measure on."""
+        if self.needs_data and context.data is not None and "val" not in context.data.datasets:
+            found = ", ".join(map(repr, context.data.datasets))
+            problem = f"measures on split 'val', and the data has {found}; add a split 'val'"
+            yield Unmet((), problem)
+
+    @property
+    def limit(self) -> float:
+        """The number that the value is held against."""
+        return float(getattr(self, self.limit_field))
+
+    def measure(self, before: Artifact, after: Artifact, context: Context) -> float:
+        """Measure the value; raise CompressError where it cannot be measured.
+
+        Args:
+            before: the artifact compared with.
+            after: the stage's result.
+            context: data, device, threads and seed of the run.
+        """
+        raise NotImplementedError
+
+    def measure_by_output(
+        self, before: Artifact, after: Artifact, context: Context
+    ) -> tuple[float, dict[str, float]]:
+        """Measure the value, and by name that of each output; empty where it has none by output."""
+        return self.measure(before, after, context), {}
+
+    def uncertainty(
+        self, before: Artifact, after: Artifact, context: Context
+    ) -> Uncertainty | None:
+        """Return how far the samples leave open what :meth:`measure` returned; None by default."""
+        return None
+
+    def unsuitable_artifact(self, written: type[Artifact]) -> str:
+        """Return, before anything runs, why a limit or this type of result cannot be meant."""
+        return ""
+
+    def unsuitable_metric(self, metric: str) -> str:
+        """Return, before anything runs, why the limit does not go with the pipeline's metric."""
+        return ""
+
+    def unsuitable_task(self, task: Task) -> str:
+        """Return, before anything runs, why the gate does not go with what the model is for."""
+        return ""
+
+    def measurement_key(self) -> dict[str, JsonValue]:
+        """Return the settings that change the measured value, its limit left out."""
+        # Measured once per pair of artifacts: tightening a limit judges again without computing.
+        return self.model_dump(mode="json", exclude={self.limit_field, "against"})
+
+    def evaluate(self, before: Artifact, after: Artifact, context: Context) -> Verdict:
+        """Compare the measured value with the limit; raise Unavailable if a library is missing."""
+        try:
+            with exits_refused():
+                value, outputs = self.measure_by_output(before, after, context)
+                uncertainty = self.uncertainty(before, after, context)
+                return self.verdict(value, uncertainty=uncertainty, outputs=outputs)
+        except Unavailable:
+            # What is not installed is no verdict on the model: the run ends with another exit code.
+            raise
+        except CompressError as error:
+            return self.verdict(None, str(error))
+        except Exception as error:  # noqa: BLE001 - a model or metric of the user's may raise any
+            return self.verdict(None, f"{type(error).__name__}: {error}")
+
+    def stored_verdict(self, stored: Any) -> Verdict:
+        """Hold against the limit what :attr:`Verdict.measured` returned for an earlier verdict."""
+        if not isinstance(stored, dict):
+            return self.verdict(float(stored))
+        own = stored["uncertainty"]
+        uncertainty = Uncertainty.model_validate(own) if own else None
+        return self.verdict(stored["value"], uncertainty=uncertainty, outputs=stored["outputs"])
+
+    def verdict(
+        self,
+        value: float | None,
+        reason: str = "",
+        uncertainty: Uncertainty | None = None,
+        outputs: Mapping[str, float] | None = None,
+    ) -> Verdict:
+        """Hold a measured value against the limit; None and NaN never pass."""
+        if value is None or not math.isfinite(value):
+            value, passed = None, False
+            reason = reason or "the measured value is not finite"
+        else:
+            passed = value >= self.limit if self.higher_passes else value <= self.limit
+        return Verdict(
+            gate=self.gate,
+            value=value,
+            limit=self.limit,
+            passed=passed,
+            against=(self.against or "input") if self.compares else None,
+            rule=self.rule_template.format_map(dict(self)),
+            reason=reason,
+            uncertainty=uncertainty,
+            outputs=dict(outputs or {}),
+        )
+
+    def reproducible(self, verdict: Verdict) -> Verdict:
+        """Return a verdict of this gate without a value that differs from run to run."""
+        return verdict.model_copy(update={"value": None}) if self.may_vary else verdict
+
+    @classmethod
+    def rule_in_words(cls, verdict: Verdict, metric: str) -> str:
+        """Return the rule of a verdict for the table and the page."""
+        if not cls.report_template:
+            return verdict.rule
+        return cls.report_template.format(
+            limit=verdict.limit, percent=100 * verdict.limit, metric=metric
+        )
+
+    @classmethod
+    def value_in_words(cls, verdict: Verdict, metric: str) -> str:
+        """Return a verdict's value in the unit of :meth:`rule_in_words`, or why there is none."""
+        rule = cls.report_template or verdict.rule
+        if "{percent" in rule:
+            return describe_value(verdict, " %", 100)
+        unit = re.search(r"[\d}]( [^\s\d]+)$", rule)
+        return describe_value(verdict, unit[1] if unit else "")
+
+
+def describe_value(verdict: Verdict, unit: str, factor: float = 1.0) -> str:
+    """Return a verdict's value, times a factor, with its unit and basis, or why it has none.
+
+    The unit begins with a space, if there is one.
+    """
+    if verdict.value is None:
+        return verdict.reason
+    basis = verdict.basis(unit if unit == " %" else "", factor)
+    return f"{factor * verdict.value:.5g}{unit}{basis}"
+
+
+@cache
+def gate_classes() -> dict[str, type[Gate]]:
+    """Return every gate by its `gate` key; Unavailable where a package's is broken or clashes."""
+    return announced("compress.gates", "gate", "gate")
+
+
+@cache
+def _every_gate() -> TypeAdapter[Gate]:
+    union: Any = Annotated[Union[tuple(gate_classes().values())], Field(discriminator="gate")]  # noqa: UP007
+    return TypeAdapter(union)
+
+
+class AnnouncedGates:
+    """Annotates a setting that takes any gate; packages are asked for theirs at its first use."""
+
+    # Not where the class of a stage is made: the modules of gates import this one.
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> core_schema.CoreSchema:
+        return core_schema.no_info_plain_validator_function(
+            lambda gate: gate if isinstance(gate, Gate) else _every_gate().validate_python(gate),
+            # By the gate's own class; that of the annotation knows no limits.
+            serialization=core_schema.simple_ser_schema("any"),
+        )
+
+    def __get_pydantic_json_schema__(
+        self, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        return handler(_every_gate().core_schema)
+
+
+AnyGate = Annotated[Gate, AnnouncedGates()]
+"""Every gate, by its `gate` key."""
+
+
+def gate_class(key: str) -> type[Gate]:
+    """Return a gate's class by its `gate` key; the base class where its package is not here."""
+    return gate_classes().get(key, Gate)
+
+
+def rule_in_words(verdict: Verdict, metric: str) -> str:
+    """Return a verdict's rule for people, with the metric's name."""
+    return gate_class(verdict.gate).rule_in_words(verdict, metric)
+
+
+def value_in_words(verdict: Verdict, metric: str) -> str:
+    """Return what a gate measured, in the unit of :func:`rule_in_words`, or why it could not."""
+    return gate_class(verdict.gate).value_in_words(verdict, metric)

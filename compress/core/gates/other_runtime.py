@@ -1,0 +1,103 @@
+"""The gate on a file's answers in another runtime than the one that judged them so far."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple
+
+from pydantic import Field
+
+from compress.common.config import Count
+from compress.common.errors import StageFailed
+from compress.core.gates.gate import Gate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    import torch
+    from pydantic import JsonValue
+
+    from compress.artifacts.artifact import Artifact
+    from compress.common.requirements import Requirement
+    from compress.core.context import Context
+
+logger = logging.getLogger(__name__)
+
+
+class OtherRun(NamedTuple):
+    """What a file did in another runtime."""
+
+    difference: float
+    """Largest absolute difference of an output to that of the artifact's own runtime."""
+    p50_ms: float
+    """Median latency of a call."""
+    p90_ms: float
+    """90th percentile of the latency."""
+    described: str
+    """The runtime with its version, and where it ran."""
+
+
+class OtherRuntime(NamedTuple):
+    """A runtime that opens a kind of artifact's files elsewhere than in this process."""
+
+    run: Callable[[Artifact, Sequence[tuple[torch.Tensor, ...]]], OtherRun]
+    """Runs an artifact on batches of inputs."""
+    artifact_kinds: frozenset[str]
+    requirements: tuple[Requirement, ...]
+    versions: Callable[[], Mapping[str, str]]
+    """Versions that its answers depend on."""
+
+
+OTHER_RUNTIMES: dict[str, OtherRuntime] = {}
+"""By a gate's ``runtime``. As ``compress`` may not import ``export``, that adds its own here."""
+
+
+class RunsIn(Gate):
+    """The file runs in another runtime, and answers there as it does here, on samples of `val`.
+
+    `web`: in a browser, by onnxruntime-web in a headless Chromium, for results of `export_onnx`.
+    The latency there is logged.
+    """
+
+    gate: Literal["runs_in"] = "runs_in"
+    runtime: Literal["web"] = "web"
+    """Where the file is to run."""
+    atol: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    """Largest absolute difference allowed between its outputs there and in this process."""
+    batch: Count = 1
+    """Samples per call."""
+
+    limit_field: ClassVar[str] = "atol"
+    rule_template: ClassVar[str] = "max |difference| in runtime {runtime} <= {atol:g}"
+    compares: ClassVar[bool] = False
+
+    @property
+    def requirements(self) -> tuple[Requirement, ...]:
+        """The runtime's libraries and programs."""
+        return OTHER_RUNTIMES[self.runtime].requirements
+
+    def measure(self, before: Artifact, after: Artifact, context: Context) -> float:
+        """Return the largest absolute difference to the answers in this process."""
+        if problem := self.unsuitable_artifact(type(after)):
+            raise StageFailed(problem)
+        batches = context.measured_batches(after.signature, self.batch)
+        found = OTHER_RUNTIMES[self.runtime].run(after, batches)
+        logger.info(
+            "%s: a call of %d takes %.3g ms (median), %.3g ms (90th percentile)",
+            *(found.described, self.batch, found.p50_ms, found.p90_ms),
+        )
+        if math.isnan(found.difference):
+            raise StageFailed(f"an output is NaN or of another shape in {found.described}")
+        return found.difference
+
+    def unsuitable_artifact(self, written: type[Artifact]) -> str:
+        """Return why the runtime cannot open such a result."""
+        kinds = OTHER_RUNTIMES[self.runtime].artifact_kinds
+        if written.kind in kinds:
+            return ""
+        return f"{self.runtime} runs {' and '.join(sorted(kinds))} files, found {written.kind}"
+
+    def measurement_key(self) -> dict[str, JsonValue]:
+        """Return what changes the value."""
+        return {**super().measurement_key(), **OTHER_RUNTIMES[self.runtime].versions()}

@@ -1,0 +1,194 @@
+"""A metric's value with what each part of a split adds to it, and 95 % intervals from these."""
+
+from __future__ import annotations
+
+import base64
+import math
+import zlib
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import TYPE_CHECKING, Any
+
+from compress.common.errors import StageFailed
+from compress.core.verdict import Uncertainty
+from compress.profiling.output_summary import OutputSummary
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import numpy as np
+    import torch
+    from numpy.typing import NDArray
+    from pydantic import JsonValue
+
+CONFIDENCE = 0.95
+Z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
+HALVINGS = 60
+"""Of an interval, until its width is below a float's rounding."""
+
+
+@dataclass(frozen=True, eq=False)
+class Score:
+    """The metric of a model on a split."""
+
+    value: float
+    samples: int
+    """Samples that have a target."""
+    parts: NDArray[np.float64] | None = None
+    """What each sample, or group of samples, adds to the value, `(parts,)`: numbers whose mean is
+    the value. None for metrics that no sums over samples give."""
+    are_hits: bool = False
+    """Whether the parts are samples that are either right or wrong, 1 or 0."""
+    outputs: tuple[OutputSummary, ...] = ()
+    """A summary of each of the model's outputs on the split, whether the metric reads it or not."""
+
+    @classmethod
+    def from_sums(
+        cls, value: float, sums: NDArray[np.float64], *, is_exponential: bool = False
+    ) -> Score:
+        """Create the score of a mean from each sample's sum and its divisor, `(2, samples)`.
+
+        The divisor is one, or a text's labels. With `is_exponential` the value is the exponential
+        of the mean.
+        """
+        import numpy as np
+
+        parts, counts = sums
+        are_hits = bool(np.isin(parts, (0, 1)).all() and (counts == 1).all())
+        if not are_hits:
+            # A ratio of sums, linearized: the infinitesimal jackknife.
+            parts = (parts - parts.sum() / counts.sum() * counts) / counts.mean()
+            parts = value + parts * (value if is_exponential else 1)
+        return cls(value, len(parts), parts, are_hits)
+
+    def uncertainty(self) -> Uncertainty:
+        """Return the interval of the value itself."""
+        interval = None if self.parts is None else _mean_interval(self.value, self.parts)
+        if self.parts is not None and self.are_hits:
+            interval = proportion_interval(int(self.parts.sum()), self.samples)
+        return Uncertainty(samples=self.samples, interval=interval)
+
+    def change_to(self, after: Score) -> Uncertainty:
+        """Return the interval of the difference to another model's value on the same samples."""
+        first, second, samples = self.parts, after.parts, after.samples
+        if first is None or second is None or first.shape != second.shape:
+            return Uncertainty(samples=samples)
+        change = second - first
+        if self.are_hits and after.are_hits:
+            lost, gained = int((change < 0).sum()), int((change > 0).sum())
+            interval = paired_interval(gained, lost, samples)
+            return Uncertainty(samples=samples, interval=interval, lost=lost, gained=gained)
+        interval_of_mean = _mean_interval(after.value - self.value, change)
+        return Uncertainty(samples=samples, interval=interval_of_mean)
+
+    def to_json(self) -> JsonValue:
+        """Return it in a form that JSON can hold."""
+        import numpy as np
+
+        parts = None
+        if self.parts is not None:
+            content = np.ascontiguousarray(self.parts).tobytes()
+            parts = base64.b85encode(zlib.compress(content)).decode()
+        outputs: JsonValue = [summary.model_dump(mode="json") for summary in self.outputs]
+        return [self.value, self.samples, parts, self.are_hits, outputs]
+
+    @classmethod
+    def from_json(cls, content: Any) -> Score:
+        """Restore what :meth:`to_json` returned."""
+        import numpy as np
+
+        value, samples, parts, are_hits, outputs = content
+        if parts is not None:
+            parts = np.frombuffer(zlib.decompress(base64.b85decode(parts)))
+        summaries = tuple(map(OutputSummary.model_validate, outputs))
+        return cls(value, samples, parts, are_hits, summaries)
+
+
+def proportion_interval(hits: int, samples: int) -> tuple[float, float]:
+    """Return the interval of a share of samples (Wilson, 1927)."""
+    middle = (hits + Z**2 / 2) / (samples + Z**2)
+    reach = Z / (samples + Z**2) * math.sqrt(hits * (samples - hits) / samples + Z**2 / 4)
+    return max(0.0, middle - reach), min(1.0, middle + reach)
+
+
+def paired_interval(gained: int, lost: int, samples: int) -> tuple[float, float]:
+    """Return the interval of the difference of two shares of the same samples.
+
+    The score interval of Tango ("Equivalence test and confidence interval for the difference in
+    proportions for the paired-sample design", 1998). It contains 0 where McNemar's test finds no
+    difference, and also where no sample changes there is one.
+    """
+
+    def distance(difference: float) -> float:
+        """Return the score statistic of a supposed difference."""
+        b = (2 * samples - gained + lost) * difference - gained - lost
+        c = -lost * difference * (1 - difference)
+        # The likeliest share of samples that are lost, given the difference.
+        share = (math.sqrt(max(0.0, b * b - 8 * samples * c)) - b) / (4 * samples)
+        variance = samples * (2 * share + difference * (1 - difference))
+        found = gained - lost - samples * difference
+        return found / math.sqrt(variance) if variance > 0 else math.copysign(math.inf, found)
+
+    def end(inside: float, outside: float) -> float:
+        for _ in range(HALVINGS):
+            middle = (inside + outside) / 2
+            if abs(distance(middle)) <= Z:
+                inside = middle
+            else:
+                outside = middle
+        return inside
+
+    measured = (gained - lost) / samples
+    return end(measured, -1.0), end(measured, 1.0)
+
+
+def _mean_interval(value: float, parts: NDArray[np.float64]) -> tuple[float, float] | None:
+    """Return the interval of the mean of parts (by Student's t); None where they are all equal."""
+    from scipy.special import stdtrit
+
+    count = len(parts)
+    if count < 2 or parts.min() == parts.max():
+        return None
+    error = float(parts.std(ddof=1)) / math.sqrt(count)
+    reach = float(stdtrit(count - 1, (1 + CONFIDENCE) / 2)) * error
+    return value - reach, value + reach
+
+
+def pseudo_values(
+    value: float,
+    sums: Sequence[torch.Tensor],
+    add: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    compute: Callable[[torch.Tensor], float],
+) -> NDArray[np.float64] | None:
+    """Return what each group adds to a metric, `(groups,)`: numbers whose mean is the metric.
+
+    The jackknife: samples are divided into groups, and the metric is computed without each of them
+    (Miller, "The jackknife: a review", 1974). None where it is not defined without one.
+
+    Args:
+        value: the metric of all groups.
+        sums: the sums of each group.
+        add: returns the sums of the samples of both.
+        compute: returns the metric of some sums.
+    """
+    import numpy as np
+
+    if len(sums) < 2:
+        return None
+    after = [sums[-1]]
+    for own in reversed(sums[1:-1]):
+        after.append(add(own, after[-1]))
+    before: torch.Tensor | None = None
+    values = []
+    try:
+        for own in sums:
+            rest = [part for part in (before, after.pop() if after else None) if part is not None]
+            values.append(compute(add(*rest) if len(rest) > 1 else rest[0]))
+            before = own if before is None else add(before, own)
+    except StageFailed:
+        return None
+    without = np.array(values)
+    if not np.isfinite(without).all():
+        return None
+    parts: NDArray[np.float64] = value + (len(sums) - 1) * (without.mean() - without)
+    return parts
