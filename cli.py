@@ -202,7 +202,7 @@ def run(
         pipeline = Pipeline.from_yaml(file)  # refused before torch is imported
         with fast_imports():
             from compress.pipelines.config.run_options import RunOptions
-            from compress.pipelines.explain.repaired_on_refusal import repaired_on_refusal
+            from compress.pipelines.explain.command import repaired_on_refusal
             from compress.pipelines.runner.run import forked_measurement_process, preview_run
             from compress.pipelines.terminal.progress_bars import show_progress
         directory = out or pipeline.default_out
@@ -231,7 +231,7 @@ def report(
     open_it: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
 ) -> None:
     """Show a run's report, and write its page again."""
-    from compress.pipelines.commands.report import rerender_report
+    from compress.pipelines.reporting.html import rerender_report
 
     found = rerender_report(directory, notify)
     print_report(found, out=directory)
@@ -315,8 +315,7 @@ def verify(
     replay: Replay = False,
 ) -> None:
     """Check an artifact against its manifest and its run."""
-    from compress.pipelines.commands.verify import verify_command
-    from compress.pipelines.commands.verify_anchors import VerifierInputs
+    from compress.pipelines.commands.verify import VerifierInputs, verify_command
 
     options: Any = {"report": report, "attest": attest, "sign_key": sign_key, "replay": replay}
     options["model_signature"] = model_signature

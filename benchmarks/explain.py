@@ -34,14 +34,14 @@ from explainer.faults import Fault, faults_of, inject  # noqa: E402
 from explainer.pipeline_file import write_pipeline  # noqa: E402
 
 from compress.common.errors import GateRefused  # noqa: E402
-from compress.core.diagnosis.guilty_layers import most_judgings  # noqa: E402
+from compress.core.diagnosis.layer_diagnosis import most_judgings  # noqa: E402
 from compress.core.progress import silent  # noqa: E402
 from compress.pipelines import Pipeline  # noqa: E402
 from compress.pipelines.config.run_options import RunOptions  # noqa: E402
+from compress.pipelines.explain.causes import Explained  # noqa: E402
 from compress.pipelines.explain.explain import explain_run  # noqa: E402
 from compress.pipelines.explain.finished_run import FinishedRun  # noqa: E402
 from compress.pipelines.explain.repair import repair_run  # noqa: E402
-from compress.pipelines.explain.tested_causes import Explained  # noqa: E402
 from compress.pipelines.results import measurements  # noqa: E402
 from compress.profiling import benchmark, peak_memory, quantiles  # noqa: E402
 

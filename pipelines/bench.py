@@ -13,7 +13,7 @@ from compress.common.atomic_files import write_atomically
 from compress.common.errors import PipelineInvalid
 from compress.core.context import Context
 from compress.export.fastest.measure import measure_fastest
-from compress.export.fastest.runtimes import Runtime, export_to
+from compress.export.fastest.stage import Runtime, export_to
 from compress.export.web.page import web_page
 from compress.export.web.requirements import ONNXRUNTIME_WEB
 from compress.export.web.runtime import WEB

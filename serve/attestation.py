@@ -17,14 +17,14 @@ from compress.artifacts.artifact import MANIFEST
 from compress.common.atomic_files import open_regular
 from compress.common.errors import ArtifactInvalid, PipelineInvalid
 from compress.common.requirements import Requirement, pip_install, require_all
-from compress.common.strict_json import canonical_json, reject_duplicate_keys
+from compress.common.sealed_json import canonical_json, reject_duplicate_keys
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from compress.artifacts.artifact import Artifact, Step
-    from compress.serve.torchserve.answer_check import Proof
+    from compress.serve.verify import Proof
 
 STATEMENT = "https://in-toto.io/Statement/v1"
 PROVENANCE = "https://slsa.dev/provenance/v1"

@@ -174,8 +174,7 @@ def _serve_decoder(
     artifact: Artifact, listener: socket.socket, options: Options, ready: Callable[[], None]
 ) -> None:
     from compress.serve.openai.app import OpenAIApplication
-    from compress.serve.openai.decoder import open_decoder
-    from compress.serve.openai.generation import GenerationThreads
+    from compress.serve.openai.decoder import GenerationThreads, open_decoder
 
     decoder = open_decoder(artifact, options.name, options.threads or 1)
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from compress.artifacts.artifact import Artifact
 from compress.common.atomic_files import sha256_of
 from compress.serve.packaging.provenance import PROVENANCE, Provenance
-from compress.serve.torchserve.answer_check import Evidence, Proof, prove_answers, prove_chain
 from compress.serve.torchserve.artifact import (
     TorchServeArchive,
     check_bare_mar,
@@ -17,6 +16,7 @@ from compress.serve.torchserve.artifact import (
     refuse_wrong_artifact_hash,
     refuse_wrong_hash,
 )
+from compress.serve.verify import Evidence, Proof, prove_answers, prove_chain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -95,11 +95,11 @@ import gc, json, os, signal, sys
 gc.disable()
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # as launched ranks do before they import torch
 from compress import cli
-import compress.pipelines.commands.check, compress.pipelines.commands.report
+import compress.pipelines.commands.check, compress.pipelines.reporting.html
 import compress.pipelines.commands.verify
 import compress.pipelines.config.pipeline, compress.pipelines.runner.run
 import compress.training.stage, compress.training.launch.rank_group
-import compress.graph.torch_export, compress.pruning.channels_stage
+import compress.graph.torch_export, compress.pruning.prune_channels
 import compress.export.onnx.stage, onnxscript, torch.onnx
 
 assert "onnxruntime" not in sys.modules, "a fork lacks its threads, and would wait for them"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from auto_search.losses import ChangeableLayers, static_graph
 from compress.export.latency.float_layers import MixedModel, weighted_layers
-from compress.export.latency.kernel_table import KernelTable
+from compress.export.latency.kernels import KernelTable
 from compress.export.latency.resizing import ResizableModel
 from compress.export.onnx.proto_io import read, write
 from compress.export.onnx.session import opened_session, session_predictor

@@ -16,7 +16,7 @@ from compress.pipelines.auto.cost_models.float_layers import FLOAT, QUANTIZED, d
 from compress.pipelines.auto.cost_models.latency_models import FormatModel
 from compress.pipelines.auto.strategy.latency_targets import ROOM
 from compress.profiling.interaction_sum import InteractionSum
-from compress.pruning.allocation.solver import Limit, Programme
+from compress.pruning.latency.solver import Limit, Programme
 
 if TYPE_CHECKING:
     from auto_search.spaces import Space

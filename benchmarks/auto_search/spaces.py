@@ -17,7 +17,7 @@ from compress.artifacts.importing import import_checkpoint
 from compress.artifacts.recipe import KeepBlocks, Recipe
 from compress.data.splits import DataReference
 from compress.pipelines.config.auto_settings import AutoSettings
-from compress.pruning.width_harms import WidthSpace
+from compress.pruning.latency.widths import WidthSpace
 
 if TYPE_CHECKING:
     from compress.artifacts.eager_model import EagerModel

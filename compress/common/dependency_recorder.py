@@ -39,7 +39,7 @@ from compress.common.code_origin import (
     origin_of,
 )
 from compress.common.config import Settings
-from compress.common.native_readers import note_native_readers
+from compress.common.dependency_recorder import note_native_readers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from compress.artifacts.recipe import KeepBlocks
 from compress.common.config import Count, Ratio
 from compress.common.errors import StageFailed
-from compress.pruning.finetune import AnyFinetune, PruningStage, finetune
+from compress.pruning.pruning_stage import AnyFinetune, PruningStage, finetune
 
 if TYPE_CHECKING:
     import torch
@@ -98,7 +98,7 @@ class PruneLayers(PruningStage):
         module = model.load()
         edit.apply_(module)
         if self.refit:
-            from compress.pruning.recovery.removed_blocks import recover_without_blocks_
+            from compress.pruning.recovery.recovery import recover_without_blocks_
 
             data = context.need_data(self.title)
             batches = [*data.calibration(self.available_samples(data), context.seed)]

@@ -19,8 +19,8 @@ from compress.pruning.allocation.budget_search import (
 )
 from compress.pruning.allocation.ranking import rank
 from compress.pruning.dependency.graph import trace
-from compress.pruning.finetune import finetune
-from compress.pruning.latency_target import solve_widths
+from compress.pruning.latency.latency_target import solve_widths
+from compress.pruning.pruning_stage import finetune
 from compress.pruning.recovery.recovery import recover_
 from compress.pruning.verification.module_rewrites import edits_needed, rewrite_
 from compress.pruning.verification.verification_inputs import other_sizes, real_inputs
@@ -37,11 +37,10 @@ if TYPE_CHECKING:
     from compress.data.batch import Batch
     from compress.profiling.benchmark import Comparison
     from compress.pruning.allocation.budget_search import CostEstimate
-    from compress.pruning.allocation.targets import Target
-    from compress.pruning.channel_settings import ChannelSettings
+    from compress.pruning.channel_settings import ChannelSettings, Target
     from compress.pruning.dependency.channel_groups import AxisGraph, Kept, SlicePlan
     from compress.pruning.dependency.rules.channel_labels import Slot
-    from compress.pruning.finetune import Finetune
+    from compress.pruning.pruning_stage import Finetune
 
 log = logging.getLogger(__name__)
 

@@ -8,9 +8,8 @@ from pydantic import Field, model_validator
 
 from compress.common.config import Count, Ratio
 from compress.core.objectives.loss import refuse_without_curvature
-from compress.pruning.allocation.targets import Target
-from compress.pruning.finetune import AnyFinetune, PruningStage
-from compress.pruning.importance.criteria import FROM_DATA, OF_GRADIENTS, Criterion
+from compress.pruning.channel_settings import FROM_DATA, OF_GRADIENTS, Criterion, Target
+from compress.pruning.pruning_stage import AnyFinetune, PruningStage
 
 if TYPE_CHECKING:
     from compress.core.objectives.loss import Loss

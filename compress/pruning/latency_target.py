@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from compress.common.errors import StageFailed
 from compress.profiling.interaction_sum import InteractionSum
-from compress.pruning.allocation.solver import Limit, Programme
 from compress.pruning.depth.output_error import OutputErrorMeter
-from compress.pruning.width_harms import REFITTED_ON, WidthSpace, measure_harms
-from compress.pruning.width_variants import WidthVariants
+from compress.pruning.latency.solver import Limit, Programme
+from compress.pruning.latency.widths import REFITTED_ON, WidthSpace, WidthVariants, measure_harms
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -11,9 +11,9 @@ from compress.graph.flops import count_macs
 from compress.profiling.benchmark import compare_latency
 from compress.pruning.allocation.ranking import rank
 from compress.pruning.allocation.ratios import Limits
+from compress.pruning.channel_settings import FROM_DATA
 from compress.pruning.dependency.channel_groups import SlicePlan
 from compress.pruning.depth.output_error import OutputErrorMeter
-from compress.pruning.importance.criteria import FROM_DATA
 from compress.pruning.verification.masked_equivalence import sliced_copy
 from compress.pruning.verification.module_rewrites import rewrite_
 from compress.pruning.verification.verification_inputs import real_inputs
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from compress.artifacts.eager_model import EagerModel
     from compress.core.context import Context
     from compress.data.batch import Batch
+    from compress.pruning.channel_settings import Criterion
     from compress.pruning.dependency.channel_groups import GroupSlice
-    from compress.pruning.importance.criteria import Criterion
 
 MEASURED_SECONDS = 0.3
 """Seconds for which a pruned and the unpruned model are called when latencies are compared."""

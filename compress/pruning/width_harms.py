@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from compress.core.progress import Progress
     from compress.data.batch import Batch
     from compress.pruning.allocation.ranking import OnUnverified, Ranking
+    from compress.pruning.channel_settings import Criterion
     from compress.pruning.dependency.channel_groups import GroupSlice
-    from compress.pruning.importance.criteria import Criterion
 
     Harms = dict[str, dict[int, float]]
 

@@ -16,7 +16,7 @@ from compress.common.config import Count
 from compress.common.errors import StageFailed
 from compress.core.stage import Stage
 from compress.export.aotinductor.stage import AotModel
-from compress.export.fastest.runtimes import Runtime
+from compress.export.fastest.stage import Runtime
 from compress.export.onnx.stage import OnnxModel
 from compress.export.openvino.stage import OpenVINOModel
 from compress.export.parity.stored_parity import ComparesStoredFile
@@ -68,7 +68,7 @@ class ExportFastest(ComparesStoredFile, Stage[EagerModel | GraphModel, Exported]
     def run(self, model: EagerModel | GraphModel, context: Context) -> Exported:
         """Export, measure the files in turn, seal the fastest with the figures of all."""
         from compress.export.fastest.measure import measure_fastest
-        from compress.export.fastest.runtimes import export_to
+        from compress.export.fastest.stage import export_to
 
         with TemporaryDirectory(prefix="compress-fastest-") as folder:
             exported, failures = export_to(

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from compress.export.latency.kernel_table import KernelTable
-    from compress.export.latency.kernels import Kernel
+    from compress.export.latency.kernels import Kernel, KernelTable
 
 
 def measure_files(

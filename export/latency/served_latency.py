@@ -12,12 +12,15 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal
 
 from compress.common.errors import StageFailed
-from compress.export.latency.kernel_table import KernelTable
-from compress.export.latency.kernels import kernels_of
-from compress.export.latency.latency_model import LatencyModel
+from compress.export.latency.kernels import KernelTable, kernels_of
 from compress.export.latency.resizing import MOST_EXPORTS, ResizableModel
-from compress.export.latency.served_files import graph_to_serve, open_as_served, write_alone
-from compress.export.latency.width_costs import WidthCosts, measure_grid, spread_widths
+from compress.export.latency.served_latency import graph_to_serve, open_as_served, write_alone
+from compress.export.latency.width_costs import (
+    LatencyModel,
+    WidthCosts,
+    measure_grid,
+    spread_widths,
+)
 from compress.profiling.benchmark import MeasuredShare, compare_latency, unmeasurable
 from compress.profiling.interaction_sum import InteractionSum
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 
 from compress.export.latency.kernels import kernels_of
-from compress.export.latency.latency_model import KernelCost
+from compress.export.latency.width_costs import KernelCost
 from compress.export.onnx.proto_io import write
 from compress.profiling.interaction_sum import InteractionSum
 
@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
     import onnx
 
-    from compress.export.latency.kernel_table import KernelTable
-    from compress.export.latency.kernels import Arrays
+    from compress.export.latency.kernels import Arrays, KernelTable
     from compress.profiling.interaction_sum import Choice, Value
 
     Grid = Mapping[str, Sequence[Value]]

@@ -16,7 +16,7 @@ from torch.export import ExportedProgram
 from compress.common.errors import CompressError, StageFailed
 from compress.common.signature import OutputSpec, Signature
 from compress.common.tensor_difference import largest, relative_error
-from compress.export.parity.subgraph import (
+from compress.export.parity.bisect import (
     ancestors,
     module_of,
     operator_of,

@@ -11,7 +11,7 @@ import torch
 
 from compress.common.errors import StageFailed
 from compress.common.tensor_difference import largest, relative_error
-from compress.export.parity.subgraph import retrace
+from compress.export.parity.bisect import retrace
 from compress.graph.torch_export import save_program
 
 if TYPE_CHECKING:

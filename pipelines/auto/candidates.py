@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from compress.common.config import Settings
-from compress.export.fastest.runtimes import RUNTIMES
+from compress.export.fastest.stage import RUNTIMES
 from compress.pipelines.api import Pipeline
 from compress.pipelines.config.auto_settings import Format, Runtime
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from compress.pipelines.config.auto_settings import AutoSettings
     from compress.pipelines.config.pipeline import PipelineConfig
-    from compress.pruning.finetune import Finetune
+    from compress.pruning.pruning_stage import Finetune
 
 QUANTIZING: dict[Format, dict[str, Any]] = {
     # Smoothed, as transformers lose several points otherwise; networks without linear layers of

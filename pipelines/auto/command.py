@@ -93,7 +93,7 @@ def measure_tables(pipeline: PipelineConfig, settings: AutoSettings, out: Path) 
     from compress.pipelines.auto.judge import Judge
     from compress.pipelines.auto.search import Search
     from compress.pipelines.auto.strategy.depths import Depth
-    from compress.pruning.width_harms import WidthSpace
+    from compress.pruning.latency.widths import WidthSpace
 
     if settings.space.widths is None:
         raise PipelineInvalid("--tables-only: auto.space.widths is null, so nothing depends on it")

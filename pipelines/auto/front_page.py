@@ -10,8 +10,8 @@ from compress.pipelines.auto.candidates import Candidate
 from compress.pipelines.auto.front import FILE, missed_limits, shares_of_limits
 from compress.pipelines.auto.judge import CANDIDATES
 from compress.pipelines.auto.points import POINTS
-from compress.pipelines.reporting.html_page import render_page
 from compress.pipelines.reporting.svg_plots import Plot, Point, scatter_plot
+from compress.pipelines.system.templates import render_page
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

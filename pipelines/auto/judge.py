@@ -16,7 +16,7 @@ from compress.common.errors import PipelineInvalid, StageFailed, Unavailable
 from compress.common.forward import split_batches
 from compress.core.stage import members_of
 from compress.core.val_halves import HalfOfVal, halves_of_val
-from compress.export.fastest.runtimes import RUNTIMES
+from compress.export.fastest.stage import RUNTIMES
 from compress.pipelines.api import Pipeline
 from compress.pipelines.auto.candidates import (
     QUANTIZING,

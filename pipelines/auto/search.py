@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from compress.common.errors import StageFailed
-from compress.export.latency.kernel_table import TABLES, KernelTable
+from compress.export.latency.kernels import TABLES, KernelTable
 from compress.pipelines.auto import search_events
 from compress.pipelines.auto.candidates import Candidate, CheckedModel, rungs
 from compress.pipelines.auto.cost_models import float_layers
@@ -31,10 +31,10 @@ from compress.pipelines.auto.strategy.latency_targets import latency_targets
 from compress.pipelines.auto.strategy.recovery import FILE as HALVINGS
 from compress.pipelines.auto.strategy.recovery import Recovery, Solution
 from compress.pipelines.config.auto_settings import LatencyLimit
-from compress.pipelines.runner.events import RunEvent, event_listener
+from compress.pipelines.system.jsonl_log import RunEvent, event_listener
 from compress.pipelines.system.machine_info import machine
 from compress.profiling.peak_memory import measurement_process
-from compress.pruning.allocation.solver import Limit
+from compress.pruning.latency.solver import Limit
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from compress.pipelines.config.auto_settings import AutoSettings, Format, Runtime
     from compress.pipelines.config.pipeline import PipelineConfig
     from compress.pipelines.config.run_options import RunOptions
-    from compress.pipelines.runner.events import EventListener
+    from compress.pipelines.system.jsonl_log import EventListener
 
 WHOLE_MODELS = "whole_models.json"
 """In the results' folder: models that latencies are fitted to."""

@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from compress.pipelines.auto.front import Front, missed_limits
-from compress.pipelines.runner.events import RunEvent
-from compress.pipelines.system.jsonl_log import LOG, LOGGER, LogFile, log_handler
+from compress.pipelines.system.jsonl_log import LOG, LOGGER, LogFile, RunEvent, log_handler
 from compress.pipelines.system.machine_info import machine, versions
 
 if TYPE_CHECKING:

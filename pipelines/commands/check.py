@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from compress.pipelines.config.pipeline import PipelineConfig
+from compress.pipelines.planning.plan import advice
 from compress.pipelines.planning.planner import build_plan
-from compress.pipelines.planning.unjudged_losses import advice
 
 if TYPE_CHECKING:
     from pathlib import Path

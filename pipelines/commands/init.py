@@ -17,12 +17,11 @@ from compress.common.forward import run_in_eval
 from compress.core.metrics import metric_class
 from compress.core.objectives.task import NO_METRIC, TASKS, infer_task
 from compress.pipelines.commands import init_options
-from compress.pipelines.commands.init_model import model_section, relative_path
+from compress.pipelines.commands.init_options import model_section, relative_path
 from compress.pipelines.config.model_spec import SOURCE, HuggingFaceModel, TimmModel
 from compress.pipelines.config.pipeline import PipelineConfig
 from compress.pipelines.config.yaml_source import Source
-from compress.pipelines.planning.planner import build_plan
-from compress.pipelines.planning.task_inference import task_of
+from compress.pipelines.planning.planner import build_plan, task_of
 from compress.pipelines.runner.inputs import import_source, resolve_inputs
 from compress.pipelines.system import yaml_core
 from compress.pipelines.system.temp_files import temporary_files

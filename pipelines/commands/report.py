@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from compress.common.errors import ArtifactInvalid
 from compress.pipelines.reporting.html import render
 from compress.pipelines.results.schema import REPORT, Report
-from compress.pipelines.store.lock import keep_idle
+from compress.pipelines.store.local import keep_idle
 from compress.pipelines.system.jsonl_log import LOG
 
 if TYPE_CHECKING:

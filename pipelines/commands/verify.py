@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from compress.artifacts.artifact import MANIFEST, Artifact
 from compress.common.atomic_files import sha256_of, write_atomically
 from compress.common.errors import ArtifactInvalid, CompressError, PipelineInvalid
-from compress.pipelines.commands.verify_anchors import (
+from compress.pipelines.commands.verify import (
     VerifierInputs,
     check_anchors,
     check_file_anchors,
@@ -17,9 +17,8 @@ from compress.pipelines.commands.verify_anchors import (
 from compress.pipelines.config.pipeline import PipelineConfig
 from compress.pipelines.reporting.verification_page import render_proof
 from compress.serve.attestation import sign_model, signed, statement_of, subjects_of
-from compress.serve.torchserve.answer_check import Evidence, Proof
 from compress.serve.torchserve.artifact import TorchServeArchive
-from compress.serve.verify import verify
+from compress.serve.verify import Evidence, Proof, verify
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from compress.serve.attestation import Attestation
-    from compress.serve.torchserve.answer_check import Proof
+    from compress.serve.verify import Proof
 
 ARTIFACTS = "artifacts"
 NO_ANCHOR = (

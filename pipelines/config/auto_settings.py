@@ -10,8 +10,8 @@ from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
 
 from compress.common.config import Count, Positive, Settings
 from compress.pipelines.config.registry import AnyStage
-from compress.pruning.finetune import AnyFinetune
-from compress.pruning.importance.criteria import Criterion
+from compress.pruning.channel_settings import Criterion
+from compress.pruning.pruning_stage import AnyFinetune
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from compress.common.errors import PipelineInvalid
 from compress.common.requirements import Requirement, pip_install, require_all
-from compress.pipelines.executors.process_pool import ProcessPool
+from compress.pipelines.executors.engines import ProcessPool
 
 if TYPE_CHECKING:
     from compress.core.progress import Progress

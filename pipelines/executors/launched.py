@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from compress.common.errors import CompressError, PipelineInvalid, StageFailed
-from compress.pipelines.executors.node_environment import RunEnvironment
+from compress.pipelines.executors.launched import RunEnvironment
 from compress.pipelines.system import signals
 from compress.training.config.parallel import Parallel
 from compress.training.launch.rank_group import (

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from compress.common.printable import escape_warnings
-from compress.pipelines.executors.process_pool import run_task
+from compress.pipelines.executors.engines import run_task
 from compress.pipelines.system import signals
 
 

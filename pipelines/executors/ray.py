@@ -18,8 +18,8 @@ from compress.artifacts.artifact import MANIFEST
 from compress.common.dependency_recorder import Recording
 from compress.common.errors import StageFailed, first_line
 from compress.common.process import configured_threads
-from compress.pipelines.executors.node_environment import REMEDY, RunEnvironment
-from compress.pipelines.executors.process_pool import log_here, pickled, run_task
+from compress.pipelines.executors.engines import log_here, pickled, run_task
+from compress.pipelines.executors.launched import REMEDY, RunEnvironment
 from compress.pipelines.executors.task import TaskResult
 from compress.pipelines.system.jsonl_log import log_event
 from compress.pipelines.system.signals import raise_if_stopped

@@ -11,8 +11,7 @@ from compress.core.diagnosis.cause import RefusedStage, Repair
 from compress.core.gates.baselines import baseline_name, nearest_float_model
 from compress.export.diagnosis.layer_names import as_onnx
 from compress.export.onnx.stage import ExportOnnx
-from compress.pipelines.explain.registry import causes_of
-from compress.pipelines.explain.tested_causes import check_cause
+from compress.pipelines.explain.causes import causes_of, check_cause
 from compress.pipelines.system.jsonl_log import log_event
 from compress.training.config.training import Training
 

@@ -22,8 +22,8 @@ from compress.export.diagnosis.sizes import SizeDiagnosis, sizes_by_module
 from compress.export.diagnosis.speed import SpeedDiagnosis, SpeedGate
 from compress.export.diagnosis.speed_causes import Noise
 from compress.export.onnx.stage import ExportOnnx
-from compress.pipelines.explain.branch import RefusedBranch
-from compress.pipelines.explain.tested_causes import Explained, check_cause
+from compress.pipelines.explain.causes import Explained, check_cause
+from compress.pipelines.explain.costs import RefusedBranch
 from compress.pipelines.results.explanation import FLOAT_MACS, Explanation, ModuleCost
 from compress.profiling.benchmark import unmeasurable
 

@@ -9,11 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 from compress.common.atomic_files import temporary_folder
 from compress.core.diagnosis.cause import ACCURACY_GATES, RefusedStage, Repair
-from compress.core.diagnosis.guilty_layers import LEAST_RECOVERED
+from compress.core.diagnosis.layer_diagnosis import LEAST_RECOVERED
+from compress.pipelines.explain.causes import (
+    BUILT_IN,
+    Explained,
+    causes_of,
+    check_cause,
+    diagnose,
+    rerun_of,
+    trained_stages,
+)
 from compress.pipelines.explain.costs import explain_cost
-from compress.pipelines.explain.diagnoses import diagnose, rerun_of, trained_stages
-from compress.pipelines.explain.registry import BUILT_IN, causes_of
-from compress.pipelines.explain.tested_causes import Explained, check_cause
 from compress.pipelines.results.explanation import Explanation, GuiltyLayer, LayerSet
 from compress.pipelines.system.jsonl_log import log_event
 

@@ -25,8 +25,7 @@ from compress.pipelines.api import Pipeline
 from compress.pipelines.config.model_spec import SOURCE
 from compress.pipelines.config.run_options import RunOptions
 from compress.pipelines.results.explanation import StageShare
-from compress.pipelines.results.schema import Report
-from compress.pipelines.results.stage_reports import FailureReport, StageReport
+from compress.pipelines.results.schema import FailureReport, Report, StageReport
 from compress.pipelines.runner.run import preview_state
 
 if TYPE_CHECKING:

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from compress.core.diagnosis.cause import Repair
+    from compress.pipelines.explain.causes import Explained
     from compress.pipelines.explain.finished_run import FinishedRun
-    from compress.pipelines.explain.tested_causes import Explained
     from compress.pipelines.results.explanation import Explanation
 
 Edits = dict[str, dict[str, Any]]

@@ -16,15 +16,15 @@ from compress.export.torchscript.stage import TorchScriptModel
 from compress.pipelines.config.model_spec import SOURCE, HuggingFaceModel
 from compress.pipelines.config.registry import stages as known_stages
 from compress.pipelines.planning.plan import Plan, PlannedStage
-from compress.pipelines.planning.requirement_checks import (
+from compress.pipelines.planning.planner import (
     check_loss,
     check_metric,
     check_needs,
     check_runtime,
     explained_task,
     fit_to_task,
+    task_of,
 )
-from compress.pipelines.planning.task_inference import task_of
 from compress.quantization.stages.base import QuantizationStage
 
 if TYPE_CHECKING:

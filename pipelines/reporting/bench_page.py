@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from compress.pipelines.reporting.html_page import render_page
 from compress.pipelines.reporting.svg_plots import Plot, Point, pareto_indices, scatter_plot
 from compress.pipelines.reporting.terminal_table import NOT_MEASURABLE
+from compress.pipelines.system.templates import render_page
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

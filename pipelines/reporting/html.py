@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from compress.pipelines.reporting.headline import headline, speed_in_words
-from compress.pipelines.reporting.html_page import render_page
 from compress.pipelines.reporting.latency_spread import latency_spreads
 from compress.pipelines.reporting.layer_sizes import layer_sensitivities, layer_sizes
 from compress.pipelines.reporting.provenance import lineage_paths, proof_chain, source_hashes
@@ -17,11 +15,14 @@ from compress.pipelines.reporting.stage_rows import (
     deployable_rows,
     failure_reasons,
     fidelity_of,
+    headline,
     pareto_fronts,
     sameness_of,
+    speed_in_words,
 )
 from compress.pipelines.reporting.training_curves import trainings_of
 from compress.pipelines.results.explanation import Explanations
+from compress.pipelines.system.templates import render_page
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

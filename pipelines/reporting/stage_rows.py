@@ -10,17 +10,14 @@ from compress.common.errors import CompressError
 from compress.core.metrics import Metric, metric_class
 from compress.pipelines.config.model_spec import SOURCE
 from compress.pipelines.reporting.svg_plots import Plot, Point, pareto_indices, scatter_plot
-from compress.pipelines.results.measurement_warnings import FIDELITY
-from compress.pipelines.results.schema import readable_bytes
-from compress.pipelines.results.stage_reports import FailureReport, SkippedReport
+from compress.pipelines.results.schema import FIDELITY, FailureReport, SkippedReport, readable_bytes
 from compress.quantization.numeric_debug.fidelity_report import Fidelity, LabelParity
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from compress.pipelines.results.measurements import Measurements
-    from compress.pipelines.results.schema import Report
-    from compress.pipelines.results.stage_reports import StageReport
+    from compress.pipelines.results.schema import Report, StageReport
 
 StageOutcome: TypeAlias = "StageReport | FailureReport | SkippedReport"
 SHOWN_FIRST = 5

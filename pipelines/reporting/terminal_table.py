@@ -15,11 +15,19 @@ from compress.common.printable import printable
 from compress.core.gates import rule_in_words, value_in_words
 from compress.core.gates.baselines import EAGER
 from compress.pipelines.config.model_spec import SOURCE
-from compress.pipelines.reporting.headline import headline
-from compress.pipelines.reporting.stage_rows import fidelity_of, outcomes_in_order, sameness_of
+from compress.pipelines.reporting.stage_rows import (
+    fidelity_of,
+    headline,
+    outcomes_in_order,
+    sameness_of,
+)
 from compress.pipelines.results.comparison import row_of
-from compress.pipelines.results.schema import readable_bytes, readable_count
-from compress.pipelines.results.stage_reports import FailureReport, SkippedReport
+from compress.pipelines.results.schema import (
+    FailureReport,
+    SkippedReport,
+    readable_bytes,
+    readable_count,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

@@ -6,10 +6,10 @@ import json
 from typing import TYPE_CHECKING
 
 from compress.common.printable import markdown_text
-from compress.pipelines.reporting.html_page import render_page
+from compress.pipelines.system.templates import render_page
 
 if TYPE_CHECKING:
-    from compress.serve.torchserve.answer_check import Proof
+    from compress.serve.verify import Proof
 
 
 def render_proof(proof: Proof, name: str, ending: str) -> str:

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from compress.pipelines.results.measurements import Measurements
-    from compress.pipelines.results.stage_reports import StageReport
+    from compress.pipelines.results.schema import StageReport
 
 FIDELITY = "fidelity"
 """Fact of a quantized artifact: comparison of its outputs with the float model's."""

@@ -13,13 +13,13 @@ from compress.common.atomic_files import write_atomically
 from compress.common.config import Settings
 from compress.common.errors import ArtifactInvalid
 from compress.common.sealed_json import LOCK, read_report, write_report
-from compress.pipelines.results.measurement_warnings import measurement_warnings
 from compress.pipelines.results.measurements import Measurements
-from compress.pipelines.results.stage_reports import (
+from compress.pipelines.results.schema import (
     FailureReport,
     SkippedReport,
     StageReport,
     TestReport,
+    measurement_warnings,
 )
 
 REPORT, PAGE = "report.json", "report.html"

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from compress.core.verdict import History, PastStage
 from compress.pipelines.config.model_spec import SOURCE
-from compress.pipelines.runner.served_latency import latency_parts
+from compress.pipelines.runner.cache_keys import latency_parts
 from compress.pipelines.system.machine_info import version_of, versions
 
 if TYPE_CHECKING:

@@ -15,12 +15,12 @@ from compress.common.errors import StageFailed
 from compress.core.gates.baselines import baseline_name
 from compress.core.metrics.score import Score
 from compress.core.stage import evaluate_gates
-from compress.pipelines.planning.unjudged_losses import reads_all_outputs
+from compress.pipelines.planning.plan import reads_all_outputs
 from compress.pipelines.results.measurements import Measurements
-from compress.pipelines.results.stage_reports import ArtifactReport, StageReport
-from compress.pipelines.runner.events import gate_event
+from compress.pipelines.results.schema import ArtifactReport, StageReport
 from compress.pipelines.store.local import publish
 from compress.pipelines.system.error_context import name_stage_in_errors
+from compress.pipelines.system.jsonl_log import gate_event
 from compress.profiling.batch_dependence import BatchDependence
 from compress.profiling.operator_table import read_operator_tables
 from compress.serve.http.loaded_model import SERVED_KINDS

@@ -14,9 +14,14 @@ from compress.pipelines.config.model_spec import SOURCE
 from compress.pipelines.executors.task import StageTask
 from compress.pipelines.planning.loss_and_metric import fitting_loss
 from compress.pipelines.results.measurements import Measurements
-from compress.pipelines.results.stage_reports import TestReport
+from compress.pipelines.results.schema import TestReport
 from compress.pipelines.runner import events
-from compress.pipelines.runner.cache_keys import history_before, source_key_parts, stage_key_parts
+from compress.pipelines.runner.cache_keys import (
+    history_before,
+    served_latency,
+    source_key_parts,
+    stage_key_parts,
+)
 from compress.pipelines.runner.data_warnings import unlike_test
 from compress.pipelines.runner.evaluator import (
     NOT_ASKED_FOR,
@@ -27,7 +32,6 @@ from compress.pipelines.runner.evaluator import (
 )
 from compress.pipelines.runner.inputs import import_source
 from compress.pipelines.runner.run_state import CacheLookup
-from compress.pipelines.runner.served_latency import served_latency
 from compress.pipelines.store.entry import Entry, Record
 from compress.pipelines.store.local import publish, unpublish
 from compress.pipelines.system.error_context import name_stage_in_errors

@@ -27,8 +27,7 @@ from compress.pipelines.config.model_spec import (
     TimmModel,
 )
 from compress.pipelines.planning.loss_and_metric import fitting_loss, infer_loss_and_metric
-from compress.pipelines.planning.planner import build_plan
-from compress.pipelines.planning.task_inference import task_of
+from compress.pipelines.planning.planner import build_plan, task_of
 from compress.pipelines.system.machine_info import version_of
 from compress.pipelines.system.temp_files import temporary_files
 

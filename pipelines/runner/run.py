@@ -13,21 +13,18 @@ from compress.core.progress import silent
 from compress.core.stage import members_of
 from compress.pipelines.config.model_spec import SOURCE
 from compress.pipelines.config.run_options import RunOptions
-from compress.pipelines.executors.factory import check_engine, engine_for
-from compress.pipelines.executors.launched import check_processes
-from compress.pipelines.executors.node_environment import write_run_id
+from compress.pipelines.executors.engines import check_engine, engine_for
+from compress.pipelines.executors.launched import check_processes, write_run_id
 from compress.pipelines.planning.loss_and_metric import infer_loss_and_metric
 from compress.pipelines.planning.planner import build_plan
 from compress.pipelines.results.schema import remove_report
 from compress.pipelines.runner import events
 from compress.pipelines.runner.cache_keys import source_key_parts, stage_key_parts
-from compress.pipelines.runner.executor import RERUN_REQUESTED, PipelineExecutor
+from compress.pipelines.runner.executor import RERUN_REQUESTED, PipelineExecutor, schedule
 from compress.pipelines.runner.inputs import resolve_inputs
 from compress.pipelines.runner.run_report import build_report
 from compress.pipelines.runner.run_state import RunState
-from compress.pipelines.runner.scheduler import schedule
-from compress.pipelines.store.local import Store
-from compress.pipelines.store.sample_diff import note_samples
+from compress.pipelines.store.local import Store, note_samples
 from compress.pipelines.system import signals
 from compress.pipelines.system.error_context import readable_disk_errors
 from compress.pipelines.system.jsonl_log import LOG, LogFile, log_event, log_handler

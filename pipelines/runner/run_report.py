@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 from compress.data.sample_cache import PROBES
 from compress.data.stream import FIRST_SAMPLES
 from compress.pipelines.config.model_spec import SOURCE
-from compress.pipelines.planning.unjudged_losses import accuracy_drops
-from compress.pipelines.results.measurement_warnings import measurement_warnings
-from compress.pipelines.results.schema import Report, rerun_command
+from compress.pipelines.planning.plan import accuracy_drops
+from compress.pipelines.results.schema import Report, measurement_warnings, rerun_command
 from compress.pipelines.runner.data_warnings import constant_score, unlike_val
 from compress.pipelines.system.machine_info import machine, versions
 from compress.pipelines.system.signals import INTERRUPTED, only_signals_interrupt

@@ -12,12 +12,11 @@ from compress.common.dependency_recorder import Dependencies, digest_of, digest_
 from compress.common.errors import CompressError, GateRefused
 from compress.core.context import Context
 from compress.pipelines.config.model_spec import SOURCE
-from compress.pipelines.results.stage_reports import FailureReport, SkippedReport
+from compress.pipelines.results.schema import FailureReport, SkippedReport
 from compress.pipelines.runner import events
 from compress.pipelines.runner.data_warnings import validation_data_warnings
 from compress.pipelines.runner.inputs import source_parts
-from compress.pipelines.store.exports import StoredExports
-from compress.pipelines.store.local import WORK
+from compress.pipelines.store.local import WORK, StoredExports
 from compress.pipelines.system import signals
 from compress.pipelines.system.machine_info import machine
 from compress.pipelines.system.signals import INTERRUPTED, only_signals_interrupt
@@ -35,10 +34,10 @@ if TYPE_CHECKING:
     from compress.pipelines.config.pipeline import PipelineConfig
     from compress.pipelines.planning.plan import Plan, PlannedStage
     from compress.pipelines.results.measurements import Measurements
-    from compress.pipelines.results.stage_reports import StageReport, TestReport
-    from compress.pipelines.runner.events import EventListener
+    from compress.pipelines.results.schema import StageReport, TestReport
     from compress.pipelines.store.entry import Entry
     from compress.pipelines.store.local import Store
+    from compress.pipelines.system.jsonl_log import EventListener
     from compress.profiling.batch_dependence import BatchDependence
     from compress.profiling.benchmark import Comparison
 

@@ -11,7 +11,7 @@ from compress.pipelines.config.model_spec import SOURCE
 from compress.pipelines.runner.cache_keys import stage_key_parts
 
 if TYPE_CHECKING:
-    from compress.pipelines.executors.factory import Engine
+    from compress.pipelines.executors.engines import Engine
     from compress.pipelines.planning.plan import PlannedStage
     from compress.pipelines.runner.executor import PipelineExecutor
     from compress.pipelines.runner.run_state import CacheLookup

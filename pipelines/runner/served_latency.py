@@ -10,8 +10,8 @@ from compress.export.onnx.stage import ExportOnnx
 from compress.export.openvino.stage import ExportOpenVINO
 from compress.pipelines.config.model_spec import SOURCE
 from compress.pipelines.system.machine_info import machine
-from compress.pruning.channels_stage import PruneChannels
-from compress.pruning.unstructured_stage import PruneWeights
+from compress.pruning.prune_channels import PruneChannels
+from compress.pruning.prune_weights import PruneWeights
 from compress.quantization.stages.dynamic import QuantizeDynamic
 from compress.quantization.stages.static import QuantizeStatic
 from compress.quantization.stages.weight_only import QuantizeWeights
@@ -49,7 +49,7 @@ def served_latency(planned: PlannedStage, state: RunState) -> ServedLatency | No
     served = _served(planned, state.pipeline)
     if served is None:
         return None
-    from compress.export.latency.kernel_table import TABLES
+    from compress.export.latency.kernels import TABLES
     from compress.export.latency.served_latency import OnnxLatency
 
     weights = [stage for stage in served.stages if isinstance(stage, QuantizeWeights)]

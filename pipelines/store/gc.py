@@ -15,10 +15,16 @@ from compress.common.atomic_files import remove
 from compress.common.config import Settings
 from compress.common.errors import PipelineInvalid
 from compress.pipelines.store.entry import RECORD
-from compress.pipelines.store.local import WORK, Store
-from compress.pipelines.store.lock import store_lock
-from compress.pipelines.store.object_store import PARTIAL, Failed, Objects
-from compress.pipelines.store.remote import MANIFEST_BYTES, RECORD_BYTES, SECONDS_TRUSTED, Remote
+from compress.pipelines.store.local import WORK, Store, store_lock
+from compress.pipelines.store.remote import (
+    MANIFEST_BYTES,
+    PARTIAL,
+    RECORD_BYTES,
+    SECONDS_TRUSTED,
+    Failed,
+    Objects,
+    Remote,
+)
 from compress.pipelines.system.error_context import readable_disk_errors
 
 if TYPE_CHECKING:

@@ -25,8 +25,7 @@ from compress.pipelines.store.entry import (
     read_format,
     shortened,
 )
-from compress.pipelines.store.lock import store_lock
-from compress.pipelines.store.sample_diff import samples_changed
+from compress.pipelines.store.local import samples_changed, store_lock
 from compress.pipelines.system.jsonl_log import log_event
 
 if TYPE_CHECKING:

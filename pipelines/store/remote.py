@@ -24,7 +24,7 @@ from compress.artifacts.artifact import MANIFEST, Artifact, replace_artifact, se
 from compress.common.atomic_files import partial_folder
 from compress.common.errors import ArtifactInvalid, CompressError, PipelineInvalid, first_line
 from compress.pipelines.store.entry import FORMAT, FORMAT_FILE, Record, read_format
-from compress.pipelines.store.object_store import Failed, Objects
+from compress.pipelines.store.remote import Failed, Objects
 from compress.pipelines.system.jsonl_log import log_event
 
 if TYPE_CHECKING:

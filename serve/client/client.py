@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Self
 from urllib.parse import urlsplit
 
 from compress.common.errors import StageFailed
-from compress.serve.client.wire_format import Npz
+from compress.serve.client.client import Npz
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from compress.common.forward import Predictor
     from compress.common.signature import Signature
-    from compress.serve.client.wire_format import Form
+    from compress.serve.client.client import Form
     from compress.serve.worker.tensors import Array
 
 REQUEST_BYTES = 4 * 1024**2

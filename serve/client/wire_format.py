@@ -8,8 +8,7 @@ from urllib.parse import quote
 
 import numpy as np
 
-from compress.serve.worker.oip import DATATYPES, HEADER_LENGTH
-from compress.serve.worker.wire import JSON, NPZ, RAW, from_npz, to_npz
+from compress.serve.worker.wire import DATATYPES, HEADER_LENGTH, JSON, NPZ, RAW, from_npz, to_npz
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -10,10 +10,10 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from compress import __version__
+from compress.serve.http.asgi_app import Inference, WholeRequest
 from compress.serve.http.base_app import CLIENT_CLOSED, SMALL_BYTES, BaseApplication, headers_of
-from compress.serve.http.inference import Inference, WholeRequest
 from compress.serve.http.responses import HttpError, Response, response_of, send_response
-from compress.serve.worker.oip import DATATYPES
+from compress.serve.worker.wire import DATATYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable

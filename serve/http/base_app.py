@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
-from compress.serve.http.prometheus import Metrics
+from compress.serve.http.base_app import Metrics
 from compress.serve.http.responses import (
     HttpError,
     Response,

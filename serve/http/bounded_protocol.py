@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from compress.serve.http.flow_control import Deadline, HoldableFlowControl, LingeringTransport
+from compress.serve.http.bounded_protocol import Deadline, HoldableFlowControl, LingeringTransport
 from compress.serve.http.responses import HttpError, response_bytes, run_unchunked
 from compress.serve.worker.http_errors import UNREADABLE
 

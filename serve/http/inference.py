@@ -18,7 +18,7 @@ from compress.serve.http.request_decoder import (
 from compress.serve.http.responses import HttpError, Response, error_response, response_of
 from compress.serve.worker import wire
 from compress.serve.worker.http_errors import inference_error, output_fault
-from compress.serve.worker.oip import LABELS
+from compress.serve.worker.wire import LABELS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence

@@ -13,9 +13,8 @@ import numpy as np
 from compress.common.errors import ArtifactInvalid, StageFailed, first_line
 from compress.profiling.batch_dependence import numpy_call
 from compress.profiling.probe_rows import seeded_rows
-from compress.serve.packaging.joinable import why_not_joined_without_data
 from compress.serve.packaging.model_interface import Interface, infer_interface, refuse_bfloat16
-from compress.serve.packaging.recorded_measurements import served_forms
+from compress.serve.packaging.recorded_measurements import served_forms, why_not_joined_without_data
 from compress.serve.packaging.request_forms import TOP_LABELS, class_settings
 
 if TYPE_CHECKING:

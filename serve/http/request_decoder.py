@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from compress.serve.http.responses import HttpError
 from compress.serve.worker import wire
 from compress.serve.worker.http_errors import TOO_LARGE
-from compress.serve.worker.oip import HEADER_LENGTH, requested_outputs
 from compress.serve.worker.preprocess import MAX_PIXELS, create_readers
 from compress.serve.worker.tensors import check
+from compress.serve.worker.wire import HEADER_LENGTH, requested_outputs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

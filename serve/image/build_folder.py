@@ -15,7 +15,7 @@ from compress.common.errors import ArtifactInvalid
 from compress.common.sealed_json import write_sealed
 from compress.profiling.probe_rows import seeded_rows
 from compress.serve.http.loaded_model import RUNTIMES, open_model
-from compress.serve.image.locked_requirements import locked_requirements
+from compress.serve.image.build_folder import locked_requirements
 from compress.serve.packaging.model_interface import PROBE_SIZES
 from compress.serve.packaging.recorded_measurements import REPORT, read_recorded, served_forms
 from compress.serve.worker.wire import to_npz

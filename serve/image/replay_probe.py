@@ -15,8 +15,7 @@ import numpy as np
 from compress.artifacts.artifact import Artifact
 from compress.common.errors import CompressError
 from compress.profiling.batch_dependence import rounding_tolerance
-from compress.serve.client.client import Client
-from compress.serve.client.wire_format import OpenInference
+from compress.serve.client.client import Client, OpenInference
 from compress.serve.worker.wire import from_npz
 
 

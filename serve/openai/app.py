@@ -12,16 +12,15 @@ from compress.serve.http.base_app import CLIENT_CLOSED, BaseApplication, SharedS
 from compress.serve.http.helper_process import HelperProcess
 from compress.serve.http.request_decoder import UNSPECIFIED, content_type_of
 from compress.serve.http.responses import HttpError, Response, send_response
-from compress.serve.openai.answers import (
+from compress.serve.openai.app import (
     EVENT_STREAM,
     CompletionFormat,
     error_in_openai_format,
     event,
     usage_of,
 )
-from compress.serve.openai.generation import GenerationJob
-from compress.serve.openai.job import DecoderTexts
-from compress.serve.openai.request import ApiError
+from compress.serve.openai.decoder import GenerationJob
+from compress.serve.openai.request import ApiError, DecoderTexts
 from compress.serve.worker.http_errors import UNKNOWN_FORM, abbreviated
 from compress.serve.worker.wire import JSON
 
@@ -30,9 +29,8 @@ if TYPE_CHECKING:
 
     from compress.serve.http.options import Limits
     from compress.serve.http.responses import Headers, Message, Receive, Send
-    from compress.serve.openai.decoder import ServedDecoder
-    from compress.serve.openai.generation import GenerationThreads, Part
-    from compress.serve.openai.job import GenerationRequest
+    from compress.serve.openai.decoder import GenerationThreads, Part, ServedDecoder
+    from compress.serve.openai.request import GenerationRequest
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MODELS = "/v1/models"

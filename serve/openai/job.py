@@ -11,8 +11,13 @@ from typing import TYPE_CHECKING, NamedTuple
 from compress.artifacts.artifact import Artifact
 from compress.export.genai.runtime import Sampling
 from compress.export.genai.text import TextStream, TextTokenizer
-from compress.serve.openai.chat_template import ChatTemplate
-from compress.serve.openai.request import ApiError, ChatBody, CompletionBody, parse_body
+from compress.serve.openai.request import (
+    ApiError,
+    ChatBody,
+    ChatTemplate,
+    CompletionBody,
+    parse_body,
+)
 from compress.serve.worker.http_errors import SHOWN_CHARACTERS, UNREADABLE, abbreviated
 from compress.serve.worker.preprocess import clipped
 

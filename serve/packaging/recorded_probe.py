@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from compress.common.errors import StageFailed
-from compress.serve.packaging.joinable import why_not_joined
 from compress.serve.packaging.model_interface import rows_stay_first
+from compress.serve.packaging.recorded_measurements import why_not_joined
 from compress.serve.packaging.request_forms import are_probabilities
 from compress.serve.worker.wire import to_npz
 

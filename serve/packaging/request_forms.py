@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from compress.artifacts.carried_files import CONFIG, IMAGES, TOKENIZER
 from compress.common.errors import StageFailed
-from compress.serve.packaging.preprocessing import ImageInput, TextInput
+from compress.serve.packaging.request_forms import ImageInput, TextInput
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -123,8 +123,8 @@ class PackageTriton(Stage[Servable, TritonRepository]):
     def run(self, model: Servable, context: Context) -> TritonRepository:
         """Copy the model and write its configuration, reproducibly."""
         from compress.profiling.batch_dependence import numpy_call
-        from compress.serve.packaging.joinable import why_not_joined
         from compress.serve.packaging.model_interface import infer_interface
+        from compress.serve.packaging.recorded_measurements import why_not_joined
         from compress.serve.repository.triton_config import (
             FILES,
             DynamicBatching,

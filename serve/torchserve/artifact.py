@@ -9,18 +9,18 @@ from compress.artifacts.artifact import MANIFEST, Artifact, Manifest
 from compress.common.atomic_files import sha256_of
 from compress.common.errors import ArtifactInvalid
 from compress.common.forward import OpenedModel, opened_model
-from compress.serve.packaging.preprocessing import TOKENIZER
 from compress.serve.packaging.provenance import (
     PROVENANCE,
     Provenance,
     digest_of,
     refuse_broken_chain,
 )
-from compress.serve.torchserve.handler_bundle import handler_text
+from compress.serve.packaging.request_forms import TOKENIZER
 from compress.serve.torchserve.mar_file import (
     CONFIG,
     HANDLER,
     MAR_MANIFEST,
+    handler_text,
     mar_manifest,
     model_name_of,
     read_mar,

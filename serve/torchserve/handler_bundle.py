@@ -14,11 +14,11 @@ MODULES = (
     "compress.export.common.int8_sums",
     "compress.serve.worker.http_errors",
     "compress.serve.worker.tensors",
-    "compress.serve.worker.oip",
+    "compress.serve.worker.wire",
     "compress.serve.worker.wire",
     "compress.serve.worker.preprocess",
     "compress.serve.worker.loaders",
-    "compress.serve.worker.batching",
+    "compress.serve.worker.tensors",
     "compress.serve.worker.handler",
 )
 """In dependency order: each uses only modules before it."""

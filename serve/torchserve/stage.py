@@ -21,22 +21,29 @@ from compress.export.aotinductor.stage import AotModel
 from compress.export.onnx.stage import OnnxModel
 from compress.export.openvino.stage import OpenVINOModel
 from compress.export.torchscript.stage import TorchScriptModel
-from compress.serve.packaging.model_card import MODEL_CARD, model_card
-from compress.serve.packaging.preprocessing import TOKENIZER, ImageInput, TextInput
 from compress.serve.packaging.provenance import (
+    MODEL_CARD,
     PROVENANCE,
     Packaged,
     Provenance,
     digest_of,
     digests_of,
+    model_card,
 )
-from compress.serve.packaging.request_forms import RequestForms, class_settings, forms_of
+from compress.serve.packaging.request_forms import (
+    TOKENIZER,
+    ImageInput,
+    RequestForms,
+    TextInput,
+    class_settings,
+    forms_of,
+)
 from compress.serve.torchserve.artifact import PROBE, TorchServeArchive
-from compress.serve.torchserve.handler_bundle import handler_text
 from compress.serve.torchserve.mar_file import (
     CONFIG,
     HANDLER,
     MAR_MANIFEST,
+    handler_text,
     mar_manifest,
     write_mar,
 )
@@ -48,7 +55,7 @@ if TYPE_CHECKING:
     from compress.common.signature import Signature
     from compress.core.context import Context
     from compress.core.verdict import History
-    from compress.serve.packaging.recorded_probe import Probe
+    from compress.serve.packaging.recorded_measurements import Probe
 
 logger = logging.getLogger(__name__)
 
@@ -154,7 +161,7 @@ class PackageTorchServe(Stage[Servable, TorchServeArchive]):
 
     def run(self, model: Servable, context: Context) -> TorchServeArchive:
         """Pack the model; the same model, settings and data give the same bytes."""
-        from compress.serve.packaging.recorded_probe import record_probe
+        from compress.serve.packaging.recorded_measurements import record_probe
         from compress.serve.packaging.val_preparation import compare_preparation
         from compress.serve.torchserve.process import find_java, find_torchserve
 

@@ -16,13 +16,20 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from compress.serve.worker.batching import run_batched
 from compress.serve.worker.http_errors import BROKEN, UNREADABLE, inference_error, output_fault
 from compress.serve.worker.loaders import LOADERS, THREADS_VARIABLE, replay
-from compress.serve.worker.oip import LABELS, requested_outputs
 from compress.serve.worker.preprocess import create_readers
-from compress.serve.worker.tensors import check
-from compress.serve.worker.wire import JSON, NPZ, decode, encode, error_body, from_npz
+from compress.serve.worker.tensors import check, run_batched
+from compress.serve.worker.wire import (
+    JSON,
+    LABELS,
+    NPZ,
+    decode,
+    encode,
+    error_body,
+    from_npz,
+    requested_outputs,
+)
 
 if TYPE_CHECKING:
     from ts.context import Context

@@ -36,19 +36,19 @@ from compress.serve.worker.http_errors import (
     UNREADABLE,
     describe_error,
 )
-from compress.serve.worker.oip import (
+from compress.serve.worker.tensors import (
+    dtype_name,
+    in_signature_order,
+    to_exact_array,
+    top_classes,
+)
+from compress.serve.worker.wire import (
     HEADER_LENGTH,
     fast_json,
     from_protocol,
     is_protocol,
     split_body,
     to_protocol,
-)
-from compress.serve.worker.tensors import (
-    dtype_name,
-    in_signature_order,
-    to_exact_array,
-    top_classes,
 )
 
 if TYPE_CHECKING:

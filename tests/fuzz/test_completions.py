@@ -6,10 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compress.serve.openai.answers import error_in_openai_format
-from compress.serve.openai.chat_template import ChatTemplate
-from compress.serve.openai.job import DecoderTexts
-from compress.serve.openai.request import ApiError
+from compress.serve.openai.app import error_in_openai_format
+from compress.serve.openai.request import ApiError, ChatTemplate, DecoderTexts
 from tests.export.tiny_decoder import LONGEST, VOCABULARY, decoder
 from tests.fuzz.mutations import changed_bytes, changed_value
 

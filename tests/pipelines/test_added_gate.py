@@ -11,8 +11,8 @@ from pydantic import TypeAdapter
 from compress.common.errors import GateRefused, PipelineInvalid, Unavailable
 from compress.core.gates import AnyGate, gate
 from compress.pipelines.api import Pipeline
+from compress.pipelines.planning.plan import advice
 from compress.pipelines.planning.planner import build_plan
-from compress.pipelines.planning.unjudged_losses import advice
 from compress.pipelines.reporting.terminal_table import gate_lines
 from compress.pipelines.results.schema import Report
 from tests.pipelines.conftest import NETS

@@ -6,7 +6,7 @@ import pytest
 
 from compress.common.errors import PipelineInvalid
 from compress.pipelines import Pipeline
-from compress.pipelines.reporting.headline import headline
+from compress.pipelines.reporting.stage_rows import headline
 from compress.pipelines.reporting.terminal_table import closing_lines
 from compress.pipelines.results.schema import Report
 from compress.pipelines.runner.inputs import check_model

@@ -15,7 +15,7 @@ from compress.common.errors import CompressError, cause_lines
 from compress.common.sealed_json import read_state, write_state
 from compress.pipelines.commands.verify import verify_command
 from compress.pipelines.results.schema import Report
-from compress.pipelines.store.sample_diff import samples_changed
+from compress.pipelines.store.local import samples_changed
 
 NEVER_READ = {"lock", "log.jsonl"}
 """Files that no result depends on."""

@@ -13,7 +13,7 @@ from compress.pipelines.reporting.layer_sizes import layer_sensitivities, layer_
 from compress.pipelines.reporting.stage_rows import build_rows
 from compress.pipelines.reporting.verification_page import render_proof
 from compress.pipelines.results.schema import Report
-from compress.serve.torchserve.answer_check import Proof, Replay
+from compress.serve.verify import Proof, Replay
 
 
 def test_sizes_by_layer_are_those_of_the_sealed_weights(finished_run) -> None:

@@ -16,7 +16,7 @@ from compress.common.errors import PipelineInvalid, StageFailed, Unavailable
 from compress.common.requirements import Requirement
 from compress.pipelines import Pipeline
 from compress.pipelines.executors import factory
-from compress.pipelines.executors.node_environment import RunEnvironment, read_run_id, write_run_id
+from compress.pipelines.executors.launched import RunEnvironment, read_run_id, write_run_id
 from compress.profiling.benchmark import compare_latency
 from compress.training.launch import shared_folder
 

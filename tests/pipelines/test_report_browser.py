@@ -16,7 +16,7 @@ from compress.pipelines.reporting.stage_rows import build_rows
 from compress.pipelines.reporting.verification_page import render_proof
 from compress.pipelines.results.schema import Report
 from compress.pruning.sensitivity_analysis import FamilySensitivity, Point, Sensitivity
-from compress.serve.torchserve.answer_check import Proof, Replay
+from compress.serve.verify import Proof, Replay
 
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None

@@ -28,7 +28,7 @@ pytestmark = [
 DIES_IN_MID_UPLOAD = """
 import os, signal, sys
 from pathlib import Path
-from compress.pipelines.store.object_store import Objects
+from compress.pipelines.store.remote import Objects
 from compress.pipelines import Pipeline
 
 write, left = Objects.write, int(sys.argv[3])

@@ -11,8 +11,7 @@ import compress
 from compress.common.errors import PipelineInvalid
 from compress.pipelines import Pipeline
 from compress.pipelines.commands.check import check_pipeline
-from compress.pipelines.planning.planner import build_plan
-from compress.pipelines.planning.task_inference import task_of
+from compress.pipelines.planning.planner import build_plan, task_of
 from tests.pipelines.conftest import Project
 
 NETS = """

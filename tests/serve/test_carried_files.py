@@ -24,8 +24,7 @@ from compress.core.context import Context
 from compress.export.onnx.stage import ExportOnnx, OnnxModel
 from compress.serve.image import locked_requirements
 from compress.serve.image.build_folder import write_build_folder
-from compress.serve.packaging.preprocessing import ImageInput
-from compress.serve.packaging.request_forms import forms_of, image_input
+from compress.serve.packaging.request_forms import ImageInput, forms_of, image_input
 from compress.serve.torchserve.mar_file import read_mar
 from compress.serve.torchserve.stage import PackageTorchServe
 from compress.serve.worker.preprocess import create_readers

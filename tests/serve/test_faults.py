@@ -26,8 +26,7 @@ from torch.utils.data import TensorDataset
 from compress.common.errors import StageFailed
 from compress.core.context import Context
 from compress.data.splits import Splits
-from compress.serve.client.client import Client
-from compress.serve.client.wire_format import OpenInference
+from compress.serve.client.client import Client, OpenInference
 from compress.serve.torchserve.artifact import TorchServeArchive
 from compress.serve.torchserve.mar_file import read_mar, write_mar
 from compress.serve.torchserve.process import TorchServe

@@ -23,8 +23,7 @@ from onnx import TensorProto, helper
 
 from compress.serve import worker
 from compress.serve.packaging.provenance import digest_of
-from compress.serve.torchserve.handler_bundle import MODULES, handler_text
-from compress.serve.torchserve.mar_file import mar_manifest
+from compress.serve.torchserve.mar_file import MODULES, handler_text, mar_manifest
 from compress.serve.worker.wire import JSON, NPY, NPZ, RAW, from_npz, from_raw, to_npz
 
 ONE_INPUT = [{"name": "x", "shape": ["batch", 3], "dtype": "float32"}]

@@ -28,9 +28,9 @@ from compress.export.openvino.stage import ExportOpenVINO
 from compress.export.torchscript.stage import ExportTorchScript
 from compress.quantization.stages.static import QuantizeStatic
 from compress.serve.http.loaded_model import open_model
-from compress.serve.packaging.preprocessing import TextInput
 from compress.serve.packaging.provenance import Provenance, digests_of
-from compress.serve.packaging.recorded_probe import Probe
+from compress.serve.packaging.recorded_measurements import Probe
+from compress.serve.packaging.request_forms import TextInput
 from compress.serve.torchserve.handler_runner import HandlerProcess
 from compress.serve.torchserve.mar_file import read_mar
 from compress.serve.torchserve.stage import PackageTorchServe

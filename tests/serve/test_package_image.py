@@ -29,8 +29,7 @@ from compress.common.signature import OutputSpec, Signature
 from compress.core.context import Context
 from compress.export.openvino.stage import ExportOpenVINO
 from compress.serve.http.loaded_model import RUNTIMES
-from compress.serve.image.build_folder import write_build_folder
-from compress.serve.image.locked_requirements import SERVING
+from compress.serve.image.build_folder import SERVING, write_build_folder
 from compress.serve.image.oci_layout import ARCHITECTURES, read_base, write_image_layout
 from compress.serve.image.replay_probe import largest_difference
 from compress.serve.torchserve.artifact import TorchServeArchive

@@ -26,8 +26,13 @@ from compress.export.torchscript.stage import ExportTorchScript
 from compress.serve.packaging.model_interface import rows_stay_first
 from compress.serve.packaging.provenance import Provenance
 from compress.serve.torchserve.artifact import TorchServeArchive
-from compress.serve.torchserve.handler_bundle import handler_text
-from compress.serve.torchserve.mar_file import check_member_name, mar_manifest, read_mar, write_mar
+from compress.serve.torchserve.mar_file import (
+    check_member_name,
+    handler_text,
+    mar_manifest,
+    read_mar,
+    write_mar,
+)
 from compress.serve.torchserve.stage import PackageTorchServe
 from compress.serve.verify import verify
 from compress.serve.worker.wire import from_npz
@@ -227,7 +232,7 @@ def test_a_damaged_model_is_not_packed(model: OnnxModel, tmp_path: Path) -> None
 
 
 def test_bfloat16_is_refused(tmp_path: Path) -> None:
-    from compress.serve.packaging.recorded_probe import as_arrays
+    from compress.serve.packaging.recorded_measurements import as_arrays
 
     with pytest.raises(StageFailed, match="x is bfloat16"):
         as_arrays({"x": torch.zeros(1, dtype=torch.bfloat16)})

@@ -31,8 +31,8 @@ from compress.data.splits import DataReference
 from compress.export.onnx.stage import ExportOnnx
 from compress.export.torchscript.stage import ExportTorchScript
 from compress.serve.client.client import Client
-from compress.serve.packaging.preprocessing import ImageInput
 from compress.serve.packaging.provenance import digest_of
+from compress.serve.packaging.request_forms import ImageInput
 from compress.serve.torchserve.artifact import TorchServeArchive
 from compress.serve.torchserve.mar_file import read_mar, write_mar
 from compress.serve.torchserve.process import (

@@ -20,18 +20,20 @@ from compress.core.verdict import History, PastStage
 from compress.data.splits import Splits
 from compress.export.onnx.stage import ExportOnnx, OnnxModel
 from compress.pipelines import Pipeline
-from compress.pipelines.commands.verify import load_evidence, verify_command
-from compress.pipelines.commands.verify_anchors import VerifierInputs
+from compress.pipelines.commands.verify import VerifierInputs, load_evidence, verify_command
 from compress.pipelines.runner.run import preview_run
 from compress.serve.http.options import Options
-from compress.serve.packaging.model_card import model_card
-from compress.serve.packaging.provenance import Provenance, digest_of, refuse_broken_chain
+from compress.serve.packaging.provenance import (
+    Provenance,
+    digest_of,
+    model_card,
+    refuse_broken_chain,
+)
 from compress.serve.serve_command import serve_artifact
-from compress.serve.torchserve.answer_check import compare_outputs
 from compress.serve.torchserve.artifact import TorchServeArchive
 from compress.serve.torchserve.mar_file import read_mar, write_mar
 from compress.serve.torchserve.stage import PackageTorchServe
-from compress.serve.verify import verify
+from compress.serve.verify import compare_outputs, verify
 from tests.pipelines.conftest import measured_briefly
 
 pytestmark = pytest.mark.torchserve

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from compress.common.forward import accept_any_batch, torch_predictor
-from compress.core.diagnosis.guilty_layers import GuiltSearch
+from compress.core.diagnosis.layer_diagnosis import GuiltSearch
 from compress.core.val_halves import halves_of_val
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from compress.common.errors import PipelineInvalid, StageFailed
 from compress.core.objectives.loss import INFERRED_LOSS
 from compress.pruning.allocation.ratios import Limits, RankedGroup, allocate
+from compress.pruning.channel_settings import COMPARABLE, Criterion
 from compress.pruning.dependency.channel_groups import GroupSlice
 from compress.pruning.dependency.graph import trace
-from compress.pruning.importance.criteria import COMPARABLE, Criterion
 from compress.pruning.importance.scores import score_groups
 from compress.pruning.verification.masked_equivalence import MaskedEquivalence
 from compress.pruning.verification.verified_slices import verify_slices

@@ -12,10 +12,10 @@ from compress.pruning.diagnosis.attribution import PruningDiagnosis, batch_norm_
 from compress.pruning.recovery.recovery import (
     batch_norms,
     output_error,
+    recover_without_blocks_,
     reestimate_batch_norms_,
     usual_calibration,
 )
-from compress.pruning.recovery.removed_blocks import recover_without_blocks_
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from compress.core.context import Context
     from compress.core.val_halves import HalfOfVal
     from compress.data.batch import Batch
-    from compress.pruning.blocks_stage import PruneLayers
+    from compress.pruning.prune_layers import PruneLayers
 
 
 @dataclass(frozen=True)

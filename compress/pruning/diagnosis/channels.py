@@ -18,9 +18,9 @@ from compress.core.diagnosis.input_ranges import (
 from compress.core.diagnosis.layer_diagnosis import WHY
 from compress.core.stage import DEFAULT_CALIBRATION_SAMPLES
 from compress.pruning.allocation.ranking import rank
+from compress.pruning.channel_settings import FROM_DATA
 from compress.pruning.dependency.channel_groups import SlicePlan
 from compress.pruning.diagnosis.attribution import PruningDiagnosis, batch_norm_shift
-from compress.pruning.importance.criteria import FROM_DATA
 from compress.pruning.recovery.recovery import batch_norms, output_error, recover_
 from compress.pruning.verification.masked_equivalence import sliced_copy
 from compress.pruning.verification.module_rewrites import rewrite_
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from compress.core.val_halves import HalfOfVal
     from compress.data.batch import Batch
     from compress.pruning.allocation.ranking import Ranking
-    from compress.pruning.channels_stage import PruneChannels
-    from compress.pruning.importance.criteria import Criterion
+    from compress.pruning.channel_settings import Criterion
+    from compress.pruning.prune_channels import PruneChannels
 
 RANKED_ON = 128
 """Samples on which groups are cut alone, to rank them by the error of the outputs."""

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from compress.pruning.importance.activation_saliency import MAX_COLUMNS, Moments
 from compress.pruning.importance.layer_calls import LayerCall, observe_layer_calls
-from compress.pruning.importance.moments import MAX_COLUMNS, Moments
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from compress.core.objectives.loss import INFERRED_LOSS
+from compress.pruning.channel_settings import FROM_DATA, OF_GRADIENTS, Criterion
 from compress.pruning.importance import activation_saliency, taylor, weight_norms
-from compress.pruning.importance.criteria import FROM_DATA, OF_GRADIENTS, Criterion
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

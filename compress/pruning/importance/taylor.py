@@ -19,7 +19,7 @@ from compress.core.objectives.targets import has_target
 from compress.data.batch import Batch
 from compress.data.targets import select
 from compress.pruning.importance.layer_calls import samples_refused
-from compress.pruning.importance.weight_norms import sums_by_channel
+from compress.pruning.importance.scores import sums_by_channel
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from compress.pruning.importance.activation_saliency import MAX_COLUMNS, Moments
 from compress.pruning.importance.layer_calls import observe_layer_calls
-from compress.pruning.importance.moments import MAX_COLUMNS, Moments
 from compress.pruning.unstructured.masks import sparsegpt, wanda
 from compress.pruning.unstructured.weight_layout import group_by_block
 

@@ -16,10 +16,14 @@ import numpy as np
 
 from compress.common.sealed_json import read_state, write_state
 from compress.export.latency.float_layers import FLOAT
-from compress.export.latency.latency_model import LatencyModel
 from compress.export.latency.resizing import MOST_EXPORTS, ResizableModel
-from compress.export.latency.served_files import graph_to_serve, open_as_served, write_alone
-from compress.export.latency.width_costs import WidthCosts, measure_grid, spread_widths
+from compress.export.latency.served_latency import graph_to_serve, open_as_served, write_alone
+from compress.export.latency.width_costs import (
+    LatencyModel,
+    WidthCosts,
+    measure_grid,
+    spread_widths,
+)
 from compress.export.onnx.proto_io import read
 from compress.pipelines.auto.candidates import QUANTIZING, Candidate
 from compress.pipelines.auto.cost_models.float_layers import (
@@ -30,7 +34,7 @@ from compress.pipelines.auto.cost_models.float_layers import (
 )
 from compress.pipelines.config.registry import stages
 from compress.profiling.interaction_sum import InteractionSum
-from compress.pruning.width_variants import WidthVariants
+from compress.pruning.latency.widths import WidthVariants
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,7 +43,7 @@ if TYPE_CHECKING:
 
     from compress.artifacts.eager_model import EagerModel
     from compress.core.context import Context
-    from compress.export.latency.kernel_table import KernelTable
+    from compress.export.latency.kernels import KernelTable
     from compress.pipelines.auto.cost_models.float_layers import LayerHarms
     from compress.pipelines.config.auto_settings import AutoSettings, Format, Runtime
     from compress.profiling.benchmark import Opener

@@ -10,11 +10,11 @@ from compress.artifacts.recipe import KeepBlocks
 from compress.common.sealed_json import read_state, write_state
 from compress.pipelines.auto.candidates import candidate_of
 from compress.pipelines.auto.front import missed_limits
-from compress.pruning.allocation.solver import Programme
 from compress.pruning.depth import block_search
 from compress.pruning.depth.output_error import OutputErrorMeter
-from compress.pruning.recovery.removed_blocks import name_before
-from compress.pruning.width_harms import WidthSpace, measure_harms
+from compress.pruning.latency.solver import Programme
+from compress.pruning.latency.widths import WidthSpace, measure_harms
+from compress.pruning.recovery.recovery import name_before
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from compress.pipelines.auto.judge import Judge
     from compress.pipelines.auto.strategy.recovery import Programmes
     from compress.pipelines.config.auto_settings import AutoSettings
-    from compress.pruning.width_harms import Harms
+    from compress.pruning.latency.widths import Harms
 
 BLOCKS = "blocks.json"
 """In the results' folder: the order in which blocks are removed."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from compress.pipelines.auto.cost_models.latency_models import FormatModel
     from compress.pipelines.config.auto_settings import AutoSettings, Format, Runtime
-    from compress.pruning.allocation.solver import Programme
+    from compress.pruning.latency.solver import Programme
 
     ModelKey = tuple[Format, Runtime, tuple[str, ...]]
     """Format, runtime and removed blocks."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from compress.common.atomic_files import write_atomically
 from compress.common.config import Settings
 from compress.core.progress import silent
-from compress.export.latency.latency_model import LatencyModel
+from compress.export.latency.width_costs import LatencyModel
 from compress.pipelines.commands.analysis.model_to_prune import model_to_prune
 from compress.pipelines.system.machine_info import machine
 
@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from compress.core.progress import Progress
-    from compress.export.latency.kernel_table import KernelTable
-    from compress.export.latency.kernels import Kernel
+    from compress.export.latency.kernels import Kernel, KernelTable
     from compress.pipelines.config.pipeline import PipelineConfig
 
 FILE = "latency.json"
@@ -106,13 +105,12 @@ def measure_and_write(
         StageFailed: the stage before `prune_channels` has not run, the model cannot be traced or
             exported, or the machine is too busy to measure it.
     """
-    from compress.export.latency.kernel_table import TABLES, KernelTable
-    from compress.export.latency.kernels import kernels_of
-    from compress.export.latency.latency_model import KernelCost, LatencyModel, measure_files
+    from compress.export.latency.kernels import TABLES, KernelTable, kernels_of
     from compress.export.latency.resizing import MOST_EXPORTS, ResizableModel
-    from compress.export.latency.served_files import graph_to_serve
+    from compress.export.latency.served_latency import graph_to_serve
+    from compress.export.latency.width_costs import KernelCost, LatencyModel, measure_files
     from compress.export.onnx.proto_io import write
-    from compress.pruning.width_variants import WidthVariants
+    from compress.pruning.latency.widths import WidthVariants
 
     with (
         model_to_prune(pipeline, out, progress) as (source, stage, context),

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from compress.core.progress import Progress
     from compress.pipelines.config.pipeline import PipelineConfig
     from compress.pipelines.planning.plan import PlannedStage
-    from compress.pruning.channels_stage import PruneChannels
+    from compress.pruning.prune_channels import PruneChannels
 
 
 @contextmanager

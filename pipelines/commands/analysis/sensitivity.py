@@ -8,7 +8,7 @@ from compress.common.atomic_files import write_atomically
 from compress.common.errors import PipelineInvalid
 from compress.core.progress import silent
 from compress.pipelines.commands.analysis.model_to_prune import model_to_prune
-from compress.pipelines.reporting.html_page import render_page
+from compress.pipelines.system.templates import render_page
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -13,7 +13,7 @@ from compress.core.gates import MaxSize, MinSpeedup
 from compress.core.gates.baselines import BASELINES, baseline_for
 from compress.core.stage import Stage, evaluate_gates
 from compress.export.onnx.stage import ExportOnnx
-from compress.pruning.channels_stage import PruneChannels
+from compress.pruning.prune_channels import PruneChannels
 
 
 class Trace(Stage[EagerModel, GraphModel]):

@@ -7,8 +7,8 @@ from torch import nn
 
 from compress.pruning.allocation.ranking import rank
 from compress.pruning.allocation.ratios import Limits
+from compress.pruning.channel_settings import Criterion
 from compress.pruning.dependency.channel_groups import SlicePlan
-from compress.pruning.importance.criteria import Criterion
 
 
 def plan_slices(

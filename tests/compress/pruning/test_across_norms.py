@@ -21,8 +21,8 @@ from compress.data.splits import Splits
 from compress.export.onnx.stage import ExportOnnx
 from compress.pruning.allocation.ranking import rank
 from compress.pruning.allocation.ratios import Limits
-from compress.pruning.channels_stage import PruneChannels
 from compress.pruning.dependency.channel_groups import SlicePlan
+from compress.pruning.prune_channels import PruneChannels
 
 HERE = Path(__file__).parent
 EPS = 1e-3

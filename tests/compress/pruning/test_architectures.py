@@ -17,7 +17,7 @@ from compress.common.forward import run_in_eval
 from compress.common.signature import TensorSpec
 from compress.core.context import Context
 from compress.export.onnx.stage import ExportOnnx
-from compress.pruning.channels_stage import PruneChannels
+from compress.pruning.prune_channels import PruneChannels
 from tests.compress.pruning.zoo.architectures import TRANSFORMERS
 from tests.compress.pruning.zoo.registry import Case
 

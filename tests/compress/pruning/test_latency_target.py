@@ -20,11 +20,11 @@ from compress.data.splits import Splits
 from compress.profiling.benchmark import MeasuredShare
 from compress.profiling.interaction_sum import InteractionSum
 from compress.pruning import latency_target
-from compress.pruning.allocation.targets import Target
 from compress.pruning.channel_pruner import ChannelPruner, parameters_of
-from compress.pruning.channels_stage import PruneChannels
+from compress.pruning.channel_settings import Target
 from compress.pruning.depth.output_error import OutputErrorMeter
-from compress.pruning.width_harms import WidthSpace, measure_harms
+from compress.pruning.latency.widths import WidthSpace, measure_harms
+from compress.pruning.prune_channels import PruneChannels
 
 NET = """
 import torch

@@ -16,9 +16,9 @@ from compress.core.context import Context
 from compress.data.splits import Splits
 from compress.pruning.allocation.ranking import rank
 from compress.pruning.allocation.ratios import Limits
-from compress.pruning.allocation.targets import Target
-from compress.pruning.channels_stage import PruneChannels
-from compress.pruning.finetune import Finetune
+from compress.pruning.channel_settings import Target
+from compress.pruning.prune_channels import PruneChannels
+from compress.pruning.pruning_stage import Finetune
 from compress.pruning.verification.verification_inputs import other_sizes
 from compress.training.stage import Train
 

@@ -14,7 +14,7 @@ from compress.core.context import Context
 from compress.core.progress import silent
 from compress.data.splits import Splits
 from compress.pruning.depth.output_error import OutputErrorMeter
-from compress.pruning.width_harms import WidthSpace, measure_harms
+from compress.pruning.latency.widths import WidthSpace, measure_harms
 
 NET = """
 import torch

@@ -17,7 +17,7 @@ from compress.common.errors import StageFailed
 from compress.common.forward import name_outputs, run_in_eval
 from compress.core.context import Context
 from compress.export.onnx.stage import ExportOnnx
-from compress.pruning.channels_stage import PruneChannels
+from compress.pruning.prune_channels import PruneChannels
 from tests.compress.pruning.zoo.registry import CASES, Case
 
 ROUND_TO = {0.25: 1, 0.5: 16}

@@ -19,7 +19,7 @@ from compress.export.diagnosis.speed_causes import (
 )
 from compress.export.onnx.stage import ExportOnnx
 from compress.profiling.quantiles import Interval
-from compress.pruning.channels_stage import PruneChannels
+from compress.pruning.prune_channels import PruneChannels
 from compress.quantization.stages.static import QuantizeStatic
 from tests.export.builders import IMAGE, network_of
 

@@ -11,9 +11,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 from compress.common.errors import ArtifactInvalid
 from compress.export.latency import kernel_table
-from compress.export.latency.kernel_table import KernelTable
-from compress.export.latency.kernels import kernels_of, measure_kernels
-from compress.export.latency.latency_model import KernelCost, LatencyModel
+from compress.export.latency.kernels import KernelTable, kernels_of, measure_kernels
+from compress.export.latency.width_costs import KernelCost, LatencyModel
 
 MACHINE = {"processor": "a processor"}
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from compress.common.errors import StageFailed
-from compress.export.latency.kernel_table import KernelTable
+from compress.export.latency.kernels import KernelTable
 from compress.export.latency.resizing import ResizableModel
 from compress.export.latency.width_costs import WidthCosts, measure_grid
 

@@ -14,10 +14,10 @@ from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
 from compress.data.splits import Splits
 from compress.export.latency import kernel_table, served_latency
-from compress.export.latency.kernel_table import KernelTable
+from compress.export.latency.kernels import KernelTable
 from compress.export.latency.served_latency import OnnxLatency
-from compress.pruning.allocation.targets import Target
-from compress.pruning.channels_stage import PruneChannels
+from compress.pruning.channel_settings import Target
+from compress.pruning.prune_channels import PruneChannels
 from compress.quantization.stages.static import QuantizeStatic
 
 NET = """

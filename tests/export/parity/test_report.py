@@ -18,8 +18,7 @@ from compress.data.splits import Splits
 from compress.export.aotinductor.stage import ExportAot
 from compress.export.onnx.lowering import TRANSLATIONS
 from compress.export.onnx.stage import ExportOnnx
-from compress.export.parity.bisect import LayerSearch
-from compress.export.parity.subgraph import values_before
+from compress.export.parity.bisect import LayerSearch, values_before
 from compress.export.torchscript.stage import ExportTorchScript
 from tests.export.builders import network_of
 

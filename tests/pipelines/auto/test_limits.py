@@ -16,8 +16,7 @@ from compress.pipelines.auto.judge import refuse_unfit_packages
 from compress.pipelines.auto.points import chosen_points
 from compress.pipelines.config.auto_settings import AutoLimits, AutoSettings
 from compress.pipelines.config.pipeline import PipelineConfig
-from compress.pipelines.runner.events import event_listener
-from compress.pipelines.system.jsonl_log import LOG, LogFile, log_event, log_handler
+from compress.pipelines.system.jsonl_log import LOG, LogFile, event_listener, log_event, log_handler
 from tests.pipelines.auto.test_auto import FILE, NETS, auto
 
 

@@ -23,7 +23,7 @@ from compress.pipelines.config.auto_settings import AutoLimits, AutoSettings
 from compress.pipelines.config.pipeline import PipelineConfig
 from compress.pipelines.config.run_options import RunOptions
 from compress.profiling.interaction_sum import InteractionSum
-from compress.pruning.allocation.solver import Programme
+from compress.pruning.latency.solver import Programme
 from tests.pipelines.auto.test_auto import FILE, NETS, auto
 
 

@@ -18,8 +18,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from compress.artifacts.artifact import Artifact, Step
 from compress.common.errors import ArtifactInvalid, PipelineInvalid, Unavailable
-from compress.pipelines.commands.verify import verify_command
-from compress.pipelines.commands.verify_anchors import VerifierInputs, check_file_anchors
+from compress.pipelines.commands.verify import VerifierInputs, check_file_anchors, verify_command
 from compress.serve import attestation
 from compress.serve.attestation import MODEL_SIGNATURE, Attestation, read_attestation, statement_of
 from compress.serve.http.options import Options

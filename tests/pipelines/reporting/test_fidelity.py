@@ -8,14 +8,11 @@ import pytest
 from rich.console import Console
 
 from compress.pipelines import Pipeline
-from compress.pipelines.reporting.headline import headline
 from compress.pipelines.reporting.html import render
-from compress.pipelines.reporting.stage_rows import fidelity_of
+from compress.pipelines.reporting.stage_rows import fidelity_of, headline
 from compress.pipelines.reporting.terminal_table import closing_lines
-from compress.pipelines.results.measurement_warnings import slower_than_float
 from compress.pipelines.results.measurements import SameRuntimeReport
-from compress.pipelines.results.schema import Report
-from compress.pipelines.results.stage_reports import StageReport
+from compress.pipelines.results.schema import Report, StageReport, slower_than_float
 from compress.quantization.numeric_debug.fidelity_report import LabelParity
 from tests.pipelines.conftest import measured_briefly
 

@@ -12,22 +12,22 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from compress.pipelines.reporting.headline import Headline, headline
 from compress.pipelines.reporting.html import render
-from compress.pipelines.reporting.html_page import breakable
 from compress.pipelines.reporting.provenance import proof_chain, source_hashes
 from compress.pipelines.reporting.stage_rows import (
+    Headline,
     build_rows,
     deployable_rows,
     failure_reasons,
+    headline,
     higher_is_better,
     pareto_fronts,
 )
 from compress.pipelines.reporting.terminal_table import closing_lines, stage_table
 from compress.pipelines.reporting.training_curves import trainings_of
 from compress.pipelines.results.measurements import Measurements, SameRuntimeReport
-from compress.pipelines.results.schema import Report
-from compress.pipelines.results.stage_reports import FailureReport, SkippedReport, StageReport
+from compress.pipelines.results.schema import FailureReport, Report, SkippedReport, StageReport
+from compress.pipelines.system.templates import breakable
 from compress.profiling.operator_table import OperatorCost, OperatorTable
 
 

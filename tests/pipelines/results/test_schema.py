@@ -10,7 +10,6 @@ from compress.core.gates import MaxDrop, MinMetric, rule_in_words, value_in_word
 from compress.core.gates.gate import gate_classes
 from compress.core.verdict import Uncertainty, explain
 from compress.pipelines.reporting.html import render
-from compress.pipelines.reporting.html_page import breakable
 from compress.pipelines.reporting.terminal_table import (
     COLUMNS,
     OPTIONAL_COLUMNS,
@@ -22,6 +21,7 @@ from compress.pipelines.results.schema import (
     readable_bytes,
     readable_count,
 )
+from compress.pipelines.system.templates import breakable
 
 
 def test_the_page_is_self_contained_and_shows_every_figure(finished_run) -> None:

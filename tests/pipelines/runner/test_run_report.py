@@ -14,8 +14,8 @@ from compress.core.objectives.loss import Loss
 from compress.data.splits import Splits
 from compress.pipelines import Pipeline
 from compress.pipelines.commands.check import check_pipeline
+from compress.pipelines.planning.plan import accuracy_drops, is_much
 from compress.pipelines.planning.planner import build_plan
-from compress.pipelines.planning.unjudged_losses import accuracy_drops, is_much
 from compress.pipelines.reporting.terminal_table import closing_lines
 from compress.pipelines.results.schema import Report
 from compress.pipelines.runner.data_warnings import (

@@ -8,8 +8,7 @@ import torch
 from compress.artifacts.eager_model import EagerModel
 from compress.common.errors import StageFailed
 from compress.common.signature import Signature, TensorSpec
-from compress.pipelines.store.exports import StoredExports
-from compress.pipelines.store.local import Store
+from compress.pipelines.store.local import Store, StoredExports
 
 SIGNATURE = Signature(inputs=(TensorSpec(name="x", shape=("batch", 4)),))
 

@@ -13,10 +13,8 @@ from compress.artifacts.artifact import Artifact
 from compress.common.errors import PipelineInvalid
 from compress.pipelines.store.entry import Record, key_of
 from compress.pipelines.store.gc import clean
-from compress.pipelines.store.local import Store
-from compress.pipelines.store.lock import store_lock
-from compress.pipelines.store.object_store import Found, Objects
-from compress.pipelines.store.remote import Remote
+from compress.pipelines.store.local import Store, store_lock
+from compress.pipelines.store.remote import Found, Objects, Remote
 
 LONG_AGO = time.time() - 100 * 86_400
 

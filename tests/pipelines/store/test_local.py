@@ -21,7 +21,7 @@ from compress.common import atomic_files
 from compress.common.atomic_files import remove, remove_leftovers, write_atomically
 from compress.common.errors import ArtifactInvalid, CompressError, PipelineInvalid
 from compress.pipelines import Pipeline
-from compress.pipelines.commands.report import rerender_report
+from compress.pipelines.reporting.html import rerender_report
 from compress.pipelines.results import schema as report_module
 from compress.pipelines.results.schema import Report
 from compress.pipelines.runner.run import preview_run

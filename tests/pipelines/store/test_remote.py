@@ -22,8 +22,7 @@ from compress.pipelines.results.schema import Report
 from compress.pipelines.runner.run import preview_run
 from compress.pipelines.store.entry import ANSWERS, Record, key_of
 from compress.pipelines.store.local import Store
-from compress.pipelines.store.object_store import Objects
-from compress.pipelines.store.remote import Remote
+from compress.pipelines.store.remote import Objects, Remote
 from compress.pipelines.system.jsonl_log import LOG, LogFile, log_handler
 
 fork = multiprocessing.get_context("fork")

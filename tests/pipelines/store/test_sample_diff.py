@@ -8,8 +8,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from compress.data import fingerprint
 from compress.data.splits import Splits
-from compress.pipelines.store.local import Store
-from compress.pipelines.store.sample_diff import FOLDER, KEPT, note_samples
+from compress.pipelines.store.local import FOLDER, KEPT, Store, note_samples
 
 
 class Listed(Dataset):

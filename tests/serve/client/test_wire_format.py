@@ -12,12 +12,23 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from compress.common.errors import ArtifactInvalid, StageFailed
 from compress.common.signature import Signature
-from compress.serve.packaging.preprocessing import ImageInput, TextInput
+from compress.serve.packaging.request_forms import ImageInput, TextInput
 from compress.serve.worker import oip, wire
-from compress.serve.worker.oip import HEADER_LENGTH, LABELS, requested_outputs
 from compress.serve.worker.preprocess import create_readers
 from compress.serve.worker.tensors import check, top_classes
-from compress.serve.worker.wire import JSON, NPZ, RAW, TEXT, decode, encode, from_npz, parse_json
+from compress.serve.worker.wire import (
+    HEADER_LENGTH,
+    JSON,
+    LABELS,
+    NPZ,
+    RAW,
+    TEXT,
+    decode,
+    encode,
+    from_npz,
+    parse_json,
+    requested_outputs,
+)
 
 IDS = {"name": "ids", "shape": ["batch", 2], "dtype": "int64"}
 SCALE = {"name": "scale", "shape": ["batch"], "dtype": "float32"}

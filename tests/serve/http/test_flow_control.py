@@ -3,7 +3,7 @@
 import asyncio
 import time
 
-from compress.serve.http.flow_control import Deadline
+from compress.serve.http.bounded_protocol import Deadline
 from compress.serve.http.responses import Response, response_bytes
 
 

@@ -16,11 +16,8 @@ from compress.export.genai.runtime import Sampling
 from compress.export.genai.text import TextTokenizer
 from compress.serve.http.options import Limits
 from compress.serve.openai.app import OpenAIApplication
-from compress.serve.openai.chat_template import ChatTemplate
-from compress.serve.openai.decoder import ServedDecoder
-from compress.serve.openai.generation import GenerationJob, GenerationThreads
-from compress.serve.openai.job import LEAST, DecoderTexts
-from compress.serve.openai.request import ApiError
+from compress.serve.openai.decoder import GenerationJob, GenerationThreads, ServedDecoder
+from compress.serve.openai.request import LEAST, ApiError, ChatTemplate, DecoderTexts
 from tests.export.tiny_decoder import LONGEST, VOCABULARY
 from tests.serve.openai import session_decoder
 from tests.serve.openai.session_decoder import open_decoder

@@ -6,7 +6,7 @@ import pytest
 
 from compress.artifacts.artifact import Artifact
 from compress.export.genai.text import TextStream, TextTokenizer
-from compress.serve.openai.chat_template import ChatTemplate
+from compress.serve.openai.request import ChatTemplate
 
 MESSAGES = [
     {"role": "system", "content": " Be brief.\n"},

@@ -7,9 +7,8 @@ from compress.artifacts.artifact import Step
 from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.verdict import History, PastStage
 from compress.pipelines.reporting.verification_page import render_proof
-from compress.serve.packaging.model_card import model_card
-from compress.serve.packaging.provenance import Packaged, Provenance
-from compress.serve.torchserve.answer_check import Proof
+from compress.serve.packaging.provenance import Packaged, Provenance, model_card
+from compress.serve.verify import Proof
 
 HOSTILE = (
     "<script>alert(1)</script>",

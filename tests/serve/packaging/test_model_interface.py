@@ -22,7 +22,7 @@ from compress.serve.http.dynamic_batcher import Batcher, Job, answer
 from compress.serve.http.loaded_model import ServedModel, open_model, warm_up
 from compress.serve.http.options import Limits
 from compress.serve.packaging.model_interface import Interface, Tensor, infer_interface
-from compress.serve.worker.batching import run_batched
+from compress.serve.worker.tensors import run_batched
 
 SIGNATURE = Signature(
     inputs=(TensorSpec(name="x", shape=("batch", "steps", 3)),), outputs=(OutputSpec(name="y"),)

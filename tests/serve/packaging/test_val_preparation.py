@@ -14,8 +14,7 @@ from compress.common.errors import StageFailed
 from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
 from compress.data.splits import Splits
-from compress.serve.packaging.preprocessing import ImageInput, TextInput
-from compress.serve.packaging.request_forms import RequestForms
+from compress.serve.packaging.request_forms import ImageInput, RequestForms, TextInput
 from compress.serve.packaging.val_preparation import compare_preparation
 from compress.serve.torchserve.stage import PackageTorchServe
 

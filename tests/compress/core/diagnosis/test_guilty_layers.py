@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 
 import pytest
 
-from compress.core.diagnosis.guilty_layers import GuiltSearch, most_judgings
+from compress.core.diagnosis.layer_diagnosis import GuiltSearch, most_judgings
 
 LAYERS = [f"layer{i}" for i in range(20)]
 

@@ -13,7 +13,7 @@ from compress.artifacts.libraries import timm_model
 from compress.artifacts.recipe import KeepIndices, NameSizes, SplitAttention
 from compress.common.forward import run_in_eval
 from compress.core.context import Context
-from compress.pruning.channels_stage import PruneChannels
+from compress.pruning.prune_channels import PruneChannels
 from compress.pruning.verification.module_rewrites import rewrite_
 from tests.compress.pruning.planning import plan_slices
 from tests.compress.pruning.zoo.registry import CASES
