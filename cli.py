@@ -363,7 +363,7 @@ def generate(
 ) -> None:
     """Continue a text with a model of export_genai."""
     with fast_imports():
-        from compress.export.genai.generate import continue_text
+        from compress.export.genai.text import continue_text
     found = continue_text(artifact, prompt, tokens, threads)
     print_result(asdict(found), found.lines())
 
@@ -386,8 +386,7 @@ def bench(
 ) -> None:
     """Measure artifacts in turn, and name the fastest."""
     with fast_imports():
-        from compress.pipelines.commands.analysis.bench import measure_and_write
-        from compress.pipelines.reporting.bench_page import bench_table
+        from compress.pipelines.bench import bench_table, measure_and_write
 
     found = measure_and_write(artifacts, runtimes, batch, threads, seconds, html, web)
     print_result(found, found.lines(), lambda _: bench_table(found))

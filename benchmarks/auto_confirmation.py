@@ -17,8 +17,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 
+from compress.pipelines.auto.candidate_evaluator import Judge
 from compress.pipelines.auto.front import Front
-from compress.pipelines.auto.judge import Judge
 from compress.pipelines.config.pipeline import PipelineConfig
 from compress.pipelines.config.run_options import RunOptions
 

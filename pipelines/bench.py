@@ -14,11 +14,11 @@ from compress.common.errors import PipelineInvalid
 from compress.core.context import Context
 from compress.export.fastest.measure import measure_fastest
 from compress.export.fastest.stage import Runtime, export_to
+from compress.export.web.browser import ONNXRUNTIME_WEB
 from compress.export.web.page import web_page
-from compress.export.web.requirements import ONNXRUNTIME_WEB
 from compress.export.web.runtime import WEB
 from compress.functional.in_memory import as_artifact, forward_names, make_splits
-from compress.pipelines.results.bench import Bench, BenchedModel
+from compress.pipelines.bench import Bench, BenchedModel
 from compress.pipelines.system.machine_info import machine
 from compress.profiling.benchmark import MEASURED_SECONDS
 

@@ -24,8 +24,8 @@ from compress.pipelines import Pipeline
 from compress.pipelines.config.model_spec import MODEL_CLASSES, ModelSpec
 from compress.pipelines.config.registry import stages
 from compress.pipelines.planning.planner import build_plan
-from compress.quantization.config.backend_targets import Target as Runtime
 from compress.quantization.config.dtype_scheme import BuiltInObserver
+from compress.quantization.config.dtype_scheme import Target as Runtime
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()

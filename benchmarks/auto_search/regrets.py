@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from compress.pipelines.auto.cost_models.float_layers import FLOAT, QUANTIZED, decision_of
 from compress.pipelines.auto.cost_models.latency_models import FormatModel
-from compress.pipelines.auto.strategy.latency_targets import ROOM
+from compress.pipelines.auto.strategy.recovery import ROOM
 from compress.profiling.interaction_sum import InteractionSum
 from compress.pruning.latency.solver import Limit, Programme
 

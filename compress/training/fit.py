@@ -30,11 +30,11 @@ from compress.training.distributed.data_parallel import (
 from compress.training.launch.launcher import train_on_ranks
 from compress.training.launch.rank_group import joined_group, need_group
 from compress.training.launch.worker_errors import one_line
-from compress.training.loop.callbacks import CallbackRunner
-from compress.training.loop.early_stopping import is_finished
+from compress.training.loop.evaluation import is_finished
 from compress.training.loop.job import Job
 from compress.training.loop.loggers import (
     STEP,
+    CallbackRunner,
     epoch_values,
     log_records,
     step_values,

@@ -16,8 +16,7 @@ from torch.export.pt2_archive import PT2ArchiveReader
 from compress.checkpoint.safe_zip import refuse_bomb
 from compress.common.errors import ArtifactInvalid, StageFailed, first_line
 from compress.export.aotinductor.lowering import merge_products_, multiply_rows_, widen_ranges_
-from compress.export.common.recurrent import refuse_unrolled_rnn
-from compress.export.common.targets import NO_UINT16_KERNELS
+from compress.export.common.targets import NO_UINT16_KERNELS, refuse_unrolled_rnn
 from compress.graph.library_cache import patched_attribute
 from compress.graph.torch_export import move_program
 

@@ -87,8 +87,8 @@ class ExportCompressedTensors(Stage[GraphModel, CompressedTensorsModel]):
             head_name,
             quantization_config,
             state_of,
+            vllm_limits,
         )
-        from compress.export.compressed_tensors.vllm_limits import vllm_limits
 
         weights = decoder_weights(model, context, self.title)
         facts: dict[str, Any] = {"parameters": model.parameters(), "macs": model.macs()}

@@ -12,9 +12,8 @@ from compress.core.diagnosis.cause import (
     Cause,
     Repair,
 )
-from compress.export.diagnosis.macs import MacsDiagnosis
-from compress.export.diagnosis.sizes import CountedCost, SizeDiagnosis
-from compress.export.diagnosis.speed_causes import QUANTIZING, excluding, formats_with_kernels
+from compress.export.diagnosis.causes import QUANTIZING, excluding, formats_with_kernels
+from compress.export.diagnosis.costs import CountedCost, MacsDiagnosis, SizeDiagnosis
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

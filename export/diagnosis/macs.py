@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
-from compress.export.diagnosis.layer_names import as_onnx, fitting_names, plain_export
-from compress.export.diagnosis.profile import Profile
-from compress.export.diagnosis.sizes import CountedCost
+from compress.export.diagnosis.costs import CountedCost
+from compress.export.diagnosis.profile import Profile, as_onnx, fitting_names, plain_export
 from compress.export.latency.float_layers import is_float, weighted_layers
 
 if TYPE_CHECKING:
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from compress.artifacts.eager_model import EagerModel
     from compress.artifacts.graph_model import GraphModel
     from compress.core.context import Context
-    from compress.export.diagnosis.sizes import Rerun
+    from compress.export.diagnosis.costs import Rerun
 
 
 @dataclass

@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Self
 
-from compress.export.diagnosis.layer_names import SEPARATOR, modules_by_node, named_copy
+from compress.export.diagnosis.profile import SEPARATOR, modules_by_node, named_copy
 from compress.export.onnx.kernels import KERNEL_TIME, is_kernel_call, kernel_macs
 from compress.export.onnx.proto_io import read, write
 from compress.export.onnx.session import exact_session

@@ -9,8 +9,13 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Self
 
 from onnx import TensorProto, numpy_helper
 
-from compress.export.diagnosis.layer_names import as_onnx, modules_by_node, plain_export, tables_of
-from compress.export.diagnosis.profile import Profile
+from compress.export.diagnosis.profile import (
+    Profile,
+    as_onnx,
+    modules_by_node,
+    plain_export,
+    tables_of,
+)
 from compress.export.onnx.graph import weight_elements
 
 if TYPE_CHECKING:

@@ -10,9 +10,13 @@ from typing import TYPE_CHECKING, Any, Self
 
 from onnx.helper import make_node
 
-from compress.export.diagnosis.graph_parts import ProfiledGraph
-from compress.export.diagnosis.layer_names import as_onnx, fitting_names, plain_export
-from compress.export.diagnosis.profile import Profile
+from compress.export.diagnosis.profile import (
+    Profile,
+    ProfiledGraph,
+    as_onnx,
+    fitting_names,
+    plain_export,
+)
 from compress.export.latency.float_layers import leave_float, weighted_layers
 from compress.export.onnx.graph import keep_outputs_
 from compress.export.onnx.proto_io import write

@@ -12,8 +12,8 @@ from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from compress.core.diagnosis.cause import SPEED_GATES, Cause, Repair
-from compress.export.diagnosis.graph_parts import QUANTIZE, without
-from compress.export.diagnosis.speed import SpeedDiagnosis
+from compress.export.diagnosis.costs import SpeedDiagnosis
+from compress.export.diagnosis.profile import QUANTIZE, without
 from compress.export.latency.float_layers import weighted_layers
 
 if TYPE_CHECKING:

@@ -9,11 +9,9 @@ import torch
 
 from compress.artifacts.graph_model import reshape_views_
 from compress.common.errors import StageFailed, first_line
-from compress.export.common.recurrent import refuse_unrolled_rnn
-from compress.export.common.targets import SIGNED_8_BITS
-from compress.export.executorch.delegation import describe_delegation
-from compress.export.executorch.library import quiet_library
-from compress.export.executorch.replacements import replacements
+from compress.export.common.targets import SIGNED_8_BITS, refuse_unrolled_rnn
+from compress.export.executorch.lowering import describe_delegation, replacements
+from compress.export.executorch.runtime import quiet_library
 from compress.graph.axis_bounds import trace
 
 if TYPE_CHECKING:

@@ -14,8 +14,7 @@ import torch
 
 from compress.common.errors import ArtifactInvalid, first_line
 from compress.export.common.batches import in_parts
-from compress.export.executorch.library import quiet_library
-from compress.export.executorch.planned_sizes import bounded_signature
+from compress.export.executorch.runtime import bounded_signature, quiet_library
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -83,8 +83,7 @@ class ExportExecuTorch(ComparesStoredFile, Stage[EagerModel | GraphModel, ExecuT
         from importlib.metadata import version
 
         from compress.export.executorch.lowering import lower
-        from compress.export.executorch.planned_sizes import bounded_signature, planned_sizes
-        from compress.export.executorch.runtime import load
+        from compress.export.executorch.runtime import bounded_signature, load, planned_sizes
         from compress.export.parity.compare import check_parity
         from compress.export.parity.report import ParityContext, report_on_mismatch
         from compress.export.parity.repro_script import EXECUTORCH as SCRIPT_RUNTIME
@@ -141,8 +140,7 @@ class ExportExecuTorch(ComparesStoredFile, Stage[EagerModel | GraphModel, ExecuT
     ) -> Tensors:
         """Lower a part of the graph and return its outputs."""
         from compress.export.executorch.lowering import lower
-        from compress.export.executorch.planned_sizes import bounded_signature, planned_sizes
-        from compress.export.executorch.runtime import load
+        from compress.export.executorch.runtime import bounded_signature, load, planned_sizes
 
         sizes = planned_sizes(program, signature, self.largest_batch)
         file.write_bytes(lower(program, bounded_signature(signature, sizes)).content)

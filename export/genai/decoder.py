@@ -16,7 +16,7 @@ from torch import nn
 
 from compress.common.errors import StageFailed
 from compress.common.signature import OutputSpec, Signature, TensorSpec
-from compress.export.genai.fused_operators import fuse_operators_
+from compress.export.genai.decoder import fuse_operators_
 from compress.export.onnx.lowering import lower
 from compress.export.onnx.passes.rms_norm import use_fused_rms_norms_
 from compress.graph.library_cache import patched_attribute

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from compress.common.errors import ArtifactInvalid, StageFailed, first_line
 from compress.common.foreign.native_runtimes import onnx_runtime_genai
 from compress.common.requirements import Requirement, pip_install
-from compress.export.genai.folder import GenaiConfig
+from compress.export.genai.runtime import GenaiConfig
 from compress.profiling.benchmark import unmeasurable
 from compress.profiling.call_timer import CallTimer
 

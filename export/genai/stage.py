@@ -97,9 +97,8 @@ class ExportGenai(Stage[EagerModel | GraphModel, GenaiModel]):
         import torch
 
         from compress.export.common.packed_weights import decoder_weights
-        from compress.export.genai.decoder import CachedDecoder, lower_decoder
-        from compress.export.genai.folder import GenaiConfig
-        from compress.export.genai.packed_layers import use_packed_layers_
+        from compress.export.genai.decoder import CachedDecoder, lower_decoder, use_packed_layers_
+        from compress.export.genai.runtime import GenaiConfig
         from compress.export.onnx.graph import count_operators, strip_
         from compress.export.onnx.passes.stored_integers import compact_
         from compress.export.onnx.proto_io import write

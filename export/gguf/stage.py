@@ -75,8 +75,7 @@ class ExportGguf(Stage[EagerModel | GraphModel, GgufModel]):
     def run(self, model: EagerModel | GraphModel, context: Context) -> GgufModel:
         """Write settings, tokenizer and tensors, and read them back."""
         from compress.export.common.packed_weights import decoder_weights
-        from compress.export.gguf.settings import check_family
-        from compress.export.gguf.tensors import file_tensors
+        from compress.export.gguf.tensors import check_family, file_tensors
 
         weights = decoder_weights(model, context, self.title)
         check_family(weights.module.config, self.title)
@@ -117,10 +116,13 @@ class ExportGguf(Stage[EagerModel | GraphModel, GgufModel]):
         import torch
         from gguf import GGMLQuantizationType, GGUFWriter
 
-        from compress.export.gguf.blocks import block_type, blocks_of
-        from compress.export.gguf.settings import add_settings
-        from compress.export.gguf.tensors import FAMILIES
-        from compress.export.gguf.vocabulary import add_vocabulary
+        from compress.export.gguf.tensors import (
+            FAMILIES,
+            add_settings,
+            add_vocabulary,
+            block_type,
+            blocks_of,
+        )
 
         module: Any = weights.module
         family = FAMILIES[module.config.model_type]
@@ -187,7 +189,7 @@ class ExportGguf(Stage[EagerModel | GraphModel, GgufModel]):
         import torch
         from gguf import GGUFReader, dequantize
 
-        from compress.export.gguf.blocks import block_type, integers_of
+        from compress.export.gguf.tensors import block_type, integers_of
 
         stored = {tensor.name: tensor for tensor in GGUFReader(file).tensors}
         floats, count = dict[tuple[str, bool], torch.Tensor](), 0

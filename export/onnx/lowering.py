@@ -12,8 +12,8 @@ import torch
 
 from compress.common.errors import StageFailed, first_line
 from compress.export.common.targets import NO_UINT16_IN_OPSET, UINT16_OPSET
+from compress.export.onnx.lowering import cached_registry, numbers_for_tensors
 from compress.export.onnx.metadata import INPUT, OUTPUT, rename_values_
-from compress.export.onnx.passes.attention import TRANSLATIONS as ATTENTION
 from compress.export.onnx.passes.dynamic_quant import TRANSLATIONS as DYNAMIC
 from compress.export.onnx.passes.dynamic_quant import fuse_integer_products_
 from compress.export.onnx.passes.float_layers import (
@@ -23,15 +23,15 @@ from compress.export.onnx.passes.float_layers import (
     separate_transposes_,
 )
 from compress.export.onnx.passes.matmul_nbits import use_packed_weights
-from compress.export.onnx.passes.pooling import TRANSLATIONS as POOLING
+from compress.export.onnx.passes.operator_forms import TRANSLATIONS as ATTENTION
+from compress.export.onnx.passes.operator_forms import TRANSLATIONS as POOLING
+from compress.export.onnx.passes.operator_forms import TRANSLATIONS as STABLE
 from compress.export.onnx.passes.rnn import lower_quantized_rnns_
-from compress.export.onnx.passes.stable_forms import TRANSLATIONS as STABLE
 from compress.export.onnx.passes.stored_integers import (
     INT4_OPSET,
     has_four_bit_weights,
 )
 from compress.export.onnx.proto_io import to_proto
-from compress.export.onnx.torch_registry import cached_registry, numbers_for_tensors
 from compress.graph.axis_bounds import dynamic_shapes
 from compress.graph.library_cache import cached_composite_ops
 from compress.graph.rnn import any_sequence_length

@@ -13,7 +13,7 @@ from compress.common.forward import accept_any_batch
 from compress.export.common.batches import in_parts
 from compress.export.parity.compare import check_axis_sizes, on_cpu
 from compress.export.parity.sample_parity import check_on_samples, tolerance_for, val_inputs
-from compress.export.tensorrt.shape_profiles import with_fixed_sizes
+from compress.export.tensorrt.runtime import with_fixed_sizes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

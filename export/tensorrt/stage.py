@@ -138,8 +138,7 @@ class ExportTensorRT(Stage[EagerModel | GraphModel | OnnxModel, TensorRTEngine])
         from compress.export.common.targets import warn_of_other_target
         from compress.export.tensorrt.build import build_from_onnx, build_from_program
         from compress.export.tensorrt.host_check import built_for
-        from compress.export.tensorrt.runtime import check_engine, load
-        from compress.export.tensorrt.shape_profiles import sizes_of
+        from compress.export.tensorrt.runtime import check_engine, load, sizes_of
 
         warn_of_other_target(model, ("tensorrt",), self.title)
         sizes = sizes_of(model.signature, self.sizes)

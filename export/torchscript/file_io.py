@@ -14,7 +14,7 @@ import torch
 from compress.checkpoint.safe_zip import refuse_bomb
 from compress.common.errors import ArtifactInvalid, StageFailed, first_line
 from compress.common.forward import plain_attention
-from compress.export.torchscript.script_or_trace import record_guesses, script_parts_
+from compress.export.torchscript.file_io import record_guesses, script_parts_
 from compress.graph.library_cache import patched_attribute
 from compress.graph.torch_export import with_flat_outputs
 

@@ -13,7 +13,7 @@ from torch.fx.graph import CodeGen
 from compress.artifacts.graph_model import reshape_views_
 from compress.common.errors import StageFailed, first_line
 from compress.export.torchscript.file_io import quiet
-from compress.export.torchscript.quantized_kernels import lower_quantized_
+from compress.export.torchscript.lowering import lower_quantized_
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram

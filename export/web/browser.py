@@ -16,7 +16,7 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from compress.common.errors import StageFailed, Unavailable
-from compress.export.web.requirements import CHROMIUM
+from compress.export.web.browser import CHROMIUM
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from compress.common.errors import StageFailed
 from compress.core.gates.other_runtime import OtherRun, OtherRuntime
-from compress.export.web.requirements import CHROMIUM, ONNXRUNTIME_WEB
+from compress.export.web.browser import CHROMIUM, ONNXRUNTIME_WEB
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

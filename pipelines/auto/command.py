@@ -48,8 +48,7 @@ def search_and_print(
         raise PipelineInvalid("--tables-only measures this machine, and --tables is of another one")
     folder = out or pipeline.default_out
     from compress.pipelines.auto.cost_models.tables import LatencyTables
-    from compress.pipelines.auto.front import Front
-    from compress.pipelines.auto.front_page import PAGE, front_page, front_table, lines_below
+    from compress.pipelines.auto.front import PAGE, Front, front_page, front_table, lines_below
     from compress.pipelines.auto.search import search
 
     if tables_only:
@@ -89,10 +88,10 @@ def measure_tables(pipeline: PipelineConfig, settings: AutoSettings, out: Path) 
         StageFailed: the model cannot be traced or exported, or the machine is too busy.
         Unavailable: a runtime is not installed.
     """
+    from compress.pipelines.auto.candidate_evaluator import Judge
     from compress.pipelines.auto.cost_models.tables import LatencyTables, ModelTable
-    from compress.pipelines.auto.judge import Judge
     from compress.pipelines.auto.search import Search
-    from compress.pipelines.auto.strategy.depths import Depth
+    from compress.pipelines.auto.strategy.block_variants import Depth
     from compress.pruning.latency.widths import WidthSpace
 
     if settings.space.widths is None:

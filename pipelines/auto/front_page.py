@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
+from compress.pipelines.auto.candidate_evaluator import CANDIDATES
 from compress.pipelines.auto.candidates import Candidate
-from compress.pipelines.auto.front import FILE, missed_limits, shares_of_limits
-from compress.pipelines.auto.judge import CANDIDATES
-from compress.pipelines.auto.points import POINTS
+from compress.pipelines.auto.front import FILE, POINTS, missed_limits, shares_of_limits
 from compress.pipelines.reporting.svg_plots import Plot, Point, scatter_plot
 from compress.pipelines.system.templates import render_page
 

@@ -13,8 +13,8 @@ from compress.common.atomic_files import temporary_folder
 from compress.common.errors import GateRefused, PipelineInvalid
 from compress.core.progress import show_bars
 from compress.core.validation_errors import dotted, explain
+from compress.pipelines.auto.candidate_evaluator import CANDIDATES
 from compress.pipelines.auto.command import nothing_found
-from compress.pipelines.auto.judge import CANDIDATES
 from compress.pipelines.auto.search import search
 from compress.pipelines.config.auto_settings import AutoSettings
 from compress.pipelines.config.pipeline import PipelineConfig

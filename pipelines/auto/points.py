@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from compress.common.atomic_files import write_atomically
 from compress.common.errors import CompressError
 from compress.pipelines.api import Pipeline
+from compress.pipelines.auto.candidate_evaluator import STORE
 from compress.pipelines.auto.candidates import after_stages, last_stage
 from compress.pipelines.auto.front import Front, missed_limits
-from compress.pipelines.auto.judge import STORE
 from compress.pipelines.config.auto_settings import LatencyLimit
 from compress.pipelines.config.relative_paths import relocated
 from compress.pipelines.system import yaml_core
@@ -19,8 +19,8 @@ from compress.pipelines.system import yaml_core
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from compress.pipelines.auto.candidate_evaluator import Judge
     from compress.pipelines.auto.candidates import CheckedModel
-    from compress.pipelines.auto.judge import Judge
 
 POINTS = "points"
 """In the results' folder: a folder for each point, by its number."""

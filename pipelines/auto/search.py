@@ -14,6 +14,7 @@ import numpy as np
 from compress.common.errors import StageFailed
 from compress.export.latency.kernels import TABLES, KernelTable
 from compress.pipelines.auto import search_events
+from compress.pipelines.auto.candidate_evaluator import Judge
 from compress.pipelines.auto.candidates import Candidate, CheckedModel, rungs
 from compress.pipelines.auto.cost_models import float_layers
 from compress.pipelines.auto.cost_models.latency_models import (
@@ -22,14 +23,18 @@ from compress.pipelines.auto.cost_models.latency_models import (
     WholeModels,
     build_format_models,
 )
-from compress.pipelines.auto.front import Front, missed_limits, shares_of_limits
-from compress.pipelines.auto.judge import Judge
-from compress.pipelines.auto.points import run_point, write_point, write_points
-from compress.pipelines.auto.search_events import search_log
-from compress.pipelines.auto.strategy.depths import Depth, Depths, whole_models_of
-from compress.pipelines.auto.strategy.latency_targets import latency_targets
+from compress.pipelines.auto.front import (
+    Front,
+    missed_limits,
+    run_point,
+    shares_of_limits,
+    write_point,
+    write_points,
+)
+from compress.pipelines.auto.search import search_log
+from compress.pipelines.auto.strategy.block_variants import Depth, Depths, whole_models_of
 from compress.pipelines.auto.strategy.recovery import FILE as HALVINGS
-from compress.pipelines.auto.strategy.recovery import Recovery, Solution
+from compress.pipelines.auto.strategy.recovery import Recovery, Solution, latency_targets
 from compress.pipelines.config.auto_settings import LatencyLimit
 from compress.pipelines.system.jsonl_log import RunEvent, event_listener
 from compress.pipelines.system.machine_info import machine

@@ -23,7 +23,7 @@ from compress.pipelines.executors.launched import REMEDY, RunEnvironment
 from compress.pipelines.executors.task import TaskResult
 from compress.pipelines.system.jsonl_log import log_event
 from compress.pipelines.system.signals import raise_if_stopped
-from compress.training.launch.shared_folder import wait_until_visible
+from compress.training.launch.worker import wait_until_visible
 
 if TYPE_CHECKING:
     from pathlib import Path

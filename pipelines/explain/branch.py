@@ -9,7 +9,7 @@ from compress.common.atomic_files import temporary_folder
 from compress.common.errors import CompressError
 from compress.core.diagnosis.cause import RefusedStage, Repair
 from compress.core.gates.baselines import baseline_name, nearest_float_model
-from compress.export.diagnosis.layer_names import as_onnx
+from compress.export.diagnosis.profile import as_onnx
 from compress.export.onnx.stage import ExportOnnx
 from compress.pipelines.explain.causes import causes_of, check_cause
 from compress.pipelines.system.jsonl_log import log_event

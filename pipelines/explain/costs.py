@@ -16,11 +16,15 @@ from compress.core.diagnosis.cause import (
     Repair,
 )
 from compress.core.gates.baselines import baseline_for
-from compress.export.diagnosis.macs import MacsDiagnosis
+from compress.export.diagnosis.causes import Noise
+from compress.export.diagnosis.costs import (
+    MacsDiagnosis,
+    SizeDiagnosis,
+    SpeedDiagnosis,
+    SpeedGate,
+    sizes_by_module,
+)
 from compress.export.diagnosis.parity import ParityDiagnosis
-from compress.export.diagnosis.sizes import SizeDiagnosis, sizes_by_module
-from compress.export.diagnosis.speed import SpeedDiagnosis, SpeedGate
-from compress.export.diagnosis.speed_causes import Noise
 from compress.export.onnx.stage import ExportOnnx
 from compress.pipelines.explain.causes import Explained, check_cause
 from compress.pipelines.explain.costs import RefusedBranch
@@ -30,7 +34,7 @@ from compress.profiling.benchmark import unmeasurable
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from compress.export.diagnosis.sizes import Unit
+    from compress.export.diagnosis.costs import Unit
     from compress.pipelines.explain.finished_run import FinishedRun, JudgedStage
     from compress.profiling.benchmark import Comparison
 

@@ -10,12 +10,9 @@ from compress.common.errors import Unavailable
 from compress.common.requirements import load_entry_point
 from compress.core.diagnosis.cause import ENTRY_POINT_GROUP, Cause
 from compress.distillation.diagnosis.causes import DISTILLATION_CAUSES
-from compress.export.diagnosis.counted_causes import COUNTED_CAUSES
-from compress.export.diagnosis.parity_causes import PARITY_CAUSES
-from compress.export.diagnosis.speed_causes import SPEED_CAUSES
+from compress.export.diagnosis.causes import COUNTED_CAUSES, PARITY_CAUSES, SPEED_CAUSES
 from compress.pruning.diagnosis.causes import PRUNING_CAUSES
-from compress.quantization.diagnosis.causes import CAUSES
-from compress.quantization.diagnosis.setting_causes import SETTING_CAUSES
+from compress.quantization.diagnosis.causes import CAUSES, SETTING_CAUSES
 from compress.training.diagnosis.causes import TRAINING_CAUSES
 
 BUILT_IN: tuple[type[Cause[Any]], ...] = (

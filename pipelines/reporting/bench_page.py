@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from compress.export.fastest.measure import BenchRow
-    from compress.pipelines.results.bench import Bench
+    from compress.pipelines.bench import Bench
 
 COLUMNS = ("model", "ms a call", "95 % interval", "rows/s", "faster", "95 % interval")
 

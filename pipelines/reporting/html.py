@@ -5,9 +5,15 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from compress.pipelines.reporting.latency_spread import latency_spreads
-from compress.pipelines.reporting.layer_sizes import layer_sensitivities, layer_sizes
-from compress.pipelines.reporting.provenance import lineage_paths, proof_chain, source_hashes
+from compress.pipelines.reporting.html import (
+    latency_spreads,
+    layer_sensitivities,
+    layer_sizes,
+    lineage_paths,
+    proof_chain,
+    source_hashes,
+    trainings_of,
+)
 from compress.pipelines.reporting.stage_rows import (
     SHOWN_FIRST,
     build_rows,
@@ -20,7 +26,6 @@ from compress.pipelines.reporting.stage_rows import (
     sameness_of,
     speed_in_words,
 )
-from compress.pipelines.reporting.training_curves import trainings_of
 from compress.pipelines.results.explanation import Explanations
 from compress.pipelines.system.templates import render_page
 

@@ -22,7 +22,6 @@ from compress.pipelines.runner.cache_keys import (
     source_key_parts,
     stage_key_parts,
 )
-from compress.pipelines.runner.data_warnings import unlike_test
 from compress.pipelines.runner.evaluator import (
     NOT_ASKED_FOR,
     MeasurementCache,
@@ -31,6 +30,7 @@ from compress.pipelines.runner.evaluator import (
     score_of,
 )
 from compress.pipelines.runner.inputs import import_source
+from compress.pipelines.runner.run_report import unlike_test
 from compress.pipelines.runner.run_state import CacheLookup
 from compress.pipelines.store.entry import Entry, Record
 from compress.pipelines.store.local import publish, unpublish

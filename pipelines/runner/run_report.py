@@ -12,7 +12,7 @@ from compress.data.stream import FIRST_SAMPLES
 from compress.pipelines.config.model_spec import SOURCE
 from compress.pipelines.planning.plan import accuracy_drops
 from compress.pipelines.results.schema import Report, measurement_warnings, rerun_command
-from compress.pipelines.runner.data_warnings import constant_score, unlike_val
+from compress.pipelines.runner.run_report import constant_score, unlike_val
 from compress.pipelines.system.machine_info import machine, versions
 from compress.pipelines.system.signals import INTERRUPTED, only_signals_interrupt
 

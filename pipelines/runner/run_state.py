@@ -14,8 +14,8 @@ from compress.core.context import Context
 from compress.pipelines.config.model_spec import SOURCE
 from compress.pipelines.results.schema import FailureReport, SkippedReport
 from compress.pipelines.runner import events
-from compress.pipelines.runner.data_warnings import validation_data_warnings
 from compress.pipelines.runner.inputs import source_parts
+from compress.pipelines.runner.run_report import validation_data_warnings
 from compress.pipelines.store.local import WORK, StoredExports
 from compress.pipelines.system import signals
 from compress.pipelines.system.machine_info import machine

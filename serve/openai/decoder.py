@@ -8,9 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from compress.common.errors import PipelineInvalid, StageFailed
 from compress.common.requirements import require_all
-from compress.export.genai.folder import GenaiConfig
 from compress.export.genai.greedy_text import GreedyText
-from compress.export.genai.runtime import GENAI, next_tokens, next_tokens_unlocked, open_folder
+from compress.export.genai.runtime import (
+    GENAI,
+    GenaiConfig,
+    next_tokens,
+    next_tokens_unlocked,
+    open_folder,
+)
 from compress.export.genai.text import TOKENIZERS
 from compress.serve.http.base_app import SMALL_BYTES
 from compress.serve.http.options import Limits

@@ -18,9 +18,9 @@ from compress.serve.repository.triton import (
     TritonRepository,
     inherited_facts,
     open_predictor,
+    refuse_foreign_entries,
     unchecked_ids,
 )
-from compress.serve.repository.triton_config import refuse_foreign_entries
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

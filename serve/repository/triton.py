@@ -20,7 +20,7 @@ from compress.export.aotinductor.stage import AotModel
 from compress.export.onnx.stage import OnnxModel
 from compress.export.openvino.stage import OpenVINOModel
 from compress.export.torchscript.stage import TorchScriptModel
-from compress.serve.repository.triton_config import CONFIG, VERSION, refuse_foreign_entries
+from compress.serve.repository.triton import CONFIG, VERSION, refuse_foreign_entries
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -125,7 +125,7 @@ class PackageTriton(Stage[Servable, TritonRepository]):
         from compress.profiling.batch_dependence import numpy_call
         from compress.serve.packaging.model_interface import infer_interface
         from compress.serve.packaging.recorded_measurements import why_not_joined
-        from compress.serve.repository.triton_config import (
+        from compress.serve.repository.triton import (
             FILES,
             DynamicBatching,
             model_config,

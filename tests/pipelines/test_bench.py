@@ -10,8 +10,7 @@ import compress
 from compress import cli
 from compress.common.errors import PipelineInvalid
 from compress.common.requirements import COMPILER, Requirement
-from compress.pipelines.reporting.bench_page import bench_page, cells_of
-from compress.pipelines.results.bench import Bench
+from compress.pipelines.bench import Bench, bench_page, cells_of
 from compress.profiling import quantiles
 from compress.profiling.quantiles import Interval
 

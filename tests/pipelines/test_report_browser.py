@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from compress.common.errors import CompressError
-from compress.pipelines.commands.analysis.sensitivity import write_page
+from compress.pipelines.commands.sensitivity import write_page
 from compress.pipelines.reporting.html import render
 from compress.pipelines.reporting.stage_rows import build_rows
 from compress.pipelines.reporting.verification_page import render_proof

@@ -29,10 +29,12 @@ from compress.serve.repository.triton import (
     AUTO_COMPLETES,
     MAY_BE_BFLOAT16,
     NOT_RUN,
+    DynamicBatching,
     PackageTriton,
     TritonRepository,
+    model_config,
+    without_batching,
 )
-from compress.serve.repository.triton_config import DynamicBatching, model_config, without_batching
 from compress.serve.verify import verify
 
 NETS = """

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from compress.artifacts.recipe import KeepBlocks
 from compress.pruning.depth.block_search import all_blocks, kept_without
-from compress.pruning.diagnosis.attribution import PruningDiagnosis, batch_norm_shift
+from compress.pruning.diagnosis.diagnosis import PruningDiagnosis, batch_norm_shift
 from compress.pruning.recovery.recovery import (
     batch_norms,
     output_error,

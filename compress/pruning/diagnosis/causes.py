@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from compress.core.diagnosis.cause import Cause, Repair
 from compress.core.diagnosis.input_ranges import UNLIKE
-from compress.pruning.diagnosis.attribution import PruningDiagnosis
-from compress.pruning.diagnosis.blocks import RemovedBlocks
-from compress.pruning.diagnosis.channels import CutChannels
-from compress.pruning.diagnosis.weights import ZeroedWeights
+from compress.pruning.diagnosis.diagnosis import (
+    CutChannels,
+    PruningDiagnosis,
+    RemovedBlocks,
+    ZeroedWeights,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -20,7 +20,7 @@ from compress.core.stage import DEFAULT_CALIBRATION_SAMPLES
 from compress.pruning.allocation.ranking import rank
 from compress.pruning.channel_settings import FROM_DATA
 from compress.pruning.dependency.channel_groups import SlicePlan
-from compress.pruning.diagnosis.attribution import PruningDiagnosis, batch_norm_shift
+from compress.pruning.diagnosis.diagnosis import PruningDiagnosis, batch_norm_shift
 from compress.pruning.recovery.recovery import batch_norms, output_error, recover_
 from compress.pruning.verification.masked_equivalence import sliced_copy
 from compress.pruning.verification.module_rewrites import rewrite_

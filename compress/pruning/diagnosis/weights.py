@@ -10,7 +10,7 @@ import torch
 
 from compress.common.forward import copy_module
 from compress.core.diagnosis.layer_diagnosis import WHY
-from compress.pruning.diagnosis.attribution import PruningDiagnosis, batch_norm_shift
+from compress.pruning.diagnosis.diagnosis import PruningDiagnosis, batch_norm_shift
 from compress.pruning.recovery.recovery import (
     batch_norms,
     output_error,

@@ -27,7 +27,7 @@ from compress.data.batch import Batch
 from compress.pruning.dependency.graph import export_graph
 from compress.pruning.dependency.module_attributes import AttributeReads, attribute_key
 from compress.pruning.importance.layer_calls import samples_refused
-from compress.pruning.verification.kept_statistics import KeptStatisticsTwin
+from compress.pruning.verification.masked_equivalence import KeptStatisticsTwin
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

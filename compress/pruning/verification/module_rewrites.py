@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from compress.artifacts.edits.split_attention import is_splittable
 from compress.artifacts.recipe import NameSizes, SplitAttention
 from compress.pruning.verification.masked_equivalence import MaskedEquivalence
-from compress.pruning.verification.size_naming import name_sizes_
+from compress.pruning.verification.module_rewrites import name_sizes_
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from compress.checkpoint.state_dict import Weights
-    from compress.quantization.algorithms.hadamard import Rotation
+    from compress.quantization.algorithms.residual_rotation import Rotation
 
 VALUES, OUTPUT = "v_proj", "o_proj"
 """Names of an attention's layers that compute its values, and read their weighted sums."""

@@ -15,7 +15,7 @@ from pydantic import (
 )
 
 from compress.common.config import Settings
-from compress.quantization.config.backend_targets import (
+from compress.quantization.config.dtype_scheme import (
     PATTERNS,
     SIGNED_ACTIVATIONS,
     Patterns,

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from compress.core.diagnosis.cause import RefusedStage
-    from compress.quantization.diagnosis.layer_evidence import LayerEvidence
+    from compress.quantization.diagnosis.diagnosis import LayerEvidence
     from compress.quantization.diagnosis.rounding_switches import Rounded, RoundingSwitch
 
     Refused = RefusedStage[QuantizationDiagnosis]

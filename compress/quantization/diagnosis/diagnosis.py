@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from compress.common.forward import torch_predictor
 from compress.core.diagnosis.layer_diagnosis import LayerDiagnosis
-from compress.quantization.diagnosis.layer_evidence import (
+from compress.quantization.diagnosis.diagnosis import (
     LayerEvidence,
     collect_evidence,
     collect_inputs,

@@ -19,7 +19,7 @@ from compress.quantization.mixed_precision.bit_candidates import FLOAT, UINT16, 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from compress.quantization.mixed_precision.sensitivity import AccuracyLoss, SensitivityMeter
+    from compress.quantization.mixed_precision.bit_search import AccuracyLoss, SensitivityMeter
 
 Formats = dict[str, str]
 """Layer → observer of its input, `uint16` or `float`; others have the default observer."""

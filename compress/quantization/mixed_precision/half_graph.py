@@ -12,15 +12,19 @@ from torch.fx.node import map_aggregate
 
 from compress.common.errors import StageFailed, first_line
 from compress.graph.torch_export import export_program
-from compress.quantization.mixed_precision.insert_casts import (
+from compress.quantization.mixed_precision.half_graph import (
     ANY_DTYPE,
     compute_in_half_,
     is_convertible,
     operator_name,
 )
-from compress.quantization.pt2e.graph_capture import capture
-from compress.quantization.pt2e.graph_constants import remove_unread_tensors_
-from compress.quantization.pt2e.module_names import describe_tensor, is_excluded, name_inputs_
+from compress.quantization.pt2e.graph_capture import (
+    capture,
+    describe_tensor,
+    is_excluded,
+    name_inputs_,
+    remove_unread_tensors_,
+)
 from compress.quantization.pt2e.torchao_api import fuse_conv_bn_
 from compress.quantization.ptq.calibrate import require_matching_inputs
 

@@ -6,10 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from compress.quantization.mixed_precision.bit_candidates import layer_name
-from compress.quantization.pt2e.bn_fusion import protect_shared_layers_
-from compress.quantization.pt2e.graph_capture import capture
-from compress.quantization.pt2e.graph_constants import value_of
-from compress.quantization.pt2e.module_names import is_excluded
+from compress.quantization.pt2e.graph_capture import capture, is_excluded, value_of
 from compress.quantization.pt2e.quantizer import (
     ADDITION,
     AVERAGE_POOL,
@@ -17,6 +14,7 @@ from compress.quantization.pt2e.quantizer import (
     MOVES,
     WEIGHTED,
     is_constant,
+    protect_shared_layers_,
 )
 from compress.quantization.pt2e.torchao_api import fuse_conv_bn_
 

@@ -22,23 +22,23 @@ from compress.common.forward import flatten_outputs, plain_attention
 from compress.core.context import COMPARED_BATCHES
 from compress.graph.constant_folding import fold_constants_
 from compress.graph.flops import count_macs
+from compress.quantization.numeric_debug.compare import (
+    LayerComparison,
+    LayerOutputRecorder,
+    layer_calls,
+)
 from compress.quantization.numeric_debug.fidelity_report import (
     Fidelity,
     LayerFidelity,
     MetricPair,
     OutputFidelity,
 )
-from compress.quantization.numeric_debug.layer_outputs import (
-    LayerComparison,
-    LayerOutputRecorder,
-    layer_calls,
-)
 from compress.quantization.numeric_debug.row_ranges import (
     choose_ranges_by_row_,
     has_call_ranges,
 )
 from compress.quantization.numeric_debug.sqnr import Deviation, OutputDeviation
-from compress.quantization.pt2e.module_names import module_names
+from compress.quantization.pt2e.graph_capture import module_names
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from compress.graph.library_cache import cached_composite_ops
 from compress.graph.torch_export import export_program
-from compress.quantization.pt2e.module_names import name_layers_
+from compress.quantization.pt2e.graph_capture import name_layers_
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

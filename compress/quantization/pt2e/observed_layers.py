@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from compress.quantization.pt2e.graph_constants import readers_of, replace_value_, value_of
+from compress.quantization.pt2e.graph_capture import readers_of, replace_value_, value_of
 from compress.quantization.pt2e.observer_ranges import observer_of
 from compress.quantization.pt2e.quantizer import WEIGHTED, is_constant
 

@@ -13,7 +13,7 @@ import torch
 
 from compress.common.requirements import load_entry_point
 from compress.quantization.config.dtype_scheme import added_observers
-from compress.quantization.pt2e.histogram_observer import HALF, Histogram
+from compress.quantization.pt2e.observers import HALF, Histogram
 from compress.quantization.pt2e.torchao_api import (
     HistogramObserver,
     MinMaxObserver,

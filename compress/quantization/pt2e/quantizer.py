@@ -3,7 +3,7 @@
 onnxruntime fuses an operator into an integer kernel (QLinearConv, QLinearAdd, QGemm …) when it
 stands alone between DequantizeLinear and QuantizeLinear. So each pattern below is annotated as a
 whole, and operators without an integer kernel stay float. The other runtimes' patterns are in
-:class:`~compress.quantization.config.backend_targets.Patterns`.
+:class:`~compress.quantization.config.dtype_scheme.Patterns`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 from torch.fx import GraphModule, Node
 
-from compress.quantization.pt2e.graph_constants import value_of
-from compress.quantization.pt2e.module_names import is_excluded, is_wrapped, module_of
+from compress.quantization.pt2e.graph_capture import is_excluded, is_wrapped, module_of, value_of
 from compress.quantization.pt2e.observers import observer_class
-from compress.quantization.pt2e.qspec import bias_qspec, qspec
+from compress.quantization.pt2e.quantizer import bias_qspec, qspec
 from compress.quantization.pt2e.torchao_api import (
     Q_ANNOTATION_KEY,
     PerChannelMinMaxObserver,

@@ -10,12 +10,11 @@ import torch.ao.quantization.fx._decomposed  # registers quantize_per_token and 
 
 from compress.common.errors import StageFailed
 from compress.graph.torch_export import export_program
-from compress.quantization.pt2e.graph_capture import capture
-from compress.quantization.pt2e.module_names import is_excluded
-from compress.quantization.pt2e.qspec import SMALLEST_SCALE
+from compress.quantization.pt2e.graph_capture import capture, is_excluded
 from compress.quantization.pt2e.quantizer import (
     EMBEDDING,
     LINEAR,
+    SMALLEST_SCALE,
     OnnxRuntimeQuantizer,
     find_float_modules,
     is_constant,
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
     from compress.common.signature import Signature
     from compress.data.batch import Batch
     from compress.quantization.config.dtype_scheme import IntegerFormat, Scheme
-    from compress.quantization.ptq.algorithm_sequence import Corrections
+    from compress.quantization.ptq.calibrate import Corrections
 
 aten = torch.ops.aten
 decomposed = torch.ops.quantized_decomposed

@@ -7,8 +7,12 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import model_validator
 
 from compress.common.config import Count
-from compress.quantization.config.backend_targets import SIGNED_ACTIVATIONS, Target
-from compress.quantization.config.dtype_scheme import Smoothing, scheme_for
+from compress.quantization.config.dtype_scheme import (
+    SIGNED_ACTIVATIONS,
+    Smoothing,
+    Target,
+    scheme_for,
+)
 from compress.quantization.stages.base import IntegerStage
 
 if TYPE_CHECKING:
@@ -78,7 +82,7 @@ class QuantizeDynamic(IntegerStage):
 
     def run(self, model: EagerModel | GraphModel, context: Context) -> GraphModel:
         """Quantize the weights, and save the graph."""
-        from compress.quantization.ptq.algorithm_sequence import Corrections
+        from compress.quantization.ptq.calibrate import Corrections
         from compress.quantization.ptq.dynamic_activation import DynamicQuantizer, quantize_dynamic
 
         module = self.load_float(model)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from compress.data.splits import Splits
     from compress.training.config.parallel import Parallel
-    from compress.training.config.profiling import Profile
+    from compress.training.config.training import Profile
 
 
 def unmet_by_machine(precision: str, profile: Profile, device: str) -> Iterator[Unmet]:

@@ -12,9 +12,8 @@ from compress.common.config import Count, Fraction, Positive, Ratio, Settings, U
 from compress.common.errors import PipelineInvalid
 from compress.common.factories import NameOrReference, Reference
 from compress.core.objectives.losses import refuse_class_settings
-from compress.training.config.conditions import unmet_by_data, unmet_by_machine
 from compress.training.config.parallel import Parallel
-from compress.training.config.profiling import Callbacks, Profile
+from compress.training.config.training import Callbacks, Profile, unmet_by_data, unmet_by_machine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -15,7 +15,7 @@ from compress.common.errors import StageFailed
 from compress.common.forward import preserve_modes
 from compress.common.process import seeded
 from compress.training.distributed.base import Strategy
-from compress.training.distributed.comm_hooks import GradientCommunication
+from compress.training.distributed.gradient_compression import GradientCommunication
 from compress.training.distributed.sync_batchnorm import synchronize_batch_norm_
 from compress.training.optim.compile import compile_
 

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from compress.common.errors import CompressError, PipelineInvalid, StageFailed, first_line
 from compress.training.config.parallel import TORCHRUN
-from compress.training.launch.heartbeat import Heartbeat
 from compress.training.launch.rank_environment import LocalRanks
+from compress.training.launch.rank_group import Heartbeat
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

@@ -17,7 +17,7 @@ from compress.common.dependency_recorder import recording
 from compress.common.errors import Unavailable, exits_refused
 from compress.training.distributed.base import process_group
 from compress.training.distributed.factory import create_strategy
-from compress.training.launch.shared_folder import wait_until_visible
+from compress.training.launch.worker import wait_until_visible
 from compress.training.launch.worker_errors import record_failure
 from compress.training.loop.trainer import train
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
-    from compress.training.config.profiling import Profile
+    from compress.training.config.training import Profile
     from compress.training.loop.step_metrics import EpochMetrics, TrainingRecord
 
 EXPERIMENT = "compress"

@@ -14,11 +14,11 @@ from torch.utils._pytree import tree_map
 from compress.common.forward import flatten_outputs
 from compress.common.process import derive_seed, reseed
 from compress.training.checkpoint.state_dict import read_
-from compress.training.loop.ema import EMA
+from compress.training.loop.train_state import EMA
 from compress.training.objectives.objective import label_count
 from compress.training.objectives.weight_constraint import unconstrained
 from compress.training.optim.activation_checkpoint import checkpoint_activations_
-from compress.training.optim.memory_format import use_channels_last_
+from compress.training.optim.compile import use_channels_last_
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -26,13 +26,12 @@ from compress.training.checkpoint.metadata import (
     checkpoints,
 )
 from compress.training.checkpoint.state_dict import no_group_expected
-from compress.training.distributed.sampler import share_of_epoch
+from compress.training.distributed.base import share_of_epoch
 from compress.training.loop.checkpoint_manager import CheckpointManager
-from compress.training.loop.cuda_prefetch import on_device
-from compress.training.loop.early_stopping import is_better, is_finished
-from compress.training.loop.evaluation import evaluate
+from compress.training.loop.evaluation import evaluate, is_better, is_finished
 from compress.training.loop.step_metrics import LossMeter, is_constant, recording_metrics
 from compress.training.loop.train_state import SMALLEST_LOSS_SCALE, TrainState
+from compress.training.loop.trainer import on_device
 from compress.training.objectives.objective import attach_
 from compress.training.objectives.weight_constraint import step_context_for
 from compress.training.optim.compile import matmul_precision, memory_budget

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from compress.common.errors import StageFailed
 from compress.training.config.training import ActivationSegments
-from compress.training.optim.selective_checkpoint import SelectiveBlock
+from compress.training.optim.activation_checkpoint import SelectiveBlock
 from compress.training.optim.transformer_blocks import chosen_blocks
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from compress.training.config.training import Training
-    from compress.training.optim.selective_checkpoint import ContextPair, Contexts
+    from compress.training.optim.activation_checkpoint import ContextPair, Contexts
 
 
 def checkpoint_activations_(module: nn.Module, training: Training) -> None:

@@ -23,7 +23,7 @@ from compress.export.onnx.proto_io import read, write
 from compress.export.onnx.session import session_predictor
 from compress.pipelines.auto.candidates import Candidate
 from compress.pruning.depth.output_error import OutputErrorMeter
-from compress.quantization.mixed_precision.layer_names import weighted_layers as layers_of_module
+from compress.quantization.mixed_precision.bit_candidates import weighted_layers as layers_of_module
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

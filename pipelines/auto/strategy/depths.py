@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from compress.artifacts.eager_model import EagerModel
+    from compress.pipelines.auto.candidate_evaluator import Judge
     from compress.pipelines.auto.candidates import Candidate, CheckedModel
-    from compress.pipelines.auto.judge import Judge
     from compress.pipelines.auto.strategy.recovery import Programmes
     from compress.pipelines.config.auto_settings import AutoSettings
     from compress.pruning.latency.widths import Harms

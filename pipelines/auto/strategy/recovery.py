@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 from compress.common.sealed_json import read_state, write_state
 from compress.pipelines.auto.candidates import Candidate, CheckedModel
 from compress.pipelines.auto.front import missed_limits
-from compress.pipelines.auto.strategy.latency_targets import NARROW, aimed_at
+from compress.pipelines.auto.strategy.recovery import NARROW, aimed_at
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from compress.common.atomic_files import write_atomically
-from compress.pipelines.bench import bench, parse_numbers
-from compress.pipelines.reporting.bench_page import bench_page
+from compress.pipelines.bench import bench, bench_page, parse_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from compress.pipelines.results.bench import Bench
+    from compress.pipelines.bench import Bench
 
 
 def measure_and_write(

@@ -11,7 +11,7 @@ from compress.common.atomic_files import write_atomically
 from compress.common.config import Settings
 from compress.core.progress import silent
 from compress.export.latency.width_costs import LatencyModel
-from compress.pipelines.commands.analysis.model_to_prune import model_to_prune
+from compress.pipelines.commands.model_to_prune import model_to_prune
 from compress.pipelines.system.machine_info import machine
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from compress.common.atomic_files import write_atomically
 from compress.common.errors import PipelineInvalid
 from compress.core.progress import silent
-from compress.pipelines.commands.analysis.model_to_prune import model_to_prune
+from compress.pipelines.commands.model_to_prune import model_to_prune
 from compress.pipelines.system.templates import render_page
 
 if TYPE_CHECKING:

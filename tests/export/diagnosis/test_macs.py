@@ -9,8 +9,8 @@ from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.core.context import Context
 from compress.core.diagnosis.cause import RefusedStage
-from compress.export.diagnosis.counted_causes import ExcludedLayers, FloatKernels
-from compress.export.diagnosis.macs import MacsDiagnosis
+from compress.export.diagnosis.causes import ExcludedLayers, FloatKernels
+from compress.export.diagnosis.costs import MacsDiagnosis
 from compress.export.onnx.stage import ExportOnnx
 from compress.quantization.stages.static import QuantizeStatic
 from tests.export.builders import images, samples

@@ -12,14 +12,14 @@ from onnxscript import opset18
 
 from compress.core.context import Context
 from compress.core.diagnosis.cause import RefusedStage
-from compress.export.diagnosis.parity import ParityDiagnosis
-from compress.export.diagnosis.parity_causes import (
+from compress.export.diagnosis.causes import (
     BakedAxis,
     Float32,
     OtherGraph,
     RewrittenGraph,
     WrongOperator,
 )
+from compress.export.diagnosis.parity import ParityDiagnosis
 from compress.export.onnx import lowering
 from compress.export.onnx.stage import ExportOnnx
 from tests.export.builders import ROWS, network_of

@@ -7,9 +7,13 @@ import torch
 
 from compress.artifacts.eager_model import EagerModel
 from compress.core.context import Context
-from compress.export.diagnosis.graph_parts import ProfiledGraph, without
-from compress.export.diagnosis.layer_names import fitting_names, plain_export
-from compress.export.diagnosis.profile import Profile
+from compress.export.diagnosis.profile import (
+    Profile,
+    ProfiledGraph,
+    fitting_names,
+    plain_export,
+    without,
+)
 from compress.export.onnx.proto_io import write
 from compress.export.onnx.session import session_predictor
 from compress.export.onnx.stage import ExportOnnx

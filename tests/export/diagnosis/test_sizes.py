@@ -7,9 +7,9 @@ import pytest
 
 from compress.core.context import Context
 from compress.core.diagnosis.cause import RefusedStage
-from compress.export.diagnosis.counted_causes import LargeActivation, StoredTwice
-from compress.export.diagnosis.layer_names import plain_export
-from compress.export.diagnosis.sizes import SizeDiagnosis, sizes_by_module, tensor_sizes
+from compress.export.diagnosis.causes import LargeActivation, StoredTwice
+from compress.export.diagnosis.costs import SizeDiagnosis, sizes_by_module, tensor_sizes
+from compress.export.diagnosis.profile import plain_export
 from compress.export.onnx.stage import ExportOnnx
 from tests.export.builders import TOKENS, network_of
 

@@ -7,16 +7,15 @@ import pytest
 
 from compress.core.context import Context
 from compress.core.diagnosis.cause import RefusedStage
-from compress.export.diagnosis.layer_names import plain_export
-from compress.export.diagnosis.profile import Profile
-from compress.export.diagnosis.speed import SpeedDiagnosis, SpeedGate
-from compress.export.diagnosis.speed_causes import (
+from compress.export.diagnosis.causes import (
     FloatIslands,
     LonePairs,
     Noise,
     OddWidths,
     SlowIntegers,
 )
+from compress.export.diagnosis.costs import SpeedDiagnosis, SpeedGate
+from compress.export.diagnosis.profile import Profile, plain_export
 from compress.export.onnx.stage import ExportOnnx
 from compress.profiling.quantiles import Interval
 from compress.pruning.prune_channels import PruneChannels

@@ -13,9 +13,13 @@ from compress.artifacts.streaming.packed_weight import PackedWeight
 from compress.common.errors import StageFailed
 from compress.common.tensor_difference import relative_error
 from compress.export import ExportGguf, GgufModel
-from compress.export.gguf.blocks import block_type, blocks_of, integers_of
-from compress.export.gguf.settings import check_family
-from compress.export.gguf.vocabulary import add_vocabulary
+from compress.export.gguf.tensors import (
+    add_vocabulary,
+    block_type,
+    blocks_of,
+    check_family,
+    integers_of,
+)
 from tests.export.tiny_decoder import context_for, decoder, save_tokenizer
 
 gguf = pytest.importorskip("gguf")

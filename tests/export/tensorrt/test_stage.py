@@ -29,8 +29,7 @@ from compress.export.tensorrt.build import (
     write_onnx,
 )
 from compress.export.tensorrt.host_check import difference
-from compress.export.tensorrt.runtime import check_engine, in_order
-from compress.export.tensorrt.shape_profiles import shapes_of, sizes_of
+from compress.export.tensorrt.runtime import check_engine, in_order, shapes_of, sizes_of
 from compress.export.tensorrt.stage import ExportTensorRT, TensorRTEngine
 from compress.pipelines import Pipeline
 from compress.pipelines.planning.planner import build_plan

@@ -11,7 +11,7 @@ from compress.common.signature import Signature
 from compress.core.context import Context
 from compress.core.stage import Stage
 from compress.export.torchscript.file_io import load
-from compress.export.torchscript.quantized_kernels import Grid
+from compress.export.torchscript.lowering import Grid
 from compress.export.torchscript.stage import ExportTorchScript, TorchScriptModel
 from compress.quantization.stages.dynamic import QuantizeDynamic
 from compress.quantization.stages.static import QuantizeStatic

@@ -8,12 +8,17 @@ import yaml
 
 from compress.common.errors import PipelineInvalid
 from compress.pipelines.auto import search_events
+from compress.pipelines.auto.candidate_evaluator import refuse_unfit_packages
 from compress.pipelines.auto.candidates import CheckedModel
 from compress.pipelines.auto.command import nothing_found, with_limits
-from compress.pipelines.auto.front import Front, missed_limits, shares_of_limits
-from compress.pipelines.auto.front_page import cells_of, front_page
-from compress.pipelines.auto.judge import refuse_unfit_packages
-from compress.pipelines.auto.points import chosen_points
+from compress.pipelines.auto.front import (
+    Front,
+    cells_of,
+    chosen_points,
+    front_page,
+    missed_limits,
+    shares_of_limits,
+)
 from compress.pipelines.config.auto_settings import AutoLimits, AutoSettings
 from compress.pipelines.config.pipeline import PipelineConfig
 from compress.pipelines.system.jsonl_log import LOG, LogFile, event_listener, log_event, log_handler

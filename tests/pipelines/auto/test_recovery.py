@@ -19,8 +19,7 @@ from benchmarks.attack.forgeries import edit_a_figure
 from compress import cli
 from compress.common.sealed_json import write_state
 from compress.pipelines.auto.candidates import Candidate, CheckedModel
-from compress.pipelines.auto.front import Front
-from compress.pipelines.auto.points import write_point
+from compress.pipelines.auto.front import Front, write_point
 from compress.pipelines.auto.strategy.recovery import Recovery, Solution, models_to_begin
 from compress.pipelines.config.auto_settings import AutoLimits
 from compress.pipelines.config.pipeline import PipelineConfig

@@ -11,14 +11,13 @@ from compress import cli
 from compress.common.errors import PipelineInvalid
 from compress.export.latency import kernel_table
 from compress.pipelines.auto import judge
+from compress.pipelines.auto.candidate_evaluator import Judge
 from compress.pipelines.auto.candidates import Candidate, CheckedModel
 from compress.pipelines.auto.cost_models.latency_models import FormatModel
 from compress.pipelines.auto.cost_models.tables import LatencyTables, ModelTable
-from compress.pipelines.auto.front import Front
-from compress.pipelines.auto.front_page import cells_of
-from compress.pipelines.auto.judge import Judge
+from compress.pipelines.auto.front import Front, cells_of
 from compress.pipelines.auto.search import Search
-from compress.pipelines.auto.strategy.depths import Depth
+from compress.pipelines.auto.strategy.block_variants import Depth
 from compress.pipelines.config.auto_settings import AutoLimits, AutoSettings
 from compress.pipelines.config.pipeline import PipelineConfig
 from compress.pipelines.config.run_options import RunOptions

@@ -15,7 +15,7 @@ from compress.common.forward import run_in_eval
 from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
 from compress.pipelines import Pipeline
-from compress.pipelines.commands.analysis.sensitivity import (
+from compress.pipelines.commands.sensitivity import (
     lines_below,
     measure_and_write,
     plot,

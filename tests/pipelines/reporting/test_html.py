@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from compress.pipelines.reporting.html import render
-from compress.pipelines.reporting.provenance import proof_chain, source_hashes
+from compress.pipelines.reporting.html import proof_chain, render, source_hashes, trainings_of
 from compress.pipelines.reporting.stage_rows import (
     Headline,
     build_rows,
@@ -24,7 +23,6 @@ from compress.pipelines.reporting.stage_rows import (
     pareto_fronts,
 )
 from compress.pipelines.reporting.terminal_table import closing_lines, stage_table
-from compress.pipelines.reporting.training_curves import trainings_of
 from compress.pipelines.results.measurements import Measurements, SameRuntimeReport
 from compress.pipelines.results.schema import FailureReport, Report, SkippedReport, StageReport
 from compress.pipelines.system.templates import breakable

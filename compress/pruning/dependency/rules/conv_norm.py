@@ -11,7 +11,7 @@ from compress.pruning.dependency.rules.channel_labels import (
     Weight,
     channels_first,
 )
-from compress.pruning.dependency.rules.channel_statistics import norm_over_channels
+from compress.pruning.dependency.rules.conv_norm import norm_over_channels
 from compress.pruning.dependency.rules.op_call import COMPUTED, Call, Result, Rule, pin_layer
 
 

@@ -17,8 +17,7 @@ from compress.core.metrics import Metric
 from compress.data.batch import Batch
 from compress.data.splits import Splits
 from compress.pruning.diagnosis.causes import PRUNING_CAUSES
-from compress.pruning.diagnosis.channels import CutChannels
-from compress.pruning.diagnosis.weights import ZeroedWeights
+from compress.pruning.diagnosis.diagnosis import CutChannels, ZeroedWeights
 from compress.pruning.prune_channels import PruneChannels
 from compress.pruning.prune_weights import PruneWeights
 from compress.pruning.recovery.recovery import reestimate_batch_norms_

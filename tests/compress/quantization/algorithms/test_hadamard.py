@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from compress.quantization.algorithms import hadamard
-from compress.quantization.algorithms.hadamard import randomized_hadamard
+from compress.quantization.algorithms.residual_rotation import randomized_hadamard
 
 
 def matrix_of(size: int, seed: int = 0) -> torch.Tensor:

@@ -10,8 +10,7 @@ from compress.common.errors import Unavailable
 from compress.core.context import Context
 from compress.pipelines import Pipeline
 from compress.pipelines.planning.planner import build_plan
-from compress.training.config.profiling import Profile
-from compress.training.config.training import Training
+from compress.training.config.training import Profile, Training
 from compress.training.fit import fit
 from compress.training.loop.loggers import TensorBoardLogger, log_records
 from compress.training.loop.step_metrics import EpochMetrics

@@ -10,7 +10,7 @@ from compress.core.context import Context
 from compress.core.gates import Parity
 from compress.export.onnx.proto_io import read
 from compress.export.onnx.stage import ExportOnnx, OnnxModel
-from compress.quantization.config.backend_targets import Target
+from compress.quantization.config.dtype_scheme import Target
 from compress.quantization.stages.static import QuantizeStatic
 from tests.export.builders import images, network, samples
 
