@@ -37,7 +37,7 @@ timed-%:
 # would compile what they import each time where PYTHONDONTWRITEBYTECODE is set.
 tests: .venv/dev
 	$(BIN)/python -m compileall -q cli.py compress export pipelines serve
-	$(BIN)/pytest -q $(WORKERS) -m 'not soak'
+	$(BIN)/pytest -q $(WORKERS) -m 'not soak' --durations 50
 
 # But of torch and torchao, whose releases belong together: the lowest torch has no CPU build at the
 # default index. Compiled, as pip does, or the tests would take warnings of others' syntax for errors.

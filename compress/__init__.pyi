@@ -13,30 +13,41 @@ from .common.signature import Signature as Signature
 from .common.signature import TensorSpec as TensorSpec
 from .core.context import Context as Context
 from .core.gates import LabelAgreement as LabelAgreement
+from .core.gates import MaxDivergence as MaxDivergence
 from .core.gates import MaxDrop as MaxDrop
 from .core.gates import MaxFileSize as MaxFileSize
+from .core.gates import MaxFirstToken as MaxFirstToken
+from .core.gates import MaxLatency as MaxLatency
+from .core.gates import MaxMemory as MaxMemory
 from .core.gates import MaxParameters as MaxParameters
 from .core.gates import MaxRelativeDrop as MaxRelativeDrop
 from .core.gates import MaxSize as MaxSize
 from .core.gates import MinCosine as MinCosine
+from .core.gates import MinDelegated as MinDelegated
+from .core.gates import MinEqualTokens as MinEqualTokens
+from .core.gates import MinIntegerMacs as MinIntegerMacs
 from .core.gates import MinMetric as MinMetric
+from .core.gates import MinSpeedup as MinSpeedup
+from .core.gates import MinTokensPerSecond as MinTokensPerSecond
 from .core.gates import Parity as Parity
-from .core.gates.call_cost import MaxFirstToken as MaxFirstToken
-from .core.gates.call_cost import MaxLatency as MaxLatency
-from .core.gates.call_cost import MaxMemory as MaxMemory
-from .core.gates.call_cost import MinSpeedup as MinSpeedup
-from .core.gates.call_cost import MinTokensPerSecond as MinTokensPerSecond
-from .core.gates.kernels import MinDelegated as MinDelegated
-from .core.gates.kernels import MinIntegerMacs as MinIntegerMacs
-from .core.gates.next_tokens import MaxDivergence as MaxDivergence
-from .core.gates.next_tokens import MinEqualTokens as MinEqualTokens
-from .core.gates.other_runtime import RunsIn as RunsIn
+from .core.gates import RunsIn as RunsIn
 from .core.metrics import Metric as Metric
 from .core.objectives.loss import Loss as Loss
 from .core.stage import Stage as Stage
 from .core.verdict import Verdict as Verdict
 from .data.splits import Splits as Splits
 from .distillation.stage import Distill as Distill
+from .export.functional import export_aot as export_aot
+from .export.functional import export_compressed_tensors as export_compressed_tensors
+from .export.functional import export_executorch as export_executorch
+from .export.functional import export_fastest as export_fastest
+from .export.functional import export_genai as export_genai
+from .export.functional import export_gguf as export_gguf
+from .export.functional import export_onnx as export_onnx
+from .export.functional import export_openvino as export_openvino
+from .export.functional import export_program as export_program
+from .export.functional import export_tensorrt as export_tensorrt
+from .export.functional import export_torchscript as export_torchscript
 from .functional.stages import convert_precision as convert_precision
 from .functional.stages import distill as distill
 from .functional.stages import prune_channels as prune_channels
@@ -49,6 +60,9 @@ from .functional.stages import quantize_static as quantize_static
 from .functional.stages import quantize_weights as quantize_weights
 from .functional.stages import rotate_weights as rotate_weights
 from .functional.stages import train as train
+from .pipelines.auto.function import auto as auto
+from .pipelines.bench import bench as bench
+from .pipelines.optimize import optimize as optimize
 from .pruning.channel_settings import Target as Target
 from .pruning.prune_channels import PruneChannels as PruneChannels
 from .pruning.prune_layers import PruneLayers as PruneLayers
@@ -61,27 +75,11 @@ from .quantization.stages.qat import QuantizeAwareTraining as QuantizeAwareTrain
 from .quantization.stages.rotation import RotateWeights as RotateWeights
 from .quantization.stages.static import QuantizeStatic as QuantizeStatic
 from .quantization.stages.weight_only import QuantizeWeights as QuantizeWeights
+from .serve.functional import package_kserve as package_kserve
+from .serve.functional import package_torchserve as package_torchserve
+from .serve.functional import package_triton as package_triton
 from .training.config.parallel import Parallel as Parallel
 from .training.config.training import Training as Training
 from .training.stage import Train as Train
 
 __version__: str
-
-# Of packages above this one, see __init__.py.
-def export_aot(model: object, *args: object, **settings: object) -> Artifact: ...
-def export_compressed_tensors(model: object, *args: object, **settings: object) -> Artifact: ...
-def export_executorch(model: object, *args: object, **settings: object) -> Artifact: ...
-def export_fastest(model: object, **settings: object) -> Artifact: ...
-def export_genai(model: object, *args: object, **settings: object) -> Artifact: ...
-def export_gguf(model: object, *args: object, **settings: object) -> Artifact: ...
-def export_onnx(model: object, *args: object, **settings: object) -> Artifact: ...
-def export_openvino(model: object, *args: object, **settings: object) -> Artifact: ...
-def export_program(model: object, *args: object, **settings: object) -> Artifact: ...
-def export_tensorrt(model: object, *args: object, **settings: object) -> Artifact: ...
-def export_torchscript(model: object, *args: object, **settings: object) -> Artifact: ...
-def package_kserve(model: object, **settings: object) -> Artifact: ...
-def package_torchserve(model: object, **settings: object) -> Artifact: ...
-def package_triton(model: object, **settings: object) -> Artifact: ...
-def auto(model: object, **settings: object) -> object: ...
-def optimize(model: object, **settings: object) -> object: ...
-def bench(*models: object, **settings: object) -> object: ...

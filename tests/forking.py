@@ -95,7 +95,8 @@ import gc, json, os, signal, sys
 gc.disable()
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # as launched ranks do before they import torch
 from compress import cli
-import compress.pipelines.commands.check, compress.pipelines.reporting.html, compress.pipelines.commands.verify
+import compress.pipelines.commands.check, compress.pipelines.reporting.html
+import compress.pipelines.commands.verify
 import compress.pipelines.config.pipeline, compress.pipelines.runner.run
 import compress.training.stage, compress.training.launch.rank_group
 import compress.graph.torch_export, compress.pruning.prune_channels

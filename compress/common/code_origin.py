@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
 
-OWN_PACKAGES = ("cli", "compress", "export", "serve", "pipelines")
-"""Modules of this toolkit, never user code, even if user code lies in the same folder."""
+OWN_PACKAGE = "compress"
+"""Of this toolkit: its modules are never user code, even if user code lies in the same folder."""
 PACKAGE_FOLDERS = ("site-packages", "dist-packages")
 """Names of the folders that pip, conda and Linux distributions install packages into."""
 _STANDARD = Path(sysconfig.get_path("stdlib")).resolve()
@@ -26,10 +26,11 @@ _STANDARD_LIBRARY = (
     str(_STANDARD),
     str(_STANDARD.with_name("python{}{}.zip".format(*sys.version_info))),  # first on sys.path
 )
-_ROOT = Path(__file__).resolve().parents[2]
-_OWN = tuple(str(_ROOT / name) for name in OWN_PACKAGES)
+_PACKAGE = Path(__file__).resolve().parents[1]
+# In a clone some of its folders are links to those beside it.
+_OWN = tuple(str(each.resolve()).removesuffix(".py") for each in _PACKAGE.iterdir())
 _LOADERS = tuple(
-    str(_ROOT / "compress" / "common" / f"{name}.py")
+    str(_PACKAGE / "common" / f"{name}.py")
     for name in ("code_origin", "dependency_recorder", "factories", "native_readers")
 )
 """Files of this toolkit between the user's code and what it imports or opens, on the stack."""
@@ -85,7 +86,7 @@ def locate(module_name: str, code: Path) -> tuple[str, str | None] | None:
     there is no such module; the result, for one of the standard library or of this toolkit.
     """
     parts, places = module_name.split("."), None
-    if parts[0] in OWN_PACKAGES or parts[0] in sys.stdlib_module_names:
+    if parts[0] == OWN_PACKAGE or parts[0] in sys.stdlib_module_names:
         return None
     for count in range(1, len(parts) + 1):
         name = ".".join(parts[:count])
@@ -134,7 +135,7 @@ def identify(file: str) -> str:
 
 def _find_spec(name: str, places: Any) -> ModuleSpec | None:
     for finder in sys.meta_path:
-        if type(finder).__module__.partition(".")[0] in OWN_PACKAGES:
+        if type(finder).__module__.partition(".")[0] == OWN_PACKAGE:
             continue  # it finds the modules of the pipeline that ran last
         search = places if finder is not PathFinder or places is not None else [*_SEARCH]
         spec: ModuleSpec | None = finder.find_spec(name, search)

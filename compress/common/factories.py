@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 from pydantic_core import core_schema
 
-from compress.common.code_origin import OWN_PACKAGES, find_below, is_installed, origin_of
+from compress.common.code_origin import OWN_PACKAGE, find_below, is_installed, origin_of
 from compress.common.dependency_recorder import (
     Dependencies,
     Recording,
@@ -54,15 +54,17 @@ class NameOrReference:
 
     kind: str
     """What it names, for messages: `loss`."""
-    names: tuple[str, ...]
+    names: Callable[[], tuple[str, ...]]
+    """Returns the built-in names, which installed packages may add to."""
 
     def check(self, name: str) -> str:
         """Return the name; ValueError says which are known, and the nearest one."""
-        if name in self.names or REFERENCE.match(name):
+        names = self.names()
+        if name in names or REFERENCE.match(name):
             return name
-        close = difflib.get_close_matches(name, self.names, n=1)
+        close = difflib.get_close_matches(name, names, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
-        expected = f"{', '.join(self.names)} or module:callable"
+        expected = f"{', '.join(names)} or module:callable"
         raise ValueError(f"unknown {self.kind} {name!r}; {hint}expected {expected}")
 
     def __get_pydantic_core_schema__(
@@ -74,7 +76,7 @@ class NameOrReference:
         self, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
         own = {"type": "string", "pattern": REFERENCE.pattern}
-        return {"anyOf": [{"enum": list(self.names)}, own]}
+        return {"anyOf": [{"enum": list(self.names())}, own]}
 
 
 class _ImportsItself(PipelineInvalid):
@@ -153,7 +155,7 @@ def local_sources(reference: str, folder: Path | None = None) -> dict[str, Path]
     while queue:
         name = queue.pop()
         for part in _with_parents(name):
-            file = None if part.partition(".")[0] in OWN_PACKAGES else find_below(part, root)
+            file = None if part.partition(".")[0] == OWN_PACKAGE else find_below(part, root)
             if file is None:
                 continue
             key = file.relative_to(root.absolute()).as_posix()
@@ -189,7 +191,7 @@ def imported_libraries(reference: str) -> tuple[str, ...]:
 
 def is_library(name: str) -> bool:
     """Whether an imported module is installed or part of this toolkit."""
-    if name.partition(".")[0] in OWN_PACKAGES:
+    if name.partition(".")[0] == OWN_PACKAGE:
         return True
     spec = getattr(sys.modules.get(name), "__spec__", None)
     origin = Path(getattr(spec, "origin", None) or "built-in")
@@ -221,7 +223,7 @@ class _UserModules(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: object = None
     ) -> ModuleSpec | None:
-        if self.folder is None or fullname.partition(".")[0] in OWN_PACKAGES:
+        if self.folder is None or fullname.partition(".")[0] == OWN_PACKAGE:
             return None
         if path is not None and not any(Path(p).is_relative_to(self.folder) for p in path):
             return None

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+from functools import cache
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -112,8 +114,50 @@ def undisturbed(settings: Settings) -> bool:
     return any(getattr(part, "undisturbed", False) for _, part in settings.nested())
 
 
+def announced(group: str, kind: str, key: str = "") -> dict[str, Any]:
+    """Import what installed packages announce in a group of entry points, this toolkit's first.
+
+    By the entry point's name, or the default of the setting `key` of the class.
+
+    Raises:
+        Unavailable: a package's is broken or its name is taken, or this toolkit was installed
+            before it announced anything in the group.
+    """
+    # This toolkit's first, so that of two with one name the other package's is refused.
+    entries = sorted(entry_points(group=group), key=_is_foreign)
+    if not entries or _is_foreign(entries[0]):
+        raise Unavailable(
+            f"this installation of {DISTRIBUTION} names no {kind} of its own, as it is older than "
+            "the source; install it again (in a clone: pip install -e .)"
+        )
+    found: dict[str, Any] = {}
+    for entry in entries:
+        target = load_entry_point(entry, kind)
+        name = target.model_fields[key].default if key else entry.name
+        if name in found:
+            raise Unavailable(f"{kind} {entry.name!r} of {entry.value}: the name is taken")
+        found[name] = target
+    return found
+
+
+@cache
+def announcing_package(group: str, name: str) -> str:
+    """Return name and version of the package that announces something, for cache keys.
+
+    Nothing of this toolkit, whose version is in every key.
+    """
+    for entry in entry_points(group=group, name=name):
+        if _is_foreign(entry) and entry.dist is not None:
+            return f"{entry.dist.name} {entry.dist.version}"
+    return ""
+
+
+def _is_foreign(entry: EntryPoint) -> bool:
+    return entry.dist is None or entry.dist.name != DISTRIBUTION
+
+
 def load_entry_point(entry: EntryPoint, kind: str) -> Any:
-    """Import the `stage`, `gate` or `observer` that a package announces, or raise Unavailable."""
+    """Import the `stage`, `gate` or `metric` that a package announces, or raise Unavailable."""
     try:
         with exits_refused():
             return entry.load()

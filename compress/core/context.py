@@ -202,7 +202,7 @@ class Context:
             with recording() as recorded, ExitStack() as stack:
                 predict = stack.enter_context(self.predictor(artifact))
                 reference = None
-                if self.metric.name == "fidelity":
+                if self.metric.needs_reference:
                     reference = stack.enter_context(self.predictor(self.artifact("source")))
                 metric, summarizer = self.metric.for_model(artifact.signature), OutputSummarizer()
                 watched = summarizer.watch(predict)

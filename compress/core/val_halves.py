@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from compress.common.errors import StageFailed
-from compress.core.metrics import FRACTIONS, evaluate
+from compress.core.metrics import evaluate
 
 if TYPE_CHECKING:
     from compress.artifacts.artifact import Artifact
@@ -67,13 +67,13 @@ class HalfOfVal:
     @property
     def points_of_sample(self) -> float:
         """Points that one sample is worth, where the metric is a fraction of them; else 0."""
-        return 100 / self.samples if self.metric.name in FRACTIONS else 0.0
+        return 100 / self.samples if self.metric.is_fraction else 0.0
 
     def score(self, predict: Predictor) -> Score:
         """Measure the metric of a predictor that takes any number of samples."""
         with ExitStack() as stack:
             reference = None
-            if self.metric.name == "fidelity":
+            if self.metric.needs_reference:
                 source = self.context.artifact("source")
                 reference = stack.enter_context(self.context.predictor(source))
             return evaluate(predict, self.data, "val", self.metric, reference)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from compress.common.config import Settings
 from compress.common.factories import REFERENCE
-from compress.core.gates import AddedGates, added_gates
+from compress.core.gates.gate import AnnouncedGates, gate_classes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -228,8 +228,8 @@ def _tags(model: type[Settings]) -> list[Any]:
 def _settings_in(annotation: Any) -> Iterable[type[Settings]]:
     if isinstance(annotation, type) and issubclass(annotation, Settings):
         yield annotation
-    if isinstance(annotation, AddedGates):
-        yield from added_gates().values()
+    if isinstance(annotation, AnnouncedGates):
+        yield from gate_classes().values()
     for argument in get_args(annotation):
         yield from _settings_in(argument)
 

@@ -202,7 +202,7 @@ def _create_job(
     divides = parallel.is_mesh or parallel.sharding_mode or parallel.strategy == "deepspeed"
     if constraint is None and start.has_pruned_weights and not divides:
         constraint = KeepZeros()
-    reference = context.artifact("source") if context.metric.name == "fidelity" else None
+    reference = context.artifact("source") if context.metric.needs_reference else None
     identity = {
         # Without `parallel`: a training resumes with another strategy or number of processes.
         "training": training.model_dump(mode="json", exclude={"parallel"}),

@@ -24,8 +24,8 @@ STAGE_PAGES = {
     "pruning": ("Prune", "compress.pruning", "../pruning.md"),
     "distillation": ("Distil", "compress.distillation", "../pruning.md#distillation"),
     "quantization": ("Quantize", "compress.quantization", "../quantization.md"),
-    "export": ("Export", "export", "../export.md"),
-    "packaging": ("Package", "serve", "../serving.md"),
+    "export": ("Export", "compress.export", "../export.md"),
+    "packaging": ("Package", "compress.serve", "../serving.md"),
 }
 """Page → its title, the package of its stages, and the guide."""
 SCHEMA = json_schema()

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from compress.pipelines.auto.front import Front, missed_limits
-from compress.pipelines.system.jsonl_log import LOG, OWN_LOGGERS, LogFile, RunEvent, log_handler
+from compress.pipelines.system.jsonl_log import LOG, LOGGER, LogFile, RunEvent, log_handler
 from compress.pipelines.system.machine_info import machine, versions
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def search_log(out: Path) -> Iterator[None]:
 
 
 def _innermost_log() -> LogFile | None:
-    handlers = logging.getLogger(OWN_LOGGERS[0]).handlers
+    handlers = logging.getLogger(LOGGER).handlers
     return next((h for h in reversed(handlers) if isinstance(h, LogFile)), None)
 
 

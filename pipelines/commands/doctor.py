@@ -15,7 +15,7 @@ from compress.common.config import Settings
 from compress.common.errors import exits_refused, first_line
 from compress.common.process import usable_cores
 from compress.common.requirements import COMPILER, JAVA, pip_install
-from compress.core.gates import BUILT_IN
+from compress.core.gates.gate import gate_classes
 from compress.pipelines.config.model_spec import TIMM
 from compress.pipelines.config.registry import stages
 from compress.pipelines.system.machine_info import machine, versions
@@ -83,7 +83,7 @@ def examine() -> Findings:
         # Not validated: what must be set has no value here.
         needs = stage.model_construct(**unset).all_requirements()
         missing[name] = _lacking(needs)
-    for name, gate in BUILT_IN.items():
+    for name, gate in gate_classes().items():
         if needs := gate.model_construct(gate=name).requirements:
             missing[f"gate {name}"] = _lacking(needs)
     return Findings(

@@ -14,8 +14,8 @@ from compress.artifacts.eager_model import EagerModel
 from compress.common.atomic_files import write_atomically
 from compress.common.errors import ArtifactInvalid, CompressError, PipelineInvalid
 from compress.common.forward import run_in_eval
-from compress.core.metrics import BUILT_IN, TORCHMETRICS
-from compress.core.objectives.task import NO_METRIC, TASKS
+from compress.core.metrics import metric_class
+from compress.core.objectives.task import NO_METRIC, TASKS, infer_task
 from compress.pipelines.commands import init_options
 from compress.pipelines.commands.init_options import model_section, relative_path
 from compress.pipelines.config.model_spec import SOURCE, HuggingFaceModel, TimmModel
@@ -31,7 +31,6 @@ from compress.serve.torchserve.stage import PackageTorchServe
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    import torch
     from torch import nn
 
     from compress.artifacts.artifact import Artifact
@@ -284,7 +283,7 @@ class ModelTraits:
             return "fidelity" if self.has_labels else NO_METRIC
         if self.task == "regression":
             return "r2"  # has points, of which a hundred are all that can be predicted
-        if self.task is None or TASKS[self.task].metric in (*BUILT_IN, *TORCHMETRICS, NO_METRIC):
+        if self.task is None or not metric_class(TASKS[self.task].metric).needs_output_names:
             return None
         if not self.has_labels:
             return NO_METRIC
@@ -380,7 +379,8 @@ def _with_data(
     largest = max((float(x.abs().nan_to_num(0, 0, 0).max()) for x in outputs), default=1.0)
     task = traits.task
     if task is None and isinstance(targets, torch.Tensor) and outputs:
-        task = infer_task(outputs[0], targets)
+        inferred = infer_task(targets, outputs[0])
+        task = inferred.name if inferred else None
     return replace(
         traits,
         samples={name: len(split) for name, split in samples.items()},
@@ -388,22 +388,6 @@ def _with_data(
         labelled=targets is not None,
         scale=largest or 1.0,
     )
-
-
-def infer_task(outputs: torch.Tensor, targets: torch.Tensor) -> TaskName | None:
-    """Return the task that targets and outputs show, or None."""
-    from compress.core.objectives.targets import are_class_labels, same_shape, target_kind
-
-    kind = target_kind(targets)
-    if kind == "labels" and are_class_labels(outputs, targets):
-        return "segmentation" if outputs.dim() > 3 else "classification"
-    if kind == "labels" and outputs.dim() == 3 and outputs.shape[:-1] == targets.shape:
-        return "token-classification"
-    if not same_shape(outputs, targets):
-        return None
-    if kind in ("labels", "binary"):
-        return "multilabel" if outputs[:1].numel() > 1 else "classification"
-    return "classification" if kind == "probabilities" else "regression"
 
 
 def task_of_library(module: nn.Module, pipeline: PipelineConfig) -> TaskName | None:

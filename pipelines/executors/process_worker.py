@@ -1,4 +1,4 @@
-"""The process that runs stages for `--jobs`; :mod:`compress.pipelines.executors.engines` starts it."""
+"""The process that runs stages for `--jobs`; ``process_pool`` starts it."""
 
 from __future__ import annotations
 

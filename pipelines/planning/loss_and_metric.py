@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from compress.common.errors import CompressError, PipelineInvalid, first_line
 from compress.common.forward import image_advice, output_argument
 from compress.core.gates import LabelAgreement
-from compress.core.metrics import LABEL_METRICS, TARGET_METRICS, MetricMeter, default_metric
+from compress.core.metrics import default_metric
+from compress.core.objectives.losses import loss_kind
 from compress.core.objectives.targets import (
     are_class_labels,
     are_probabilities,
@@ -18,7 +19,6 @@ from compress.core.objectives.targets import (
     describe_targets,
     describe_tensor,
     has_target,
-    match_to_loss,
     need_tensor,
     same_shape,
     sampled_targets,
@@ -77,8 +77,8 @@ def infer_loss_and_metric(
     compares_labels = any(
         isinstance(gate, LabelAgreement) for p in plan.stages for gate in p.stage.gates
     )
-    by_targets = plan.metric.name in (*TARGET_METRICS, "fidelity") or compares_labels
-    if not (_uses_loss(plan) or by_targets):
+    by_targets = plan.metric.reads_loss or plan.metric.needs_reference
+    if not (_uses_loss(plan) or by_targets or compares_labels):
         return plan, pipeline
     with _located_errors(pipeline, "data"):
         loss = plan.loss.infer_targets(data)
@@ -153,7 +153,7 @@ def _check_labels(
 ) -> None:
     """Raise PipelineInvalid for a label that is read and that the model has no class for."""
     split = targets_split(data)
-    uses_labels = plan.metric.name in LABEL_METRICS and plan.metric.name != "fidelity"
+    uses_labels = plan.metric.labels is not None and not plan.metric.needs_reference
     uses_labels |= _uses_loss(plan) and not plan.loss.is_custom
     if split not in facts or not uses_labels or plan.loss.is_regression:
         return
@@ -212,7 +212,7 @@ def _fitting_loss(
         ):
             # Faults of samples beyond this batch, such as a label out of range.
             repeated = first[:1].expand(len(targets), *first.shape[1:])
-            match_to_loss(loss_name, *loss.align(repeated, targets))
+            loss_kind(loss_name).match(*loss.align(repeated, targets))
     check_loss(pipeline, plan.stages, replace(loss, name=loss_name))
     forms = (
         f"targets are {describe_targets(batch_targets)} and outputs "
@@ -229,7 +229,7 @@ def _check_metric(
     """Compute the metric on a few samples of a split; raise PipelineInvalid where that fails."""
 
     def compute(samples: int) -> None:
-        meter = MetricMeter(metric)
+        meter = metric.meter()
         for batch in _samples(pipeline, data, split, samples):
             if metric.passes_over(batch):
                 continue
@@ -292,7 +292,7 @@ def _parts_warning(loss: Loss, outputs: list[torch.Tensor], targets: Targets) ->
     import torch
 
     samples, function = len(outputs[0]), loss.function()
-    if not loss.is_custom or samples < 2 or loss.label_counter()(targets) is not None:
+    if not loss.is_custom or samples < 2 or function.label_count(targets) is not None:
         return ""
     whole, mean = float(function(outputs, targets)), 0.0
     is_first = torch.arange(samples) < samples // 2

@@ -11,10 +11,10 @@ from compress import export  # noqa: F401 - adds the runtimes that it can open
 from compress.common.errors import CompressError, PipelineInvalid, Unavailable
 from compress.common.requirements import require_all
 from compress.core.context import Context
-from compress.core.gates import unlikely_points
+from compress.core.gates.accuracy import unlikely_points
 from compress.core.gates.baselines import BASELINES
 from compress.core.gates.gate import Gate
-from compress.core.metrics import FRACTIONS
+from compress.core.metrics import metric_class
 from compress.core.stage import members_of
 from compress.core.validation_errors import did_you_mean
 from compress.quantization.stages.mixed_precision import QuantizeMixed
@@ -152,7 +152,7 @@ def check_runtime(pipeline: PipelineConfig, index: int, number: int, earlier: Se
 def check_metric(pipeline: PipelineConfig, planned: PlannedStage, metric: str) -> None:
     """Refuse limits of a stage that do not fit the metric's direction or unit."""
     stage = pipeline.place("stages", planned.index)
-    if isinstance(planned.stage, QuantizeMixed) and metric in FRACTIONS:
+    if isinstance(planned.stage, QuantizeMixed) and metric_class(metric).is_fraction:
         problem = unlikely_points(planned.stage.max_drop_points)
         if problem:
             raise PipelineInvalid(f"{stage} ({planned.name}): max_drop_points: {problem}")

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from compress.artifacts.hf_folder import read_json
 from compress.common.errors import ArtifactInvalid
-from compress.core.metrics import REGRESSION_METRICS
-from compress.core.objectives.loss import BUILT_IN, REGRESSION_LOSSES
+from compress.core.metrics import metric_class
+from compress.core.objectives.losses import loss_kinds
 from compress.core.objectives.task import TASKS
 from compress.pipelines.config.model_spec import HuggingFaceModel
 
@@ -57,11 +57,11 @@ def task_of(pipeline: PipelineConfig) -> tuple[Task | None, str]:
     """
     if pipeline.task is not None:
         return TASKS[pipeline.task], ""
-    loss = pipeline.loss if pipeline.loss in BUILT_IN else None
-    if loss in REGRESSION_LOSSES:
+    loss = pipeline.loss if pipeline.loss in loss_kinds() else None
+    if loss is not None and loss_kinds()[loss].of_numbers:
         return TASKS["regression"], f"as loss is {loss}"
     metric = pipeline.metric.name if pipeline.metric and loss is None else ""
-    if metric in REGRESSION_METRICS:
+    if metric_class(metric).of_numbers:
         return TASKS["regression"], f"as metric is {metric}"
     if not isinstance(pipeline.model, HuggingFaceModel):
         return None, ""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from compress.common.errors import CompressError
-from compress.core.metrics import FRACTIONS, Metric
+from compress.core.metrics import Metric, metric_class
 from compress.pipelines.config.model_spec import SOURCE
 from compress.pipelines.reporting.svg_plots import Plot, Point, pareto_indices, scatter_plot
 from compress.pipelines.results.schema import FIDELITY, FailureReport, SkippedReport, readable_bytes
@@ -164,7 +164,7 @@ def _metric_interval(row: StageRow, higher_is_better: bool | None) -> tuple[floa
     assert metric is not None
     sign = 0.01 if higher_is_better else -0.01
     ends = (metric.value + sign * (drop.points - end) for end in drop.uncertainty.interval)
-    if metric.name in FRACTIONS:
+    if metric_class(metric.name).is_fraction:
         ends = (min(max(end, 0.0), 1.0) for end in ends)
     low, high = sorted(ends)
     return low, high

@@ -11,7 +11,7 @@ from compress.artifacts.artifact import WEIGHTS_ON_DISK
 from compress.common.config import Settings
 from compress.common.errors import StageFailed, Unavailable
 from compress.core.gates.baselines import in_runtime_of, runtime_of
-from compress.core.metrics import IN_POINTS
+from compress.core.metrics import metric_class
 from compress.core.verdict import Uncertainty
 from compress.profiling.batch_dependence import BatchDependence
 from compress.profiling.benchmark import unmeasurable
@@ -41,7 +41,7 @@ class Drop(Settings):
     def in_words(self, metric: str) -> str:
         """Describe it in points where 1 is best, and else in the metric's own unit."""
         change, unit, verbs = 1.0, " points", ("loses", "gains")
-        if metric not in IN_POINTS:
+        if not metric_class(metric).in_points:
             change, unit, verbs = 0.01, "", ("worse by", "better by")
         much = f"{verbs[self.points < 0]} {abs(self.points) * change:.2g}{unit}"
         # The interval is of what is said: of a gain, or of a loss.
@@ -50,7 +50,7 @@ class Drop(Settings):
 
     def cell(self, metric: str) -> str:
         """Describe it in a cell of a table: ``0.28 (-0.78 to 1.6)``."""
-        change = 1 if metric in IN_POINTS else 0.01
+        change = 1 if metric_class(metric).in_points else 0.01
         low, high = self.uncertainty.interval or (math.nan, math.nan)
         interval = f" ({change * low:.2g} to {change * high:.2g})" if low <= high else ""
         return f"{change * self.points:.2g}{interval}"

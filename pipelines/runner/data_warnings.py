@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from compress.core.diagnosis.input_ranges import SAMPLES, UNLIKE, input_ranges, unlikeness
-from compress.core.metrics import REGRESSION_METRICS, MetricMeter
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -96,7 +95,7 @@ def constant_score(data: Splits, metric: Metric) -> float | None:
 
     For classes the output is their log-frequencies, for numbers the targets' mean or median.
     """
-    if metric.name == "fidelity":
+    if metric.needs_reference:
         return None
     # All targets, unlike outputs, are kept: the median needs them.
     batches = [b.target for b in data.batches("val") if b.target is not None]
@@ -115,7 +114,7 @@ def constant_score(data: Splits, metric: Metric) -> float | None:
 
 
 def _score_of_constant(row: torch.Tensor, targets: list[torch.Tensor], metric: Metric) -> float:
-    meter = MetricMeter(metric)
+    meter = metric.meter()
     for batch in targets:
         meter.update(row.expand(len(batch), *row.shape[1:]), batch)
     return meter.compute()
@@ -134,7 +133,7 @@ def _constant_outputs(targets: torch.Tensor, metric: Metric) -> Iterator[torch.T
         return
     mean = targets.mean(0, keepdim=True)
     is_binary = bool(((targets == 0) | (targets == 1)).all())
-    if is_binary and not (metric.loss.is_regression or metric.name in REGRESSION_METRICS):
+    if is_binary and not (metric.loss.is_regression or metric.of_numbers):
         yield mean.logit(1e-6)  # models with binary targets output logits
         return
     yield mean

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 LOG = "log.jsonl"
 MOST_BYTES = 8 * 2**20
 """Size at which the log rotates to `log.jsonl.1`; older lines are dropped."""
-OWN_LOGGERS = ("compress", "export", "serve", "pipelines")
+LOGGER = "compress"
 
 log = logging.getLogger(__name__)
 
@@ -35,23 +35,21 @@ def log_handler(handler: logging.Handler) -> Iterator[None]:
 
     Other handlers receive no more records than before.
     """
-    loggers = [logging.getLogger(name) for name in OWN_LOGGERS]
-    before = [(logger.level, logger.propagate, list(logger.handlers)) for logger in loggers]
-    for logger in loggers:
-        threshold = logger.getEffectiveLevel()
-        logger.addHandler(handler)
-        if threshold > logging.INFO:
-            logger.setLevel(logging.INFO)
-            if logger.propagate:
-                logger.propagate = False
-                # The root logger goes on to receive what it received at the old level.
-                logger.addHandler(_ToRoot(threshold))
+    logger = logging.getLogger(LOGGER)
+    level, propagate, handlers = logger.level, logger.propagate, list(logger.handlers)
+    threshold = logger.getEffectiveLevel()
+    logger.addHandler(handler)
+    if threshold > logging.INFO:
+        logger.setLevel(logging.INFO)
+        if logger.propagate:
+            logger.propagate = False
+            # The root logger goes on to receive what it received at the old level.
+            logger.addHandler(_ToRoot(threshold))
     try:
         yield
     finally:
-        for logger, (level, propagate, handlers) in zip(loggers, before, strict=True):
-            logger.setLevel(level)
-            logger.propagate, logger.handlers[:] = propagate, handlers
+        logger.setLevel(level)
+        logger.propagate, logger.handlers[:] = propagate, handlers
         handler.close()
 
 

@@ -11,7 +11,6 @@ from importlib.metadata import PackageNotFoundError, packages_distributions, ver
 from pathlib import Path
 
 import compress
-from compress import export, serve
 
 LIBRARIES = (
     *("torch", "torchao", "onnx", "onnxscript", "onnxruntime", "openvino", "executorch", "numpy"),
@@ -36,10 +35,13 @@ def versions() -> dict[str, str]:
     """Return the versions of Python, this toolkit and the libraries that shape an artifact."""
     # A hash of our own sources, too: a change of them invalidates the cache.
     digest = hashlib.sha256()
-    for package in (compress, export, serve):
-        root = Path(str(package.__file__)).parent
+    package = Path(compress.__file__).parent
+    for root in (package, package / "export", package / "serve"):
         for file in sorted(root.rglob("*.py")):
-            digest.update(file.relative_to(root).as_posix().encode() + file.read_bytes())
+            name = file.relative_to(root).as_posix()
+            # In a clone these are links, which `rglob` does not follow.
+            if not name.startswith(("export/", "serve/", "pipelines/", "cli.py")):
+                digest.update(name.encode() + file.read_bytes())
     own = f"{compress.__version__}+{digest.hexdigest()[:12]}"
     found = {"python": platform.python_version(), "compress": own}
     for library in LIBRARIES:
@@ -53,7 +55,7 @@ def versions() -> dict[str, str]:
 def version_of(module_name: str) -> str | None:
     """Return the version of the installed package that a module belongs to; None for our own."""
     package = module_name.partition(".")[0]
-    if package in ("compress", "export", "serve"):
+    if package == "compress":
         return None
     for distribution in packages_distributions().get(package, ()):
         return f"{distribution} {version(distribution)}"

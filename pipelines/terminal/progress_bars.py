@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from compress.common.printable import printable
 from compress.core.progress import progress_bars
-from compress.pipelines.system.jsonl_log import OWN_LOGGERS
+from compress.pipelines.system.jsonl_log import LOGGER
 from compress.pipelines.system.signals import raise_if_stopped
 
 if TYPE_CHECKING:
@@ -60,19 +60,17 @@ def _warnings(announce: Callable[[str], None]) -> Iterator[None]:
     if logging.getLogger().isEnabledFor(logging.WARNING):
         yield
         return
-    handler, loggers = _Announcer(announce), [logging.getLogger(name) for name in OWN_LOGGERS]
-    before = [(logger.level, logger.propagate) for logger in loggers]
-    for logger in loggers:
-        logger.addHandler(handler)
-        logger.setLevel(logging.WARNING)
-        logger.propagate = False
+    handler, logger = _Announcer(announce), logging.getLogger(LOGGER)
+    level, propagate = logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.setLevel(logging.WARNING)
+    logger.propagate = False
     try:
         yield
     finally:
-        for logger, (level, propagate) in zip(loggers, before, strict=True):
-            logger.removeHandler(handler)
-            logger.setLevel(level)
-            logger.propagate = propagate
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = propagate
 
 
 @contextmanager

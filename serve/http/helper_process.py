@@ -85,7 +85,7 @@ class HelperProcess:
         settings = {"OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         # A backtrace takes memory, of which there is none, and then waits for ever.
         settings |= {"RUST_BACKTRACE": "0", "RUST_LIB_BACKTRACE": "0"}
-        path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, sys.path)])
+        path = os.pathsep.join([str(Path(__file__).parents[3]), *filter(None, sys.path)])
         with theirs:
             self._process = subprocess.Popen(
                 command,

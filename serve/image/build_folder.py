@@ -58,9 +58,8 @@ HEALTHCHECK --interval=15s --timeout=5s --start-period=60s CMD {health}
 ENTRYPOINT {entrypoint}
 """
 DOCKERIGNORE = "*\n!app\n!model\n!*.json\n!*.npz\n!requirements.txt\n"
-PACKAGES = ("compress", "export", "serve", "pipelines")
-ROOT = Path(__file__).parents[2]
-"""Folder of the packages and of cli.py: a checkout's, or site-packages."""
+PACKAGE = Path(__file__).parents[2]
+"""Folder of this toolkit, in a checkout or in site-packages."""
 
 
 @dataclass(frozen=True)
@@ -146,9 +145,7 @@ def write_image_files(path: Path, folder: Path, attest: Attest) -> Artifact:
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(artifact.path / name, target)
     skip = shutil.ignore_patterns("__pycache__")
-    for package in PACKAGES:
-        shutil.copytree(ROOT / package, folder / "app" / package, ignore=skip)
-    shutil.copyfile(ROOT / "cli.py", folder / "app" / "cli.py")
+    shutil.copytree(PACKAGE, folder / "app" / PACKAGE.name, ignore=skip)
     forms, notes = served_forms(artifact, None)
     for note in notes:
         logger.error("note: %s", note)  # the command shows errors only

@@ -1,4 +1,7 @@
-"""Compare a container's answers with the recorded ones: `python3 -m compress.serve.image.replay_probe`."""
+"""Compare a container's answers with the recorded ones.
+
+It runs as `python3 -m compress.serve.image.replay_probe`.
+"""
 
 from __future__ import annotations
 

@@ -15,15 +15,30 @@ from pathlib import Path
 
 import pytest
 import torch
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 from torch import nn
 
-from compress import Context, EagerModel, Parity, PruneChannels, QuantizeStatic, Splits, StageFailed
+from compress import (
+    Context,
+    EagerModel,
+    Loss,
+    MaxDrop,
+    Metric,
+    Parity,
+    PruneChannels,
+    QuantizeStatic,
+    Splits,
+    StageFailed,
+)
 from compress.artifacts.artifact import Artifact
 from compress.artifacts.importing import import_checkpoint
 from compress.artifacts.recipe import Recipe
-from compress.common.errors import Unavailable
+from compress.common.errors import PipelineInvalid, Unavailable
+from compress.common.requirements import announcing_package
 from compress.common.signature import Signature, TensorSpec
+from compress.core.metrics import metric as metric_module
+from compress.core.objectives import losses
+from compress.core.objectives.loss import LossName
 from compress.pruning.dependency.graph import trace
 from compress.pruning.dependency.rules.registry import RULES
 from compress.quantization.config.dtype_scheme import added_observers
@@ -55,9 +70,11 @@ def install(page: str, folder: Path) -> None:
     (installed / "METADATA").write_text(
         f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
     )
-    ((group, entries),) = project["entry-points"].items()
-    lines = "".join(f"{name} = {where}\n" for name, where in entries.items())
-    (installed / "entry_points.txt").write_text(f"[{group}]\n{lines}")
+    lines = "".join(
+        f"[{group}]\n" + "".join(f"{name} = {where}\n" for name, where in entries.items())
+        for group, entries in project["entry-points"].items()
+    )
+    (installed / "entry_points.txt").write_text(lines)
     (installed / "RECORD").write_text("".join(f"{name},,\n" for name in files))
 
 
@@ -149,6 +166,41 @@ def test_an_added_rule_lets_channels_be_pruned(
     convolution, scale, *_ = pruned.load()
     assert isinstance(convolution, nn.Conv2d)
     assert convolution.out_channels == len(scale.scale) == 8
+
+
+@pytest.fixture
+def ranked(on_path: Path) -> Iterator[Path]:
+    """A folder in which the package of a metric and a loss is installed."""
+    caches = (metric_module._announced, losses.loss_kinds, announcing_package)
+    install("add-a-metric.md", on_path)
+    for each in caches:
+        each.cache_clear()
+    yield on_path
+    for each in caches:
+        each.cache_clear()
+
+
+def test_an_added_metric_is_measured_judged_and_part_of_cache_keys(ranked: Path) -> None:
+    metric = Metric("top5")
+    metric.check()
+    outputs, targets = torch.arange(8.0).expand(8, 8), torch.arange(8)
+    assert metric.score(outputs, targets) == 5 / 8
+    assert metric.score(outputs, targets.where(targets > 3, -100)) == 4 / 4
+    assert metric.identity()[3] == "ranking 1.0"
+    assert Metric("accuracy").identity()[3] == ""
+    assert "less than a hundredth" in MaxDrop(points=0.001).unsuitable_metric("top5")
+    with pytest.raises(PipelineInvalid, match=r"metric 'top6' is unknown; .* top5"):
+        Metric("top6").check()
+
+
+def test_an_added_loss_is_computed_and_tells_the_task(ranked: Path) -> None:
+    loss = Loss(TypeAdapter(LossName).validate_python("huber"))
+    outputs, targets = torch.tensor([[0.0], [3.0]]), torch.tensor([0.5, 0.0])
+    assert float(loss.function()(outputs, targets)) == pytest.approx((0.125 + 2.5) / 2)
+    assert loss.is_regression
+    assert loss.identity()["code"] == "ranking 1.0"
+    with pytest.raises(StageFailed, match="huber takes targets that are numbers"):
+        loss.function()(outputs, targets.long())
 
 
 @pytest.fixture

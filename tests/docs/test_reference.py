@@ -9,7 +9,7 @@ from typing import Any, get_args
 import pytest
 import yaml
 
-from compress.core.gates import AnyGate
+from compress.core.gates.gate import gate_classes
 from compress.core.stage import Stage
 from compress.pipelines.config.registry import OURS, stage_type, stages
 from compress.training.config.training import Training
@@ -95,7 +95,7 @@ def _page(pages: dict[str, str], stage: str) -> str:
 
 
 def test_every_gate_has_an_example_that_is_valid(pages: dict[str, str]) -> None:
-    gates = {gate.model_fields["gate"].default: gate for gate in get_args(get_args(AnyGate)[0])}
+    gates = gate_classes()
     shown = {
         example["gate"]: gates[example["gate"]].model_validate(example)
         for snippet in re.findall(r"```yaml\ngates:\n(.*?)```", pages["gates"], re.DOTALL)

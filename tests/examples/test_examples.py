@@ -36,7 +36,7 @@ def run(
     return call
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_users_own_folder(tmp_path: Path, run: Callable[..., str]) -> None:
     shutil.copytree(EXAMPLES / "custom", tmp_path / "mine")
     run("mine/pipeline.yaml", "--out", "results")
@@ -70,7 +70,7 @@ def test_a_task_other_than_classification(
     assert last.bytes < first.bytes / 2
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_texts_of_any_length_in_buckets_through_a_cache(
     tmp_path: Path, run: Callable[..., str]
 ) -> None:

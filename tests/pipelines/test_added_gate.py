@@ -9,8 +9,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from compress.common.errors import GateRefused, PipelineInvalid, Unavailable
-from compress.core import gates
-from compress.core.gates import AnyGate, added_gates
+from compress.core.gates import AnyGate, gate
 from compress.pipelines.api import Pipeline
 from compress.pipelines.planning.plan import advice
 from compress.pipelines.planning.planner import build_plan
@@ -75,8 +74,8 @@ def _install(folder: Path, monkeypatch: pytest.MonkeyPatch, entry: str, code: st
 
 
 def _look_again() -> None:
-    added_gates.cache_clear()
-    gates._every_gate.cache_clear()
+    gate.gate_classes.cache_clear()
+    gate._every_gate.cache_clear()
 
 
 @pytest.fixture
@@ -108,8 +107,8 @@ def test_a_pipeline_runs_it_and_the_report_has_its_rule(installed: Path) -> None
     assert "accuracy stays under 100 %" in (installed / "out" / "report.html").read_text()
     (line,) = gate_lines(Report.read(installed / "out"))
     assert "accuracy stays under 100 %" in str(line)
-    (gate,) = plan.stages[0].stage.gates
-    assert gate.reproducible(verdict).value is None
+    (own,) = plan.stages[0].stage.gates
+    assert own.reproducible(verdict).value is None
 
 
 @pytest.mark.parametrize(
@@ -154,7 +153,7 @@ def test_a_package_whose_gate_cannot_be_used_is_named(
     with monkeypatch.context() as patch:
         _install(tmp_path, patch, f"max_score = {entry}")
         with pytest.raises(Unavailable, match=message):
-            added_gates()
+            gate.gate_classes()
     _look_again()
 
 

@@ -73,7 +73,7 @@ def test_a_stage_that_holds_all_weights_is_refused_at_once(pipeline, tmp_path) -
         streamed(tmp_path, *stages).run(tmp_path / "out")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_weights_that_stay_on_disk_are_measured_and_exported(pipeline, tmp_path) -> None:
     stages: list[dict[str, Any]] = [{"stage": "quantize_weights"}]
     if not COMPRESSED_TENSORS.missing():
@@ -93,7 +93,7 @@ def test_weights_that_stay_on_disk_are_measured_and_exported(pipeline, tmp_path)
     assert {stage.judged_seconds for stage in again.stages} == {0.0}
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_language_model_becomes_folders_of_other_runtimes(pipeline, tmp_path) -> None:
     report = pipeline.run(tmp_path / "out")
     assert report.status == "passed", report

@@ -72,6 +72,7 @@ def test_samples_of_other_floats_are_converted(project, kind: str) -> None:
     assert project.run().status == "passed"
 
 
+@pytest.mark.soak
 def test_what_is_no_better_than_chance_is_not_deployed(project) -> None:
     change_data(project, "y = y[torch.randperm(240, generator=generator)]")
     report = project.run()

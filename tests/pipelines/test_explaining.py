@@ -63,7 +63,7 @@ def test_an_archive_is_packed_anew_where_what_it_says_of_the_checkpoint_changed(
     assert found[0] == found[1]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_two_runs_are_compared_by_stage(project, finished_run) -> None:
     assert compare(finished_run.out, finished_run.out).found == ()
     project.edit("epochs: 3", "epochs: 4")

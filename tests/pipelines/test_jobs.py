@@ -178,7 +178,7 @@ def unmarked(file: Path) -> Path:
     return file
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_killed_process_fails_its_branch_alone_and_the_next_run_is_as_any_other(unmarked) -> None:
     folder = unmarked.parent
     (folder / "die").touch()

@@ -104,7 +104,7 @@ def answers(found: Project, name: str, data: str) -> tuple[torch.Tensor, torch.T
         return predict(*batch.inputs)[0], batch.target
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_an_lstm_learns_numbers_and_the_exported_file_predicts_them(tmp_path) -> None:
     longer = TRAIN.replace("epochs: 6", "epochs: 12").replace("0.02", "0.05")
     stages = f"{longer}\n  - {{stage: export_onnx, gates: [{{gate: parity, atol: 1e-4}}]}}"

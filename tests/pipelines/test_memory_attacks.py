@@ -37,7 +37,7 @@ def smaller(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, marks=() if case.__name__ in QUICK else pytest.mark.slow)
+        pytest.param(case, marks=() if case.__name__ in QUICK else pytest.mark.soak)
         for case in cases.MODELS
         if case.__name__ not in LARGE
     ],

@@ -348,6 +348,7 @@ def test_a_missing_library_is_refused_early(tmp_path) -> None:
         build_plan(read)
 
 
+@pytest.mark.soak
 @pytest.mark.slow  # importing transformers is what takes long
 def test_a_hugging_face_folder_goes_the_whole_road(tmp_path, fresh_process) -> None:
     transformers = pytest.importorskip("transformers")

@@ -54,7 +54,7 @@ def test_a_body_that_does_not_arrive_gives_408(impatient: Served) -> None:
     assert b"the body was not received within 0.15 s" in answer
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_head_that_does_not_arrive_closes_the_connection(impatient: Served) -> None:
     with (
         socket.create_connection(place_of(impatient), timeout=60) as silent,

@@ -165,7 +165,7 @@ def with_growing_normalizer(place: Path) -> None:
     [
         (with_template(LOOPS), 504),
         (with_template(WRITES), 413),
-        (with_growing_normalizer, 413),
+        pytest.param(with_growing_normalizer, 413, marks=pytest.mark.soak),
     ],
     ids=["template that loops", "template that writes", "tokenizer"],
 )

@@ -375,7 +375,10 @@ def test_a_mar_without_its_directory_is_verified(archive: TorchServeArchive) -> 
 def test_verifying_replays_the_probe_in_a_fresh_process(
     archive: TorchServeArchive, fresh_process: Callable[[str], str]
 ) -> None:
-    code = f"from compress.serve.verify import verify; print(*verify({str(archive.path)!r}).proven, sep='\\n')"
+    code = (
+        "from compress.serve.verify import verify\n"
+        f"print(*verify({str(archive.path)!r}).proven, sep='\\n')"
+    )
     lines = fresh_process(code).splitlines()
     assert lines[0] == f"torchserve artifact, digest {archive.digest}"
     assert "7 members have safe names; 6 hash to what provenance.json records" in lines

@@ -245,7 +245,7 @@ def test_torchscript_passes_its_gates_through_one_server(
     assert not processes_in(started[0]) and not started[0].exists()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_server_that_ends_while_starting_shows_its_log(
     archive: TorchServeArchive, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,6 @@ import torch
 from compress.common.errors import StageFailed
 from compress.common.forward import accept_any_batch, torch_predictor
 from compress.common.tensor_difference import relative_error_of_batches
-from compress.core.metrics import MetricMeter
 from compress.core.metrics.labels import joint_decisions
 from compress.data.batch import Batch
 
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from compress.common.signature import Signature
     from compress.common.tensor_difference import Pair
     from compress.core.context import Context
+    from compress.core.metrics import MetricMeter
 
 JudgedBy: TypeAlias = Literal["metric", "outputs"]
 
@@ -74,7 +74,7 @@ class OutputErrorMeter:
         # Kept, because every changed module is compared with them.
         self.expected = list(self._outputs(module))
         self.targets = [batch.target for batch in self.batches]
-        if self.metric.name == "fidelity" and judged_by != "outputs":
+        if self.metric.needs_reference and judged_by != "outputs":
             self.targets = [joint_decisions(outputs, context.task) for outputs in self.expected]
         has_targets = all(target is not None for target in self.targets) and self.metric.is_measured
         if judged_by == "metric" and not has_targets:
@@ -125,7 +125,7 @@ class OutputErrorMeter:
 
     def _measure(self, batches: Iterable[list[torch.Tensor]]) -> tuple[float, float | None]:
         """Return the relative error of outputs, and the metric if errors are judged by it."""
-        meter = MetricMeter(self.metric)
+        meter = self.metric.meter()
         distance = relative_error_of_batches(self._compared(batches, meter))
         if not math.isfinite(distance):
             raise StageFailed("the outputs are NaN or infinite where they were not")

@@ -20,7 +20,6 @@ import torch
 from compress.common.errors import StageFailed
 from compress.common.forward import flatten_outputs, plain_attention
 from compress.core.context import COMPARED_BATCHES
-from compress.core.metrics import MetricMeter
 from compress.graph.constant_folding import fold_constants_
 from compress.graph.flops import count_macs
 from compress.quantization.numeric_debug.compare import (
@@ -49,7 +48,7 @@ if TYPE_CHECKING:
     from compress.common.forward import Predictor
     from compress.common.signature import Signature
     from compress.core.context import Context
-    from compress.core.metrics import Metric
+    from compress.core.metrics import Metric, MetricMeter
     from compress.data.targets import Targets
 
 SAMPLES, FEWEST_SAMPLES = 256, 64
@@ -95,7 +94,7 @@ def compare(
     reference = LayerOutputRecorder(module, {name for name, _ in layers.values()}, names_in_graph)
     sample = _Sample.from_context(signature, context, samples, one_by_one=one_by_one)
     metric = context.metric.for_model(signature).with_inferred_loss(context.data)
-    result = _Comparison(_FirstOutputs((MetricMeter(metric), MetricMeter(metric))))
+    result = _Comparison(_FirstOutputs((metric.meter(), metric.meter())))
     with torch.inference_mode(), plain_attention():
         for inputs, target in sample.batches(reference):
             expected = reference(*inputs)
@@ -120,7 +119,7 @@ def compare_outputs(
         StageFailed: there are outputs of other shapes, or some that are not finite.
     """
     metric = context.metric.for_model(signature).with_inferred_loss(context.data)
-    result = _Comparison(_FirstOutputs((MetricMeter(metric), MetricMeter(metric))))
+    result = _Comparison(_FirstOutputs((metric.meter(), metric.meter())))
     sample = _Sample.from_context(signature, context, FEW_ROWS, one_by_one=False)
     rows = sample.batch_size or FEW_ROWS
     if context.data is not None and sample.indices:
@@ -178,12 +177,12 @@ class _FirstOutputs:
 
     def label_agreement(self, metric: Metric) -> float | None:
         """Return the share of equal labels; None where outputs are no scores of classes."""
-        known = self.labels and (self.targets_are_labels or metric.name == "fidelity")
+        known = self.labels and (self.targets_are_labels or metric.needs_reference)
         return round(self.equal_labels / self.labels, 6) if known else None
 
     def metric_pair(self, metric: Metric) -> MetricPair | None:
         """Return the metric of both models; None where it cannot be measured."""
-        if not self.is_measured or metric.name == "fidelity":
+        if not self.is_measured or metric.needs_reference:
             return None
         try:
             before, after = (meter.compute() for meter in self.meters)

@@ -11,7 +11,7 @@ from pydantic import Field, JsonValue, field_validator, model_validator
 from compress.common.config import Count, Fraction, Positive, Ratio, Settings, Unmet
 from compress.common.errors import PipelineInvalid
 from compress.common.factories import NameOrReference, Reference
-from compress.core.objectives.loss import Loss, refuse_class_settings
+from compress.core.objectives.losses import refuse_class_settings
 from compress.training.config.parallel import Parallel
 from compress.training.config.training import Callbacks, Profile, unmet_by_data, unmet_by_machine
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from compress.core.context import Context
+    from compress.core.objectives.loss import Loss
 
 # Those of torch.optim but LBFGS (wants a closure), SparseAdam and Muon (want special weights). The
 # rates are torch's own defaults, except those of sgd and adamw, which are 0.001 there.
@@ -168,7 +169,7 @@ class Training(Settings):
     """Whether the momentum of `sgd` is Nesterov's."""
     weight_decay: Annotated[float, Field(ge=0)] | None = None
     """Decay of matrices and kernels; by default 0.0005 for `sgd`, 0.05 for `adamw`, else 0."""
-    schedule: Annotated[str, NameOrReference("schedule", SCHEDULES)] = "onecycle"
+    schedule: Annotated[str, NameOrReference("schedule", lambda: SCHEDULES)] = "onecycle"
     """Learning rate over time, by torch's schedulers: `onecycle` rises, then falls; `cosine`,
     `linear` and `polynomial` fall; `cosine_restarts` falls again and again, in `schedule_epochs`
     each; `constant` stays; `step` falls every `schedule_epochs`; `plateau` when the metric on `val`

@@ -11,7 +11,6 @@ import torch
 from compress.artifacts.artifact import Artifact
 from compress.common.errors import StageFailed
 from compress.common.forward import flatten_outputs, plain_attention
-from compress.core.metrics import MetricMeter
 from compress.data.targets import select
 from compress.training.loop.train_state import autocast
 
@@ -46,14 +45,14 @@ def evaluate(job: Job, module: torch.nn.Module, strategy: Strategy) -> float | N
         with torch.no_grad(), precision, plain_attention():
             return flatten_outputs(module(*(x.to(job.device) for x in inputs)))
 
-    meter = MetricMeter(job.metric)
+    meter = job.metric.meter()
     remaining = len(share)
     with _reference(job) as reference:
         for batch in job.data.read("val", padded, job.data.batch_size):
             own = slice(remaining)
             remaining = max(0, remaining - len(batch))
             # A function of all outputs gets those of all ranks in order: none may be left out.
-            adds = strategy.ranks == 1 or meter.custom is None or meter.is_torchmetric
+            adds = strategy.ranks == 1 or not meter.keeps_outputs
             if adds and job.metric.passes_over(batch):
                 predict(*batch.inputs)  # the other ranks' forward may wait for this one
                 continue
@@ -72,7 +71,7 @@ def evaluate(job: Job, module: torch.nn.Module, strategy: Strategy) -> float | N
 
 def _reference(job: Job) -> AbstractContextManager[Predictor | None]:
     """Load the model that `fidelity` compares with; None for other metrics."""
-    if job.metric.name != "fidelity":
+    if not job.metric.needs_reference:
         return nullcontext()
     if job.reference is None:
         raise StageFailed("metric fidelity needs a reference model")

@@ -1,23 +1,28 @@
-"""`Objective`: the loss that training minimizes, and the one on labels."""
+"""`Objective`: the loss that training minimizes, on labels or beside a teacher's outputs."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
+from pathlib import Path  # noqa: TC003 - a dataclass field
+from typing import TYPE_CHECKING, Annotated, Literal, Protocol, TypeAlias, runtime_checkable
 
+from pydantic import Field
+
+from compress.common.config import Positive, Settings
 from compress.common.errors import StageFailed
 from compress.core.objectives.loss import INFERRED_LOSS, Loss
+from compress.core.objectives.task import infer_loss
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
 
+    from compress.artifacts.artifact import Artifact
     from compress.common.forward import Outputs
     from compress.common.signature import Signature
     from compress.core.context import Context
-    from compress.core.objectives.loss import LabelCounter
     from compress.data.batch import Batch
     from compress.data.targets import Targets
     from compress.training.config.training import Training
@@ -96,7 +101,7 @@ class TargetLoss:
 
     def prepare(self, device: str) -> LossFunction:
         """Return the loss function."""
-        return TargetLossFunction(self.mean(device), self.loss.label_counter())
+        return TargetLossFunction(self.mean(device), self.loss.function().label_count)
 
     def mean(self, device: str, *, over_all: bool = False) -> TargetMean:
         """Return a function of outputs and targets that gives the mean loss.
@@ -119,7 +124,7 @@ class TargetLossFunction:
     """The loss function of :class:`TargetLoss` in one process."""
 
     mean: TargetMean
-    counter: LabelCounter
+    counter: Callable[[Targets], torch.Tensor | None]
 
     def __call__(self, outputs: tuple[torch.Tensor, ...], batch: Batch) -> torch.Tensor:
         """Compute the mean loss."""
@@ -133,3 +138,140 @@ class TargetLossFunction:
     def label_count(self, batch: Batch) -> torch.Tensor | None:
         """Count the labels that are not ignored."""
         return None if batch.target is None else self.counter(batch.target)
+
+
+class Teaching(Settings):
+    """How much a model learns from a teacher's outputs, and how much from labels."""
+
+    loss: Literal["kl", "mse", "cosine"] = "kl"
+    """Distance between the outputs: `kl` compares the distributions of logits, `mse` and `cosine`
+    compare outputs of other kinds, such as embeddings."""
+    temperature: Positive = 4.0
+    """Divisor of both models' logits before `kl` compares their distributions."""
+    soft_weight: Positive = 0.9
+    """Weight of the distance to the teacher's outputs."""
+    hard_weight: Annotated[float, Field(ge=0)] | None = None
+    """Weight of the pipeline's loss on the targets; 0 leaves them out, and samples without a label
+    add nothing. By default 0.1 beside `kl`, and 0 beside the others, whose outputs are no
+    logits."""
+
+    @property
+    def labels_weight(self) -> float:
+        """The weight of the labels, with the default that belongs to the loss."""
+        if self.hard_weight is None:
+            return 0.1 if self.loss == "kl" else 0.0
+        return self.hard_weight
+
+    def check_loss(self, loss: Loss) -> None:
+        """Refuse `kl` for a task without classes."""
+        if self.loss == "kl":
+            need_task_of_classes(self.loss, loss)
+
+    def objective(self, teacher: Artifact, targets: TargetLoss) -> FromTeacher:
+        """Create the objective of a training with a teacher."""
+        self.check_loss(targets.loss)
+        return FromTeacher(teacher.path.absolute(), teacher.digest, self, targets)
+
+
+@dataclass(frozen=True)
+class FromTeacher:
+    """Distance of the first output to the teacher's, and the loss on labels if there are any."""
+
+    teacher: Path = field(repr=False)
+    """Directory of the teacher, from which each process loads it."""
+    teacher_digest: str
+    teaching: Teaching
+    targets: TargetLoss
+    """The loss on the targets."""
+
+    def prepare(self, device: str) -> LossFunction:
+        """Load the teacher and return the loss function."""
+        import torch
+
+        from compress.artifacts.artifact import Artifact
+        from compress.common.forward import flatten_outputs
+
+        # In each process anew: an objective is sent to others as data, without tensors.
+        teacher = Artifact.from_directory(self.teacher).load(device).requires_grad_(False)
+        # The mean over all samples, so that those without a label add nothing.
+        labels_term, teaching = self.targets.mean(device, over_all=True), self.teaching
+        task = self.targets.loss.task
+
+        def loss(outputs: tuple[torch.Tensor, ...], batch: Batch) -> torch.Tensor:
+            with torch.no_grad():
+                expected = flatten_outputs(teacher(*batch.inputs))[0]
+            need_equal_shapes(outputs[0], expected)
+            if teaching.loss == "kl":
+                student = outputs[0] if task is None else task.classes_first(outputs[0])
+                expected = expected if task is None else task.classes_first(expected)
+                distance = soft_cross_entropy(student, expected, teaching.temperature)
+            elif teaching.loss == "mse":
+                distance = squared_error(outputs[0], expected)
+            else:
+                distance = cosine_distance(outputs[0], expected)
+            total = teaching.soft_weight * distance
+            if batch.target is None or not teaching.labels_weight:
+                return total
+            return total + teaching.labels_weight * labels_term(outputs, batch.target)
+
+        return loss
+
+
+def need_equal_shapes(student: torch.Tensor, teacher: torch.Tensor) -> None:
+    """Refuse a teacher whose output has another shape than the model's."""
+    if teacher.shape != student.shape:
+        raise StageFailed(
+            f"the teacher's output has shape {tuple(teacher.shape)} and the model's "
+            f"{tuple(student.shape)}; name a teacher with the same outputs"
+        )
+
+
+def need_task_of_classes(term: str, loss: Loss) -> None:
+    """Refuse a comparison of class probabilities for regression and for independent labels."""
+    name = loss.name or infer_loss(loss.targets, loss.task)
+    if loss.is_regression or name == "binary_cross_entropy":
+        raise StageFailed(
+            f"loss: {term} compares probabilities of classes that exclude each other, and the "
+            f"model of a pipeline with loss: {name} has none; use loss: mse"
+        )
+
+
+def need_classes(term: str, logits: torch.Tensor) -> None:
+    """Refuse outputs without two classes on axis 1, over which the softmax would always be 1."""
+    if logits.dim() < 2 or logits.shape[1] < 2:
+        raise StageFailed(
+            f"loss: {term} compares probabilities of classes on axis 1, and the outputs have shape "
+            f"{tuple(logits.shape)}; use loss: mse"
+        )
+
+
+def soft_cross_entropy(
+    student_logits: torch.Tensor, teacher_logits: torch.Tensor, temperature: float
+) -> torch.Tensor:
+    """Compute the Kullback-Leibler divergence of softened distributions, times T squared.
+
+    After Hinton, Vinyals and Dean, "Distilling the Knowledge in a Neural Network" (2015), section
+    2: gradients of softened targets shrink with 1/T squared, and the factor undoes it. Classes lie
+    on axis 1, as for ``cross_entropy``; the mean is taken over all other axes.
+    """
+    import torch.nn.functional as F
+
+    need_classes("kl", student_logits)
+    student = F.log_softmax(student_logits / temperature, dim=1)
+    teacher = F.log_softmax(teacher_logits / temperature, dim=1)
+    divergence = F.kl_div(student, teacher, reduction="none", log_target=True).sum(1)
+    return divergence.mean() * temperature**2
+
+
+def squared_error(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+    """Compute the mean squared error."""
+    return (student - teacher).square().mean()
+
+
+def cosine_distance(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+    """Compute the mean of one minus the cosine between vectors."""
+    import torch.nn.functional as F
+
+    # The vectors lie on axis 1 of feature maps [N, C, H, W], and else on the last axis.
+    axis = 1 if student.dim() == 4 else -1
+    return 1 - F.cosine_similarity(student, teacher, dim=axis).mean()

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from compress.common.errors import PipelineInvalid, StageFailed
 from compress.core.context import Context
 from compress.core.gates import LabelAgreement, Parity
-from compress.core.metrics import Metric, MetricMeter, evaluate
+from compress.core.metrics import Metric, evaluate
 from compress.data.splits import Splits
 
 OWN = """
@@ -153,7 +153,7 @@ def test_batches_of_other_lengths_are_measured_without_padding(metric: Metric) -
 
 
 def test_a_function_of_all_outputs_needs_one_shape(own: Callable[..., Metric]) -> None:
-    meter = MetricMeter(own("share"))
+    meter = own("share").meter()
     for length in (2, 3):
         meter.update(torch.zeros(1, 3, length), torch.zeros(1, length))
     with pytest.raises(StageFailed, match=r"batches differ in shape .* torchmetrics.Metric takes"):
@@ -180,7 +180,7 @@ def regression() -> tuple[torch.Tensor, torch.Tensor]:
 
 def in_shares(metric: Metric, outputs: torch.Tensor, targets: torch.Tensor, ranks: int) -> float:
     """Measure shares of the samples in batches of 4, and merge what is sent of them."""
-    meters = [MetricMeter(metric) for _ in range(ranks)]
+    meters = [metric.meter() for _ in range(ranks)]
     for rank, meter in enumerate(meters):
         pairs = zip(outputs[rank::ranks].split(4), targets[rank::ranks].split(4), strict=True)
         for batch in pairs:
@@ -203,7 +203,7 @@ def test_shares_add_up_to_the_whole(name: str, ranks: int) -> None:
 
 
 def test_r2_of_batches_of_other_widths_is_refused() -> None:
-    meter = MetricMeter(Metric("r2"))
+    meter = Metric("r2").meter()
     meter.update(torch.zeros(2, 3), torch.zeros(2, 3))
     with pytest.raises(StageFailed, match="3 outputs and of another 4; pad all samples"):
         meter.update(torch.zeros(2, 4), torch.zeros(2, 4))

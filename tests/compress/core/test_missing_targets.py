@@ -8,7 +8,7 @@ from torch import nn
 
 import compress
 from compress.common.errors import StageFailed
-from compress.core.metrics import Metric, MetricMeter, evaluate
+from compress.core.metrics import Metric, evaluate
 from compress.core.objectives.loss import Loss
 from compress.data.splits import Splits
 
@@ -66,7 +66,7 @@ def test_the_first_process_may_have_no_target(name: str) -> None:
     if name == "r2":
         y = x + 0.1 * torch.randn(9, 3)
     metric = Metric(name, loss=Loss("mse" if name == "r2" else "cross_entropy"))
-    whole, *shares = (MetricMeter(metric) for _ in range(4))
+    whole, *shares = (metric.meter() for _ in range(4))
     whole.update(x, y)
     for share, rows in zip(shares[1:], (slice(4), slice(4, 9)), strict=True):
         share.update(x[rows], y[rows])
@@ -75,7 +75,7 @@ def test_the_first_process_may_have_no_target(name: str) -> None:
 
 
 def test_no_process_with_a_target_is_said() -> None:
-    share = MetricMeter(Metric("accuracy"))
+    share = Metric("accuracy").meter()
     share.add_shares_([None, None])
     with pytest.raises(StageFailed, match="needs targets and no sample has one"):
         share.compute()

@@ -33,7 +33,7 @@ CLASS_0 = (51 + 50 * 2 / 3) / 101
 
 def detections(**arguments) -> MetricMeter:
     names = ("boxes", "scores", "labels")
-    return MetricMeter(Metric("map", tuple(arguments.items()), outputs=names))
+    return Metric("map", tuple(arguments.items()), outputs=names).meter()
 
 
 def test_the_map_of_boxes_is_that_of_coco():
@@ -127,7 +127,7 @@ def test_known_values_whatever_the_batches_and_processes(name, outputs, targets,
     metric = Metric(name)
     metric.check()
     assert metric.score(outputs, targets) == pytest.approx(value, abs=1e-6)
-    meters = [MetricMeter(metric) for _ in range(2)]
+    meters = [metric.meter() for _ in range(2)]
     for i, (x, y) in enumerate(zip(outputs.split(1), targets.split(1), strict=True)):
         meters[i % 2].update(x, y)
     meters[0].add_shares_([meter.state() for meter in meters])
@@ -138,7 +138,7 @@ def test_perplexity_weighs_tokens_and_leaves_out_ignored_ones():
     # Classes on axis 1; probabilities of the right tokens 1/2, 1/4 and 1/8.
     probabilities = torch.tensor([[[0.5, 0.25], [0.5, 0.75]], [[0.125, 0.5], [0.875, 0.5]]])
     targets = torch.tensor([[0, 0], [0, -100]])
-    meter = MetricMeter(Metric("perplexity"))
+    meter = Metric("perplexity").meter()
     for row in range(2):
         meter.update(probabilities[row : row + 1].log(), targets[row : row + 1])
     assert meter.compute() == pytest.approx(math.exp(math.log(2 * 4 * 8) / 3))

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from compress.core.metric_kinds.jackknife import groups_of_batch
 from compress.core.metrics import Metric, evaluate
+from compress.core.metrics.evaluate import groups_of_batch
 from compress.core.metrics.score import Score, paired_interval, proportion_interval
 from compress.core.objectives.loss import Loss
 from compress.data.splits import Splits

@@ -41,7 +41,7 @@ def test_tokens_have_their_classes_last(tokens, name) -> None:
     assert loss.function()(outputs, labels, label_smoothing=0.0) == pytest.approx(float(expected))
     total, count = loss.sums_and_counts(outputs, labels).sum(1)
     assert total / count == pytest.approx(float(expected))
-    assert count == loss.label_counter()(labels) == int((known != -100).sum())
+    assert count == loss.function().label_count(labels) == int((known != -100).sum())
     right = (scores.argmax(-1) == known).sum() / count
     assert Metric("accuracy", loss=loss).score(outputs, labels) == pytest.approx(float(right))
     with pytest.raises(StageFailed, match=r"\(batch, length, classes\) and labels \(batch, length"):

@@ -44,7 +44,7 @@ def folder(tmp_path, school):
     return tmp_path / "mine"
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_pipeline_takes_a_teacher_and_a_student_of_their_own(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     out = tmp_path / "out"

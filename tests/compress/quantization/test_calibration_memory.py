@@ -46,7 +46,7 @@ print(*(f"{observer}={calibrate(observer, 2048) / few}" for observer in OBSERVER
 """
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_memory_does_not_grow_with_samples(fresh_process: Callable[[str], str]) -> None:
     ratios = dict(part.split("=") for part in fresh_process(CALIBRATE).split())
     assert len(ratios) == 6

@@ -123,7 +123,7 @@ def stopped_after_two_pieces(stage: QuantizeWeights, streamed, folder) -> None:
         stage(streamed, context)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("name", ["piece-0001.safetensors", "piece-0001.json", "carried-0002"])
 def test_a_changed_piece_is_quantized_again(models, tmp_path, caplog, name) -> None:
     _, streamed = models
@@ -182,7 +182,7 @@ def test_the_exported_folder_is_that_of_the_whole_model(models, tmp_path) -> Non
         ExportOnnx()(packed, context_for(streamed, tmp_path / "onnx"))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_awq_that_multiplies_inputs_is_not_exported(models, tmp_path) -> None:
     scores = []
     for model in models:

@@ -66,7 +66,7 @@ def test_sizes_are_those_of_an_export_at_these_widths(exports, tmp_path: Path) -
     assert found.shape == (1, 5)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_two_exports_are_enough_where_each_size_has_one_group(tmp_path: Path) -> None:
     def chain(a: int, b: int) -> onnx.ModelProto:
         layers = nn.Conv2d(3, a, 3), nn.Conv2d(a, b, 3), nn.Flatten(), nn.Linear(16 * b, 5)

@@ -75,8 +75,7 @@ class Net(nn.Module):
 """
 SCRIPT_ALONE = """
 import runpy, sys
-for name in ("compress", "export", "serve", "pipelines"):
-    sys.modules[name] = None
+sys.modules["compress"] = None
 try:
     runpy.run_path({script!r}, run_name="__main__")
 except SystemExit as ended:

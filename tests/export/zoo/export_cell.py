@@ -49,8 +49,12 @@ import sys
 sys.path.insert(0, {folder!r})
 import torch
 torch.set_num_threads(1)
-import compress.export.aotinductor.stage, compress.export.executorch.stage, compress.export.onnx.stage
-import compress.export.exported_program, compress.export.openvino.stage, compress.export.torchscript.stage
+from compress.export.aotinductor import stage
+from compress.export.executorch import stage
+from compress.export.onnx import stage
+from compress.export import exported_program
+from compress.export.openvino import stage
+from compress.export.torchscript import stage
 from tests.export.zoo.export_cell import digest, outputs_of
 from compress.artifacts.artifact import Artifact
 for path in {paths!r}:

@@ -98,7 +98,7 @@ def test_a_search_finds_a_faster_model_and_goes_on_where_it_was(
     assert not built and json.loads(capfd.readouterr().out)["checked"] == front["checked"]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_limits_that_cannot_be_met_are_told_with_the_nearest_model(
     file: Path, tmp_path: Path, capfd
 ) -> None:

@@ -55,7 +55,7 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "net.yaml"
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_layer_that_integers_ruin_stays_in_float(file: Path, tmp_path: Path, capfd) -> None:
     out = tmp_path / "out"
     with pytest.raises(SystemExit) as end:

@@ -143,7 +143,7 @@ def test_the_pipeline_of_a_trained_model_makes_the_same_file(
         assert (again / "artifacts" / file).read_bytes() == (made / file).read_bytes()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_training_ends_where_the_model_is_good(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

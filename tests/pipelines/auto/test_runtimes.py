@@ -74,7 +74,7 @@ def test_models_for_openvino_are_searched_and_made_again(
     assert {m["runtime"] for m in more if m["widths"]} == {"onnx", "openvino"}
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_search_for_another_machine_predicts_its_latencies(
     pipeline: Path, tmp_path: Path, capfd, monkeypatch
 ) -> None:

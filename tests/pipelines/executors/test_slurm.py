@@ -112,7 +112,7 @@ def script(user: Path, cluster: Cluster = TWO, out: str = "runs/small") -> Path:
     return user / "compress.sbatch"
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.multiprocess
 def test_a_job_on_two_nodes_whose_time_is_up_is_queued_again_and_goes_on(user):
     script(user, out="the run's directory")

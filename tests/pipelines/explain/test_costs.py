@@ -72,7 +72,7 @@ def explanation(out: Path) -> Explanation:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_table_left_in_float_is_named_and_mended(folder: Path, capfd) -> None:
     out = folder / "out"
     assert compress("run", folder / "net.yaml", "--out", out) == 3
@@ -125,7 +125,7 @@ def test_an_export_that_failed_is_explained(folder: Path, capfd) -> None:
     assert found.repairs == ({"stage": "export_torchscript"},)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_layer_left_in_float_is_named_and_mended(folder: Path, capfd) -> None:
     text = FILE.replace("embeddings: false", "exclude: [inner]")
     text = text.replace("max_size, ratio: 0.6, against: source", "min_integer_macs, share: 0.9")

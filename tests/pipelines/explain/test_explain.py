@@ -213,7 +213,7 @@ stages:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_stage_is_run_again_without_layers_and_with_other_bits(tmp_path: Path, capfd) -> None:
     (tmp_path / "mlp.py").write_text(MLP)
     (tmp_path / "mlp.yaml").write_text(WEIGHTS)

@@ -28,7 +28,7 @@ stages:
 """.replace("GATE", "{gate: max_drop, points: 3.0}")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_all_refusals_are_explained_and_mended_together(tmp_path: Path, capfd) -> None:
     (tmp_path / "nets.py").write_text(NETS)
     (tmp_path / "net.yaml").write_text(FILE)

@@ -6,7 +6,8 @@ import pytest
 from rich.console import Console
 
 from compress.common.errors import StageFailed
-from compress.core.gates import BUILT_IN, MaxDrop, MinMetric, rule_in_words, value_in_words
+from compress.core.gates import MaxDrop, MinMetric, rule_in_words, value_in_words
+from compress.core.gates.gate import gate_classes
 from compress.core.verdict import Uncertainty, explain
 from compress.pipelines.reporting.html import render
 from compress.pipelines.reporting.terminal_table import (
@@ -62,7 +63,7 @@ def test_what_a_gate_found_has_the_unit_of_its_rule() -> None:
     assert value_in_words(drop, "accuracy") == "0.5 points"
     assert value_in_words(drop, "loss") == "0.005"
     assert value_in_words(MaxDrop(points=1).verdict(None, "no data"), "loss") == "no data"
-    for name, gate in BUILT_IN.items():
+    for name, gate in gate_classes().items():
         limits = {gate.limit_field: 1 if name == "min_equal_tokens" else 0.45, "atol": 0.45}
         made = gate.model_validate({k: v for k, v in limits.items() if k in gate.model_fields})
         at_limit = made.verdict(made.limit)

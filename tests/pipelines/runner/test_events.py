@@ -127,8 +127,8 @@ def test_a_log_grows_no_further_than_twice_its_bound(tmp_path, monkeypatch) -> N
 
 
 def test_others_hear_no_more_than_before(tmp_path, caplog) -> None:
-    loggers = [logging.getLogger(name) for name in jsonl_log.OWN_LOGGERS]
-    before = [(logger.level, logger.propagate, [*logger.handlers]) for logger in loggers]
+    logger = logging.getLogger(jsonl_log.LOGGER)
+    before = (logger.level, logger.propagate, [*logger.handlers])
     log = logging.getLogger("compress.somewhere")
     with log_handler(LogFile(tmp_path / LOG, "run", lambda: "here")):
         log.info("for the log alone")
@@ -136,7 +136,7 @@ def test_others_hear_no_more_than_before(tmp_path, caplog) -> None:
     log.info("for nobody")
     assert [record.getMessage() for record in caplog.records] == ["for all"]
     assert [line["message"] for line in logged(tmp_path)] == ["for the log alone", "for all"]
-    assert before == [(logger.level, logger.propagate, logger.handlers) for logger in loggers]
+    assert before == (logger.level, logger.propagate, logger.handlers)
 
 
 def test_announced_lines_are_logged_too(finished_run) -> None:

@@ -154,7 +154,7 @@ def test_another_machine_measures_again(project, monkeypatch) -> None:
 
     before = Report.read(project.out).stages[0].measurements.latency_ms
     other = {"platform": "x", "processor": "another", "cores": 64}
-    monkeypatch.setattr(pipelines.runner.run_state, "machine", lambda: other)
+    monkeypatch.setattr("compress.pipelines.runner.run_state.machine", lambda: other)
     report = project.run()
     assert project.ran() == {}
     assert report.stages[0].measurements.latency_ms != before

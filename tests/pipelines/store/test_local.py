@@ -54,7 +54,7 @@ def _together(*projects) -> list[tuple]:
     return results
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_two_runs_started_together_both_end_well(project, finished_run) -> None:
     shutil.rmtree(project.out)
     first, second = _together(project, project)
@@ -266,7 +266,8 @@ def test_a_run_that_is_killed_leaves_no_report_of_the_one_before(project) -> Non
     project.edit("ratio: 0.4", "ratio: 0.5")
     script = (
         "import os; from compress.pipelines import Pipeline; "
-        "from compress.pipelines.runner import executor; executor.evaluate_stage = lambda *_: os._exit(0); "
+        "from compress.pipelines.runner import executor; "
+        "executor.evaluate_stage = lambda *_: os._exit(0); "
         f"Pipeline.from_yaml({str(project.file)!r}).run({str(project.out)!r})"
     )
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], timeout=120)

@@ -19,7 +19,7 @@ assert not os.path.exists(folder)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.skipif(COMPILER.missing(), reason="needs a C++ compiler")
 def test_torch_compiles_after_a_run_that_was_the_first_to_compile(fresh_process) -> None:
     assert fresh_process(COMPILE_TWICE) == ""

@@ -6,6 +6,7 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -329,9 +330,10 @@ def test_the_address_is_printed_as_one_line_of_json(artifact: Path) -> None:
 
 
 def refused(artifact: Path, *options: str, before: str = "") -> subprocess.CompletedProcess[str]:
-    from tests.serve.served_here import COMPRESS, ROOT
+    from tests.serve.served_here import ROOT
 
-    command = [*COMPRESS[:2], before + COMPRESS[2], "serve", str(artifact), "--port", "0", *options]
+    code = before + "from compress.cli import main; main()"
+    command = [sys.executable, "-c", code, "serve", str(artifact), "--port", "0", *options]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
 
 

@@ -355,7 +355,7 @@ def test_a_client_that_leaves_after_its_stream(server: Served) -> None:
                 assert contents(reply.body)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_client_that_never_reads_holds_up_nobody(server: Served, normal: tuple[str, int]) -> None:
     """Its streams fill the kernel's buffers; then one of them waits, until it is disconnected."""
     with connected(server, receive_bytes=1) as connection:

@@ -22,8 +22,6 @@ SAMPLES = 512
 """Samples whose targets decide what kind a dataset's are, at most."""
 SUM_TOLERANCE = 1e-2
 """How far probabilities of a sample may sum to other than 1: half precision has three digits."""
-POSITIVE_LOG = 1e-3
-"""Rounding may lift the logarithm of a probability of 1 above 0."""
 
 TargetKind: TypeAlias = Literal["labels", "binary", "probabilities", "numbers", "nested"]
 """Whole numbers; floats that are all 0 or 1; floats that sum to 1 over axis 1; other floats; lists
@@ -125,32 +123,6 @@ def need_tensor(what: str, targets: Targets) -> torch.Tensor:
     )
 
 
-def match_to_loss(
-    name: str, outputs: torch.Tensor, targets: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cast and reshape outputs and targets to what a built-in loss takes, or raise StageFailed."""
-    import torch
-
-    if outputs.dtype in (torch.float16, torch.bfloat16):
-        outputs = outputs.float()
-    if name in ("cross_entropy", "nll"):
-        return outputs, _match_to_classes(name, outputs, targets)
-    if not same_shape(outputs, targets):
-        raise StageFailed(
-            f"{name} takes targets of the outputs' shape, found outputs "
-            f"{describe_tensor(outputs)} and targets {describe_tensor(targets)}; "
-            f"{suggest_targets(outputs, targets)}"
-        )
-    if name == "binary_cross_entropy":
-        return _match_to_binary(outputs, targets)
-    if not targets.is_floating_point():
-        raise StageFailed(
-            f"{name} takes targets that are numbers, found {describe_tensor(targets)}; return "
-            "floats (y.float()), or for labels use cross_entropy or binary_cross_entropy"
-        )
-    return outputs, targets.to(outputs.dtype).reshape(outputs.shape)
-
-
 def has_target(targets: Targets) -> torch.Tensor:
     """Return a boolean mask of the samples that have a target: a label, or numbers."""
     import torch
@@ -185,40 +157,9 @@ def are_probabilities(rows: torch.Tensor) -> bool:
     return bool((rows >= 0).all()) and bool(((sums - 1).abs() <= SUM_TOLERANCE).all())
 
 
-def _shape_of(tensor: torch.Tensor) -> str:
+def shape_of(tensor: torch.Tensor) -> str:
+    """Return a tensor's shape as :func:`describe_tensor` has it."""
     return describe_tensor(tensor).partition(" ")[2]
-
-
-def _match_to_classes(name: str, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return labels as int64, or class probabilities in the outputs' dtype."""
-    classes = outputs.shape[1] if outputs.dim() > 1 else 1
-    if classes < 2:
-        raise StageFailed(
-            f"{name} takes at least two classes on axis 1 of the outputs, found outputs "
-            f"{describe_tensor(outputs)}; {suggest_targets(outputs, targets)}"
-        )
-    if name == "nll" and float(outputs.detach().max()) > POSITIVE_LOG:
-        raise StageFailed(
-            "nll takes log-probabilities, which are never above 0, and the model's outputs reach "
-            f"{float(outputs.detach().max()):.3g}; end it with log_softmax, or use cross_entropy"
-        )
-    if targets.is_floating_point():
-        if name == "nll" or targets.shape != outputs.shape or not are_probabilities(targets):
-            soft = "" if name == "nll" else f", or probabilities {_shape_of(outputs)} that sum to 1"
-            raise StageFailed(
-                f"{name} takes whole numbers as labels{soft}, found targets "
-                f"{describe_tensor(targets)} and outputs {describe_tensor(outputs)}; "
-                f"{suggest_targets(outputs, targets)}"
-            )
-        return targets.to(outputs.dtype)
-    if not are_class_labels(outputs, targets):
-        raise StageFailed(
-            f"{name} takes labels of shape {_shape_of(outputs[:, 0])} for outputs "
-            f"{describe_tensor(outputs)}, whose axis 1 has the classes, found targets "
-            f"{describe_tensor(targets)}; {suggest_targets(outputs, targets)}"
-        )
-    refuse_wrong_labels(targets, classes)
-    return targets.long()
 
 
 def refuse_wrong_labels(labels: torch.Tensor, classes: int) -> None:
@@ -230,26 +171,6 @@ def refuse_wrong_labels(labels: torch.Tensor, classes: int) -> None:
     if bool(is_wrong.any()):
         place = int(is_wrong.reshape(len(labels), -1).any(1).nonzero()[0])
         raise LabelOutOfRange(out_of_range(int(labels[is_wrong][0]), classes), place)
-
-
-def _match_to_binary(
-    outputs: torch.Tensor, targets: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return outputs and targets of one shape, integer targets without the ignored ones."""
-    from compress.data.batch import IGNORED_LABEL
-
-    targets = targets.reshape(outputs.shape)
-    if not targets.is_floating_point():
-        is_known = targets != IGNORED_LABEL
-        outputs, targets = outputs[is_known], targets[is_known]
-    wrong = targets[~((targets >= 0) & (targets <= 1))]
-    if wrong.numel():
-        raise StageFailed(
-            f"binary_cross_entropy takes targets from 0 to 1, found {float(wrong.view(-1)[0]):g}; "
-            "for numbers use mse, l1 or smooth_l1 (with floats), for more than two classes one "
-            "output for each and cross_entropy"
-        )
-    return outputs, targets.to(outputs.dtype)
 
 
 def suggest_targets(outputs: torch.Tensor, targets: torch.Tensor) -> str:
@@ -268,7 +189,7 @@ def suggest_targets(outputs: torch.Tensor, targets: torch.Tensor) -> str:
         )
     if outputs.dim() > 1 and outputs.shape[1] > 1:
         return (
-            f"for classes return labels as whole numbers of shape {_shape_of(outputs[:, 0])}, "
-            f"otherwise targets of shape {_shape_of(outputs)}"
+            f"for classes return labels as whole numbers of shape {shape_of(outputs[:, 0])}, "
+            f"otherwise targets of shape {shape_of(outputs)}"
         )
-    return f"return targets of shape {_shape_of(outputs)}"
+    return f"return targets of shape {shape_of(outputs)}"

@@ -14,7 +14,31 @@ if TYPE_CHECKING:
     from compress.core.context import Context
 
 
-class MinDelegated(Gate):
+class _ShareGate(Gate):
+    """A gate on a share of the work that the exporter counted."""
+
+    share: Annotated[float, Field(gt=0, le=1)]
+
+    limit_field: ClassVar[str] = "share"
+    higher_passes: ClassVar[bool] = True
+    compares: ClassVar[bool] = False
+    fact: ClassVar[str]
+    """The artifact's fact that has the share."""
+
+    def measure(self, before: Artifact, after: Artifact, context: Context) -> float:
+        """Return the share that the exporter counted."""
+        if problem := self.unsuitable_artifact(type(after)):
+            raise StageFailed(problem)
+        share: Any = after.fact(self.fact)
+        if share is None:
+            raise StageFailed(
+                "the multiply-accumulates of this file cannot be counted: it has none, or an "
+                "operator that multiplies in ways that are not counted, such as a loop"
+            )
+        return float(share)
+
+
+class MinDelegated(_ShareGate):
     """The backend that a file was lowered for computes nearly all of the model."""
 
     gate: Literal["min_delegated"] = "min_delegated"
@@ -22,19 +46,11 @@ class MinDelegated(Gate):
     """Least share of the multiply-accumulates that is in the backend's own kernels; of the
     operators where nothing is multiplied."""
 
-    limit_field: ClassVar[str] = "share"
     rule_template: ClassVar[str] = "delegated share >= {share:g}"
     report_template: ClassVar[str] = (
         "the backend computes at least {percent:g} % of the multiply-accumulates"
     )
-    higher_passes: ClassVar[bool] = True
-    compares: ClassVar[bool] = False
-
-    def measure(self, before: Artifact, after: Artifact, context: Context) -> float:
-        """Return the share that the exporter counted."""
-        if problem := self.unsuitable_artifact(type(after)):
-            raise StageFailed(problem)
-        return float(after.fact("delegated_share"))
+    fact: ClassVar[str] = "delegated_share"
 
     def unsuitable_artifact(self, written: type[Artifact]) -> str:
         """Return why nothing of such a result is delegated."""
@@ -47,7 +63,7 @@ class MinDelegated(Gate):
         )
 
 
-class MinIntegerMacs(Gate):
+class MinIntegerMacs(_ShareGate):
     """The runtime computes nearly all of a quantized model with integer kernels."""
 
     gate: Literal["min_integer_macs"] = "min_integer_macs"
@@ -55,25 +71,11 @@ class MinIntegerMacs(Gate):
     """Least share of the multiply-accumulates that integer kernels do, of those of convolutions,
     matrix products and recurrent layers, the products of attention included."""
 
-    limit_field: ClassVar[str] = "share"
     rule_template: ClassVar[str] = "share of integer multiply-accumulates >= {share:g}"
     report_template: ClassVar[str] = (
         "integer kernels do at least {percent:g} % of the multiply-accumulates"
     )
-    higher_passes: ClassVar[bool] = True
-    compares: ClassVar[bool] = False
-
-    def measure(self, before: Artifact, after: Artifact, context: Context) -> float:
-        """Return the share that the exporter counted."""
-        if problem := self.unsuitable_artifact(type(after)):
-            raise StageFailed(problem)
-        share: Any = after.fact("integer_share")
-        if share is None:
-            raise StageFailed(
-                "the multiply-accumulates of this file cannot be counted: it has none, or an "
-                "operator that multiplies in ways that are not counted, such as a loop"
-            )
-        return float(share)
+    fact: ClassVar[str] = "integer_share"
 
     def unsuitable_artifact(self, written: type[Artifact]) -> str:
         """Return why integer kernels are not counted in such a result."""

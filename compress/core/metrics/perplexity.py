@@ -1,18 +1,25 @@
-"""Windows of long samples, by which perplexity is measured with a fixed context."""
+"""Perplexity of language models, over whole samples or windows of a fixed context."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, ValidationError, model_validator
 
 from compress.common.config import Count, Settings
 from compress.common.errors import PipelineInvalid
+from compress.common.forward import first_output
+from compress.core.metrics.metric import Metric
+from compress.core.objectives.targets import need_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     import torch
+
+    from compress.common.forward import Outputs
+    from compress.data.targets import Targets
 
 
 class SlidingWindow(Settings):
@@ -71,3 +78,37 @@ class SlidingWindow(Settings):
             counted = end
             if end == length:
                 return
+
+
+class Perplexity(Metric):
+    """The exponential of the mean cross-entropy; with `context` and `stride` over windows."""
+
+    higher = False
+    is_exponential = True
+    labels = "class"
+
+    @property
+    def window(self) -> SlidingWindow | None:
+        """The windows that it is measured in; None where samples are read as they are."""
+        return SlidingWindow.from_arguments(dict(self.arguments)) if self.arguments else None
+
+    def parts(
+        self, inputs: tuple[torch.Tensor, ...], targets: Targets
+    ) -> Iterator[tuple[tuple[torch.Tensor, ...], Targets]]:
+        """Yield the batch, or its windows."""
+        if window := self.window:
+            yield from window.of(inputs, need_tensor("metric perplexity", targets))
+        else:
+            yield inputs, targets
+
+    def sums_and_counts(self, outputs: Outputs, targets: Targets) -> torch.Tensor:
+        """Add up the cross-entropy of each sample's labels, and count them."""
+        targets = need_tensor(f"metric {self.name}", targets)
+        name = "nll" if self.loss.name == "nll" else "cross_entropy"
+        return replace(self.loss, name=name).sums_and_counts(first_output(outputs), targets)
+
+    def check_settings(self) -> None:
+        """Raise PipelineInvalid for arguments that are no windows."""
+        if self.direction is not None:
+            super().check_settings()
+        _ = self.window

@@ -9,11 +9,15 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
+from compress.common.errors import StageFailed
 from compress.core.verdict import Uncertainty
 from compress.profiling.output_summary import OutputSummary
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     import numpy as np
+    import torch
     from numpy.typing import NDArray
     from pydantic import JsonValue
 
@@ -148,3 +152,43 @@ def _mean_interval(value: float, parts: NDArray[np.float64]) -> tuple[float, flo
     error = float(parts.std(ddof=1)) / math.sqrt(count)
     reach = float(stdtrit(count - 1, (1 + CONFIDENCE) / 2)) * error
     return value - reach, value + reach
+
+
+def pseudo_values(
+    value: float,
+    sums: Sequence[torch.Tensor],
+    add: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    compute: Callable[[torch.Tensor], float],
+) -> NDArray[np.float64] | None:
+    """Return what each group adds to a metric, `(groups,)`: numbers whose mean is the metric.
+
+    The jackknife: samples are divided into groups, and the metric is computed without each of them
+    (Miller, "The jackknife: a review", 1974). None where it is not defined without one.
+
+    Args:
+        value: the metric of all groups.
+        sums: the sums of each group.
+        add: returns the sums of the samples of both.
+        compute: returns the metric of some sums.
+    """
+    import numpy as np
+
+    if len(sums) < 2:
+        return None
+    after = [sums[-1]]
+    for own in reversed(sums[1:-1]):
+        after.append(add(own, after[-1]))
+    before: torch.Tensor | None = None
+    values = []
+    try:
+        for own in sums:
+            rest = [part for part in (before, after.pop() if after else None) if part is not None]
+            values.append(compute(add(*rest) if len(rest) > 1 else rest[0]))
+            before = own if before is None else add(before, own)
+    except StageFailed:
+        return None
+    without = np.array(values)
+    if not np.isfinite(without).all():
+        return None
+    parts: NDArray[np.float64] = value + (len(sums) - 1) * (without.mean() - without)
+    return parts

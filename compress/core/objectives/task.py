@@ -10,13 +10,17 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from compress.common.errors import PipelineInvalid, StageFailed
+from compress.core.objectives.targets import (
+    TargetKind,
+    are_class_labels,
+    same_shape,
+    target_kind,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import torch
 
-    from compress.core.objectives.targets import TargetKind
+    from compress.data.targets import Targets
 
 TaskName = Literal[
     "classification",
@@ -167,16 +171,56 @@ def task_named(name: str | None) -> Task | None:
     return None if name is None else TASKS[name]
 
 
-def task_of_targets(kind: TargetKind, shape: Sequence[int]) -> Task | None:
-    """Return the task that targets of a kind and shape show; None where several are possible.
+LOSS_OF_TARGETS: dict[TargetKind | None, str] = {
+    "labels": "cross_entropy",
+    "binary": "binary_cross_entropy",
+    "probabilities": "cross_entropy",
+    "numbers": "mse",
+    # Of one sample's lists, where others are tensors: the shapes decide whether it fits.
+    "nested": "mse",
+}
+"""Kind of targets → the loss that fits them."""
 
-    Labels with further axes may be those of pixels, of tokens, or several for each sample.
+
+def infer_loss(
+    kind: TargetKind | None, task: Task | None, *, has_classes: bool = True
+) -> str | None:
+    """Return the name of the loss that targets of a kind show: one of the task's, if it has any.
+
+    Labels are `cross_entropy` where the outputs have classes, and else yes or no for each output.
     """
-    if kind == "nested":
+    name = LOSS_OF_TARGETS.get(kind)
+    if kind == "labels" and not has_classes:
+        name = "binary_cross_entropy"
+    return task.losses[0] if task and task.losses and name not in task.losses else name
+
+
+def infer_task(targets: Targets, outputs: torch.Tensor | None = None) -> Task | None:
+    """Return the task that targets show, or that they and a model's first output do.
+
+    None where several are possible: without outputs, labels with further axes may be those of
+    pixels, of tokens, or several for each sample.
+    """
+    kind = target_kind(targets)
+    if isinstance(targets, list | dict):
         return None
-    if kind == "numbers":
-        return TASKS["regression"]
-    axes = sum(size != 1 for size in shape[1:])
-    if kind == "probabilities" or not axes:
-        return TASKS["classification"]
-    return TASKS["multilabel"] if kind == "binary" and axes == 1 else None
+    name: TaskName | None
+    if outputs is None:
+        axes = sum(size != 1 for size in targets.shape[1:])
+        if kind == "numbers":
+            name = "regression"
+        elif kind == "probabilities" or not axes:
+            name = "classification"
+        else:
+            name = "multilabel" if kind == "binary" and axes == 1 else None
+    elif kind == "labels" and are_class_labels(outputs, targets):
+        name = "segmentation" if outputs.dim() > 3 else "classification"
+    elif kind == "labels" and outputs.dim() == 3 and outputs.shape[:-1] == targets.shape:
+        name = "token-classification"
+    elif not same_shape(outputs, targets):
+        name = None
+    elif kind in ("labels", "binary"):
+        name = "multilabel" if outputs[:1].numel() > 1 else "classification"
+    else:
+        name = "classification" if kind == "probabilities" else "regression"
+    return TASKS[name] if name else None

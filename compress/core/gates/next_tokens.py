@@ -75,6 +75,7 @@ class MaxDivergence(_NextTokenGate):
             positions += a.shape[0] * a.shape[1]
         if not positions:
             raise StageFailed("the outputs have no positions, so that there is nothing to compare")
+        # NaN and infinities anywhere end in the sum, so one look is enough.
         if not torch.tensor(total).isfinite():
             raise StageFailed("the scores are not all finite")
         return total / positions

@@ -1,24 +1,28 @@
 """The base class of gates: a rule with a limit, and everything that a run has to know of it.
 
-A gate of another package is a subclass that declares the same attributes, and an entry point of the
-group ``compress.gates``; see :mod:`compress.core.gates` for the built-in ones.
+A gate is a subclass that declares these attributes, and an entry point of the group
+``compress.gates``, whether it is of this package or of another. One that cannot be measured fails.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from typing import TYPE_CHECKING, Any, ClassVar
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Union
+
+from pydantic import Field, TypeAdapter
+from pydantic_core import core_schema
 
 from compress.common.config import Settings, Unmet
 from compress.common.errors import CompressError, Unavailable, exits_refused
-from compress.common.requirements import unmet_in
+from compress.common.requirements import announced, unmet_in
 from compress.core.verdict import Uncertainty, Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from pydantic import JsonValue
+    from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler, JsonValue
 
     from compress.artifacts.artifact import Artifact
     from compress.common.requirements import Requirement
@@ -127,6 +131,7 @@ class Gate(Settings):
                 uncertainty = self.uncertainty(before, after, context)
                 return self.verdict(value, uncertainty=uncertainty, outputs=outputs)
         except Unavailable:
+            # What is not installed is no verdict on the model: the run ends with another exit code.
             raise
         except CompressError as error:
             return self.verdict(None, str(error))
@@ -198,3 +203,54 @@ def describe_value(verdict: Verdict, unit: str, factor: float = 1.0) -> str:
         return verdict.reason
     basis = verdict.basis(unit if unit == " %" else "", factor)
     return f"{factor * verdict.value:.5g}{unit}{basis}"
+
+
+@cache
+def gate_classes() -> dict[str, type[Gate]]:
+    """Return every gate by its `gate` key; Unavailable where a package's is broken or clashes."""
+    return announced("compress.gates", "gate", "gate")
+
+
+@cache
+def _every_gate() -> TypeAdapter[Gate]:
+    union: Any = Annotated[Union[tuple(gate_classes().values())], Field(discriminator="gate")]  # noqa: UP007
+    return TypeAdapter(union)
+
+
+class AnnouncedGates:
+    """Annotates a setting that takes any gate; packages are asked for theirs at its first use."""
+
+    # Not where the class of a stage is made: the modules of gates import this one.
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> core_schema.CoreSchema:
+        return core_schema.no_info_plain_validator_function(
+            lambda gate: gate if isinstance(gate, Gate) else _every_gate().validate_python(gate),
+            # By the gate's own class; that of the annotation knows no limits.
+            serialization=core_schema.simple_ser_schema("any"),
+        )
+
+    def __get_pydantic_json_schema__(
+        self, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        return handler(_every_gate().core_schema)
+
+
+AnyGate = Annotated[Gate, AnnouncedGates()]
+"""Every gate, by its `gate` key."""
+
+
+def gate_class(key: str) -> type[Gate]:
+    """Return a gate's class by its `gate` key; the base class where its package is not here."""
+    return gate_classes().get(key, Gate)
+
+
+def rule_in_words(verdict: Verdict, metric: str) -> str:
+    """Return a verdict's rule for people, with the metric's name."""
+    return gate_class(verdict.gate).rule_in_words(verdict, metric)
+
+
+def value_in_words(verdict: Verdict, metric: str) -> str:
+    """Return what a gate measured, in the unit of :func:`rule_in_words`, or why it could not."""
+    return gate_class(verdict.gate).value_in_words(verdict, metric)

@@ -1,1 +1,0 @@
-"""How metrics are computed that are no mean over samples."""

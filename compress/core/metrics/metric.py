@@ -1,0 +1,441 @@
+"""The base class of metrics: one number for a model on a split, and what a run has to know of it.
+
+A metric is a subclass that declares these attributes, and an entry point of the group
+``compress.metrics`` under its name, whether it is of this package or of another.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from dataclasses import dataclass, replace
+from functools import cache, reduce
+from pathlib import Path  # noqa: TC003 - a dataclass field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+
+from compress.common.errors import CompressError, PipelineInvalid, StageFailed, first_line
+from compress.common.forward import first_output, output_argument
+from compress.common.requirements import announced, announcing_package
+from compress.core.metrics.score import pseudo_values
+from compress.core.objectives.loss import INFERRED_LOSS, Loss
+from compress.core.objectives.targets import describe_outputs, describe_targets
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    import numpy as np
+    import torch
+    from numpy.typing import NDArray
+    from pydantic import JsonValue
+
+    from compress.common.forward import Outputs, Predictor
+    from compress.common.signature import Signature
+    from compress.data.batch import Batch
+    from compress.data.splits import Splits
+    from compress.data.targets import Targets
+
+
+@cache
+def _announced() -> dict[str, type[Metric]]:
+    return announced("compress.metrics", "metric")
+
+
+def metric_class(name: str) -> type[Metric]:
+    """Return the class of a metric's name; :class:`UnknownMetric` where no package has it."""
+    # One after the other: `torchmetrics.…` and `module:callable` are forms, and no fixed names.
+    for entry, kind in _announced().items():
+        if re.search(kind.pattern, name) if kind.pattern else name == entry:
+            return kind
+    return UnknownMetric
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric by name, resolved where it is needed: ``Metric("f1")`` is one of that name's class.
+
+    The user's own get several outputs of a model as a mapping by name, and one as a tensor; others
+    get the first.
+    """
+
+    name: str = "accuracy"
+    arguments: tuple[tuple[str, Any], ...] = ()
+    """Keyword arguments of a torchmetrics class or of the callable."""
+    direction: bool | None = None
+    """Whether higher is better, where the metric's class does not declare it."""
+    folder: Path | None = None
+    """Folder with the module of ``module:callable``."""
+    loss: Loss = INFERRED_LOSS
+    """The task's loss; a :class:`~compress.core.context.Context` sets its own."""
+    outputs: tuple[str, ...] = ()
+    """Names of the model's outputs, for ``module:callable``; see :meth:`for_model`."""
+
+    pattern: ClassVar[str] = ""
+    """What is found in names of the class, where it has more than that of its entry point."""
+    form: ClassVar[str] = ""
+    """How these look, for messages."""
+    higher: ClassVar[bool | None] = True
+    """Whether larger is better; None where the pipeline or the user's class says it."""
+    is_fraction: ClassVar[bool] = False
+    """Whether it lies between 0 and 1."""
+    in_points: ClassVar[bool] = False
+    """Whether its hundredths are called points; 1 is best."""
+    is_exponential: ClassVar[bool] = False
+    """Whether it is the exponential of the mean over samples."""
+    is_measured: ClassVar[bool] = True
+    """Whether there is a metric: tasks without targets have none by default."""
+    labels: ClassVar[Literal["class", "any"] | None] = None
+    """What answers it compares: classes that exclude each other, those and several labels for each
+    sample, or None where it takes others too."""
+    of_numbers: ClassVar[bool] = False
+    """Whether the model predicts numbers; its name then tells the task."""
+    reads_loss: ClassVar[bool] = False
+    """Whether its computation depends on the loss, or the kind of targets that this was inferred
+    from."""
+    needs_reference: ClassVar[bool] = False
+    """Whether it compares with another model's answers instead of targets."""
+    takes_all_outputs: ClassVar[bool] = False
+    """Whether it reads all outputs of a model, and not the first alone."""
+    needs_output_names: ClassVar[bool] = False
+    """Whether outputs must bear certain names, which no drafted pipeline can know."""
+    adds_states: ClassVar[bool] = False
+    """Whether it may be a function of sums over samples that are no mean: see `jackknife`."""
+
+    def __new__(cls, name: str = "accuracy", *_: Any, **__: Any) -> Self:
+        """Create an object of the class that the name is for, as ``pathlib.Path`` does."""
+        return super().__new__(metric_class(name) if cls is Metric else cls)  # type: ignore[return-value]
+
+    @property
+    def higher_is_better(self) -> bool:
+        """Whether larger is better; raises PipelineInvalid where nobody declares it."""
+        direction = self.declared_direction() if self.direction is None else self.direction
+        if direction is None:
+            raise PipelineInvalid(
+                f"metric {self.name!r} does not tell its direction; write "
+                f"metric: {{name: {self.name!r}, higher_is_better: true}} (or false)"
+            )
+        return bool(direction)
+
+    def declared_direction(self) -> bool | None:
+        """Return whether larger is better by the class; None where it does not say."""
+        return self.higher
+
+    @property
+    def reads_all_outputs(self) -> bool:
+        """Whether the metric reads all outputs of a model, and not the first alone."""
+        return self.takes_all_outputs
+
+    def passes_over(self, batch: Batch) -> bool:
+        """Whether no sample of a batch has the target that the metric needs."""
+        return batch.target is None and self.is_measured and not self.needs_reference
+
+    def identity(self) -> list[JsonValue]:
+        """Return the metric's part of a cache key, with a hash of the user's own code."""
+        loss: JsonValue = self.loss.task.name if self.loss.task else None
+        if self.reads_loss:
+            loss = self.loss.identity()
+        return [self.name, dict(self.arguments), self.direction, self.code(), loss]
+
+    def code(self) -> str:
+        """Return what identifies code outside of this toolkit: a package, or the user's own."""
+        return announcing_package("compress.metrics", self.name)
+
+    def with_inferred_loss(self, data: Splits | None) -> Self:
+        """Return the same metric with its loss inferred from the data's targets, if it uses one."""
+        return replace(self, loss=self.loss.infer_targets(data)) if self.reads_loss else self
+
+    def for_model(self, signature: Signature) -> Self:
+        """Return the same metric with the names of a model's outputs."""
+        loss = self.loss.for_model(signature)
+        return replace(self, loss=loss, outputs=loss.outputs)
+
+    def outputs_read(
+        self, outputs: Sequence[torch.Tensor], samples: slice = slice(None)
+    ) -> Outputs:
+        """Return what the metric reads of a model's outputs for some samples, in main memory."""
+        if self.reads_all_outputs or self.needs_reference:
+            return [x[samples].cpu() for x in outputs]
+        return outputs[0][samples].cpu()
+
+    def drop_points(self, before: float, after: float) -> float:
+        """Return how much worse ``after`` is, in hundredths of the metric; negative if better."""
+        return 100 * (before - after if self.higher_is_better else after - before)
+
+    def targets_of(self, batch: Batch, split: str, reference: Predictor | None = None) -> Targets:
+        """Return what a batch's outputs are compared with; `reference` is for `fidelity`.
+
+        Raises:
+            StageFailed: the batch has no targets, or there is no reference model, or no metric.
+        """
+        if batch.target is None:
+            raise StageFailed(
+                f"metric {self.name} needs targets and samples of split {split!r} have none"
+            )
+        return batch.target
+
+    def parts(
+        self, inputs: tuple[torch.Tensor, ...], targets: Targets
+    ) -> Iterator[tuple[tuple[torch.Tensor, ...], Targets]]:
+        """Yield what a model is called with for a batch, and its targets: the batch, or windows."""
+        yield inputs, targets
+
+    def require_finite(self, value: float, split: str) -> float:
+        """Return a value of the metric; raise StageFailed if it is NaN or infinite."""
+        if not math.isfinite(value):
+            raise StageFailed(f"metric {self.name} on {split!r} is {value}")
+        return value
+
+    def score(self, outputs: Outputs, targets: Targets) -> float:
+        """Compute the metric of one batch; raises as :meth:`MetricMeter.update`."""
+        meter = self.meter()
+        meter.update(outputs, targets)
+        return meter.compute()
+
+    def meter(self) -> MetricMeter:
+        """Return an object that computes the metric batch by batch."""
+        return MetricMeter(self)
+
+    def sums_and_counts(self, outputs: Outputs, targets: Targets) -> torch.Tensor:
+        """Return a mean over samples, or over the labels in them, as sums and counts by sample.
+
+        `(2, samples)`; of the user's own loss sums over all samples, `(2, 1)`. Metrics with a meter
+        of their own need none.
+        """
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Raise PipelineInvalid or Unavailable if the metric cannot be used, without evaluating."""
+        task = self.loss.task
+        if (
+            task is not None
+            and self.labels is not None
+            and not (task.has_labels if self.labels == "any" else task.labels == self.labels)
+        ):
+            raise PipelineInvalid(
+                f"metric {self.name!r} is for class labels, and a model for {task.name} gives "
+                f"{task.answer}; use metric: {task.metric}"
+            )
+        self.check_settings()
+
+    def check_settings(self) -> None:
+        """Raise PipelineInvalid for settings that the metric does not take: by default any."""
+        if self.arguments or self.direction is not None:
+            raise PipelineInvalid(f"metric {self.name!r} takes no settings")
+
+
+class UnknownMetric(Metric):
+    """A name that no installed package announces."""
+
+    higher = None
+
+    def check_settings(self) -> None:
+        """Raise PipelineInvalid."""
+        known = [kind.form or name for name, kind in _announced().items()]
+        raise PipelineInvalid(
+            f"metric {self.name!r} is unknown; expected {', '.join(known[:-1])} or {known[-1]}"
+        )
+
+
+class NoMetric(Metric):
+    """Nothing is measured: tasks whose targets no metric is known for."""
+
+    is_measured = False
+
+    def targets_of(self, batch: Batch, split: str, reference: Predictor | None = None) -> Targets:
+        """Raise StageFailed."""
+        raise StageFailed("the pipeline has no metric; name one with `metric:`")
+
+
+def not_finite(outputs: torch.Tensor) -> str:
+    """Return why no metric can be computed from outputs; empty where one can."""
+    # A class whose score is -inf is masked: the largest output and the softmax are defined, as long
+    # as another class is left.
+    is_finite = outputs.isfinite()
+    if bool(is_finite.all()):
+        return ""
+    if bool(outputs.isnan().any()):
+        return "the model's outputs are not all finite: some are NaN"
+    if bool(outputs.isposinf().any()) or outputs.dim() < 2 or outputs.shape[1] < 2:
+        return "the model's outputs are not all finite: some are infinite"
+    if not bool(is_finite.any(1).all()):
+        return "all classes of a sample are masked (-inf), so that it has no label"
+    return ""
+
+
+class MetricMeter:
+    """Computes a metric batch by batch: by default a mean, from sums and counts in float64."""
+
+    keeps_outputs: ClassVar[bool] = False
+    """Whether all outputs are kept, so that none may be left out where processes share them."""
+
+    def __init__(self, metric: Metric) -> None:
+        self.metric = metric
+        self.sums: torch.Tensor | None = None
+        """Sum and count, or what a subclass adds up."""
+        self.groups: dict[int, torch.Tensor] = {}
+        """Sums of each group of samples, of metrics that are functions of these."""
+
+    def update(
+        self, outputs: Outputs, targets: Targets, group: int | None = None
+    ) -> torch.Tensor | None:
+        """Add a batch, which may be empty: the outputs that the metric reads, and targets.
+
+        `group` is the number of the group of samples that it belongs to, if its sums are wanted.
+
+        Returns:
+            What :meth:`Metric.sums_and_counts` does; None for metrics that are no means.
+
+        Raises:
+            StageFailed: the outputs are NaN or infinite (except -inf, a masked class), or of
+                another shape than the metric needs.
+        """
+        first, task = first_output(outputs), self.metric.loss.task
+        if not len(first):
+            return None
+        if problem := not_finite(first if task is None else task.classes_first(first)):
+            raise StageFailed(f"metric {self.metric.name}: {problem}")
+        return self._add(outputs, targets, group)
+
+    def _add(self, outputs: Outputs, targets: Targets, group: int | None) -> torch.Tensor | None:
+        by_sample = self.metric.sums_and_counts(outputs, targets)
+        # In float64: a count beyond 2**24 is no longer exact in float32.
+        self.sums = self._added(self.sums, by_sample.sum(1))
+        return by_sample
+
+    def _add_group(self, group: int | None, sums: torch.Tensor) -> None:
+        if group is not None:
+            self.groups[group] = self._added(self.groups.get(group), sums)
+
+    @staticmethod
+    def _added(one: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
+        """Return the sums of the samples of both."""
+        return other if one is None else one + other
+
+    def pseudo_values(self) -> NDArray[np.float64] | None:
+        """Return what each group adds to the metric; None where no sums of groups give it."""
+        if not self.groups:
+            return None
+        groups = [self.groups[number] for number in sorted(self.groups)]
+        return pseudo_values(self.compute(), groups, self._added, self._function_of_sums())
+
+    def _function_of_sums(self) -> Callable[[torch.Tensor], float]:
+        rest = copy.copy(self)
+
+        def compute(sums: torch.Tensor) -> float:
+            rest.sums = sums
+            return rest.compute()
+
+        return compute
+
+    def state(self) -> Any:
+        """Return all that was added, to be sent to another process; None where that is nothing."""
+        return self.sums
+
+    def add_shares_(self, states: Sequence[Any]) -> None:
+        """Add the others' states to share 0's; share `i` of `n` has the samples i, i + n and on."""
+        known = [state for state in states if state is not None]
+        self.sums = reduce(self._added, known) if known else None
+
+    def compute(self) -> float:
+        """Return the metric of all that was added, which may be NaN or infinite."""
+        added = self.state()
+        if added is None:
+            raise StageFailed(f"metric {self.metric.name} needs targets and no sample has one")
+        return self._value(added)
+
+    def _value(self, added: Any) -> float:
+        """Return the metric of what :meth:`state` returned."""
+        mean = added[0] / added[1]
+        return float(mean.exp() if self.metric.is_exponential else mean)
+
+    def _call(self, function: Callable[..., Any], *arguments: Any, **settings: Any) -> Any:
+        """Call a part of the user's metric; StageFailed where that raises."""
+        import torch
+
+        try:
+            # In the mode of the outputs, or torchmetrics' state could not change in place.
+            with torch.inference_mode():
+                return function(*arguments, **settings)
+        except CompressError:
+            raise
+        except Exception as error:
+            forms = ""
+            if arguments:
+                outputs, targets = arguments
+                forms = f" for outputs {describe_outputs(outputs)} and targets "
+                forms += describe_targets(targets)
+            raise StageFailed(
+                f"metric {self.metric.name!r} fails{forms}: {type(error).__name__}: "
+                f"{first_line(error)}"
+            ) from error
+
+
+class FunctionMeter(MetricMeter):
+    """Keeps all outputs and targets for a function of all of them at once."""
+
+    keeps_outputs = True
+
+    def __init__(
+        self, metric: Metric, function: Callable[..., Any], settings: dict[str, Any] | None = None
+    ) -> None:
+        super().__init__(metric)
+        self.function, self.settings = function, settings or {}
+        self.batches: list[tuple[Any, Targets]] = []
+        """Outputs and targets."""
+
+    def _add(self, outputs: Outputs, targets: Targets, group: int | None) -> None:
+        self.batches.append((output_argument(outputs, self.metric.outputs), targets))
+
+    def add_shares_(self, states: Sequence[tuple[Any, Targets] | None]) -> None:
+        """Put the samples of all processes into their order."""
+        from compress.data.targets import interleave
+
+        known = [state for state in states if state is not None]
+        if len(known) > 1:
+            outputs, targets = zip(*known, strict=True)
+            self.batches = [(interleave(outputs, len(states)), interleave(targets, len(states)))]
+
+    def _value(self, added: Any) -> float:
+        return one_number(self.metric.name, self._call(self.function, *added, **self.settings))
+
+    def state(self) -> tuple[Any, Targets] | None:
+        """Return all outputs and targets."""
+        from compress.data.targets import concatenate
+
+        if not self.batches:
+            return None
+        try:
+            outputs, targets = zip(*self.batches, strict=True)
+            return concatenate(outputs), concatenate(targets)
+        except RuntimeError as error:  # batches were padded to other lengths
+            raise StageFailed(
+                f"metric {self.metric.name!r} is a function of all outputs at once, and batches "
+                f"differ in shape ({first_line(error)}); a subclass of torchmetrics.Metric takes "
+                "batches"
+            ) from error
+
+
+def one_number(name: str, value: Any) -> float:
+    """Return a metric's value as a number; raise StageFailed where it is not one."""
+    import torch
+
+    is_tensor = isinstance(value, torch.Tensor)
+    try:
+        if not is_tensor or value.numel() == 1:
+            return float(value)
+    except (TypeError, ValueError):
+        pass
+    found = f"a tensor of shape {list(value.shape)}" if is_tensor else f"a {type(value).__name__}"
+    raise StageFailed(f"metric {name!r} returned {found}, expected one number")
+
+
+def default_metric(loss: Loss) -> Metric:
+    """Return the metric of a pipeline that names none: that of the task, else accuracy.
+
+    For numbers it is the loss, if one is named or nobody names a task, and for nested targets too.
+    """
+    if loss.is_regression and (loss.task is None or loss.name is not None):
+        return Metric("loss", loss=loss)
+    if loss.task is not None:
+        return Metric(loss.task.metric, loss=loss)
+    return Metric("loss" if loss.targets == "nested" else "accuracy", loss=loss)

@@ -1,0 +1,1 @@
+"""What models are trained for: tasks, losses, and the targets that show both."""

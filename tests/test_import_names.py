@@ -1,0 +1,103 @@
+"""The toolkit beside users' files of the same names, from a clone and from a wheel."""
+
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+USER_CODE = {
+    "export.py": """\
+from torch import nn
+WIDTH = 4
+def network():
+    return nn.Sequential(nn.Linear(WIDTH, 8), nn.ReLU(), nn.Linear(8, 3))
+""",
+    "serve.py": "SEED = 7\n",
+    "pipelines.py": """\
+import torch
+from torch.utils.data import TensorDataset
+import serve
+from export import WIDTH, network
+def data():
+    x = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(serve.SEED))
+    return {"val": TensorDataset(x, network()(x).argmax(1))}
+""",
+    "cli.py": "from pipelines import data\nROWS = len(data()['val'])\n",
+    "script.py": """\
+import torch
+import cli, pipelines, serve
+from export import WIDTH, network
+import compress
+from compress.export import ExportTorchScript
+from compress.serve import Client
+from compress.pipelines import Pipeline
+x = torch.randn(2, WIDTH)
+made = compress.export_torchscript(network(), example_inputs=(x,), out="made")
+assert made.kind == "torchscript" and cli.ROWS == 64 and serve.SEED == 7
+print([m.__file__.rpartition("/")[2] for m in (cli, pipelines, serve)], compress.__file__)
+""",
+    "pipeline.yaml": """\
+version: 1
+model: {factory: "export:network", inputs: [{name: x, shape: [batch, 4]}]}
+data: {factory: "pipelines:data"}
+stages: [{stage: export_torchscript}]
+""",
+}
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Python with this toolkit's wheel, and the packages that are installed here."""
+    folder = tmp_path_factory.mktemp("installed")
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder / "wheels"]
+    subprocess.run(build, check=True, capture_output=True, cwd=ROOT, timeout=120)
+    venv.create(folder / "env", with_pip=False, symlinks=True)
+    (packages,) = (folder / "env").glob("lib/*/site-packages")
+    with zipfile.ZipFile(*(folder / "wheels").glob("*.whl")) as wheel:
+        wheel.extractall(packages)
+    # A folder named by a .pth file is no site: what is installed there to be edited is not found.
+    (packages / "others.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+    return folder / "env" / "bin" / "python"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["clone", "wheel"])
+def test_users_files_may_have_the_names_of_our_folders(
+    place: str, installed: Path, tmp_path: Path
+) -> None:
+    python = Path(sys.executable) if place == "clone" else installed
+    for name, text in USER_CODE.items():
+        (tmp_path / name).write_text(text)
+    (command := tmp_path / "bin").mkdir()
+    (command / "compress.py").write_text("from compress.cli import main\nmain()\n")
+    # As the command that pip writes: its own folder leads sys.path, not the user's.
+    entry = [python, "-P", command / "compress.py"]
+
+    def run(*arguments: object) -> str:
+        done = subprocess.run(
+            list(map(str, arguments)), cwd=tmp_path, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    printed = run(python, "script.py")
+    assert "['cli.py', 'pipelines.py', 'serve.py']" in printed
+    assert str(ROOT / "compress" if place == "clone" else installed.parents[1]) in printed
+    assert "valid" in run(*entry, "check", "pipeline.yaml")
+    run(*entry, "run", "pipeline.yaml", "--out", "out")
+    assert (tmp_path / "out" / "artifacts" / "export_torchscript" / "manifest.json").is_file()
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_one_name(installed: Path) -> None:
+    code = (
+        "import importlib.metadata as m; f = m.files('compress-pipeline')\n"
+        "print(sorted({p.parts[0] for p in f if 'dist-info' not in p.parts[0]}))"
+    )
+    printed = subprocess.run([installed, "-c", code], capture_output=True, text=True, check=True)
+    assert printed.stdout.strip() == "['compress']"
