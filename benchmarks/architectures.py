@@ -40,7 +40,7 @@ from compress.common.errors import CompressError  # noqa: E402
 from compress.common.signature import AxisBounds, Signature  # noqa: E402
 from compress.core.context import Context  # noqa: E402
 from compress.data.splits import Splits  # noqa: E402
-from compress.pruning.channels_stage import PruneChannels  # noqa: E402
+from compress.pruning.prune_channels import PruneChannels  # noqa: E402
 from compress.quantization.stages.static import QuantizeStatic  # noqa: E402
 from export.onnx.stage import ExportOnnx  # noqa: E402
 from tests.export.zoo.export_cell import OPENING, digest, outputs_of  # noqa: E402

@@ -49,11 +49,11 @@ from .functional.stages import quantize_static as quantize_static
 from .functional.stages import quantize_weights as quantize_weights
 from .functional.stages import rotate_weights as rotate_weights
 from .functional.stages import train as train
-from .pruning.allocation.targets import Target as Target
-from .pruning.blocks_stage import PruneLayers as PruneLayers
-from .pruning.channels_stage import PruneChannels as PruneChannels
-from .pruning.finetune import Finetune as Finetune
-from .pruning.unstructured_stage import PruneWeights as PruneWeights
+from .pruning.channel_settings import Target as Target
+from .pruning.prune_channels import PruneChannels as PruneChannels
+from .pruning.prune_layers import PruneLayers as PruneLayers
+from .pruning.prune_weights import PruneWeights as PruneWeights
+from .pruning.pruning_stage import Finetune as Finetune
 from .quantization.stages.dynamic import QuantizeDynamic as QuantizeDynamic
 from .quantization.stages.half_precision import ConvertPrecision as ConvertPrecision
 from .quantization.stages.mixed_precision import QuantizeMixed as QuantizeMixed

@@ -98,7 +98,7 @@ import cli
 import pipelines.commands.check, pipelines.commands.report, pipelines.commands.verify
 import pipelines.config.pipeline, pipelines.runner.run
 import compress.training.stage, compress.training.launch.rank_group
-import compress.graph.torch_export, compress.pruning.channels_stage
+import compress.graph.torch_export, compress.pruning.prune_channels
 import export.onnx.stage, onnxscript, torch.onnx
 
 assert "onnxruntime" not in sys.modules, "a fork lacks its threads, and would wait for them"

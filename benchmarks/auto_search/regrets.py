@@ -13,7 +13,7 @@ from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
 from compress.profiling.interaction_sum import InteractionSum
-from compress.pruning.allocation.solver import Limit, Programme
+from compress.pruning.latency.solver import Limit, Programme
 from pipelines.auto.cost_models.float_layers import FLOAT, QUANTIZED, decision_of
 from pipelines.auto.cost_models.latency_models import FormatModel
 from pipelines.auto.strategy.latency_targets import ROOM

@@ -25,7 +25,7 @@ from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
 from compress.data.splits import DataReference, Splits
 from compress.distillation.stage import Distill
-from compress.pruning.channels_stage import PruneChannels
+from compress.pruning.prune_channels import PruneChannels
 from compress.training.stage import Train
 
 HERE = Path(__file__).parent

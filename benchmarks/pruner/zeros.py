@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from sentences import minilm
 
-from compress.pruning.unstructured_stage import PruneWeights
+from compress.pruning.prune_weights import PruneWeights
 
 METHODS = ("l1", "wanda", "sparsegpt")
 ZEROS = {"50 %": {"amount": 0.5}, "2:4": {"pattern": "2:4"}, "70 %": {"amount": 0.7}}

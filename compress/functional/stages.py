@@ -2,9 +2,9 @@
 
 from compress.distillation.stage import Distill
 from compress.functional.stage_function import stage_function
-from compress.pruning.blocks_stage import PruneLayers
-from compress.pruning.channels_stage import PruneChannels
-from compress.pruning.unstructured_stage import PruneWeights
+from compress.pruning.prune_channels import PruneChannels
+from compress.pruning.prune_layers import PruneLayers
+from compress.pruning.prune_weights import PruneWeights
 from compress.quantization.stages.dynamic import QuantizeDynamic
 from compress.quantization.stages.half_precision import ConvertPrecision
 from compress.quantization.stages.mixed_precision import QuantizeMixed

@@ -10,13 +10,13 @@ from compress.common.forward import torch_predictor
 from compress.graph.flops import count_macs
 from compress.profiling.benchmark import compare_latency
 from compress.pruning.allocation.ranking import rank
-from compress.pruning.allocation.ratios import Limits
+from compress.pruning.channel_settings import FROM_DATA, ChannelSelection
 from compress.pruning.dependency.channel_groups import SlicePlan
 from compress.pruning.depth.output_error import OutputErrorMeter
-from compress.pruning.importance.criteria import FROM_DATA
+from compress.pruning.importance.taylor import ScoringSamples
 from compress.pruning.verification.masked_equivalence import sliced_copy
 from compress.pruning.verification.module_rewrites import rewrite_
-from compress.pruning.verification.verification_inputs import real_inputs
+from compress.pruning.verification.verification_inputs import VerificationInputs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from compress.core.context import Context
     from compress.data.batch import Batch
     from compress.pruning.dependency.channel_groups import GroupSlice
-    from compress.pruning.importance.criteria import Criterion
 
 MEASURED_SECONDS = 0.3
 """Seconds for which a pruned and the unpruned model are called when latencies are compared."""
@@ -81,12 +80,9 @@ class Sensitivity(Settings):
 def measure_sensitivity(
     model: EagerModel,
     context: Context,
+    selection: ChannelSelection | None = None,
     *,
     ratios: Sequence[float] = RATIOS,
-    importance: Criterion = "l2",
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
-    across_norms: bool = False,
     samples: int = 512,
     latency: bool = True,
 ) -> Sensitivity:
@@ -95,11 +91,8 @@ def measure_sensitivity(
     Args:
         model: the model; it is not changed.
         context: data, metric, device and threads.
+        selection: which channels may be removed, and which first.
         ratios: fractions of each group's channels that are removed in turn.
-        importance: which channels are removed first.
-        include: patterns of modules; if given, only channels of these are removed.
-        exclude: patterns of modules whose channels stay.
-        across_norms: whether channels over which normalisations take statistics are pruned, too.
         samples: samples of `val` that outputs are compared on; without data a few seeded ones.
         latency: whether each pruned model's latency is measured, alternating with the model's.
 
@@ -107,32 +100,22 @@ def measure_sensitivity(
         PipelineInvalid: a pattern matches no module.
         StageFailed: the model cannot be traced or run.
     """
-    module, inputs = model.load(), model.signature.example(seed=context.seed)
-    real = real_inputs(model.signature, context)
-    rewrite_(module, inputs, real, across_norms=across_norms)
+    selection = selection or ChannelSelection()
+    module = model.load()
+    inputs = VerificationInputs.from_signature(model.signature, context, selection)
+    rewrite_(module, inputs)
     batches: list[Batch] = []
-    if importance in FROM_DATA:
-        data = context.need_data(f"importance: {importance}")
+    if selection.importance in FROM_DATA:
+        data = context.need_data(f"importance: {selection.importance}")
         split: Any = data.split(data.calibration_split)
         batches = list(data.calibration(min(samples, len(split)), context.seed))
-    ranking = rank(
-        module,
-        inputs,
-        importance,
-        real=real,
-        include=include,
-        exclude=exclude,
-        across_norms=across_norms,
-        batches=batches,
-        device=context.device,
-        seed=context.seed,
-        loss=context.loss.for_model(model.signature).infer_targets(context.data),
-    )
+    scoring = ScoringSamples.from_context(context, model.signature, batches)
+    ranking = rank(module, inputs, selection, scoring)
     # All groups are sliced and verified together; each verified slice is then measured alone.
     slices: dict[tuple[str, float], GroupSlice] = {}
     pinned: dict[str, str] = {}
     for ratio in ratios:
-        plan = ranking.verify(ranking.allocate(ratio, Limits(round_to=1)))
+        plan = ranking.verify(ranking.allocate(ratio, ChannelSelection(round_to=1)))
         slices |= {(one.group.name, ratio): one for one in plan.groups}
         pinned |= plan.pinned
     one_sample = tuple(x.to(context.device) for x in model.signature.example(1, context.seed))

@@ -16,7 +16,7 @@ from pipelines.config.auto_settings import Format, Runtime
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from compress.pruning.finetune import Finetune
+    from compress.pruning.pruning_stage import Finetune
     from pipelines.config.auto_settings import AutoSettings
     from pipelines.config.pipeline import PipelineConfig
 
@@ -87,7 +87,7 @@ class Candidate:
             kept = space.widths.model_dump(
                 mode="json",
                 exclude_defaults=True,
-                include={"calibration_samples", "include", "exclude", "across_norms"},
+                exclude={"values", "round_to", "importance"},
             )
             importance = space.widths.importance
             widths = dict(self.widths)

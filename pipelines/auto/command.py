@@ -89,7 +89,7 @@ def measure_tables(pipeline: PipelineConfig, settings: AutoSettings, out: Path) 
         StageFailed: the model cannot be traced or exported, or the machine is too busy.
         Unavailable: a runtime is not installed.
     """
-    from compress.pruning.width_harms import WidthSpace
+    from compress.pruning.latency.width_space import WidthSpace
     from pipelines.auto.cost_models.tables import LatencyTables, ModelTable
     from pipelines.auto.judge import Judge
     from pipelines.auto.search import Search
@@ -104,8 +104,8 @@ def measure_tables(pipeline: PipelineConfig, settings: AutoSettings, out: Path) 
         searched = Search(judge, settings, out)
         searched.check_whole(math.inf)
         # Which channels stay does not change the latency, so they need not be ranked by data.
-        chosen = settings.space.widths.model_dump(exclude={"calibration_samples", "importance"})
-        space = WidthSpace.of_model(judge.model, judge.context, importance="random", **chosen)
+        widths = settings.space.widths.model_copy(update={"importance": "random"})
+        space = WidthSpace.from_model(judge.model, judge.context, widths.selection, widths.values)
         if not space.grid:
             raise StageFailed("--tables-only: no channels of the model can be removed")
         searched.measure_kernels(Depth((), judge.model, space))

@@ -12,9 +12,9 @@ from pydantic import Field
 from compress.common.errors import Unavailable
 from compress.common.requirements import load_entry_point
 from compress.distillation.stage import Distill
-from compress.pruning.blocks_stage import PruneLayers
-from compress.pruning.channels_stage import PruneChannels
-from compress.pruning.unstructured_stage import PruneWeights
+from compress.pruning.prune_channels import PruneChannels
+from compress.pruning.prune_layers import PruneLayers
+from compress.pruning.prune_weights import PruneWeights
 from compress.quantization.stages.dynamic import QuantizeDynamic
 from compress.quantization.stages.half_precision import ConvertPrecision
 from compress.quantization.stages.mixed_precision import QuantizeMixed

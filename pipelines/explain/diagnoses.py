@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from compress.core.diagnosis.rerun import RerunStage
-from compress.pruning.blocks_stage import PruneLayers
-from compress.pruning.channels_stage import PruneChannels
 from compress.pruning.diagnosis.blocks import RemovedBlocks
 from compress.pruning.diagnosis.channels import CutChannels
 from compress.pruning.diagnosis.weights import ZeroedWeights
-from compress.pruning.unstructured_stage import PruneWeights
+from compress.pruning.prune_channels import PruneChannels
+from compress.pruning.prune_layers import PruneLayers
+from compress.pruning.prune_weights import PruneWeights
 from compress.quantization.diagnosis.diagnosis import (
     QuantizationDiagnosis,
     RequantizationDiagnosis,

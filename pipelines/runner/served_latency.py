@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from compress.distillation.stage import Distill
-from compress.pruning.channels_stage import PruneChannels
-from compress.pruning.unstructured_stage import PruneWeights
+from compress.pruning.prune_channels import PruneChannels
+from compress.pruning.prune_weights import PruneWeights
 from compress.quantization.stages.dynamic import QuantizeDynamic
 from compress.quantization.stages.static import QuantizeStatic
 from compress.quantization.stages.weight_only import QuantizeWeights

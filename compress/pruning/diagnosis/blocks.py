@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from compress.core.context import Context
     from compress.core.val_halves import HalfOfVal
     from compress.data.batch import Batch
-    from compress.pruning.blocks_stage import PruneLayers
+    from compress.pruning.prune_layers import PruneLayers
 
 
 @dataclass(frozen=True)

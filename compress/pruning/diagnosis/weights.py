@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from compress.core.context import Context
     from compress.core.val_halves import HalfOfVal
     from compress.data.batch import Batch
-    from compress.pruning.unstructured_stage import PruneWeights
+    from compress.pruning.prune_weights import PruneWeights
 
 RANKED_ON = 128
 """Samples on which layers are pruned alone, to rank them by the error of the outputs."""

@@ -7,17 +7,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from compress.core.loss import INFERRED_LOSS
+from compress.pruning.channel_settings import FROM_DATA, OF_GRADIENTS, Criterion
 from compress.pruning.importance import activation_saliency, taylor, weight_norms
-from compress.pruning.importance.criteria import FROM_DATA, OF_GRADIENTS, Criterion
+from compress.pruning.importance.taylor import ScoringSamples
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import nn
 
-    from compress.core.loss import Loss
-    from compress.data.batch import Batch
     from compress.pruning.dependency.channel_groups import AxisGraph, ChannelGroup
 
 Scores = list[torch.Tensor | str]
@@ -29,11 +27,7 @@ def score_groups(
     groups: Sequence[ChannelGroup],
     graph: AxisGraph,
     criterion: Criterion,
-    *,
-    batches: Sequence[Batch] = (),
-    device: str = "cpu",
-    seed: int = 0,
-    loss: Loss = INFERRED_LOSS,
+    samples: ScoringSamples | None = None,
 ) -> Scores:
     """Score the importance of each channel, or say why a criterion cannot; nothing is changed.
 
@@ -42,20 +36,18 @@ def score_groups(
         groups: the groups to score.
         graph: the module's axis graph.
         criterion: how channels are scored.
-        batches: calibration samples, for the criteria that need them.
-        device: where samples are run.
-        seed: of random scores and probes.
-        loss: whose derivatives `taylor` and `hessian` take, where samples have targets.
+        samples: for the criteria that need them, and the seed of random scores.
 
     Raises:
         ValueError: the criterion needs samples and there are none.
         StageFailed: the module does not take the samples.
     """
-    if criterion in FROM_DATA and not batches:
+    samples = samples or ScoringSamples()
+    if criterion in FROM_DATA and not samples.batches:
         raise ValueError(f"importance {criterion!r} needs calibration samples")
     if criterion in OF_GRADIENTS:
         by_gradients = taylor.taylor if criterion == "taylor" else taylor.hessian
-        return list(by_gradients(module, groups, graph, batches, device, seed, loss))
+        return list(by_gradients(module, groups, graph, samples))
     if criterion in ("wanda", "obs"):
         by_consumers = (
             activation_saliency.wanda
@@ -63,10 +55,12 @@ def score_groups(
             else activation_saliency.optimal_brain_surgeon
         )
         reason = f"no product or convolution reads its channels, so {criterion} cannot rank them"
-        consumers_of = activation_saliency.consumers(module, groups, graph, batches, device)
+        consumers_of = activation_saliency.consumers(
+            module, groups, graph, samples.batches, samples.device
+        )
         return [by_consumers(own) if own else reason for own in consumers_of]
     if criterion == "random":
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(samples.seed)
         counts = [len(group.channels) for group in groups]
         return [torch.rand(n, generator=generator, dtype=torch.float64) for n in counts]
     if criterion == "bn_scale":

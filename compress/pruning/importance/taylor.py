@@ -7,7 +7,8 @@ the derivative with respect to a factor on the channel itself (Molchanov et al.,
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from compress.common.signature import Signature
+    from compress.core.context import Context
     from compress.core.loss import Loss, LossFunction
     from compress.pruning.dependency.channel_groups import AxisGraph, ChannelGroup
     from compress.pruning.dependency.rules.channel_labels import Slot
@@ -34,14 +37,30 @@ if TYPE_CHECKING:
 SAMPLES_PER_GRADIENT = 16
 
 
+@dataclass(frozen=True)
+class ScoringSamples:
+    """The samples on which channels are scored, and how."""
+
+    batches: Sequence[Batch] = ()
+    device: str = "cpu"
+    """Where samples are run."""
+    seed: int = 0
+    """Of random scores and probes."""
+    loss: Loss = INFERRED_LOSS
+    """What derivatives are taken of, where samples have targets."""
+
+    @classmethod
+    def from_context(cls, context: Context, signature: Signature, batches: Sequence[Batch]) -> Self:
+        """Score on a run's device, by its loss."""
+        loss = context.loss.for_model(signature).infer_targets(context.data)
+        return cls(batches, context.device, context.seed, loss)
+
+
 def taylor(
     module: nn.Module,
     groups: Sequence[ChannelGroup],
     graph: AxisGraph,
-    batches: Sequence[Batch],
-    device: str = "cpu",
-    seed: int = 0,
-    loss: Loss = INFERRED_LOSS,
+    samples: ScoringSamples,
 ) -> list[torch.Tensor]:
     """Score each channel by the first-order change of the loss when it is zeroed.
 
@@ -49,13 +68,13 @@ def taylor(
     mean square over parts of the samples. Without labels, the change is that of the outputs along
     random directions, whose mean square is that of the outputs' change itself.
     """
-    twin, weights = _prepared(module, groups, device)
-    on_targets = loss.function()
-    generator = torch.Generator().manual_seed(seed)
+    twin, weights = _prepared(module, groups, samples.device)
+    on_targets = samples.loss.function()
+    generator = torch.Generator().manual_seed(samples.seed)
     totals = [torch.zeros(len(group.channels), dtype=torch.float64) for group in groups]
     count = 0
-    for part in parts(labelled_or_all(batches)):
-        value = _loss(twin, part.to(device), on_targets, generator)
+    for part in parts(labelled_or_all(samples.batches)):
+        value = _loss(twin, part.to(samples.device), on_targets, generator)
         # materialize_grads: gates on which the loss does not depend get zeros.
         gradients = torch.autograd.grad(value, list(weights.values()), materialize_grads=True)
         products = {n: g * w for (n, w), g in zip(weights.items(), gradients, strict=True)}
@@ -70,10 +89,7 @@ def hessian(
     module: nn.Module,
     groups: Sequence[ChannelGroup],
     graph: AxisGraph,
-    batches: Sequence[Batch],
-    device: str = "cpu",
-    seed: int = 0,
-    loss: Loss = INFERRED_LOSS,
+    samples: ScoringSamples,
 ) -> list[torch.Tensor]:
     """Score each channel by the second-order change of the loss when it is zeroed at a minimum.
 
@@ -84,13 +100,13 @@ def hessian(
     Raises:
         StageFailed: the loss has no second derivative.
     """
-    refuse_without_curvature(loss)
-    twin, weights = _prepared(module, groups, device)
-    on_targets = loss.function()
-    generator = torch.Generator().manual_seed(seed)
+    refuse_without_curvature(samples.loss)
+    twin, weights = _prepared(module, groups, samples.device)
+    on_targets = samples.loss.function()
+    generator = torch.Generator().manual_seed(samples.seed)
     totals = [torch.zeros(len(group.channels), dtype=torch.float64) for group in groups]
     count = 0
-    for part in parts(labelled_or_all(batches)):
+    for part in parts(labelled_or_all(samples.batches)):
         signs = torch.randint(0, 2, (graph.class_count,), generator=generator) * 2.0 - 1
         # Each entry times its channel's sign: one product with the Hessian probes all channels.
         probe = {name: torch.zeros_like(weight) for name, weight in weights.items()}
@@ -104,7 +120,7 @@ def hessian(
                     probe[name] += weight * own.view(shape)
         # Fused attention has no second derivative.
         with sdpa_kernel(SDPBackend.MATH):
-            value = _loss(twin, part.to(device), on_targets, None)
+            value = _loss(twin, part.to(samples.device), on_targets, None)
             slopes = torch.autograd.grad(
                 value, list(weights.values()), create_graph=True, materialize_grads=True
             )

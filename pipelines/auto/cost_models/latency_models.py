@@ -16,7 +16,7 @@ import numpy as np
 
 from compress.common.sealed_json import read_state, write_state
 from compress.profiling.interaction_sum import InteractionSum
-from compress.pruning.width_variants import WidthVariants
+from compress.pruning.latency.width_variants import WidthVariants
 from export.latency.float_layers import FLOAT
 from export.latency.latency_model import LatencyModel
 from export.latency.resizing import MOST_EXPORTS, ResizableModel
@@ -317,10 +317,7 @@ def export_at_random_widths(
 ) -> tuple[dict[str, int], Iterator[tuple[dict[str, int], onnx.ModelProto]]]:
     """Return the model's own widths, and yield exports of it in a format at a few random ones."""
     widths = settings.space.widths
-    chosen: dict[str, Any] = {}
-    if widths is not None:
-        chosen = widths.model_dump(include={"include", "exclude", "across_norms"})
-    variants = WidthVariants(model, seed=context.seed, **chosen)
+    variants = WidthVariants(model, widths.selection if widths else None, context.seed)
 
     def exports() -> Iterator[tuple[dict[str, int], onnx.ModelProto]]:
         # Zero points of 4 bits stand two in a byte, and each group of inputs has one.

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Protocol, Self
 
 from compress.artifacts.recipe import KeepBlocks
 from compress.common.sealed_json import read_state, write_state
-from compress.pruning.allocation.solver import Programme
 from compress.pruning.depth import block_search
 from compress.pruning.depth.output_error import OutputErrorMeter
+from compress.pruning.latency.solver import Programme
+from compress.pruning.latency.width_space import WidthSpace, measure_harms
 from compress.pruning.recovery.removed_blocks import name_before
-from compress.pruning.width_harms import WidthSpace, measure_harms
 from pipelines.auto.candidates import candidate_of
 from pipelines.auto.front import missed_limits
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from compress.artifacts.eager_model import EagerModel
-    from compress.pruning.width_harms import Harms
+    from compress.pruning.latency.width_space import Harms
     from pipelines.auto.candidates import Candidate, CheckedModel
     from pipelines.auto.judge import Judge
     from pipelines.auto.strategy.recovery import Programmes
@@ -54,8 +54,8 @@ class Depth:
         widths = space.widths
         if widths is None:
             return cls(removed_blocks, model, WidthSpace.empty(context.device))
-        chosen = widths.model_dump(exclude={"calibration_samples"})
-        return cls(removed_blocks, model, WidthSpace.of_model(model, context, **chosen))
+        grid = WidthSpace.from_model(model, context, widths.selection, widths.values)
+        return cls(removed_blocks, model, grid)
 
     @property
     def smallest(self) -> dict[str, int]:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
-    from compress.pruning.allocation.solver import Programme
+    from compress.pruning.latency.solver import Programme
     from pipelines.auto.cost_models.latency_models import FormatModel
     from pipelines.config.auto_settings import AutoSettings, Format, Runtime
 

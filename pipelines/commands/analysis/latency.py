@@ -106,7 +106,7 @@ def measure_and_write(
         StageFailed: the stage before `prune_channels` has not run, the model cannot be traced or
             exported, or the machine is too busy to measure it.
     """
-    from compress.pruning.width_variants import WidthVariants
+    from compress.pruning.latency.width_variants import WidthVariants
     from export.latency.kernel_table import TABLES, KernelTable
     from export.latency.kernels import kernels_of
     from export.latency.latency_model import KernelCost, LatencyModel, measure_files
@@ -119,10 +119,8 @@ def measure_and_write(
         TemporaryDirectory(prefix="compress-latency-") as name,
     ):
         folder = Path(name)
-        names = ("include", "exclude", "across_norms")
-        settings: dict[str, Any] = {n: getattr(stage, n) for n in names} if stage else {}
         round_to = stage.round_to if stage else 16
-        variants = WidthVariants(source, seed=context.seed, **settings)
+        variants = WidthVariants(source, stage, context.seed)
         progress("latency", 0, 1, "export")
         built = variants.build_some(MOST_EXPORTS, folder)
         model = ResizableModel.fit((own, graph_to_serve(one, "latency")) for own, one in built)

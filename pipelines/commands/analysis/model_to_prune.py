@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from compress.artifacts.artifact import Artifact
     from compress.core.context import Context
     from compress.core.progress import Progress
-    from compress.pruning.channels_stage import PruneChannels
+    from compress.pruning.prune_channels import PruneChannels
     from pipelines.config.pipeline import PipelineConfig
     from pipelines.planning.plan import PlannedStage
 

@@ -13,7 +13,7 @@ from compress.core.evaluation import evaluate_gates
 from compress.core.gate_kinds.baselines import BASELINES, baseline_for
 from compress.core.gates import MaxSize, MinSpeedup
 from compress.core.stage import Stage
-from compress.pruning.channels_stage import PruneChannels
+from compress.pruning.prune_channels import PruneChannels
 from export.onnx.stage import ExportOnnx
 
 

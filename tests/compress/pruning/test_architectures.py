@@ -16,7 +16,7 @@ from compress.artifacts.recipe import KeepIndices
 from compress.common.forward import run_in_eval
 from compress.common.signature import TensorSpec
 from compress.core.context import Context
-from compress.pruning.channels_stage import PruneChannels
+from compress.pruning.prune_channels import PruneChannels
 from export.onnx.stage import ExportOnnx
 from tests.compress.pruning.zoo.architectures import TRANSFORMERS
 from tests.compress.pruning.zoo.registry import Case

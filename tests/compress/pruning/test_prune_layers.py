@@ -13,8 +13,8 @@ from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
 from compress.core.gates import MaxParameters
 from compress.data.splits import Splits
-from compress.pruning.blocks_stage import PruneLayers
-from compress.pruning.finetune import Finetune
+from compress.pruning.prune_layers import PruneLayers
+from compress.pruning.pruning_stage import Finetune
 from compress.training.config.training import Training
 from compress.training.objectives.teacher_objective import Teaching
 

@@ -18,10 +18,10 @@ from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
 from compress.core.metrics import Metric
 from compress.data.splits import Splits
-from compress.pruning.allocation.targets import Target
 from compress.pruning.channel_pruner import ChannelPruner, compose_kept
-from compress.pruning.channels_stage import PruneChannels
-from compress.pruning.finetune import Finetune
+from compress.pruning.channel_settings import Target
+from compress.pruning.prune_channels import PruneChannels
+from compress.pruning.pruning_stage import Finetune
 from compress.training.config.training import Training
 
 HERE = Path(__file__).parent

@@ -12,7 +12,7 @@ from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
 from compress.core.gates import MaxParameters
 from compress.data.splits import Splits
-from compress.pruning.channels_stage import PruneChannels
+from compress.pruning.prune_channels import PruneChannels
 from compress.pruning.recovery.recovery import reestimate_batch_norms_
 from compress.training.config.training import Training
 from compress.training.stage import Train
@@ -169,7 +169,7 @@ def test_a_gate_refuses_and_the_result_is_kept(mlp: EagerModel, tmp_path: Path) 
 def test_settings_are_read_without_torch(fresh_process: Callable[[str], str]) -> None:
     code = (
         f"import sys; sys.path.insert(0, {str(Path.cwd())!r})\n"
-        "from compress.pruning.channels_stage import PruneChannels\n"
+        "from compress.pruning.prune_channels import PruneChannels\n"
         "PruneChannels(ratio=0.5); print('torch' in sys.modules)"
     )
     assert fresh_process(code) == "False"

@@ -18,9 +18,9 @@ from compress.core.context import Context
 from compress.core.gates import MinMetric
 from compress.data.splits import DataReference, Splits
 from compress.distillation.stage import Distill
-from compress.pruning.channels_stage import PruneChannels
-from compress.pruning.finetune import Finetune
-from compress.pruning.unstructured_stage import PruneWeights
+from compress.pruning.prune_channels import PruneChannels
+from compress.pruning.prune_weights import PruneWeights
+from compress.pruning.pruning_stage import Finetune
 from compress.training.config.training import Training
 from compress.training.objectives.teacher_objective import Teaching
 from compress.training.stage import Train

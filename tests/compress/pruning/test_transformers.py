@@ -13,7 +13,7 @@ from compress.artifacts.recipe import Recipe
 from compress.common.forward import run_in_eval
 from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
-from compress.pruning.channels_stage import PruneChannels
+from compress.pruning.prune_channels import PruneChannels
 
 HERE = Path(__file__).parent
 WORDS = tuple(

@@ -16,7 +16,7 @@ from compress.artifacts.eager_model import EagerModel
 from compress.common.errors import StageFailed
 from compress.common.forward import name_outputs, run_in_eval
 from compress.core.context import Context
-from compress.pruning.channels_stage import PruneChannels
+from compress.pruning.prune_channels import PruneChannels
 from export.onnx.stage import ExportOnnx
 from tests.compress.pruning.zoo.registry import CASES, Case
 

@@ -16,7 +16,7 @@ from compress.core.metrics import Metric
 from compress.data.loader_config import Loading
 from compress.data.splits import DataReference
 from compress.distillation.stage import Distill
-from compress.pruning.channels_stage import PruneChannels
+from compress.pruning.prune_channels import PruneChannels
 from compress.training.stage import Train
 
 HERE = Path(__file__).parent

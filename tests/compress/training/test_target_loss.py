@@ -11,7 +11,7 @@ from compress.core.context import Context
 from compress.core.loss import Loss
 from compress.core.metrics import Metric
 from compress.data.splits import Splits
-from compress.pruning.channels_stage import PruneChannels
+from compress.pruning.prune_channels import PruneChannels
 from compress.training.config.training import Training
 from compress.training.fit import fit
 from compress.training.objectives.objective import TargetLoss

@@ -8,7 +8,7 @@ import pytest
 from compress.core.context import Context
 from compress.core.diagnosis.cause import RefusedStage
 from compress.profiling.quantiles import Interval
-from compress.pruning.channels_stage import PruneChannels
+from compress.pruning.prune_channels import PruneChannels
 from compress.quantization.stages.static import QuantizeStatic
 from export.diagnosis.layer_names import plain_export
 from export.diagnosis.profile import Profile

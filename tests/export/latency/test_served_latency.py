@@ -13,8 +13,8 @@ from compress.artifacts.recipe import Recipe
 from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
 from compress.data.splits import Splits
-from compress.pruning.allocation.targets import Target
-from compress.pruning.channels_stage import PruneChannels
+from compress.pruning.channel_settings import Target
+from compress.pruning.prune_channels import PruneChannels
 from compress.quantization.stages.static import QuantizeStatic
 from export.latency import kernel_table, served_latency
 from export.latency.kernel_table import KernelTable

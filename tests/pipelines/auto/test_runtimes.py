@@ -10,7 +10,7 @@ import yaml
 import cli
 from compress.common.errors import PipelineInvalid
 from compress.profiling.interaction_sum import InteractionSum
-from compress.pruning.allocation.solver import Programme
+from compress.pruning.latency.solver import Programme
 from export.latency import kernel_table
 from pipelines.auto import judge
 from pipelines.auto.candidates import Candidate, CheckedModel

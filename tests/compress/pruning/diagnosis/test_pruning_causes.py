@@ -16,12 +16,12 @@ from compress.core.diagnosis.cause import RefusedStage
 from compress.core.metrics import Metric
 from compress.data.batch import Batch
 from compress.data.splits import Splits
-from compress.pruning.channels_stage import PruneChannels
 from compress.pruning.diagnosis.causes import PRUNING_CAUSES
 from compress.pruning.diagnosis.channels import CutChannels
 from compress.pruning.diagnosis.weights import ZeroedWeights
+from compress.pruning.prune_channels import PruneChannels
+from compress.pruning.prune_weights import PruneWeights
 from compress.pruning.recovery.recovery import reestimate_batch_norms_
-from compress.pruning.unstructured_stage import PruneWeights
 from tests.compress.pruning.diagnosis.digit_nets import data, net
 
 HERE = Path(__file__).parent

@@ -12,9 +12,9 @@ from compress.common.signature import Signature, TensorSpec
 from compress.core.diagnosis.cause import RefusedStage
 from compress.core.metrics import Metric
 from compress.data.splits import Splits
-from compress.pruning.blocks_stage import PruneLayers
 from compress.pruning.diagnosis.blocks import RemovedBlocks
 from compress.pruning.diagnosis.causes import BlockNeeded, NoRefit
+from compress.pruning.prune_layers import PruneLayers
 from tests.compress.pruning.diagnosis.digit_nets import data, deep_net
 
 HERE = Path(__file__).parent

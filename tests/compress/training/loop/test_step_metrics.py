@@ -12,7 +12,7 @@ from compress.common.errors import Unavailable
 from compress.core.context import Context
 from compress.data.batch import Batch
 from compress.profiling.operator_table import LISTED_OPERATORS, read_operator_tables
-from compress.pruning.channels_stage import PruneChannels
+from compress.pruning.prune_channels import PruneChannels
 from compress.training.checkpoint.metadata import Epoch
 from compress.training.config.profiling import Trace
 from compress.training.distributed.base import SingleProcess

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from compress.artifacts.recipe import KeepBlocks
 from compress.common.config import Count, Ratio
 from compress.common.errors import StageFailed
-from compress.pruning.finetune import AnyFinetune, PruningStage, finetune
+from compress.pruning.pruning_stage import AnyFinetune, PruningStage, finetune
 
 if TYPE_CHECKING:
     import torch

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING
 
 from compress.artifacts.recipe import KeepIndices
 from compress.pruning.allocation.ranking import rank
-from compress.pruning.allocation.ratios import Limits
+from compress.pruning.channel_settings import ChannelSelection
+from compress.pruning.importance.taylor import ScoringSamples
 from compress.pruning.verification.masked_equivalence import sliced_copy
 from compress.pruning.verification.module_rewrites import rewrite_
+from compress.pruning.verification.verification_inputs import VerificationInputs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from compress.artifacts.eager_model import EagerModel
@@ -27,13 +29,7 @@ class WidthVariants:
     """The groups of coupled channels of a model that can be cut, and models of other widths."""
 
     def __init__(
-        self,
-        model: EagerModel,
-        *,
-        include: Sequence[str] = (),
-        exclude: Sequence[str] = (),
-        across_norms: bool = False,
-        seed: int = 0,
+        self, model: EagerModel, selection: ChannelSelection | None = None, seed: int = 0
     ) -> None:
         """Trace the model, and find the groups whose cut is verified.
 
@@ -41,19 +37,14 @@ class WidthVariants:
             PipelineInvalid: a pattern matches no module.
             StageFailed: the model cannot be traced.
         """
-        module, inputs = model.load(), model.signature.example(seed=seed)
-        self._model, self._seed = model, seed
-        self._rewrites = rewrite_(module, inputs, across_norms=across_norms)
-        ranking = rank(
-            module,
-            inputs,
-            "random",
-            include=include,
-            exclude=exclude,
-            across_norms=across_norms,
-            seed=seed,
-        )
-        smallest = ranking.verify(ranking.allocate(LARGEST_CUT, Limits(round_to=1)))
+        module, self._model, self._seed = model.load(), model, seed
+        selection = selection or ChannelSelection()
+        example = model.signature.example(seed=seed)
+        inputs = VerificationInputs(example, across_norms=selection.across_norms)
+        self._rewrites = rewrite_(module, inputs)
+        unranked = selection.model_copy(update={"importance": "random"})
+        ranking = rank(module, inputs, unranked, ScoringSamples(seed=seed))
+        smallest = ranking.verify(ranking.allocate(LARGEST_CUT, ChannelSelection(round_to=1)))
         groups = {one.group.name for one in ranking.ranked}
         stay = groups - {one.group.name for one in smallest.groups}
         self._ranking = ranking.without(stay, smallest.pinned)
@@ -67,7 +58,7 @@ class WidthVariants:
 
     def draw(self, count: int, round_to: int = 1) -> list[dict[str, int]]:
         """Draw widths at random; those of a group differ from each other as far as they can."""
-        generator, limits = random.Random(self._seed), Limits(round_to=round_to)
+        generator, limits = random.Random(self._seed), ChannelSelection(round_to=round_to)
         used: dict[str, set[int]] = {group: set() for group in self.whole}
         drawn = []
         for _ in range(count):

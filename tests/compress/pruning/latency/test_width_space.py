@@ -13,8 +13,9 @@ from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
 from compress.core.progress import silent
 from compress.data.splits import Splits
+from compress.pruning.channel_settings import ChannelSelection
 from compress.pruning.depth.output_error import OutputErrorMeter
-from compress.pruning.width_harms import WidthSpace, measure_harms
+from compress.pruning.latency.width_space import WidthSpace, measure_harms
 
 NET = """
 import torch
@@ -45,7 +46,9 @@ def context(blobs: Splits, tmp_path: Path) -> Context:
 
 @pytest.fixture
 def space(model: EagerModel, context: Context) -> WidthSpace:
-    return WidthSpace.of_model(model, context, values=3, round_to=8)
+    return WidthSpace.from_model(
+        model, context, ChannelSelection(importance="obs", round_to=8), values=3
+    )
 
 
 def test_the_grid_has_multiples_from_the_whole_width_down(space: WidthSpace) -> None:

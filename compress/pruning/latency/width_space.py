@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 from compress.common.errors import StageFailed
 from compress.common.forward import copy_module
 from compress.pruning.allocation.ranking import rank
-from compress.pruning.allocation.ratios import Limits
+from compress.pruning.channel_settings import ChannelSelection
 from compress.pruning.dependency.channel_groups import SlicePlan
+from compress.pruning.importance.taylor import ScoringSamples
 from compress.pruning.recovery.recovery import recover_
 from compress.pruning.verification.masked_equivalence import sliced_copy
 from compress.pruning.verification.module_rewrites import rewrite_
-from compress.pruning.verification.verification_inputs import other_sizes, real_inputs
+from compress.pruning.verification.verification_inputs import VerificationInputs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,9 +26,8 @@ if TYPE_CHECKING:
     from compress.core.context import Context
     from compress.core.progress import Progress
     from compress.data.batch import Batch
-    from compress.pruning.allocation.ranking import OnUnverified, Ranking
+    from compress.pruning.allocation.ranking import Ranking
     from compress.pruning.dependency.channel_groups import GroupSlice
-    from compress.pruning.importance.criteria import Criterion
 
     Harms = dict[str, dict[int, float]]
 
@@ -54,20 +54,14 @@ class WidthSpace:
     """Group → its smallest width as a slice that was verified."""
 
     @classmethod
-    def of_model(
+    def from_model(
         cls,
         model: EagerModel,
         context: Context,
-        *,
+        selection: ChannelSelection,
         values: int,
-        round_to: int = 16,
-        min_channels: int = 1,
-        importance: Criterion = "obs",
-        include: Sequence[str] = (),
-        exclude: Sequence[str] = (),
-        across_norms: bool = False,
-        on_unverified: OnUnverified = "pin",
         batches: Sequence[Batch] | None = None,
+        *,
         refit: bool = True,
     ) -> WidthSpace:
         """Rank a model's channels, and lay a grid of widths; the model is not changed.
@@ -75,14 +69,8 @@ class WidthSpace:
         Args:
             model: the model.
             context: data, device and seed.
+            selection: which channels may be removed, which first, and in which multiples.
             values: widths of each group at most, the whole one and the largest cut among them.
-            round_to: see `prune_channels`, as for the others.
-            min_channels: channels of a group that stay in any case.
-            importance: which channels are removed first.
-            include: patterns of modules whose channels alone are removed.
-            exclude: patterns of modules whose channels stay.
-            across_norms: whether channels over which normalisations take statistics are removed.
-            on_unverified: whether channels whose removal cannot be verified stay, or are an error.
             batches: samples to rank by and to refit on, none for neither; by default drawn.
             refit: whether layers that lost inputs are refitted.
 
@@ -94,25 +82,14 @@ class WidthSpace:
             data = context.need_data("compress auto")
             split: Any = data.split(data.calibration_split)
             batches = list(data.calibration(min(REFITTED_ON, len(split)), context.seed))
-        module, inputs = model.load(), model.signature.example(seed=context.seed)
-        real, others = real_inputs(model.signature, context), other_sizes(model.signature, 0)
-        rewrite_(module, inputs, real, others, across_norms=across_norms)
-        ranking = rank(
-            module,
-            inputs,
-            importance,
-            others=others,
-            real=real,
-            include=include,
-            exclude=exclude,
-            across_norms=across_norms,
-            batches=batches,
-            device=context.device,
-            seed=context.seed,
-            loss=context.loss.for_model(model.signature).infer_targets(context.data),
-        )
-        limits = Limits(round_to=round_to, min_channels=min_channels)
-        smallest = ranking.verify(ranking.allocate(LARGEST_CUT, limits), on_unverified)
+        module = model.load()
+        inputs = VerificationInputs.from_signature(model.signature, context, selection)
+        rewrite_(module, inputs)
+        scoring = ScoringSamples.from_context(context, model.signature, batches)
+        ranking = rank(module, inputs, selection, scoring)
+        # Whatever the scope: widths are chosen here, not by comparing groups.
+        limits = ChannelSelection(round_to=selection.round_to, min_channels=selection.min_channels)
+        smallest = ranking.verify(ranking.allocate(LARGEST_CUT, limits), selection.on_unverified)
         slices = {one.group.name: one for one in smallest.groups}
         grid: dict[str, set[int]] = {}
         for step in range(values):

@@ -19,12 +19,12 @@ from compress.core.progress import silent
 from compress.data.splits import Splits
 from compress.profiling.benchmark import MeasuredShare
 from compress.profiling.interaction_sum import InteractionSum
-from compress.pruning import latency_target
-from compress.pruning.allocation.targets import Target
 from compress.pruning.channel_pruner import ChannelPruner, parameters_of
-from compress.pruning.channels_stage import PruneChannels
+from compress.pruning.channel_settings import ChannelSelection, Target
 from compress.pruning.depth.output_error import OutputErrorMeter
-from compress.pruning.width_harms import WidthSpace, measure_harms
+from compress.pruning.latency import latency_target
+from compress.pruning.latency.width_space import WidthSpace, measure_harms
+from compress.pruning.prune_channels import PruneChannels
 
 NET = """
 import torch
@@ -101,7 +101,7 @@ def widths_of(pruned: EagerModel) -> dict[str, int]:
 
 def least_harm(model: EagerModel, context: Context, most: float) -> dict[str, int]:
     """Try all widths of the grid."""
-    space = WidthSpace.of_model(model, context, values=5, round_to=8, importance="l2")
+    space = WidthSpace.from_model(model, context, ChannelSelection(round_to=8), values=5)
     meter = OutputErrorMeter(model.load(), model.signature, context, "outputs")
     harms = measure_harms(
         space, silent, lambda m: meter.measure(m).distance ** 2, {}, lambda: None, float("inf")

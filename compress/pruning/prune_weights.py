@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from compress.common.config import Count, Ratio
 from compress.common.errors import StageFailed
-from compress.pruning.finetune import (
+from compress.pruning.pruning_stage import (
     AnyFinetune,
     BatchNormStatistics,
     PruningStage,

@@ -6,7 +6,7 @@ from itertools import combinations, product
 import pytest
 
 from compress.profiling.interaction_sum import InteractionSum
-from compress.pruning.allocation.solver import Limit, Programme
+from compress.pruning.latency.solver import Limit, Programme
 
 SCOPES = [("a", "b"), ("b", "c"), ("c", "d"), ("f", "a", "b"), ("g", "b", "c"), ("f", "g")]
 """Kernels between two widths, two of them in one of two formats, and a conversion between these."""

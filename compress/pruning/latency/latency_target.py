@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from compress.common.errors import StageFailed
 from compress.profiling.interaction_sum import InteractionSum
-from compress.pruning.allocation.solver import Limit, Programme
 from compress.pruning.depth.output_error import OutputErrorMeter
-from compress.pruning.width_harms import REFITTED_ON, WidthSpace, measure_harms
-from compress.pruning.width_variants import WidthVariants
+from compress.pruning.latency.solver import Limit, Programme
+from compress.pruning.latency.width_space import REFITTED_ON, WidthSpace, measure_harms
+from compress.pruning.latency.width_variants import WidthVariants
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -75,24 +75,12 @@ def solve_widths(
     served = context.served_latency
     if served is None:
         return None
-    chosen: dict[str, Any]
-    chosen = {n: getattr(config, n) for n in ("include", "exclude", "across_norms")}
-    variants = WidthVariants(model, seed=context.seed, **chosen)
+    variants = WidthVariants(model, config, context.seed)
     few = min(REFITTED_ON, sum(map(len, batches)))
     drawn = context.need_data(config.title).calibration(few, context.seed) if few else ()
     size = batch if model.signature.batch_axis else model.signature.smallest_batch
-    space = WidthSpace.of_model(
-        model,
-        context,
-        values=min(MOST_VALUES, max(FEWEST_VALUES, 1 + MOST_CUTS // max(1, len(variants.whole)))),
-        round_to=config.limits.round_to,
-        min_channels=config.limits.min_channels,
-        importance=config.importance,
-        on_unverified=config.on_unverified,
-        batches=list(drawn),
-        refit=config.refit,
-        **chosen,
-    )
+    values = min(MOST_VALUES, max(FEWEST_VALUES, 1 + MOST_CUTS // max(1, len(variants.whole))))
+    space = WidthSpace.from_model(model, context, config, values, list(drawn), refit=config.refit)
     if not space.grid:
         return None  # which the stage explains
     with ExitStack() as stack:
