@@ -16,7 +16,7 @@ from compress.functional.datasets import make_splits
 from compress.functional.models import as_artifact, forward_names
 from compress.profiling.benchmark import MEASURED_SECONDS
 from export.fastest.measure import measure_fastest
-from export.fastest.runtimes import Runtime, export_to
+from export.fastest.stage import Runtime, export_to
 from export.web.page import web_page
 from export.web.requirements import ONNXRUNTIME_WEB
 from export.web.runtime import WEB

@@ -15,7 +15,7 @@ from auto_search.losses import ChangeableLayers, static_graph
 from compress.profiling.benchmark import compare_latency
 from compress.pruning.depth.output_error import OutputErrorMeter
 from export.latency.float_layers import MixedModel, weighted_layers
-from export.latency.kernel_table import KernelTable
+from export.latency.kernels import KernelTable
 from export.latency.resizing import ResizableModel
 from export.onnx.proto_io import read, write
 from export.onnx.session import opened_session, session_predictor

@@ -16,7 +16,7 @@ from compress.artifacts.artifact import Artifact
 from compress.artifacts.importing import import_checkpoint
 from compress.artifacts.recipe import KeepBlocks, Recipe
 from compress.data.splits import DataReference
-from compress.pruning.latency.width_space import WidthSpace
+from compress.pruning.latency.widths import WidthSpace
 from pipelines.config.auto_settings import AutoSettings, WidthSettings
 
 if TYPE_CHECKING:

@@ -98,7 +98,7 @@ class PruneLayers(PruningStage):
         module = model.load()
         edit.apply_(module)
         if self.refit:
-            from compress.pruning.recovery.removed_blocks import recover_without_blocks_
+            from compress.pruning.recovery.recovery import recover_without_blocks_
 
             data = context.need_data(self.title)
             batches = [*data.calibration(self.available_samples(data), context.seed)]

@@ -167,9 +167,8 @@ class PruneWeights(PruningStage):
         """
         # Imported here, because settings are validated without loading torch.
         from compress.pruning.recovery.recovery import reestimate_on_calibration_
-        from compress.pruning.unstructured.sparsity_report import sparsity_facts
-        from compress.pruning.unstructured.sparsity_schedule import AddZeros
-        from compress.pruning.unstructured.weight_layout import prunable_weights
+        from compress.pruning.unstructured.masks import AddZeros
+        from compress.pruning.unstructured.weight_layout import prunable_weights, sparsity_facts
         from compress.training.objectives.weight_constraint import KeepZeros
 
         module = model.load()
@@ -215,7 +214,7 @@ class PruneWeights(PruningStage):
         self, module: torch.nn.Module, prunable: PrunableWeights, context: Context
     ) -> PrunableWeights:
         """Set zeros in place, and return the pruned weights: calibration may exclude more."""
-        from compress.pruning.unstructured.obs_masks import set_calibrated_zeros_
+        from compress.pruning.unstructured.masks import set_calibrated_zeros_
 
         data = context.need_data(f"method: {self.method}")
         left = set_calibrated_zeros_(

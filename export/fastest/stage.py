@@ -13,24 +13,32 @@ from pydantic import AfterValidator, Field
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.common.config import Count
-from compress.common.errors import StageFailed
-from compress.core.stage import Stage
-from export.aotinductor.stage import AotModel
-from export.fastest.runtimes import Runtime
-from export.onnx.stage import OnnxModel
-from export.openvino.stage import OpenVINOModel
+from compress.common.errors import StageFailed, Unavailable
+from compress.core.stage import Stage, members_of
+from export.aotinductor.stage import AotModel, ExportAot
+from export.onnx.stage import ExportOnnx, OnnxModel
+from export.openvino.stage import ExportOpenVINO, OpenVINOModel
 from export.parity.stored_parity import ComparesStoredFile
-from export.torchscript.stage import TorchScriptModel
+from export.torchscript.stage import ExportTorchScript, TorchScriptModel
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from compress.artifacts.artifact import Artifact
     from compress.core.context import Context
     from export.fastest.measure import BenchCell
 
+
 logger = logging.getLogger(__name__)
 
+Runtime = Literal["onnx", "torchscript", "aot", "openvino"]
+RUNTIMES: dict[Runtime, Callable[[], Stage[Any, Any]]] = {
+    "onnx": ExportOnnx,
+    "torchscript": ExportTorchScript,
+    "aot": ExportAot,
+    "openvino": ExportOpenVINO,
+}
+"""The stage with default settings that exports to each runtime."""
 Exported: TypeAlias = OnnxModel | TorchScriptModel | AotModel | OpenVINOModel
 
 
@@ -68,7 +76,6 @@ class ExportFastest(ComparesStoredFile, Stage[EagerModel | GraphModel, Exported]
     def run(self, model: EagerModel | GraphModel, context: Context) -> Exported:
         """Export, measure the files in turn, seal the fastest with the figures of all."""
         from export.fastest.measure import measure_fastest
-        from export.fastest.runtimes import export_to
 
         with TemporaryDirectory(prefix="compress-fastest-") as folder:
             exported, failures = export_to(
@@ -122,3 +129,28 @@ def _verdict(kept: str, cell: BenchCell) -> str:
 
 def _joined(names: Sequence[str]) -> str:
     return " and ".join(names)
+
+
+def export_to(
+    runtimes: tuple[Runtime, ...], model: Artifact, context: Context
+) -> tuple[dict[str, Artifact], dict[str, str]]:
+    """Export a model to runtimes, each into a folder of the context's; each file is checked.
+
+    Returns:
+        The artifacts by runtime, and the reasons for those that could not be written, such as a
+        missing compiler or an operator that the runtime lacks.
+    """
+    exported: dict[str, Artifact] = {}
+    failures: dict[str, str] = {}
+    for runtime in runtimes:
+        stage = RUNTIMES[runtime]()
+        reads = members_of(stage.reads())
+        if not isinstance(model, reads):
+            kinds = " or ".join(kind.kind for kind in reads)
+            failures[runtime] = f"{stage.stage} reads {kinds}, and the model is {model.kind}"
+            continue
+        try:
+            exported[runtime] = stage.run_checked(model, context.with_root(context.root / runtime))
+        except (StageFailed, Unavailable) as error:
+            failures[runtime] = str(error)
+    return exported, failures

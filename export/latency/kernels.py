@@ -15,8 +15,11 @@ import numpy as np
 import onnx
 from onnx.helper import make_graph, make_model, make_tensor_value_info, np_dtype_to_tensor_dtype
 
+from compress.common.config import Settings
 from compress.common.errors import StageFailed, first_line
-from compress.profiling.benchmark import unmeasurable
+from compress.common.sealed_json import read_state, write_state
+from compress.common.strict_json import canonical_json
+from compress.profiling.benchmark import MeasuredShare, unmeasurable
 from compress.profiling.call_timer import CallTimer
 from export.onnx.graph import inputs_of
 from export.onnx.proto_io import read
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     Arrays = Mapping[str, np.ndarray[Any, Any]]
+
 
 SECONDS = 0.02
 """For which each kernel is called."""
@@ -197,3 +201,67 @@ def _plain_options(threads: int = 1) -> Any:
 
 def _value_info(name: str, array: np.ndarray[Any, Any]) -> onnx.ValueInfoProto:
     return make_tensor_value_info(name, np_dtype_to_tensor_dtype(array.dtype), array.shape)
+
+
+TABLES = Path(".store", "latency")
+"""Folder of measured kernels, in the results' directory."""
+
+
+class MeasuredKernel(Settings):
+    """The latency of one kernel."""
+
+    operator: str
+    sizes: str
+    """Sizes of its inputs and outputs."""
+    seconds: float
+    """Of one call, the tenth percentile."""
+
+
+class MeasuredTable(Settings):
+    """What was measured on one machine: the content of a table's file."""
+
+    kernels: dict[str, MeasuredKernel] = {}
+    models: dict[str, MeasuredShare] = {}
+    """By a hash of their kernels, and of those of the model that they were measured beside."""
+
+
+class KernelTable:
+    """Latencies of kernels on one machine, with one release of onnxruntime and some threads."""
+
+    def __init__(self, folder: Path, machine: Mapping[str, Any], threads: int) -> None:
+        """Read the table of a machine, or begin one where there is none that can be read."""
+        versions = {"onnxruntime": onnxruntime.__version__, "threads": threads}
+        self.setup: dict[str, Any] = {**machine, **versions}
+        self.key = canonical_json(self.setup)
+        name = hashlib.sha256(self.key.encode()).hexdigest()[:16]
+        self.file = folder / f"kernels-{name}.json"
+        self.threads = threads
+        known = read_state(self.file, self.key, MeasuredTable) or MeasuredTable()
+        self.kernels, self.models = known.kernels, known.models
+
+    def measure(
+        self, kernels: Sequence[Kernel], progress: Callable[[int, int], None] = lambda *_: None
+    ) -> None:
+        """Measure the kernels that the table lacks; it is written after every few of them."""
+        missing = list({k.key: k for k in kernels if k.key not in self.kernels}.values())
+        for start in range(0, len(missing), AT_ONCE):
+            some = missing[start : start + AT_ONCE]
+            progress(start, len(missing))
+            for kernel, seconds in zip(some, measure_kernels(some, self.threads), strict=True):
+                self.kernels[kernel.key] = MeasuredKernel(
+                    operator=kernel.operator, sizes=kernel.sizes, seconds=seconds
+                )
+            self._write()
+
+    def seconds(self, kernel: Kernel) -> float:
+        """Return the latency of a measured kernel."""
+        return self.kernels[kernel.key].seconds
+
+    def add_model(self, key: str, measured: MeasuredShare) -> None:
+        """Add the latency of a whole model, and write the table."""
+        self.models[key] = measured
+        self._write()
+
+    def _write(self) -> None:
+        kernels, models = (dict(sorted(known.items())) for known in (self.kernels, self.models))
+        write_state(self.file, self.key, MeasuredTable(kernels=kernels, models=models))

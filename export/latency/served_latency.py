@@ -7,19 +7,22 @@ import json
 import random
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from compress.common.errors import StageFailed
 from compress.profiling.benchmark import MeasuredShare, compare_latency, unmeasurable
 from compress.profiling.interaction_sum import InteractionSum
-from export.latency.kernel_table import KernelTable
-from export.latency.kernels import kernels_of
-from export.latency.latency_model import LatencyModel
+from export.latency.kernels import KernelTable, kernels_of
 from export.latency.resizing import MOST_EXPORTS, ResizableModel
-from export.latency.served_files import graph_to_serve, open_as_served, write_alone
-from export.latency.width_costs import WidthCosts, measure_grid, spread_widths
+from export.latency.width_costs import LatencyModel, WidthCosts, measure_grid, spread_widths
+from export.onnx.graph import strip_
+from export.onnx.passes.stored_integers import compact_
+from export.onnx.proto_io import write
+from export.onnx.session import opened_session
+from export.onnx.translate import translate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,6 +31,8 @@ if TYPE_CHECKING:
     import torch
 
     from compress.artifacts.eager_model import EagerModel
+    from compress.artifacts.graph_model import GraphModel
+    from compress.common.signature import Signature
     from compress.core.context import Context
     from compress.core.stage import Stage
     from compress.profiling.benchmark import Opener
@@ -35,6 +40,7 @@ if TYPE_CHECKING:
 
     Widths = Mapping[str, int]
     Grid = Mapping[str, Sequence[int]]
+
 
 FITTED = 8
 """Models at widths of the grid whose latencies the kernels' sum is fitted to."""
@@ -75,7 +81,7 @@ class OnnxLatency:
         variants: Callable[[int, Path, int], Iterable[tuple[Widths, EagerModel]]],
         context: Context,
         batch: int,
-    ) -> Iterator[LatencyByWidths]:
+    ) -> Iterator[MeasuredLatencies]:
         """Measure what a model's latency is over a grid of widths, as shares of its own.
 
         Args:
@@ -115,7 +121,7 @@ class OnnxLatency:
             )
             served = open_as_served(base, self.runtime, model.signature, context.threads)
             kernels = kernels_of(base, arrays, context.threads)
-            measured = LatencyByWidths(
+            measured = MeasuredLatencies(
                 *(self, model, context, batches, arrays, table, folder),
                 *(served.open, [kernel.key for kernel in kernels]),
             )
@@ -143,7 +149,7 @@ class OnnxLatency:
 
 
 @dataclass
-class LatencyByWidths:
+class MeasuredLatencies:
     """Latency of a model at other widths, as shares of its own: predicted and measured."""
 
     _served: OnnxLatency
@@ -192,3 +198,46 @@ class LatencyByWidths:
                 key, MeasuredShare(share=share, unpruned_ms=unpruned_ms, ms=compared.after.p50)
             )
         return self._table.models[key]
+
+
+class ServedFile(NamedTuple):
+    """A model in the form that its runtime reads."""
+
+    bytes: int
+    """Of its files together."""
+    open: Opener
+
+
+def graph_to_serve(model: EagerModel | GraphModel, title: str) -> onnx.ModelProto:
+    """Return the graph that `export_onnx` writes, which is not compared with the model here."""
+    graph, _ = translate(model, None, title)
+    compact_(graph)
+    strip_(graph)
+    return graph
+
+
+def write_alone(graph: onnx.ModelProto, folder: Path) -> Path:
+    """Write a graph into a new folder of its own, and return the file."""
+    folder.mkdir()
+    write(graph, folder / "model.onnx")
+    return folder / "model.onnx"
+
+
+def open_as_served(
+    file: Path, runtime: Literal["onnx", "openvino"], signature: Signature, threads: int
+) -> ServedFile:
+    """Return the file of `export_onnx` or `export_openvino` for an ONNX file alone in its folder.
+
+    Raises:
+        StageFailed: OpenVINO has no such operators.
+    """
+    if runtime == "onnx":
+        size = sum(part.stat().st_size for part in file.parent.iterdir() if part.is_file())
+        return ServedFile(size, partial(opened_session, file, threads))
+    from export.openvino import runtime as openvino
+
+    model = file.parent / "openvino" / "model.xml"
+    model.parent.mkdir()
+    openvino.write(file, model, signature)
+    size = sum(part.stat().st_size for part in model.parent.iterdir())
+    return ServedFile(size, partial(openvino.opened, model, threads))

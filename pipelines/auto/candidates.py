@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from compress.common.config import Settings
-from export.fastest.runtimes import RUNTIMES
+from export.fastest.stage import RUNTIMES
 from pipelines.api import Pipeline
 from pipelines.config.auto_settings import Format, Runtime
 

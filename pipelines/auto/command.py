@@ -89,7 +89,7 @@ def measure_tables(pipeline: PipelineConfig, settings: AutoSettings, out: Path) 
         StageFailed: the model cannot be traced or exported, or the machine is too busy.
         Unavailable: a runtime is not installed.
     """
-    from compress.pruning.latency.width_space import WidthSpace
+    from compress.pruning.latency.widths import WidthSpace
     from pipelines.auto.cost_models.tables import LatencyTables, ModelTable
     from pipelines.auto.judge import Judge
     from pipelines.auto.search import Search

@@ -18,7 +18,7 @@ from compress.core.stage import members_of
 from compress.core.val_halves import HalfOfVal, halves_of_val
 from compress.profiling.benchmark import compare_latency, unmeasurable
 from compress.pruning.depth.output_error import OutputErrorMeter
-from export.fastest.runtimes import RUNTIMES
+from export.fastest.stage import RUNTIMES
 from pipelines.api import Pipeline
 from pipelines.auto.candidates import (
     QUANTIZING,

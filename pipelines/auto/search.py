@@ -14,7 +14,7 @@ import numpy as np
 from compress.common.errors import StageFailed
 from compress.profiling.peak_memory import measurement_process
 from compress.pruning.latency.solver import Limit
-from export.latency.kernel_table import TABLES, KernelTable
+from export.latency.kernels import TABLES, KernelTable
 from pipelines.auto import search_events
 from pipelines.auto.candidates import Candidate, CheckedModel, rungs
 from pipelines.auto.cost_models import float_layers

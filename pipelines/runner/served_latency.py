@@ -20,8 +20,8 @@ from pipelines.system.machine_info import machine
 if TYPE_CHECKING:
     from typing import Literal
 
-    from compress.core.context import ServedLatency
     from compress.core.stage import Stage
+    from compress.pruning.latency.latency_target import ServedLatency
     from pipelines.config.pipeline import PipelineConfig
     from pipelines.planning.plan import PlannedStage
     from pipelines.runner.run_state import RunState
@@ -49,7 +49,7 @@ def served_latency(planned: PlannedStage, state: RunState) -> ServedLatency | No
     served = _served(planned, state.pipeline)
     if served is None:
         return None
-    from export.latency.kernel_table import TABLES
+    from export.latency.kernels import TABLES
     from export.latency.served_latency import OnnxLatency
 
     weights = [stage for stage in served.stages if isinstance(stage, QuantizeWeights)]

@@ -12,10 +12,10 @@ from compress.pruning.diagnosis.attribution import PruningDiagnosis, batch_norm_
 from compress.pruning.recovery.recovery import (
     batch_norms,
     output_error,
+    recover_without_blocks_,
     reestimate_batch_norms_,
     usual_calibration,
 )
-from compress.pruning.recovery.removed_blocks import recover_without_blocks_
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence

@@ -8,20 +8,20 @@ from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from compress.common.errors import StageFailed
 from compress.profiling.interaction_sum import InteractionSum
 from compress.pruning.depth.output_error import OutputErrorMeter
 from compress.pruning.latency.solver import Limit, Programme
-from compress.pruning.latency.width_space import REFITTED_ON, WidthSpace, measure_harms
-from compress.pruning.latency.width_variants import WidthVariants
+from compress.pruning.latency.widths import REFITTED_ON, WidthSpace, WidthVariants, measure_harms
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from compress.artifacts.eager_model import EagerModel
-    from compress.core.context import Context, LatencyByWidths, ServedLatency
+    from compress.core.context import Context
     from compress.data.batch import Batch
     from compress.profiling.benchmark import MeasuredShare
     from compress.pruning.channel_settings import ChannelSettings
@@ -34,6 +34,48 @@ MOST_CUTS, MOST_VALUES, FEWEST_VALUES = 64, 5, 3
 """Single cuts that are judged, about as many at most, and widths of a group."""
 ROOM = 0.99
 """Share of the target that the solver aims at, as half of all models are slower than predicted."""
+
+
+class LatencyByWidths(Protocol):
+    """Latency of a model at other widths where it is served, as shares of its own."""
+
+    predicted: InteractionSum
+    """The share of the unpruned model's latency, by the widths of a grid."""
+
+    def measure(self, pruned: EagerModel, /) -> MeasuredShare:
+        """Measure a pruned model in turn with the unpruned one, both as they are served."""
+
+
+class ServedLatency(Protocol):
+    """What a model's latency will be in the runtime that serves it, before it is exported."""
+
+    @property
+    def name(self) -> str:
+        """The runtime, and what happens to the model before, in words."""
+
+    def tables(
+        self,
+        model: EagerModel,
+        whole: Mapping[str, int],
+        grid: Mapping[str, Sequence[int]],
+        variants: Callable[[int, Path, int], Iterable[tuple[Mapping[str, int], EagerModel]]],
+        context: Context,
+        batch: int,
+    ) -> AbstractContextManager[LatencyByWidths]:
+        """Measure what is needed to predict latencies over a grid of widths.
+
+        Args:
+            model: the unpruned model.
+            whole: group of channels → the model's own width, of all groups that variants cut.
+            grid: group of channels → its widths, the model's own first.
+            variants: a number, a folder and what widths are multiples of → that many models of
+                random widths.
+            context: data, threads, seed and progress.
+            batch: samples of a call.
+
+        Raises:
+            StageFailed: the model cannot be exported, or not measured now.
+        """
 
 
 class SolvedWidths(NamedTuple):
@@ -72,7 +114,7 @@ def solve_widths(
         StageFailed: the model cannot be traced, no widths reach the share, or the machine is too
             busy to measure it.
     """
-    served = context.served_latency
+    served: ServedLatency | None = context.served_latency
     if served is None:
         return None
     variants = WidthVariants(model, config, context.seed)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from compress.pruning.importance.activation_saliency import MAX_COLUMNS, Moments
 from compress.pruning.importance.layer_calls import (
     LayerCall,
     LayerCallMode,
@@ -22,7 +23,6 @@ from compress.pruning.importance.layer_calls import (
     record_layer_calls,
     run_batch,
 )
-from compress.pruning.importance.moments import MAX_COLUMNS, Moments
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -10,7 +10,7 @@ from torch import nn
 from compress.common.forward import flatten_outputs
 from compress.common.tensor_difference import measured
 from compress.core.stage import DEFAULT_CALIBRATION_SAMPLES
-from compress.pruning.importance.layer_calls import samples_refused
+from compress.pruning.importance.layer_calls import record_layer_calls, samples_refused
 from compress.pruning.recovery.least_squares import refit_
 
 if TYPE_CHECKING:
@@ -154,3 +154,47 @@ def _run(module: nn.Module, batch: Batch) -> tuple[torch.Tensor, ...]:
 
 def _rounded(value: float) -> float:
     return float(f"{value:.4g}")
+
+
+def recover_without_blocks_(
+    module: nn.Module,
+    reference: nn.Module,
+    kept_blocks: Mapping[str, Sequence[int]],
+    batches: Sequence[Batch],
+    device: str = "cpu",
+) -> dict[str, JsonValue]:
+    """Refit the layers that run after a removed block, in place; return the errors as facts.
+
+    Args:
+        module: the model without the blocks.
+        reference: the model with them.
+        kept_blocks: container → indices of the entries that stay, of those that lost some.
+        batches: samples on which layers are refitted, without labels.
+        device: where both run.
+
+    Raises:
+        StageFailed: the modules do not take the batches.
+    """
+    reference.eval().to(device)
+    calls, _ = record_layer_calls(reference, batches[0], device)
+    names = {name: name_before(name, kept_blocks) for name, _ in module.named_parameters()}
+    left = {*names.values()}
+    first = next((i for i, call in enumerate(calls) if call.weight not in left), 0)
+    behind = {call.weight for call in calls[first:]}
+    # All inputs and outputs are left; a refit is of layers that are named here.
+    kept = {
+        name: {axis: tuple(range(parameter.shape[axis])) for axis in (0, 1)}
+        for name, parameter in module.named_parameters()
+        if parameter.dim() > 1 and names[name] in behind
+    }
+    return recover_(module, reference, kept, batches, device, names=names)
+
+
+def name_before(name: str, kept_blocks: Mapping[str, Sequence[int]]) -> str:
+    """Return the name that a parameter had before blocks were removed from containers."""
+    for container in sorted(kept_blocks, key=len):  # outer ones first, which inner names begin with
+        prefix = f"{container}." if container else ""
+        index, dot, rest = name.removeprefix(prefix).partition(".")
+        if name.startswith(prefix) and index.isdigit():
+            name = f"{prefix}{kept_blocks[container][int(index)]}{dot}{rest}"
+    return name

@@ -16,12 +16,11 @@ import numpy as np
 
 from compress.common.sealed_json import read_state, write_state
 from compress.profiling.interaction_sum import InteractionSum
-from compress.pruning.latency.width_variants import WidthVariants
+from compress.pruning.latency.widths import WidthVariants
 from export.latency.float_layers import FLOAT
-from export.latency.latency_model import LatencyModel
 from export.latency.resizing import MOST_EXPORTS, ResizableModel
-from export.latency.served_files import graph_to_serve, open_as_served, write_alone
-from export.latency.width_costs import WidthCosts, measure_grid, spread_widths
+from export.latency.served_latency import graph_to_serve, open_as_served, write_alone
+from export.latency.width_costs import LatencyModel, WidthCosts, measure_grid, spread_widths
 from export.onnx.proto_io import read
 from pipelines.auto.candidates import QUANTIZING, Candidate
 from pipelines.auto.cost_models.float_layers import (
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
     from compress.core.context import Context
     from compress.profiling.benchmark import Opener
     from compress.profiling.interaction_sum import Choice, Value
-    from export.latency.kernel_table import KernelTable
+    from export.latency.kernels import KernelTable
     from pipelines.auto.cost_models.float_layers import LayerHarms
     from pipelines.config.auto_settings import AutoSettings, Format, Runtime
 

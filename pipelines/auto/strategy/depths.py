@@ -11,8 +11,8 @@ from compress.common.sealed_json import read_state, write_state
 from compress.pruning.depth import block_search
 from compress.pruning.depth.output_error import OutputErrorMeter
 from compress.pruning.latency.solver import Programme
-from compress.pruning.latency.width_space import WidthSpace, measure_harms
-from compress.pruning.recovery.removed_blocks import name_before
+from compress.pruning.latency.widths import WidthSpace, measure_harms
+from compress.pruning.recovery.recovery import name_before
 from pipelines.auto.candidates import candidate_of
 from pipelines.auto.front import missed_limits
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from compress.artifacts.eager_model import EagerModel
-    from compress.pruning.latency.width_space import Harms
+    from compress.pruning.latency.widths import Harms
     from pipelines.auto.candidates import Candidate, CheckedModel
     from pipelines.auto.judge import Judge
     from pipelines.auto.strategy.recovery import Programmes

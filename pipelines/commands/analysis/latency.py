@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from compress.common.atomic_files import write_atomically
 from compress.common.config import Settings
 from compress.core.progress import silent
-from export.latency.latency_model import LatencyModel
+from export.latency.width_costs import LatencyModel
 from pipelines.commands.analysis.model_to_prune import model_to_prune
 from pipelines.system.machine_info import machine
 
@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from compress.core.progress import Progress
-    from export.latency.kernel_table import KernelTable
-    from export.latency.kernels import Kernel
+    from export.latency.kernels import Kernel, KernelTable
     from pipelines.config.pipeline import PipelineConfig
 
 FILE = "latency.json"
@@ -106,12 +105,11 @@ def measure_and_write(
         StageFailed: the stage before `prune_channels` has not run, the model cannot be traced or
             exported, or the machine is too busy to measure it.
     """
-    from compress.pruning.latency.width_variants import WidthVariants
-    from export.latency.kernel_table import TABLES, KernelTable
-    from export.latency.kernels import kernels_of
-    from export.latency.latency_model import KernelCost, LatencyModel, measure_files
+    from compress.pruning.latency.widths import WidthVariants
+    from export.latency.kernels import TABLES, KernelTable, kernels_of
     from export.latency.resizing import MOST_EXPORTS, ResizableModel
-    from export.latency.served_files import graph_to_serve
+    from export.latency.served_latency import graph_to_serve
+    from export.latency.width_costs import KernelCost, LatencyModel, measure_files
     from export.onnx.proto_io import write
 
     with (

@@ -10,10 +10,9 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from compress.common.errors import ArtifactInvalid
-from export.latency import kernel_table
-from export.latency.kernel_table import KernelTable
-from export.latency.kernels import kernels_of, measure_kernels
-from export.latency.latency_model import KernelCost, LatencyModel
+from export.latency import kernels as kernel_table
+from export.latency.kernels import KernelTable, kernels_of, measure_kernels
+from export.latency.width_costs import KernelCost, LatencyModel
 
 MACHINE = {"processor": "a processor"}
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from compress.common.errors import StageFailed
-from export.latency.kernel_table import KernelTable
+from export.latency.kernels import KernelTable
 from export.latency.resizing import ResizableModel
 from export.latency.width_costs import WidthCosts, measure_grid
 

@@ -16,8 +16,9 @@ from compress.data.splits import Splits
 from compress.pruning.channel_settings import Target
 from compress.pruning.prune_channels import PruneChannels
 from compress.quantization.stages.static import QuantizeStatic
-from export.latency import kernel_table, served_latency
-from export.latency.kernel_table import KernelTable
+from export.latency import kernels as kernel_table
+from export.latency import served_latency
+from export.latency.kernels import KernelTable
 from export.latency.served_latency import OnnxLatency
 
 NET = """

@@ -11,7 +11,7 @@ import cli
 from compress.common.errors import PipelineInvalid
 from compress.profiling.interaction_sum import InteractionSum
 from compress.pruning.latency.solver import Programme
-from export.latency import kernel_table
+from export.latency import kernels as kernel_table
 from pipelines.auto import judge
 from pipelines.auto.candidates import Candidate, CheckedModel
 from pipelines.auto.cost_models.latency_models import FormatModel

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import cli
-from export.latency import kernel_table
+from export.latency import kernels as kernel_table
 from pipelines.commands.analysis import latency
 
 NETS = """

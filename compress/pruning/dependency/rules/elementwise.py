@@ -15,7 +15,7 @@ from compress.pruning.dependency.rules.channel_labels import (
     channels_first,
     varies,
 )
-from compress.pruning.dependency.rules.channel_statistics import STATISTICS, record_statistics
+from compress.pruning.dependency.rules.conv_norm import STATISTICS, record_statistics
 from compress.pruning.dependency.rules.op_call import Call, Result, Rule, pin_all
 
 if TYPE_CHECKING:

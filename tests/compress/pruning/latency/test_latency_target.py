@@ -23,7 +23,7 @@ from compress.pruning.channel_pruner import ChannelPruner, parameters_of
 from compress.pruning.channel_settings import ChannelSelection, Target
 from compress.pruning.depth.output_error import OutputErrorMeter
 from compress.pruning.latency import latency_target
-from compress.pruning.latency.width_space import WidthSpace, measure_harms
+from compress.pruning.latency.widths import WidthSpace, measure_harms
 from compress.pruning.prune_channels import PruneChannels
 
 NET = """

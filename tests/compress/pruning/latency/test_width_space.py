@@ -15,7 +15,7 @@ from compress.core.progress import silent
 from compress.data.splits import Splits
 from compress.pruning.channel_settings import ChannelSelection
 from compress.pruning.depth.output_error import OutputErrorMeter
-from compress.pruning.latency.width_space import WidthSpace, measure_harms
+from compress.pruning.latency.widths import WidthSpace, measure_harms
 
 NET = """
 import torch

@@ -12,7 +12,7 @@ from compress.common.errors import StageFailed
 from compress.data.batch import Batch
 from compress.pruning.dependency.graph import trace
 from compress.pruning.importance import layer_calls
-from compress.pruning.importance.moments import Moments
+from compress.pruning.importance.activation_saliency import Moments
 from compress.pruning.recovery import least_squares as least_squares_module
 from compress.pruning.recovery.least_squares import least_squares, refit_
 from compress.pruning.recovery.recovery import output_error, recover_

@@ -1,6 +1,6 @@
 import pytest
 
-from compress.pruning.recovery.removed_blocks import name_before
+from compress.pruning.recovery.recovery import name_before
 
 
 @pytest.mark.parametrize(

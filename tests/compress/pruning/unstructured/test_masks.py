@@ -12,14 +12,14 @@ from compress.core.progress import silent
 from compress.data.batch import Batch
 from compress.pruning.unstructured import masks as zeros_module
 from compress.pruning.unstructured.masks import (
+    AddZeros,
     n_of_m_masks,
+    set_calibrated_zeros_,
     smallest_of_neighbours,
     sparsegpt,
     unstructured_masks,
     wanda,
 )
-from compress.pruning.unstructured.obs_masks import set_calibrated_zeros_
-from compress.pruning.unstructured.sparsity_schedule import AddZeros
 from compress.pruning.unstructured.weight_layout import group_by_block, prunable_weights
 from compress.training.objectives.weight_constraint import KeepZeros, step_context_for
 from tests.compress.pruning.pruning_weight_nets import Many, Text, Transposed, Wide

@@ -1,11 +1,13 @@
-"""What cutting each group of channels to each of a few widths loses, one group at a time."""
+"""Widths of a model's channel groups: what cuts lose, and models of random widths."""
 
 from __future__ import annotations
 
+import random
 import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from compress.artifacts.recipe import KeepIndices
 from compress.common.errors import StageFailed
 from compress.common.forward import copy_module
 from compress.pruning.allocation.ranking import rank
@@ -19,6 +21,7 @@ from compress.pruning.verification.verification_inputs import VerificationInputs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from torch import nn
 
@@ -31,10 +34,13 @@ if TYPE_CHECKING:
 
     Harms = dict[str, dict[int, float]]
 
+
 LARGEST_CUT = 0.8
 """Largest fraction of a group's channels that is removed."""
 REFITTED_ON = 128
 """Calibration samples on which layers are refitted; the models that are kept get all of them."""
+MOST_DRAWS = 10
+"""Draws of a group's random width, so that it differs from those of the variants before."""
 
 
 @dataclass(frozen=True)
@@ -218,3 +224,69 @@ def _harm(
     nearest = max(measured)
     share = (widths[0] - width) / (widths[0] - nearest)
     return known[f"{group}:{nearest}"] * share**2
+
+
+class WidthVariants:
+    """The groups of coupled channels of a model that can be cut, and models of other widths."""
+
+    def __init__(
+        self, model: EagerModel, selection: ChannelSelection | None = None, seed: int = 0
+    ) -> None:
+        """Trace the model, and find the groups whose cut is verified.
+
+        Raises:
+            PipelineInvalid: a pattern matches no module.
+            StageFailed: the model cannot be traced.
+        """
+        module, self._model, self._seed = model.load(), model, seed
+        selection = selection or ChannelSelection()
+        example = model.signature.example(seed=seed)
+        inputs = VerificationInputs(example, across_norms=selection.across_norms)
+        self._rewrites = rewrite_(module, inputs)
+        unranked = selection.model_copy(update={"importance": "random"})
+        ranking = rank(module, inputs, unranked, ScoringSamples(seed=seed))
+        smallest = ranking.verify(ranking.allocate(LARGEST_CUT, ChannelSelection(round_to=1)))
+        groups = {one.group.name for one in ranking.ranked}
+        stay = groups - {one.group.name for one in smallest.groups}
+        self._ranking = ranking.without(stay, smallest.pinned)
+        self.whole = {one.group.name: len(one.scores) for one in self._ranking.ranked}
+        """The model's own widths: group → its channels."""
+
+    @property
+    def is_rewritten(self) -> bool:
+        """Whether variants have other modules than the model, as pruning needs them."""
+        return bool(self._rewrites)
+
+    def draw(self, count: int, round_to: int = 1) -> list[dict[str, int]]:
+        """Draw widths at random; those of a group differ from each other as far as they can."""
+        generator, limits = random.Random(self._seed), ChannelSelection(round_to=round_to)
+        used: dict[str, set[int]] = {group: set() for group in self.whole}
+        drawn = []
+        for _ in range(count):
+            widths = {}
+            for i, (group, before) in enumerate(used.items()):
+                for _ in range(MOST_DRAWS):
+                    ratio = generator.uniform(0, LARGEST_CUT)
+                    widths[group] = self._ranking.allocate(ratio, limits)[i]
+                    if widths[group] not in before:
+                        break
+                before.add(widths[group])
+            drawn.append(widths)
+        return drawn
+
+    def build(self, widths: Mapping[str, int], folder: Path) -> tuple[dict[str, int], EagerModel]:
+        """Cut the model; return the widths that are left, and the artifact in `folder`."""
+        ranking = self._ranking
+        plan = ranking.verify([widths[one.group.name] for one in ranking.ranked])
+        cut = {one.group.name: len(one.group.channels) - len(one.removed) for one in plan.groups}
+        sliced = sliced_copy(ranking.module, plan.kept, plan.attributes)
+        edit = KeepIndices(kept=plan.kept, attributes=dict(plan.attributes))
+        edits = [*self._rewrites, edit]
+        return self.whole | cut, self._model.derive(folder, sliced, edits=edits)
+
+    def build_some(
+        self, count: int, folder: Path, round_to: int = 1
+    ) -> Iterator[tuple[dict[str, int], EagerModel]]:
+        """Yield models of random widths, each after it is asked for, in folders of `folder`."""
+        for number, widths in enumerate(self.draw(count, round_to)):
+            yield self.build(widths, folder / f"variant{number}")
