@@ -14,7 +14,7 @@ from torch import nn
 from compress.data.batch import Batch
 from compress.pruning.allocation.ranking import rank
 from compress.pruning.channel_settings import ChannelSelection
-from compress.pruning.importance.taylor import ScoringSamples
+from compress.pruning.importance.scores import ScoringSamples
 from compress.pruning.recovery.recovery import reestimate_batch_norms_
 from compress.pruning.verification.verification_inputs import VerificationInputs
 from explainer.families import digits, net

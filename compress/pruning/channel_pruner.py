@@ -19,7 +19,7 @@ from compress.pruning.allocation.budget_search import (
     plan_for_target,
 )
 from compress.pruning.allocation.ranking import rank
-from compress.pruning.importance.taylor import ScoringSamples
+from compress.pruning.importance.scores import ScoringSamples
 from compress.pruning.latency.latency_target import solve_widths
 from compress.pruning.pruning_stage import finetune
 from compress.pruning.recovery.recovery import recover_

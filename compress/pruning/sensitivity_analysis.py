@@ -13,7 +13,7 @@ from compress.pruning.allocation.ranking import rank
 from compress.pruning.channel_settings import FROM_DATA, ChannelSelection
 from compress.pruning.dependency.channel_groups import SlicePlan
 from compress.pruning.depth.output_error import OutputErrorMeter
-from compress.pruning.importance.taylor import ScoringSamples
+from compress.pruning.importance.scores import ScoringSamples
 from compress.pruning.verification.masked_equivalence import sliced_copy
 from compress.pruning.verification.module_rewrites import rewrite_
 from compress.pruning.verification.verification_inputs import VerificationInputs

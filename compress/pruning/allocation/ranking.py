@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from compress.pruning.dependency.channel_groups import AxisGraph, SlicePlan
     from compress.pruning.dependency.rules.channel_labels import Slot
-    from compress.pruning.importance.taylor import ScoringSamples
+    from compress.pruning.importance.scores import ScoringSamples
     from compress.pruning.verification.verification_inputs import VerificationInputs
 
 OnUnverified: TypeAlias = Literal["pin", "error"]

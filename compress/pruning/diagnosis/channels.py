@@ -21,7 +21,7 @@ from compress.pruning.allocation.ranking import rank
 from compress.pruning.channel_settings import FROM_DATA
 from compress.pruning.dependency.channel_groups import SlicePlan
 from compress.pruning.diagnosis.attribution import PruningDiagnosis, batch_norm_shift
-from compress.pruning.importance.taylor import ScoringSamples
+from compress.pruning.importance.scores import ScoringSamples
 from compress.pruning.recovery.recovery import batch_norms, output_error, recover_
 from compress.pruning.verification.masked_equivalence import sliced_copy
 from compress.pruning.verification.module_rewrites import rewrite_

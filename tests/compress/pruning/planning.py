@@ -8,7 +8,7 @@ from torch import nn
 from compress.pruning.allocation.ranking import rank
 from compress.pruning.channel_settings import ChannelSelection, Criterion
 from compress.pruning.dependency.channel_groups import SlicePlan
-from compress.pruning.importance.taylor import ScoringSamples
+from compress.pruning.importance.scores import ScoringSamples
 from compress.pruning.verification.verification_inputs import VerificationInputs
 
 

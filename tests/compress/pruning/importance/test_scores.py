@@ -15,9 +15,9 @@ from compress.core.loss import Loss
 from compress.data.batch import Batch
 from compress.pruning.dependency.channel_groups import AxisGraph, ChannelGroup
 from compress.pruning.dependency.graph import trace
-from compress.pruning.importance import activation_saliency, taylor
-from compress.pruning.importance.scores import score_groups
-from compress.pruning.importance.taylor import ScoringSamples
+from compress.pruning.importance import activation_saliency
+from compress.pruning.importance import scores as scores_module
+from compress.pruning.importance.scores import ScoringSamples, score_groups
 
 
 def line(*widths: int, bias: bool = True, seed: int = 0) -> nn.Sequential:
@@ -153,7 +153,7 @@ def test_taylor_of_numbers_is_the_slope_of_the_tasks_loss(loss, function) -> Non
 
 def test_taylor_takes_the_root_mean_square_over_parts() -> None:
     net, batch = line(4, 6, 3), labelled(24)
-    apart = [scores(net, "taylor", 4, batches=[part]) for part in taylor.parts([batch], 16)]
+    apart = [scores(net, "taylor", 4, batches=[part]) for part in scores_module.parts([batch], 16)]
     together = scores(net, "taylor", 4, batches=[batch])
     expected = ((16 * apart[0] ** 2 + 8 * apart[1] ** 2) / 24).sqrt()
     torch.testing.assert_close(together, expected)
