@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from compress.data.batch import Batch
     from compress.profiling.benchmark import Comparison
     from compress.pruning.allocation.budget_search import CostEstimate
-    from compress.pruning.channel_settings import ChannelSettings, Target
+    from compress.pruning.channel_settings import ChannelSettings
     from compress.pruning.dependency.channel_groups import AxisGraph, Kept, SlicePlan
     from compress.pruning.dependency.rules.channel_labels import Slot
     from compress.pruning.pruning_stage import Finetune
@@ -54,11 +54,7 @@ class ChannelPruner:
     """Removes channels from one model, and records what was removed and why the rest was not."""
 
     def __init__(self, config: ChannelSettings, model: EagerModel, context: Context) -> None:
-        """Load the model and the calibration samples.
-
-        Raises:
-            StageFailed: a setting needs samples and there are none, or fewer than asked for.
-        """
+        """Load the model and the calibration samples."""
         self._config, self._source, self._context = config, model, context
         self._batches = calibration_batches(config, context)
         loss = context.loss.for_model(model.signature)
@@ -83,16 +79,12 @@ class ChannelPruner:
         self._widths: Mapping[str, int] | None = config.widths
 
     def run(self) -> tuple[torch.nn.Module | Weights, list[AnyEdit], dict[str, Any]]:
-        """Prune in ``iterations`` steps; return the weights, the edits that led to them, and facts.
-
-        Raises:
-            PipelineInvalid: a pattern matches no module.
-            StageFailed: the model cannot be traced, no channel can be removed, or a target cannot
-                be reached.
-        """
+        """Prune in ``iterations`` steps; return the weights, the edits that led there and facts."""
         config, context = self._config, self._context
-        if config.target is not None and config.target.latency is not None:
-            self._solve_widths(config.target)
+        # Widths that reach a target of latency, where it is known what will serve.
+        solved = solve_widths(config, self._source, context, self._batches)
+        if solved is not None:
+            self._widths, self._facts["latency"] = solved
         plan_for_rewrites = self._rewrite_()
         # What the refit aims at: the outputs of this module, of whose tensors `kept` is left.
         self._reference, self._kept = copy_module(self._module), dict[str, Any]()
@@ -134,14 +126,6 @@ class ChannelPruner:
             **self._facts,
         }
         return self._weights, [*self._rewrites, *self._slices], facts
-
-    def _solve_widths(self, target: Target) -> None:
-        """Find the widths that reach a target of latency, where it is known what will serve."""
-        solved = solve_widths(
-            self._config, target.share, target.batch, self._source, self._context, self._batches
-        )
-        if solved is not None:
-            self._widths, self._facts["latency"] = solved
 
     def _check_solved_widths(self) -> None:
         """Leave the measured latency out of the facts where other channels stay than were solved.

@@ -34,6 +34,10 @@ UNSTRUCTURED = "unstructured"
 class PruneWeights(PruningStage):
     """Set single weights to zero, for a smaller compressed file or for sparse kernels of a GPU.
 
+        - stage: prune_weights
+          method: sparsegpt
+          pattern: "2:4"
+
     Zeros alone make no dense kernel faster; to compute less, use `prune_channels` or
     `prune_layers`. The artifact's facts contain the measured size of the compressed weights.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from compress.common.config import Settings
@@ -20,9 +21,6 @@ from compress.pruning.verification.verification_inputs import VerificationInputs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    import torch
-    from torch import nn
 
     from compress.artifacts.eager_model import EagerModel
     from compress.core.context import Context
@@ -128,14 +126,22 @@ def measure_sensitivity(
     for done, ((name, ratio), one) in enumerate(slices.items(), 1):
         plan = SlicePlan.combine([one], {}, ranking.graph)
         pruned = sliced_copy(module, plan.kept, plan.attributes)
-        error = meter.measure(pruned)
+        error, share = meter.measure(pruned), None
+        if timed:
+            slow, fast = (
+                partial(torch_predictor, one, context.device, context.threads)
+                for one in (module, pruned)
+            )
+            share = compare_latency(
+                slow, fast, timed, MEASURED_SECONDS, threads=context.threads
+            ).share
         point = Point(
             ratio=ratio,
             removed=len(one.removed),
             distance=error.distance,
             points=error.points,
             macs=count_macs(pruned, one_sample) / macs,
-            latency=_latency_share(module, pruned, timed, context) if timed else None,
+            latency=share,
         )
         points.setdefault(name, []).append(point)
         context.progress("sensitivity", done, len(slices), f"{name} at {ratio:g}")
@@ -149,32 +155,18 @@ def measure_sensitivity(
         for group in (one.group for one in ranking.ranked)
         if group.name in points
     ]
+    # By the mean metric drop over the ratios, and among equals by the mean output error.
+    families.sort(
+        key=lambda family: (
+            fmean(point.points or 0.0 for point in family.points),
+            fmean(point.distance for point in family.points),
+        )
+    )
     return Sensitivity(
         judged_by=meter.judged_by,
         metric=None if meter.base is None else context.metric.name,
         value=meter.base,
         samples=sum(len(outputs[0]) for outputs in meter.expected),
-        families=tuple(sorted(families, key=_mean_error)),
+        families=tuple(families),
         pinned={name: reason for name, reason in pinned.items() if name not in points},
-    )
-
-
-def _latency_share(
-    module: nn.Module,
-    pruned: nn.Module,
-    batches: list[tuple[torch.Tensor, ...]],
-    context: Context,
-) -> float | None:
-    """Measure a pruned module's latency over the module's, or None on a busy machine."""
-    device, threads = context.device, context.threads
-    slow, fast = (partial(torch_predictor, one, device, threads) for one in (module, pruned))
-    return compare_latency(slow, fast, batches, MEASURED_SECONDS, threads=threads).share
-
-
-def _mean_error(family: FamilySensitivity) -> tuple[float, float]:
-    """Return the mean metric drop and output error over the ratios."""
-    count = len(family.points)
-    return (
-        sum(point.points or 0.0 for point in family.points) / count,
-        sum(point.distance for point in family.points) / count,
     )

@@ -22,7 +22,7 @@ from export.parity.stored_parity import ComparesStoredFile
 from export.torchscript.stage import ExportTorchScript, TorchScriptModel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from compress.artifacts.artifact import Artifact
     from compress.core.context import Context
@@ -50,6 +50,12 @@ def _no_repetition(runtimes: tuple[Runtime, ...]) -> tuple[Runtime, ...]:
 
 class ExportFastest(ComparesStoredFile, Stage[EagerModel | GraphModel, Exported]):
     """Export to several runtimes, each checked as its own stage does, and keep the fastest file.
+
+    Use it where the server takes any of these formats and speed alone decides.
+
+        - stage: export_fastest
+          runtimes: [onnx, openvino]
+          batch: 8
 
     Runtimes that are not installed, or cannot take the model, are left out with a warning.
     """
@@ -122,13 +128,9 @@ def _verdict(kept: str, cell: BenchCell) -> str:
         return f"in {kept}"
     level = [name for name in others if name in cell.fastest]
     slower = [name for name in others if name not in cell.fastest]
-    parts = [f"level with {_joined(level)}"] if level else []
-    parts += [f"faster than {_joined(slower)}"] if slower else []
+    parts = [f"level with {' and '.join(level)}"] if level else []
+    parts += [f"faster than {' and '.join(slower)}"] if slower else []
     return f"in {kept} ({', '.join(parts)})"
-
-
-def _joined(names: Sequence[str]) -> str:
-    return " and ".join(names)
 
 
 def export_to(

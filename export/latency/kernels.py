@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     Arrays = Mapping[str, np.ndarray[Any, Any]]
 
 
-SECONDS = 0.02
+KERNEL_SECONDS = 0.02
 """For which each kernel is called."""
 FEWEST_CALLS = 5
-AT_ONCE = 8
+MEASURED_TOGETHER = 8
 """Kernels that are called in turn, so that a busy moment of the machine meets all of them."""
-QUANTILE = 0.1
+LOW_QUANTILE = 0.1
 """Of a kernel's calls. A low one, as other load only ever makes a call longer."""
 
 
@@ -143,16 +143,12 @@ def _kernel(
 
 
 def measure_kernels(kernels: Sequence[Kernel], threads: int) -> list[float]:
-    """Return the seconds of one call of each kernel, without what any call of a session takes.
-
-    Raises:
-        StageFailed: the machine is too busy to measure them.
-    """
+    """Return the seconds of one call of each kernel, without what any call of a session takes."""
     empty = _seconds_of([_empty_kernel()], threads)[0]
     return [
         max(0.0, seconds - empty)
-        for start in range(0, len(kernels), AT_ONCE)
-        for seconds in _seconds_of(kernels[start : start + AT_ONCE], threads)
+        for start in range(0, len(kernels), MEASURED_TOGETHER)
+        for seconds in _seconds_of(kernels[start : start + MEASURED_TOGETHER], threads)
     ]
 
 
@@ -162,13 +158,13 @@ def _seconds_of(kernels: Sequence[Kernel], threads: int) -> list[float]:
     times: list[list[float]] = [[] for _ in calls]
     for call in calls:
         call()
-    deadline = time.perf_counter() + SECONDS * len(calls)
+    deadline = time.perf_counter() + KERNEL_SECONDS * len(calls)
     while len(times[0]) < FEWEST_CALLS or time.perf_counter() < deadline:
         for call, own in zip(calls, times, strict=True):
             own.append(timer.call(call)[1])
     if timer.doubt:
         raise StageFailed(unmeasurable("the latency of a kernel", timer.doubt))
-    return [float(np.quantile(own, QUANTILE)) for own in times]
+    return [float(np.quantile(own, LOW_QUANTILE)) for own in times]
 
 
 def _bound_call(kernel: Kernel, threads: int) -> Callable[[], None]:
@@ -244,8 +240,8 @@ class KernelTable:
     ) -> None:
         """Measure the kernels that the table lacks; it is written after every few of them."""
         missing = list({k.key: k for k in kernels if k.key not in self.kernels}.values())
-        for start in range(0, len(missing), AT_ONCE):
-            some = missing[start : start + AT_ONCE]
+        for start in range(0, len(missing), MEASURED_TOGETHER):
+            some = missing[start : start + MEASURED_TOGETHER]
             progress(start, len(missing))
             for kernel, seconds in zip(some, measure_kernels(some, self.threads), strict=True):
                 self.kernels[kernel.key] = MeasuredKernel(

@@ -82,21 +82,7 @@ class OnnxLatency:
         context: Context,
         batch: int,
     ) -> Iterator[MeasuredLatencies]:
-        """Measure what a model's latency is over a grid of widths, as shares of its own.
-
-        Args:
-            model: the unpruned model.
-            whole: group → the model's own width, of all groups that variants cut.
-            grid: group → its widths, the model's own first.
-            variants: a number, a folder and what widths are multiples of → that many models of
-                random widths, each made when it is asked for, in folders of the folder.
-            context: data, threads, seed and progress.
-            batch: samples of a call.
-
-        Raises:
-            StageFailed: the model cannot be quantized, exported or resized, or the machine is too
-                busy.
-        """
+        """Measure what a model's latency is over a grid of widths, as shares of its own."""
         with TemporaryDirectory(prefix="compress-latency-") as name:
             folder = Path(name)
             title = f"latency in {self.runtime}"
@@ -122,8 +108,15 @@ class OnnxLatency:
             served = open_as_served(base, self.runtime, model.signature, context.threads)
             kernels = kernels_of(base, arrays, context.threads)
             measured = MeasuredLatencies(
-                *(self, model, context, batches, arrays, table, folder),
-                *(served.open, [kernel.key for kernel in kernels]),
+                self,
+                model=model,
+                context=context,
+                batches=batches,
+                inputs=arrays,
+                table=table,
+                folder=folder,
+                unpruned=served.open,
+                unpruned_kernels=[kernel.key for kernel in kernels],
             )
             chosen = spread_widths(grid, FITTED, random.Random(context.seed))
             shares = []
@@ -152,28 +145,24 @@ class OnnxLatency:
 class MeasuredLatencies:
     """Latency of a model at other widths, as shares of its own: predicted and measured."""
 
-    _served: OnnxLatency
-    _model: EagerModel
-    _context: Context
-    _batches: Sequence[tuple[torch.Tensor, ...]]
-    _inputs: Arrays
-    _table: KernelTable
-    _folder: Path
-    _unpruned: Opener
-    _unpruned_kernels: list[str]
+    served: OnnxLatency
+    model: EagerModel
+    context: Context
+    batches: Sequence[tuple[torch.Tensor, ...]]
+    inputs: Arrays
+    table: KernelTable
+    folder: Path
+    unpruned: Opener
+    unpruned_kernels: list[str]
     predicted: InteractionSum = field(default_factory=lambda: InteractionSum(1.0, {}))
     """The share of the unpruned model's latency, by the widths of the grid."""
     _number: int = 0
 
     def measure(self, pruned: EagerModel) -> MeasuredShare:
-        """Quantize, export and measure a pruned model in turn with the unpruned one.
-
-        Raises:
-            StageFailed: it cannot be exported, or the machine is too busy.
-        """
+        """Quantize, export and measure a pruned model in turn with the unpruned one."""
         self._number += 1
-        folder = self._folder / f"checked{self._number}"
-        graph = self._served.graph(pruned, self._context, self._folder / f"cut{self._number}")
+        folder = self.folder / f"checked{self._number}"
+        graph = self.served.graph(pruned, self.context, self.folder / f"cut{self._number}")
         return self.measure_file(write_alone(graph, folder))
 
     def measure_file(self, file: Path) -> MeasuredShare:
@@ -184,20 +173,20 @@ class MeasuredLatencies:
         Raises:
             StageFailed: the machine is too busy.
         """
-        threads = self._context.threads
-        kernels = [kernel.key for kernel in kernels_of(file, self._inputs, threads)]
-        content = [self._served.runtime_version, self._unpruned_kernels, kernels]
+        threads = self.context.threads
+        kernels = [kernel.key for kernel in kernels_of(file, self.inputs, threads)]
+        content = [self.served.runtime_version, self.unpruned_kernels, kernels]
         key = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
-        if key not in self._table.models:
-            served = open_as_served(file, self._served.runtime, self._model.signature, threads)
-            compared = compare_latency(self._unpruned, served.open, self._batches, threads=threads)
+        if key not in self.table.models:
+            served = open_as_served(file, self.served.runtime, self.model.signature, threads)
+            compared = compare_latency(self.unpruned, served.open, self.batches, threads=threads)
             if compared.share is None:
                 raise StageFailed(unmeasurable("the latency of a cut", compared.speedup_doubt))
             share, unpruned_ms = compared.share, compared.before.p50
-            self._table.add_model(
+            self.table.add_model(
                 key, MeasuredShare(share=share, unpruned_ms=unpruned_ms, ms=compared.after.p50)
             )
-        return self._table.models[key]
+        return self.table.models[key]
 
 
 class ServedFile(NamedTuple):

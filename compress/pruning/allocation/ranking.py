@@ -169,11 +169,7 @@ def rank(
 def modules_matching(
     module: nn.Module, patterns: Sequence[str], setting: str = "prune_channels.exclude"
 ) -> dict[str, str]:
-    """Return the modules that patterns match, with all modules inside them → the pattern.
-
-    Raises:
-        PipelineInvalid: a pattern matches none; the message names close matches.
-    """
+    """Return the modules that patterns match, with all modules inside them → the pattern."""
     names = [name for name, _ in module.named_modules() if name]
     return names_matching(names, patterns, setting, "module")
 

@@ -71,19 +71,7 @@ def score_groups(
     criterion: Criterion,
     samples: ScoringSamples | None = None,
 ) -> Scores:
-    """Score the importance of each channel, or say why a criterion cannot; nothing is changed.
-
-    Args:
-        module: a module in eval mode.
-        groups: the groups to score.
-        graph: the module's axis graph.
-        criterion: how channels are scored.
-        samples: for the criteria that need them, and the seed of random scores.
-
-    Raises:
-        ValueError: the criterion needs samples and there are none.
-        StageFailed: the module does not take the samples.
-    """
+    """Score the importance of each channel, or say why a criterion cannot; nothing is changed."""
     samples = samples or ScoringSamples()
     if criterion in FROM_DATA and not samples.batches:
         raise ValueError(f"importance {criterion!r} needs calibration samples")

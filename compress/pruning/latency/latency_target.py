@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-import math
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-CHECKS = 6
+MOST_CHECKS = 6
 """Models that are cut, exported and measured at most."""
 MOST_CUTS, MOST_VALUES, FEWEST_VALUES = 64, 5, 3
-"""Single cuts that are judged, about as many at most, and widths of a group."""
-ROOM = 0.99
+"""Single cuts that are evaluated, about as many at most, and widths of a group."""
+AIMED_SHARE = 0.99
 """Share of the target that the solver aims at, as half of all models are slower than predicted."""
 
 
@@ -88,39 +88,22 @@ class SolvedWidths(NamedTuple):
 
 
 def solve_widths(
-    config: ChannelSettings,
-    share: float,
-    batch: int,
-    model: EagerModel,
-    context: Context,
-    batches: Sequence[Batch],
+    config: ChannelSettings, model: EagerModel, context: Context, batches: Sequence[Batch]
 ) -> SolvedWidths | None:
     """Return the widths of least harm whose measured latency is not above a share of the model's.
 
     Latency is that of `context.served_latency`. It is predicted from tables; the best model by
     prediction is cut, exported and measured; where it is off, predictions are corrected and the
     next one is solved. None, with a warning, where latency cannot be predicted there.
-
-    Args:
-        config: settings of `prune_channels`.
-        share: of the unpruned model's latency that may remain.
-        batch: samples of a call.
-        model: the unpruned model.
-        context: where it will be served; data, device and seed.
-        batches: calibration samples.
-
-    Raises:
-        PipelineInvalid: a pattern matches no module.
-        StageFailed: the model cannot be traced, no widths reach the share, or the machine is too
-            busy to measure it.
     """
     served: ServedLatency | None = context.served_latency
-    if served is None:
+    target = config.target
+    if served is None or target is None or target.latency is None:
         return None
     variants = WidthVariants(model, config, context.seed)
     few = min(REFITTED_ON, sum(map(len, batches)))
     drawn = context.need_data(config.title).calibration(few, context.seed) if few else ()
-    size = batch if model.signature.batch_axis else model.signature.smallest_batch
+    size = target.batch if model.signature.batch_axis else model.signature.smallest_batch
     values = min(MOST_VALUES, max(FEWEST_VALUES, 1 + MOST_CUTS // max(1, len(variants.whole))))
     space = WidthSpace.from_model(model, context, config, values, list(drawn), refit=config.refit)
     if not space.grid:
@@ -129,72 +112,65 @@ def solve_widths(
         try:
             latency = stack.enter_context(
                 served.tables(
-                    *(model, variants.whole, space.grid, variants.build_some, context, size)
+                    model=model,
+                    whole=variants.whole,
+                    grid=space.grid,
+                    variants=variants.build_some,
+                    context=context,
+                    batch=size,
                 )
             )
         except StageFailed as error:
             log.warning(
                 "%s: latency in %s is not predicted (%s); candidates are measured in PyTorch",
-                *(config.title, served.name, error),
+                config.title,
+                served.name,
+                error,
             )
             return None
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="compress-solved-")))
-        search = _Search(config.title, share, space, variants, latency, context, folder)
+        search = _Search(config.title, target.latency, space, variants, latency, context, folder)
         widths = search.best(model)
         cut = {group: width for group, width in widths.items() if width < space.whole[group]}
         return SolvedWidths(cut, search.facts(widths, served, size))
 
 
+@dataclass
 class _Search:
     """Solves, measures and corrects until the best model by prediction is one that was measured."""
 
-    def __init__(
-        self,
-        title: str,
-        share: float,
-        space: WidthSpace,
-        variants: WidthVariants,
-        latency: LatencyByWidths,
-        context: Context,
-        folder: Path,
-    ) -> None:
-        self._title, self._share, self._space = title, share, space
-        self._variants, self._latency, self._context = variants, latency, context
-        self._folder = folder
-        self._measured: dict[tuple[tuple[str, int], ...], MeasuredShare] = {}
+    title: str
+    share: float
+    space: WidthSpace
+    variants: WidthVariants
+    latency: LatencyByWidths
+    context: Context
+    folder: Path
+    measured: dict[tuple[tuple[str, int], ...], MeasuredShare] = field(default_factory=dict)
 
     def best(self, model: EagerModel) -> dict[str, int]:
-        """Return the widths of least harm among those measured that reach the share.
-
-        Raises:
-            StageFailed: the smallest widths do not.
-        """
-        smallest = {group: widths[-1] for group, widths in self._space.grid.items()}
-        if self._latency.predicted(smallest) > ROOM * self._share:
+        """Return the widths of least harm among those measured that reach the share."""
+        smallest = {group: widths[-1] for group, widths in self.space.grid.items()}
+        if self.latency.predicted(smallest) > AIMED_SHARE * self.share:
             # Said before harms are measured, which takes longest.
             self._measure(smallest)
             if not self._reached():
                 raise self._unreached()
-        meter = OutputErrorMeter(model.load(), model.signature, self._context, "outputs")
+        meter = OutputErrorMeter(model.load(), model.signature, self.context, "outputs")
         harms = measure_harms(
-            self._space,
-            self._context.progress,
-            lambda module: meter.measure(module).distance ** 2,
-            {},
-            lambda: None,
-            math.inf,
+            self.space, self.context.progress, lambda m: meter.measure(m).distance ** 2
         )
-        programme = Programme(self._space.grid, harms)
-        for _ in range(CHECKS):
-            limit = Limit(self._corrected(), ROOM * self._share)
-            too_slow = [dict(key) for key, m in self._measured.items() if m.share > self._share]
+        programme = Programme(self.space.grid, harms)
+        for _ in range(MOST_CHECKS):
+            limit = Limit(self._corrected(), AIMED_SHARE * self.share)
+            too_slow = [dict(key) for key, m in self.measured.items() if m.share > self.share]
             solved = programme.solve([limit], too_slow)
             if solved is None and self._reached():
                 break
             widths = {group: int(width) for group, width in (solved or smallest).items()}
-            if _key(widths) in self._measured:
+            if _key(widths) in self.measured:
                 break
-            self._context.progress(self._title, len(self._measured), CHECKS, "cut and measure")
+            self.context.progress(self.title, len(self.measured), MOST_CHECKS, "cut and measure")
             self._measure(widths)
         reached = self._reached()
         if not reached:
@@ -208,49 +184,49 @@ class _Search:
         small.
         """
         corrected = self._corrected()
-        is_fast = (w for w in self._space.uniform() if corrected(w) <= ROOM * self._share)
+        is_fast = (w for w in self.space.uniform() if corrected(w) <= AIMED_SHARE * self.share)
         uniform = next(is_fast, solved)
         if uniform == solved:
             return solved
-        losses = [meter.measure(self._space.cut_all(w)).distance for w in (solved, uniform)]
+        losses = [meter.measure(self.space.cut_all(w)).distance for w in (solved, uniform)]
         if losses[0] <= losses[1]:
             return solved
-        if _key(uniform) not in self._measured:
+        if _key(uniform) not in self.measured:
             self._measure(uniform)
-        return uniform if self._measured[_key(uniform)].share <= self._share else solved
+        return uniform if self.measured[_key(uniform)].share <= self.share else solved
 
     def facts(self, widths: dict[str, int], served: ServedLatency, batch: int) -> dict[str, Any]:
         """Return what was predicted of some widths and what was measured."""
-        measured = self._measured[_key(widths)]
+        measured = self.measured[_key(widths)]
         return {
             "runtime": served.name,
             "batch": batch,
-            "target": self._share,
-            "predicted": _rounded(self._latency.predicted(widths)),
+            "target": self.share,
+            "predicted": _rounded(self.latency.predicted(widths)),
             "measured": _rounded(measured.share),
             "ms": _rounded(measured.ms),
             "unpruned_ms": _rounded(measured.unpruned_ms),
-            "models_measured": len(self._measured),
+            "models_measured": len(self.measured),
         }
 
     def _measure(self, widths: dict[str, int]) -> None:
-        whole = {**self._variants.whole, **widths}
-        _, cut = self._variants.build(whole, self._folder / f"solved{len(self._measured)}")
-        self._measured[_key(widths)] = self._latency.measure(cut)
+        whole = {**self.variants.whole, **widths}
+        _, cut = self.variants.build(whole, self.folder / f"solved{len(self.measured)}")
+        self.measured[_key(widths)] = self.latency.measure(cut)
 
     def _corrected(self) -> InteractionSum:
         """Return the predicted share, corrected by the models that were measured."""
-        predicted = self._latency.predicted
-        ratios = [m.share / predicted(dict(key)) for key, m in self._measured.items()]
+        predicted = self.latency.predicted
+        ratios = [m.share / predicted(dict(key)) for key, m in self.measured.items()]
         return InteractionSum.combine([(median(ratios) if ratios else 1.0, predicted)], 0.0)
 
     def _reached(self) -> list[dict[str, int]]:
-        return [dict(key) for key, m in self._measured.items() if m.share <= self._share]
+        return [dict(key) for key, m in self.measured.items() if m.share <= self.share]
 
     def _unreached(self) -> StageFailed:
-        least = min(m.share for m in self._measured.values())
+        least = min(m.share for m in self.measured.values())
         return StageFailed(
-            f"the target of {self._share:.4g} cannot be reached: the smallest that was found is "
+            f"the target of {self.share:.4g} cannot be reached: the smallest that was found is "
             f"{least:.4g}; ask for more to remain, or lower round_to, min_channels or what is "
             "excluded"
         )

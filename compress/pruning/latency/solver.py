@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     Row = dict[int, float]
     Meeting = tuple[tuple[str, ...], tuple[Value, ...]]
 
-SECONDS = 10.0
+MOST_SECONDS = 10.0
 """Most time for one programme: on random ones, 50 groups of 16 widths took 9 s."""
-GAP = 1e-4
+OPTIMALITY_GAP = 1e-4
 """Relative distance from the optimum at which the solver stops."""
 
 
@@ -110,7 +110,7 @@ class Programme:
             integrality=np.array([1] * len(choices) + [0] * len(joint)),
             bounds=Bounds(0, 1),
             constraints=LinearConstraint(matrix, np.array(lows), np.array(highs)),
-            options={"time_limit": SECONDS, "mip_rel_gap": GAP},
+            options={"time_limit": MOST_SECONDS, "mip_rel_gap": OPTIMALITY_GAP},
         )
         if found.x is None:
             return None

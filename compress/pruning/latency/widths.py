@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from dataclasses import dataclass, field, replace
@@ -164,9 +165,9 @@ def measure_harms(
     space: WidthSpace,
     progress: Progress,
     judge: Callable[[nn.Module], float],
-    known: dict[str, float],
-    save: Callable[[], Any],
-    deadline: float,
+    known: dict[str, float] | None = None,
+    save: Callable[[], Any] = lambda: None,
+    deadline: float = math.inf,
     assumed: Mapping[str, Mapping[int, float]] | None = None,
 ) -> Harms:
     """Measure what cutting each group alone loses, the smallest widths first.
@@ -184,6 +185,7 @@ def measure_harms(
     Returns:
         Group → width → what it loses; nothing at the whole width.
     """
+    known = {} if known is None else known
     # The smallest width of each group, then the next ones; the whole width costs nothing.
     order = [
         (group, widths[-step])
@@ -216,6 +218,7 @@ def _harm(
     widths: Sequence[int],
     assumed: Mapping[int, float],
 ) -> float:
+    """Return what a width loses, as measured, or in proportion to the square of what it lacks."""
     if width == widths[0]:
         return 0.0
     measured = [w for w in widths if w <= width and f"{group}:{w}" in known]
@@ -232,12 +235,7 @@ class WidthVariants:
     def __init__(
         self, model: EagerModel, selection: ChannelSelection | None = None, seed: int = 0
     ) -> None:
-        """Trace the model, and find the groups whose cut is verified.
-
-        Raises:
-            PipelineInvalid: a pattern matches no module.
-            StageFailed: the model cannot be traced.
-        """
+        """Trace the model, and find the groups whose cut is verified."""
         module, self._model, self._seed = model.load(), model, seed
         selection = selection or ChannelSelection()
         example = model.signature.example(seed=seed)

@@ -38,9 +38,6 @@ def recover_(
     After a refit, new statistics are only taken if they reduce the output error. ``kept`` gives the
     indices that are left of each tensor of ``reference``, the module before slicing; ``names``
     gives other names that weights have there.
-
-    Raises:
-        StageFailed: the modules do not take the batches.
     """
     errors = {"cut": output_error(module, reference, batches, device)}
     layers: dict[str, JsonValue] = {}
@@ -71,9 +68,6 @@ def output_error(
     """Return the squared error of the outputs, relative to the energy of the reference's.
 
     Equal infinities, as of masked scores, are left out.
-
-    Raises:
-        StageFailed: the modules do not take the batches.
     """
     module.eval().to(device)
     reference.eval().to(device)
@@ -106,9 +100,6 @@ def reestimate_batch_norms_(
     """Re-estimate BatchNorm statistics over batches, in place; the module is left in eval mode.
 
     Removed channels shift the statistics of all later layers (Li et al., "EagleEye", 2020).
-
-    Raises:
-        StageFailed: the module does not take the batches.
     """
     norms = batch_norms(module)
     # One sample has no variance if the batch is the only axis that BatchNorm reduces.
@@ -130,11 +121,7 @@ def reestimate_batch_norms_(
 
 
 def reestimate_on_calibration_(module: nn.Module, context: Context) -> None:
-    """Re-estimate BatchNorm statistics over calibration samples, in place.
-
-    Raises:
-        StageFailed: there is no data, or the module does not take the samples.
-    """
+    """Re-estimate BatchNorm statistics over calibration samples, in place."""
     reestimate_batch_norms_(module, usual_calibration(context), context.device)
 
 
@@ -165,15 +152,7 @@ def recover_without_blocks_(
 ) -> dict[str, JsonValue]:
     """Refit the layers that run after a removed block, in place; return the errors as facts.
 
-    Args:
-        module: the model without the blocks.
-        reference: the model with them.
-        kept_blocks: container → indices of the entries that stay, of those that lost some.
-        batches: samples on which layers are refitted, without labels.
-        device: where both run.
-
-    Raises:
-        StageFailed: the modules do not take the batches.
+    ``kept_blocks`` gives, for each container that lost entries, the indices of those that stay.
     """
     reference.eval().to(device)
     calls, _ = record_layer_calls(reference, batches[0], device)

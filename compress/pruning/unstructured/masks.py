@@ -172,9 +172,6 @@ def set_calibrated_zeros_(
     """Set entries of weights to zero, in place; return the weights that were skipped → why.
 
     The module is in eval mode, and is moved to the device. ``layouts`` are in the order of use.
-
-    Raises:
-        StageFailed: the module does not take the batches.
     """
     module.to(device)
     weights, skipped = dict(module.named_parameters()), {}

@@ -100,10 +100,6 @@ def prunable_weights(
     """Find the matrices and kernels of a module in eval mode, without embeddings and vectors.
 
     ``include`` and ``exclude`` are patterns of tensors, or of modules around them.
-
-    Raises:
-        PipelineInvalid: a pattern matches nothing.
-        StageFailed: the module does not take the inputs.
     """
     calls, elsewhere = record_layer_calls(module, Batch(tuple(inputs), None), str(inputs[0].device))
     layout_of: dict[str, WeightLayout] = {}

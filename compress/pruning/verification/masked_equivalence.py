@@ -61,9 +61,6 @@ class MaskedEquivalence:
         """Run the unsliced module on all inputs once, to see which of them are usable.
 
         The module is not changed.
-
-        Raises:
-            StageFailed: the module does not take the real samples.
         """
         self.must_trace = False
         """Whether a smaller model that torch.export cannot trace is a mismatch, too."""
@@ -334,11 +331,7 @@ class KeptStatisticsTwin:
     """
 
     def __init__(self, module: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
-        """Export the module.
-
-        Raises:
-            StageFailed: torch.export cannot trace it.
-        """
+        """Export the module."""
         self._program = export_graph(module, inputs)
         self._axes = label_axes(self._program, module, across_norms=True)
 

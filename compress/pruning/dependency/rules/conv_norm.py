@@ -122,7 +122,9 @@ def _along(labels: Labels, axis: int, shape: tuple[int, ...]) -> Labels:
 def norm_over_channels(call: Call, book: LabelBook) -> Result:
     """Pass channels on; scale and shift are tied to those over which statistics are taken."""
     labels = book.labels_of(call["input"])
-    axes = _normalised_axes(call, labels.dim())
+    # LocalResponseNorm has no shape, as it goes over a window of channels.
+    first = labels.dim() - len(call.get("normalized_shape") or ())
+    axes = range(1 if call.operator == "group_norm" else first, labels.dim())
     mixed = [axis for axis in axes if varies(labels, axis)]
     if record_statistics(call, book, labels, axes):
         for name in ("weight", "bias"):
@@ -163,13 +165,6 @@ def _other_axes(labels: Labels, axes: Iterable[int]) -> list[int]:
     """Return the other axes along which labels vary."""
     over = {axis % labels.dim() for axis in axes}
     return [axis for axis in range(labels.dim()) if axis not in over and varies(labels, axis)]
-
-
-def _normalised_axes(call: Call, dimensions: int) -> list[int]:
-    """Return the axes that a normalisation takes statistics over; none where it has a window."""
-    if call.operator == "group_norm":
-        return list(range(1, dimensions))
-    return list(range(dimensions - len(call.get("normalized_shape") or ()), dimensions))
 
 
 RULES: dict[str, Rule] = {
