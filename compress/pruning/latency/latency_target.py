@@ -14,7 +14,12 @@ from compress.common.errors import StageFailed
 from compress.profiling.interaction_sum import InteractionSum
 from compress.pruning.depth.output_error import OutputErrorMeter
 from compress.pruning.latency.solver import Limit, Programme
-from compress.pruning.latency.widths import REFITTED_ON, WidthSpace, WidthVariants, measure_harms
+from compress.pruning.latency.widths import (
+    REFITTED_ON,
+    WidthSpace,
+    WidthVariants,
+    measure_loss_increases,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -90,7 +95,7 @@ class SolvedWidths(NamedTuple):
 def solve_widths(
     config: ChannelSettings, model: EagerModel, context: Context, batches: Sequence[Batch]
 ) -> SolvedWidths | None:
-    """Return the widths of least harm whose measured latency is not above a share of the model's.
+    """Return the widths of least loss whose measured latency is not above a share of the model's.
 
     Latency is that of `context.served_latency`. It is predicted from tables; the best model by
     prediction is cut, exported and measured; where it is off, predictions are corrected and the
@@ -149,18 +154,18 @@ class _Search:
     measured: dict[tuple[tuple[str, int], ...], MeasuredShare] = field(default_factory=dict)
 
     def best(self, model: EagerModel) -> dict[str, int]:
-        """Return the widths of least harm among those measured that reach the share."""
+        """Return the widths of least loss among those measured that reach the share."""
         smallest = {group: widths[-1] for group, widths in self.space.grid.items()}
         if self.latency.predicted(smallest) > AIMED_SHARE * self.share:
-            # Said before harms are measured, which takes longest.
+            # Said before losses are measured, which takes longest.
             self._measure(smallest)
             if not self._reached():
                 raise self._unreached()
         meter = OutputErrorMeter(model.load(), model.signature, self.context, "outputs")
-        harms = measure_harms(
+        loss_increases = measure_loss_increases(
             self.space, self.context.progress, lambda m: meter.measure(m).distance ** 2
         )
-        programme = Programme(self.space.grid, harms)
+        programme = Programme(self.space.grid, loss_increases)
         for _ in range(MOST_CHECKS):
             limit = Limit(self._corrected(), AIMED_SHARE * self.share)
             too_slow = [dict(key) for key, m in self.measured.items() if m.share > self.share]
@@ -175,7 +180,7 @@ class _Search:
         reached = self._reached()
         if not reached:
             raise self._unreached()
-        return self._or_uniform(min(reached, key=programme.total_harm), meter)
+        return self._or_uniform(min(reached, key=programme.total_loss_increase), meter)
 
     def _or_uniform(self, solved: dict[str, int], meter: OutputErrorMeter) -> dict[str, int]:
         """Return widths that cut all groups alike, where these are fast enough and lose less.

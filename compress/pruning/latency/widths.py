@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from compress.pruning.allocation.ranking import Ranking
     from compress.pruning.dependency.channel_groups import GroupSlice
 
-    Harms = dict[str, dict[int, float]]
+    LossIncreases = dict[str, dict[int, float]]
 
 
 LARGEST_CUT = 0.8
@@ -161,7 +161,7 @@ class WidthSpace:
         return module
 
 
-def measure_harms(
+def measure_loss_increases(
     space: WidthSpace,
     progress: Progress,
     judge: Callable[[nn.Module], float],
@@ -169,7 +169,7 @@ def measure_harms(
     save: Callable[[], Any] = lambda: None,
     deadline: float = math.inf,
     assumed: Mapping[str, Mapping[int, float]] | None = None,
-) -> Harms:
+) -> LossIncreases:
     """Measure what cutting each group alone loses, the smallest widths first.
 
     Args:
@@ -194,7 +194,7 @@ def measure_harms(
         if step < len(widths)
     ]
     for done, (group, width) in enumerate(order):
-        progress("harms", done, len(order), f"{group} at {width}")
+        progress("sensitivity", done, len(order), f"{group} at {width}")
         key = f"{group}:{width}"
         if key in known:
             continue
@@ -204,14 +204,14 @@ def measure_harms(
         save()
     return {
         group: {
-            width: _harm(known, group, width, widths, (assumed or {}).get(group, {}))
+            width: _loss_increase(known, group, width, widths, (assumed or {}).get(group, {}))
             for width in widths
         }
         for group, widths in space.grid.items()
     }
 
 
-def _harm(
+def _loss_increase(
     known: Mapping[str, float],
     group: str,
     width: int,
