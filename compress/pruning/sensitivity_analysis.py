@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from compress.common.config import Settings
 from compress.common.forward import torch_predictor
@@ -15,6 +15,7 @@ from compress.pruning.channel_settings import FROM_DATA, ChannelSelection
 from compress.pruning.dependency.channel_groups import SlicePlan
 from compress.pruning.depth.output_error import OutputErrorMeter
 from compress.pruning.importance.scores import ScoringSamples
+from compress.pruning.recovery.recovery import usual_calibration
 from compress.pruning.verification.masked_equivalence import sliced_copy
 from compress.pruning.verification.module_rewrites import rewrite_
 from compress.pruning.verification.verification_inputs import VerificationInputs
@@ -104,9 +105,7 @@ def measure_sensitivity(
     rewrite_(module, inputs)
     batches: list[Batch] = []
     if selection.importance in FROM_DATA:
-        data = context.need_data(f"importance: {selection.importance}")
-        split: Any = data.split(data.calibration_split)
-        batches = list(data.calibration(min(samples, len(split)), context.seed))
+        batches = usual_calibration(context, f"importance: {selection.importance}", samples)
     scoring = ScoringSamples.from_context(context, model.signature, batches)
     ranking = rank(module, inputs, selection, scoring)
     # All groups are sliced and verified together; each verified slice is then measured alone.

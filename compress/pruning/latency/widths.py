@@ -15,7 +15,7 @@ from compress.pruning.allocation.ranking import rank
 from compress.pruning.channel_settings import ChannelSelection
 from compress.pruning.dependency.channel_groups import SlicePlan
 from compress.pruning.importance.scores import ScoringSamples
-from compress.pruning.recovery.recovery import recover_
+from compress.pruning.recovery.recovery import recover_, usual_calibration
 from compress.pruning.verification.masked_equivalence import sliced_copy
 from compress.pruning.verification.module_rewrites import rewrite_
 from compress.pruning.verification.verification_inputs import VerificationInputs
@@ -86,9 +86,7 @@ class WidthSpace:
             StageFailed: the model cannot be traced, or there are no samples to rank by.
         """
         if batches is None:
-            data = context.need_data("compress auto")
-            split: Any = data.split(data.calibration_split)
-            batches = list(data.calibration(min(REFITTED_ON, len(split)), context.seed))
+            batches = usual_calibration(context, "compress auto", REFITTED_ON)
         module = model.load()
         inputs = VerificationInputs.from_signature(model.signature, context, selection)
         rewrite_(module, inputs)

@@ -125,11 +125,15 @@ def reestimate_on_calibration_(module: nn.Module, context: Context) -> None:
     reestimate_batch_norms_(module, usual_calibration(context), context.device)
 
 
-def usual_calibration(context: Context) -> list[Batch]:
-    """Return as many calibration samples as stages draw by default."""
-    data: Any = context.need_data("batch_norm: reestimate")
+def usual_calibration(
+    context: Context,
+    why: str = "batch_norm: reestimate",
+    most: int = DEFAULT_CALIBRATION_SAMPLES,
+) -> list[Batch]:
+    """Return calibration samples, as many as stages draw by default; StageFailed without data."""
+    data: Any = context.need_data(why)
     available = len(data.split(data.calibration_split))
-    return list(data.calibration(min(DEFAULT_CALIBRATION_SAMPLES, available), context.seed))
+    return list(data.calibration(min(most, available), context.seed))
 
 
 def _run(module: nn.Module, batch: Batch) -> tuple[torch.Tensor, ...]:
