@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     Arrays = Mapping[str, np.ndarray[Any, Any]]
 
 
+TABLES = Path(".store", "latency")
+"""Folder of measured kernels, in the results' directory."""
 KERNEL_SECONDS = 0.02
 """For which each kernel is called."""
 FEWEST_CALLS = 5
@@ -197,10 +199,6 @@ def _plain_options(threads: int = 1) -> Any:
 
 def _value_info(name: str, array: np.ndarray[Any, Any]) -> onnx.ValueInfoProto:
     return make_tensor_value_info(name, np_dtype_to_tensor_dtype(array.dtype), array.shape)
-
-
-TABLES = Path(".store", "latency")
-"""Folder of measured kernels, in the results' directory."""
 
 
 class MeasuredKernel(Settings):

@@ -128,7 +128,7 @@ def test_what_single_cuts_and_layers_lose_is_measured_again_where_it_was_changed
     for file, act in (
         (
             "harms.json",
-            lambda: depths.Depth((), judge.model, space).measure_loss_increases(judge, 0.0),
+            lambda: depths.Depth((), judge.model, space).measure_harms(judge, 0.0),
         ),
         ("layers.json", lambda: float_layers.measure_layer_harms(judge, Any, 0.0)),
     ):
