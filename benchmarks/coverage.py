@@ -41,6 +41,7 @@ from compress.graph.flops import count_macs  # noqa: E402
 from compress.pruning.allocation.ranking import plan_slices  # noqa: E402
 from compress.pruning.verification.masked_equivalence import zero_masked  # noqa: E402
 from compress.pruning.verification.module_rewrites import rewrite_  # noqa: E402
+from compress.pruning.verification.verification_inputs import VerificationInputs  # noqa: E402
 from tests.compress.pruning.zoo.architectures import TRANSFORMERS  # noqa: E402
 from tests.compress.pruning.zoo.registry import HAND, Case  # noqa: E402
 
@@ -79,7 +80,7 @@ def ours(case: Case) -> dict[str, object]:
     """Return what pruning makes of a model."""
     module, inputs = case.build(), case.signature.example()
     original = copy.deepcopy(module)
-    rewrite_(module, inputs)
+    rewrite_(module, VerificationInputs(inputs))
     cut = plan_slices(module, inputs, ratio=0.5)
     smaller = copy.deepcopy(module)
     keep_indices_(smaller, cut.kept, cut.attributes)

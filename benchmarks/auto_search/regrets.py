@@ -140,7 +140,7 @@ def _solver_regrets(kinds: list[Kind], limit_ms: float, loss: str) -> list[float
     programmes = [Programme(kind.grid, kind.harm) for kind in kinds]
     for kind, model, programme in zip(kinds, models, programmes, strict=True):
         model.correct(model.latency_ms(kind.choices[0]), kind.whole.latency_ms)
-        model.harm = (kind.whole.distance or 0.0) - programme.total_harm(kind.choices[0])
+        model.harm = (kind.whole.distance or 0.0) - programme.total_loss_increase(kind.choices[0])
     checked: list[list[dict]] = [[] for _ in kinds]
     best: float | None = None
     regrets: list[float | None] = []
@@ -150,7 +150,7 @@ def _solver_regrets(kinds: list[Kind], limit_ms: float, loss: str) -> list[float
         for i, (model, programme) in enumerate(zip(models, programmes, strict=True)):
             choice = programme.solve([Limit(model.corrected(), target_ms)], checked[i])
             if choice is not None:
-                solved.append((programme.total_harm(choice) + model.harm, i, choice))
+                solved.append((programme.total_loss_increase(choice) + model.harm, i, choice))
         if solved:
             _, i, choice = min(solved, key=lambda one: one[:2])
             checked[i].append(choice)

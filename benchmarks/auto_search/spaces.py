@@ -16,7 +16,7 @@ from compress.artifacts.artifact import Artifact
 from compress.artifacts.importing import import_checkpoint
 from compress.artifacts.recipe import KeepBlocks, Recipe
 from compress.data.splits import DataReference
-from compress.pipelines.config.auto_settings import AutoSettings
+from compress.pipelines.config.auto_settings import AutoSettings, WidthSettings
 from compress.pruning.latency.widths import WidthSpace
 
 if TYPE_CHECKING:
@@ -149,8 +149,9 @@ class Built:
     @cached_property
     def widths(self) -> dict[str, WidthSpace]:
         """Groups of channels and their widths, of each model."""
+        widths = WidthSettings.model_validate(self.space.widths)
         return {
-            name: WidthSpace.of_model(model, self.context, **self.space.widths)
+            name: WidthSpace.from_model(model, self.context, widths.selection, widths.values)
             for name, model in self.models.items()
         }
 

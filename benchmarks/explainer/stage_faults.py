@@ -13,7 +13,10 @@ from torch import nn
 
 from compress.data.batch import Batch
 from compress.pruning.allocation.ranking import rank
+from compress.pruning.channel_settings import ChannelSelection
+from compress.pruning.importance.scores import ScoringSamples
 from compress.pruning.recovery.recovery import reestimate_batch_norms_
+from compress.pruning.verification.verification_inputs import VerificationInputs
 from explainer.families import digits, net
 from explainer.faults import scale_channels
 
@@ -94,7 +97,12 @@ def _batches() -> list[Batch]:
 
 def _weakest(module: nn.Module, group: str, share: float) -> tuple[int, ...]:
     """Return the channels of a group that matter least."""
-    ranked = rank(module, (digits()["train"].tensors[0][:2],), "obs", batches=_batches()).ranked
+    ranked = rank(
+        module,
+        VerificationInputs((digits()["train"].tensors[0][:2],)),
+        ChannelSelection(importance="obs"),
+        ScoringSamples(batches=_batches()),
+    ).ranked
     scores = next(one.scores for one in ranked if one.group.name == group)
     return tuple(scores.argsort()[: int(share * len(scores))].tolist())
 
@@ -212,7 +220,9 @@ def _width(family: str, group: str) -> int:
     """Return how many channels a group has."""
     module = net(family)
     inputs = digits()["train"].tensors[0][:2]
-    ranked = rank(module.eval(), (inputs,), "l2").ranked
+    ranked = rank(
+        module.eval(), VerificationInputs((inputs,)), ChannelSelection(importance="l2")
+    ).ranked
     return next(len(one.scores) for one in ranked if one.group.name == group)
 
 

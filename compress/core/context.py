@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from compress.common.atomic_files import remove, temporary_folder
 from compress.common.dependency_recorder import Recording, add_to_recordings, recording
@@ -18,13 +18,11 @@ from compress.core.progress import Progress, silent
 from compress.profiling.output_summary import OutputSummarizer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-    from contextlib import AbstractContextManager
+    from collections.abc import Callable, Iterator, Mapping
 
     import torch
 
     from compress.artifacts.artifact import Artifact
-    from compress.artifacts.eager_model import EagerModel
     from compress.common.forward import Predictor
     from compress.common.signature import Signature
     from compress.core.metrics.score import Score
@@ -32,53 +30,10 @@ if TYPE_CHECKING:
     from compress.core.verdict import History, Uncertainty
     from compress.data.splits import Splits
     from compress.profiling.batch_dependence import BatchDependence
-    from compress.profiling.benchmark import Comparison, MeasuredShare
-    from compress.profiling.interaction_sum import InteractionSum
+    from compress.profiling.benchmark import Comparison
 
 COMPARED_BATCHES = 4
 """Seeded batches compared where there is no data."""
-
-
-class LatencyByWidths(Protocol):
-    """Latency of a model at other widths where it is served, as shares of its own."""
-
-    predicted: InteractionSum
-    """The share of the unpruned model's latency, by the widths of a grid."""
-
-    def measure(self, pruned: EagerModel, /) -> MeasuredShare:
-        """Measure a pruned model in turn with the unpruned one, both as they are served."""
-
-
-class ServedLatency(Protocol):
-    """What a model's latency will be in the runtime that serves it, before it is exported."""
-
-    @property
-    def name(self) -> str:
-        """The runtime, and what happens to the model before, in words."""
-
-    def tables(
-        self,
-        model: EagerModel,
-        whole: Mapping[str, int],
-        grid: Mapping[str, Sequence[int]],
-        variants: Callable[[int, Path, int], Iterable[tuple[Mapping[str, int], EagerModel]]],
-        context: Context,
-        batch: int,
-    ) -> AbstractContextManager[LatencyByWidths]:
-        """Measure what is needed to predict latencies over a grid of widths.
-
-        Args:
-            model: the unpruned model.
-            whole: group of channels → the model's own width, of all groups that variants cut.
-            grid: group of channels → its widths, the model's own first.
-            variants: a number, a folder and what widths are multiples of → that many models of
-                random widths.
-            context: data, threads, seed and progress.
-            batch: samples of a call.
-
-        Raises:
-            StageFailed: the model cannot be exported, or not measured now.
-        """
 
 
 class ExportCache:
@@ -146,8 +101,9 @@ class Context:
     """Cache of compared latencies, with what user code read for each."""
     exports: ExportCache = field(default_factory=ExportCache, compare=False)
     """Exports of the uncompressed model."""
-    served_latency: ServedLatency | None = None
-    """How fast models will be where a later stage exports them to; None where that is not known."""
+    served_latency: Any = None
+    """How fast models will be where a later stage exports them to; None where that is not known.
+    A :class:`~compress.pruning.latency.latency_target.ServedLatency`."""
 
     def __post_init__(self) -> None:
         # The metric `loss` measures the task's loss, whatever loss the metric was created with.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from compress.common.forward import Predictor
 
-SIZE = 64
+SKETCH = 64
 """Numbers of a sketch: the distance of two models is off by 1 / √(2 · 64), some 9 %."""
 AT_ONCE = 2**20
 """Elements summed in float64 at a time, and the largest row whose mean is kept: 8 MiB."""
@@ -96,7 +96,7 @@ class _Sums:
         self._squared_norm = 0.0
         self._sum_E: torch.Tensor | None = None
         """Sum over the rows; None before the first one, and where they differ in shape."""
-        self._sketch_S = torch.zeros(SIZE, dtype=torch.float64)
+        self._sketch_S = torch.zeros(SKETCH, dtype=torch.float64)
         self._signs_E = torch.zeros(0)
         self._row_generator = torch.Generator().manual_seed(1)
 
@@ -123,13 +123,13 @@ class _Sums:
             self._squared_norm += float(values_BE.square().sum())
             if self._sum_E is not None:
                 self._sum_E += values_BE.sum(0)
-            signed_BE = torch.nn.functional.pad(values_BE * self._signs_E, (0, -width % SIZE))
-            folded_BS = signed_BE.view(len(part_BE), -1, SIZE).sum(1).cpu()
+            signed_BE = torch.nn.functional.pad(values_BE * self._signs_E, (0, -width % SKETCH))
+            folded_BS = signed_BE.view(len(part_BE), -1, SKETCH).sum(1).cpu()
             # Each row is rotated and has a sign of its own: a change that all rows share would
             # otherwise meet in the same places, where it may cancel.
-            drawn_B = torch.randint(0, 2 * SIZE, (len(part_BE),), generator=self._row_generator)
-            places_BS = (drawn_B[:, None] + torch.arange(SIZE)) % SIZE
-            signed_BS = folded_BS * (drawn_B[:, None] // SIZE * 2 - 1)
+            drawn_B = torch.randint(0, 2 * SKETCH, (len(part_BE),), generator=self._row_generator)
+            places_BS = (drawn_B[:, None] + torch.arange(SKETCH)) % SKETCH
+            signed_BS = folded_BS * (drawn_B[:, None] // SKETCH * 2 - 1)
             self._sketch_S.index_add_(0, places_BS.flatten(), signed_BS.flatten())
 
     def summary(self) -> OutputSummary:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +19,12 @@ from compress.pruning.allocation.budget_search import (
     plan_for_target,
 )
 from compress.pruning.allocation.ranking import rank
-from compress.pruning.dependency.graph import trace
+from compress.pruning.importance.scores import ScoringSamples
 from compress.pruning.latency.latency_target import solve_widths
 from compress.pruning.pruning_stage import finetune
 from compress.pruning.recovery.recovery import recover_
 from compress.pruning.verification.module_rewrites import edits_needed, rewrite_
-from compress.pruning.verification.verification_inputs import other_sizes, real_inputs
+from compress.pruning.verification.verification_inputs import VerificationInputs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from compress.data.batch import Batch
     from compress.profiling.benchmark import Comparison
     from compress.pruning.allocation.budget_search import CostEstimate
-    from compress.pruning.channel_settings import ChannelSettings, Target
+    from compress.pruning.channel_settings import ChannelSettings
     from compress.pruning.dependency.channel_groups import AxisGraph, Kept, SlicePlan
     from compress.pruning.dependency.rules.channel_labels import Slot
     from compress.pruning.pruning_stage import Finetune
@@ -53,20 +54,16 @@ class ChannelPruner:
     """Removes channels from one model, and records what was removed and why the rest was not."""
 
     def __init__(self, config: ChannelSettings, model: EagerModel, context: Context) -> None:
-        """Load the model and the calibration samples.
-
-        Raises:
-            StageFailed: a setting needs samples and there are none, or fewer than asked for.
-        """
+        """Load the model and the calibration samples."""
         self._config, self._source, self._context = config, model, context
         self._batches = calibration_batches(config, context)
         loss = context.loss.for_model(model.signature)
-        self._loss = loss.infer_targets(context.data if config.uses_loss else None)
-        signature, seed = model.signature, context.seed
-        self._inputs = signature.example(seed=seed)
-        self._one_sample = signature.example(batch=1, seed=seed)
-        self._other_inputs = other_sizes(signature, seed)
-        self._real_inputs = real_inputs(signature, context, self._batches)
+        loss = loss.infer_targets(context.data if config.uses_loss else None)
+        self._scoring = ScoringSamples(self._batches, context.device, context.seed, loss)
+        self._inputs = VerificationInputs.from_signature(
+            model.signature, context, config, self._batches
+        )
+        self._one_sample = model.signature.example(batch=1, seed=context.seed)
         # Twice, because the second is sliced in place.
         self._unpruned, self._module = model.load(), model.load()
         self._weights: torch.nn.Module | Weights = self._module
@@ -82,16 +79,12 @@ class ChannelPruner:
         self._widths: Mapping[str, int] | None = config.widths
 
     def run(self) -> tuple[torch.nn.Module | Weights, list[AnyEdit], dict[str, Any]]:
-        """Prune in ``iterations`` steps; return the weights, the edits that led to them, and facts.
-
-        Raises:
-            PipelineInvalid: a pattern matches no module.
-            StageFailed: the model cannot be traced, no channel can be removed, or a target cannot
-                be reached.
-        """
+        """Prune in ``iterations`` steps; return the weights, the edits that led there and facts."""
         config, context = self._config, self._context
-        if config.target is not None and config.target.latency is not None:
-            self._solve_widths(config.target)
+        # Widths that reach a target of latency, where it is known what will serve.
+        solved = solve_widths(config, self._source, context, self._batches)
+        if solved is not None:
+            self._widths, self._facts["latency"] = solved
         plan_for_rewrites = self._rewrite_()
         # What the refit aims at: the outputs of this module, of whose tensors `kept` is left.
         self._reference, self._kept = copy_module(self._module), dict[str, Any]()
@@ -134,14 +127,6 @@ class ChannelPruner:
         }
         return self._weights, [*self._rewrites, *self._slices], facts
 
-    def _solve_widths(self, target: Target) -> None:
-        """Find the widths that reach a target of latency, where it is known what will serve."""
-        solved = solve_widths(
-            self._config, target.share, target.batch, self._source, self._context, self._batches
-        )
-        if solved is not None:
-            self._widths, self._facts["latency"] = solved
-
     def _check_solved_widths(self) -> None:
         """Leave the measured latency out of the facts where other channels stay than were solved.
 
@@ -163,7 +148,7 @@ class ChannelPruner:
         if config.across_norms or config.include or config.exclude:
             return ""
         held, free = (
-            {group.name for group in trace(self._module, self._inputs, across_norms=across).groups}
+            {g.name for g in replace(self._inputs, across_norms=across).trace(self._module).groups}
             for across in (True, False)
         )
         names = sorted(held - free)
@@ -179,13 +164,7 @@ class ChannelPruner:
 
         Returns the full plan if it is still valid, that is if all replacements were needed.
         """
-        edits = rewrite_(
-            self._module,
-            self._inputs,
-            self._real_inputs,
-            self._other_inputs,
-            across_norms=self._config.across_norms,
-        )
+        edits = rewrite_(self._module, self._inputs)
         if not edits:
             return None
         plan = self._plan(share=1)
@@ -201,28 +180,14 @@ class ChannelPruner:
 
     def _plan(self, share: float) -> SlicePlan:
         """Rank channels, and plan verified slices that reach a share of the ratio or target."""
-        config, limits = self._config, self._config.limits
-        ranking = rank(
-            self._module,
-            self._inputs,
-            config.importance,
-            others=self._other_inputs,
-            real=self._real_inputs,
-            include=config.include,
-            exclude=config.exclude,
-            originals=self._original_sizes,
-            across_norms=config.across_norms,
-            batches=self._batches,
-            device=self._context.device,
-            seed=self._context.seed,
-            loss=self._loss,
-        )
+        config = self._config
+        ranking = rank(self._module, self._inputs, config, self._scoring, self._original_sizes)
         for one in ranking.ranked:
             self._original_sizes.setdefault(one.group.slots, one.original)
         if self._widths is not None:
             return ranking.verify(ranking.counts_for(self._widths, share), config.on_unverified)
         if config.target is None:
-            keep = ranking.allocate((config.ratio or 0.0) * share, limits)
+            keep = ranking.allocate((config.ratio or 0.0) * share, config)
             return ranking.verify(keep, config.on_unverified)
         # Of the unpruned model's cost; its latency is measured together with each candidate's.
         goal = 1 - (1 - config.target.share) * share
@@ -237,7 +202,7 @@ class ChannelPruner:
             measure = partial(count_macs, inputs=self._one_sample)
             estimate = partial(mac_estimate, inputs=self._one_sample)
             goal *= measure(self._unpruned)
-        return plan_for_target(ranking, limits, goal, measure, estimate, config.on_unverified)
+        return plan_for_target(ranking, config, goal, measure, estimate)
 
     def _slice_(self, plan: SlicePlan) -> None:
         """Remove the channels from the module, and record the edit and the groups' sizes."""

@@ -2,23 +2,79 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self, TypeAlias
 
 from pydantic import Field, model_validator
 
-from compress.common.config import Count, Ratio
+from compress.common.config import Count, Ratio, Settings
 from compress.core.objectives.loss import refuse_without_curvature
-from compress.pruning.channel_settings import FROM_DATA, OF_GRADIENTS, Criterion, Target
 from compress.pruning.pruning_stage import AnyFinetune, PruningStage
 
 if TYPE_CHECKING:
     from compress.core.objectives.loss import Loss
-    from compress.pruning.allocation.ratios import Limits
+
+Criterion: TypeAlias = Literal[
+    "l1", "l2", "taylor", "hessian", "fpgm", "lamp", "bn_scale", "wanda", "obs", "random"
+]
+FROM_DATA: tuple[Criterion, ...] = ("taylor", "hessian", "wanda", "obs")
+"""Criteria that need samples: they use activations or gradients."""
+OF_GRADIENTS: tuple[Criterion, ...] = ("taylor", "hessian")
+"""Criteria that use derivatives of the loss."""
+COMPARABLE: tuple[Criterion, ...] = ("taylor", "hessian", "lamp", "obs")
+"""Criteria whose scores of different groups can be compared; others are divided by their mean."""
 
 
-class ChannelSettings(PruningStage):
-    """What `prune_channels` removes, and how the rest recovers."""
+class Target(Settings):
+    """The share of the model's cost that remains after pruning; exactly one quantity."""
 
+    macs: Ratio | None = None
+    """Share of the multiply-accumulates that remains: 0.5 leaves at most half of them."""
+    parameters: Ratio | None = None
+    """Share of the weights that remains."""
+    latency: Ratio | None = None
+    """Share of the latency of a call that remains. Where a later stage exports the model to ONNX
+    Runtime or OpenVINO for the CPU, it is the latency there: the widths that lose least are solved
+    from the times of single kernels, whatever the `scope`, and the result is measured, alternating
+    with the unpruned model. Without such a stage, candidates are measured in PyTorch. The same
+    tables of kernels in the store lead to the same widths."""
+    batch: Count = 1
+    """Samples per call when `latency` is measured."""
+
+    @model_validator(mode="after")
+    def _one_quantity(self) -> Self:
+        given = [name for name in ("macs", "parameters", "latency") if getattr(self, name)]
+        if len(given) != 1:
+            raise ValueError(
+                f"target needs exactly one of macs, parameters and latency, found "
+                f"{' and '.join(given) or 'none'}; write target: {{macs: 0.5}}"
+            )
+        if "batch" in self.model_fields_set and self.latency is None:
+            raise ValueError("target.batch is for latency; leave it out")
+        return self
+
+    @property
+    def quantity(self) -> Literal["macs", "parameters", "latency"]:
+        """The quantity to reduce."""
+        if self.macs:
+            return "macs"
+        return "parameters" if self.parameters else "latency"
+
+    @property
+    def undisturbed(self) -> bool:
+        """Whether latency is measured, so that nothing else may run at the same time."""
+        return self.latency is not None
+
+    @property
+    def share(self) -> float:
+        """The share of it that remains."""
+        return self.macs or self.parameters or self.latency or 1.0
+
+
+class PruningAmount(PruningStage):
+    """How many channels `prune_channels` removes."""
+
+    # Base classes come first in the settings, whose order is part of the JSON schema and of the
+    # recorded settings: so these are a class of their own, before those of ChannelSelection.
     ratio: Ratio | None = None
     """Fraction of the channels to remove from every group of coupled channels."""
     target: Target | None = None
@@ -26,6 +82,21 @@ class ChannelSettings(PruningStage):
     widths: dict[str, Count] | None = None
     """Instead of `ratio`: group of coupled channels → how many stay; all of the other groups do.
     Groups have the names that `compress sensitivity` and `compress auto` show."""
+
+    @model_validator(mode="after")
+    def _exactly_one_of_ratio_target_and_widths(self) -> Self:
+        given = [name for name in ("ratio", "target", "widths") if getattr(self, name)]
+        if len(given) != 1:
+            raise ValueError(
+                "prune_channels needs one of ratio, target and widths, found "
+                f"{' and '.join(given) or 'none'}; keep one"
+            )
+        return self
+
+
+class ChannelSelection(Settings):
+    """Which channels may be removed, how they are ranked, and how many stay in any case."""
+
     importance: Criterion = "l2"
     """How channels are ranked. By weights: `l1` or `l2` norm, `fpgm` (distance to the others),
     `lamp`, `bn_scale`, `random`. By calibration samples: `taylor` and `hessian` (change of the
@@ -52,6 +123,11 @@ class ChannelSettings(PruningStage):
     compensate."""
     on_unverified: Literal["pin", "error"] = "pin"
     """Whether channels whose removal cannot be verified stay, or fail the stage."""
+
+
+class ChannelSettings(ChannelSelection, PruningAmount):
+    """What `prune_channels` removes, and how the rest recovers."""
+
     iterations: Count = 1
     """Pruning steps, each removing about as many channels; before each, importance is measured
     again, and after each, layers are refitted and the model is fine-tuned."""
@@ -64,16 +140,6 @@ class ChannelSettings(PruningStage):
     verified on a few samples."""
     finetune: AnyFinetune | None = None
     """How the smaller model is trained; its weights change only if an epoch improves the metric."""
-
-    @model_validator(mode="after")
-    def _exactly_one_of_ratio_target_and_widths(self) -> Self:
-        given = [name for name in ("ratio", "target", "widths") if getattr(self, name)]
-        if len(given) != 1:
-            raise ValueError(
-                "prune_channels needs one of ratio, target and widths, found "
-                f"{' and '.join(given) or 'none'}; keep one"
-            )
-        return self
 
     @model_validator(mode="after")
     def _max_ratio_fits_scope(self) -> Self:
@@ -93,13 +159,6 @@ class ChannelSettings(PruningStage):
                 f"{self._needing_data[0]} needs samples, found calibration_samples: 0; leave it out"
             )
         return self
-
-    @property
-    def limits(self) -> Limits:
-        """How many channels each group may lose."""
-        from compress.pruning.allocation.ratios import Limits
-
-        return Limits(self.scope, self.round_to, self.min_channels, self.max_ratio)
 
     @property
     def needs_samples(self) -> bool:

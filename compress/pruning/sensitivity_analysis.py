@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from statistics import fmean
+from typing import TYPE_CHECKING
 
 from compress.common.config import Settings
 from compress.common.forward import torch_predictor
 from compress.graph.flops import count_macs
 from compress.profiling.benchmark import compare_latency
 from compress.pruning.allocation.ranking import rank
-from compress.pruning.allocation.ratios import Limits
-from compress.pruning.channel_settings import FROM_DATA
+from compress.pruning.channel_settings import FROM_DATA, ChannelSelection
 from compress.pruning.dependency.channel_groups import SlicePlan
 from compress.pruning.depth.output_error import OutputErrorMeter
+from compress.pruning.importance.scores import ScoringSamples
+from compress.pruning.recovery.recovery import usual_calibration
 from compress.pruning.verification.masked_equivalence import sliced_copy
 from compress.pruning.verification.module_rewrites import rewrite_
-from compress.pruning.verification.verification_inputs import real_inputs
+from compress.pruning.verification.verification_inputs import VerificationInputs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import torch
-    from torch import nn
-
     from compress.artifacts.eager_model import EagerModel
     from compress.core.context import Context
     from compress.data.batch import Batch
-    from compress.pruning.channel_settings import Criterion
     from compress.pruning.dependency.channel_groups import GroupSlice
 
 MEASURED_SECONDS = 0.3
@@ -81,12 +79,9 @@ class Sensitivity(Settings):
 def measure_sensitivity(
     model: EagerModel,
     context: Context,
+    selection: ChannelSelection | None = None,
     *,
     ratios: Sequence[float] = RATIOS,
-    importance: Criterion = "l2",
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
-    across_norms: bool = False,
     samples: int = 512,
     latency: bool = True,
 ) -> Sensitivity:
@@ -95,11 +90,8 @@ def measure_sensitivity(
     Args:
         model: the model; it is not changed.
         context: data, metric, device and threads.
+        selection: which channels may be removed, and which first.
         ratios: fractions of each group's channels that are removed in turn.
-        importance: which channels are removed first.
-        include: patterns of modules; if given, only channels of these are removed.
-        exclude: patterns of modules whose channels stay.
-        across_norms: whether channels over which normalisations take statistics are pruned, too.
         samples: samples of `val` that outputs are compared on; without data a few seeded ones.
         latency: whether each pruned model's latency is measured, alternating with the model's.
 
@@ -107,32 +99,20 @@ def measure_sensitivity(
         PipelineInvalid: a pattern matches no module.
         StageFailed: the model cannot be traced or run.
     """
-    module, inputs = model.load(), model.signature.example(seed=context.seed)
-    real = real_inputs(model.signature, context)
-    rewrite_(module, inputs, real, across_norms=across_norms)
+    selection = selection or ChannelSelection()
+    module = model.load()
+    inputs = VerificationInputs.from_signature(model.signature, context, selection)
+    rewrite_(module, inputs)
     batches: list[Batch] = []
-    if importance in FROM_DATA:
-        data = context.need_data(f"importance: {importance}")
-        split: Any = data.split(data.calibration_split)
-        batches = list(data.calibration(min(samples, len(split)), context.seed))
-    ranking = rank(
-        module,
-        inputs,
-        importance,
-        real=real,
-        include=include,
-        exclude=exclude,
-        across_norms=across_norms,
-        batches=batches,
-        device=context.device,
-        seed=context.seed,
-        loss=context.loss.for_model(model.signature).infer_targets(context.data),
-    )
+    if selection.importance in FROM_DATA:
+        batches = usual_calibration(context, f"importance: {selection.importance}", samples)
+    scoring = ScoringSamples.from_context(context, model.signature, batches)
+    ranking = rank(module, inputs, selection, scoring)
     # All groups are sliced and verified together; each verified slice is then measured alone.
     slices: dict[tuple[str, float], GroupSlice] = {}
     pinned: dict[str, str] = {}
     for ratio in ratios:
-        plan = ranking.verify(ranking.allocate(ratio, Limits(round_to=1)))
+        plan = ranking.verify(ranking.allocate(ratio, ChannelSelection(round_to=1)))
         slices |= {(one.group.name, ratio): one for one in plan.groups}
         pinned |= plan.pinned
     one_sample = tuple(x.to(context.device) for x in model.signature.example(1, context.seed))
@@ -145,14 +125,22 @@ def measure_sensitivity(
     for done, ((name, ratio), one) in enumerate(slices.items(), 1):
         plan = SlicePlan.combine([one], {}, ranking.graph)
         pruned = sliced_copy(module, plan.kept, plan.attributes)
-        error = meter.measure(pruned)
+        error, share = meter.measure(pruned), None
+        if timed:
+            slow, fast = (
+                partial(torch_predictor, one, context.device, context.threads)
+                for one in (module, pruned)
+            )
+            share = compare_latency(
+                slow, fast, timed, MEASURED_SECONDS, threads=context.threads
+            ).share
         point = Point(
             ratio=ratio,
             removed=len(one.removed),
             distance=error.distance,
             points=error.points,
             macs=count_macs(pruned, one_sample) / macs,
-            latency=_latency_share(module, pruned, timed, context) if timed else None,
+            latency=share,
         )
         points.setdefault(name, []).append(point)
         context.progress("sensitivity", done, len(slices), f"{name} at {ratio:g}")
@@ -166,32 +154,18 @@ def measure_sensitivity(
         for group in (one.group for one in ranking.ranked)
         if group.name in points
     ]
+    # By the mean metric drop over the ratios, and among equals by the mean output error.
+    families.sort(
+        key=lambda family: (
+            fmean(point.points or 0.0 for point in family.points),
+            fmean(point.distance for point in family.points),
+        )
+    )
     return Sensitivity(
         judged_by=meter.judged_by,
         metric=None if meter.base is None else context.metric.name,
         value=meter.base,
         samples=sum(len(outputs[0]) for outputs in meter.expected),
-        families=tuple(sorted(families, key=_mean_error)),
+        families=tuple(families),
         pinned={name: reason for name, reason in pinned.items() if name not in points},
-    )
-
-
-def _latency_share(
-    module: nn.Module,
-    pruned: nn.Module,
-    batches: list[tuple[torch.Tensor, ...]],
-    context: Context,
-) -> float | None:
-    """Measure a pruned module's latency over the module's, or None on a busy machine."""
-    device, threads = context.device, context.threads
-    slow, fast = (partial(torch_predictor, one, device, threads) for one in (module, pruned))
-    return compare_latency(slow, fast, batches, MEASURED_SECONDS, threads=threads).share
-
-
-def _mean_error(family: FamilySensitivity) -> tuple[float, float]:
-    """Return the mean metric drop and output error over the ratios."""
-    count = len(family.points)
-    return (
-        sum(point.points or 0.0 for point in family.points) / count,
-        sum(point.distance for point in family.points) / count,
     )

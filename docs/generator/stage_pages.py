@@ -110,11 +110,13 @@ def _stage(page: str, stage: AnyStage) -> Iterator[str]:
     example = {"stage": name, **EXAMPLES.get(name, {})}
     usual = stage.model_validate(example)
     yield f"## {name}"
-    yield from paragraphs(stage)
+    text = [*paragraphs(stage)]
+    yield from text
     yield " ".join(
         [f"Reads → writes: [{_kinds(stage)}](stages.md#kinds-of-artifacts).", *_needs(usual)]
     )
-    yield f"```yaml\n{yaml.safe_dump([example], sort_keys=False)}```"
+    if not any(paragraph.startswith("```yaml") for paragraph in text):
+        yield f"```yaml\n{yaml.safe_dump([example], sort_keys=False)}```"
     schema = DEFS[stage.__name__]
     inherits = issubclass(stage, Training) and name != "train"
     own = {

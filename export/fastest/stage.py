@@ -13,24 +13,32 @@ from pydantic import AfterValidator, Field
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.common.config import Count
-from compress.common.errors import StageFailed
-from compress.core.stage import Stage
-from compress.export.aotinductor.stage import AotModel
-from compress.export.fastest.stage import Runtime
-from compress.export.onnx.stage import OnnxModel
-from compress.export.openvino.stage import OpenVINOModel
+from compress.common.errors import StageFailed, Unavailable
+from compress.core.stage import Stage, members_of
+from compress.export.aotinductor.stage import AotModel, ExportAot
+from compress.export.onnx.stage import ExportOnnx, OnnxModel
+from compress.export.openvino.stage import ExportOpenVINO, OpenVINOModel
 from compress.export.parity.stored_parity import ComparesStoredFile
-from compress.export.torchscript.stage import TorchScriptModel
+from compress.export.torchscript.stage import ExportTorchScript, TorchScriptModel
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable
 
     from compress.artifacts.artifact import Artifact
     from compress.core.context import Context
     from compress.export.fastest.measure import BenchCell
 
+
 logger = logging.getLogger(__name__)
 
+Runtime = Literal["onnx", "torchscript", "aot", "openvino"]
+RUNTIMES: dict[Runtime, Callable[[], Stage[Any, Any]]] = {
+    "onnx": ExportOnnx,
+    "torchscript": ExportTorchScript,
+    "aot": ExportAot,
+    "openvino": ExportOpenVINO,
+}
+"""The stage with default settings that exports to each runtime."""
 Exported: TypeAlias = OnnxModel | TorchScriptModel | AotModel | OpenVINOModel
 
 
@@ -42,6 +50,12 @@ def _no_repetition(runtimes: tuple[Runtime, ...]) -> tuple[Runtime, ...]:
 
 class ExportFastest(ComparesStoredFile, Stage[EagerModel | GraphModel, Exported]):
     """Export to several runtimes, each checked as its own stage does, and keep the fastest file.
+
+    Use it where the server takes any of these formats and speed alone decides.
+
+        - stage: export_fastest
+          runtimes: [onnx, openvino]
+          batch: 8
 
     Runtimes that are not installed, or cannot take the model, are left out with a warning.
     """
@@ -68,7 +82,6 @@ class ExportFastest(ComparesStoredFile, Stage[EagerModel | GraphModel, Exported]
     def run(self, model: EagerModel | GraphModel, context: Context) -> Exported:
         """Export, measure the files in turn, seal the fastest with the figures of all."""
         from compress.export.fastest.measure import measure_fastest
-        from compress.export.fastest.stage import export_to
 
         with TemporaryDirectory(prefix="compress-fastest-") as folder:
             exported, failures = export_to(
@@ -115,10 +128,31 @@ def _verdict(kept: str, cell: BenchCell) -> str:
         return f"in {kept}"
     level = [name for name in others if name in cell.fastest]
     slower = [name for name in others if name not in cell.fastest]
-    parts = [f"level with {_joined(level)}"] if level else []
-    parts += [f"faster than {_joined(slower)}"] if slower else []
+    parts = [f"level with {' and '.join(level)}"] if level else []
+    parts += [f"faster than {' and '.join(slower)}"] if slower else []
     return f"in {kept} ({', '.join(parts)})"
 
 
-def _joined(names: Sequence[str]) -> str:
-    return " and ".join(names)
+def export_to(
+    runtimes: tuple[Runtime, ...], model: Artifact, context: Context
+) -> tuple[dict[str, Artifact], dict[str, str]]:
+    """Export a model to runtimes, each into a folder of the context's; each file is checked.
+
+    Returns:
+        The artifacts by runtime, and the reasons for those that could not be written, such as a
+        missing compiler or an operator that the runtime lacks.
+    """
+    exported: dict[str, Artifact] = {}
+    failures: dict[str, str] = {}
+    for runtime in runtimes:
+        stage = RUNTIMES[runtime]()
+        reads = members_of(stage.reads())
+        if not isinstance(model, reads):
+            kinds = " or ".join(kind.kind for kind in reads)
+            failures[runtime] = f"{stage.stage} reads {kinds}, and the model is {model.kind}"
+            continue
+        try:
+            exported[runtime] = stage.run_checked(model, context.with_root(context.root / runtime))
+        except (StageFailed, Unavailable) as error:
+            failures[runtime] = str(error)
+    return exported, failures

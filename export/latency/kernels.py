@@ -15,11 +15,13 @@ import numpy as np
 import onnx
 from onnx.helper import make_graph, make_model, make_tensor_value_info, np_dtype_to_tensor_dtype
 
+from compress.common.config import Settings
 from compress.common.errors import StageFailed, first_line
+from compress.common.sealed_json import canonical_json, read_state, write_state
 from compress.export.onnx.graph import inputs_of
 from compress.export.onnx.proto_io import read
 from compress.export.onnx.session import exact_session, onnxruntime, session_options
-from compress.profiling.benchmark import unmeasurable
+from compress.profiling.benchmark import MeasuredShare, unmeasurable
 from compress.profiling.call_timer import CallTimer
 
 if TYPE_CHECKING:
@@ -27,12 +29,15 @@ if TYPE_CHECKING:
 
     Arrays = Mapping[str, np.ndarray[Any, Any]]
 
-SECONDS = 0.02
+
+TABLES = Path(".store", "latency")
+"""Folder of measured kernels, in the results' directory."""
+KERNEL_SECONDS = 0.02
 """For which each kernel is called."""
 FEWEST_CALLS = 5
-AT_ONCE = 8
+MEASURED_TOGETHER = 8
 """Kernels that are called in turn, so that a busy moment of the machine meets all of them."""
-QUANTILE = 0.1
+LOW_QUANTILE = 0.1
 """Of a kernel's calls. A low one, as other load only ever makes a call longer."""
 
 
@@ -139,16 +144,12 @@ def _kernel(
 
 
 def measure_kernels(kernels: Sequence[Kernel], threads: int) -> list[float]:
-    """Return the seconds of one call of each kernel, without what any call of a session takes.
-
-    Raises:
-        StageFailed: the machine is too busy to measure them.
-    """
+    """Return the seconds of one call of each kernel, without what any call of a session takes."""
     empty = _seconds_of([_empty_kernel()], threads)[0]
     return [
         max(0.0, seconds - empty)
-        for start in range(0, len(kernels), AT_ONCE)
-        for seconds in _seconds_of(kernels[start : start + AT_ONCE], threads)
+        for start in range(0, len(kernels), MEASURED_TOGETHER)
+        for seconds in _seconds_of(kernels[start : start + MEASURED_TOGETHER], threads)
     ]
 
 
@@ -158,13 +159,13 @@ def _seconds_of(kernels: Sequence[Kernel], threads: int) -> list[float]:
     times: list[list[float]] = [[] for _ in calls]
     for call in calls:
         call()
-    deadline = time.perf_counter() + SECONDS * len(calls)
+    deadline = time.perf_counter() + KERNEL_SECONDS * len(calls)
     while len(times[0]) < FEWEST_CALLS or time.perf_counter() < deadline:
         for call, own in zip(calls, times, strict=True):
             own.append(timer.call(call)[1])
     if timer.doubt:
         raise StageFailed(unmeasurable("the latency of a kernel", timer.doubt))
-    return [float(np.quantile(own, QUANTILE)) for own in times]
+    return [float(np.quantile(own, LOW_QUANTILE)) for own in times]
 
 
 def _bound_call(kernel: Kernel, threads: int) -> Callable[[], None]:
@@ -197,3 +198,63 @@ def _plain_options(threads: int = 1) -> Any:
 
 def _value_info(name: str, array: np.ndarray[Any, Any]) -> onnx.ValueInfoProto:
     return make_tensor_value_info(name, np_dtype_to_tensor_dtype(array.dtype), array.shape)
+
+
+class MeasuredKernel(Settings):
+    """The latency of one kernel."""
+
+    operator: str
+    sizes: str
+    """Sizes of its inputs and outputs."""
+    seconds: float
+    """Of one call, the tenth percentile."""
+
+
+class MeasuredTable(Settings):
+    """What was measured on one machine: the content of a table's file."""
+
+    kernels: dict[str, MeasuredKernel] = {}
+    models: dict[str, MeasuredShare] = {}
+    """By a hash of their kernels, and of those of the model that they were measured beside."""
+
+
+class KernelTable:
+    """Latencies of kernels on one machine, with one release of onnxruntime and some threads."""
+
+    def __init__(self, folder: Path, machine: Mapping[str, Any], threads: int) -> None:
+        """Read the table of a machine, or begin one where there is none that can be read."""
+        versions = {"onnxruntime": onnxruntime.__version__, "threads": threads}
+        self.setup: dict[str, Any] = {**machine, **versions}
+        self.key = canonical_json(self.setup)
+        name = hashlib.sha256(self.key.encode()).hexdigest()[:16]
+        self.file = folder / f"kernels-{name}.json"
+        self.threads = threads
+        known = read_state(self.file, self.key, MeasuredTable) or MeasuredTable()
+        self.kernels, self.models = known.kernels, known.models
+
+    def measure(
+        self, kernels: Sequence[Kernel], progress: Callable[[int, int], None] = lambda *_: None
+    ) -> None:
+        """Measure the kernels that the table lacks; it is written after every few of them."""
+        missing = list({k.key: k for k in kernels if k.key not in self.kernels}.values())
+        for start in range(0, len(missing), MEASURED_TOGETHER):
+            some = missing[start : start + MEASURED_TOGETHER]
+            progress(start, len(missing))
+            for kernel, seconds in zip(some, measure_kernels(some, self.threads), strict=True):
+                self.kernels[kernel.key] = MeasuredKernel(
+                    operator=kernel.operator, sizes=kernel.sizes, seconds=seconds
+                )
+            self._write()
+
+    def seconds(self, kernel: Kernel) -> float:
+        """Return the latency of a measured kernel."""
+        return self.kernels[kernel.key].seconds
+
+    def add_model(self, key: str, measured: MeasuredShare) -> None:
+        """Add the latency of a whole model, and write the table."""
+        self.models[key] = measured
+        self._write()
+
+    def _write(self) -> None:
+        kernels, models = (dict(sorted(known.items())) for known in (self.kernels, self.models))
+        write_state(self.file, self.key, MeasuredTable(kernels=kernels, models=models))

@@ -141,11 +141,7 @@ class ResizableModel:
 def _compared(
     exports: Sequence[tuple[Widths, onnx.ModelProto]],
 ) -> tuple[list[Widths], list[onnx.ModelProto], list[list[int]]]:
-    """Return widths, models with canonical names, and the integers of each.
-
-    Raises:
-        StageFailed: the models differ in more than integers.
-    """
+    """Return widths, models with canonical names, and the integers of each."""
     models = [_canonical(model) for _, model in exports]
     columns = [[*_integers(model)] for model in models]
     if len({*map(_structure, models)}) > 1 or len({*map(len, columns)}) > 1:

@@ -7,20 +7,25 @@ import json
 import random
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from compress.common.errors import StageFailed
 from compress.export.latency.kernels import KernelTable, kernels_of
 from compress.export.latency.resizing import MOST_EXPORTS, ResizableModel
-from compress.export.latency.served_latency import graph_to_serve, open_as_served, write_alone
 from compress.export.latency.width_costs import (
     LatencyModel,
     WidthCosts,
     measure_grid,
     spread_widths,
 )
+from compress.export.onnx.graph import strip_
+from compress.export.onnx.passes.stored_integers import compact_
+from compress.export.onnx.proto_io import write
+from compress.export.onnx.session import opened_session
+from compress.export.onnx.translate import translate
 from compress.profiling.benchmark import MeasuredShare, compare_latency, unmeasurable
 from compress.profiling.interaction_sum import InteractionSum
 
@@ -31,6 +36,8 @@ if TYPE_CHECKING:
     import torch
 
     from compress.artifacts.eager_model import EagerModel
+    from compress.artifacts.graph_model import GraphModel
+    from compress.common.signature import Signature
     from compress.core.context import Context
     from compress.core.stage import Stage
     from compress.export.latency.kernels import Arrays
@@ -38,6 +45,7 @@ if TYPE_CHECKING:
 
     Widths = Mapping[str, int]
     Grid = Mapping[str, Sequence[int]]
+
 
 FITTED = 8
 """Models at widths of the grid whose latencies the kernels' sum is fitted to."""
@@ -78,22 +86,8 @@ class OnnxLatency:
         variants: Callable[[int, Path, int], Iterable[tuple[Widths, EagerModel]]],
         context: Context,
         batch: int,
-    ) -> Iterator[LatencyByWidths]:
-        """Measure what a model's latency is over a grid of widths, as shares of its own.
-
-        Args:
-            model: the unpruned model.
-            whole: group → the model's own width, of all groups that variants cut.
-            grid: group → its widths, the model's own first.
-            variants: a number, a folder and what widths are multiples of → that many models of
-                random widths, each made when it is asked for, in folders of the folder.
-            context: data, threads, seed and progress.
-            batch: samples of a call.
-
-        Raises:
-            StageFailed: the model cannot be quantized, exported or resized, or the machine is too
-                busy.
-        """
+    ) -> Iterator[MeasuredLatencies]:
+        """Measure what a model's latency is over a grid of widths, as shares of its own."""
         with TemporaryDirectory(prefix="compress-latency-") as name:
             folder = Path(name)
             title = f"latency in {self.runtime}"
@@ -118,9 +112,16 @@ class OnnxLatency:
             )
             served = open_as_served(base, self.runtime, model.signature, context.threads)
             kernels = kernels_of(base, arrays, context.threads)
-            measured = LatencyByWidths(
-                *(self, model, context, batches, arrays, table, folder),
-                *(served.open, [kernel.key for kernel in kernels]),
+            measured = MeasuredLatencies(
+                self,
+                model=model,
+                context=context,
+                batches=batches,
+                inputs=arrays,
+                table=table,
+                folder=folder,
+                unpruned=served.open,
+                unpruned_kernels=[kernel.key for kernel in kernels],
             )
             chosen = spread_widths(grid, FITTED, random.Random(context.seed))
             shares = []
@@ -146,31 +147,27 @@ class OnnxLatency:
 
 
 @dataclass
-class LatencyByWidths:
+class MeasuredLatencies:
     """Latency of a model at other widths, as shares of its own: predicted and measured."""
 
-    _served: OnnxLatency
-    _model: EagerModel
-    _context: Context
-    _batches: Sequence[tuple[torch.Tensor, ...]]
-    _inputs: Arrays
-    _table: KernelTable
-    _folder: Path
-    _unpruned: Opener
-    _unpruned_kernels: list[str]
+    served: OnnxLatency
+    model: EagerModel
+    context: Context
+    batches: Sequence[tuple[torch.Tensor, ...]]
+    inputs: Arrays
+    table: KernelTable
+    folder: Path
+    unpruned: Opener
+    unpruned_kernels: list[str]
     predicted: InteractionSum = field(default_factory=lambda: InteractionSum(1.0, {}))
     """The share of the unpruned model's latency, by the widths of the grid."""
     _number: int = 0
 
     def measure(self, pruned: EagerModel) -> MeasuredShare:
-        """Quantize, export and measure a pruned model in turn with the unpruned one.
-
-        Raises:
-            StageFailed: it cannot be exported, or the machine is too busy.
-        """
+        """Quantize, export and measure a pruned model in turn with the unpruned one."""
         self._number += 1
-        folder = self._folder / f"checked{self._number}"
-        graph = self._served.graph(pruned, self._context, self._folder / f"cut{self._number}")
+        folder = self.folder / f"checked{self._number}"
+        graph = self.served.graph(pruned, self.context, self.folder / f"cut{self._number}")
         return self.measure_file(write_alone(graph, folder))
 
     def measure_file(self, file: Path) -> MeasuredShare:
@@ -181,17 +178,60 @@ class LatencyByWidths:
         Raises:
             StageFailed: the machine is too busy.
         """
-        threads = self._context.threads
-        kernels = [kernel.key for kernel in kernels_of(file, self._inputs, threads)]
-        content = [self._served.runtime_version, self._unpruned_kernels, kernels]
+        threads = self.context.threads
+        kernels = [kernel.key for kernel in kernels_of(file, self.inputs, threads)]
+        content = [self.served.runtime_version, self.unpruned_kernels, kernels]
         key = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
-        if key not in self._table.models:
-            served = open_as_served(file, self._served.runtime, self._model.signature, threads)
-            compared = compare_latency(self._unpruned, served.open, self._batches, threads=threads)
+        if key not in self.table.models:
+            served = open_as_served(file, self.served.runtime, self.model.signature, threads)
+            compared = compare_latency(self.unpruned, served.open, self.batches, threads=threads)
             if compared.share is None:
                 raise StageFailed(unmeasurable("the latency of a cut", compared.speedup_doubt))
             share, unpruned_ms = compared.share, compared.before.p50
-            self._table.add_model(
+            self.table.add_model(
                 key, MeasuredShare(share=share, unpruned_ms=unpruned_ms, ms=compared.after.p50)
             )
-        return self._table.models[key]
+        return self.table.models[key]
+
+
+class ServedFile(NamedTuple):
+    """A model in the form that its runtime reads."""
+
+    bytes: int
+    """Of its files together."""
+    open: Opener
+
+
+def graph_to_serve(model: EagerModel | GraphModel, title: str) -> onnx.ModelProto:
+    """Return the graph that `export_onnx` writes, which is not compared with the model here."""
+    graph, _ = translate(model, None, title)
+    compact_(graph)
+    strip_(graph)
+    return graph
+
+
+def write_alone(graph: onnx.ModelProto, folder: Path) -> Path:
+    """Write a graph into a new folder of its own, and return the file."""
+    folder.mkdir()
+    write(graph, folder / "model.onnx")
+    return folder / "model.onnx"
+
+
+def open_as_served(
+    file: Path, runtime: Literal["onnx", "openvino"], signature: Signature, threads: int
+) -> ServedFile:
+    """Return the file of `export_onnx` or `export_openvino` for an ONNX file alone in its folder.
+
+    Raises:
+        StageFailed: OpenVINO has no such operators.
+    """
+    if runtime == "onnx":
+        size = sum(part.stat().st_size for part in file.parent.iterdir() if part.is_file())
+        return ServedFile(size, partial(opened_session, file, threads))
+    from compress.export.openvino import runtime as openvino
+
+    model = file.parent / "openvino" / "model.xml"
+    model.parent.mkdir()
+    openvino.write(file, model, signature)
+    size = sum(part.stat().st_size for part in model.parent.iterdir())
+    return ServedFile(size, partial(openvino.opened, model, threads))

@@ -87,7 +87,7 @@ class Candidate:
             kept = space.widths.model_dump(
                 mode="json",
                 exclude_defaults=True,
-                include={"calibration_samples", "include", "exclude", "across_norms"},
+                exclude={"values", "round_to", "importance"},
             )
             importance = space.widths.importance
             widths = dict(self.widths)

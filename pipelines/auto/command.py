@@ -103,8 +103,8 @@ def measure_tables(pipeline: PipelineConfig, settings: AutoSettings, out: Path) 
         searched = Search(judge, settings, out)
         searched.check_whole(math.inf)
         # Which channels stay does not change the latency, so they need not be ranked by data.
-        chosen = settings.space.widths.model_dump(exclude={"calibration_samples", "importance"})
-        space = WidthSpace.of_model(judge.model, judge.context, importance="random", **chosen)
+        widths = settings.space.widths.model_copy(update={"importance": "random"})
+        space = WidthSpace.from_model(judge.model, judge.context, widths.selection, widths.values)
         if not space.grid:
             raise StageFailed("--tables-only: no channels of the model can be removed")
         searched.measure_kernels(Depth((), judge.model, space))

@@ -346,7 +346,7 @@ class Search:
             choice = mixed.solve(limits, [tried for tried in choices if tried is not None])
             if choice is None:
                 continue
-            loss = mixed.total_harm(choice) + model.harm
+            loss = mixed.total_loss_increase(choice) + model.harm
             if best is None or loss < best.predicted_loss:
                 best = Solution(model.candidate(choice), corrected(choice), loss)
         return best

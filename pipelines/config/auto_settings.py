@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
 
 from compress.common.config import Count, Positive, Settings
 from compress.pipelines.config.registry import AnyStage
-from compress.pruning.channel_settings import Criterion
+from compress.pruning.channel_settings import ChannelSelection, Criterion
 from compress.pruning.pruning_stage import AnyFinetune
 
 if TYPE_CHECKING:
@@ -126,6 +126,11 @@ class WidthSettings(Settings):
     """Names of modules whose channels all stay."""
     across_norms: bool = False
     """Whether channels are removed over which normalisations take statistics."""
+
+    @property
+    def selection(self) -> ChannelSelection:
+        """Which channels may be removed, as `prune_channels` has it."""
+        return ChannelSelection.model_validate(self, from_attributes=True)
 
 
 class AutoSpace(Settings):

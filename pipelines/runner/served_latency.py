@@ -20,11 +20,11 @@ from compress.training.stage import Train
 if TYPE_CHECKING:
     from typing import Literal
 
-    from compress.core.context import ServedLatency
     from compress.core.stage import Stage
     from compress.pipelines.config.pipeline import PipelineConfig
     from compress.pipelines.planning.plan import PlannedStage
     from compress.pipelines.runner.run_state import RunState
+    from compress.pruning.latency.latency_target import ServedLatency
 
     AnyStage = Stage[Any, Any]
 

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from compress.pruning.allocation.ranking import OnUnverified, Ranking
-    from compress.pruning.allocation.ratios import Limits
+    from compress.pruning.allocation.ranking import Ranking
+    from compress.pruning.channel_settings import ChannelSelection
     from compress.pruning.dependency.channel_groups import AxisGraph, SlicePlan
 
 # 20 halvings separate ratios that differ by 1e-6: no group has more channels than that.
@@ -77,11 +77,10 @@ def mac_estimate(
 
 def plan_for_target(
     ranking: Ranking,
-    limits: Limits,
+    selection: ChannelSelection,
     goal: float,
     measure: Callable[[nn.Module], float],
     build_estimate: Callable[[nn.Module, AxisGraph], CostEstimate] | None = None,
-    on_unverified: OnUnverified = "pin",
 ) -> SlicePlan:
     """Return the verified plan whose measured cost is nearest to ``goal`` and not above it.
 
@@ -89,14 +88,14 @@ def plan_for_target(
     few ratios.
 
     Raises:
-        StageFailed: no plan reaches the goal, or a group cannot be verified and ``on_unverified``
-            is ``"error"``.
+        StageFailed: no plan reaches the goal, or a group cannot be verified and
+            ``selection.on_unverified`` is ``"error"``.
     """
     if build_estimate is not None:
         estimate = build_estimate(ranking.module, ranking.graph)
-        plans = _plans_by_estimate(ranking, limits, goal, measure, estimate, on_unverified)
+        plans = _plans_by_estimate(ranking, selection, goal, measure, estimate)
     else:
-        plans = _plans_by_bisection(ranking, limits, goal, measure, on_unverified)
+        plans = _plans_by_bisection(ranking, selection, goal, measure)
     plan_of_cost = dict(plans)
     reached = [cost for cost in plan_of_cost if cost <= goal]
     if not reached:
@@ -112,11 +111,10 @@ def plan_for_target(
 
 def _plans_by_estimate(
     ranking: Ranking,
-    limits: Limits,
+    selection: ChannelSelection,
     goal: float,
     measure: Callable[[nn.Module], float],
     estimate: CostEstimate,
-    on_unverified: OnUnverified,
 ) -> Iterator[tuple[float, SlicePlan]]:
     """Yield measured plans for the largest counts whose estimated cost is not above the goal."""
     errors: dict[tuple[int, ...], float] = {}
@@ -126,13 +124,13 @@ def _plans_by_estimate(
         # its largest.
         known = list(errors.values())
         candidates = (
-            _largest_counts(ranking, limits, goal, estimate, correction)
+            _largest_counts(ranking, selection, goal, estimate, correction)
             for correction in ((known[-1], max(known)) if known else (0.0,))
         )
         keep = next((counts for counts in candidates if counts not in errors), None)
         if keep is None:
             return
-        plan = ranking.verify(keep, on_unverified)
+        plan = ranking.verify(keep, selection.on_unverified)
         verified = {one.group for one in plan.groups}
         unverified = {
             one.group.name
@@ -150,10 +148,9 @@ def _plans_by_estimate(
 
 def _plans_by_bisection(
     ranking: Ranking,
-    limits: Limits,
+    selection: ChannelSelection,
     goal: float,
     measure: Callable[[nn.Module], float],
-    on_unverified: OnUnverified,
 ) -> Iterator[tuple[float, SlicePlan]]:
     """Yield measured plans of ratios from the goal's to the largest."""
     # Whole models are measured, because the sum of its layers' times is a poor estimate of a
@@ -163,31 +160,35 @@ def _plans_by_bisection(
     for attempt in range(ATTEMPTS):
         # Start near the goal; if that is too slow, bisect up to the largest ratio.
         ratio = min(1 - goal, MAX_RATIO) if attempt == 0 else (low + high) / 2
-        keep = tuple(ranking.allocate(ratio, limits))
+        keep = tuple(ranking.allocate(ratio, selection))
         if keep not in cost_of:
-            plan = ranking.verify(keep, on_unverified)
+            plan = ranking.verify(keep, selection.on_unverified)
             cost_of[keep] = measure(sliced_copy(ranking.module, plan.kept, plan.attributes))
             yield cost_of[keep], plan
         low, high = (low, ratio) if cost_of[keep] <= goal else (ratio, high)
 
 
 def _largest_counts(
-    ranking: Ranking, limits: Limits, goal: float, estimate: CostEstimate, correction: float
+    ranking: Ranking,
+    selection: ChannelSelection,
+    goal: float,
+    estimate: CostEstimate,
+    correction: float,
 ) -> tuple[int, ...]:
     """Return the counts with the largest cost not above a goal, or the smallest there are."""
     low, high = 0.0, MAX_RATIO
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
-        removed = ranking.removed(ranking.allocate(middle, limits))
+        removed = ranking.removed(ranking.allocate(middle, selection))
         if correction + estimate.without(removed) <= goal:
             high = middle
         else:
             low = middle
-    keep = ranking.allocate(high, limits)
+    keep = ranking.allocate(high, selection)
     # Groups are rounded in steps, and often all at the same ratio. So channels that smaller ratios
     # would keep are given back, group by group, as far as they fit.
     for step in range(FILLS):
-        for i, count in enumerate(ranking.allocate(low * (1 - step / FILLS), limits)):
+        for i, count in enumerate(ranking.allocate(low * (1 - step / FILLS), selection)):
             with_more = [*keep[:i], count, *keep[i + 1 :]]
             if count <= keep[i]:
                 continue

@@ -8,11 +8,9 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from compress.common.errors import PipelineInvalid, StageFailed
-from compress.core.objectives.loss import INFERRED_LOSS
-from compress.pruning.allocation.ratios import Limits, RankedGroup, allocate
-from compress.pruning.channel_settings import COMPARABLE, Criterion
+from compress.pruning.allocation.ratios import RankedGroup, allocate
+from compress.pruning.channel_settings import COMPARABLE, ChannelSelection
 from compress.pruning.dependency.channel_groups import GroupSlice
-from compress.pruning.dependency.graph import trace
 from compress.pruning.importance.scores import score_groups
 from compress.pruning.verification.masked_equivalence import MaskedEquivalence
 from compress.pruning.verification.verified_slices import verify_slices
@@ -20,13 +18,12 @@ from compress.pruning.verification.verified_slices import verify_slices
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    import torch
     from torch import nn
 
-    from compress.core.objectives.loss import Loss
-    from compress.data.batch import Batch
     from compress.pruning.dependency.channel_groups import AxisGraph, SlicePlan
     from compress.pruning.dependency.rules.channel_labels import Slot
+    from compress.pruning.importance.scores import ScoringSamples
+    from compress.pruning.verification.verification_inputs import VerificationInputs
 
 OnUnverified: TypeAlias = Literal["pin", "error"]
 
@@ -44,9 +41,9 @@ class Ranking:
     """Whether scores of different groups can be compared."""
     equivalence: MaskedEquivalence
 
-    def allocate(self, ratio: float, limits: Limits) -> list[int]:
+    def allocate(self, ratio: float, selection: ChannelSelection) -> list[int]:
         """Compute how many channels of each group stay."""
-        return allocate(self.ranked, ratio, limits, comparable=self.comparable)
+        return allocate(self.ranked, ratio, selection, comparable=self.comparable)
 
     def counts_for(self, widths: Mapping[str, int], share: float = 1.0) -> list[int]:
         """Return how many channels of each group stay on a share of the way to some widths.
@@ -118,47 +115,35 @@ class Ranking:
 
 def rank(
     module: nn.Module,
-    inputs: Sequence[torch.Tensor],
-    importance: Criterion = "l2",
-    *,
-    others: Sequence[Sequence[torch.Tensor]] = (),
-    real: Sequence[torch.Tensor] | None = None,
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
+    inputs: VerificationInputs,
+    selection: ChannelSelection | None = None,
+    scoring: ScoringSamples | None = None,
     originals: Mapping[tuple[Slot, ...], int] | None = None,
-    across_norms: bool = False,
-    batches: Sequence[Batch] = (),
-    device: str = "cpu",
-    seed: int = 0,
-    loss: Loss = INFERRED_LOSS,
 ) -> Ranking:
     """Trace a module's channel groups and score their channels; the module is not changed.
 
-    Slices will be verified on a batch of ``real`` samples, on seeded ``inputs``, and on ``others``
-    of other sizes. ``include`` and ``exclude`` are patterns of modules: only channels of these, or
-    none that they output, normalise or scale, are removed. ``originals`` gives a group's channels
-    before the first of several pruning steps, by its slots. With ``across_norms``, channels over
-    which normalisations take statistics are ranked, too. See :func:`score_groups` for the rest.
+    Only channels of modules that ``selection.include`` matches, or none that those of ``exclude``
+    output, normalise or scale, are removed. ``originals`` gives a group's channels before the first
+    of several pruning steps, by its slots. See :func:`score_groups` for ``scoring``.
 
     Raises:
         PipelineInvalid: a pattern matches no module.
         StageFailed: the module cannot be traced, or does not take the samples.
     """
-    included = modules_matching(module, include, "prune_channels.include")
-    excluded = modules_matching(module, exclude)
-    graph = trace(module, inputs, across_norms=across_norms)
+    selection = selection or ChannelSelection()
+    included = modules_matching(module, selection.include, "prune_channels.include")
+    excluded = modules_matching(module, selection.exclude)
+    graph = inputs.trace(module)
     pinned, selected = dict(graph.pinned), []
     for group in graph.groups:
         excluded_by = [excluded[name] for name in group.owners if name in excluded]
         if excluded_by:
             pinned[group.name] = f"excluded by {excluded_by[0]!r}"
-        elif include and not any(name in included for name in group.producer_modules):
+        elif selection.include and not any(name in included for name in group.producer_modules):
             pinned[group.name] = "not among those that `include` names"
         else:
             selected.append(group)
-    scores = score_groups(
-        module, selected, graph, importance, batches=batches, device=device, seed=seed, loss=loss
-    )
+    scores = score_groups(module, selected, graph, selection.importance, scoring)
     ranked = []
     modules = dict(module.named_modules())
     for group, found in zip(selected, scores, strict=True):
@@ -174,18 +159,17 @@ def rank(
                 parts.add((type(modules[owner]).__name__, short, axis, count))
             structure = tuple(sorted(parts))
             ranked.append(RankedGroup(group, found, min(group.entries), original, structure))
-    equivalence = MaskedEquivalence(module, inputs, others, real, across_norms=across_norms)
-    return Ranking(module, graph, tuple(ranked), pinned, importance in COMPARABLE, equivalence)
+    is_comparable, equivalence = (
+        selection.importance in COMPARABLE,
+        MaskedEquivalence(module, inputs),
+    )
+    return Ranking(module, graph, tuple(ranked), pinned, is_comparable, equivalence)
 
 
 def modules_matching(
     module: nn.Module, patterns: Sequence[str], setting: str = "prune_channels.exclude"
 ) -> dict[str, str]:
-    """Return the modules that patterns match, with all modules inside them → the pattern.
-
-    Raises:
-        PipelineInvalid: a pattern matches none; the message names close matches.
-    """
+    """Return the modules that patterns match, with all modules inside them → the pattern."""
     names = [name for name, _ in module.named_modules() if name]
     return names_matching(names, patterns, setting, "module")
 

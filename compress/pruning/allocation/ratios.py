@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from math import ceil, floor, gcd
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
 
     import torch
 
+    from compress.pruning.channel_settings import ChannelSelection
     from compress.pruning.dependency.channel_groups import ChannelGroup
-
-Scope: TypeAlias = Literal["uniform", "global", "isomorphic"]
 
 
 @dataclass(frozen=True)
@@ -32,19 +31,12 @@ class RankedGroup:
     """Equal for groups of the same structure."""
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Constraints on how many channels stay."""
-
-    scope: Scope = "uniform"
-    round_to: int = 16
-    min_channels: int = 1
-    max_ratio: float = 0.8
-    """Largest fraction removed from a group when channels of several groups are compared."""
-
-
 def allocate(
-    ranked: Sequence[RankedGroup], ratio: float, limits: Limits, *, comparable: bool = False
+    ranked: Sequence[RankedGroup],
+    ratio: float,
+    selection: ChannelSelection,
+    *,
+    comparable: bool = False,
 ) -> list[int]:
     """Compute how many channels of each group stay, for a fraction of all channels to remove.
 
@@ -53,24 +45,24 @@ def allocate(
     Pruning for Vision Models", 2024); no group loses more than ``max_ratio``. Scores that are not
     ``comparable`` between groups are divided by the mean of their group first.
     """
-    if limits.scope == "uniform":
-        return [_rounded((1 - ratio) * one.original, one, limits) for one in ranked]
+    if selection.scope == "uniform":
+        return [_rounded((1 - ratio) * one.original, one, selection) for one in ranked]
     keep = [0] * len(ranked)
-    structures = [one.structure if limits.scope == "isomorphic" else None for one in ranked]
+    structures = [one.structure if selection.scope == "isomorphic" else None for one in ranked]
     for structure in dict.fromkeys(structures):
         members = [i for i, own in enumerate(structures) if own == structure]
-        counts = _counts_among_best([ranked[i] for i in members], ratio, limits, comparable)
+        counts = _counts_among_best([ranked[i] for i in members], ratio, selection, comparable)
         for i, count in zip(members, counts, strict=True):
-            keep[i] = _rounded(count, ranked[i], limits)
+            keep[i] = _rounded(count, ranked[i], selection)
     return keep
 
 
 def _counts_among_best(
-    ranked: Sequence[RankedGroup], ratio: float, limits: Limits, comparable: bool
+    ranked: Sequence[RankedGroup], ratio: float, selection: ChannelSelection, comparable: bool
 ) -> list[int]:
     """Count for each group its channels among the best of all groups, at least its minimum."""
     total = round((1 - ratio) * sum(one.original for one in ranked))
-    counts = [min(_minimum(one, limits), len(one.scores)) for one in ranked]
+    counts = [min(_minimum(one, selection), len(one.scores)) for one in ranked]
     competing: list[tuple[float, int]] = []
     for i, (one, minimum) in enumerate(zip(ranked, counts, strict=True)):
         scale = 1.0 if comparable else float(one.scores.mean()) or 1.0
@@ -81,7 +73,7 @@ def _counts_among_best(
     return [count + best[i] for i, count in enumerate(counts)]
 
 
-def _rounded(wanted: float, one: RankedGroup, limits: Limits) -> int:
+def _rounded(wanted: float, one: RankedGroup, selection: ChannelSelection) -> int:
     """Return the nearest allowed number of channels, a multiple of a unit.
 
     A group that is narrower than two multiples of ``round_to`` is rounded to a half, a quarter … of
@@ -89,16 +81,18 @@ def _rounded(wanted: float, one: RankedGroup, limits: Limits) -> int:
     """
     # Runtimes compute in blocks of channels: ONNX Runtime's convolutions on CPU in 16. An axis on
     # which each channel takes several indices, like a head's width, is a multiple sooner.
-    unit = limits.round_to // gcd(limits.round_to, one.entries)
+    unit = selection.round_to // gcd(selection.round_to, one.entries)
     while unit > 1 and one.original < 2 * unit:
         unit //= 2
     # Not round(), which rounds a half to the even multiple.
     nearest = floor(wanted / unit + 0.5) * unit
-    minimum = ceil(_minimum(one, limits) / unit) * unit
+    minimum = ceil(_minimum(one, selection) / unit) * unit
     return min(len(one.scores), max(unit, minimum, nearest))
 
 
-def _minimum(one: RankedGroup, limits: Limits) -> int:
+def _minimum(one: RankedGroup, selection: ChannelSelection) -> int:
     # 1e-9: (1 - 0.7) * 10 is 3.0000000000000004, of which 3 channels are meant and not 4.
-    capped = 1 if limits.scope == "uniform" else ceil((1 - limits.max_ratio) * one.original - 1e-9)
-    return max(capped, limits.min_channels)
+    capped = (
+        1 if selection.scope == "uniform" else ceil((1 - selection.max_ratio) * one.original - 1e-9)
+    )
+    return max(capped, selection.min_channels)

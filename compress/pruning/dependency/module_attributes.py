@@ -39,7 +39,9 @@ def certain_changes(module: nn.Module, group: ChannelGroup, graph: AxisGraph) ->
     found = [change for change in sizes if change is not None and _meets(change.counted, group)]
     for name, classes in graph.counted.items():
         layer = modules.get(name)
-        if not _meets(classes, group) or _has_sized_weight(layer):
+        # torch's own norms get their sizes from their weight, when that is sliced.
+        is_sized = isinstance(layer, (*NORMS, nn.LayerNorm, nn.RMSNorm))
+        if not _meets(classes, group) or (is_sized and getattr(layer, "weight", None) is not None):
             continue
         if isinstance(layer, NORMS):
             count = "num_channels" if isinstance(layer, nn.GroupNorm) else "num_features"
@@ -155,12 +157,6 @@ def _candidates(
                 and sum(value) in sizes
             ):
                 yield Change(dotted, sizes[sum(value)][0], tuple(value))
-
-
-def _has_sized_weight(layer: nn.Module | None) -> bool:
-    """Whether a layer is torch's own and gets its sizes from its weight when that is sliced."""
-    sized = (*NORMS, nn.LayerNorm, nn.RMSNorm)
-    return isinstance(layer, sized) and getattr(layer, "weight", None) is not None
 
 
 def _meets(classes: torch.Tensor, group: ChannelGroup) -> bool:

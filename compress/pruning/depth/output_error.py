@@ -70,7 +70,10 @@ class OutputErrorMeter:
         self.signature, self.context = signature, context
         metric = context.metric.for_model(signature)
         self.metric = metric.with_inferred_loss(context.data)
-        self.batches = list(_batches(signature, context, samples))
+        if context.data is not None and "val" in context.data.datasets:
+            self.batches = list(context.data.batches("val", limit=samples))
+        else:
+            self.batches = [Batch(x, None) for x in context.comparison_inputs(signature)]
         # Kept, because every changed module is compared with them.
         self.expected = list(self._outputs(module))
         self.targets = [batch.target for batch in self.batches]
@@ -99,11 +102,7 @@ class OutputErrorMeter:
         return self._error(self._outputs(changed))
 
     def measure_predictor(self, predict: Predictor) -> OutputError:
-        """Measure the error of a model in any format, that takes any number of samples.
-
-        Raises:
-            StageFailed: as for :meth:`measure`.
-        """
+        """Measure the error of a model in any format, that takes any number of samples."""
         return self._error(self._outputs_read(predict))
 
     def _error(self, outputs: Iterable[list[torch.Tensor]]) -> OutputError:
@@ -148,12 +147,3 @@ class OutputErrorMeter:
             yield expected, outputs[0]
             if self.by_metric and target is not None:
                 meter.update(outputs, target)
-
-
-def _batches(signature: Signature, context: Context, samples: int) -> Iterator[Batch]:
-    data = context.data
-    if data is not None and "val" in data.datasets:
-        yield from data.batches("val", limit=samples)
-    else:
-        for inputs in context.comparison_inputs(signature):
-            yield Batch(inputs, None)

@@ -21,10 +21,11 @@ from compress.pruning.allocation.ranking import rank
 from compress.pruning.channel_settings import FROM_DATA
 from compress.pruning.dependency.channel_groups import SlicePlan
 from compress.pruning.diagnosis.diagnosis import PruningDiagnosis, batch_norm_shift
+from compress.pruning.importance.scores import ScoringSamples
 from compress.pruning.recovery.recovery import batch_norms, output_error, recover_
 from compress.pruning.verification.masked_equivalence import sliced_copy
 from compress.pruning.verification.module_rewrites import rewrite_
-from compress.pruning.verification.verification_inputs import other_sizes, real_inputs
+from compress.pruning.verification.verification_inputs import VerificationInputs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
@@ -74,7 +75,7 @@ class CutChannels(PruningDiagnosis[Cut]):
     stage: PruneChannels
     module: nn.Module
     """The model before it is cut."""
-    inputs: tuple[Any, ...]
+    inputs: VerificationInputs
     widths: dict[str, int]
     """Group → channels that the stage has left of it."""
     whole: dict[str, int]
@@ -100,13 +101,12 @@ class CutChannels(PruningDiagnosis[Cut]):
             context: data, metric and seed of the run.
             points: what the refused gate allows.
         """
-        module, inputs = model.load(), model.signature.example(seed=context.seed)
-        others = other_sizes(model.signature, 0)
-        real = real_inputs(model.signature, context)
-        rewrite_(module, inputs, real, others, across_norms=stage.across_norms)
+        module = model.load()
+        inputs = VerificationInputs.from_signature(model.signature, context, stage)
+        rewrite_(module, inputs)
         recorded: Any = after.manifest.facts["families"]
         halves = cls.halves(model, context)
-        found = cls(model, context, *halves, stage, module, tuple(inputs), {}, {})
+        found = cls(model, context, *halves, stage, module, inputs, {}, {})
         kept = {tuple(family["modules"]): family for family in recorded}
         ranking = found._ranking("l2", 0, False)
         for one in ranking.ranked:
@@ -257,21 +257,10 @@ class CutChannels(PruningDiagnosis[Cut]):
         return self._judge_module(half, self.changed_module(variant))
 
     def _ranking(self, importance: Criterion, samples: int, matched: bool) -> Ranking:
-        context, stage = self.context, self.stage
-        return rank(
-            self.module,
-            self.inputs,
-            importance,
-            others=other_sizes(self.model.signature, 0),
-            real=real_inputs(self.model.signature, context),
-            include=stage.include,
-            exclude=stage.exclude,
-            across_norms=stage.across_norms,
-            batches=self.calibration(samples, matched) if samples else (),
-            device=context.device,
-            seed=context.seed,
-            loss=context.loss.for_model(self.model.signature).infer_targets(context.data),
-        )
+        batches = self.calibration(samples, matched) if samples else ()
+        scoring = ScoringSamples.from_context(self.context, self.model.signature, batches)
+        selection = self.stage.model_copy(update={"importance": importance})
+        return rank(self.module, self.inputs, selection, scoring)
 
     def _plan(self, cut: Cut) -> tuple[Ranking, SlicePlan]:
         """Return a ranking and the verified slices of all groups, the same for all refits."""

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from compress.pruning.importance.activation_saliency import MAX_COLUMNS, Moments
 from compress.pruning.importance.layer_calls import LayerCall, observe_layer_calls
 
 if TYPE_CHECKING:
@@ -19,11 +18,44 @@ if TYPE_CHECKING:
     from compress.data.batch import Batch
     from compress.pruning.dependency.channel_groups import AxisGraph, ChannelGroup
 
+
 # GPTQ and SparseGPT damp by 1e-2, in float32; in float64 less is enough.
 RIDGE = 1e-4
 """Added to the diagonal of second moments, relative to their mean, so that they are invertible."""
 ROUNDS = 128
 """Rounds in which all channels of a group are ranked; of wider groups several in each round."""
+
+
+MAX_COLUMNS = 12288
+"""Columns of the widest layer whose Gram matrix is computed: it takes 1.2 GB in float64."""
+
+
+@dataclass
+class Moments:
+    """Sums over positions, for each group: of columns, answers, and their products.
+
+    g: groups, i: columns (a weight's entries for one output), o: answers (output channels).
+    """
+
+    # Any: numbers until the first matrices are added, then tensors.
+    positions: int = 0
+    columns_gi: Any = 0.0
+    answers_go: Any = 0.0
+    gram_gii: Any = 0.0
+    cross_gio: Any = 0.0
+    energy: float = 0.0
+    """Sum of squared answers."""
+
+    def add_(self, columns_gpi: torch.Tensor, answers_gpo: torch.Tensor | None = None) -> None:
+        """Add matrices of positions by columns and of positions by answers, in place."""
+        self.positions += columns_gpi.shape[1]
+        self.columns_gi = self.columns_gi + columns_gpi.sum(1)
+        self.gram_gii = self.gram_gii + columns_gpi.mT @ columns_gpi
+        if answers_gpo is None:
+            return
+        self.answers_go = self.answers_go + answers_gpo.sum(1)
+        self.cross_gio = self.cross_gio + columns_gpi.mT @ answers_gpo
+        self.energy += float(answers_gpo.square().sum())
 
 
 @dataclass(frozen=True)

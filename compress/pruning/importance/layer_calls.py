@@ -162,9 +162,6 @@ def observe_layer_calls(
 
     Returns the parameters that functions other than a layer's used, too. The module is in eval mode
     on the device; the callback may end a batch by raising :class:`StopForward`.
-
-    Raises:
-        StageFailed: the module does not take the batches.
     """
     mode = LayerCallMode(module, on_call)
     for batch in batches:
@@ -175,11 +172,7 @@ def observe_layer_calls(
 def record_layer_calls(
     module: nn.Module, batch: Batch, device: str
 ) -> tuple[list[LayerCall], set[str]]:
-    """Return the layer calls of one batch on meta tensors, and the parameters used elsewhere, too.
-
-    Raises:
-        StageFailed: the module does not take the batch.
-    """
+    """Return one batch's layer calls on meta tensors, and the parameters used elsewhere, too."""
     calls: list[LayerCall] = []
     used_elsewhere = observe_layer_calls(
         module, [batch], lambda call: calls.append(call.without_values()), device

@@ -1,27 +1,67 @@
-"""Score the channels of groups by any criterion."""
+"""Score the channels of groups by any criterion: by weights, derivatives or consuming layers.
+
+Every score covers a channel's entries in all tensors of its group, not only one filter (Fang et
+al., "DepGraph", 2023). Buffers do not count.
+
+Derivatives are those of the task's loss on calibration samples with targets, and of the change of
+the outputs on those without. A channel's gate is where the next layers read it: the derivative with
+respect to these weights, times the weights, is the derivative with respect to a factor on the
+channel itself (Molchanov et al., 2019, section 3.2).
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from compress.core.objectives.loss import INFERRED_LOSS
+from compress.common.errors import CompressError
+from compress.common.forward import copy_module, flatten_outputs
+from compress.core.objectives.loss import INFERRED_LOSS, refuse_without_curvature
+from compress.core.objectives.targets import has_target
+from compress.data.batch import Batch
+from compress.data.targets import select
 from compress.pruning.channel_settings import FROM_DATA, OF_GRADIENTS, Criterion
-from compress.pruning.importance import activation_saliency, taylor, weight_norms
+from compress.pruning.importance import activation_saliency
+from compress.pruning.importance.layer_calls import samples_refused
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from torch import nn
-
-    from compress.core.objectives.loss import Loss
-    from compress.data.batch import Batch
+    from compress.common.signature import Signature
+    from compress.core.context import Context
+    from compress.core.objectives.loss import Loss, LossFunction
     from compress.pruning.dependency.channel_groups import AxisGraph, ChannelGroup
+    from compress.pruning.dependency.rules.channel_labels import Slot
 
+
+# At a minimum of the loss, the gradients of many samples together cancel.
+SAMPLES_PER_GRADIENT = 16
 Scores = list[torch.Tensor | str]
 """For each group the score of each channel, `(channels,)`, or why there is none."""
+
+
+@dataclass(frozen=True)
+class ScoringSamples:
+    """The samples on which channels are scored, and how."""
+
+    batches: Sequence[Batch] = ()
+    device: str = "cpu"
+    """Where samples are run."""
+    seed: int = 0
+    """Of random scores and probes."""
+    loss: Loss = INFERRED_LOSS
+    """What derivatives are taken of, where samples have targets."""
+
+    @classmethod
+    def from_context(cls, context: Context, signature: Signature, batches: Sequence[Batch]) -> Self:
+        """Score on a run's device, by its loss."""
+        loss = context.loss.for_model(signature).infer_targets(context.data)
+        return cls(batches, context.device, context.seed, loss)
 
 
 def score_groups(
@@ -29,33 +69,15 @@ def score_groups(
     groups: Sequence[ChannelGroup],
     graph: AxisGraph,
     criterion: Criterion,
-    *,
-    batches: Sequence[Batch] = (),
-    device: str = "cpu",
-    seed: int = 0,
-    loss: Loss = INFERRED_LOSS,
+    samples: ScoringSamples | None = None,
 ) -> Scores:
-    """Score the importance of each channel, or say why a criterion cannot; nothing is changed.
-
-    Args:
-        module: a module in eval mode.
-        groups: the groups to score.
-        graph: the module's axis graph.
-        criterion: how channels are scored.
-        batches: calibration samples, for the criteria that need them.
-        device: where samples are run.
-        seed: of random scores and probes.
-        loss: whose derivatives `taylor` and `hessian` take, where samples have targets.
-
-    Raises:
-        ValueError: the criterion needs samples and there are none.
-        StageFailed: the module does not take the samples.
-    """
-    if criterion in FROM_DATA and not batches:
+    """Score the importance of each channel, or say why a criterion cannot; nothing is changed."""
+    samples = samples or ScoringSamples()
+    if criterion in FROM_DATA and not samples.batches:
         raise ValueError(f"importance {criterion!r} needs calibration samples")
     if criterion in OF_GRADIENTS:
-        by_gradients = taylor.taylor if criterion == "taylor" else taylor.hessian
-        return list(by_gradients(module, groups, graph, batches, device, seed, loss))
+        by_gradients = taylor if criterion == "taylor" else hessian
+        return list(by_gradients(module, groups, graph, samples))
     if criterion in ("wanda", "obs"):
         by_consumers = (
             activation_saliency.wanda
@@ -63,21 +85,249 @@ def score_groups(
             else activation_saliency.optimal_brain_surgeon
         )
         reason = f"no product or convolution reads its channels, so {criterion} cannot rank them"
-        consumers_of = activation_saliency.consumers(module, groups, graph, batches, device)
+        consumers_of = activation_saliency.consumers(
+            module, groups, graph, samples.batches, samples.device
+        )
         return [by_consumers(own) if own else reason for own in consumers_of]
     if criterion == "random":
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(samples.seed)
         counts = [len(group.channels) for group in groups]
         return [torch.rand(n, generator=generator, dtype=torch.float64) for n in counts]
     if criterion == "bn_scale":
         reason = "no BatchNorm scales its channels, so bn_scale cannot rank them"
-        scales = (weight_norms.batch_norm_scale(group, graph, module) for group in groups)
+        scales = (batch_norm_scale(group, graph, module) for group in groups)
         return [reason if own is None else own for own in scales]
     by_weights: dict[str, Callable[..., torch.Tensor]] = {
-        "l1": partial(weight_norms.norm, power=1),
-        "l2": partial(weight_norms.norm, power=2),
-        "lamp": weight_norms.lamp,
-        "fpgm": weight_norms.geometric_median_distance,
+        "l1": partial(norm, power=1),
+        "l2": partial(norm, power=2),
+        "lamp": lamp,
+        "fpgm": geometric_median_distance,
     }
     parameters = dict(module.named_parameters(remove_duplicate=False))
     return [by_weights[criterion](group, graph, parameters) for group in groups]
+
+
+def taylor(
+    module: nn.Module,
+    groups: Sequence[ChannelGroup],
+    graph: AxisGraph,
+    samples: ScoringSamples,
+) -> list[torch.Tensor]:
+    """Score each channel by the first-order change of the loss when it is zeroed.
+
+    Molchanov et al., "Importance Estimation for Neural Network Pruning" (2019), of groups: the root
+    mean square over parts of the samples. Without labels, the change is that of the outputs along
+    random directions, whose mean square is that of the outputs' change itself.
+    """
+    twin, weights = _prepared(module, groups, samples.device)
+    on_targets = samples.loss.function()
+    generator = torch.Generator().manual_seed(samples.seed)
+    totals = [torch.zeros(len(group.channels), dtype=torch.float64) for group in groups]
+    count = 0
+    for part in parts(labelled_or_all(samples.batches)):
+        value = _loss(twin, part.to(samples.device), on_targets, generator)
+        # materialize_grads: gates on which the loss does not depend get zeros.
+        gradients = torch.autograd.grad(value, list(weights.values()), materialize_grads=True)
+        products = {n: g * w for (n, w), g in zip(weights.items(), gradients, strict=True)}
+        for group, total in zip(groups, totals, strict=True):
+            changes = sums_by_channel(group, graph, gates(group), products)
+            total += len(part) * changes.square()
+        count += len(part)
+    return [(total / count).sqrt() for total in totals]
+
+
+def hessian(
+    module: nn.Module,
+    groups: Sequence[ChannelGroup],
+    graph: AxisGraph,
+    samples: ScoringSamples,
+) -> list[torch.Tensor]:
+    """Score each channel by the second-order change of the loss when it is zeroed at a minimum.
+
+    LeCun, Denker and Solla, "Optimal Brain Damage" (1990), with a channel's whole block of the
+    Hessian instead of the diagonal: half of w'Hw, estimated for all channels at once by random
+    signs (Hutchinson, 1989). Without labels, the loss is half the squared change of the outputs.
+
+    Raises:
+        StageFailed: the loss has no second derivative.
+    """
+    refuse_without_curvature(samples.loss)
+    twin, weights = _prepared(module, groups, samples.device)
+    on_targets = samples.loss.function()
+    generator = torch.Generator().manual_seed(samples.seed)
+    totals = [torch.zeros(len(group.channels), dtype=torch.float64) for group in groups]
+    count = 0
+    for part in parts(labelled_or_all(samples.batches)):
+        signs = torch.randint(0, 2, (graph.class_count,), generator=generator) * 2.0 - 1
+        # Each entry times its channel's sign: one product with the Hessian probes all channels.
+        probe = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+        for group in groups:
+            members = torch.isin(torch.arange(len(signs)), torch.tensor(group.channels))
+            for name, axis in gates(group):
+                if name in weights:
+                    weight = weights[name].detach()
+                    own = (signs * members)[graph.classes[name, axis]].to(weight)
+                    shape = [-1 if i == axis else 1 for i in range(weight.dim())]
+                    probe[name] += weight * own.view(shape)
+        # Fused attention has no second derivative.
+        with sdpa_kernel(SDPBackend.MATH):
+            value = _loss(twin, part.to(samples.device), on_targets, None)
+            slopes = torch.autograd.grad(
+                value, list(weights.values()), create_graph=True, materialize_grads=True
+            )
+        curved = torch.autograd.grad(
+            slopes, list(weights.values()), list(probe.values()), materialize_grads=True
+        )
+        products = {n: c * w for (n, w), c in zip(weights.items(), curved, strict=True)}
+        for group, total in zip(groups, totals, strict=True):
+            forms = sums_by_channel(group, graph, gates(group), products)
+            total += len(part) * forms * signs[list(group.channels)]
+        count += len(part)
+    return [(total / count).abs() / 2 for total in totals]
+
+
+def gates(group: ChannelGroup) -> tuple[Slot, ...]:
+    """Return the slots at which a group's channels are gated: where they are read, or all slots."""
+    return group.consumed_slots or group.slots
+
+
+def labelled_or_all(batches: Sequence[Batch]) -> list[Batch]:
+    """Return the samples that have a target, or all of them without targets if none has."""
+    labelled = []
+    for batch in batches:
+        if batch.target is not None:
+            known = has_target(batch.target)
+            if known.any():
+                inputs = tuple(x[known] for x in batch.inputs)
+                labelled.append(Batch(inputs, select(batch.target, known)))
+    return labelled or [Batch(batch.inputs, None) for batch in batches]
+
+
+def parts(batches: Sequence[Batch], size: int = SAMPLES_PER_GRADIENT) -> Iterator[Batch]:
+    """Yield batches of at most a number of samples."""
+    for batch in batches:
+        for i in range(0, len(batch), size):
+            part = slice(i, i + size)
+            target = None if batch.target is None else select(batch.target, part)
+            yield Batch(tuple(x[part] for x in batch.inputs), target)
+
+
+def _prepared(
+    module: nn.Module, groups: Sequence[ChannelGroup], device: str
+) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """Copy the module for differentiation, and return the weights that are gates."""
+    twin = copy_module(module).eval().requires_grad_(False).to(device)
+    named = dict(twin.named_parameters(remove_duplicate=False))
+    names = dict.fromkeys(tensor for group in groups for tensor, _ in gates(group))
+    weights = {name: named[name].requires_grad_() for name in names if name in named}
+    return twin, weights
+
+
+def _loss(
+    module: nn.Module, batch: Batch, on_targets: LossFunction, generator: torch.Generator | None
+) -> torch.Tensor:
+    """Return the value to differentiate: the task's loss, or a function of the outputs' change."""
+    try:
+        # cuDNN differentiates recurrent layers in training mode only.
+        with torch.backends.cudnn.flags(enabled=False):
+            outputs = flatten_outputs(module(*batch.inputs))
+        if batch.target is not None:
+            return on_targets(outputs, batch.target, label_smoothing=0.0)
+    except CompressError:
+        raise
+    except Exception as error:
+        raise samples_refused(batch, error) from error
+    floating = [x for x in outputs if x.is_floating_point()]
+    if generator is None:
+        return sum((x - x.detach()).square().sum() for x in floating) / (2 * len(batch))  # type: ignore[return-value]
+    along = [torch.randn(x.shape, generator=generator).to(x) for x in floating]
+    return sum((x * d).sum() for x, d in zip(floating, along, strict=True)) / len(batch)  # type: ignore[return-value]
+
+
+def sums_by_channel(
+    group: ChannelGroup,
+    graph: AxisGraph,
+    slots: Iterable[Slot],
+    values: Mapping[str, torch.Tensor],
+) -> torch.Tensor:
+    """Sum the values of each channel's entries along some slots, given a value for each entry.
+
+    Tensors without values add nothing.
+    """
+    totals = torch.zeros(graph.class_count, dtype=torch.float64)
+    for tensor, axis in slots:
+        if tensor in values:
+            value = values[tensor].detach().double().cpu().movedim(axis, 0)
+            totals.scatter_add_(
+                0,
+                graph.classes[tensor, axis],
+                value.flatten(1).sum(1) if value.dim() > 1 else value,
+            )
+    return totals[list(group.channels)]
+
+
+def norm(
+    group: ChannelGroup, graph: AxisGraph, parameters: Mapping[str, torch.Tensor], power: int
+) -> torch.Tensor:
+    """Compute the L1 or L2 norm of each channel's weights.
+
+    Li et al., "Pruning Filters for Efficient ConvNets" (2017).
+    """
+    slots = [slot for slot in group.slots if slot[0] in parameters]
+    powers = {name: parameters[name].detach().double().abs().pow(power) for name, _ in slots}
+    return sums_by_channel(group, graph, slots, powers).pow(1 / power)
+
+
+def lamp(
+    group: ChannelGroup, graph: AxisGraph, parameters: Mapping[str, torch.Tensor]
+) -> torch.Tensor:
+    """Divide each channel's squared norm by the sum of all that are not smaller, including itself.
+
+    Lee et al., "Layer-adaptive Sparsity for the Magnitude-based Pruning" (2021), of groups: the
+    order within a group is that of ``l2``; scores of different groups are comparable.
+    """
+    squares = norm(group, graph, parameters, 2).square()
+    order = squares.argsort(stable=True)
+    not_smaller = squares[order].flip(0).cumsum(0).flip(0)
+    scores = torch.empty_like(squares)
+    # `tiny`: all weights of a group may be zero.
+    scores[order] = squares[order] / not_smaller.clamp_min(torch.finfo(squares.dtype).tiny)
+    return scores
+
+
+def geometric_median_distance(
+    group: ChannelGroup, graph: AxisGraph, parameters: Mapping[str, torch.Tensor]
+) -> torch.Tensor:
+    """Sum each channel's distances to all others of its group.
+
+    He et al., "Filter Pruning via Geometric Median" (2019): a channel near the geometric median is
+    redundant, as the others can represent it.
+    """
+    # Each channel's weights in a row; shorter rows are padded with zeros.
+    columns = []
+    for tensor, axis in group.slots:
+        if tensor in parameters:
+            rows = parameters[tensor].detach().double().cpu().movedim(axis, 0)
+            rows = rows.reshape(len(rows), -1)
+            classes = graph.classes[tensor, axis]
+            own = [rows[classes == channel].flatten() for channel in group.channels]
+            columns.append(nn.utils.rnn.pad_sequence(own, batch_first=True))
+    vectors = torch.cat(columns, 1)
+    # Distances by a matrix product lose digits where channels are nearly equal.
+    return torch.cdist(vectors, vectors, compute_mode="donot_use_mm_for_euclid_dist").sum(1)
+
+
+def batch_norm_scale(
+    group: ChannelGroup, graph: AxisGraph, module: nn.Module
+) -> torch.Tensor | None:
+    """Sum the absolute BatchNorm scales of each channel, or return None if there are none.
+
+    Liu et al., "Learning Efficient Convolutional Networks through Network Slimming" (2017).
+    """
+    scales = {
+        f"{name}.weight": layer.weight.detach().abs()
+        for name, layer in module.named_modules()
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.weight is not None
+    }
+    slots = [slot for slot in group.slots if slot[0] in scales]
+    return sums_by_channel(group, graph, slots, scales) if slots else None

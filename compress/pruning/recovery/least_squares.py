@@ -77,9 +77,6 @@ def refit_(
     Linear layers and convolutions are refitted if nothing else uses their weight; other layers stay
     as they were sliced. ``kept`` gives the indices that are left of each tensor of ``reference``,
     the module before slicing; ``names`` gives other names that weights have there.
-
-    Raises:
-        StageFailed: the modules do not take the batches.
     """
     results = []
     for part in (module, reference):

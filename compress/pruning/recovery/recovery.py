@@ -10,7 +10,7 @@ from torch import nn
 from compress.common.forward import flatten_outputs
 from compress.common.tensor_difference import measured
 from compress.core.stage import DEFAULT_CALIBRATION_SAMPLES
-from compress.pruning.importance.layer_calls import samples_refused
+from compress.pruning.importance.layer_calls import record_layer_calls, samples_refused
 from compress.pruning.recovery.least_squares import refit_
 
 if TYPE_CHECKING:
@@ -38,9 +38,6 @@ def recover_(
     After a refit, new statistics are only taken if they reduce the output error. ``kept`` gives the
     indices that are left of each tensor of ``reference``, the module before slicing; ``names``
     gives other names that weights have there.
-
-    Raises:
-        StageFailed: the modules do not take the batches.
     """
     errors = {"cut": output_error(module, reference, batches, device)}
     layers: dict[str, JsonValue] = {}
@@ -71,9 +68,6 @@ def output_error(
     """Return the squared error of the outputs, relative to the energy of the reference's.
 
     Equal infinities, as of masked scores, are left out.
-
-    Raises:
-        StageFailed: the modules do not take the batches.
     """
     module.eval().to(device)
     reference.eval().to(device)
@@ -106,9 +100,6 @@ def reestimate_batch_norms_(
     """Re-estimate BatchNorm statistics over batches, in place; the module is left in eval mode.
 
     Removed channels shift the statistics of all later layers (Li et al., "EagleEye", 2020).
-
-    Raises:
-        StageFailed: the module does not take the batches.
     """
     norms = batch_norms(module)
     # One sample has no variance if the batch is the only axis that BatchNorm reduces.
@@ -130,19 +121,19 @@ def reestimate_batch_norms_(
 
 
 def reestimate_on_calibration_(module: nn.Module, context: Context) -> None:
-    """Re-estimate BatchNorm statistics over calibration samples, in place.
-
-    Raises:
-        StageFailed: there is no data, or the module does not take the samples.
-    """
+    """Re-estimate BatchNorm statistics over calibration samples, in place."""
     reestimate_batch_norms_(module, usual_calibration(context), context.device)
 
 
-def usual_calibration(context: Context) -> list[Batch]:
-    """Return as many calibration samples as stages draw by default."""
-    data: Any = context.need_data("batch_norm: reestimate")
+def usual_calibration(
+    context: Context,
+    why: str = "batch_norm: reestimate",
+    most: int = DEFAULT_CALIBRATION_SAMPLES,
+) -> list[Batch]:
+    """Return calibration samples, as many as stages draw by default; StageFailed without data."""
+    data: Any = context.need_data(why)
     available = len(data.split(data.calibration_split))
-    return list(data.calibration(min(DEFAULT_CALIBRATION_SAMPLES, available), context.seed))
+    return list(data.calibration(min(most, available), context.seed))
 
 
 def _run(module: nn.Module, batch: Batch) -> tuple[torch.Tensor, ...]:
@@ -154,3 +145,39 @@ def _run(module: nn.Module, batch: Batch) -> tuple[torch.Tensor, ...]:
 
 def _rounded(value: float) -> float:
     return float(f"{value:.4g}")
+
+
+def recover_without_blocks_(
+    module: nn.Module,
+    reference: nn.Module,
+    kept_blocks: Mapping[str, Sequence[int]],
+    batches: Sequence[Batch],
+    device: str = "cpu",
+) -> dict[str, JsonValue]:
+    """Refit the layers that run after a removed block, in place; return the errors as facts.
+
+    ``kept_blocks`` gives, for each container that lost entries, the indices of those that stay.
+    """
+    reference.eval().to(device)
+    calls, _ = record_layer_calls(reference, batches[0], device)
+    names = {name: name_before(name, kept_blocks) for name, _ in module.named_parameters()}
+    left = {*names.values()}
+    first = next((i for i, call in enumerate(calls) if call.weight not in left), 0)
+    behind = {call.weight for call in calls[first:]}
+    # All inputs and outputs are left; a refit is of layers that are named here.
+    kept = {
+        name: {axis: tuple(range(parameter.shape[axis])) for axis in (0, 1)}
+        for name, parameter in module.named_parameters()
+        if parameter.dim() > 1 and names[name] in behind
+    }
+    return recover_(module, reference, kept, batches, device, names=names)
+
+
+def name_before(name: str, kept_blocks: Mapping[str, Sequence[int]]) -> str:
+    """Return the name that a parameter had before blocks were removed from containers."""
+    for container in sorted(kept_blocks, key=len):  # outer ones first, which inner names begin with
+        prefix = f"{container}." if container else ""
+        index, dot, rest = name.removeprefix(prefix).partition(".")
+        if name.startswith(prefix) and index.isdigit():
+            name = f"{prefix}{kept_blocks[container][int(index)]}{dot}{rest}"
+    return name

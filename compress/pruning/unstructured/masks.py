@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
 from torch.nn.utils.prune import L1Unstructured, RandomUnstructured
 
 from compress.graph.layer_gram import inverse_hessian_factor
+from compress.pruning.importance.activation_saliency import MAX_COLUMNS, Moments
+from compress.pruning.importance.layer_calls import observe_layer_calls
+from compress.pruning.unstructured.weight_layout import group_by_block
+from compress.training.objectives.weight_constraint import KeepZeros, set_zeros_, weights_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
+    from torch import nn
+
+    from compress.core.progress import Progress
+    from compress.data.batch import Batch
+    from compress.pruning.importance.layer_calls import LayerCall
     from compress.pruning.unstructured.weight_layout import WeightLayout
+
 
 Method: TypeAlias = Literal["l1", "random", "wanda", "sparsegpt"]
 NofM: TypeAlias = "tuple[int, int]"
@@ -143,3 +155,113 @@ def _chosen(choose: L1Unstructured | RandomUnstructured, weight: torch.Tensor) -
     weight = weight.detach().contiguous()  # compute_mask views it as a vector
     kept: torch.Tensor = choose.compute_mask(weight, torch.ones_like(weight))  # type: ignore[no-untyped-call]
     return kept == 0
+
+
+@torch.no_grad()
+def set_calibrated_zeros_(
+    module: nn.Module,
+    layouts: Mapping[str, WeightLayout],
+    batches: Sequence[Batch],
+    *,
+    method: Method,
+    amount: float,
+    n_of_m: NofM | None,
+    device: str,
+    progress: Progress,
+) -> dict[str, str]:
+    """Set entries of weights to zero, in place; return the weights that were skipped → why.
+
+    The module is in eval mode, and is moved to the device. ``layouts`` are in the order of use.
+    """
+    module.to(device)
+    weights, skipped = dict(module.named_parameters()), {}
+    groups = group_by_block(module, list(layouts))
+    # Blocks in order, so that each is calibrated on the outputs of the pruned ones before.
+    for done, group in enumerate(groups, 1):
+        moments = _moments(module, {name: layouts[name] for name in group}, batches, device)
+        for name in group:
+            if not moments[name].positions:
+                skipped[name] = (
+                    "it was not called on the calibration data, or reads more than "
+                    f"{MAX_COLUMNS} numbers"
+                )
+                continue
+            if not bool(torch.isfinite(moments[name].gram_gii).all()):
+                skipped[name] = "what it reads on the calibration data is not finite"
+                continue
+            layout, gram = layouts[name], moments[name].gram_gii
+            matrix = layout.matrix(weights[name].detach().double())
+            if method == "sparsegpt":
+                matrix = sparsegpt(matrix, gram, amount, n_of_m)
+            else:
+                matrix = matrix.masked_fill(wanda(matrix, gram, amount, n_of_m), 0)
+            weights[name].copy_(layout.weight(matrix, weights[name].shape))
+        progress(method, done, len(groups))
+    return skipped
+
+
+def _moments(
+    module: nn.Module, layouts: Mapping[str, WeightLayout], batches: Sequence[Batch], device: str
+) -> dict[str, Moments]:
+    """Return the second moments of the inputs of some weights."""
+    moments = {name: Moments() for name in layouts}
+
+    def add_to_moments(call: LayerCall) -> None:
+        if call.weight in moments and call.columns <= MAX_COLUMNS:
+            layout = layouts[call.weight]
+            for columns_gpi, _ in call.parts():
+                moments[call.weight].add_(layout.columns(columns_gpi))
+
+    observe_layer_calls(module, batches, add_to_moments, device)
+    return moments
+
+
+Schedule: TypeAlias = Literal["linear", "cubic"]
+
+
+# The repr of a constraint is part of the key by which an interrupted training is resumed: class and
+# field names must stay.
+@dataclass(frozen=True)
+class AddZeros:
+    """Adds zeros while weights are trained, the smallest weights first.
+
+    Their share rises with the steps: evenly, or fast at first and slower later, as in Zhu and
+    Gupta, "To prune, or not to prune" (2017), equation 1. Zeros stay zero.
+    """
+
+    tensors: tuple[str, ...]
+    """Names of the weights."""
+    amount: float
+    """Final share of zeros."""
+    whole: bool
+    """Whether all weights are ranked together."""
+    schedule: Schedule
+    until: float
+    """Share of the steps after which no zeros are added."""
+    updates: int
+    """How often zeros are added, evenly spread."""
+
+    @contextmanager
+    def around(self, module: nn.Module, step: int, steps: int) -> Iterator[None]:
+        """Context around the optimizer's step: restore zeros after it, and add some when due."""
+        with KeepZeros(self.tensors).around(module, step, steps):
+            yield
+        before, after = self._done(step / steps), self._done((step + 1) / steps)
+        if after > before:
+            weights = weights_of(module, self.tensors)
+            amount = self.amount_at(after)
+            set_zeros_(weights, unstructured_masks(weights, amount, "l1", self.whole))
+
+    def is_met(self, share: float) -> bool:
+        """Whether all zeros have been set after a share of the steps."""
+        return self._done(share) == self.updates
+
+    def amount_at(self, done: int) -> float:
+        """Return the share of zeros after a number of updates."""
+        remaining = 1 - done / self.updates
+        return self.amount * (1 - (remaining**3 if self.schedule == "cubic" else remaining))
+
+    def _done(self, share: float) -> int:
+        """Return how many updates are due within a share of the steps."""
+        # 1e-9: rounding must not miss the last update, due at exactly `until` of the steps.
+        return min(self.updates, int(share / self.until * self.updates + 1e-9))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
@@ -17,7 +18,10 @@ from compress.pruning.importance.layer_calls import record_layer_calls
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from pydantic import JsonValue
+
     from compress.pruning.importance.layer_calls import LayerCall
+
 
 UNOBSERVED = (nn.MultiheadAttention, nn.RNNBase, nn.modules.conv._ConvTransposeNd)
 """Layers of torch with matrices for weights whose calls :mod:`layer_calls` does not observe."""
@@ -96,10 +100,6 @@ def prunable_weights(
     """Find the matrices and kernels of a module in eval mode, without embeddings and vectors.
 
     ``include`` and ``exclude`` are patterns of tensors, or of modules around them.
-
-    Raises:
-        PipelineInvalid: a pattern matches nothing.
-        StageFailed: the module does not take the inputs.
     """
     calls, elsewhere = record_layer_calls(module, Batch(tuple(inputs), None), str(inputs[0].device))
     layout_of: dict[str, WeightLayout] = {}
@@ -144,3 +144,48 @@ def _matching(names: Sequence[str], patterns: Sequence[str], setting: str) -> se
     known = {".".join(parts[:end]) for parts in parts_of for end in range(1, len(parts) + 1)}
     setting = f"prune_weights.{setting}"
     return set(names) & set(names_matching(sorted(known), patterns, setting, "weight or module"))
+
+
+DENSE = (
+    "Zeros alone make dense kernels no faster and the file no smaller: they are stored and "
+    "multiplied like other numbers. They pay where the file is compressed."
+)
+SPARSE = (
+    "Dense kernels are no faster with these zeros. Sparse kernels of CUDA devices take the pattern "
+    "2:4 (torch.sparse.to_sparse_semi_structured)."
+)
+
+
+def sparsity_facts(
+    before: nn.Module, after: nn.Module, pruned: PrunableWeights, n_of_m: tuple[int, int] | None
+) -> dict[str, JsonValue]:
+    """Return the share of zeros by layer and in all, and the size of the compressed weights."""
+    weights = dict(after.named_parameters())
+    shares = {name: _share_of_zeros([weights[name]]) for name in pruned.layouts}
+    return {
+        "zeros": {
+            "by_weight": {name: round(share, 6) for name, share in shares.items()},
+            "pruned_weights": round(_share_of_zeros([weights[n] for n in shares]), 6),
+            "all_weights": round(_share_of_zeros(list(weights.values())), 6),
+        },
+        "left": dict(pruned.left),
+        "deflated_bytes": {"before": deflated_bytes(before), "after": deflated_bytes(after)},
+        "speed": DENSE if n_of_m is None else SPARSE,
+    }
+
+
+def deflated_bytes(module: nn.Module) -> int:
+    """Return the bytes of a module's weights and buffers, compressed by zlib as in a zip file."""
+    packer, size, seen = zlib.compressobj(), 0, set()
+    for tensor in module.state_dict().values():
+        if tensor.data_ptr() in seen and tensor.numel():
+            continue  # tied weights are stored once
+        seen.add(tensor.data_ptr())
+        flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        size += len(packer.compress(flat.numpy().data))
+    return size + len(packer.flush())
+
+
+def _share_of_zeros(weights: list[nn.Parameter]) -> float:
+    zeros = sum(int((weight == 0).sum()) for weight in weights)
+    return zeros / sum(weight.numel() for weight in weights)

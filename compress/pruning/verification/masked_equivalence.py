@@ -4,7 +4,7 @@ The masked twin is the unsliced module in which every weight that the slice remo
 the columns that read a removed channel, so it has no effect whatever lies between. Tracing can miss
 what Python did outside the graph, such as a width written into a ``view`` or a mean over channels
 computed from a shape. With ``across_norms`` the twin's statistics over channels leave out those
-that are removed (see ``kept_statistics``).
+that are removed (:class:`KeptStatisticsTwin`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-from torch import nn
+from torch import fx, nn
+from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -24,15 +25,17 @@ from compress.common.errors import StageFailed, first_line
 from compress.common.forward import copy_module, flatten_outputs, run_in_eval
 from compress.common.tensor_difference import largest, largest_difference, largest_finite
 from compress.data.batch import Batch
-from compress.pruning.dependency.graph import export_graph
+from compress.pruning.dependency.graph import export_graph, label_axes
 from compress.pruning.dependency.module_attributes import AttributeReads, attribute_key
 from compress.pruning.importance.layer_calls import samples_refused
-from compress.pruning.verification.masked_equivalence import KeptStatisticsTwin
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from torch.export import ExportedProgram
 
     from compress.pruning.dependency.channel_groups import Kept, Value
+    from compress.pruning.verification.verification_inputs import VerificationInputs
 
 log = logging.getLogger(__name__)
 
@@ -54,44 +57,32 @@ ZERO_FILLING = 0.1
 class MaskedEquivalence:
     """Compares sliced copies of a module with their masked twins, in float64 where possible."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        inputs: Sequence[torch.Tensor],
-        others: Iterable[Sequence[torch.Tensor]] = (),
-        real: Sequence[torch.Tensor] | None = None,
-        *,
-        across_norms: bool = False,
-    ) -> None:
+    def __init__(self, module: nn.Module, inputs: VerificationInputs) -> None:
         """Run the unsliced module on all inputs once, to see which of them are usable.
 
-        A batch of ``real`` samples is compared first. ``others`` are inputs of other sizes, without
-        those for which the module fails. The module is not changed.
-
-        Raises:
-            StageFailed: the module does not take the real samples.
+        The module is not changed.
         """
         self.must_trace = False
         """Whether a smaller model that torch.export cannot trace is a mismatch, too."""
         self.must_train = False
         """Whether a smaller model that cannot run in training mode is a mismatch, too."""
-        self._across_norms = across_norms
+        self._across_norms = inputs.across_norms
         self._twins: dict[tuple[object, ...], KeptStatisticsTwin] = {}
         """Twins with statistics over kept channels, by the shapes of their inputs."""
         self._expected: tuple[Kept | None, list[Outputs]] | None = None
         try:
-            self._prepare(module, inputs, torch.float64)
+            self._prepare(module, inputs.seeded, torch.float64)
         except Exception:  # noqa: BLE001 - a forward that insists on float32 may fail in any way
-            self._prepare(module, inputs, torch.float32)
+            self._prepare(module, inputs.seeded, torch.float32)
         # Real samples first: a model's code may take a branch that values near 1 never reach, as
         # pixels go to 255.
         usable = []
-        if real is not None:
-            cast = self._cast(real)
+        if inputs.real is not None:
+            cast = self._cast(inputs.real)
             try:
                 outputs = _outputs(self._module, cast)
             except Exception as error:
-                raise samples_refused(Batch(tuple(real), None), error) from error
+                raise samples_refused(Batch(tuple(inputs.real), None), error) from error
             if _any_nan(outputs):
                 log.warning(
                     "the model returns NaN for real samples: slices are verified on seeded inputs "
@@ -105,9 +96,9 @@ class MaskedEquivalence:
         self._comparisons = [(variant, x) for x in usable for variant in range(self._variants)]
         """Variant of the weights' signs, and inputs, of each comparison."""
         # Entries that are read at some sizes only, like late positions, do not show at others.
-        for inputs_of_size in map(self._cast, others):
+        for inputs_of_size in map(self._cast, inputs.others):
             with suppress(Exception):  # a forward may refuse sizes in any way
-                if across_norms:
+                if self._across_norms:
                     self._twin(inputs_of_size)
                 if not _any_nan(_outputs(self._module, inputs_of_size)):
                     self._comparisons.append((0, inputs_of_size))
@@ -330,3 +321,95 @@ def shapes_in_training(module: nn.Module, inputs: Sequence[torch.Tensor]) -> lis
 
 def _any_nan(outputs: Outputs) -> bool:
     return any(bool(x.isnan().any()) for x in outputs)
+
+
+class KeptStatisticsTwin:
+    """A module's exported graph, which runs on any weights for inputs of the same shapes.
+
+    LayerNorm of a sliced width takes mean and variance over fewer channels than LayerNorm of the
+    masked width, whose zeros count. So in the graph each normalisation gets the kept channels only.
+    """
+
+    def __init__(self, module: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
+        """Export the module."""
+        self._program = export_graph(module, inputs)
+        self._axes = label_axes(self._program, module, across_norms=True)
+
+    def bind(self, masked: nn.Module, kept: Kept) -> nn.Module:
+        """Return the graph with a masked module's weights, whose norms see the kept channels."""
+        removed = [torch.tensor([], dtype=torch.int64)]
+        for (tensor, axis), classes in self._axes.classes.items():
+            if axis in kept.get(tensor, {}):
+                is_removed = torch.ones(len(classes), dtype=torch.bool)
+                is_removed[list(kept[tensor][axis])] = False
+                removed.append(classes[is_removed])
+        seen = {}
+        for node, (axis, classes) in self._axes.statistics.items():
+            stays = ~torch.isin(classes, torch.cat(removed))
+            if not stays.all():
+                seen[node] = axis, stays.nonzero().flatten()
+        return _BoundGraph(self._program, masked, seen)
+
+
+class _BoundGraph(nn.Module):
+    """Interprets an exported graph with a module's weights."""
+
+    def __init__(
+        self,
+        program: ExportedProgram,
+        weights: nn.Module,
+        seen: Mapping[str, tuple[int, torch.Tensor]],
+    ) -> None:
+        super().__init__()
+        self.weights = weights
+        self._program, self._seen = program, seen
+
+    def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        tensors = {
+            **self._program.constants,
+            **dict(self.weights.named_parameters(remove_duplicate=False)),
+            **dict(self.weights.named_buffers(remove_duplicate=False)),
+        }
+        given = iter(inputs)
+        arguments = [
+            next(given) if spec.kind is InputKind.USER_INPUT else tensors[str(spec.target)]
+            for spec in self._program.graph_signature.input_specs
+        ]
+        outputs: tuple[torch.Tensor, ...] = _KeptStatistics(
+            self._program.graph_module, self._seen
+        ).run(*arguments)
+        return outputs
+
+
+class _KeptStatistics(fx.Interpreter):
+    """Gives the operators that take statistics over channels only some of these."""
+
+    def __init__(
+        self, module: fx.GraphModule, seen: Mapping[str, tuple[int, torch.Tensor]]
+    ) -> None:
+        """Interpret ``module``; ``seen`` has node → the axis of its input and the indices on it."""
+        super().__init__(module)
+        self._seen = seen
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run one operator of the graph."""
+        if n.name not in self._seen:
+            return super().run_node(n)
+        axis, indices = self._seen[n.name]
+        positional, keywords = self.fetch_args_kwargs_from_env(n)
+        schema = n.target._schema  # type: ignore[union-attr]  # only ATen operators take statistics
+        names = [argument.name for argument in schema.arguments]
+        arguments = {**dict(zip(names, positional, strict=False)), **keywords}
+        whole = arguments[names[0]]
+        arguments[names[0]] = whole.index_select(axis, indices)
+        shape = arguments.get("normalized_shape")
+        first = whole.dim() - len(shape) if shape else axis
+        if shape:
+            arguments["normalized_shape"] = list(arguments[names[0]].shape[first:])
+        for name in ("weight", "bias"):
+            if arguments.get(name) is not None:
+                arguments[name] = arguments[name].index_select(axis - first, indices)
+        result = n.target(**arguments)  # type: ignore[operator]
+        if "eps" not in names:  # a reduction
+            return result
+        return torch.zeros_like(whole).index_copy(axis, indices, result)

@@ -1,17 +1,24 @@
-"""Inputs on which slices are verified besides seeded examples: other sizes, and real samples."""
+"""Inputs on which modules are traced and slices are verified: seeded, of other sizes, and real."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
 
 import torch
+
+from compress.pruning.dependency.graph import trace
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from torch import nn
+
     from compress.common.signature import Signature
     from compress.core.context import Context
     from compress.data.batch import Batch
+    from compress.pruning.channel_settings import ChannelSelection
+    from compress.pruning.dependency.channel_groups import AxisGraph
 
 LARGER_SIZE = 12
 """Size of a named axis at which a slice is verified once more; seeded examples have 8."""
@@ -20,6 +27,37 @@ ROWS = 4
 in float64 to every comparison."""
 SAMPLES_SEARCHED = 128
 """Samples that are read to find those with extreme values, if no calibration samples are given."""
+
+
+@dataclass(frozen=True)
+class VerificationInputs:
+    """What a module is traced with, and its slices are compared on."""
+
+    seeded: Sequence[torch.Tensor]
+    """Seeded example, on which the module is traced."""
+    others: Sequence[Sequence[torch.Tensor]] = ()
+    """Inputs of other sizes; those for which the module fails are left out."""
+    real: Sequence[torch.Tensor] | None = None
+    """A batch of real samples, which is compared first."""
+    across_norms: bool = False
+    """Whether channels are removed over which normalisations take statistics."""
+
+    @classmethod
+    def from_signature(
+        cls,
+        signature: Signature,
+        context: Context,
+        selection: ChannelSelection,
+        batches: Sequence[Batch] = (),
+    ) -> Self:
+        """Build all inputs of a model; real samples are those of :func:`real_inputs`."""
+        seed, real = context.seed, real_inputs(signature, context, batches)
+        others = other_sizes(signature, seed)
+        return cls(signature.example(seed=seed), others, real, selection.across_norms)
+
+    def trace(self, module: nn.Module) -> AxisGraph:
+        """Trace a module's axis graph on the seeded example; StageFailed where that fails."""
+        return trace(module, self.seeded, across_norms=self.across_norms)
 
 
 def other_sizes(signature: Signature, seed: int) -> list[tuple[torch.Tensor, ...]]:

@@ -321,10 +321,7 @@ def export_at_random_widths(
 ) -> tuple[dict[str, int], Iterator[tuple[dict[str, int], onnx.ModelProto]]]:
     """Return the model's own widths, and yield exports of it in a format at a few random ones."""
     widths = settings.space.widths
-    chosen: dict[str, Any] = {}
-    if widths is not None:
-        chosen = widths.model_dump(include={"include", "exclude", "across_norms"})
-    variants = WidthVariants(model, seed=context.seed, **chosen)
+    variants = WidthVariants(model, widths.selection if widths else None, context.seed)
 
     def exports() -> Iterator[tuple[dict[str, int], onnx.ModelProto]]:
         # Zero points of 4 bits stand two in a byte, and each group of inputs has one.

@@ -13,7 +13,7 @@ from compress.pipelines.auto.front import missed_limits
 from compress.pruning.depth import block_search
 from compress.pruning.depth.output_error import OutputErrorMeter
 from compress.pruning.latency.solver import Programme
-from compress.pruning.latency.widths import WidthSpace, measure_harms
+from compress.pruning.latency.widths import WidthSpace, measure_loss_increases
 from compress.pruning.recovery.recovery import name_before
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from compress.pipelines.auto.candidates import Candidate, CheckedModel
     from compress.pipelines.auto.strategy.recovery import Programmes
     from compress.pipelines.config.auto_settings import AutoSettings
-    from compress.pruning.latency.widths import Harms
+    from compress.pruning.latency.widths import LossIncreases
 
 BLOCKS = "blocks.json"
 """In the results' folder: the order in which blocks are removed."""
@@ -54,8 +54,8 @@ class Depth:
         widths = space.widths
         if widths is None:
             return cls(removed_blocks, model, WidthSpace.empty(context.device))
-        chosen = widths.model_dump(exclude={"calibration_samples"})
-        return cls(removed_blocks, model, WidthSpace.of_model(model, context, **chosen))
+        grid = WidthSpace.from_model(model, context, widths.selection, widths.values)
+        return cls(removed_blocks, model, grid)
 
     @property
     def smallest(self) -> dict[str, int]:
@@ -64,7 +64,7 @@ class Depth:
 
     def measure_harms(
         self, judge: Judge, deadline: float, deeper: Mapping[str, Mapping[int, float]] | None = None
-    ) -> Harms:
+    ) -> LossIncreases:
         """Measure what each single cut loses beyond the blocks; what is known already is read.
 
         Args:
@@ -78,7 +78,7 @@ class Depth:
         key = f"{self.model.digest} {judge.settings.space.widths}"
         known = read_state(file, key, dict[str, float]) or {}
         without_blocks = judge.loss_of(self.model.load()) if removed else 0.0
-        return measure_harms(
+        return measure_loss_increases(
             self.space,
             judge.context.progress,
             lambda module: max(0.0, judge.loss_of(module) - without_blocks),
@@ -156,7 +156,7 @@ class Depths:
         for done, depth in enumerate(self.added):
             now = time.monotonic()
             until = now + (deadline - now) / (len(self.added) - done)
-            deeper = programmes[()].harm if programmes else None
+            deeper = programmes[()].loss_increase if programmes else None
             harms = depth.measure_harms(self.search.judge, until, deeper)
             programmes[depth.removed_blocks] = Programme(depth.space.grid, harms)
         return programmes

@@ -117,10 +117,8 @@ def measure_and_write(
         TemporaryDirectory(prefix="compress-latency-") as name,
     ):
         folder = Path(name)
-        names = ("include", "exclude", "across_norms")
-        settings: dict[str, Any] = {n: getattr(stage, n) for n in names} if stage else {}
         round_to = stage.round_to if stage else 16
-        variants = WidthVariants(source, seed=context.seed, **settings)
+        variants = WidthVariants(source, stage, context.seed)
         progress("latency", 0, 1, "export")
         built = variants.build_some(MOST_EXPORTS, folder)
         model = ResizableModel.fit((own, graph_to_serve(one, "latency")) for own, one in built)

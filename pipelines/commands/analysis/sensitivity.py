@@ -54,16 +54,14 @@ def measure_and_write(
     invalid = [ratio for ratio in ratios if not 0 < ratio < 1]
     if invalid:
         raise PipelineInvalid(f"--ratio {invalid[0]:g}: expected a fraction between 0 and 1")
-    names = ("importance", "include", "exclude", "across_norms")
     with model_to_prune(pipeline, out, progress) as (model, stage, context):
-        settings: dict[str, Any] = {name: getattr(stage, name) for name in names} if stage else {}
         found = measure_sensitivity(
             model,
             context,
+            stage,
             ratios=sorted(set(ratios)),
             samples=samples,
             latency=latency,
-            **settings,
         )
     write_page(out, pipeline.name, found)
     return found

@@ -6,9 +6,10 @@ import torch
 from torch import nn
 
 from compress.pruning.allocation.ranking import rank
-from compress.pruning.allocation.ratios import Limits
-from compress.pruning.channel_settings import Criterion
+from compress.pruning.channel_settings import ChannelSelection, Criterion
 from compress.pruning.dependency.channel_groups import SlicePlan
+from compress.pruning.importance.scores import ScoringSamples
+from compress.pruning.verification.verification_inputs import VerificationInputs
 
 
 def plan_slices(
@@ -22,5 +23,10 @@ def plan_slices(
     seed: int = 0,
 ) -> SlicePlan:
     """Plan verified slices that remove a fraction of each group; the module is not changed."""
-    ranking = rank(module, inputs, importance, exclude=exclude, seed=seed)
-    return ranking.verify(ranking.allocate(ratio, Limits(round_to=round_to)))
+    ranking = rank(
+        module,
+        VerificationInputs(inputs),
+        ChannelSelection(importance=importance, exclude=exclude),
+        ScoringSamples(seed=seed),
+    )
+    return ranking.verify(ranking.allocate(ratio, ChannelSelection(round_to=round_to)))

@@ -20,9 +20,10 @@ from compress.core.context import Context
 from compress.data.splits import Splits
 from compress.export.onnx.stage import ExportOnnx
 from compress.pruning.allocation.ranking import rank
-from compress.pruning.allocation.ratios import Limits
+from compress.pruning.channel_settings import ChannelSelection
 from compress.pruning.dependency.channel_groups import SlicePlan
 from compress.pruning.prune_channels import PruneChannels
+from compress.pruning.verification.verification_inputs import VerificationInputs
 
 HERE = Path(__file__).parent
 EPS = 1e-3
@@ -82,8 +83,12 @@ class Net(nn.Module):
 
 
 def planned(net: nn.Module, *inputs: torch.Tensor) -> SlicePlan:
-    ranking = rank(net.eval(), inputs, across_norms=True)
-    return ranking.verify(ranking.allocate(0.25, Limits(round_to=1)))
+    ranking = rank(
+        net.eval(),
+        VerificationInputs(inputs, across_norms=True),
+        ChannelSelection(across_norms=True),
+    )
+    return ranking.verify(ranking.allocate(0.25, ChannelSelection(round_to=1)))
 
 
 NORMS = {

@@ -202,6 +202,19 @@ def test_finetune_accepts_plain_training_settings() -> None:
     assert (stage.finetune.epochs, stage.finetune.momentum) == (2, 0.5)
 
 
+def test_settings_are_recorded_in_the_order_that_digests_have() -> None:
+    # Classes that the stage inherits from come first: their order is that of the manifest's bytes.
+    recorded = list(PruneChannels(ratio=0.5).own_settings())
+    assert recorded[:5] == ["stage", "ratio", "target", "widths", "importance"]
+    assert recorded[-5:] == [
+        "on_unverified",
+        "iterations",
+        "refit",
+        "calibration_samples",
+        "finetune",
+    ]
+
+
 def test_on_unverified_error_fails_the_stage(tmp_path: Path) -> None:
     signature = Signature(inputs=(TensorSpec(name="x", shape=("batch", 4)),))
     recipe = Recipe(factory="pruning_linear_nets:HiddenWidth")

@@ -15,11 +15,10 @@ from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
 from compress.data.splits import Splits
 from compress.pruning.allocation.ranking import rank
-from compress.pruning.allocation.ratios import Limits
-from compress.pruning.channel_settings import Target
+from compress.pruning.channel_settings import ChannelSelection, Target
 from compress.pruning.prune_channels import PruneChannels
 from compress.pruning.pruning_stage import Finetune
-from compress.pruning.verification.verification_inputs import other_sizes
+from compress.pruning.verification.verification_inputs import VerificationInputs, other_sizes
 from compress.training.stage import Train
 
 DIGITS = Path(__file__).parents[3] / "examples" / "digits"
@@ -131,14 +130,14 @@ class LatePositions(nn.Module):
 
 def test_entries_that_only_longer_inputs_read_stay() -> None:
     torch.manual_seed(0)
-    net, limits = LatePositions().eval(), Limits(round_to=1)
+    net, limits = LatePositions().eval(), ChannelSelection(round_to=1)
     signature = Signature(inputs=(TensorSpec(name="x", shape=("batch", "length", 4)),))
     inputs = signature.example()
     fooled, wise = (
         ranking.verify(ranking.allocate(0.5, limits))
         for ranking in (
-            rank(net, inputs),
-            rank(net, inputs, others=other_sizes(signature, seed=0)),
+            rank(net, VerificationInputs(inputs)),
+            rank(net, VerificationInputs(inputs, others=other_sizes(signature, seed=0))),
         )
     )
     assert {cut.group.name for cut in fooled.groups} == {"positions", "up"}

@@ -10,7 +10,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from compress.common.errors import ArtifactInvalid
-from compress.export.latency import kernel_table
+from compress.export.latency import kernels as kernel_table
 from compress.export.latency.kernels import KernelTable, kernels_of, measure_kernels
 from compress.export.latency.width_costs import KernelCost, LatencyModel
 

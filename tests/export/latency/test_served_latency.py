@@ -13,7 +13,8 @@ from compress.artifacts.recipe import Recipe
 from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
 from compress.data.splits import Splits
-from compress.export.latency import kernel_table, served_latency
+from compress.export.latency import kernels as kernel_table
+from compress.export.latency import served_latency
 from compress.export.latency.kernels import KernelTable
 from compress.export.latency.served_latency import OnnxLatency
 from compress.pruning.channel_settings import Target

@@ -118,7 +118,7 @@ def test_what_single_cuts_and_layers_lose_is_measured_again_where_it_was_changed
         known["0:16"] = 0.5
         save()
 
-    monkeypatch.setattr(depths, "measure_harms", measure)
+    monkeypatch.setattr(depths, "measure_loss_increases", measure)
     monkeypatch.setattr(float_layers, "_measure", measure)
     model = SimpleNamespace(digest="0" * 64)
     settings, context = SimpleNamespace(space=SimpleNamespace(widths=None)), SimpleNamespace()
@@ -126,7 +126,10 @@ def test_what_single_cuts_and_layers_lose_is_measured_again_where_it_was_changed
     judge: Any = SimpleNamespace(out=tmp_path, model=model, settings=settings, context=context)
     space: Any = SimpleNamespace(grid={})
     for file, act in (
-        ("harms.json", lambda: depths.Depth((), judge.model, space).measure_harms(judge, 0.0)),
+        (
+            "harms.json",
+            lambda: depths.Depth((), judge.model, space).measure_harms(judge, 0.0),
+        ),
         ("layers.json", lambda: float_layers.measure_layer_harms(judge, Any, 0.0)),
     ):
         found.clear()

@@ -9,7 +9,7 @@ import yaml
 
 from compress import cli
 from compress.common.errors import PipelineInvalid
-from compress.export.latency import kernel_table
+from compress.export.latency import kernels as kernel_table
 from compress.pipelines.auto import judge
 from compress.pipelines.auto.candidate_evaluator import Judge
 from compress.pipelines.auto.candidates import Candidate, CheckedModel

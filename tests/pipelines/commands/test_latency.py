@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from compress import cli
-from compress.export.latency import kernel_table
+from compress.export.latency import kernels as kernel_table
 from compress.pipelines.commands.analysis import latency
 
 NETS = """

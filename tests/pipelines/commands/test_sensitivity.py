@@ -15,12 +15,8 @@ from compress.common.forward import run_in_eval
 from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
 from compress.pipelines import Pipeline
-from compress.pipelines.commands.sensitivity import (
-    lines_below,
-    measure_and_write,
-    plot,
-    table,
-)
+from compress.pipelines.commands.sensitivity import lines_below, measure_and_write, plot, table
+from compress.pruning.channel_settings import ChannelSelection
 from compress.pruning.sensitivity_analysis import measure_sensitivity
 
 NETS = """
@@ -70,7 +66,11 @@ def test_families_are_cut_alone_and_ranked(model, tmp_path: Path) -> None:
 
 def test_harm_is_that_of_the_cut(model, tmp_path: Path) -> None:
     found = measure_sensitivity(
-        model, Context(root=tmp_path / "out"), ratios=(0.5,), latency=False, exclude=("first",)
+        model,
+        Context(root=tmp_path / "out"),
+        ChannelSelection(exclude=("first",)),
+        ratios=(0.5,),
+        latency=False,
     )
     (only,) = found.families
     assert found.pinned["first"] == "excluded by 'first'"

@@ -18,8 +18,10 @@ from compress.pruning.allocation.budget_search import (
     plan_for_target,
 )
 from compress.pruning.allocation.ranking import Ranking, rank
-from compress.pruning.allocation.ratios import Limits, RankedGroup, allocate
+from compress.pruning.allocation.ratios import RankedGroup, allocate
 from compress.pruning.channel_pruner import parameters_of
+from compress.pruning.channel_settings import ChannelSelection
+from compress.pruning.verification.verification_inputs import VerificationInputs
 from tests.compress.pruning import pruning_linear_nets as linear_nets
 from tests.compress.pruning import pruning_nets as nets
 from tests.compress.pruning.planning import plan_slices
@@ -37,9 +39,12 @@ STRONG, WEAK = [8.0, 7, 6, 5], [4.0, 3, 2, 1]
 
 
 def test_uniform_removes_the_same_share_of_each() -> None:
-    limits = Limits(round_to=1)
+    limits = ChannelSelection(round_to=1)
     assert allocate(ranked(STRONG, WEAK), 0.5, limits) == [2, 2]
-    assert allocate(ranked(STRONG, WEAK), 0.9, Limits(round_to=1, min_channels=3)) == [3, 3]
+    assert allocate(ranked(STRONG, WEAK), 0.9, ChannelSelection(round_to=1, min_channels=3)) == [
+        3,
+        3,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -64,7 +69,7 @@ def test_the_nearest_multiple_stays(
     count: int, entries: int, ratio: float, round_to: int, kept: int
 ) -> None:
     group = RankedGroup(SimpleNamespace(), torch.arange(count), entries, count)
-    assert allocate([group], ratio, Limits(round_to=round_to)) == [kept]
+    assert allocate([group], ratio, ChannelSelection(round_to=round_to)) == [kept]
 
 
 @pytest.mark.parametrize("comparable", [True, False])
@@ -75,7 +80,7 @@ def test_global_keeps_the_best_of_all_channels(ratio: float, comparable: bool) -
         RankedGroup(SimpleNamespace(), torch.rand(n, generator=generator) * size, 1, original)
         for n, size, original in ((12, 3.0, 12), (7, 1.0, 10), (9, 2.0, 9), (2, 0.0, 10))
     ]
-    limits = Limits("global", 1, 2, max_ratio=0.7)
+    limits = ChannelSelection(scope="global", round_to=1, min_channels=2, max_ratio=0.7)
     kept = [min(len(f.scores), max(2, math.ceil(0.3 * f.original - 1e-9))) for f in groups]
     left = [
         sorted(
@@ -94,9 +99,9 @@ def test_global_keeps_the_best_of_all_channels(ratio: float, comparable: bool) -
 
 def test_global_compares_all_channels_up_to_a_cap() -> None:
     groups = ranked(STRONG, WEAK)
-    everything = Limits("global", 1, 1, max_ratio=0.99)
+    everything = ChannelSelection(scope="global", round_to=1, min_channels=1, max_ratio=0.99)
     assert allocate(groups, 0.375, everything, comparable=True) == [4, 1]
-    capped = Limits("global", 1, 1, max_ratio=0.5)
+    capped = ChannelSelection(scope="global", round_to=1, min_channels=1, max_ratio=0.5)
     assert allocate(groups, 0.375, capped, comparable=True) == [3, 2]
     assert allocate(groups, 0.99, capped, comparable=True) == [2, 2]
     # Relative to their means the largest of each are 8/6.5, 4/2.5 …
@@ -106,13 +111,13 @@ def test_global_compares_all_channels_up_to_a_cap() -> None:
 
 def test_isomorphic_compares_groups_of_one_structure() -> None:
     groups = ranked(STRONG, WEAK, [0.4, 0.3], kinds="aab")
-    limits = Limits("isomorphic", 1, 1, max_ratio=0.99)
+    limits = ChannelSelection(scope="isomorphic", round_to=1, min_channels=1, max_ratio=0.99)
     assert allocate(groups, 0.5, limits, comparable=True) == [3, 1, 1]
 
 
 def test_caps_and_minima_are_rounded_up() -> None:
     group = ranked([float(i) for i in range(64)], [0.0] * 64)
-    limits = Limits("global", 16, 1, max_ratio=0.7)
+    limits = ChannelSelection(scope="global", round_to=16, min_channels=1, max_ratio=0.7)
     assert allocate(group, 0.6, limits, comparable=True)[1] == 32  # 20 at least, in sixteens
 
 
@@ -122,7 +127,7 @@ def test_caps_and_minima_are_rounded_up() -> None:
 def test_no_group_loses_more_than_max_ratio(channels: int, max_ratio: float, least: int) -> None:
     """Where the share is no whole number of channels, one more stays and not one less."""
     groups = ranked([9.0] * channels, [0.0] * channels)
-    limits = Limits("global", 1, 1, max_ratio=max_ratio)
+    limits = ChannelSelection(scope="global", round_to=1, min_channels=1, max_ratio=max_ratio)
     kept = allocate(groups, max_ratio, limits, comparable=True)
     assert kept[1] == least
     assert channels - least <= max_ratio * channels < channels - least + 1
@@ -131,19 +136,27 @@ def test_no_group_loses_more_than_max_ratio(channels: int, max_ratio: float, lea
 def test_groups_of_one_structure_are_found() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(*(p for _ in range(3) for p in (nn.Linear(8, 8), nn.ReLU())))
-    ranking = rank(net.eval(), (torch.randn(2, 8),))
+    ranking = rank(net.eval(), VerificationInputs((torch.randn(2, 8),)))
     assert len({one.structure for one in ranking.ranked}) == 1
-    ranking = rank(linear_nets.Transformer().eval(), (torch.randint(0, 11, (2, 8)),))
+    ranking = rank(
+        linear_nets.Transformer().eval(), VerificationInputs((torch.randint(0, 11, (2, 8)),))
+    )
     assert len({one.structure for one in ranking.ranked}) == 2  # heads and hidden units
 
 
 def test_only_included_modules_are_pruned() -> None:
     net = nets.Dense().eval()
-    ranking = rank(net, (torch.randn(2, 1, 8, 8),), include=("growth*",), exclude=("growth2",))
+    ranking = rank(
+        net,
+        VerificationInputs((torch.randn(2, 1, 8, 8),)),
+        ChannelSelection(include=("growth*",), exclude=("growth2",)),
+    )
     assert [one.group.name for one in ranking.ranked] == ["growth1"]
     assert ranking.pinned["stem"] == "not among those that `include` names"
     with pytest.raises(PipelineInvalid, match=r"include: no module matches 'grow'.*'growth1'"):
-        rank(net, (torch.randn(2, 1, 8, 8),), include=("grow",))
+        rank(
+            net, VerificationInputs((torch.randn(2, 1, 8, 8),)), ChannelSelection(include=("grow",))
+        )
 
 
 def wide() -> nn.Module:
@@ -165,14 +178,16 @@ CASES = {
 @pytest.mark.parametrize("quantity", ["macs", "parameters"])
 def test_targets_are_reached_and_not_exceeded(quantity: str, share: float, scope: str) -> None:
     net, inputs = wide(), CASES["convolutions"][1]
-    smaller, goal, largest = to_target(net, inputs, quantity, share, Limits(scope, 4))
+    smaller, goal, largest = to_target(
+        net, inputs, quantity, share, ChannelSelection(scope=scope, round_to=4)
+    )
     assert goal - largest <= cost(smaller, inputs, quantity) <= goal
 
 
 @pytest.mark.slow
 def test_products_of_attention_are_counted_in_a_target() -> None:
     net, inputs = linear_nets.Transformer().eval(), CASES["transformer"][1]
-    smaller, goal, _ = to_target(net, inputs, "macs", 0.7, Limits(round_to=1))
+    smaller, goal, _ = to_target(net, inputs, "macs", 0.7, ChannelSelection(round_to=1))
     assert 0.93 * goal <= cost(smaller, inputs, "macs") <= goal
 
 
@@ -180,9 +195,9 @@ def cost(net: nn.Module, inputs: torch.Tensor, quantity: str) -> int:
     return parameters_of(net) if quantity == "parameters" else count_macs(net, (inputs,))
 
 
-def to_target(net, inputs, quantity: str, share: float, limits: Limits):
+def to_target(net, inputs, quantity: str, share: float, limits: ChannelSelection):
     """Return the cut net, the goal, and what the largest single step of a group costs."""
-    ranking = rank(net, (inputs,))
+    ranking = rank(net, VerificationInputs((inputs,)))
     build = {"parameters": parameter_estimate, "macs": partial(mac_estimate, inputs=(inputs,))}
     estimate = build[quantity](net, ranking.graph)
     goal = share * cost(net, inputs, quantity)
@@ -202,12 +217,12 @@ def to_target(net, inputs, quantity: str, share: float, limits: Limits):
 
 def test_a_target_out_of_reach_says_how_far_it_is() -> None:
     with pytest.raises(StageFailed, match=r"target of .* cannot be reached: the smallest that"):
-        to_target(wide(), CASES["convolutions"][1], "macs", 0.001, Limits(round_to=16))
+        to_target(wide(), CASES["convolutions"][1], "macs", 0.001, ChannelSelection(round_to=16))
 
 
 @pytest.mark.parametrize("goal", [0.35, 0.6, 0.9])
 def test_latency_is_searched_among_few_candidates(goal: float) -> None:
-    ranking = rank(wide(), (CASES["convolutions"][1],))
+    ranking = rank(wide(), VerificationInputs((CASES["convolutions"][1],)))
     asked = []
 
     def measure(net: nn.Module) -> float:  # a staircase, as latencies are
@@ -215,25 +230,27 @@ def test_latency_is_searched_among_few_candidates(goal: float) -> None:
         asked.append(left)
         return round(0.1 + left, 1)
 
-    cut = plan_for_target(ranking, Limits(round_to=4), goal, measure)
+    cut = plan_for_target(ranking, ChannelSelection(round_to=4), goal, measure)
     found = round(0.1 + sum(one.after for one in cut.groups) / 96, 1)
     assert goal - 0.15 <= found <= goal
     assert len(asked) <= 6
     with pytest.raises(StageFailed, match=r"the smallest that was found is"):
-        plan_for_target(ranking, Limits(round_to=4), 0.05, measure)
+        plan_for_target(ranking, ChannelSelection(round_to=4), 0.05, measure)
 
 
 def test_unverified_groups_are_left_out_of_a_target() -> None:
     torch.manual_seed(0)
     net, inputs = linear_nets.HiddenWidth().eval(), torch.randn(2, 4)
-    smaller, goal, _ = to_target(net, inputs, "parameters", 0.8, Limits(round_to=1))
+    smaller, goal, _ = to_target(net, inputs, "parameters", 0.8, ChannelSelection(round_to=1))
     assert 0.9 * goal <= parameters_of(smaller) <= goal
     assert smaller.first.weight.shape == net.first.weight.shape
 
 
 def test_an_unverified_group_may_be_an_error() -> None:
-    ranking: Ranking = rank(linear_nets.SplitByNumber().eval(), (torch.randn(2, 4),))
-    keep = ranking.allocate(0.5, Limits())
+    ranking: Ranking = rank(
+        linear_nets.SplitByNumber().eval(), VerificationInputs((torch.randn(2, 4),))
+    )
+    keep = ranking.allocate(0.5, ChannelSelection())
     assert not ranking.verify(keep).groups
     with pytest.raises(StageFailed, match=r"'first' cannot be verified: .*; exclude it, or set"):
         ranking.verify(keep, "error")

@@ -15,6 +15,7 @@ from compress.common.forward import run_in_eval
 from compress.core.context import Context
 from compress.pruning.prune_channels import PruneChannels
 from compress.pruning.verification.module_rewrites import rewrite_
+from compress.pruning.verification.verification_inputs import VerificationInputs
 from tests.compress.pruning.planning import plan_slices
 from tests.compress.pruning.zoo.registry import CASES
 
@@ -100,12 +101,12 @@ def test_only_equivalent_rewrites_are_made() -> None:
     module = nn.Sequential(Plain(), Reader(), Plain()).eval()
     x = torch.randn(3, 5, 16)
     expected = run_in_eval(module, (x,))[0]
-    split, *others = rewrite_(module, (x,))
+    split, *others = rewrite_(module, VerificationInputs((x,)))
     assert split == SplitAttention(modules=("0.attention", "2.attention"))
     assert {type(edit) for edit in others} == {NameSizes}
     torch.testing.assert_close(run_in_eval(module, (x,))[0], expected)
     assert type(module[1].attention) is nn.MultiheadAttention
-    assert rewrite_(nn.Sequential(nn.Linear(4, 4)), (torch.randn(1, 4),)) == ()
+    assert rewrite_(nn.Sequential(nn.Linear(4, 4)), VerificationInputs((torch.randn(1, 4),))) == ()
 
 
 @pytest.mark.parametrize("is_read", [True, False])
@@ -126,16 +127,18 @@ def test_an_encoder_that_packs_its_padding_is_rewritten(is_read: bool) -> None:
     x = torch.randn(2, 5, 16)
     module = Pooled().eval()
     expected = run_in_eval(module, (x,))[0]
-    assert rewrite_(module, (x,))
+    assert rewrite_(module, VerificationInputs((x,)))
     torch.testing.assert_close(run_in_eval(module, (x,))[0], expected)
 
 
 def test_tied_projections_stay_tied() -> None:
     module = nn.Sequential(Plain(), Plain()).eval()
     module[1].attention.in_proj_weight = module[0].attention.in_proj_weight
-    assert rewrite_(module, (torch.randn(3, 5, 16),)) == ()
+    assert rewrite_(module, VerificationInputs((torch.randn(3, 5, 16),))) == ()
     module[1].attention = module[0].attention  # the module itself, twice
-    assert rewrite_(module, (torch.randn(3, 5, 16),)) == (SplitAttention(modules=("0.attention",)),)
+    assert rewrite_(module, VerificationInputs((torch.randn(3, 5, 16),))) == (
+        SplitAttention(modules=("0.attention",)),
+    )
     assert module[1].attention is module[0].attention
 
 
@@ -160,7 +163,7 @@ def test_heads_leave_where_the_code_computes_sizes(tmp_path: Path) -> None:
 def test_code_stays_where_attributes_say_the_sizes() -> None:
     case = CASES["vit"]
     module = case.build()
-    assert rewrite_(module, case.inputs(2)) == ()
+    assert rewrite_(module, VerificationInputs(case.inputs(2))) == ()
 
 
 def test_code_stays_where_naming_its_sizes_lets_nothing_leave() -> None:
@@ -176,7 +179,7 @@ def test_code_stays_where_naming_its_sizes_lets_nothing_leave() -> None:
             return self.head(y / y.shape[1])
 
     module = Counted().eval()
-    assert rewrite_(module, (torch.randn(2, 4),)) == ()
+    assert rewrite_(module, VerificationInputs((torch.randn(2, 4),))) == ()
     assert type(module) is Counted
 
 
@@ -190,14 +193,14 @@ def test_a_size_that_has_the_batch_in_it_is_no_attribute() -> None:
             n = len(x)
             return self.head(self.hidden(x).view(n * 4, 2).flip(1).view(n, 8))
 
-    assert rewrite_(Folded().eval(), (torch.randn(2, 4),)) == ()
+    assert rewrite_(Folded().eval(), VerificationInputs((torch.randn(2, 4),))) == ()
 
 
 @pytest.mark.slow
 def test_halves_of_channels_lose_different_numbers() -> None:
     case = CASES["shuffle_net_v2"]
     module, inputs = case.build(), case.inputs(2)
-    (naming,) = rewrite_(module, inputs)
+    (naming,) = rewrite_(module, VerificationInputs(inputs))
     assert isinstance(naming, NameSizes)
     assert [call.source for call in naming.calls] == ["x.chunk(2, dim=1)"]
     plan = plan_slices(module, inputs, ratio=0.3, round_to=1)
@@ -213,6 +216,8 @@ def test_heads_of_timms_vision_transformer_leave() -> None:
     sizes = {"img_size": 16, "patch_size": 8, "embed_dim": 32, "depth": 1, "num_heads": 4}
     module = timm_model.build("vit_tiny_patch16_224", **sizes, num_classes=3).eval()
     inputs = (torch.randn(2, 3, 16, 16),)
-    assert rewrite_(module, inputs) == ()  # its code reads the number of heads from attributes
+    assert (
+        rewrite_(module, VerificationInputs(inputs)) == ()
+    )  # its code reads the number of heads from attributes
     plan = plan_slices(module, inputs, ratio=0.5, round_to=1)
     assert plan.attributes == {"blocks.0.attn.num_heads": 2, "blocks.0.attn.attn_dim": 16}

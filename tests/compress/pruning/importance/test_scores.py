@@ -15,8 +15,9 @@ from compress.core.objectives.loss import Loss
 from compress.data.batch import Batch
 from compress.pruning.dependency.channel_groups import AxisGraph, ChannelGroup
 from compress.pruning.dependency.graph import trace
-from compress.pruning.importance import activation_saliency, taylor
-from compress.pruning.importance.scores import score_groups
+from compress.pruning.importance import activation_saliency
+from compress.pruning.importance import scores as scores_module
+from compress.pruning.importance.scores import ScoringSamples, score_groups
 
 
 def line(*widths: int, bias: bool = True, seed: int = 0) -> nn.Sequential:
@@ -33,7 +34,7 @@ def graph_of(module: nn.Module, *shape: int) -> tuple[AxisGraph, ChannelGroup]:
 
 def scores(module: nn.Module, criterion: str, *shape: int, batches: Sequence[Batch] = ()):
     graph, group = graph_of(module, *shape)
-    (found,) = score_groups(module, [group], graph, criterion, batches=batches)
+    (found,) = score_groups(module, [group], graph, criterion, ScoringSamples(batches=batches))
     assert isinstance(found, torch.Tensor)
     return found
 
@@ -102,7 +103,8 @@ def test_random_scores_follow_the_seed() -> None:
     net = line(2, 8, 1)
     graph, group = graph_of(net, 2)
     one, same, other = (
-        score_groups(net, [group], graph, "random", seed=seed)[0] for seed in (1, 1, 2)
+        score_groups(net, [group], graph, "random", ScoringSamples(seed=seed))[0]
+        for seed in (1, 1, 2)
     )
     assert torch.equal(one, same) and not torch.equal(one, other)
 
@@ -137,7 +139,9 @@ def test_taylor_of_numbers_is_the_slope_of_the_tasks_loss(loss, function) -> Non
     net, (x,) = line(4, 6, 3), labelled().inputs
     batch = Batch((x,), x[:, :3] * 2 + 1)
     graph, group = graph_of(net, 4)
-    (found,) = score_groups(net, [group], graph, "taylor", batches=[batch], loss=Loss(loss))
+    (found,) = score_groups(
+        net, [group], graph, "taylor", ScoringSamples(batches=[batch], loss=Loss(loss))
+    )
 
     def value(module: nn.Module) -> float:
         return function(module(x), batch.target).item()
@@ -149,7 +153,7 @@ def test_taylor_of_numbers_is_the_slope_of_the_tasks_loss(loss, function) -> Non
 
 def test_taylor_takes_the_root_mean_square_over_parts() -> None:
     net, batch = line(4, 6, 3), labelled(24)
-    apart = [scores(net, "taylor", 4, batches=[part]) for part in taylor.parts([batch], 16)]
+    apart = [scores(net, "taylor", 4, batches=[part]) for part in scores_module.parts([batch], 16)]
     together = scores(net, "taylor", 4, batches=[batch])
     expected = ((16 * apart[0] ** 2 + 8 * apart[1] ** 2) / 24).sqrt()
     torch.testing.assert_close(together, expected)
@@ -199,7 +203,13 @@ def test_hessian_is_the_quadratic_form_of_a_channels_block(has_labels: bool) -> 
         expected.append(0.5 * abs(float(torch.einsum("ij,ijkl,kl", own, full, own))))
     graph, group = graph_of(net, 4)
     drawn = [
-        score_groups(net, [group], graph, "hessian", batches=[Batch(batch.inputs, target)], seed=s)
+        score_groups(
+            net,
+            [group],
+            graph,
+            "hessian",
+            ScoringSamples(batches=[Batch(batch.inputs, target)], seed=s),
+        )
         for s in range(8)
     ]
     # Two channels' signs are equal or opposite: in the mean, what they share cancels.
@@ -216,7 +226,9 @@ def test_hessian_goes_through_fused_attention() -> None:
     module = nets.Transformer().eval()
     tokens = torch.randint(0, 11, (4, 8))
     graph = trace(module, (tokens,))
-    found = score_groups(module, graph.groups, graph, "hessian", batches=[Batch((tokens,), None)])
+    found = score_groups(
+        module, graph.groups, graph, "hessian", ScoringSamples(batches=[Batch((tokens,), None)])
+    )
     assert all(bool((one > 0).all()) for one in found)
 
 

@@ -44,14 +44,14 @@ def test_the_least_harm_within_limits_is_that_of_all_choices(seed: int) -> None:
     programme, latency, size = problem(seed)
     limits = [Limit(q, sorted(map(q, every_choice(programme)))[60]) for q in (latency, size)]
     allowed = [c for c in every_choice(programme) if all(i.quantity(c) <= i.most for i in limits)]
-    harms = sorted(map(programme.total_harm, allowed))
+    harms = sorted(map(programme.total_loss_increase, allowed))
     assert 2 < len(harms) < 60
     found = programme.solve(limits, tie=0.0)
     assert found in allowed
-    assert programme.total_harm(found) == pytest.approx(harms[0], abs=1e-3)
+    assert programme.total_loss_increase(found) == pytest.approx(harms[0], abs=1e-3)
     second = programme.solve(limits, [found], tie=0.0)
     assert second in allowed and second != found
-    assert programme.total_harm(second) == pytest.approx(harms[1], abs=1e-3)
+    assert programme.total_loss_increase(second) == pytest.approx(harms[1], abs=1e-3)
 
 
 def test_limits_that_nothing_meets_have_no_answer() -> None:

@@ -1,23 +1,28 @@
-"""What cutting each group of channels to each of a few widths loses, one group at a time."""
+"""Widths of a model's channel groups: what cuts lose, and models of random widths."""
 
 from __future__ import annotations
 
+import math
+import random
 import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from compress.artifacts.recipe import KeepIndices
 from compress.common.errors import StageFailed
 from compress.common.forward import copy_module
 from compress.pruning.allocation.ranking import rank
-from compress.pruning.allocation.ratios import Limits
+from compress.pruning.channel_settings import ChannelSelection
 from compress.pruning.dependency.channel_groups import SlicePlan
-from compress.pruning.recovery.recovery import recover_
+from compress.pruning.importance.scores import ScoringSamples
+from compress.pruning.recovery.recovery import recover_, usual_calibration
 from compress.pruning.verification.masked_equivalence import sliced_copy
 from compress.pruning.verification.module_rewrites import rewrite_
-from compress.pruning.verification.verification_inputs import other_sizes, real_inputs
+from compress.pruning.verification.verification_inputs import VerificationInputs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from torch import nn
 
@@ -25,16 +30,18 @@ if TYPE_CHECKING:
     from compress.core.context import Context
     from compress.core.progress import Progress
     from compress.data.batch import Batch
-    from compress.pruning.allocation.ranking import OnUnverified, Ranking
-    from compress.pruning.channel_settings import Criterion
+    from compress.pruning.allocation.ranking import Ranking
     from compress.pruning.dependency.channel_groups import GroupSlice
 
-    Harms = dict[str, dict[int, float]]
+    LossIncreases = dict[str, dict[int, float]]
+
 
 LARGEST_CUT = 0.8
 """Largest fraction of a group's channels that is removed."""
 REFITTED_ON = 128
 """Calibration samples on which layers are refitted; the models that are kept get all of them."""
+MOST_DRAWS = 10
+"""Draws of a group's random width, so that it differs from those of the variants before."""
 
 
 @dataclass(frozen=True)
@@ -54,20 +61,14 @@ class WidthSpace:
     """Group → its smallest width as a slice that was verified."""
 
     @classmethod
-    def of_model(
+    def from_model(
         cls,
         model: EagerModel,
         context: Context,
-        *,
+        selection: ChannelSelection,
         values: int,
-        round_to: int = 16,
-        min_channels: int = 1,
-        importance: Criterion = "obs",
-        include: Sequence[str] = (),
-        exclude: Sequence[str] = (),
-        across_norms: bool = False,
-        on_unverified: OnUnverified = "pin",
         batches: Sequence[Batch] | None = None,
+        *,
         refit: bool = True,
     ) -> WidthSpace:
         """Rank a model's channels, and lay a grid of widths; the model is not changed.
@@ -75,14 +76,8 @@ class WidthSpace:
         Args:
             model: the model.
             context: data, device and seed.
+            selection: which channels may be removed, which first, and in which multiples.
             values: widths of each group at most, the whole one and the largest cut among them.
-            round_to: see `prune_channels`, as for the others.
-            min_channels: channels of a group that stay in any case.
-            importance: which channels are removed first.
-            include: patterns of modules whose channels alone are removed.
-            exclude: patterns of modules whose channels stay.
-            across_norms: whether channels over which normalisations take statistics are removed.
-            on_unverified: whether channels whose removal cannot be verified stay, or are an error.
             batches: samples to rank by and to refit on, none for neither; by default drawn.
             refit: whether layers that lost inputs are refitted.
 
@@ -91,28 +86,15 @@ class WidthSpace:
             StageFailed: the model cannot be traced, or there are no samples to rank by.
         """
         if batches is None:
-            data = context.need_data("compress auto")
-            split: Any = data.split(data.calibration_split)
-            batches = list(data.calibration(min(REFITTED_ON, len(split)), context.seed))
-        module, inputs = model.load(), model.signature.example(seed=context.seed)
-        real, others = real_inputs(model.signature, context), other_sizes(model.signature, 0)
-        rewrite_(module, inputs, real, others, across_norms=across_norms)
-        ranking = rank(
-            module,
-            inputs,
-            importance,
-            others=others,
-            real=real,
-            include=include,
-            exclude=exclude,
-            across_norms=across_norms,
-            batches=batches,
-            device=context.device,
-            seed=context.seed,
-            loss=context.loss.for_model(model.signature).infer_targets(context.data),
-        )
-        limits = Limits(round_to=round_to, min_channels=min_channels)
-        smallest = ranking.verify(ranking.allocate(LARGEST_CUT, limits), on_unverified)
+            batches = usual_calibration(context, "compress auto", REFITTED_ON)
+        module = model.load()
+        inputs = VerificationInputs.from_signature(model.signature, context, selection)
+        rewrite_(module, inputs)
+        scoring = ScoringSamples.from_context(context, model.signature, batches)
+        ranking = rank(module, inputs, selection, scoring)
+        # Whatever the scope: widths are chosen here, not by comparing groups.
+        limits = ChannelSelection(round_to=selection.round_to, min_channels=selection.min_channels)
+        smallest = ranking.verify(ranking.allocate(LARGEST_CUT, limits), selection.on_unverified)
         slices = {one.group.name: one for one in smallest.groups}
         grid: dict[str, set[int]] = {}
         for step in range(values):
@@ -177,15 +159,15 @@ class WidthSpace:
         return module
 
 
-def measure_harms(
+def measure_loss_increases(
     space: WidthSpace,
     progress: Progress,
     judge: Callable[[nn.Module], float],
-    known: dict[str, float],
-    save: Callable[[], Any],
-    deadline: float,
+    known: dict[str, float] | None = None,
+    save: Callable[[], Any] = lambda: None,
+    deadline: float = math.inf,
     assumed: Mapping[str, Mapping[int, float]] | None = None,
-) -> Harms:
+) -> LossIncreases:
     """Measure what cutting each group alone loses, the smallest widths first.
 
     Args:
@@ -201,6 +183,7 @@ def measure_harms(
     Returns:
         Group → width → what it loses; nothing at the whole width.
     """
+    known = {} if known is None else known
     # The smallest width of each group, then the next ones; the whole width costs nothing.
     order = [
         (group, widths[-step])
@@ -209,7 +192,7 @@ def measure_harms(
         if step < len(widths)
     ]
     for done, (group, width) in enumerate(order):
-        progress("harms", done, len(order), f"{group} at {width}")
+        progress("sensitivity", done, len(order), f"{group} at {width}")
         key = f"{group}:{width}"
         if key in known:
             continue
@@ -219,20 +202,21 @@ def measure_harms(
         save()
     return {
         group: {
-            width: _harm(known, group, width, widths, (assumed or {}).get(group, {}))
+            width: _loss_increase(known, group, width, widths, (assumed or {}).get(group, {}))
             for width in widths
         }
         for group, widths in space.grid.items()
     }
 
 
-def _harm(
+def _loss_increase(
     known: Mapping[str, float],
     group: str,
     width: int,
     widths: Sequence[int],
     assumed: Mapping[int, float],
 ) -> float:
+    """Return what a width loses, as measured, or in proportion to the square of what it lacks."""
     if width == widths[0]:
         return 0.0
     measured = [w for w in widths if w <= width and f"{group}:{w}" in known]
@@ -241,3 +225,64 @@ def _harm(
     nearest = max(measured)
     share = (widths[0] - width) / (widths[0] - nearest)
     return known[f"{group}:{nearest}"] * share**2
+
+
+class WidthVariants:
+    """The groups of coupled channels of a model that can be cut, and models of other widths."""
+
+    def __init__(
+        self, model: EagerModel, selection: ChannelSelection | None = None, seed: int = 0
+    ) -> None:
+        """Trace the model, and find the groups whose cut is verified."""
+        module, self._model, self._seed = model.load(), model, seed
+        selection = selection or ChannelSelection()
+        example = model.signature.example(seed=seed)
+        inputs = VerificationInputs(example, across_norms=selection.across_norms)
+        self._rewrites = rewrite_(module, inputs)
+        unranked = selection.model_copy(update={"importance": "random"})
+        ranking = rank(module, inputs, unranked, ScoringSamples(seed=seed))
+        smallest = ranking.verify(ranking.allocate(LARGEST_CUT, ChannelSelection(round_to=1)))
+        groups = {one.group.name for one in ranking.ranked}
+        stay = groups - {one.group.name for one in smallest.groups}
+        self._ranking = ranking.without(stay, smallest.pinned)
+        self.whole = {one.group.name: len(one.scores) for one in self._ranking.ranked}
+        """The model's own widths: group → its channels."""
+
+    @property
+    def is_rewritten(self) -> bool:
+        """Whether variants have other modules than the model, as pruning needs them."""
+        return bool(self._rewrites)
+
+    def draw(self, count: int, round_to: int = 1) -> list[dict[str, int]]:
+        """Draw widths at random; those of a group differ from each other as far as they can."""
+        generator, limits = random.Random(self._seed), ChannelSelection(round_to=round_to)
+        used: dict[str, set[int]] = {group: set() for group in self.whole}
+        drawn = []
+        for _ in range(count):
+            widths = {}
+            for i, (group, before) in enumerate(used.items()):
+                for _ in range(MOST_DRAWS):
+                    ratio = generator.uniform(0, LARGEST_CUT)
+                    widths[group] = self._ranking.allocate(ratio, limits)[i]
+                    if widths[group] not in before:
+                        break
+                before.add(widths[group])
+            drawn.append(widths)
+        return drawn
+
+    def build(self, widths: Mapping[str, int], folder: Path) -> tuple[dict[str, int], EagerModel]:
+        """Cut the model; return the widths that are left, and the artifact in `folder`."""
+        ranking = self._ranking
+        plan = ranking.verify([widths[one.group.name] for one in ranking.ranked])
+        cut = {one.group.name: len(one.group.channels) - len(one.removed) for one in plan.groups}
+        sliced = sliced_copy(ranking.module, plan.kept, plan.attributes)
+        edit = KeepIndices(kept=plan.kept, attributes=dict(plan.attributes))
+        edits = [*self._rewrites, edit]
+        return self.whole | cut, self._model.derive(folder, sliced, edits=edits)
+
+    def build_some(
+        self, count: int, folder: Path, round_to: int = 1
+    ) -> Iterator[tuple[dict[str, int], EagerModel]]:
+        """Yield models of random widths, each after it is asked for, in folders of `folder`."""
+        for number, widths in enumerate(self.draw(count, round_to)):
+            yield self.build(widths, folder / f"variant{number}")

@@ -19,11 +19,11 @@ from compress.core.progress import silent
 from compress.data.splits import Splits
 from compress.profiling.benchmark import MeasuredShare
 from compress.profiling.interaction_sum import InteractionSum
-from compress.pruning import latency_target
 from compress.pruning.channel_pruner import ChannelPruner, parameters_of
-from compress.pruning.channel_settings import Target
+from compress.pruning.channel_settings import ChannelSelection, Target
 from compress.pruning.depth.output_error import OutputErrorMeter
-from compress.pruning.latency.widths import WidthSpace, measure_harms
+from compress.pruning.latency import latency_target
+from compress.pruning.latency.widths import WidthSpace, measure_loss_increases
 from compress.pruning.prune_channels import PruneChannels
 
 NET = """
@@ -101,9 +101,9 @@ def widths_of(pruned: EagerModel) -> dict[str, int]:
 
 def least_harm(model: EagerModel, context: Context, most: float) -> dict[str, int]:
     """Try all widths of the grid."""
-    space = WidthSpace.of_model(model, context, values=5, round_to=8, importance="l2")
+    space = WidthSpace.from_model(model, context, ChannelSelection(round_to=8), values=5)
     meter = OutputErrorMeter(model.load(), model.signature, context, "outputs")
-    harms = measure_harms(
+    harms = measure_loss_increases(
         space, silent, lambda m: meter.measure(m).distance ** 2, {}, lambda: None, float("inf")
     )
     allowed = (
@@ -174,7 +174,7 @@ def test_candidates_are_measured_in_pytorch_where_nothing_can_be_predicted(
 
     class Unknown(KnownLatency):
         @contextmanager
-        def tables(self, *_):
+        def tables(self, **_):
             raise StageFailed("it has other operators")
             yield
 
@@ -195,6 +195,6 @@ def test_cutting_all_groups_alike_is_taken_where_it_loses_less(
         free = dict.fromkeys(space.grid["0"], 0.0)
         return {"0": free, "3": dear}
 
-    monkeypatch.setattr(latency_target, "measure_harms", misleading)
+    monkeypatch.setattr(latency_target, "measure_loss_increases", misleading)
     context = Context(root=tmp_path / "slim", data=blobs, served_latency=KnownLatency())
     assert widths_of(prune(model, context, 0.4)) == {"0": 16, "3": 32}

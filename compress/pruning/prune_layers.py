@@ -28,6 +28,13 @@ log = logging.getLogger(__name__)
 class PruneLayers(PruningStage):
     """Remove whole blocks, such as transformer layers or residual blocks, by measured output error.
 
+    Use it for deep models whose blocks do nearly the same, or where latency is that of layers in
+    sequence rather than of their width.
+
+        - stage: prune_layers
+          remove: 2
+          refit: true
+
     Unless `blocks` names them, each removal is tried on the model itself, and the block with the
     least error is removed; then the next one is searched among the others. A block whose output has
     another shape than its input stays, and the artifact's facts say why.
@@ -154,11 +161,7 @@ class PruneLayers(PruningStage):
         }
 
     def _count(self, blocks: list[Block], free: int) -> int:
-        """Return how many blocks are to be removed.
-
-        Raises:
-            StageFailed: that is none.
-        """
+        """Return how many blocks are to be removed."""
         if not blocks:
             raise StageFailed(
                 f"{self.title}: the model has no repeated blocks: no list or sequence holds two "

@@ -14,10 +14,17 @@ if TYPE_CHECKING:
 class PruneChannels(ChannelSettings):
     """Remove whole channels, heads and neurons, so that the model is really smaller and faster.
 
+    Use it where the model has to be faster on any hardware: what is left is an ordinary model.
+
+        - stage: prune_channels
+          target: {latency: 0.5}
+          importance: obs
+          finetune: {epochs: 3}
+
     Which channels are coupled follows from the exported graph; no layer has to be annotated. Every
     sliced model is compared with its masked twin: the unsliced model with the same channels set to
-    zero; with `across_norms`, its normalisations leave these out. Channels whose removal cannot be
-    verified stay, and the artifact's facts say why.
+    zero, and left out of the statistics of normalisations where these may lose channels. Channels
+    whose removal cannot be verified stay, and the artifact's facts say why.
     """
 
     stage: Literal["prune_channels"] = "prune_channels"

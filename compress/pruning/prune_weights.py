@@ -34,6 +34,10 @@ UNSTRUCTURED = "unstructured"
 class PruneWeights(PruningStage):
     """Set single weights to zero, for a smaller compressed file or for sparse kernels of a GPU.
 
+        - stage: prune_weights
+          method: sparsegpt
+          pattern: "2:4"
+
     Zeros alone make no dense kernel faster; to compute less, use `prune_channels` or
     `prune_layers`. The artifact's facts contain the measured size of the compressed weights.
     """
@@ -93,33 +97,26 @@ class PruneWeights(PruningStage):
     def _method_fits_scope_and_schedule(self) -> Self:
         if self.scope == "global" and self.calibrates:
             raise ValueError(f"method: {self.method} ranks within layers; leave out scope: global")
-        if self.schedule != "one_shot" and self.method != "l1":
+        if self.schedule == "one_shot":
+            return self
+        if self.method != "l1":
             raise ValueError(
                 f"schedule: {self.schedule} takes the smallest weights while they are trained; use "
                 f"method: l1, or schedule: one_shot for {self.method}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _batch_norm_fits_schedule(self) -> Self:
-        if self.batch_norm == "reestimate" and self.schedule != "one_shot":
+        if self.batch_norm == "reestimate":
             raise ValueError(
                 f"batch_norm: reestimate is for zeros that are set before finetune, and schedule: "
                 f"{self.schedule} sets them in it, which re-estimates them too; leave it out"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _finetune_fits_schedule(self) -> Self:
-        if self.schedule != "one_shot":
-            if self.finetune is None:
-                raise ValueError("schedule is for fine-tuning; add finetune, or leave it out")
-            for name in ("ema_decay", "early_stopping"):
-                if getattr(self.finetune, name) is not None:
-                    raise ValueError(
-                        f"finetune.{name} does not go with schedule: {self.schedule}, whose first "
-                        "epochs lack zeros; leave it out, or use schedule: one_shot"
-                    )
+        if self.finetune is None:
+            raise ValueError("schedule is for fine-tuning; add finetune, or leave it out")
+        for name in ("ema_decay", "early_stopping"):
+            if getattr(self.finetune, name) is not None:
+                raise ValueError(
+                    f"finetune.{name} does not go with schedule: {self.schedule}, whose first "
+                    "epochs lack zeros; leave it out, or use schedule: one_shot"
+                )
         return self
 
     @model_validator(mode="after")
