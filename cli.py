@@ -202,7 +202,7 @@ def run(
         pipeline = Pipeline.from_yaml(file)  # refused before torch is imported
         with fast_imports():
             from pipelines.config.run_options import RunOptions
-            from pipelines.explain.repaired_on_refusal import repaired_on_refusal
+            from pipelines.explain.command import repaired_on_refusal
             from pipelines.runner.run import forked_measurement_process, preview_run
             from pipelines.terminal.progress_bars import show_progress
         directory = out or pipeline.default_out

@@ -34,15 +34,15 @@ from explainer.faults import Fault, faults_of, inject  # noqa: E402
 from explainer.pipeline_file import write_pipeline  # noqa: E402
 
 from compress.common.errors import GateRefused  # noqa: E402
-from compress.core.diagnosis.guilty_layers import most_judgings  # noqa: E402
+from compress.core.diagnosis.layer_diagnosis import max_evaluations  # noqa: E402
 from compress.core.progress import silent  # noqa: E402
 from compress.profiling import benchmark, peak_memory, quantiles  # noqa: E402
 from pipelines import Pipeline  # noqa: E402
 from pipelines.config.run_options import RunOptions  # noqa: E402
+from pipelines.explain.causes import Explained  # noqa: E402
 from pipelines.explain.explain import explain_run  # noqa: E402
 from pipelines.explain.finished_run import FinishedRun  # noqa: E402
 from pipelines.explain.repair import repair_run  # noqa: E402
-from pipelines.explain.tested_causes import Explained  # noqa: E402
 from pipelines.results import measurements  # noqa: E402
 
 POINTS = 1.0
@@ -177,7 +177,7 @@ def explain(
     outcome.stage, outcome.judgings = found.culprit, found.judgings
     outcome.layers = tuple(guilty.layer for guilty in found.guilty)
     outcome.causes = tuple(cause.cause for cause in found.causes)
-    outcome.most_judgings = most_judgings(found.layers)
+    outcome.most_judgings = max_evaluations(found.layers)
     return share
 
 

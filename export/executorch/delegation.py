@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from export.common.macs import count_macs, operator_of
-from export.parity.subgraph import module_of
+from export.parity.bisect import module_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -174,7 +174,7 @@ def _reexport(
 ) -> Tensors:
     """Export a part of the graph and return its outputs."""
     from compress.common.forward import torch_predictor
-    from export.parity.subgraph import prefix
+    from export.parity.bisect import prefix
     from export.torchscript.file_io import ScriptMethod, load, save, to_torchscript
     from export.torchscript.lowering import script
 

@@ -9,18 +9,26 @@ from typing import TYPE_CHECKING, Any
 
 from compress.common.atomic_files import temporary_folder
 from compress.core.diagnosis.cause import ACCURACY_GATES, RefusedStage, Repair
-from compress.core.diagnosis.guilty_layers import LEAST_RECOVERED
+from compress.core.diagnosis.layer_diagnosis import LEAST_RECOVERED
+from compress.core.diagnosis.rerun import RerunStage
+from compress.training.diagnosis.history import recorded_losses
+from pipelines.explain.causes import (
+    NO_CAUSE,
+    Explained,
+    causes,
+    causes_of,
+    cheapest_first,
+    check_causes,
+    diagnose,
+    log_causes,
+)
 from pipelines.explain.costs import explain_cost
-from pipelines.explain.diagnoses import diagnose, rerun_of, trained_stages
-from pipelines.explain.registry import BUILT_IN, causes_of
-from pipelines.explain.tested_causes import Explained, check_cause
 from pipelines.results.explanation import Explanation, GuiltyLayer, LayerSet
 from pipelines.system.jsonl_log import log_event
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from compress.core.diagnosis.cause import Cause
     from compress.core.diagnosis.layer_diagnosis import LayerDiagnosis
     from pipelines.explain.finished_run import FinishedRun, JudgedStage
     from pipelines.results.explanation import FoundCause, StageShare
@@ -50,7 +58,7 @@ def explain_verdict(run: FinishedRun, judged: JudgedStage, deadline: float) -> E
     repairs: list[Repair] = []
     changes: dict[str, Any] = {"notice": "nothing is lost between these stages"}
     # What was to recover the loss comes before what has lost it, which was known to lose.
-    trained = trained_stages(run, judged, split)
+    trained = _trained_stages(run, judged, split)
     for name in trained:
         refused = _refused(run, judged, split, name, deadline)
         found, found_repairs = _explain_causes(refused, judged.verdict.gate)
@@ -64,7 +72,7 @@ def explain_verdict(run: FinishedRun, judged: JudgedStage, deadline: float) -> E
             refused = _refused(run, judged, split, culprit, deadline)
             changes, repairs = _explain_stage(refused, judged.verdict.gate, deadline)
         elif trained:
-            culprit, changes = trained[0], {"notice": "no test of a cause is above its threshold"}
+            culprit, changes = trained[0], {"notice": NO_CAUSE}
     explanation = Explanation(
         stage=judged.report.name,
         verdict=judged.verdict,
@@ -93,12 +101,12 @@ def _explain_stage(
         if lost <= 0 or lost < measured.resolution:
             found |= {
                 "points": round(lost, 6),
-                "samples": measured.samples,
+                "samples": measured.halves[0].samples,
                 "layers": len(measured.search.ranking),
-                "judgings": measured.judgings,
+                "judgings": measured.evaluations,
                 "notice": "so little is lost on these samples that it may be chance",
             }
-            return found, _repairs(refused, gate, ())
+            return found, _repairs(refused, gate, [])
         guilty, layers = _guilty_layers(measured)
         found |= guilty
         refused = replace(refused, layers=layers)
@@ -107,7 +115,7 @@ def _explain_stage(
     if measured is None:
         found["notice"] = found["notice"] or f"layers of {refused.stage.stage} cannot be put back"
     else:
-        found["judgings"] = measured.judgings
+        found["judgings"] = measured.evaluations
         found["notice"] = found["notice"] or measured.notice
     return found, repairs
 
@@ -125,35 +133,44 @@ def _refused(
     planned = run.state.plan.stage(name)
     context = run.context(name, judged, temporary_folder() / "explain")
     before, after = run.state.artifacts[planned.input], run.state.artifacts[name]
-    rerun = rerun_of(run, name, context, points[name] - allowed, deadline)
+    seconds = next((s.seconds for s in run.report.stages if s.name == name), 0.0)
+    rerun = RerunStage(
+        planned.stage, before, after, context, points[name] - allowed, seconds, deadline
+    )
     return RefusedStage(planned.stage, before, after, context, (), None, allowed, rerun)
 
 
-def _tested_causes(refused: RefusedStage[Any], gate: str) -> list[tuple[Cause[Any], FoundCause]]:
-    """Return the causes above their thresholds, the likeliest first."""
-    kind = refused.stage.stage
-    tested = [(cause, check_cause(cause, refused)) for cause in causes_of(kind, gate)]
-    causes = [(cause, result) for cause, result in tested if result is not None]
-    # Equal ones in their own order: a twentieth of the loss is some samples.
-    causes.sort(key=lambda pair: -round(20 * (pair[1].returned or 0.0)))
-    known = [pair for pair in causes if pair[1].returned is not None]
-    # What packages add is named in any case: they may not be able to compute what returns.
-    added = [p for p in causes if p not in known and type(p[0]) not in BUILT_IN]
-    named = [*known, *added] if known else causes
-    for cause, result in named:
-        log_event("cause_found", f"{kind}: {result.text}", stage=kind, cause=cause.key)
-    return named
+def _trained_stages(
+    run: FinishedRun, judged: JudgedStage, split: tuple[StageShare, ...]
+) -> list[str]:
+    """Return the stages that should have brought more of the metric, the last one first.
+
+    Those that train after the stage that loses most: they were to recover what it loses. Where no
+    stage loses, a gate asks for more than training has brought.
+    """
+    worst = max(split, key=lambda share: share.points, default=None)
+    names = [share.stage for share in split]
+    if worst is not None and worst.points > 0:
+        names = names[names.index(worst.stage) + 1 :]
+    elif judged.verdict.gate != "min_metric":
+        return []
+    artifacts = run.state.artifacts
+    return [n for n in reversed(names) if n in artifacts and recorded_losses(artifacts[n])]
 
 
 def _explain_causes(refused: RefusedStage[Any], gate: str) -> tuple[dict[str, Any], list[Repair]]:
     """Test the causes of a gate's refusal; return what an explanation has of them, and repairs."""
-    causes = _tested_causes(refused, gate)
-    repairs = _repairs(refused, gate, causes)
-    notice = "" if causes else "no test of a cause is above its threshold"
+    found = check_causes(refused, gate)
+    known = [pair for pair in found if pair[1].returned is not None]
+    # What packages add is named in any case: they may not be able to compute what returns.
+    added = [pair for pair in found if pair not in known and causes()[pair[0].key][1]]
+    named = [*known, *added] if known else found
+    log_causes(named, refused.stage.stage)
+    repairs = _repairs(refused, gate, [result for _, result in named])
     return {
-        "causes": tuple(result for _, result in causes),
+        "causes": tuple(result for _, result in named),
         "repairs": tuple(dict(repair.settings) for repair in repairs),
-        "notice": notice,
+        "notice": "" if named else NO_CAUSE,
     }, repairs
 
 
@@ -163,15 +180,15 @@ def _guilty_layers(measured: LayerDiagnosis) -> tuple[dict[str, Any], tuple[str,
     spread = measured.spread = not layers
     layers = layers or search.widest()
     known = search.known_alone()
-    for judged in search.judged:
-        put_back = f"{len(judged.layers)} {measured.parts} {measured.put_back}"
-        log_event("patched", f"{put_back} return {judged.recovered:.0%}")
+    for tried in search.tried:
+        put_back = f"{len(tried.layers)} {measured.parts} {measured.put_back}"
+        log_event("patched", f"{put_back} return {tried.recovered:.0%}")
     return {
         "points": round(search.lost, 6) if math.isfinite(search.lost) else None,
-        "samples": measured.samples,
+        "samples": measured.halves[0].samples,
         "layers": len(search.ranking),
         "sets": tuple(
-            LayerSet(layers=j.layers, recovered=round(j.recovered, 4)) for j in search.judged
+            LayerSet(layers=t.layers, recovered=round(t.recovered, 4)) for t in search.tried
         ),
         "guilty": tuple(
             GuiltyLayer(
@@ -187,24 +204,17 @@ def _guilty_layers(measured: LayerDiagnosis) -> tuple[dict[str, Any], tuple[str,
     }, layers
 
 
-def _repairs(
-    refused: RefusedStage[Any], gate: str, causes: Sequence[tuple[Cause[Any], FoundCause]]
-) -> list[Repair]:
+def _repairs(refused: RefusedStage[Any], gate: str, found: Sequence[FoundCause]) -> list[Repair]:
     """Return what the causes name, cheapest first, and of equal cost by the likeliest cause.
 
     What the other causes of the stage name follows: a test may miss, and each repair is judged.
     """
-    likely: dict[str, Repair] = {}
-    for cause, result in causes:
-        layers = [layer for layer in result.layers if layer] or refused.layers
-        for repair in cause.repairs(refused, layers):
-            likely.setdefault(str(sorted(repair.settings.items())), repair)
-    others: dict[str, Repair] = {}
-    for cause in causes_of(refused.stage.stage, gate) if refused.measured is not None else ():
-        for repair in cause.repairs(refused, refused.layers):
-            others.setdefault(str(sorted(repair.settings.items())), repair)
-    rest = [repair for key, repair in others.items() if key not in likely]
-    return [
-        *sorted(likely.values(), key=lambda repair: repair.cost),
-        *sorted(rest, key=lambda repair: repair.cost),
-    ]
+    likely = cheapest_first(
+        [(causes()[f.cause][0], [n for n in f.layers if n] or refused.layers) for f in found],
+        refused,
+    )
+    if refused.measured is None:
+        return [*likely.values()]
+    every = [(cause, refused.layers) for cause in causes_of(refused.stage.stage, gate)]
+    others = cheapest_first(every, refused)
+    return [*likely.values(), *(others[key] for key in others if key not in likely)]

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from compress.core.diagnosis.cause import Repair
+    from pipelines.explain.causes import Explained
     from pipelines.explain.finished_run import FinishedRun
-    from pipelines.explain.tested_causes import Explained
     from pipelines.results.explanation import Explanation
 
 Edits = dict[str, dict[str, Any]]

@@ -8,9 +8,13 @@ import torch
 from compress.artifacts.eager_model import EagerModel
 from compress.core.context import Context
 from compress.quantization.stages.static import QuantizeStatic
-from export.diagnosis.graph_parts import ProfiledGraph, without
-from export.diagnosis.layer_names import fitting_names, plain_export
-from export.diagnosis.profile import Profile
+from export.diagnosis.profile import (
+    Profile,
+    ProfiledGraph,
+    fitting_names,
+    plain_export,
+    without,
+)
 from export.onnx.proto_io import write
 from export.onnx.session import session_predictor
 from export.onnx.stage import ExportOnnx

@@ -18,8 +18,7 @@ from compress.data.splits import Splits
 from export.aotinductor.stage import ExportAot
 from export.onnx.lowering import TRANSLATIONS
 from export.onnx.stage import ExportOnnx
-from export.parity.bisect import LayerSearch
-from export.parity.subgraph import values_before
+from export.parity.bisect import LayerSearch, values_before
 from export.torchscript.stage import ExportTorchScript
 from tests.export.builders import network_of
 

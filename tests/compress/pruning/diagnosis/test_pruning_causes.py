@@ -17,9 +17,8 @@ from compress.core.metrics import Metric
 from compress.data.batch import Batch
 from compress.data.splits import Splits
 from compress.pruning.channels_stage import PruneChannels
-from compress.pruning.diagnosis.causes import PRUNING_CAUSES
-from compress.pruning.diagnosis.channels import CutChannels
-from compress.pruning.diagnosis.weights import ZeroedWeights
+from compress.pruning.diagnosis.causes import CAUSES
+from compress.pruning.diagnosis.diagnosis import CutChannels, ZeroedWeights
 from compress.pruning.recovery.recovery import reestimate_batch_norms_
 from compress.pruning.unstructured_stage import PruneWeights
 from tests.compress.pruning.diagnosis.digit_nets import data, net
@@ -49,8 +48,8 @@ def diagnosed(module: nn.Module, folder: Path, stage: Any, calibration: float = 
     model = EagerModel.create(folder / "model", recipe, state, IMAGES, folder=HERE)
     context = Context(folder / "made", Splits(data(calibration), 64), metric=Metric("accuracy"))
     after = stage.run(model, context)
-    create = CutChannels.create if isinstance(stage, PruneChannels) else ZeroedWeights.create
-    measured = create(stage, model, after, context, 1.0)
+    kind = CutChannels if isinstance(stage, PruneChannels) else ZeroedWeights
+    measured = kind(stage, model, after, context, 1.0)
     lost = context.score(model) - context.score(after)
     assert lost > 0.05, "the fault costs something"
     guilty = measured.search.guilty()
@@ -58,12 +57,12 @@ def diagnosed(module: nn.Module, folder: Path, stage: Any, calibration: float = 
     parts = guilty or measured.search.widest()
     refused = RefusedStage(stage, model, after, context, parts, measured, 1.0)
     found = {}
-    for cause in (kind() for kind in PRUNING_CAUSES if stage.stage in kind.stages):
+    for cause in (cause for cause in CAUSES if stage.stage in cause.stages):
         values = [cause.measure(refused, part) for part in (*parts, "")]
         if any(value is not None and value > cause.limit for value in values):
-            returned = cause.returned(refused, parts)
-            found |= {cause: returned} if returned is not None and returned >= 0.1 else {}
-    ranked = sorted(found, key=lambda cause: -found[cause])
+            returned = cause.recovered_share(refused, parts)
+            found |= {cause.key: (cause, returned)} if returned and returned >= 0.1 else {}
+    ranked = [cause for cause, _ in sorted(found.values(), key=lambda pair: -pair[1])]
     return refused, ranked
 
 
