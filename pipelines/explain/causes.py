@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import entry_points
@@ -15,7 +16,6 @@ from pipelines.results.explanation import FoundCause
 from pipelines.system.jsonl_log import log_event
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from importlib.metadata import EntryPoint
 
     from compress.artifacts.artifact import Artifact
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 LEAST_RETURNED = 0.1
 """Share of the loss that must return without a cause; with less, the cause is not named."""
 NO_CAUSE = "no test of a cause is above its threshold"
+
+Found = tuple[dict[str, Any], Sequence[Repair]]
+"""What an explanation has besides the verdict, and the repairs that its causes name."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ def _is_added(entry: EntryPoint) -> bool:
 
 
 @cache
-def causes() -> dict[str, tuple[Cause, bool]]:
+def announced_causes() -> dict[str, tuple[Cause, bool]]:
     """Return key → cause, and whether another package adds it; this toolkit's come first.
 
     Raises:
@@ -72,7 +75,9 @@ def causes() -> dict[str, tuple[Cause, bool]]:
 def causes_of(stage: str, gate: str) -> list[Cause]:
     """Return the causes that are tested on a kind of stage where a gate refused."""
     return [
-        cause for cause, _ in causes().values() if stage in cause.stages and gate in cause.gates
+        cause
+        for cause, _ in announced_causes().values()
+        if stage in cause.stages and gate in cause.gates
     ]
 
 
@@ -90,10 +95,8 @@ def diagnose(
     """
     for entry in _announced(layer_diagnosis.ENTRY_POINT_GROUP):
         if entry.name == stage.stage:
-            found: LayerDiagnosis = load_entry_point(entry, "diagnosis")(
-                stage, before, after, context, allowed
-            )
-            return found
+            kind: type[LayerDiagnosis] = load_entry_point(entry, "diagnosis")
+            return kind(stage, before, after, context, allowed)
     return None
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
@@ -16,7 +15,6 @@ from compress.core.diagnosis.cause import (
     PARITY_GATES,
     SPEED_GATES,
     RefusedStage,
-    Repair,
 )
 from compress.core.gate_kinds.baselines import baseline_for, baseline_name, nearest_float_model
 from compress.profiling.benchmark import unmeasurable
@@ -34,14 +32,13 @@ from export.diagnosis.profile import as_onnx
 from export.onnx.stage import ExportOnnx
 from pipelines.explain.causes import (
     NO_CAUSE,
-    Explained,
     cheapest_first,
     check_cause,
     check_causes,
     likelihood,
     log_causes,
 )
-from pipelines.results.explanation import FLOAT_MACS, Explanation, ModuleCost
+from pipelines.results.explanation import FLOAT_MACS, ModuleCost
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -53,11 +50,9 @@ if TYPE_CHECKING:
     from compress.core.diagnosis.cause import Cause
     from compress.profiling.benchmark import Comparison
     from export.diagnosis.costs import FileDiagnosis, Unit
+    from pipelines.explain.causes import Found
     from pipelines.explain.finished_run import FinishedRun, JudgedStage
     from pipelines.results.explanation import FoundCause
-
-    Found = tuple[dict[str, Any], tuple[Repair, ...]]
-    """What an explanation has besides the verdict, and the repairs."""
 
 MIB = 2**20
 LONGER_SECONDS = 3.0
@@ -148,9 +143,7 @@ class RefusedBranch:
         stage = self.stage(name)
         return RefusedStage(stage, before, after, self.context, tuple(layers), measured, 0.0)
 
-    def check_causes(
-        self, measured: Any, layers: Sequence[str]
-    ) -> tuple[dict[str, Any], tuple[Repair, ...]]:
+    def check_causes(self, measured: Any, layers: Sequence[str]) -> Found:
         """Test the causes of all stages; the one whose cause returns most is the culprit."""
         found: list[tuple[RefusedStage[Any], Cause, FoundCause]] = []
         for name in self.names:
@@ -171,36 +164,24 @@ class RefusedBranch:
         }, repairs
 
 
-def explain_cost(run: FinishedRun, judged: JudgedStage) -> Explained:
+def explain_cost(run: FinishedRun, judged: JudgedStage) -> Found:
     """Explain a verdict on what a file costs, or on its outputs.
 
     Raises:
         ArtifactInvalid: the run's artifacts are not in the store any more.
     """
-    began = time.monotonic()
-    branch = RefusedBranch.of_verdict(run, judged)
-    explanation = Explanation(
-        stage=judged.report.name,
-        verdict=judged.verdict,
-        artifact=judged.digest,
-        metric=run.state.plan.metric.name,
-        split=(),
-        culprit=None,
-    )
-    repairs: tuple[Repair, ...] = ()
+    branch, gate = RefusedBranch.of_verdict(run, judged), judged.verdict.gate
+    explain = _explain_size
+    if gate in SPEED_GATES:
+        explain = _explain_speed
+    elif gate in PARITY_GATES:
+        explain = _explain_parity
+    elif gate in MACS_GATES:
+        explain = _explain_macs
     try:
-        if judged.verdict.gate in SPEED_GATES:
-            changes, repairs = _explain_speed(branch)
-        elif judged.verdict.gate in PARITY_GATES:
-            changes, repairs = _explain_parity(branch)
-        elif judged.verdict.gate in MACS_GATES:
-            changes, repairs = _explain_macs(branch)
-        else:
-            changes, repairs = _explain_size(branch)
+        return explain(branch)
     except CompressError as error:
-        changes = {"notice": str(error)}
-    changes["seconds"] = round(time.monotonic() - began, 2)
-    return Explained(judged, explanation.model_copy(update=changes), repairs)
+        return {"notice": str(error)}, ()
 
 
 def _explain_speed(branch: RefusedBranch) -> Found:

@@ -15,7 +15,7 @@ from compress.training.diagnosis.history import recorded_losses
 from pipelines.explain.causes import (
     NO_CAUSE,
     Explained,
-    causes,
+    announced_causes,
     causes_of,
     cheapest_first,
     check_causes,
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from compress.core.diagnosis.layer_diagnosis import LayerDiagnosis
+    from pipelines.explain.causes import Found
     from pipelines.explain.finished_run import FinishedRun, JudgedStage
     from pipelines.results.explanation import FoundCause, StageShare
 
@@ -49,45 +50,47 @@ def explain_run(
 
 def explain_verdict(run: FinishedRun, judged: JudgedStage, deadline: float) -> Explained:
     """Explain one verdict of a run; see :func:`explain_run`."""
-    if judged.verdict.gate not in ACCURACY_GATES:
-        return explain_cost(run, judged)
     began = time.monotonic()
-    split = run.split(judged)
-    worst = max(split, key=lambda share: share.points, default=None)
-    culprit = worst.stage if worst and worst.points > 0 else None
-    repairs: list[Repair] = []
-    changes: dict[str, Any] = {"notice": "nothing is lost between these stages"}
-    # What was to recover the loss comes before what has lost it, which was known to lose.
-    trained = _trained_stages(run, judged, split)
-    for name in trained:
-        refused = _refused(run, judged, split, name, deadline)
-        found, found_repairs = _explain_causes(refused, judged.verdict.gate)
-        causes: tuple[FoundCause, ...] = found["causes"]
-        # Half of what is missing: training more mends a little of most losses.
-        if causes and (culprit is None or (causes[0].returned or 0.0) >= LEAST_RECOVERED):
-            culprit, changes, repairs = name, found, found_repairs
-            break
+    if judged.verdict.gate in ACCURACY_GATES:
+        changes, repairs = _explain_accuracy(run, judged, deadline)
     else:
-        if culprit is not None:
-            refused = _refused(run, judged, split, culprit, deadline)
-            changes, repairs = _explain_stage(refused, judged.verdict.gate, deadline)
-        elif trained:
-            culprit, changes = trained[0], {"notice": NO_CAUSE}
+        changes, repairs = explain_cost(run, judged)
     explanation = Explanation(
         stage=judged.report.name,
         verdict=judged.verdict,
         artifact=judged.digest,
         metric=run.state.plan.metric.name,
-        split=split,
-        culprit=culprit,
+        split=(),
+        culprit=None,
     )
     changes["seconds"] = round(time.monotonic() - began, 2)
     return Explained(judged, explanation.model_copy(update=changes), tuple(repairs))
 
 
-def _explain_stage(
-    refused: RefusedStage[Any], gate: str, deadline: float
-) -> tuple[dict[str, Any], list[Repair]]:
+def _explain_accuracy(run: FinishedRun, judged: JudgedStage, deadline: float) -> Found:
+    split = run.split(judged)
+    worst = max(split, key=lambda share: share.points, default=None)
+    culprit = worst.stage if worst and worst.points > 0 else None
+    known = {"split": split, "culprit": culprit}
+    # What was to recover the loss comes before what has lost it, which was known to lose.
+    trained = _trained_stages(run, judged, split)
+    for name in trained:
+        refused = _refused(run, judged, split, name, deadline)
+        found, repairs = _explain_causes(refused, judged.verdict.gate)
+        causes: tuple[FoundCause, ...] = found["causes"]
+        # Half of what is missing: training more mends a little of most losses.
+        if causes and (culprit is None or (causes[0].returned or 0.0) >= LEAST_RECOVERED):
+            return {**known, **found, "culprit": name}, repairs
+    if culprit is not None:
+        refused = _refused(run, judged, split, culprit, deadline)
+        found, repairs = _explain_stage(refused, judged.verdict.gate, deadline)
+        return {**known, **found}, repairs
+    if trained:
+        return {**known, "culprit": trained[0], "notice": NO_CAUSE}, ()
+    return {**known, "notice": "nothing is lost between these stages"}, ()
+
+
+def _explain_stage(refused: RefusedStage[Any], gate: str, deadline: float) -> Found:
     """Return what an explanation has of the stage that loses most, and its repairs."""
     measured = diagnose(
         refused.stage, refused.before, refused.after, refused.context, refused.max_points
@@ -158,12 +161,12 @@ def _trained_stages(
     return [n for n in reversed(names) if n in artifacts and recorded_losses(artifacts[n])]
 
 
-def _explain_causes(refused: RefusedStage[Any], gate: str) -> tuple[dict[str, Any], list[Repair]]:
+def _explain_causes(refused: RefusedStage[Any], gate: str) -> Found:
     """Test the causes of a gate's refusal; return what an explanation has of them, and repairs."""
     found = check_causes(refused, gate)
     known = [pair for pair in found if pair[1].returned is not None]
     # What packages add is named in any case: they may not be able to compute what returns.
-    added = [pair for pair in found if pair not in known and causes()[pair[0].key][1]]
+    added = [pair for pair in found if pair not in known and announced_causes()[pair[0].key][1]]
     named = [*known, *added] if known else found
     log_causes(named, refused.stage.stage)
     repairs = _repairs(refused, gate, [result for _, result in named])
@@ -210,7 +213,10 @@ def _repairs(refused: RefusedStage[Any], gate: str, found: Sequence[FoundCause])
     What the other causes of the stage name follows: a test may miss, and each repair is judged.
     """
     likely = cheapest_first(
-        [(causes()[f.cause][0], [n for n in f.layers if n] or refused.layers) for f in found],
+        [
+            (announced_causes()[f.cause][0], [n for n in f.layers if n] or refused.layers)
+            for f in found
+        ],
         refused,
     )
     if refused.measured is None:
