@@ -30,6 +30,16 @@ MEMORY_GATES = ("max_memory",)
 PARAMETER_GATES = ("max_parameters",)
 MACS_GATES = ("min_integer_macs",)
 PARITY_GATES = ("parity",)
+EXPLAINED_GATES = (
+    *ACCURACY_GATES,
+    *SPEED_GATES,
+    *SIZE_GATES,
+    *MEMORY_GATES,
+    *PARAMETER_GATES,
+    *MACS_GATES,
+    *PARITY_GATES,
+)
+"""All of them."""
 
 Measured = TypeVar("Measured")
 

@@ -40,15 +40,7 @@ def _cause(
     of_stage: Callable[[Distill, RerunStage], float | None],
     changes: Callable[[Distill, RerunStage], Iterator[dict[str, Any]]],
 ) -> Cause:
-    """Return a cause in what a student learns from.
-
-    Args:
-        key: its name.
-        limit: threshold.
-        text: finding.
-        of_stage: measures the value; None where the test does not apply.
-        changes: yields settings that take the cause away, the likeliest first.
-    """
+    """Return a cause in what a student learns from, given the likeliest changes first."""
 
     def tested(refused: Refused) -> tuple[Distill, RerunStage] | None:
         stage, rerun = refused.stage, refused.rerun

@@ -36,17 +36,9 @@ def _cause(
     settings: tuple[tuple[dict[str, Any], int], ...] = (),
     more: Callable[[Refused, Own, Sequence[str]], list[Repair]] | None = None,
 ) -> Cause:
-    """Return a cause that is taken away after those that come before it.
+    """Return a cause whose remedy the diagnosis tries after those that come before it.
 
-    Args:
-        key: its name, as in the diagnosis's remedies.
-        stages: kinds of stages.
-        limit: threshold.
-        text: finding.
-        part: measures a guilty part, given the diagnosis.
-        stage: measures the stage as a whole.
-        settings: changes of the settings that mend it, and what they cost.
-        more: repairs that follow from the settings.
+    `part` measures a guilty part, `stage` the stage as a whole.
     """
 
     def measure(refused: Refused, layer: str) -> float | None:

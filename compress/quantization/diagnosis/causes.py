@@ -49,16 +49,8 @@ def _cause(
 ) -> Cause:
     """Return a cause in what a layer of an integer model reads, of `quantize_static`.
 
-    Args:
-        key: its name.
-        limit: threshold.
-        text: finding.
-        settings: changes of the settings that mend it, and what they cost.
-        of_layer: measures a layer; without it, the weights of all guilty layers are measured.
-        mended_range: range of an activation without the cause, given that of the calibration
-            sample; without it, it is not known what returns.
-        weights_in_float: whether mended layers have float weights, too.
-        more: repairs that follow from the settings.
+    `of_layer` measures a layer; without it, the weights of all guilty layers are. `mended_range` is
+    an activation's without the cause, given that of the calibration sample.
     """
 
     def measure(refused: Refused, layer: str) -> float | None:
@@ -269,15 +261,7 @@ STATIC_CAUSES = (
 def _setting(
     key: str, stage: str, text: str, without: dict[str, Any], settings: Changes = ()
 ) -> Cause:
-    """Return a cause without which half of the loss returns.
-
-    Args:
-        key: its name.
-        stage: kind of stage.
-        text: finding.
-        without: settings of the stage without the cause.
-        settings: changes that may mend it, and what they cost.
-    """
+    """Return a setting of a stage; with the settings `without` it, half of the loss returns."""
 
     def share(refused: Requantized, layers: Sequence[str] | str) -> float | None:
         own, measured = refused.stage.own_settings(), refused.measured

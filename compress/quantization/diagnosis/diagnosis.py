@@ -23,7 +23,7 @@ from compress.quantization.pt2e.quantizer import CONVOLUTIONS
 from compress.quantization.stages.base import FIDELITY
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Callable, Collection, Iterable
 
     from compress.core.val_halves import HalfOfVal
     from compress.data.batch import Batch
@@ -159,29 +159,19 @@ class LayerEvidence:
         self.values.add_(values)
         self.trailing = values.dim() - 1 - axis
         values_CN = values.movedim(axis, 0).flatten(1)
-        low_C, high_C = values_CN.amin(1), values_CN.amax(1)
-        if self.lows is None or self.highs is None:
-            self.lows, self.highs = low_C, high_C
-        elif self.lows.shape == low_C.shape:
-            self.lows = torch.minimum(self.lows, low_C)
-            self.highs = torch.maximum(self.highs, high_C)
+        self.lows = _combined(torch.minimum, self.lows, values_CN.amin(1))
+        self.highs = _combined(torch.maximum, self.highs, values_CN.amax(1))
         sample_CN = sample_rows(values_CN, MAX_VALUES, axis=1)
         spread_C = sample_CN.abs().float().quantile(CHANNEL_QUANTILE, dim=1)
-        if self.spreads is None:
-            self.spreads = spread_C
-        elif self.spreads.shape == spread_C.shape:
-            self.spreads = self.spreads + spread_C
+        self.spreads = _combined(torch.add, self.spreads, spread_C)
 
     def add_error(self, expected: torch.Tensor, actual: torch.Tensor, axis: int) -> None:
         """Add a batch of the layer's output, in float and with rounded operands."""
         self.own.add(expected, actual)
         error_CN = (actual - expected).double().movedim(axis, 0).flatten(1)
-        sums = error_CN.sum(1), error_CN.square().sum(1)
-        if self.errors is None or self.squared_errors is None:
-            self.errors, self.squared_errors = sums
-        elif self.errors.shape == sums[0].shape:
-            self.errors = self.errors + sums[0]
-            self.squared_errors = self.squared_errors + sums[1]
+        self.errors = _combined(torch.add, self.errors, error_CN.sum(1))
+        squares_C = error_CN.square().sum(1)
+        self.squared_errors = _combined(torch.add, self.squared_errors, squares_C)
         self.error_count += error_CN.shape[1]
 
     def channel_ratio(self) -> float:
@@ -198,16 +188,16 @@ class LayerEvidence:
 
     def outlier_ratio(self) -> float:
         """Return by how many times a thousandth of the values widens the range."""
-        low, high = self._extremes()
+        low, high = self.extremes()
         inner = self.inner_width()
-        return (high - low) / inner if inner > 0 else 1.0
+        return float(high - low) / inner if inner > 0 else 1.0
 
     def share_outside(self, low: float, high: float) -> float:
         """Return the share of the values outside of a range, by more than rounding explains."""
         # The ends of a range of 255 steps are rounded to a step's fraction.
         slack = 1e-3 * (high - low)
         below, up_to = self.values.count_below(torch.tensor([low - slack, high + slack])).tolist()
-        own_low, own_high = self._extremes()
+        own_low, own_high = map(float, self.extremes())
         total = self.values.total
         below = 0.0 if own_low >= low - slack else below
         up_to = float(total) if own_high <= high + slack else up_to
@@ -215,8 +205,9 @@ class LayerEvidence:
 
     def extremes(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the smallest and the largest value, zero included."""
-        low, high = self._extremes()
-        return torch.tensor(low), torch.tensor(high)
+        if self.lows is None or self.highs is None:
+            return torch.zeros(()), torch.zeros(())
+        return self.lows.min().clamp(max=0), self.highs.max().clamp(min=0)
 
     def channel_ranges(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return the smallest and the largest value of each channel, to be spread over a batch."""
@@ -235,10 +226,16 @@ class LayerEvidence:
         bias = float(mean_C.square().mean().sqrt())
         return bias / spread if spread > 0 else 0.0
 
-    def _extremes(self) -> tuple[float, float]:
-        if self.lows is None or self.highs is None:
-            return 0.0, 0.0
-        return min(float(self.lows.min()), 0.0), max(float(self.highs.max()), 0.0)
+
+def _combined(
+    combine: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    known: torch.Tensor | None,
+    added: torch.Tensor,
+) -> torch.Tensor:
+    # A layer that is called with other numbers of channels counts as its first call.
+    if known is None or known.shape != added.shape:
+        return added if known is None else known
+    return combine(known, added)
 
 
 def collect_evidence(

@@ -79,15 +79,9 @@ def _cause(
     changes: Callable[[Training], list[Change]] = lambda training: [],
     recovered_share: Callable[[Refused, Sequence[str]], float | None] | None = None,
 ) -> Cause:
-    """Return a cause in how a stage trains.
+    """Return a cause in how a stage trains, given its value by the loss of each epoch.
 
-    Args:
-        key: its name.
-        limit: threshold.
-        text: finding.
-        of_training: measures the value, given the mean loss of each epoch.
-        changes: settings that take the cause away, the likeliest first.
-        recovered_share: in the place of training again with the likeliest change.
+    Without `recovered_share`, the stage is trained again with the first of the changes.
     """
 
     def measure(refused: Refused, layer: str) -> float | None:
