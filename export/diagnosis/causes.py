@@ -46,6 +46,7 @@ BYTE_GATES = (*SIZE_GATES, *MEMORY_GATES)
 BLOCK = 16
 """Channels that convolution kernels compute at once with AVX-512; 8 with AVX2."""
 LARGEST_RATIO = 1e9
+"""Of errors, in the place of infinity, which JSON does not have."""
 IN_PYTORCH = Repair({"stage": "export_torchscript"}, 2)
 """A file that PyTorch's own operators run."""
 
@@ -130,6 +131,7 @@ def _without_islands(refused: Slow, layers: Sequence[str]) -> Timed:
         left = _without_patterns(own, excluded)
         return [(measured.saved_with(refused.stage.title, left), Repair(left, 0))]
     islands = [i for i in measured.graph.float_islands if i.modules & {*layers}]
+    # Its neighbours in float, too, make the conversions around it needless.
     around = {m for i in islands for m in i.around | i.modules if m in measured.layer_names}
     return [(measured.saved_in_float(around), excluding(own, sorted(around), 1))]
 
@@ -413,6 +415,7 @@ def _ratio_at_other_sizes(refused: Wrong, layer: str) -> float | None:
     measured = refused.measured
     if layer not in measured.axis_errors:
         return None
+    # 1e-7: float32's rounding, as the error at its own size may be 0.
     ratio = measured.axis_errors[layer] / max(measured.own_size_error, 1e-7)
     return min(ratio, LARGEST_RATIO)  # infinite where the file fails
 

@@ -236,37 +236,32 @@ class SizeDiagnosis(CountedCost):
         in_bytes = self.unit == "bytes"
         return self.file.payload_bytes if in_bytes else sum(t.weights for t in self.tensors)
 
-    @property
+    @cached_property
     def activations(self) -> dict[str, int]:
         """Module → bytes of the largest value that it writes in a call, the largest first.
 
         Empty where the gate is not about memory.
         """
-        return self._values[0]
-
-    @property
-    def peak_values(self) -> int:
-        """Bytes of the values that a call needs at the same time, at most."""
-        return self._values[1]
+        largest: dict[str, int] = {}
+        for node in self.profile.nodes if self.memory_batch is not None else ():
+            largest[node.module] = max(largest.get(node.module, 0), node.written_bytes)
+        return dict(sorted(largest.items(), key=lambda item: -item[1]))
 
     @cached_property
-    def _values(self) -> tuple[dict[str, int], int]:
-        if self.memory_batch is None:
-            return {}, 0
+    def peak_values(self) -> int:
+        """Bytes of the values that a call needs at the same time, at most."""
         nodes = self.profile.nodes
         last_use = {name: i for i, n in enumerate(nodes) for name in n.node.input}
-        largest: dict[str, int] = {}
         ends: Counter[int] = Counter()
         now = peak = 0
         for place, node in enumerate(nodes):
-            largest[node.module] = max(largest.get(node.module, 0), node.written_bytes)
             now += node.written_bytes
             peak = max(peak, now)
             # What nobody reads is an output of the model, and stays until the call ends.
             outputs = [last_use.get(name, len(nodes)) for name in node.node.output if name]
             ends[max(outputs, default=place)] += node.written_bytes
             now -= ends[place]
-        return dict(sorted(largest.items(), key=lambda item: -item[1])), peak
+        return peak
 
     def share_of(self, layer: str, *, floats_alone: bool) -> float | None:
         """Return the share of the file that a module has; tables in float are another cause."""
@@ -408,6 +403,7 @@ class SpeedDiagnosis(FileDiagnosis):
     def _compared(self, changed: onnx.ModelProto) -> Comparison:
         with TemporaryDirectory(prefix="compress-timed-") as folder:
             openers: list[Opener] = []
+            # Both from files that the same code wrote, as the way of writing may tell in the time.
             for name, model in (("own", self.model), ("changed", changed)):
                 file = Path(folder) / name / "model.onnx"
                 file.parent.mkdir()

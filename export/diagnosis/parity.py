@@ -138,6 +138,7 @@ class ParityDiagnosis:
     def wrong_layer(self) -> WrongLayer | None:
         """The first operator out of tolerance; None where no part of the graph is."""
         total = max(e for e in self.errors.values() if math.isfinite(e))
+        # Half of the whole error, as no operator need have all of it.
         limit = max(min(tolerance_for(self.source).relative, total / 2), LEAST_ERROR)
         with TemporaryDirectory(prefix="compress-parity-") as folder:
             search = LayerSearch(

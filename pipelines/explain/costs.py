@@ -196,6 +196,7 @@ def _explain_speed(branch: RefusedBranch) -> Found:
         # It may be told in more time than a run takes.
         compared = branch.context.compare_latency(before, after, gate.batch, LONGER_SECONDS)
         found = _speed_gate(gate, compared, earlier)
+    # A busy machine makes each file slow, and every cause of that would be a guess.
     if compared.after.disturbed:
         raise StageFailed(unmeasurable("the speed", compared.after.disturbed))
     ms = compared.after.p50

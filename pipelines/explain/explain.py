@@ -183,15 +183,16 @@ def _guilty_layers(measured: LayerDiagnosis) -> tuple[dict[str, Any], tuple[str,
     spread = measured.spread = not layers
     layers = layers or search.widest()
     known = search.known_alone()
-    for tried in search.tried:
-        put_back = f"{len(tried.layers)} {measured.parts} {measured.put_back}"
-        log_event("patched", f"{put_back} return {tried.recovered:.0%}")
+    for names, share in search.tried.items():
+        put_back = f"{len(names)} {measured.parts} {measured.put_back}"
+        log_event("patched", f"{put_back} return {share:.0%}")
     return {
         "points": round(search.lost, 6) if math.isfinite(search.lost) else None,
         "samples": measured.halves[0].samples,
         "layers": len(search.ranking),
         "sets": tuple(
-            LayerSet(layers=t.layers, recovered=round(t.recovered, 4)) for t in search.tried
+            LayerSet(layers=names, recovered=round(share, 4))
+            for names, share in search.tried.items()
         ),
         "guilty": tuple(
             GuiltyLayer(

@@ -142,6 +142,7 @@ class FinishedRun:
         names = [*judged.report.branch, judged.report.name]
         against = judged.verdict.against
         if against in (None, "input"):
+            # A metric's least value is compared with nothing, so any stage may have lost it.
             return names if judged.verdict.gate == "min_metric" else names[-2:]
         return names[names.index(against) :] if against in names else names
 

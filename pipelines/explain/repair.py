@@ -242,6 +242,7 @@ class RepairSearch:
     def _run(self, pipeline: Pipeline, folder: Path) -> tuple[Report | None, str]:
         """Run a pipeline; return its report, None where there is none, and why it did not pass."""
         cache, progress = self.run.out / STORE, self.run.state.progress
+        # What is chosen by its score on `test` would be worse on other samples.
         options = RunOptions(cache=cache, test=False, progress=progress)
         try:
             return pipeline.run(folder, options), ""

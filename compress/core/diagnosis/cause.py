@@ -62,6 +62,7 @@ class Repair:
 
     def joined(self, other: Repair) -> Repair | None:
         """Return both changes as one; None where they set the same."""
+        # Another stage need not have the settings of this one.
         both = {**self.settings, **other.settings}
         if self.settings.keys() & other.settings.keys() or "stage" in both:
             return None
@@ -99,14 +100,6 @@ class RefusedStage(Generic[Measured]):
     metric."""
 
 
-def _unknown(refused: RefusedStage[Any], layers: Sequence[str]) -> float | None:
-    return None
-
-
-def _none(refused: RefusedStage[Any], layers: Sequence[str]) -> tuple[Repair, ...]:
-    return ()
-
-
 @dataclass(frozen=True, kw_only=True)
 class Cause:
     """A reason why a stage loses accuracy, or is too slow, too large or wrong: a row of a table."""
@@ -124,10 +117,14 @@ class Cause:
     measure: Callable[[RefusedStage[Any], str], float | None]
     """Measures the value for a layer, or for the stage as a whole (the layer is empty); None where
     the test does not apply."""
-    recovered_share: Callable[[RefusedStage[Any], Sequence[str]], float | None] = _unknown
+    recovered_share: Callable[[RefusedStage[Any], Sequence[str]], float | None] = (
+        lambda refused, layers: None
+    )
     """Returns the share of the loss that would return without the cause in some layers, of other
     gates the share of what the limit is missed by; None where unknown."""
-    repairs: Callable[[RefusedStage[Any], Sequence[str]], tuple[Repair, ...]] = _none
+    repairs: Callable[[RefusedStage[Any], Sequence[str]], tuple[Repair, ...]] = (
+        lambda refused, layers: ()
+    )
     """Returns changes that may mend the cause in the layers that have it."""
 
     def in_words(self, value: float) -> str:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 ENTRY_POINT_GROUP = "compress.diagnoses"
 """Where packages announce the :class:`LayerDiagnosis` of a kind of stage, under the stage's key."""
 WHY = "compress explain"
+# On 1024 samples an accuracy of 90 % is known to ±1.9 points (95 %); half of that takes 4096.
 MAX_SAMPLES = 1024
 """Samples that models are evaluated on."""
 MAX_GUILTY_SHARE = 0.25
@@ -52,14 +53,6 @@ def max_evaluations(layers: int) -> int:
     return int(3 * math.log2(max(layers, 2))) + 10
 
 
-@dataclass(frozen=True)
-class TriedSet:
-    """Layers that were put back to float, and the share of the loss that returned."""
-
-    layers: tuple[str, ...]
-    recovered: float
-
-
 @dataclass
 class GuiltSearch:
     """A search among ranked layers."""
@@ -74,7 +67,8 @@ class GuiltSearch:
     """Points that are enough for a layer to cost alone."""
     deadline: float = math.inf
     """On the clock of :func:`time.monotonic`; after it the set is not reduced further."""
-    tried: list[TriedSet] = field(default_factory=list)
+    tried: dict[tuple[str, ...], float] = field(default_factory=dict)
+    """Layers that were put back to float → the share of the loss that returned."""
     _drops: dict[frozenset[str], float] = field(default_factory=dict)
 
     @property
@@ -109,7 +103,7 @@ class GuiltSearch:
         known = frozenset(layers) in self._drops
         share = self.recovered_share(self.points(frozenset(layers)))
         if not known:
-            self.tried.append(TriedSet(tuple(layers), share))
+            self.tried[tuple(layers)] = share
         return share
 
     def alone(self, layer: str) -> float:
@@ -125,6 +119,7 @@ class GuiltSearch:
         """Bisect how many of the first layers return a share of the loss; 0 where none do."""
         if self.recovered(self.ranking[:most]) < wanted - SLACK:
             return 0
+        # Longer prefixes mostly return more; what the one found has too much, guilty() leaves out.
         low, high = 0, most
         while high - low > 1:
             middle = (low + high) // 2
@@ -155,6 +150,8 @@ class GuiltSearch:
                     found = fewer
                 start -= size
             size //= 2
+        # Not by what returns with one layer in float: beside another one that spoils all answers,
+        # that is nothing.
         costs = {layer: self.alone(layer) for layer in found if self.budget > 0}
         least = min(LEAST_ALONE, self.least_points / self.lost)
         kept = [layer for layer in found if costs.get(layer, 1.0) >= least]

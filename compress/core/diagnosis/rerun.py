@@ -51,6 +51,7 @@ class RerunStage:
         key = str(sorted(settings.items()))
         if key not in self.known:
             left = self.deadline - time.monotonic()
+            # The other half is for the repairs, each of which is a run of its own.
             if self.missing <= 0 or self.seconds * times > SHARE_OF_TIME * left:
                 return None
             self.known[key] = self._run(settings)
@@ -73,6 +74,7 @@ class RerunStage:
         if "train" not in data.datasets or data.stream is not None:
             return None
         samples = len(data.split("train"))  # type: ignore[arg-type]  # Splits admits none without
+        # As many samples as of `val`, and not its first ones, which may be sorted by class.
         part, *_ = data.interleaved_parts("train", max(1, round(samples / MAX_SAMPLES)))
         metric = self.context.metric.for_model(self.after.signature)
         metric = metric.with_inferred_loss(self.context.data)

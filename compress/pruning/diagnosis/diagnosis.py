@@ -153,7 +153,7 @@ class PruningDiagnosis(LayerDiagnosis, Generic[Variant]):
             )
             for variant in (self.own, self.refitted)
         )
-        return own / max(better, 1e-12)
+        return own / max(better, 1e-12)  # a refit may be exact
 
 
 @torch.no_grad()
@@ -391,6 +391,7 @@ class CutChannels(PruningDiagnosis[Cut]):
             counts = []
             for one in ranking.ranked:
                 before = len(one.scores)
+                # Rounded up: half of a cut by one channel is none.
                 left = self.widths.get(one.group.name, (before, before))[1]
                 counts.append((before + left + 1) // 2 if cut.halfway else left)
             self._plans[key] = ranking, ranking.verify(counts)

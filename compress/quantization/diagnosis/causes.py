@@ -69,6 +69,7 @@ def _cause(
                 low, high = map(torch.tensor, switch.observed_range())
                 switch.low_high = mended_range(measured.evidence[layer], (low, high))
                 changed += [switch] if switch.low_high else []
+        # The switches are those of the search, which goes on with their own ranges.
         try:
             floats = layers if weights_in_float else ()
             points = measured.drop_on(measured.halves[0], floats, WEIGHT) if changed else None
@@ -87,6 +88,7 @@ def _cause(
             found.append(excluding(own, modules, 2))
         if own["activation_bits"] == 8 and own["target"] == "onnxruntime-cpu":
             found.append(Repair({"activation_bits": 16}, 3))
+        # Defaults of the training are its own, such as its samples.
         written = refused.stage.model_fields_set
         trained = {name: own[name] for name in KEPT_IN_TRAINING if name in written}
         found.append(Repair({"stage": "quantize_aware_training", "epochs": EPOCHS, **trained}, 4))
@@ -126,6 +128,7 @@ def _share_cut_off(measured: QuantizationDiagnosis, layer: str) -> float | None:
     shares = []
     for switch in measured.switched.activation_switches(layer):
         (low, high), (least, most) = switch.chosen_range(), switch.observed_range()
+        # Less than a hundredth is how the ends fall on whole steps.
         if least < low - 0.01 * (high - low) or most > high + 0.01 * (high - low):
             shares.append(measured.evidence[layer].share_outside(low, high))
     return max(shares, default=None)

@@ -118,6 +118,15 @@ def test_a_layer_with_too_many_zeros_is_named(module, tmp_path) -> None:
     assert layer.measure(refused, "3.weight") == pytest.approx(0.97, abs=0.01)
 
 
+def test_fewer_zeros_are_no_repair_where_a_pattern_says_how_many() -> None:
+    (cause,) = [cause for cause in CAUSES if cause.key == "amount_too_high"]
+    stages = [PruneWeights(pattern="2:4"), PruneWeights(amount=0.8)]
+    refused = [RefusedStage(stage, None, None, None, (), None, 0.0) for stage in stages]
+    of_pattern, of_amount = ([r.settings for r in cause.repairs(one, ())] for one in refused)
+    assert of_pattern == [{"finetune": {"epochs": 4}}]
+    assert of_amount[1:3] == [{"amount": 0.6}, {"amount": 0.4}]
+
+
 def test_statistics_are_re_estimated_after_zeros(module, tmp_path) -> None:
     recipe = Recipe(factory="digit_nets:net")
     model = EagerModel.create(tmp_path / "m", recipe, module.state_dict(), IMAGES, folder=HERE)
