@@ -120,7 +120,7 @@ def _slow_and_timed(
 def _float_island_share(refused: Slow, layer: str) -> float | None:
     """Return the share of the time that the islands with a layer's operators take."""
     measured = refused.measured
-    islands = [i for i in measured.graph.float_islands if layer in i.modules]
+    islands = [i for i in measured.profile.float_islands if layer in i.modules]
     return measured.share(node for i in islands for node in (*i.nodes, *i.conversions))
 
 
@@ -130,7 +130,7 @@ def _without_islands(refused: Slow, layers: Sequence[str]) -> Timed:
     if excluded := _naming(own, layers):
         left = _without_patterns(own, excluded)
         return [(measured.saved_with(refused.stage.title, left), Repair(left, 0))]
-    islands = [i for i in measured.graph.float_islands if i.modules & {*layers}]
+    islands = [i for i in measured.profile.float_islands if i.modules & {*layers}]
     # Its neighbours in float, too, make the conversions around it needless.
     around = {m for i in islands for m in i.around | i.modules if m in measured.layer_names}
     return [(measured.saved_in_float(around), excluding(own, sorted(around), 1))]
@@ -140,7 +140,7 @@ def _lone_pair_share(refused: Slow, layer: str) -> float | None:
     """Return the share of the time that the pairs behind a layer take, or all pairs."""
     if refused.stage.stage == "export_onnx" and refused.before.kind == "graph":
         return None  # of its quantization
-    pairs = refused.measured.graph.lone_pairs
+    pairs = refused.measured.profile.lone_pairs
     return refused.measured.share(n for n in pairs if layer in ("", n.module))
 
 
@@ -181,12 +181,12 @@ def _slowdown(refused: Slow, layer: str) -> float | None:
     measured = refused.measured
     before = measured.float_profile.by_module.get(layer, 0.0)
     now = measured.profile.by_module.get(layer, 0.0)
-    return now / before if before and layer in measured.graph.integer_modules else None
+    return now / before if before and layer in measured.profile.integer_modules else None
 
 
 def _unfused_share(refused: Slow, layer: str) -> float | None:
-    graph = refused.measured.graph
-    return refused.measured.share(n for n in graph.unfused if layer in ("", n.module))
+    unfused = refused.measured.profile.unfused
+    return refused.measured.share(n for n in unfused if layer in ("", n.module))
 
 
 def _empty_share(refused: Slow, layer: str) -> float | None:
@@ -225,7 +225,7 @@ SPEED_CAUSES = (
         "limit {limit:.0%})",
         _lone_pair_share,
         lambda refused, _: refused.measured.saved_without(
-            n for n in refused.measured.graph.lone_pairs if n.node.op_type == QUANTIZE
+            n for n in refused.measured.profile.lone_pairs if n.node.op_type == QUANTIZE
         ),
         _other_formats,
     ),
@@ -258,7 +258,7 @@ SPEED_CAUSES = (
         "normalisation or activation apart from its layer's kernel ({value:.0%} of the time; "
         "limit {limit:.0%})",
         _unfused_share,
-        lambda refused, _: refused.measured.saved_without(refused.measured.graph.unfused),
+        lambda refused, _: refused.measured.saved_without(refused.measured.profile.unfused),
         lambda *_: (Repair({"stage": "export_openvino"}, 1),) if find_spec("openvino") else (),
     ),
     # The model is so small that most of a call is spent around its kernels.

@@ -16,7 +16,6 @@ from onnx.helper import make_node
 from compress.profiling.benchmark import compare_latency
 from export.diagnosis.profile import (
     Profile,
-    ProfiledGraph,
     as_onnx,
     fitting_names,
     modules_by_node,
@@ -355,11 +354,6 @@ class SpeedDiagnosis(FileDiagnosis):
     def batch(self) -> int:
         """Samples of a measured call."""
         return self.gate.batch
-
-    @cached_property
-    def graph(self) -> ProfiledGraph:
-        """The profiled operators, to be followed."""
-        return ProfiledGraph(self.profile)
 
     def share(self, nodes: Iterable[ProfiledNode]) -> float | None:
         """Return the time of some operators as a share of all kernels'; None without any."""

@@ -189,6 +189,25 @@ class ProfiledNode:
 
 
 @dataclass(frozen=True)
+class FloatIsland:
+    """Operators in float between integer ones, with the conversions around them."""
+
+    nodes: tuple[ProfiledNode, ...]
+    conversions: tuple[ProfiledNode, ...]
+
+    @property
+    def modules(self) -> frozenset[str]:
+        """Modules of its operators, without those that move values or convert them."""
+        return frozenset(n.module for n in self.nodes if n.node.op_type not in MOVES)
+
+    @property
+    def around(self) -> frozenset[str]:
+        """Modules that give it what it reads, or read what it gives."""
+        nodes = (*self.nodes, *self.conversions)
+        return frozenset(node.module for node in nodes) - self.modules
+
+
+@dataclass(frozen=True)
 class Profile:
     """The operators of one call, in the order in which they ran."""
 
@@ -284,64 +303,17 @@ class Profile:
         """Share of the multiply-accumulates that float kernels do."""
         return sum(self.float_macs.values()) / self.macs if self.macs else 0.0
 
+    @cached_property
+    def _producers(self) -> dict[str, ProfiledNode]:
+        return {name: node for node in self.nodes for name in node.node.output}
 
-def _mean(times: list[float]) -> float:
-    shortest = sorted(times[WARM_UP:])
-    counted = shortest[: max(1, int(SHORTEST_SHARE * len(shortest)))]
-    return sum(counted) / len(counted)
-
-
-def _origin(name: str, origins: dict[str, onnx.NodeProto]) -> onnx.NodeProto | None:
-    names = (name, *(name.removesuffix(ending) for ending in IN_BLOCKS))
-    return next((origins[key] for key in names if key in origins), None)
-
-
-def _module_of(node: onnx.NodeProto, producers: dict[str, onnx.NodeProto]) -> str:
-    """Return the module in an operator's name; where it was put in, that of what it reads."""
-    for name in (node.name, *node.output):
-        if SEPARATOR in name:
-            return str(name.partition(SEPARATOR)[0])
-    sources = [producers[name] for name in node.input if name in producers]
-    return _module_of(sources[0], producers) if sources else ""
-
-
-@dataclass(frozen=True)
-class FloatIsland:
-    """Operators in float between integer ones, with the conversions around them."""
-
-    nodes: tuple[ProfiledNode, ...]
-    conversions: tuple[ProfiledNode, ...]
-
-    @property
-    def ms(self) -> float:
-        """Time of its operators and of the conversions."""
-        return sum(node.ms for node in (*self.nodes, *self.conversions))
-
-    @property
-    def modules(self) -> frozenset[str]:
-        """Modules of its operators, without those that move values or convert them."""
-        return frozenset(n.module for n in self.nodes if n.node.op_type not in MOVES)
-
-    @property
-    def around(self) -> frozenset[str]:
-        """Modules that give it what it reads, or read what it gives."""
-        nodes = (*self.nodes, *self.conversions)
-        return frozenset(node.module for node in nodes) - self.modules
-
-
-@dataclass
-class ProfiledGraph:
-    """A profiled graph whose values can be followed."""
-
-    profile: Profile
-
-    def __post_init__(self) -> None:
-        self._producers: dict[str, ProfiledNode] = {}
-        self._readers: dict[str, list[ProfiledNode]] = defaultdict(list)
-        for node in self.profile.nodes:
-            self._producers |= dict.fromkeys(node.node.output, node)
+    @cached_property
+    def _readers(self) -> dict[str, list[ProfiledNode]]:
+        readers = defaultdict[str, list[ProfiledNode]](list)
+        for node in self.nodes:
             for name in node.node.input:
-                self._readers[name].append(node)
+                readers[name].append(node)
+        return readers
 
     def before(self, node: ProfiledNode) -> Iterator[ProfiledNode]:
         """Yield the operators whose values an operator reads."""
@@ -356,7 +328,7 @@ class ProfiledGraph:
         """Modules whose products integer kernels compute."""
         return frozenset(
             node.module
-            for node in self.profile.nodes
+            for node in self.nodes
             if node.node.op_type in COUNTED and is_integer_kernel(node.node.op_type)
         )
 
@@ -365,7 +337,7 @@ class ProfiledGraph:
         """All islands, of a graph with integer kernels."""
         if not self.integer_modules:
             return ()
-        left = [node for node in self.profile.nodes if _is_float(node)]
+        left = [node for node in self.nodes if _is_float(node)]
         found = []
         while left:
             island = self._connected(left[0], _is_float)
@@ -383,7 +355,7 @@ class ProfiledGraph:
     def lone_pairs(self) -> tuple[ProfiledNode, ...]:
         """Roundings to integers that no integer kernel reads, and what makes floats of them."""
         found: dict[ProfiledNode, None] = {}
-        for node in self.profile.nodes:
+        for node in self.nodes:
             if node.node.op_type != QUANTIZE:
                 continue
             readers = self._connected(node, lambda n: n.node.op_type in MOVES, forward=True)[1:]
@@ -398,7 +370,7 @@ class ProfiledGraph:
         """Normalisations and activations that stand behind a product which they alone read."""
         return tuple(
             node
-            for node in self.profile.nodes
+            for node in self.nodes
             if self._is_norm(node)
             or (node.node.op_type in ACTIVATIONS and any(map(self._feeds_alone, self.before(node))))
         )
@@ -407,7 +379,7 @@ class ProfiledGraph:
         """Whether a kernel computes a normalisation alone, be it as a convolution."""
         if node.origin is None or node.origin.op_type != NORM:
             return False
-        graph = self.profile.model.graph
+        graph = self.model.graph
         name = node.origin.input[0]
         before = next((n for n in graph.node if name in n.output), None)
         readers = sum(name in n.input for n in graph.node)
@@ -435,6 +407,26 @@ class ProfiledGraph:
                     found[neighbour] = None
                     pending.append(neighbour)
         return [*found]
+
+
+def _mean(times: list[float]) -> float:
+    shortest = sorted(times[WARM_UP:])
+    counted = shortest[: max(1, int(SHORTEST_SHARE * len(shortest)))]
+    return sum(counted) / len(counted)
+
+
+def _origin(name: str, origins: dict[str, onnx.NodeProto]) -> onnx.NodeProto | None:
+    names = (name, *(name.removesuffix(ending) for ending in IN_BLOCKS))
+    return next((origins[key] for key in names if key in origins), None)
+
+
+def _module_of(node: onnx.NodeProto, producers: dict[str, onnx.NodeProto]) -> str:
+    """Return the module in an operator's name; where it was put in, that of what it reads."""
+    for name in (node.name, *node.output):
+        if SEPARATOR in name:
+            return str(name.partition(SEPARATOR)[0])
+    sources = [producers[name] for name in node.input if name in producers]
+    return _module_of(sources[0], producers) if sources else ""
 
 
 def without(model: onnx.ModelProto, names: Collection[str]) -> onnx.ModelProto:
