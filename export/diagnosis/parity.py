@@ -52,8 +52,6 @@ class ParityDiagnosis:
     model: onnx.ModelProto
     """The file's model; that of an export that failed is made again."""
     context: Context
-    limit: float
-    """Largest absolute difference that the gate allows; 0 where the export's own check failed."""
     rerun: Rerun
     measured: int = 0
     """How many changed files were made."""

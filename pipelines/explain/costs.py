@@ -257,14 +257,13 @@ def _explain_macs(branch: RefusedBranch) -> Found:
 
 def _explain_parity(branch: RefusedBranch) -> Found:
     """Return what an explanation has of a file whose outputs are wrong, and its repairs."""
-    name, verdict = branch.names[-1], branch.judged.verdict
+    name = branch.names[-1]
     stage: Any = branch.stage(name)
     if not isinstance(stage, ExportOnnx):
         return {"notice": f"parity of {stage.stage} is not explained; expected export_onnx"}, ()
     source: Any = branch.before(name)
     model = stage.translated(source)[0]
-    limit = verdict.limit if branch.judged.has_artifact else 0.0
-    measured = ParityDiagnosis(stage, source, model, branch.context, limit, branch.rerun)
+    measured = ParityDiagnosis(stage, source, model, branch.context, branch.rerun)
     layers = [*measured.axis_errors]
     if any(map(math.isfinite, measured.errors.values())) and measured.wrong_layer is not None:
         layers.append(str(measured.wrong_layer))

@@ -38,11 +38,6 @@ class JudgedStage:
     verdict: Verdict
 
     @property
-    def has_artifact(self) -> bool:
-        """Whether the stage has made an artifact."""
-        return isinstance(self.report, StageReport)
-
-    @property
     def digest(self) -> str:
         """Of what the stage made; empty where it failed."""
         return self.report.artifact.digest if isinstance(self.report, StageReport) else ""

@@ -63,7 +63,7 @@ def refused(tmp_path: Path) -> Callable[..., Refused]:
         def rerun(name: str, changed: dict) -> onnx.ModelProto:
             return ExportOnnx(name=name, **changed).translated(source)[0]
 
-        found = ParityDiagnosis(stage, source, model, context, 0.0, rerun)
+        found = ParityDiagnosis(stage, source, model, context, rerun)
         return RefusedStage(stage, source, source, context, (), found, 0.0)
 
     return diagnose
