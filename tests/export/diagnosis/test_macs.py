@@ -58,7 +58,7 @@ def refused(net: EagerModel, tmp_path_factory: pytest.TempPathFactory) -> Callab
 def test_a_layer_left_out_is_what_float_kernels_multiply(refused: Callable[..., Refused]) -> None:
     left = refused(WITH_NORM / 2, exclude=("inner",))
     found, cause = left.measured, CAUSES["excluded_layers"]
-    batch = found.inputs[0].shape[0]
+    batch = found.batches[0][0].shape[0]
     inner = {"inner": batch * (INNER + NORM)}
     assert found.float_profile.float_macs == {m: batch * n for m, n in MACS.items()} | inner
     assert found.profile.float_macs == dict.fromkeys(MACS, 0) | inner
