@@ -187,10 +187,11 @@ def repair(outcome: Outcome) -> None:
     search = repair_run(outcome.run, [outcome.explained], began + SECONDS, lambda line: None)
     outcome.is_tried = True
     outcome.repair_seconds = time.monotonic() - began
-    if search is not None:
-        outcome.repaired_by = search.found.name if search.found else None
-        in_float = next((r for r in search.repairs if "exclude" in r.settings), None)
-        outcome.float_passes = in_float is not None and search.run_repaired(in_float).passed
+    outcome.repaired_by = search.found.name if search.found else None
+    in_float = [r for r in search.allowed(outcome.explained) if "exclude" in r.settings]
+    outcome.float_passes = any(
+        search.run_repaired(outcome.explained, repair).passed for repair in in_float[:1]
+    )
 
 
 def stages_with(fault: Fault, share: float) -> list[dict[str, object]]:

@@ -143,21 +143,31 @@ class RefusedBranch:
         stage = self.stage(name)
         return RefusedStage(stage, before, after, self.context, tuple(layers), measured, 0.0)
 
-    def check_causes(self, measured: Any, layers: Sequence[str]) -> Found:
-        """Test the causes of all stages; the one whose cause returns most is the culprit."""
+    def check_causes(
+        self, measured: Any, layers: Sequence[str], known: Mapping[str, Any] | None = None
+    ) -> Found:
+        """Test the causes of all stages; the one whose cause returns most is the culprit.
+
+        Args:
+            measured: the diagnosis.
+            layers: modules that causes are tested on.
+            known: what the explanation has besides.
+        """
         found: list[tuple[RefusedStage[Any], Cause, FoundCause]] = []
         for name in self.names:
             refused = self.refused(name, measured, layers)
             checked = check_causes(refused, self.judged.verdict.gate)
             log_causes(checked, name)
             found += [(refused, *pair) for pair in checked]
+        counted = {**(known or {}), "judgings": measured.measured}
         if not found:
-            return {"notice": NO_CAUSE}, ()
+            return {**counted, "notice": NO_CAUSE}, ()
         found.sort(key=lambda one: -likelihood(one[2]))
         culprit = found[0][0]
         own = [(c, [n for n in f.layers if n]) for refused, c, f in found if refused is culprit]
         repairs = tuple(cheapest_first(own, culprit).values())
         return {
+            **counted,
             "culprit": culprit.stage.title,
             "causes": tuple(result for _, _, result in found),
             "repairs": tuple(dict(repair.settings) for repair in repairs),
@@ -207,8 +217,7 @@ def _explain_speed(branch: RefusedBranch) -> Found:
         noise = check_cause(NOISE, branch.refused(branch.names[-1], measured, ()))
         if noise is not None:
             return {**changes, "causes": (noise,), "culprit": branch.names[-1]}, ()
-    tested, repairs = branch.check_causes(measured, [*now])
-    return {**changes, **tested, "judgings": measured.measured}, repairs
+    return branch.check_causes(measured, [*now], changes)
 
 
 def _speed_gate(gate: Any, compared: Comparison, earlier: float | None) -> SpeedGate:
@@ -239,8 +248,7 @@ def _explain_size(branch: RefusedBranch) -> Found:
     measured = SizeDiagnosis(*branch.file, missing, unit, batch)
     sizes_before, now = (sizes_by_module(t, unit) for t in (measured.before, measured.tensors))
     changes = _costs(measured, unit, sizes_before, now)
-    tested, repairs = branch.check_causes(measured, [*{**now, **measured.activations}])
-    return {**changes, **tested, "judgings": measured.measured}, repairs
+    return branch.check_causes(measured, [*{**now, **measured.activations}], changes)
 
 
 def _explain_macs(branch: RefusedBranch) -> Found:
@@ -251,8 +259,7 @@ def _explain_macs(branch: RefusedBranch) -> Found:
     measured = MacsDiagnosis(*branch.file, verdict.limit - verdict.value)
     before, now = measured.float_profile.float_macs, measured.profile.float_macs
     changes = _costs(measured, FLOAT_MACS, before, now)
-    tested, repairs = branch.check_causes(measured, [*now])
-    return {**changes, **tested, "judgings": measured.measured}, repairs
+    return branch.check_causes(measured, [*now], changes)
 
 
 def _explain_parity(branch: RefusedBranch) -> Found:
@@ -267,8 +274,7 @@ def _explain_parity(branch: RefusedBranch) -> Found:
     layers = [*measured.axis_errors]
     if any(map(math.isfinite, measured.errors.values())) and measured.wrong_layer is not None:
         layers.append(str(measured.wrong_layer))
-    tested, repairs = branch.check_causes(measured, layers)
-    return {**tested, "judgings": measured.measured}, repairs
+    return branch.check_causes(measured, layers)
 
 
 def _costs(

@@ -58,8 +58,8 @@ def repair_run(
     *,
     trains: bool = False,
     finds_best: bool = False,
-) -> RepairSearch | None:
-    """Try the repairs of all refused verdicts until every gate passes; None where none has any.
+) -> RepairSearch:
+    """Try the repairs of all refused verdicts until every gate passes.
 
     Args:
         run: the run that was refused.
@@ -70,8 +70,6 @@ def repair_run(
         finds_best: whether the search goes on for the fastest repair that passes.
     """
     search = RepairSearch(run, deadline, announce, trains, finds_best)
-    if not any(search.allowed(each) for each in explained):
-        return None
     search.search(run, explained, {}, None)
     return search
 
