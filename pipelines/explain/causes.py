@@ -84,14 +84,9 @@ def causes_of(stage: str, gate: str) -> list[Cause]:
 def diagnose(
     stage: Stage[Any, Any], before: Any, after: Artifact, context: Context, allowed: float
 ) -> LayerDiagnosis | None:
-    """Make a stage's model again so that parts of it can be put back; None where none can.
+    """Return the diagnosis of what a stage made; None where no parts of it can be put back.
 
-    Args:
-        stage: the stage with its settings.
-        before: what it read.
-        after: what it made.
-        context: data, metric and seed of the run.
-        allowed: points that the refused gate allows.
+    `allowed` are the points that the refused gate allows.
     """
     for entry in _announced(layer_diagnosis.ENTRY_POINT_GROUP):
         if entry.name == stage.stage:

@@ -148,10 +148,7 @@ class RefusedBranch:
     ) -> Found:
         """Test the causes of all stages; the one whose cause returns most is the culprit.
 
-        Args:
-            measured: the diagnosis.
-            layers: modules that causes are tested on.
-            known: what the explanation has besides.
+        What is `known` besides becomes part of the explanation.
         """
         found: list[tuple[RefusedStage[Any], Cause, FoundCause]] = []
         for name in self.names:
