@@ -74,7 +74,7 @@ class RerunStage:
         if "train" not in data.datasets or data.stream is not None:
             return None
         samples = len(data.split("train"))  # type: ignore[arg-type]  # Splits admits none without
-        # As many samples as of `val`, and not its first ones, which may be sorted by class.
+        # Spread over it, as its first samples may be of one class.
         part, *_ = data.interleaved_parts("train", max(1, round(samples / MAX_SAMPLES)))
         metric = self.context.metric.for_model(self.after.signature)
         metric = metric.with_inferred_loss(self.context.data)
