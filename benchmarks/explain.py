@@ -34,7 +34,7 @@ from explainer.faults import Fault, faults_of, inject  # noqa: E402
 from explainer.pipeline_file import write_pipeline  # noqa: E402
 
 from compress.common.errors import GateRefused  # noqa: E402
-from compress.core.diagnosis.layer_diagnosis import most_judgings  # noqa: E402
+from compress.core.diagnosis.layer_diagnosis import max_evaluations  # noqa: E402
 from compress.core.progress import silent  # noqa: E402
 from compress.pipelines import Pipeline  # noqa: E402
 from compress.pipelines.config.run_options import RunOptions  # noqa: E402
@@ -177,7 +177,7 @@ def explain(
     outcome.stage, outcome.judgings = found.culprit, found.judgings
     outcome.layers = tuple(guilty.layer for guilty in found.guilty)
     outcome.causes = tuple(cause.cause for cause in found.causes)
-    outcome.most_judgings = most_judgings(found.layers)
+    outcome.most_judgings = max_evaluations(found.layers)
     return share
 
 
@@ -187,10 +187,11 @@ def repair(outcome: Outcome) -> None:
     search = repair_run(outcome.run, [outcome.explained], began + SECONDS, lambda line: None)
     outcome.is_tried = True
     outcome.repair_seconds = time.monotonic() - began
-    if search is not None:
-        outcome.repaired_by = search.found.name if search.found else None
-        in_float = next((r for r in search.repairs if "exclude" in r.settings), None)
-        outcome.float_passes = in_float is not None and search.run_repaired(in_float).passed
+    outcome.repaired_by = search.found.name if search.found else None
+    in_float = [r for r in search.allowed(outcome.explained) if "exclude" in r.settings]
+    outcome.float_passes = any(
+        search.run_repaired(outcome.explained, repair).passed for repair in in_float[:1]
+    )
 
 
 def stages_with(fault: Fault, share: float) -> list[dict[str, object]]:

@@ -170,8 +170,8 @@ def explain(fault: CostFault, number: int, folder: Path, *, repairs: bool) -> Ou
     if repairs and explained.repairs:
         deadline = time.monotonic() + REPAIR_SECONDS
         search = repair_run(finished, [explained], deadline, lambda line: None)
-        outcome.repaired = search is not None and search.found is not None
-        outcome.repaired_by = search.found.name if search and search.found else "-"
+        outcome.repaired = search.found is not None
+        outcome.repaired_by = search.found.name if search.found else "-"
     return outcome
 
 

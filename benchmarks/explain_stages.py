@@ -165,7 +165,7 @@ def judge(
                 search = repair_run(run, explained, began + SECONDS, lambda line: None, trains=True)
                 outcome.is_tried = True
                 outcome.repair_seconds = time.monotonic() - began
-                if search is not None and search.found is not None:
+                if search.found is not None:
                     outcome.repaired_by = search.found.name
         except CompressError as error:
             outcome.error = str(error)

@@ -14,17 +14,17 @@ import torch
 
 from compress.artifacts.graph_model import program_of
 from compress.common.errors import CompressError
-from compress.common.forward import accept_any_batch
-from compress.common.tensor_difference import largest, largest_difference, relative_error
+from compress.common.forward import accept_any_batch, flatten_outputs
+from compress.common.tensor_difference import largest, largest_difference
 from compress.export.onnx.proto_io import write
 from compress.export.onnx.session import session_predictor
 from compress.export.parity.bisect import LayerSearch
-from compress.export.parity.compare import parity_inputs
+from compress.export.parity.compare import largest_relative_error, outputs_by_kind
 from compress.export.parity.float64_reference import Float64Reference
-from compress.export.parity.sample_parity import tolerance_for, val_inputs
+from compress.export.parity.sample_parity import tolerance_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
     import onnx
 
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from compress.artifacts.graph_model import GraphModel
     from compress.common.forward import Predictor
     from compress.core.context import Context
+    from compress.export.diagnosis.costs import Rerun
     from compress.export.onnx.stage import ExportOnnx
     from compress.export.parity.bisect import Tensors, WrongLayer
-
-    Rerun = Callable[[str, Mapping[str, Any]], onnx.ModelProto | None]
+    from compress.export.parity.compare import KindOutputs
 
 SECONDS = 60.0
 """How long the wrong layer is searched for."""
@@ -52,40 +52,23 @@ class ParityDiagnosis:
     model: onnx.ModelProto
     """The file's model; that of an export that failed is made again."""
     context: Context
-    limit: float
-    """Largest absolute difference that the gate allows; 0 where the export's own check failed."""
     rerun: Rerun
     measured: int = 0
     """How many changed files were made."""
     _differences: dict[str, float] = field(default_factory=dict)
 
     @cached_property
-    def outputs(self) -> dict[str, tuple[Tensors, Tensors, Tensors]]:
-        """Kind of input → inputs, the source's outputs and the file's; empty ones where it fails.
-
-        Kinds that the source itself refuses are left out.
-        """
-        batches = list(val_inputs(self.context))
-        found: dict[str, tuple[Tensors, Tensors, Tensors]] = {}
+    def outputs(self) -> dict[str, KindOutputs]:
+        """Kind of input → what source and file answer, where the source refuses none."""
+        signature = self.source.signature
         with self._opened(self.model) as exported, self._source() as expected:
-            for kind, inputs in parity_inputs(self.source.signature, batches):
-                try:
-                    right = expected(*inputs)
-                except Exception:  # noqa: BLE001 - whatever the user's own code raises
-                    continue
-                try:
-                    found[kind] = inputs, right, exported(*inputs)
-                except Exception:  # noqa: BLE001 - onnxruntime has several
-                    found[kind] = inputs, right, ()
-        return found
+            found = outputs_by_kind(expected, exported, signature, self.context)
+            return {one.kind: one for one in found if one.refusal is None}
 
     @cached_property
     def errors(self) -> dict[str, float]:
         """Kind of input → the file's error relative to the norm; infinite where it fails."""
-        return {
-            kind: _relative(right, found) if found else math.inf
-            for kind, (_, right, found) in self.outputs.items()
-        }
+        return {kind: one.error for kind, one in self.outputs.items()}
 
     @property
     def axis_errors(self) -> dict[str, float]:
@@ -106,7 +89,7 @@ class ParityDiagnosis:
     def worst(self) -> Tensors:
         """The inputs on which the file is most wrong, of those that it answers to."""
         answered = {kind: e for kind, e in self.errors.items() if math.isfinite(e)}
-        return self.outputs[max(answered, key=lambda kind: answered[kind])][0]
+        return self.outputs[max(answered, key=lambda kind: answered[kind])].inputs
 
     @cached_property
     def difference(self) -> float:
@@ -146,14 +129,14 @@ class ParityDiagnosis:
         """Relative error of the traced graph in PyTorch, on the worst inputs."""
         with self._source() as expected, torch.no_grad():
             module = program_of(self.source).module(check_guards=False)
-            found = module(*self.worst)
-            outputs = (found,) if isinstance(found, torch.Tensor) else tuple(found)
-            return _relative(expected(*self.worst), outputs)
+            outputs = flatten_outputs(module(*self.worst))
+            return largest_relative_error(expected(*self.worst), outputs)
 
     @cached_property
     def wrong_layer(self) -> WrongLayer | None:
         """The first operator out of tolerance; None where no part of the graph is."""
         total = max(e for e in self.errors.values() if math.isfinite(e))
+        # Half of the whole error, as no operator need have all of it.
         limit = max(min(tolerance_for(self.source).relative, total / 2), LEAST_ERROR)
         with TemporaryDirectory(prefix="compress-parity-") as folder:
             search = LayerSearch(
@@ -191,9 +174,3 @@ class ParityDiagnosis:
             write(model, file := Path(folder) / "model.onnx")
             predict = session_predictor(file, self.context.threads)
             yield accept_any_batch(predict, self.source.signature)
-
-
-def _relative(expected: Tensors, found: Tensors) -> float:
-    if [t.shape for t in expected] != [t.shape for t in found]:
-        return math.inf
-    return largest(relative_error(a, b) for a, b in zip(expected, found, strict=True))

@@ -1,7 +1,12 @@
-"""Where the time of a call goes: onnxruntime's own profile of a file, by module."""
+"""Where the time of a call goes: onnxruntime's own profile of a file, by the user's modules.
+
+Exporters shorten names, and stored graphs have no modules. The layers with weights come in the same
+order in every file that is made from a model, so a plain export of the float model names them.
+"""
 
 from __future__ import annotations
 
+import ast
 import json
 from collections import Counter, defaultdict
 from dataclasses import dataclass
@@ -10,26 +15,156 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Self
 
-from compress.export.diagnosis.profile import SEPARATOR, modules_by_node, named_copy
-from compress.export.onnx.kernels import KERNEL_TIME, is_kernel_call, kernel_macs
-from compress.export.onnx.proto_io import read, write
+from compress.artifacts.eager_model import EagerModel
+from compress.artifacts.graph_model import GraphModel
+from compress.common.errors import StageFailed
+from compress.export.latency.float_layers import weighted_layers
+from compress.export.onnx.graph import PACKED_GATHER, keep_outputs_
+from compress.export.onnx.kernels import (
+    CONVOLUTIONS,
+    COUNTED,
+    KERNEL_TIME,
+    is_integer_kernel,
+    is_kernel_call,
+    kernel_macs,
+)
+from compress.export.onnx.proto_io import SCOPES, read, write
 from compress.export.onnx.session import exact_session
+from compress.export.onnx.stage import OnnxModel
+from compress.export.onnx.translate import translate
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     import onnx
     import torch
 
+    from compress.artifacts.artifact import Artifact
+
+TABLES = {"Gather", PACKED_GATHER}
+SEPARATOR = "@"
+"""Between a module's name and the rest of an operator's or a value's name."""
 CALLS, WARM_UP = 60, 10
 """Profiled calls, and those before them that are not counted."""
-COUNTED = 0.75
+SHORTEST_SHARE = 0.75
 """Share of an operator's calls, the shortest ones, of which the mean is taken: other load on the
 machine only ever makes a call longer."""
 IN_BLOCKS = ("_nchwc", "_bn_nchwc")
 """What onnxruntime adds to a value's name for the kernel that computes it in blocks of channels."""
 CUT_OFF_MS = 0.5e-3
 """onnxruntime writes whole microseconds, cut off."""
+QUANTIZE, DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
+MOVES = {"Transpose", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "ReorderInput", "ReorderOutput"}
+"""Operators that change the layout of what others read."""
+NORM = "BatchNormalization"
+"""Which onnxruntime may compute as a convolution of single channels."""
+ACTIVATIONS = {
+    *("Relu", "Clip", "LeakyRelu", "HardSigmoid", "HardSwish", "Sigmoid", "Tanh", "Elu"),
+    *("Gelu", "QuickGelu", "Selu", "Celu", "PRelu", "Softplus", "Softsign", "Mish"),
+}
+"""Operators that runtimes compute within the kernel before them, where they can."""
+
+
+def plain_export(source: EagerModel | GraphModel) -> tuple[onnx.ModelProto, list[str]]:
+    """Return a float model as ONNX, and the modules of its layers with weights and of its tables.
+
+    Raises:
+        StageFailed: it has no ONNX form.
+    """
+    model, _ = translate(source, None, "compress explain")
+    modules = set()
+    if isinstance(source, EagerModel):
+        modules = {name for name, _ in source.load().named_modules()}
+    return model, [_module_of_layer(node, modules) for node in layers_of(model)]
+
+
+def as_onnx(artifact: Artifact) -> onnx.ModelProto:
+    """Return an ONNX file's model, or the plain export of a model that is run by PyTorch.
+
+    Raises:
+        StageFailed: it is neither, or has no ONNX form.
+    """
+    if isinstance(artifact, OnnxModel):
+        return read(artifact.payload_path, weights=True)
+    if isinstance(artifact, EagerModel | GraphModel):
+        return translate(artifact, None, "compress explain")[0]
+    raise StageFailed(f"{artifact.kind} files are not taken apart; expected an ONNX file")
+
+
+def layers_of(model: onnx.ModelProto) -> list[onnx.NodeProto]:
+    """Return the layers with weights, in graph order, and then the lookups in tables."""
+    return [*weighted_layers(model), *tables_of(model)]
+
+
+def tables_of(model: onnx.ModelProto) -> list[onnx.NodeProto]:
+    """Return the lookups in stored tables, in graph order; scales of a table's rows are none."""
+    tables = {t.name for t in model.graph.initializer if len(t.dims) == 2 and t.dims[1] > 1}
+    return [n for n in model.graph.node if n.op_type in TABLES and n.input[0] in tables]
+
+
+def fitting_names(model: onnx.ModelProto, names: Sequence[str]) -> list[str]:
+    """Return the modules of a file's layers; by place and operator where it has more or fewer."""
+    layers = layers_of(model)
+    if len(layers) == len(names):
+        return [*names]
+    return [f"layer {place} ({node.op_type})" for place, node in enumerate(layers)]
+
+
+def modules_by_node(model: onnx.ModelProto, names: Sequence[str]) -> list[str]:
+    """Return the module of each operator; one without weights belongs to the layer before it.
+
+    What stands before all layers belongs to the first one that reads it.
+
+    Args:
+        model: the file's model.
+        names: modules of its layers, as :func:`plain_export` returns them.
+    """
+    named = zip(layers_of(model), fitting_names(model, names), strict=True)
+    of_layer = {node.output[0]: name for node, name in named}
+    by_value: dict[str, str] = {}
+    found: list[str] = []
+    for node in model.graph.node:
+        before = (by_value[name] for name in node.input if by_value.get(name))
+        module = of_layer.get(node.output[0]) or next(before, "")
+        found.append(module)
+        by_value |= dict.fromkeys(node.output, module)
+    for place in reversed(range(len(found))):
+        node = model.graph.node[place]
+        if not found[place]:
+            found[place] = next((by_value[n] for n in node.output if by_value.get(n)), "")
+        for name in node.input:
+            by_value[name] = by_value.get(name) or found[place]
+    return found
+
+
+def named_copy(model: onnx.ModelProto, modules: Sequence[str]) -> onnx.ModelProto:
+    """Return a model whose operators and inner values have names that begin with their module.
+
+    onnxruntime names what it fuses after the operators that it was made of.
+    """
+    copy = type(model)()
+    copy.CopyFrom(model)
+    public = {value.name for value in (*copy.graph.input, *copy.graph.output)}
+    names = {"": ""}
+    for number, (node, module) in enumerate(zip(copy.graph.node, modules, strict=True)):
+        node.name = f"{module}{SEPARATOR}{number}"
+        for place, name in enumerate(node.input):
+            node.input[place] = names.get(name, name)
+        for place, name in enumerate(node.output):
+            if name and name not in public:
+                names[name] = f"{module}{SEPARATOR}{name}"
+                node.output[place] = names[name]
+    return copy
+
+
+def _module_of_layer(node: onnx.NodeProto, modules: set[str]) -> str:
+    for name in node.input:
+        module = str(name).rpartition(".")[0]
+        if module and (not modules or module in modules):
+            return module
+    scopes = next((p.value for p in node.metadata_props if p.key == SCOPES), "[]")
+    inner = [name for name in ast.literal_eval(scopes)[:-1] if name]
+    return str(inner[-1] if inner else node.op_type)
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity: NodeProtos compare field by field
@@ -51,6 +186,25 @@ class ProfiledNode:
     """Multiply-accumulates of one call."""
     in_integers: bool
     """Whether its kernel computes in integers."""
+
+
+@dataclass(frozen=True)
+class FloatIsland:
+    """Operators in float between integer ones, with the conversions around them."""
+
+    nodes: tuple[ProfiledNode, ...]
+    conversions: tuple[ProfiledNode, ...]
+
+    @property
+    def modules(self) -> frozenset[str]:
+        """Modules of its operators, without those that move values or convert them."""
+        return frozenset(n.module for n in self.nodes if n.node.op_type not in MOVES)
+
+    @property
+    def around(self) -> frozenset[str]:
+        """Modules that give it what it reads, or read what it gives."""
+        nodes = (*self.nodes, *self.conversions)
+        return frozenset(node.module for node in nodes) - self.modules
 
 
 @dataclass(frozen=True)
@@ -149,10 +303,115 @@ class Profile:
         """Share of the multiply-accumulates that float kernels do."""
         return sum(self.float_macs.values()) / self.macs if self.macs else 0.0
 
+    @cached_property
+    def _producers(self) -> dict[str, ProfiledNode]:
+        return {name: node for node in self.nodes for name in node.node.output}
+
+    @cached_property
+    def _readers(self) -> dict[str, list[ProfiledNode]]:
+        readers = defaultdict[str, list[ProfiledNode]](list)
+        for node in self.nodes:
+            for name in node.node.input:
+                readers[name].append(node)
+        return readers
+
+    def before(self, node: ProfiledNode) -> Iterator[ProfiledNode]:
+        """Yield the operators whose values an operator reads."""
+        yield from (self._producers[name] for name in node.node.input if name in self._producers)
+
+    def after(self, node: ProfiledNode) -> Iterator[ProfiledNode]:
+        """Yield the operators that read an operator's values."""
+        yield from (reader for name in node.node.output for reader in self._readers[name])
+
+    @cached_property
+    def integer_modules(self) -> frozenset[str]:
+        """Modules whose products integer kernels compute."""
+        return frozenset(
+            node.module
+            for node in self.nodes
+            if node.node.op_type in COUNTED and is_integer_kernel(node.node.op_type)
+        )
+
+    @cached_property
+    def float_islands(self) -> tuple[FloatIsland, ...]:
+        """All islands, of a graph with integer kernels."""
+        if not self.integer_modules:
+            return ()
+        left = [node for node in self.nodes if _is_float(node)]
+        found = []
+        while left:
+            island = self._connected(left[0], _is_float)
+            left = [node for node in left if node not in island]
+            conversions: list[ProfiledNode] = []
+            for node in island:
+                for neighbour in (*self.before(node), *self.after(node)):
+                    if neighbour.node.op_type in (QUANTIZE, DEQUANTIZE):
+                        conversions += self._connected(neighbour, _is_conversion)
+            if conversions:
+                found.append(FloatIsland(tuple(island), tuple(dict.fromkeys(conversions))))
+        return tuple(found)
+
+    @cached_property
+    def lone_pairs(self) -> tuple[ProfiledNode, ...]:
+        """Roundings to integers that no integer kernel reads, and what makes floats of them."""
+        found: dict[ProfiledNode, None] = {}
+        for node in self.nodes:
+            if node.node.op_type != QUANTIZE:
+                continue
+            readers = self._connected(node, lambda n: n.node.op_type in MOVES, forward=True)[1:]
+            last = [r for reader in (node, *readers) for r in self.after(reader)]
+            ends = [r for r in last if r not in readers]
+            if ends and all(r.node.op_type == DEQUANTIZE for r in ends):
+                found |= dict.fromkeys((node, *readers, *ends))
+        return tuple(found)
+
+    @cached_property
+    def unfused(self) -> tuple[ProfiledNode, ...]:
+        """Normalisations and activations that stand behind a product which they alone read."""
+        return tuple(
+            node
+            for node in self.nodes
+            if self._is_norm(node)
+            or (node.node.op_type in ACTIVATIONS and any(map(self._feeds_alone, self.before(node))))
+        )
+
+    def _is_norm(self, node: ProfiledNode) -> bool:
+        """Whether a kernel computes a normalisation alone, be it as a convolution."""
+        if node.origin is None or node.origin.op_type != NORM:
+            return False
+        graph = self.model.graph
+        name = node.origin.input[0]
+        before = next((n for n in graph.node if name in n.output), None)
+        readers = sum(name in n.input for n in graph.node)
+        return before is None or before.op_type not in CONVOLUTIONS or readers > 1
+
+    def _feeds_alone(self, node: ProfiledNode) -> bool:
+        if node.node.op_type in MOVES:
+            return any(map(self._feeds_alone, self.before(node)))
+        is_product = node.node.op_type in COUNTED | CONVOLUTIONS | {NORM}
+        return is_product and len([*self.after(node)]) == 1
+
+    def _connected(
+        self,
+        start: ProfiledNode,
+        belongs: Callable[[ProfiledNode], bool],
+        *,
+        forward: bool = False,
+    ) -> list[ProfiledNode]:
+        """Return an operator and those that belong to it and are connected with it."""
+        found, pending = {start: None}, [start]
+        while pending:
+            node = pending.pop()
+            for neighbour in (*(() if forward else self.before(node)), *self.after(node)):
+                if belongs(neighbour) and neighbour not in found:
+                    found[neighbour] = None
+                    pending.append(neighbour)
+        return [*found]
+
 
 def _mean(times: list[float]) -> float:
     shortest = sorted(times[WARM_UP:])
-    counted = shortest[: max(1, int(COUNTED * len(shortest)))]
+    counted = shortest[: max(1, int(SHORTEST_SHARE * len(shortest)))]
     return sum(counted) / len(counted)
 
 
@@ -168,3 +427,41 @@ def _module_of(node: onnx.NodeProto, producers: dict[str, onnx.NodeProto]) -> st
             return str(name.partition(SEPARATOR)[0])
     sources = [producers[name] for name in node.input if name in producers]
     return _module_of(sources[0], producers) if sources else ""
+
+
+def without(model: onnx.ModelProto, names: Collection[str]) -> onnx.ModelProto:
+    """Return a model whose readers of some operators, by name, read what these read first.
+
+    A pair of QuantizeLinear and DequantizeLinear is left out by the name of the former.
+    """
+    copy = type(model)()
+    copy.CopyFrom(model)
+    graph = copy.graph
+    producers = {name: node for node in graph.node for name in node.output}
+    public = {output.name for output in graph.output}
+    replaced: dict[str, str] = {}
+    for node in graph.node:
+        source = producers.get(node.input[0]) if node.input else None
+        if node.output[0] in public:
+            continue
+        if node.op_type == DEQUANTIZE and source is not None and source.name in names:
+            replaced[node.output[0]] = source.input[0]
+        elif node.name in names and node.op_type != QUANTIZE:
+            replaced[node.output[0]] = node.input[0]
+    outputs = [output.name for output in graph.output]
+    for node in graph.node:
+        for place, name in enumerate(node.input):
+            while name in replaced:
+                name = replaced[name]
+            node.input[place] = name
+    keep_outputs_(copy, outputs)
+    return copy
+
+
+def _is_float(node: ProfiledNode) -> bool:
+    operator = node.node.op_type
+    return node.written == "float" and operator != DEQUANTIZE and not is_integer_kernel(operator)
+
+
+def _is_conversion(node: ProfiledNode) -> bool:
+    return node.node.op_type in {QUANTIZE, DEQUANTIZE, *MOVES} and not _is_float(node)

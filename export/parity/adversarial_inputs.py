@@ -144,14 +144,17 @@ def find_adversarial_mismatch(
             outputs = expected(*inputs)
         except Exception:  # noqa: BLE001 - whatever the user's own code raises
             continue
-        error = _error(exported, inputs, outputs, 0.0 if kind == TINY_KIND else rounding)
-        if error < math.inf and _misses_infinities(exported, inputs, outputs, reference):
+        try:
+            answers = exported(*inputs)
+        except Exception:  # noqa: BLE001 - each runtime raises its own
+            return kind, inputs, math.inf
+        error = _error(outputs, answers, 0.0 if kind == TINY_KIND else rounding)
+        if error < math.inf and _misses_infinities(inputs, outputs, answers, reference):
             error = math.inf
         if error <= limit:
             continue
         if reference is None or not error < math.inf:
             return kind, inputs, error
-        answers = exported(*inputs)
         if reference.explains(inputs, answers, limit):
             logger.info("on %s float32 itself is %.2g of the norm off", kind, error)
         elif reference.finds_only_noise(inputs, answers, limit):
@@ -166,15 +169,11 @@ def find_adversarial_mismatch(
     return None
 
 
-def _error(exported: Predictor, inputs: Tensors, expected: Tensors, rounding: float) -> float:
-    """Return the worst output's error where the source is finite; infinite where the model fails.
+def _error(expected: Tensors, outputs: Tensors, rounding: float) -> float:
+    """Return the worst output's error where the source is finite; infinite for other shapes.
 
     A largest difference up to `rounding` counts as none.
     """
-    try:
-        outputs = exported(*inputs)
-    except Exception:  # noqa: BLE001 - each runtime raises its own
-        return math.inf
     errors = []
     for a, b in zip(expected, outputs, strict=True):
         if a.shape != b.shape:
@@ -188,11 +187,11 @@ def _error(exported: Predictor, inputs: Tensors, expected: Tensors, rounding: fl
 
 
 def _misses_infinities(
-    exported: Predictor, inputs: Tensors, expected: Tensors, reference: Float64Reference | None
+    inputs: Tensors, expected: Tensors, exported: Tensors, reference: Float64Reference | None
 ) -> bool:
     """Whether an infinity that the source means, such as a masked score, is not in the export."""
     # Where float64 is finite, the source's infinity is an overflow of float32, not meant.
-    pairs = [p for p in zip(expected, exported(*inputs), strict=True) if p[0].is_floating_point()]
+    pairs = [p for p in zip(expected, exported, strict=True) if p[0].is_floating_point()]
     missing = [a.isinf() & (a != b) for a, b in pairs]
     if reference is None or not any(m.any() for m in missing):
         return False

@@ -6,11 +6,11 @@ import logging
 import math
 import re
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from compress.common.errors import StageFailed
 from compress.common.forward import accept_any_batch
-from compress.common.tensor_difference import relative_error
+from compress.common.tensor_difference import largest, relative_error
 from compress.export.parity.adversarial_inputs import adversarial_inputs, find_adversarial_mismatch
 from compress.export.parity.float64_reference import Float64Reference
 from compress.export.parity.sample_parity import (
@@ -141,6 +141,53 @@ def parity_inputs(
         if not isinstance(rows, int) or len(fixed[0]) == rows:
             yield f"val, batch {i}", fixed
     yield from adversarial_inputs(signature, val_batches)
+
+
+class KindOutputs(NamedTuple):
+    """What two models answer to one kind of input."""
+
+    kind: str
+    inputs: Tensors
+    expected: Tensors
+    exported: Tensors
+    refusal: Exception | None
+    """What the source raises; there are no outputs then."""
+    failure: Exception | None
+    """What the exported model raises."""
+
+    @property
+    def error(self) -> float:
+        """The error relative to the norm: infinite where the exported model fails."""
+        return math.inf if self.failure else largest_relative_error(self.expected, self.exported)
+
+
+def outputs_by_kind(
+    expected: Predictor, exported: Predictor, signature: Signature, context: Context
+) -> Iterator[KindOutputs]:
+    """Yield what two models answer to each kind of input."""
+    expected, exported = (accept_any_batch(p, signature) for p in (expected, exported))
+    for kind, inputs in parity_inputs(signature, list(val_inputs(context))):
+        outputs: Tensors = ()
+        answers: Tensors = ()
+        refusal: Exception | None = None
+        failure: Exception | None = None
+        try:
+            outputs = expected(*inputs)
+        except Exception as error:  # noqa: BLE001 - whatever the user's own code raises
+            refusal = error
+        else:
+            try:
+                answers = exported(*inputs)
+            except Exception as error:  # noqa: BLE001 - each runtime raises its own
+                failure = error
+        yield KindOutputs(kind, inputs, outputs, answers, refusal, failure)
+
+
+def largest_relative_error(expected: Tensors, exported: Tensors) -> float:
+    """Return the largest error of an output, relative to its norm; infinite for other shapes."""
+    if len(expected) != len(exported):
+        return math.inf
+    return largest(relative_error(a, b) for a, b in zip(expected, exported, strict=True))
 
 
 def check_axis_sizes(

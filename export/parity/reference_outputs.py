@@ -33,14 +33,18 @@ def recorded_outputs(
 
     It is opened again for an input whose output is not stored.
     """
-    with (
-        TemporaryDirectory(prefix="compress-answers-") as folder,
-        ExitStack() as stack,
-    ):
+    with TemporaryDirectory(prefix="compress-answers-") as folder, ExitStack() as stack:
         stored = OutputFolder(Path(folder))
         with source.open(threads=threads) as predict:
-            stored.record(accept_any_batch(stored.recording(predict), source.signature), inputs)
-        del predict
+            recording = accept_any_batch(stored.recording(predict), source.signature)
+            for batch in inputs:
+                if stored.bytes > LARGEST:
+                    break
+                try:
+                    recording(*batch)
+                except Exception as error:  # noqa: BLE001 - raised again where it is needed
+                    error.__traceback__ = None  # its frames would keep the model in memory
+        del predict, recording
         release_memory()
         reopened: list[Predictor] = []
 
@@ -59,18 +63,8 @@ class OutputFolder:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._bytes = 0
+        self.bytes = 0
         self._errors: dict[str, Exception] = {}
-
-    def record(self, predict: Predictor, inputs: Iterable[Tensors]) -> None:
-        """Run a recording predictor on inputs, up to LARGEST bytes of outputs."""
-        for batch in inputs:
-            if self._bytes > LARGEST:
-                break
-            try:
-                predict(*batch)
-            except Exception as error:  # noqa: BLE001 - raised again where the output is needed
-                error.__traceback__ = None  # its frames would keep the model in memory
 
     def recording(self, predict: Predictor) -> Predictor:
         """Return a predictor whose outputs are stored."""
@@ -86,7 +80,7 @@ class OutputFolder:
                 raise
             # A view would be written with all of the tensor that it is a part of.
             torch.save(tuple(t.clone() for t in outputs), self._folder / key)
-            self._bytes += sum(t.nbytes for t in outputs)
+            self.bytes += sum(t.nbytes for t in outputs)
             return outputs
 
         return predict_and_store

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import shutil
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,14 +18,14 @@ from compress.common.atomic_files import partial_folder, remove_leftovers
 from compress.common.errors import CompressError, StageFailed, first_line
 from compress.common.forward import accept_any_batch
 from compress.common.sealed_json import write_sealed
-from compress.common.tensor_difference import largest, largest_difference, relative_error
+from compress.common.tensor_difference import largest, largest_difference
 from compress.core.metrics import evaluate
 from compress.core.metrics.labels import predicted_labels
 from compress.export.common.int8_sums import has_16_bit_sums
 from compress.export.parity import repro_script
 from compress.export.parity.bisect import LayerSearch
-from compress.export.parity.compare import ParityMismatch, parity_inputs
-from compress.export.parity.sample_parity import QUANTIZED, tolerance_for, val_inputs
+from compress.export.parity.compare import ParityMismatch, largest_relative_error, outputs_by_kind
+from compress.export.parity.sample_parity import QUANTIZED, tolerance_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,10 +35,9 @@ if TYPE_CHECKING:
     from compress.artifacts.artifact import Artifact
     from compress.common.forward import Predictor
     from compress.core.context import Context
-    from compress.export.parity.bisect import Reexport
+    from compress.export.parity.bisect import Reexport, Tensors
+    from compress.export.parity.compare import KindOutputs
     from compress.export.parity.repro_script import ScriptRuntime
-
-    Tensors = tuple[torch.Tensor, ...]
 
 logger = logging.getLogger(__name__)
 
@@ -102,11 +101,22 @@ def report_on_mismatch(parity: ParityContext) -> Iterator[None]:
 def _write_report(parity: ParityContext, error: StageFailed, folder: Path) -> str:
     """Measure, search for the layer, write the folder; return what is added to the message."""
     with parity.source.open(threads=parity.context.threads) as expected:
-        rows, worst = _compare_inputs(parity, expected)
-        kind, inputs = (error.kind, error.inputs) if isinstance(error, ParityMismatch) else worst
+        rows, kind, total = [], "", -1.0
+        inputs: Tensors = ()
+        for compared in outputs_by_kind(
+            expected, parity.exported, parity.source.signature, parity.context
+        ):
+            error_here = -1.0 if compared.refusal else compared.error
+            rows.append(_row(compared, error_here))
+            if error_here > total:
+                kind, inputs, total = compared.kind, compared.inputs, error_here
+        if total < 0:
+            raise StageFailed("the source answers to no input")
         metric = _metric(parity, expected)
-        with torch.no_grad():
-            total = _relative_error(expected, parity.exported, inputs)
+        if isinstance(error, ParityMismatch):
+            kind, inputs, total = error.kind, error.inputs, math.inf
+        with torch.no_grad(), suppress(Exception):  # each runtime raises its own
+            total = largest_relative_error(expected(*inputs), parity.exported(*inputs))
     # An error that is large only beside the samples' spread may be within the tolerance here.
     limit = min(tolerance_for(parity.source).relative, total / 2)
     with TemporaryDirectory() as scratch:
@@ -148,58 +158,26 @@ def _write_report(parity: ParityContext, error: StageFailed, folder: Path) -> st
     return f"{where}; see {parity.folder / REPORT}"
 
 
-def _compare_inputs(
-    parity: ParityContext, expected: Predictor
-) -> tuple[list[dict[str, Any]], tuple[str, Tensors]]:
-    """Return a row for each kind of input, and the kind with the largest error."""
-    rows, worst, worst_error = [], None, -1.0
-    signature = parity.source.signature
-    pair = accept_any_batch(expected, signature), accept_any_batch(parity.exported, signature)
-    for kind, inputs in parity_inputs(signature, list(val_inputs(parity.context))):
-        row, error = _compare_one(kind, inputs, *pair)
-        rows.append(row)
-        if error > worst_error:
-            worst, worst_error = (kind, inputs), error
-    if worst is None:
-        raise StageFailed("the source answers to no input")
-    return rows, worst
-
-
-def _compare_one(
-    kind: str, inputs: Tensors, expected: Predictor, exported: Predictor
-) -> tuple[dict[str, Any], float]:
-    """Return a row of the report and the error; -1 where the source refuses the inputs."""
-    row: dict[str, Any] = {"kind": kind, "samples": len(inputs[0]) if inputs[0].dim() else 1}
-    try:
-        source_outputs = expected(*inputs)
-    except Exception as error:  # noqa: BLE001 - whatever the user's own code raises
-        return row | {"note": f"the source refuses it: {first_line(error)}"}, -1.0
-    try:
-        outputs = exported(*inputs)
-    except Exception as error:  # noqa: BLE001 - each runtime raises its own
-        return row | {"note": f"the exported model fails: {first_line(error)}"}, math.inf
-    pairs = list(zip(source_outputs, outputs, strict=True))
-    relative = largest(relative_error(a, b) for a, b in pairs)
+def _row(compared: KindOutputs, error: float) -> dict[str, Any]:
+    """Return a row of the report."""
+    inputs = compared.inputs
+    row = {"kind": compared.kind, "samples": len(inputs[0]) if inputs[0].dim() else 1}
+    if compared.refusal:
+        return row | {"note": f"the source refuses it: {first_line(compared.refusal)}"}
+    if compared.failure:
+        return row | {"note": f"the exported model fails: {first_line(compared.failure)}"}
+    pairs = zip(compared.expected, compared.exported, strict=True)
     absolute = largest(largest_difference(a, b) for a, b in pairs)
-    row |= {"absolute": _number(absolute), "relative": _number(relative)}
-    scores = source_outputs[0]
-    if scores.dim() == 2 and scores.shape == outputs[0].shape and scores.shape[1] > 1:
+    row |= {"absolute": _number(absolute), "relative": _number(error)}
+    scores, answers = compared.expected[0], compared.exported[0]
+    if scores.dim() == 2 and scores.shape == answers.shape and scores.shape[1] > 1:
         try:
-            equal = predicted_labels(scores.cpu()) == predicted_labels(outputs[0].cpu())
-        except StageFailed as error:
-            row["note"] = f"no labels: {error}"
-        else:
-            if len(equal):
-                row["equal_labels"] = float(equal.double().mean())
-    return row, relative
-
-
-def _relative_error(expected: Predictor, exported: Predictor, inputs: Tensors) -> float:
-    try:
-        pairs = zip(expected(*inputs), exported(*inputs), strict=True)
-        return largest(relative_error(a, b) for a, b in pairs)
-    except Exception:  # noqa: BLE001 - each runtime raises its own
-        return math.inf
+            equal = predicted_labels(scores.cpu()) == predicted_labels(answers.cpu())
+        except StageFailed as refusal:
+            return row | {"note": f"no labels: {refusal}"}
+        if len(equal):
+            row["equal_labels"] = float(equal.double().mean())
+    return row
 
 
 def _metric(parity: ParityContext, expected: Predictor) -> dict[str, Any] | None:

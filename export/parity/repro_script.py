@@ -10,8 +10,9 @@ import numpy as np
 import torch
 
 from compress.common.errors import StageFailed
-from compress.common.tensor_difference import largest, relative_error
+from compress.common.forward import flatten_outputs
 from compress.export.parity.bisect import retrace
+from compress.export.parity.compare import largest_relative_error
 from compress.graph.torch_export import save_program
 
 if TYPE_CHECKING:
@@ -162,11 +163,8 @@ def write(
         part, signature, inputs = search.module, search.signature, search.inputs
         shutil.copyfile(file, folder / runtime.file)
         with torch.no_grad():
-            outputs = part(*inputs)
-        outputs = outputs if isinstance(outputs, tuple | list) else (outputs,)
-        error = largest(
-            relative_error(a, b) for a, b in zip(outputs, exported(*inputs), strict=True)
-        )
+            outputs = flatten_outputs(part(*inputs))
+        error = largest_relative_error(outputs, exported(*inputs))
     else:
         part, signature, inputs, error = search.export_smallest(search.node, folder / runtime.file)
     if not (folder / runtime.file).exists():

@@ -1,16 +1,18 @@
-"""`compress explain` and `compress repair`: explain refusals, try repairs, and print both."""
+"""`compress explain`, `compress repair` and `compress run --repair`: explain, repair and print.
+
+What they run imports torch, which the file of a run may turn out not to need.
+"""
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter, ValidationError
 
-from compress.common.errors import GateRefused, PipelineInvalid
+from compress.common.errors import CompressError, GateRefused, PipelineInvalid
 from compress.core.gates import rule_in_words
 from compress.pipelines.config.auto_settings import Seconds
-from compress.pipelines.explain.function import explain, repair
-from compress.pipelines.explain.repair import DIFFERENCE, FOLDER, REPAIRED
 from compress.pipelines.terminal.console import current_mode, notify, print_result
 from compress.pipelines.terminal.progress_bars import show_progress
 
@@ -30,6 +32,8 @@ def explain_and_print(
         PipelineInvalid: nothing refused and no gate is named, or the time has no unit.
         GateRefused: no cause was found.
     """
+    from compress.pipelines.explain.function import explain
+
     seconds = _seconds(time_limit)
     with show_progress(quiet=current_mode().silent) as (progress, _):
         found = explain(directory, stage, gate, seconds=seconds, progress=progress)
@@ -52,6 +56,9 @@ def repair_and_print(
         PipelineInvalid: nothing refused, or the time has no unit.
         GateRefused: no repair that was tried passes; the message names the nearest.
     """
+    from compress.pipelines.explain.function import repair
+    from compress.pipelines.explain.repair import DIFFERENCE, FOLDER, REPAIRED
+
     seconds = _seconds(time_limit)
     with show_progress(quiet=current_mode().silent) as (progress, _):
         options = {"best": best, "trains": trains, "apply": apply}
@@ -70,6 +77,25 @@ def repair_and_print(
             f"{directory}: none of {tried} repairs passes all gates; the nearest is "
             f"{found.nearest}; try more --time"
         )
+
+
+@contextmanager
+def repaired_on_refusal(directory: Path) -> Iterator[None]:
+    """Try repairs where a gate refuses within the block, and raise the refusal all the same.
+
+    The pipeline as it stands is refused, so the exit code says so; what passes is in
+    `repair/pipeline.yaml`.
+    """
+    try:
+        yield
+    except GateRefused as refusal:
+        try:
+            repair_and_print(directory, prints=not current_mode().as_json)
+        except CompressError as error:
+            refusal.add_note(f"repair: {error}")
+        else:
+            refusal.add_note(f"repair: what passes is in {directory / 'repair' / 'pipeline.yaml'}")
+        raise
 
 
 def _lines(found: Explanations) -> Iterator[str]:

@@ -10,24 +10,27 @@ from typing import TYPE_CHECKING, Any
 from compress.common.atomic_files import temporary_folder
 from compress.core.diagnosis.cause import ACCURACY_GATES, RefusedStage, Repair
 from compress.core.diagnosis.layer_diagnosis import LEAST_RECOVERED
+from compress.core.diagnosis.rerun import RerunStage
 from compress.pipelines.explain.causes import (
-    BUILT_IN,
+    NO_CAUSE,
     Explained,
+    announced_causes,
     causes_of,
-    check_cause,
+    cheapest_first,
+    check_causes,
     diagnose,
-    rerun_of,
-    trained_stages,
+    log_causes,
 )
 from compress.pipelines.explain.costs import explain_cost
 from compress.pipelines.results.explanation import Explanation, GuiltyLayer, LayerSet
 from compress.pipelines.system.jsonl_log import log_event
+from compress.training.diagnosis.history import recorded_losses
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from compress.core.diagnosis.cause import Cause
     from compress.core.diagnosis.layer_diagnosis import LayerDiagnosis
+    from compress.pipelines.explain.causes import Found
     from compress.pipelines.explain.finished_run import FinishedRun, JudgedStage
     from compress.pipelines.results.explanation import FoundCause, StageShare
 
@@ -47,45 +50,47 @@ def explain_run(
 
 def explain_verdict(run: FinishedRun, judged: JudgedStage, deadline: float) -> Explained:
     """Explain one verdict of a run; see :func:`explain_run`."""
-    if judged.verdict.gate not in ACCURACY_GATES:
-        return explain_cost(run, judged)
     began = time.monotonic()
-    split = run.split(judged)
-    worst = max(split, key=lambda share: share.points, default=None)
-    culprit = worst.stage if worst and worst.points > 0 else None
-    repairs: list[Repair] = []
-    changes: dict[str, Any] = {"notice": "nothing is lost between these stages"}
-    # What was to recover the loss comes before what has lost it, which was known to lose.
-    trained = trained_stages(run, judged, split)
-    for name in trained:
-        refused = _refused(run, judged, split, name, deadline)
-        found, found_repairs = _explain_causes(refused, judged.verdict.gate)
-        causes: tuple[FoundCause, ...] = found["causes"]
-        # Half of what is missing: training more mends a little of most losses.
-        if causes and (culprit is None or (causes[0].returned or 0.0) >= LEAST_RECOVERED):
-            culprit, changes, repairs = name, found, found_repairs
-            break
+    if judged.verdict.gate in ACCURACY_GATES:
+        changes, repairs = _explain_accuracy(run, judged, deadline)
     else:
-        if culprit is not None:
-            refused = _refused(run, judged, split, culprit, deadline)
-            changes, repairs = _explain_stage(refused, judged.verdict.gate, deadline)
-        elif trained:
-            culprit, changes = trained[0], {"notice": "no test of a cause is above its threshold"}
+        changes, repairs = explain_cost(run, judged)
     explanation = Explanation(
         stage=judged.report.name,
         verdict=judged.verdict,
         artifact=judged.digest,
         metric=run.state.plan.metric.name,
-        split=split,
-        culprit=culprit,
+        split=(),
+        culprit=None,
     )
     changes["seconds"] = round(time.monotonic() - began, 2)
     return Explained(judged, explanation.model_copy(update=changes), tuple(repairs))
 
 
-def _explain_stage(
-    refused: RefusedStage[Any], gate: str, deadline: float
-) -> tuple[dict[str, Any], list[Repair]]:
+def _explain_accuracy(run: FinishedRun, judged: JudgedStage, deadline: float) -> Found:
+    split = run.split(judged)
+    worst = max(split, key=lambda share: share.points, default=None)
+    culprit = worst.stage if worst and worst.points > 0 else None
+    known = {"split": split, "culprit": culprit}
+    # What was to recover the loss comes before what has lost it, which was known to lose.
+    trained = _trained_stages(run, judged, split)
+    for name in trained:
+        refused = _refused(run, judged, split, name, deadline)
+        found, repairs = _explain_causes(refused, judged.verdict.gate)
+        causes: tuple[FoundCause, ...] = found["causes"]
+        # Half of what is missing: training more mends a little of most losses.
+        if causes and (culprit is None or (causes[0].returned or 0.0) >= LEAST_RECOVERED):
+            return {**known, **found, "culprit": name}, repairs
+    if culprit is not None:
+        refused = _refused(run, judged, split, culprit, deadline)
+        found, repairs = _explain_stage(refused, judged.verdict.gate, deadline)
+        return {**known, **found}, repairs
+    if trained:
+        return {**known, "culprit": trained[0], "notice": NO_CAUSE}, ()
+    return {**known, "notice": "nothing is lost between these stages"}, ()
+
+
+def _explain_stage(refused: RefusedStage[Any], gate: str, deadline: float) -> Found:
     """Return what an explanation has of the stage that loses most, and its repairs."""
     measured = diagnose(
         refused.stage, refused.before, refused.after, refused.context, refused.max_points
@@ -99,12 +104,12 @@ def _explain_stage(
         if lost <= 0 or lost < measured.resolution:
             found |= {
                 "points": round(lost, 6),
-                "samples": measured.samples,
+                "samples": measured.halves[0].samples,
                 "layers": len(measured.search.ranking),
-                "judgings": measured.judgings,
+                "judgings": measured.evaluations,
                 "notice": "so little is lost on these samples that it may be chance",
             }
-            return found, _repairs(refused, gate, ())
+            return found, _repairs(refused, gate, [])
         guilty, layers = _guilty_layers(measured)
         found |= guilty
         refused = replace(refused, layers=layers)
@@ -113,7 +118,7 @@ def _explain_stage(
     if measured is None:
         found["notice"] = found["notice"] or f"layers of {refused.stage.stage} cannot be put back"
     else:
-        found["judgings"] = measured.judgings
+        found["judgings"] = measured.evaluations
         found["notice"] = found["notice"] or measured.notice
     return found, repairs
 
@@ -131,35 +136,44 @@ def _refused(
     planned = run.state.plan.stage(name)
     context = run.context(name, judged, temporary_folder() / "explain")
     before, after = run.state.artifacts[planned.input], run.state.artifacts[name]
-    rerun = rerun_of(run, name, context, points[name] - allowed, deadline)
+    seconds = next((s.seconds for s in run.report.stages if s.name == name), 0.0)
+    rerun = RerunStage(
+        planned.stage, before, after, context, points[name] - allowed, seconds, deadline
+    )
     return RefusedStage(planned.stage, before, after, context, (), None, allowed, rerun)
 
 
-def _tested_causes(refused: RefusedStage[Any], gate: str) -> list[tuple[Cause[Any], FoundCause]]:
-    """Return the causes above their thresholds, the likeliest first."""
-    kind = refused.stage.stage
-    tested = [(cause, check_cause(cause, refused)) for cause in causes_of(kind, gate)]
-    causes = [(cause, result) for cause, result in tested if result is not None]
-    # Equal ones in their own order: a twentieth of the loss is some samples.
-    causes.sort(key=lambda pair: -round(20 * (pair[1].returned or 0.0)))
-    known = [pair for pair in causes if pair[1].returned is not None]
-    # What packages add is named in any case: they may not be able to compute what returns.
-    added = [p for p in causes if p not in known and type(p[0]) not in BUILT_IN]
-    named = [*known, *added] if known else causes
-    for cause, result in named:
-        log_event("cause_found", f"{kind}: {result.text}", stage=kind, cause=cause.key)
-    return named
+def _trained_stages(
+    run: FinishedRun, judged: JudgedStage, split: tuple[StageShare, ...]
+) -> list[str]:
+    """Return the stages that should have brought more of the metric, the last one first.
+
+    Those that train after the stage that loses most: they were to recover what it loses. Where no
+    stage loses, a gate asks for more than training has brought.
+    """
+    worst = max(split, key=lambda share: share.points, default=None)
+    names = [share.stage for share in split]
+    if worst is not None and worst.points > 0:
+        names = names[names.index(worst.stage) + 1 :]
+    elif judged.verdict.gate != "min_metric":
+        return []
+    artifacts = run.state.artifacts
+    return [n for n in reversed(names) if n in artifacts and recorded_losses(artifacts[n])]
 
 
-def _explain_causes(refused: RefusedStage[Any], gate: str) -> tuple[dict[str, Any], list[Repair]]:
+def _explain_causes(refused: RefusedStage[Any], gate: str) -> Found:
     """Test the causes of a gate's refusal; return what an explanation has of them, and repairs."""
-    causes = _tested_causes(refused, gate)
-    repairs = _repairs(refused, gate, causes)
-    notice = "" if causes else "no test of a cause is above its threshold"
+    found = check_causes(refused, gate)
+    known = [pair for pair in found if pair[1].returned is not None]
+    # What packages add is named in any case: they may not be able to compute what returns.
+    added = [pair for pair in found if pair not in known and announced_causes()[pair[0].key][1]]
+    named = [*known, *added] if known else found
+    log_causes(named, refused.stage.stage)
+    repairs = _repairs(refused, gate, [result for _, result in named])
     return {
-        "causes": tuple(result for _, result in causes),
+        "causes": tuple(result for _, result in named),
         "repairs": tuple(dict(repair.settings) for repair in repairs),
-        "notice": notice,
+        "notice": "" if named else NO_CAUSE,
     }, repairs
 
 
@@ -169,15 +183,16 @@ def _guilty_layers(measured: LayerDiagnosis) -> tuple[dict[str, Any], tuple[str,
     spread = measured.spread = not layers
     layers = layers or search.widest()
     known = search.known_alone()
-    for judged in search.judged:
-        put_back = f"{len(judged.layers)} {measured.parts} {measured.put_back}"
-        log_event("patched", f"{put_back} return {judged.recovered:.0%}")
+    for names, share in search.tried.items():
+        put_back = f"{len(names)} {measured.parts} {measured.put_back}"
+        log_event("patched", f"{put_back} return {share:.0%}")
     return {
         "points": round(search.lost, 6) if math.isfinite(search.lost) else None,
-        "samples": measured.samples,
+        "samples": measured.halves[0].samples,
         "layers": len(search.ranking),
         "sets": tuple(
-            LayerSet(layers=j.layers, recovered=round(j.recovered, 4)) for j in search.judged
+            LayerSet(layers=names, recovered=round(share, 4))
+            for names, share in search.tried.items()
         ),
         "guilty": tuple(
             GuiltyLayer(
@@ -193,24 +208,20 @@ def _guilty_layers(measured: LayerDiagnosis) -> tuple[dict[str, Any], tuple[str,
     }, layers
 
 
-def _repairs(
-    refused: RefusedStage[Any], gate: str, causes: Sequence[tuple[Cause[Any], FoundCause]]
-) -> list[Repair]:
+def _repairs(refused: RefusedStage[Any], gate: str, found: Sequence[FoundCause]) -> list[Repair]:
     """Return what the causes name, cheapest first, and of equal cost by the likeliest cause.
 
     What the other causes of the stage name follows: a test may miss, and each repair is judged.
     """
-    likely: dict[str, Repair] = {}
-    for cause, result in causes:
-        layers = [layer for layer in result.layers if layer] or refused.layers
-        for repair in cause.repairs(refused, layers):
-            likely.setdefault(str(sorted(repair.settings.items())), repair)
-    others: dict[str, Repair] = {}
-    for cause in causes_of(refused.stage.stage, gate) if refused.measured is not None else ():
-        for repair in cause.repairs(refused, refused.layers):
-            others.setdefault(str(sorted(repair.settings.items())), repair)
-    rest = [repair for key, repair in others.items() if key not in likely]
-    return [
-        *sorted(likely.values(), key=lambda repair: repair.cost),
-        *sorted(rest, key=lambda repair: repair.cost),
-    ]
+    likely = cheapest_first(
+        [
+            (announced_causes()[f.cause][0], [n for n in f.layers if n] or refused.layers)
+            for f in found
+        ],
+        refused,
+    )
+    if refused.measured is None:
+        return [*likely.values()]
+    every = [(cause, refused.layers) for cause in causes_of(refused.stage.stage, gate)]
+    others = cheapest_first(every, refused)
+    return [*likely.values(), *(others[key] for key in others if key not in likely)]

@@ -9,15 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from compress.common.errors import ArtifactInvalid, PipelineInvalid, StageFailed
 from compress.common.sealed_json import read_sealed
-from compress.core.diagnosis.cause import (
-    ACCURACY_GATES,
-    MACS_GATES,
-    MEMORY_GATES,
-    PARAMETER_GATES,
-    PARITY_GATES,
-    SIZE_GATES,
-    SPEED_GATES,
-)
+from compress.core.diagnosis.cause import EXPLAINED_GATES
 from compress.core.metrics import Metric
 from compress.core.verdict import Verdict
 from compress.export.parity.report import FOLDER, REPORT
@@ -36,16 +28,6 @@ if TYPE_CHECKING:
     from compress.core.progress import Progress
     from compress.pipelines.runner.run_state import RunState
 
-EXPLAINED = (
-    *ACCURACY_GATES,
-    *SPEED_GATES,
-    *SIZE_GATES,
-    *MEMORY_GATES,
-    *PARAMETER_GATES,
-    *MACS_GATES,
-    *PARITY_GATES,
-)
-
 
 @dataclass(frozen=True)
 class JudgedStage:
@@ -53,11 +35,6 @@ class JudgedStage:
 
     report: StageReport | FailureReport
     verdict: Verdict
-
-    @property
-    def has_artifact(self) -> bool:
-        """Whether the stage has made an artifact."""
-        return isinstance(self.report, StageReport)
 
     @property
     def digest(self) -> str:
@@ -116,21 +93,20 @@ class FinishedRun:
         named = [
             j for j in every if stage in (None, j.report.name) and gate in (None, j.verdict.gate)
         ]
-        if stage or gate:
-            found = [j for j in named if not j.verdict.passed] or named
-        else:
-            found = [j for j in named if not j.verdict.passed]
+        # One that passed is explained where it is named.
+        found = [j for j in named if not j.verdict.passed] or (named if stage or gate else [])
         if not found:
             known = ", ".join(f"{j.report.name}/{j.verdict.gate}" for j in every) or "none"
             problem = "no such gate was judged" if stage or gate else "no gate refused"
             raise PipelineInvalid(
                 f"{self.out}: {problem}; name one that passed by --stage and --gate ({known})"
             )
-        explained = [j for j in found if j.verdict.gate in EXPLAINED]
+        explained = [j for j in found if j.verdict.gate in EXPLAINED_GATES]
         if not explained:
             names = ", ".join(sorted({j.verdict.gate for j in found}))
             raise PipelineInvalid(
-                f"{self.out}: {names} is not explained; expected one of {', '.join(EXPLAINED)}"
+                f"{self.out}: {names} is not explained; expected one of "
+                f"{', '.join(EXPLAINED_GATES)}"
             )
         return explained
 
@@ -144,14 +120,13 @@ class FinishedRun:
             except (ArtifactInvalid, OSError, ValueError, KeyError, TypeError):
                 continue  # another failure
             error = max((k for k in kinds if math.isfinite(k)), default=None)
-            rule = f"error of outputs, relative to their norm, <= {limit:.2g}"
             verdict = Verdict(
                 gate="parity",
                 value=error,
                 limit=limit,
                 passed=False,
                 against="input",
-                rule=rule,
+                rule=f"error of outputs, relative to their norm, <= {limit:.2g}",
                 reason="" if error is not None else content["problem"],
             )
             yield JudgedStage(failure, verdict)
@@ -161,6 +136,7 @@ class FinishedRun:
         names = [*judged.report.branch, judged.report.name]
         against = judged.verdict.against
         if against in (None, "input"):
+            # A metric's least value is compared with nothing, so any stage may have lost it.
             return names if judged.verdict.gate == "min_metric" else names[-2:]
         return names[names.index(against) :] if against in names else names
 
@@ -175,11 +151,12 @@ class FinishedRun:
         failed = {failure.name for failure in self.report.failures}
         own = () if name in failed else (name,)
         missing = [n for n in (*planned.reads, *own) if n not in self.state.artifacts]
-        digests = {stage.name: stage.artifact.digest for stage in self.report.stages}
+        made = self.state.artifacts
         changed = [
-            n
-            for n in (*own, planned.input)
-            if n in digests and n not in missing and self.state.artifacts[n].digest != digests[n]
+            stage.name
+            for stage in self.report.stages
+            if stage.name in {*own, planned.input} - {*missing}
+            and made[stage.name].digest != stage.artifact.digest
         ]
         if missing or changed:
             raise ArtifactInvalid(
@@ -208,19 +185,18 @@ class FinishedRun:
         """Return how many points the gate allows between the ends of the chain."""
         verdict, metric = judged.verdict, self.state.plan.metric
         before = self._score(self.chain(judged)[0])
-        allowed = {
-            "max_drop": lambda: verdict.limit,
-            "max_relative_drop": lambda: verdict.limit * abs(before),
-            "min_metric": lambda: metric.drop_points(before, verdict.limit),
-            "label_agreement": lambda: 100 * (1 - verdict.limit),
-        }
-        return float(allowed[verdict.gate]())
+        match verdict.gate:
+            case "max_relative_drop":
+                return verdict.limit * abs(before)
+            case "min_metric":
+                return metric.drop_points(before, verdict.limit)
+            case "label_agreement":
+                return 100 * (1 - verdict.limit)
+        return verdict.limit
 
     def _score(self, name: str) -> float:
-        stage: Any = next((s for s in self.report.stages if s.name == name), None)
-        measured = stage.measurements if stage else None
-        if stage is None and name == self.report.baseline_name:
-            measured = self.report.baseline
+        known = {stage.name: stage.measurements for stage in self.report.stages}
+        measured = {self.report.baseline_name: self.report.baseline, **known}.get(name)
         if measured is not None and measured.metric is not None:
             return float(measured.metric.value)
         if name not in self.state.artifacts:

@@ -81,16 +81,13 @@ def repair(
     with _opened(Path(out), progress) as run:
         explained = explain_run(run, None, None, deadline)
         search = repair_run(run, explained, deadline, announce, trains=trains, finds_best=best)
-        if search is None:
-            found = Explanations(explanations=tuple(e.explanation for e in explained))
-        else:
-            if search.found is not None:
-                search.write(search.found, apply=apply)
-            found = Explanations(
-                explanations=tuple(search.with_tried(each) for each in explained),
-                chosen=None if search.found is None else search.found.edits,
-                nearest=None if search.nearest is None else search.nearest.name,
-            )
+        if search.found is not None:
+            search.write(search.found, apply=apply)
+        found = Explanations(
+            explanations=tuple(search.with_tried(each) for each in explained),
+            chosen=None if search.found is None else search.found.edits,
+            nearest=None if search.nearest is None else search.nearest.name,
+        )
         _write(run, found)
     return found
 

@@ -29,10 +29,11 @@ from compress.pipelines.system import yaml_core
 from compress.pipelines.system.jsonl_log import log_event
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from compress.core.diagnosis.cause import Repair
+    from compress.core.verdict import Verdict
     from compress.pipelines.explain.causes import Explained
     from compress.pipelines.explain.finished_run import FinishedRun
     from compress.pipelines.results.explanation import Explanation
@@ -57,8 +58,8 @@ def repair_run(
     *,
     trains: bool = False,
     finds_best: bool = False,
-) -> RepairSearch | None:
-    """Try the repairs of all refused verdicts until every gate passes; None where none has any.
+) -> RepairSearch:
+    """Try the repairs of all refused verdicts until every gate passes.
 
     Args:
         run: the run that was refused.
@@ -68,10 +69,8 @@ def repair_run(
         trains: whether repairs that train are tried too.
         finds_best: whether the search goes on for the fastest repair that passes.
     """
-    search = RepairSearch(run, explained, deadline, announce, trains, finds_best)
-    if not any(search.allowed(each) for each in explained):
-        return None
-    search.search()
+    search = RepairSearch(run, deadline, announce, trains, finds_best)
+    search.search(run, explained, {}, None)
     return search
 
 
@@ -80,7 +79,6 @@ class RepairSearch:
     """A search for changed settings with which a refused pipeline passes."""
 
     run: FinishedRun
-    explained: Sequence[Explained]
     deadline: float
     """On the clock of :func:`time.monotonic`."""
     announce: Callable[[str], None]
@@ -89,25 +87,24 @@ class RepairSearch:
     finds_best: bool = False
     """Whether the search goes on for the fastest of those that pass."""
     tried: list[TriedRepair] = field(default_factory=list)
-    _first: list[Explained] = field(default_factory=list)
+    _began_with: list[Explained] = field(default_factory=list)
     """For each repair that was tried, the verdict of the refused run that it began with."""
 
-    def search(self) -> None:
-        """Try single changes and then pairs, until one passes.
-
-        Where a change mends one refusal and another one stays, or a later stage now refuses, what
-        is left is explained in turn, and its repairs are tried beside that change.
-        """
-        self._search(self.run, self.explained, {}, None)
-
-    def _search(
+    def search(
         self,
         run: FinishedRun,
         explained: Sequence[Explained],
         kept: Edits,
-        first: Explained | None,
+        began_with: Explained | None,
     ) -> bool:
-        """Return whether a change passes beside those that are kept, and the search may end."""
+        """Try single changes and then pairs, until one passes beside those that are kept.
+
+        Where a change mends one refusal and another one stays, or a later stage now refuses, what
+        is left is explained in turn, and its repairs are tried beside that change.
+
+        Returns:
+            Whether the search may end.
+        """
         built_on = 0
         for each in explained:
             tried: list[TriedRepair] = []
@@ -117,7 +114,7 @@ class RepairSearch:
                 found = self.run_repaired(each, repair, kept)
                 tried.append(found)
                 self.tried.append(found)
-                self._first.append(first or each)
+                self._began_with.append(began_with or each)
                 outcome = "passes" if found.passed else found.error
                 self.announce(f"{found.name}: {outcome}")
                 log_event("repair_tried", f"{found.name}: {outcome}", settings=found.settings)
@@ -126,7 +123,7 @@ class RepairSearch:
                 if built_on < BUILT_ON and self._mends(run, each, found):
                     built_on += 1
                     left = self._explained_anew(found)
-                    if left and self._search(*left, found.edits, first or each):
+                    if left and self.search(*left, found.edits, began_with or each):
                         return True
         return False
 
@@ -138,7 +135,9 @@ class RepairSearch:
 
     def with_tried(self, explained: Explained) -> Explanation:
         """Return an explanation with the repairs that were tried for it."""
-        tried = tuple(t for t, e in zip(self.tried, self._first, strict=True) if e is explained)
+        tried = tuple(
+            t for t, e in zip(self.tried, self._began_with, strict=True) if e is explained
+        )
         return explained.explanation.model_copy(update={"tried": tried})
 
     def allowed(self, explained: Explained) -> list[Repair]:
@@ -164,17 +163,12 @@ class RepairSearch:
         if tried.passed or not tried.verdicts or not excess(explained, tried) <= 0:
             return False
         passed = {
-            (stage.name, verdict.gate, verdict.rule)
-            for stage in run.report.stages
-            for verdict in stage.verdicts
-            if verdict.passed
+            (s.name, v.gate, v.rule) for s in run.report.stages for v in s.verdicts if v.passed
         }
-        return not any(
-            (name, verdict.gate, verdict.rule) in passed
-            for name, verdicts in tried.verdicts.items()
-            for verdict in verdicts
-            if not verdict.passed
-        )
+        refused = {
+            (s, v.gate, v.rule) for s, vs in tried.verdicts.items() for v in vs if not v.passed
+        }
+        return not passed & refused
 
     def _explained_anew(self, tried: TriedRepair) -> tuple[FinishedRun, list[Explained]] | None:
         """Explain what a changed pipeline is refused for; None where that cannot be explained."""
@@ -191,7 +185,7 @@ class RepairSearch:
     @property
     def nearest(self) -> TriedRepair | None:
         """The repair after which the refused gate misses its limit by least."""
-        by = [excess(e, tried) for tried, e in zip(self.tried, self._first, strict=True)]
+        by = [excess(e, tried) for tried, e in zip(self.tried, self._began_with, strict=True)]
         return self.tried[by.index(min(by))] if by else None
 
     def _folder(self, number: int) -> Path:
@@ -231,14 +225,11 @@ class RepairSearch:
         seconds = round(time.monotonic() - began, 2)
         verdicts = {stage.name: stage.verdicts for stage in report.stages if stage.verdicts}
         last = report.stages[-1].measurements if report.stages else None
-        refused, found = explained.judged, None
-        for verdict in verdicts.get(refused.report.name, ()):
-            if (verdict.gate, verdict.rule) == (refused.verdict.gate, refused.verdict.rule):
-                found = verdict.value
+        refused = _same_verdict(explained, verdicts)
         changes: dict[str, Any] = {
             "passed": report.status == "passed",
             "verdicts": verdicts,
-            "value": found,
+            "value": refused.value if refused else None,
             "latency_ms": last.latency_ms.p50 if last else None,
             "bytes": last.bytes if last else None,
             "error": error,
@@ -249,6 +240,7 @@ class RepairSearch:
     def _run(self, pipeline: Pipeline, folder: Path) -> tuple[Report | None, str]:
         """Run a pipeline; return its report, None where there is none, and why it did not pass."""
         cache, progress = self.run.out / STORE, self.run.state.progress
+        # What is chosen by its score on `test` would be worse on other samples.
         options = RunOptions(cache=cache, test=False, progress=progress)
         try:
             return pipeline.run(folder, options), ""
@@ -306,9 +298,19 @@ class RepairSearch:
 
 def excess(explained: Explained, tried: TriedRepair) -> float:
     """Return by how much a refused gate still misses its limit after a change."""
-    verdict = explained.judged.verdict
-    for own in tried.verdicts.get(explained.judged.report.name, ()):
-        if (own.gate, own.rule) == (verdict.gate, verdict.rule) and own.value is not None:
-            missed = own.value - verdict.limit
-            return -missed if gate_class(verdict.gate).higher_passes else missed
-    return float("inf")
+    verdict = _same_verdict(explained, tried.verdicts)
+    if verdict is None or verdict.value is None:
+        return float("inf")
+    missed = verdict.value - explained.judged.verdict.limit
+    return -missed if gate_class(verdict.gate).higher_passes else missed
+
+
+def _same_verdict(
+    explained: Explained, verdicts: Mapping[str, Sequence[Verdict]]
+) -> Verdict | None:
+    """Return the verdict on a changed pipeline of the gate whose refusal was explained."""
+    refused = explained.judged.verdict
+    for verdict in verdicts.get(explained.judged.report.name, ()):
+        if (verdict.gate, verdict.rule) == (refused.gate, refused.rule):
+            return verdict
+    return None

@@ -1,18 +1,17 @@
-"""The base class of causes: a test with a number and a threshold of why a gate refused a stage.
+"""Causes of a refusal: a test with a number and a threshold, a sentence, and what may mend it.
 
 `compress explain` runs the tests on a stage whose result a gate refused, and `compress repair`
-tries what they name. A cause of another package is a subclass that declares the same attributes,
-and an entry point of the group ``compress.causes``, so that a stage of one's own brings its own.
+tries what they name. Each technique has a table of its causes, announced by an entry point of the
+group ``compress.causes``, so that a stage of another package brings its own in the same way.
 """
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from pydantic import JsonValue
 
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from compress.core.stage import Stage
 
 ENTRY_POINT_GROUP = "compress.causes"
-"""Where installed packages announce causes of their own."""
+"""Where packages announce a :class:`Cause`, or a tuple of them."""
 ACCURACY_GATES = ("max_drop", "max_relative_drop", "min_metric", "label_agreement")
 """Gates whose value is points of a metric, or follows from them."""
 SPEED_GATES = ("min_speedup", "max_latency")
@@ -31,6 +30,16 @@ MEMORY_GATES = ("max_memory",)
 PARAMETER_GATES = ("max_parameters",)
 MACS_GATES = ("min_integer_macs",)
 PARITY_GATES = ("parity",)
+EXPLAINED_GATES = (
+    *ACCURACY_GATES,
+    *SPEED_GATES,
+    *SIZE_GATES,
+    *MEMORY_GATES,
+    *PARAMETER_GATES,
+    *MACS_GATES,
+    *PARITY_GATES,
+)
+"""All of them."""
 
 Measured = TypeVar("Measured")
 
@@ -53,12 +62,21 @@ class Repair:
 
     def joined(self, other: Repair) -> Repair | None:
         """Return both changes as one; None where they set the same."""
-        if self.settings.keys() & other.settings.keys() or "stage" in {
-            *self.settings,
-            *other.settings,
-        }:
+        # Another stage need not have the settings of this one.
+        both = {**self.settings, **other.settings}
+        if self.settings.keys() & other.settings.keys() or "stage" in both:
             return None
-        return Repair({**self.settings, **other.settings}, max(self.cost, other.cost))
+        return Repair(both, max(self.cost, other.cost))
+
+
+def excluding(own: Mapping[str, Any], layers: Iterable[str], cost: int) -> Repair:
+    """Return a repair that adds layers to `exclude` of a stage's own settings."""
+    return Repair({"exclude": [*dict.fromkeys((*own["exclude"], *layers))]}, cost)
+
+
+def changing(own: Mapping[str, Any], repairs: Iterable[Repair]) -> tuple[Repair, ...]:
+    """Return the repairs that set something else than a stage's own settings do."""
+    return tuple(r for r in repairs if any(own.get(k) != v for k, v in r.settings.items()))
 
 
 @dataclass(frozen=True)
@@ -82,42 +100,32 @@ class RefusedStage(Generic[Measured]):
     metric."""
 
 
-class Cause(Generic[Measured]):
-    """A reason why a stage loses accuracy, or is too slow, too large or wrong."""
+@dataclass(frozen=True, kw_only=True)
+class Cause:
+    """A reason why a stage loses accuracy, or is too slow, too large or wrong: a row of a table."""
 
-    key: ClassVar[str]
-    """Its name in a report; by default the class's, in lower case with underscores."""
-    stages: ClassVar[tuple[str, ...]]
+    key: str
+    """Its name in a report."""
+    stages: tuple[str, ...]
     """Kinds of stages that it is tested on."""
-    gates: ClassVar[tuple[str, ...]] = ACCURACY_GATES
+    gates: tuple[str, ...] = ACCURACY_GATES
     """Gates whose refusals it explains."""
-    limit: ClassVar[float]
+    limit: float
     """Threshold: the cause is found where the measured value is above it."""
-    text: ClassVar[str]
+    text: str
     """The finding for users, with the placeholders `{value}` and `{limit}`."""
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        if "key" not in vars(cls):
-            cls.key = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
-
-    def measure(self, refused: RefusedStage[Measured], layer: str) -> float | None:
-        """Return the value for a layer, or for the stage as a whole (`layer` is empty).
-
-        None where the test does not apply.
-        """
-        raise NotImplementedError
-
-    def returned(self, refused: RefusedStage[Measured], layers: Sequence[str]) -> float | None:
-        """Return the share of the loss that would return without the cause; None where unknown.
-
-        Of other gates: the share of what the limit is missed by.
-        """
-        return None
-
-    def repairs(self, refused: RefusedStage[Measured], layers: Sequence[str]) -> tuple[Repair, ...]:
-        """Return changes that may mend the cause in the layers that have it, cheapest first."""
-        return ()
+    measure: Callable[[RefusedStage[Any], str], float | None]
+    """Measures the value for a layer, or for the stage as a whole (the layer is empty); None where
+    the test does not apply."""
+    recovered_share: Callable[[RefusedStage[Any], Sequence[str]], float | None] = (
+        lambda refused, layers: None
+    )
+    """Returns the share of the loss that would return without the cause in some layers, of other
+    gates the share of what the limit is missed by; None where unknown."""
+    repairs: Callable[[RefusedStage[Any], Sequence[str]], tuple[Repair, ...]] = (
+        lambda refused, layers: ()
+    )
+    """Returns changes that may mend the cause in the layers that have it."""
 
     def in_words(self, value: float) -> str:
         """Describe the cause with its value and its threshold."""

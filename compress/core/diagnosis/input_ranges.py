@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 SAMPLES = 512
 """Samples of which ranges are measured, at most."""
+# Half as wide again, or shifted by half a standard deviation; bytes beside fractions are 255 times.
 UNLIKE = 1.5
 """Samples are unlike each other where :func:`unlikeness` is above."""
 
@@ -37,14 +38,12 @@ def input_ranges(batches: Iterable[Batch]) -> list[InputRange | None]:
                 own = values.double()
                 part = torch.stack((torch.tensor(own.numel()), own.sum(), own.square().sum()))
                 sums[i] = sums.get(i, torch.zeros(3, dtype=torch.float64)) + part
-    found: list[InputRange | None] = []
-    for i in range(count):
-        if i not in sums:
-            found.append(None)
-            continue
-        number, total, squares = sums[i].tolist()
+    found: list[InputRange | None] = [None] * count
+    for i, of_input in sums.items():
+        number, total, squares = of_input.tolist()
         mean = total / number
-        found.append(InputRange(mean, max(squares / number - mean**2, 0.0) ** 0.5))
+        # Rounding may leave a constant input a variance below 0.
+        found[i] = InputRange(mean, max(squares / number - mean**2, 0.0) ** 0.5)
     return found
 
 

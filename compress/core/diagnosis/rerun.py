@@ -9,14 +9,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from compress.common.errors import CompressError, StageFailed
-from compress.core.diagnosis.input_ranges import (
-    SAMPLES,
-    InputRange,
-    input_ranges,
-    unlikeness,
-    with_ranges,
-)
-from compress.core.diagnosis.layer_diagnosis import MOST_SAMPLES, WHY
+from compress.core.diagnosis.input_ranges import SAMPLES, input_ranges, unlikeness, with_ranges
+from compress.core.diagnosis.layer_diagnosis import MAX_SAMPLES, WHY
 from compress.core.metrics import evaluate
 from compress.data.batch import Batch
 
@@ -25,6 +19,7 @@ if TYPE_CHECKING:
 
     from compress.artifacts.artifact import Artifact
     from compress.core.context import Context
+    from compress.core.diagnosis.input_ranges import InputRange
     from compress.core.stage import Stage
 
 SHARE_OF_TIME = 0.5
@@ -48,7 +43,7 @@ class RerunStage:
     known: dict[str, float | None] = field(default_factory=dict)
     """Other settings → the share that returned."""
 
-    def returned(self, settings: dict[str, Any], times: float = 1.0) -> float | None:
+    def recovered_share(self, settings: dict[str, Any], times: float = 1.0) -> float | None:
         """Return the share of the missing points that return with other settings.
 
         None where there is no time: the stage is expected to run `times` as long as it did.
@@ -56,6 +51,7 @@ class RerunStage:
         key = str(sorted(settings.items()))
         if key not in self.known:
             left = self.deadline - time.monotonic()
+            # The other half is for the repairs, each of which is a run of its own.
             if self.missing <= 0 or self.seconds * times > SHARE_OF_TIME * left:
                 return None
             self.known[key] = self._run(settings)
@@ -78,7 +74,8 @@ class RerunStage:
         if "train" not in data.datasets or data.stream is not None:
             return None
         samples = len(data.split("train"))  # type: ignore[arg-type]  # Splits admits none without
-        part, *_ = data.interleaved_parts("train", max(1, round(samples / MOST_SAMPLES)))
+        # Spread over it, as its first samples may be of one class.
+        part, *_ = data.interleaved_parts("train", max(1, round(samples / MAX_SAMPLES)))
         metric = self.context.metric.for_model(self.after.signature)
         metric = metric.with_inferred_loss(self.context.data)
         try:
@@ -93,7 +90,7 @@ class RerunStage:
         """By how many times the range of `train` differs from that of `val`."""
         return unlikeness(*self._ranges)
 
-    def returned_in_range(self) -> float:
+    def share_in_range(self) -> float:
         """Return the share of the missing points that return on `val` in the range of `train`."""
         train, val = self._ranges
         data = self.context.need_data(WHY)

@@ -12,15 +12,14 @@ import torch
 
 from compress.common.errors import CompressError, StageFailed
 from compress.common.forward import flatten_outputs
-from compress.core.diagnosis.cause import Cause, Repair
+from compress.core.diagnosis.cause import Cause, RefusedStage, Repair
 from compress.core.diagnosis.layer_diagnosis import WHY
 from compress.distillation.stage import Distill
 from compress.distillation.teacher import OnnxFile
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
-    from compress.core.diagnosis.cause import RefusedStage
     from compress.core.diagnosis.rerun import RerunStage
 
     Refused = RefusedStage[Any]
@@ -30,97 +29,85 @@ FROM_LABELS = {"soft_weight": 0.01, "hard_weight": 1.0}
 GRADIENT_SAMPLES = 64
 
 
-class DistillationCause(Cause[Any]):
-    """A cause in what a student learns from."""
+POINTS_OF_TEACHER = 1.0
+"""By which a teacher may miss what is asked of its student."""
 
-    stages = ("distill",)
 
-    def measure(self, refused: Refused, layer: str) -> float | None:
-        """Return the value for the stage as a whole."""
+def _cause(
+    key: str,
+    limit: float,
+    text: str,
+    of_stage: Callable[[Distill, RerunStage], float | None],
+    changes: Callable[[Distill, RerunStage], Iterator[dict[str, Any]]],
+) -> Cause:
+    """Return a cause in what a student learns from, given the likeliest changes first."""
+
+    def tested(refused: Refused) -> tuple[Distill, RerunStage] | None:
         stage, rerun = refused.stage, refused.rerun
-        if layer or rerun is None or not isinstance(stage, Distill):
-            return None
-        return self.measure_stage(stage, rerun)
+        return None if rerun is None or not isinstance(stage, Distill) else (stage, rerun)
 
-    def measure_stage(self, stage: Distill, rerun: RerunStage) -> float | None:
-        """Return the value; None where the test does not apply."""
-        raise NotImplementedError
+    def measure(refused: Refused, layer: str) -> float | None:
+        both = tested(refused)
+        return of_stage(*both) if both and not layer else None
 
-    def changes(self, stage: Distill, rerun: RerunStage) -> Iterator[dict[str, Any]]:
-        """Yield settings that take the cause away, the likeliest first."""
-        raise NotImplementedError
+    def recovered_share(refused: Refused, layers: Sequence[str]) -> float | None:
+        both = tested(refused)
+        settings = next(changes(*both), None) if both else None
+        return both[1].recovered_share(settings) if both and settings is not None else None
 
-    def returned(self, refused: Refused, layers: Sequence[str]) -> float | None:
-        """Return the share that returns with the likeliest change, where there is time for it."""
-        stage, rerun = refused.stage, refused.rerun
-        if rerun is None or not isinstance(stage, Distill):
-            return None
-        settings = next(self.changes(stage, rerun), None)
-        return None if settings is None else rerun.returned(settings)
+    def repairs(refused: Refused, layers: Sequence[str]) -> tuple[Repair, ...]:
+        both = tested(refused)
+        return tuple(Repair(settings, 4) for settings in changes(*both)) if both else ()
 
-    def repairs(self, refused: Refused, layers: Sequence[str]) -> tuple[Repair, ...]:
-        """Return the changes; all of them train."""
-        stage, rerun = refused.stage, refused.rerun
-        if rerun is None or not isinstance(stage, Distill):
-            return ()
-        return tuple(Repair(settings, 4) for settings in self.changes(stage, rerun))
-
-
-class TeacherWorse(DistillationCause):
-    """The teacher itself misses what the gate asks of the student."""
-
-    limit = 1.0
-    text = (
-        "the teacher is worse than what is asked of the student (by {value:.3g} points; "
-        "limit {limit:g})"
+    return Cause(
+        key=key,
+        stages=("distill",),
+        limit=limit,
+        text=text,
+        measure=measure,
+        recovered_share=recovered_share,
+        repairs=repairs,
     )
 
-    def measure_stage(self, stage: Distill, rerun: RerunStage) -> float | None:
-        """Return the points by which the teacher misses what the gate asks for."""
-        score = teacher_score(stage, rerun)
-        if score is None:
-            return None
-        return rerun.context.metric.drop_points(rerun.score, score) + rerun.missing
 
-    def changes(self, stage: Distill, rerun: RerunStage) -> Iterator[dict[str, Any]]:
-        """Yield better teachers of the pipeline, then labels in the place of the teacher."""
-        metric, found = rerun.context.metric, []
-        for name, artifact in rerun.context.artifacts.items():
-            if name == stage.teacher:
-                continue
-            try:
-                missing = metric.drop_points(rerun.score, rerun.context.score(artifact))
-            except CompressError:
-                continue
-            if missing + rerun.missing <= self.limit:
-                found.append((missing, name))
-        for _, name in sorted(found):
-            yield {"teacher": name}
-        if not stage.losses:
-            yield dict(FROM_LABELS)
+def _missed_by_teacher(stage: Distill, rerun: RerunStage) -> float | None:
+    """Return the points by which the teacher misses what the gate asks for."""
+    score = teacher_score(stage, rerun)
+    if score is None:
+        return None
+    return rerun.context.metric.drop_points(rerun.score, score) + rerun.missing
 
 
-class LossWeights(DistillationCause):
-    """The terms' weights or the temperature make steps far longer or shorter than labels do."""
-
-    limit = 10.0
-    text = (
-        "weights of the loss (its gradient is {value:.3g} times as long, or as short, as that of "
-        "the labels; limit {limit:g})"
-    )
-
-    def measure_stage(self, stage: Distill, rerun: RerunStage) -> float | None:
-        """Return the ratio of the gradients on some samples of `train`, before the training."""
+def _better_teachers(stage: Distill, rerun: RerunStage) -> Iterator[dict[str, Any]]:
+    """Yield better teachers of the pipeline, then labels in the place of the teacher."""
+    metric, found = rerun.context.metric, []
+    for name, artifact in rerun.context.artifacts.items():
+        if name == stage.teacher:
+            continue
         try:
-            ratio = gradient_ratio(stage, rerun)
+            missing = metric.drop_points(rerun.score, rerun.context.score(artifact))
         except CompressError:
-            return None
-        return max(ratio, 1 / ratio) if ratio > 0 else math.inf
+            continue
+        if missing + rerun.missing <= POINTS_OF_TEACHER:
+            found.append((missing, name))
+    for _, name in sorted(found):
+        yield {"teacher": name}
+    if not stage.losses:
+        yield dict(FROM_LABELS)
 
-    def changes(self, stage: Distill, rerun: RerunStage) -> Iterator[dict[str, Any]]:
-        """Yield the default weights and temperature."""
-        if not stage.losses:
-            yield {"soft_weight": None, "hard_weight": None, "temperature": None}
+
+def _lengthened(stage: Distill, rerun: RerunStage) -> float | None:
+    """Return the ratio of the gradients on some samples of `train`, before the training."""
+    try:
+        ratio = gradient_ratio(stage, rerun)
+    except CompressError:
+        return None
+    return max(ratio, 1 / ratio) if ratio > 0 else math.inf
+
+
+def _default_weights(stage: Distill, rerun: RerunStage) -> Iterator[dict[str, Any]]:
+    if not stage.losses:
+        yield {"soft_weight": None, "hard_weight": None, "temperature": None}
 
 
 def teacher_score(stage: Distill, rerun: RerunStage) -> float | None:
@@ -158,5 +145,24 @@ def gradient_ratio(stage: Distill, rerun: RerunStage) -> float:
     return norms[0] / norms[1] if norms[1] > 0 else math.inf
 
 
-DISTILLATION_CAUSES: tuple[type[DistillationCause], ...] = (TeacherWorse, LossWeights)
+CAUSES = (
+    # The teacher itself misses what the gate asks of the student.
+    _cause(
+        "teacher_worse",
+        POINTS_OF_TEACHER,
+        "the teacher is worse than what is asked of the student (by {value:.3g} points; "
+        "limit {limit:g})",
+        _missed_by_teacher,
+        _better_teachers,
+    ),
+    # The terms' weights or the temperature make steps far longer or shorter than labels do.
+    _cause(
+        "loss_weights",
+        10.0,
+        "weights of the loss (its gradient is {value:.3g} times as long, or as short, as that of "
+        "the labels; limit {limit:g})",
+        _lengthened,
+        _default_weights,
+    ),
+)
 """Where two of them explain as much, the one that stands first is named first."""

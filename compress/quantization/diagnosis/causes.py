@@ -1,26 +1,33 @@
-"""Causes of accuracy lost by fixed ranges of 8 bits: what they measure, and what mends them.
+"""Causes of accuracy lost by quantization: what they measure, and what mends them.
 
-Thresholds were set on half of the injected faults of `benchmarks/explain.py`.
+Those of `quantize_static` look at what each layer reads and writes; those of stages without
+calibration run the stage again with other settings, to see what returns. Thresholds were set on
+half of the injected faults of `benchmarks/explain.py`.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from compress.core.diagnosis.cause import Cause, Repair
-from compress.quantization.diagnosis.diagnosis import QuantizationDiagnosis
+from compress.core.diagnosis.cause import Cause, RefusedStage, Repair, changing, excluding
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
-    from compress.core.diagnosis.cause import RefusedStage
-    from compress.quantization.diagnosis.diagnosis import LayerEvidence
-    from compress.quantization.diagnosis.rounding_switches import Rounded, RoundingSwitch
+    from compress.quantization.diagnosis.diagnosis import (
+        LayerEvidence,
+        QuantizationDiagnosis,
+        RequantizationDiagnosis,
+    )
+    from compress.quantization.diagnosis.rounding_switches import Rounded
 
     Refused = RefusedStage[QuantizationDiagnosis]
+    Requantized = RefusedStage[RequantizationDiagnosis]
     Range = tuple[torch.Tensor, torch.Tensor]
+    Changes = tuple[tuple[dict[str, Any], int], ...]
+    """Settings that mend a cause, and what they cost."""
 
 WEIGHT: tuple[Rounded, ...] = ("weight",)
 KEPT_IN_TRAINING = ("target", "weight_bits", "exclude", "embeddings", "calibration_samples")
@@ -29,238 +36,73 @@ EPOCHS = 4
 """Of that training, where it is allowed."""
 
 
-class QuantizationCause(Cause[QuantizationDiagnosis]):
-    """A cause in what a layer of an integer model reads."""
+def _cause(
+    key: str,
+    limit: float,
+    text: str,
+    settings: Changes = (),
+    *,
+    of_layer: Callable[[QuantizationDiagnosis, str], float | None] | None = None,
+    mended_range: Callable[[LayerEvidence, Range], Range | None] | None = None,
+    weights_in_float: bool = False,
+    more: Callable[[Refused], list[Repair]] | None = None,
+) -> Cause:
+    """Return a cause in what a layer of an integer model reads, of `quantize_static`.
 
-    stages = ("quantize_static",)
-    settings: ClassVar[tuple[tuple[dict[str, Any], int], ...]] = ()
-    """Changes of the stage's settings that mend it, and what they cost."""
+    `of_layer` measures a layer; without it, the weights of all guilty layers are. `mended_range` is
+    an activation's without the cause, given that of the calibration sample.
+    """
 
-    def measure(self, refused: Refused, layer: str) -> float | None:
-        """Return the value for a layer; None for the stage as a whole."""
-        return self.measure_layer(refused.measured, layer) if layer else None
+    def measure(refused: Refused, layer: str) -> float | None:
+        if of_layer is None:
+            return None if layer else _share_of_weights(refused, refused.layers)
+        return of_layer(refused.measured, layer) if layer else None
 
-    def measure_layer(self, measured: QuantizationDiagnosis, layer: str) -> float | None:
-        """Return the value for a layer; None where the test does not apply."""
-        return None
-
-    def repairs(self, refused: Refused, layers: Sequence[str]) -> tuple[Repair, ...]:
-        """Return changes of the settings, then formats of more bits, then float layers."""
-        own = refused.stage.own_settings()
-        found = [Repair(_complete(settings, own), cost) for settings, cost in self.settings]
-        found += self.more_repairs(refused, layers)
-        modules = sorted(
-            {refused.measured.switched.modules.get(name, "") for name in layers} - {""}
-        )
-        if modules:
-            excluded = [*own["exclude"], *(m for m in modules if m not in own["exclude"])]
-            found.append(Repair({"exclude": excluded}, 2))
-        if own["activation_bits"] == 8 and own["target"] == "onnxruntime-cpu":
-            found.append(Repair({"activation_bits": 16}, 3))
-        written = refused.stage.model_fields_set
-        trained = {name: own[name] for name in KEPT_IN_TRAINING if name in written}
-        found.append(Repair({"stage": "quantize_aware_training", "epochs": EPOCHS, **trained}, 4))
-        return tuple(r for r in found if any(own.get(k) != v for k, v in r.settings.items()))
-
-    def more_repairs(self, refused: Refused, layers: Sequence[str]) -> list[Repair]:
-        """Return repairs that follow from the settings."""
-        return []
-
-    def mended_range(self, evidence: LayerEvidence, observed: Range) -> Range | None:
-        """Return the range of an activation without the cause; None where ranges are not it."""
-        return None
-
-    def returned(self, refused: Refused, layers: Sequence[str]) -> float | None:
-        """Return the share of the loss that returns where these layers have other ranges."""
+    def recovered_share(refused: Refused, layers: Sequence[str]) -> float | None:
+        if of_layer is None:
+            return _share_of_weights(refused, layers)
+        if mended_range is None:
+            return None
         measured, changed = refused.measured, []
         for layer in layers:
-            evidence = measured.evidence[layer]
             for switch in measured.switched.activation_switches(layer):
                 low, high = map(torch.tensor, switch.observed_range())
-                switch.low_high = self.mended_range(evidence, (low, high))
+                switch.low_high = mended_range(measured.evidence[layer], (low, high))
                 changed += [switch] if switch.low_high else []
+        # The switches are those of the search, which goes on with their own ranges.
         try:
-            return measured.returned(measured.drop(())) if changed else None
+            floats = layers if weights_in_float else ()
+            points = measured.drop_on(measured.halves[0], floats, WEIGHT) if changed else None
+            return None if points is None else measured.recovered_share(points)
         finally:
             for switch in changed:
                 switch.low_high = None
 
+    def repairs(refused: Refused, layers: Sequence[str]) -> tuple[Repair, ...]:
+        """Return changes of the settings, then formats of more bits, then float layers."""
+        own = refused.stage.own_settings()
+        found = [Repair(_complete(change, own), cost) for change, cost in settings]
+        found += more(refused) if more else []
+        of_layers = refused.measured.switched.modules
+        if modules := sorted({of_layers[name] for name in layers if of_layers.get(name)}):
+            found.append(excluding(own, modules, 2))
+        if own["activation_bits"] == 8 and own["target"] == "onnxruntime-cpu":
+            found.append(Repair({"activation_bits": 16}, 3))
+        # Defaults of the training are its own, such as its samples.
+        written = refused.stage.model_fields_set
+        trained = {name: own[name] for name in KEPT_IN_TRAINING if name in written}
+        found.append(Repair({"stage": "quantize_aware_training", "epochs": EPOCHS, **trained}, 4))
+        return changing(own, found)
 
-class RangeCutOff(QuantizationCause):
-    """The observer chose a range that leaves out values which matter."""
-
-    limit = 0.01
-    text = "range cut off ({value:.1%} of the values are outside; limit {limit:.0%})"
-    settings = (({"observer": "minmax"}, 0), ({"observer": "mse"}, 0))
-
-    def measure_layer(self, measured: QuantizationDiagnosis, layer: str) -> float | None:
-        """Return the share of values outside of the chosen range, if calibration saw wider ones."""
-        shares = []
-        for switch in measured.switched.activation_switches(layer):
-            (low, high), (least, most) = switch.chosen_range(), switch.observed_range()
-            if least < low - 0.01 * (high - low) or most > high + 0.01 * (high - low):
-                shares.append(measured.evidence[layer].share_outside(low, high))
-        return max(shares, default=None)
-
-    def mended_range(self, evidence: LayerEvidence, observed: Range) -> Range:
-        """Return the range of all values."""
-        low, high = evidence.extremes()
-        return torch.minimum(observed[0], low), torch.maximum(observed[1], high)
-
-
-class Outliers(QuantizationCause):
-    """Few values make the range so wide that the steps are too coarse for the others."""
-
-    limit = 4.0
-    text = "range too wide, by outliers ({value:.3g}-fold; limit {limit:g})"
-    settings = (
-        ({"observer": "mse"}, 0),
-        ({"observer": "percentile", "percentile": 99.9}, 0),
-        ({"observer": "entropy"}, 0),
-        ({"smooth": "auto"}, 1),
+    return Cause(
+        key=key,
+        stages=("quantize_static",),
+        limit=limit,
+        text=text,
+        measure=measure,
+        recovered_share=recovered_share,
+        repairs=repairs,
     )
-
-    def measure_layer(self, measured: QuantizationDiagnosis, layer: str) -> float | None:
-        """Return by how many times few values widen the range: on `val`, or of calibration."""
-        switches = measured.switched.activation_switches(layer)
-        inner = measured.calibrated[layer].inner_width()
-        if not switches or inner <= 0:
-            return None
-        calibrated = max(width / inner for width in _widths(switches))
-        return max(measured.evidence[layer].outlier_ratio(), calibrated)
-
-    def mended_range(self, evidence: LayerEvidence, observed: Range) -> Range:
-        """Return the range of all but a thousandth of the values."""
-        low, high = evidence.values.quantiles(0.0005, 0.9995)
-        return low.float(), high.float()
-
-
-class UnlikeChannels(QuantizationCause):
-    """One scale for channels of which some have far wider ranges than most."""
-
-    limit = 16.0
-    text = "one scale for unlike channels (ranges differ {value:.3g}-fold; limit {limit:g})"
-    settings = (
-        ({"equalize": True}, 0),
-        ({"smooth": "auto"}, 1),
-        ({"rounding": "adaround"}, 0),
-    )
-
-    def measure_layer(self, measured: QuantizationDiagnosis, layer: str) -> float | None:
-        """Return the widest channel's range over the median one's."""
-        if not measured.switched.activation_switches(layer):
-            return None
-        return measured.evidence[layer].channel_ratio()
-
-    def returned(self, refused: Refused, layers: Sequence[str]) -> float | None:
-        """Return the share that returns with a scale for each channel.
-
-        Weights of such layers are unlike the other way round, so they are in float.
-        """
-        measured = refused.measured
-        with measured.switched.in_float(layers, WEIGHT):
-            return super().returned(refused, layers)
-
-    def mended_range(self, evidence: LayerEvidence, observed: Range) -> Range | None:
-        """Return the range of each channel."""
-        return evidence.channel_ranges()
-
-
-class SampleTooNarrow(QuantizationCause):
-    """The calibration sample has smaller values than those of use."""
-
-    limit = 0.005
-    text = (
-        "calibration sample unlike val ({value:.1%} of the values are beyond all of the sample's; "
-        "limit {limit:.1%})"
-    )
-
-    def measure_layer(self, measured: QuantizationDiagnosis, layer: str) -> float | None:
-        """Return the share of values on `val` beyond the extremes of the calibration sample."""
-        evidence = measured.evidence[layer]
-        switches = measured.switched.activation_switches(layer)
-        return max((evidence.share_outside(*s.observed_range()) for s in switches), default=None)
-
-    def more_repairs(self, refused: Refused, layers: Sequence[str]) -> list[Repair]:
-        """Return a larger sample, where there is one."""
-        own, data = refused.stage, refused.context.data
-        if data is None:
-            return []
-        available = len(data.split(data.calibration_split))  # type: ignore[arg-type]
-        drawn = own.available_samples(data)
-        wanted = sorted({min(2 * drawn, available), available})
-        return [Repair({"calibration_samples": n}, 0) for n in wanted if n > drawn]
-
-    def mended_range(self, evidence: LayerEvidence, observed: Range) -> Range:
-        """Return the range on `val`."""
-        return evidence.extremes()
-
-
-class SampleTooWide(SampleTooNarrow):
-    """The calibration sample has far larger values than those of use."""
-
-    limit = 2.0
-    text = "calibration sample unlike val (its range is {value:.3g} times as wide; limit {limit:g})"
-    settings = (({"observer": "percentile", "percentile": 99.9}, 0), ({"observer": "mse"}, 0))
-
-    def measure_layer(self, measured: QuantizationDiagnosis, layer: str) -> float | None:
-        """Return the width of the middle values of the calibration sample over that on `val`."""
-        width = measured.evidence[layer].inner_width()
-        if not measured.switched.activation_switches(layer) or width <= 0:
-            return None
-        return measured.calibrated[layer].inner_width() / width
-
-
-class WeightBits(QuantizationCause):
-    """Weights that need more bits: rounded alone they cost the loss."""
-
-    limit = 0.5
-    text = (
-        "weights need more bits (in float they return {value:.0%} of the loss; limit {limit:.0%})"
-    )
-    settings = (
-        ({"rounding": "adaround"}, 0),
-        ({"bias_correction": True}, 0),
-        ({"weight_bits": 8}, 1),
-    )
-
-    def measure(self, refused: Refused, layer: str) -> float | None:
-        """Return the share of the loss that returns with all guilty layers' weights in float."""
-        return None if layer else self.returned(refused, refused.layers)
-
-    def returned(self, refused: Refused, layers: Sequence[str]) -> float | None:
-        """Return the share of the loss that returns with these weights in float."""
-        measured, known = refused.measured, refused.measured.weights_returned
-        rounds = [s.rounds for layer in layers for s in measured.switched.switches[layer]]
-        if "weight" not in rounds:
-            return None
-        if tuple(layers) not in known:
-            known[tuple(layers)] = measured.returned(measured.drop(layers, WEIGHT))
-        return known[tuple(layers)]
-
-
-class MeanShift(QuantizationCause):
-    """The rounding error has a mean, which later layers do not average out."""
-
-    limit = 0.5
-    text = "mean shifted (the error's mean is {value:.2g} of its deviation; limit {limit:g})"
-    settings = (({"bias_correction": True}, 0), ({"rounding": "adaround"}, 0))
-
-    def measure_layer(self, measured: QuantizationDiagnosis, layer: str) -> float | None:
-        """Return the mean of the error over its deviation."""
-        return measured.evidence[layer].shift()
-
-
-CAUSES: tuple[type[QuantizationCause], ...] = (
-    RangeCutOff,
-    SampleTooNarrow,
-    UnlikeChannels,
-    Outliers,
-    SampleTooWide,
-    WeightBits,
-    MeanShift,
-)
-"""Where two of them explain as much, the one that stands first is named first."""
 
 
 def _complete(settings: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
@@ -269,8 +111,219 @@ def _complete(settings: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
     return {**settings, "percentile": None} if "observer" in settings and replaces else settings
 
 
-def _widths(switches: Sequence[RoundingSwitch]) -> Iterator[float]:
-    """Yield the width of each range of the calibration sample, zero included."""
-    for switch in switches:
-        low, high = switch.observed_range()
-        yield max(high, 0.0) - min(low, 0.0)
+def _share_of_weights(refused: Refused, layers: Sequence[str]) -> float | None:
+    """Return the share of the loss that returns with these weights in float."""
+    measured, known = refused.measured, refused.measured.weights_returned
+    rounds = [s.rounds for layer in layers for s in measured.switched.switches[layer]]
+    if "weight" not in rounds:
+        return None
+    if tuple(layers) not in known:
+        points = measured.drop_on(measured.halves[0], layers, WEIGHT)
+        known[tuple(layers)] = measured.recovered_share(points)
+    return known[tuple(layers)]
+
+
+def _share_cut_off(measured: QuantizationDiagnosis, layer: str) -> float | None:
+    """Return the share of values outside of the chosen range, if calibration saw wider ones."""
+    shares = []
+    for switch in measured.switched.activation_switches(layer):
+        (low, high), (least, most) = switch.chosen_range(), switch.observed_range()
+        # Less than a hundredth is how the ends fall on whole steps.
+        if least < low - 0.01 * (high - low) or most > high + 0.01 * (high - low):
+            shares.append(measured.evidence[layer].share_outside(low, high))
+    return max(shares, default=None)
+
+
+def _all_values(evidence: LayerEvidence, observed: Range) -> Range:
+    low, high = evidence.extremes()
+    return torch.minimum(observed[0], low), torch.maximum(observed[1], high)
+
+
+def _outlier_ratio(measured: QuantizationDiagnosis, layer: str) -> float | None:
+    """Return by how many times few values widen the range: on `val`, or of calibration."""
+    ranges = [s.observed_range() for s in measured.switched.activation_switches(layer)]
+    inner = measured.calibrated[layer].inner_width()
+    if not ranges or inner <= 0:
+        return None
+    widest = max(max(high, 0.0) - min(low, 0.0) for low, high in ranges)
+    return max(measured.evidence[layer].outlier_ratio(), widest / inner)
+
+
+def _all_but_outliers(evidence: LayerEvidence, observed: Range) -> Range:
+    low, high = evidence.values.quantiles(0.0005, 0.9995)
+    return low.float(), high.float()
+
+
+def _channel_ratio(measured: QuantizationDiagnosis, layer: str) -> float | None:
+    """Return the widest channel's range over the median one's."""
+    if not measured.switched.activation_switches(layer):
+        return None
+    return measured.evidence[layer].channel_ratio()
+
+
+def _share_beyond_sample(measured: QuantizationDiagnosis, layer: str) -> float | None:
+    """Return the share of values on `val` beyond the extremes of the calibration sample."""
+    evidence, switches = measured.evidence[layer], measured.switched.activation_switches(layer)
+    return max((evidence.share_outside(*s.observed_range()) for s in switches), default=None)
+
+
+def _larger_sample(refused: Refused) -> list[Repair]:
+    """Return larger calibration samples, where there are more."""
+    stage: Any = refused.stage
+    data: Any = refused.context.data
+    if data is None:
+        return []
+    available = len(data.split(data.calibration_split))
+    drawn = stage.available_samples(data)
+    wanted = sorted({min(2 * drawn, available), available})
+    return [Repair({"calibration_samples": n}, 0) for n in wanted if n > drawn]
+
+
+def _sample_width(measured: QuantizationDiagnosis, layer: str) -> float | None:
+    """Return the width of the middle values of the calibration sample over that on `val`."""
+    width = measured.evidence[layer].inner_width()
+    if not measured.switched.activation_switches(layer) or width <= 0:
+        return None
+    return measured.calibrated[layer].inner_width() / width
+
+
+STATIC_CAUSES = (
+    # The observer chose a range that leaves out values which matter.
+    _cause(
+        "range_cut_off",
+        0.01,
+        "range cut off ({value:.1%} of the values are outside; limit {limit:.0%})",
+        (({"observer": "minmax"}, 0), ({"observer": "mse"}, 0)),
+        of_layer=_share_cut_off,
+        mended_range=_all_values,
+    ),
+    # The calibration sample has smaller values than those of use.
+    _cause(
+        "sample_too_narrow",
+        0.005,
+        "calibration sample unlike val ({value:.1%} of the values are beyond all of the sample's; "
+        "limit {limit:.1%})",
+        of_layer=_share_beyond_sample,
+        mended_range=lambda evidence, _: evidence.extremes(),
+        more=_larger_sample,
+    ),
+    # One scale for channels of which some have far wider ranges than most. Weights of such layers
+    # are unlike the other way round, so what returns is measured with these in float.
+    _cause(
+        "unlike_channels",
+        16.0,
+        "one scale for unlike channels (ranges differ {value:.3g}-fold; limit {limit:g})",
+        (({"equalize": True}, 0), ({"smooth": "auto"}, 1), ({"rounding": "adaround"}, 0)),
+        of_layer=_channel_ratio,
+        mended_range=lambda evidence, _: evidence.channel_ranges(),
+        weights_in_float=True,
+    ),
+    # Few values make the range so wide that the steps are too coarse for the others.
+    _cause(
+        "outliers",
+        4.0,
+        "range too wide, by outliers ({value:.3g}-fold; limit {limit:g})",
+        (
+            ({"observer": "mse"}, 0),
+            ({"observer": "percentile", "percentile": 99.9}, 0),
+            ({"observer": "entropy"}, 0),
+            ({"smooth": "auto"}, 1),
+        ),
+        of_layer=_outlier_ratio,
+        mended_range=_all_but_outliers,
+    ),
+    # The calibration sample has far larger values than those of use.
+    _cause(
+        "sample_too_wide",
+        2.0,
+        "calibration sample unlike val (its range is {value:.3g} times as wide; limit {limit:g})",
+        (({"observer": "percentile", "percentile": 99.9}, 0), ({"observer": "mse"}, 0)),
+        of_layer=_sample_width,
+        mended_range=lambda evidence, _: evidence.extremes(),
+        more=_larger_sample,
+    ),
+    # Rounded alone, the weights cost the loss.
+    _cause(
+        "weight_bits",
+        0.5,
+        "weights need more bits (in float they return {value:.0%} of the loss; limit {limit:.0%})",
+        (({"rounding": "adaround"}, 0), ({"bias_correction": True}, 0), ({"weight_bits": 8}, 1)),
+    ),
+    # The rounding error has a mean, which later layers do not average out.
+    _cause(
+        "mean_shift",
+        0.5,
+        "mean shifted (the error's mean is {value:.2g} of its deviation; limit {limit:g})",
+        (({"bias_correction": True}, 0), ({"rounding": "adaround"}, 0)),
+        of_layer=lambda measured, layer: measured.evidence[layer].shift(),
+    ),
+)
+"""Where two of them explain as much, the one that stands first is named first."""
+
+
+def _setting(
+    key: str, stage: str, text: str, without: dict[str, Any], settings: Changes = ()
+) -> Cause:
+    """Return a setting of a stage; with the settings `without` it, half of the loss returns."""
+
+    def share(refused: Requantized, layers: Sequence[str] | str) -> float | None:
+        own, measured = refused.stage.own_settings(), refused.measured
+        if all(own[name] == value for name, value in without.items()):
+            return None
+        return measured.recovered_share(measured.drop_with(without))
+
+    def repairs(refused: Requantized, layers: Sequence[str]) -> tuple[Repair, ...]:
+        own = refused.stage.own_settings()
+        found = [Repair(change, cost) for change, cost in settings]
+        if refused.layers:
+            found.append(excluding(own, refused.layers, 2))
+        return changing(own, found)
+
+    return Cause(
+        key=key,
+        stages=(stage,),
+        limit=0.5,
+        text=text,
+        measure=lambda refused, layer: None if layer else share(refused, ()),
+        recovered_share=share,
+        repairs=repairs,
+    )
+
+
+SETTING_CAUSES = (
+    _setting(
+        "few_weight_bits",
+        "quantize_weights",
+        "weights need 8 bits (with them {value:.0%} returns; limit {limit:.0%})",
+        {"bits": 8, "method": "rtn"},
+        (
+            ({"method": "gptq"}, 0),
+            ({"method": "awq"}, 0),
+            ({"group_size": 16}, 1),
+            ({"bits": 8}, 3),
+        ),
+    ),
+    _setting(
+        "rounded_inputs",
+        "quantize_weights",
+        "inputs need more than 8 bits (in float they return {value:.0%}; limit {limit:.0%})",
+        {"activation_bits": 32},
+        (({"activation_bits": 32}, 2),),
+    ),
+    # Some inputs of linear layers have far larger values than most.
+    _setting(
+        "unlike_inputs",
+        "quantize_dynamic",
+        "one scale for unlike channels (smoothed {value:.0%} returns; limit {limit:.0%})",
+        {"smooth": "auto"},
+        (({"smooth": "auto"}, 1),),
+    ),
+    _setting(
+        "unlike_rows",
+        "quantize_dynamic",
+        "one scale for unlike rows (with a scale each {value:.0%} returns; limit {limit:.0%})",
+        {"activation_range": "row"},
+        (({"activation_range": "row"}, 2),),
+    ),
+)
+CAUSES = (*STATIC_CAUSES, *SETTING_CAUSES)

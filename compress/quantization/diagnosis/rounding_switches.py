@@ -63,6 +63,7 @@ class RoundingSwitch(nn.Module):
             least, largest = self.low_high
             least, largest = least.clamp(max=0), largest.clamp(min=0)
             scale = ((largest - least) / (high - low)).clamp(min=torch.finfo(torch.float32).tiny)
+            # `tiny`: the scale of an empty range would be 0, and all values NaN.
             zero = low - (least / scale).round()
         rounded: torch.Tensor = ((values / scale + zero).round_().clamp_(low, high) - zero) * scale
         return rounded
@@ -124,6 +125,7 @@ class SwitchedGraph:
                 reader.replace_input_with(node, observed(node))
             prepared.graph.erase_node(node)
         prepared.recompile()
+        # Switches were made in the order of observers; messages name layers in that of the graph.
         places = {node: i for i, node in enumerate(prepared.graph.nodes)}
         order = sorted(switches, key=lambda name: places[operators[name]])
         return cls(prepared, {name: switches[name] for name in order}, operators, modules)

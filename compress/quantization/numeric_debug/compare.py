@@ -11,37 +11,32 @@ layer is given the float model's output of the layer before: what differs then i
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from compress.common.errors import StageFailed
 from compress.common.forward import flatten_outputs, plain_attention
 from compress.core.context import COMPARED_BATCHES
 from compress.graph.constant_folding import fold_constants_
 from compress.graph.flops import count_macs
-from compress.quantization.numeric_debug.compare import (
-    LayerComparison,
-    LayerOutputRecorder,
-    layer_calls,
-)
+from compress.quantization.numeric_debug.activation_tap import NodeTap
 from compress.quantization.numeric_debug.fidelity_report import (
     Fidelity,
     LayerFidelity,
     MetricPair,
     OutputFidelity,
 )
-from compress.quantization.numeric_debug.row_ranges import (
-    choose_ranges_by_row_,
-    has_call_ranges,
-)
+from compress.quantization.numeric_debug.row_ranges import choose_ranges_by_row_, has_call_ranges
 from compress.quantization.numeric_debug.sqnr import Deviation, OutputDeviation
 from compress.quantization.pt2e.graph_capture import module_names
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Collection, Iterator, Mapping
 
     from torch import fx, nn
 
@@ -51,6 +46,10 @@ if TYPE_CHECKING:
     from compress.core.metrics import Metric, MetricMeter
     from compress.data.targets import Targets
 
+    Tensors = tuple[torch.Tensor, ...]
+
+LayerCall = tuple[str, int]
+"""A module's name, and how many times it was called before in the same run."""
 SAMPLES, FEWEST_SAMPLES = 256, 64
 LARGEST_MACS = 2 * 10**10
 """Multiply-accumulates of all samples in the float model, beyond 64 samples: torch takes several
@@ -86,23 +85,20 @@ def compare(
     affordable = LARGEST_MACS // max(1, count_macs(module, signature.example()))
     samples = max(FEWEST_SAMPLES, min(SAMPLES, affordable))
     # Ranges of a whole call depend on its rows; such graphs are served one row at a time.
-    one_by_one = has_call_ranges(graph)
-    if one_by_one and signature.batch_axis and choose_ranges_by_row_(graph):
-        one_by_one = False
+    one_by_one = has_call_ranges(graph) and not (
+        signature.batch_axis and choose_ranges_by_row_(graph)
+    )
     layers = {n: call for n, call in layer_calls(graph, module).items() if call[0] not in rescaled}
     names_in_graph = {name for node in graph.graph.nodes for name in module_names(node)}
     reference = LayerOutputRecorder(module, {name for name, _ in layers.values()}, names_in_graph)
     sample = _Sample.from_context(signature, context, samples, one_by_one=one_by_one)
-    metric = context.metric.for_model(signature).with_inferred_loss(context.data)
-    result = _Comparison(_FirstOutputs((metric.meter(), metric.meter())))
+    result = _Comparison.of_metric(signature, context)
     with torch.inference_mode(), plain_attention():
         for inputs, target in sample.batches(reference):
             expected = reference(*inputs)
-            float_outputs = reference.outputs
-            common = (graph, layers, float_outputs)
-            as_run = LayerComparison(*common, result.layers, replace=False)
+            as_run = LayerComparison(graph, layers, reference.outputs, result.layers, replace=False)
             result.add(expected, flatten_outputs(as_run.run(*inputs)), target)
-            LayerComparison(*common, result.own, replace=True).run(*inputs)
+            LayerComparison(graph, layers, reference.outputs, result.own, replace=True).run(*inputs)
             context.progress("compare with the float model", result.samples, len(sample))
     result.require_finite(signature)
     return result.fidelity(signature, context)
@@ -118,8 +114,7 @@ def compare_outputs(
     Raises:
         StageFailed: there are outputs of other shapes, or some that are not finite.
     """
-    metric = context.metric.for_model(signature).with_inferred_loss(context.data)
-    result = _Comparison(_FirstOutputs((metric.meter(), metric.meter())))
+    result = _Comparison.of_metric(signature, context)
     sample = _Sample.from_context(signature, context, FEW_ROWS, one_by_one=False)
     rows = sample.batch_size or FEW_ROWS
     if context.data is not None and sample.indices:
@@ -134,24 +129,38 @@ def compare_outputs(
 
 
 @dataclass
-class _FirstOutputs:
-    """Counts equal labels of two models, and adds up the metric of both."""
+class _Comparison:
+    """The sums over the batches compared so far."""
 
     meters: tuple[MetricMeter, MetricMeter]
-    """Of the float model and of the graph."""
+    """Of the float model and of the graph, for their first outputs."""
     is_measured: bool = True
     """Whether the metric could be measured on every batch so far."""
     equal_labels: int = 0
     labels: int = 0
     targets_are_labels: bool = True
     """Whether every target was a label for each of the model's."""
+    outputs: list[OutputDeviation] = field(default_factory=list)
+    layers: dict[str, Deviation] = field(default_factory=lambda: defaultdict(Deviation))
+    own: dict[str, Deviation] = field(default_factory=lambda: defaultdict(Deviation))
+    samples: int = 0
 
-    def add(
-        self,
-        expected: Sequence[torch.Tensor],
-        actual: Sequence[torch.Tensor],
-        target: Targets | None,
-    ) -> None:
+    @classmethod
+    def of_metric(cls, signature: Signature, context: Context) -> _Comparison:
+        metric = context.metric.for_model(signature).with_inferred_loss(context.data)
+        return cls((metric.meter(), metric.meter()))
+
+    def add(self, expected: Tensors, actual: Tensors, target: Targets | None) -> None:
+        if [a.shape for a in expected] != [b.shape for b in actual]:
+            shapes = [[tuple(t.shape) for t in side] for side in (actual, expected)]
+            raise StageFailed(
+                f"the quantized model's outputs have shapes {shapes[0]}, the float model's "
+                f"{shapes[1]}"
+            )
+        self.outputs = self.outputs or [OutputDeviation() for _ in expected]
+        for deviation, a, b in zip(self.outputs, expected, actual, strict=True):
+            deviation.add(a, b)
+        self.samples += len(expected[0]) if expected[0].dim() else 1
         self.is_measured &= target is not None
         if self.is_measured and target is not None:
             try:
@@ -159,7 +168,11 @@ class _FirstOutputs:
                     meter.update(outputs, target)
             except Exception:  # noqa: BLE001 - a metric of the user's may raise any
                 self.is_measured = False
-        scores, others = expected[0], actual[0]
+        self._count_labels(expected[0], actual[0], target)
+
+    def _count_labels(
+        self, scores: torch.Tensor, others: torch.Tensor, target: Targets | None
+    ) -> None:
         if task := self.meters[0].metric.loss.task:
             scores, others = task.classes_first(scores), task.classes_first(others)
             self.targets_are_labels &= task.labels == "class"
@@ -175,12 +188,7 @@ class _FirstOutputs:
             and target.shape == labels.shape
         )
 
-    def label_agreement(self, metric: Metric) -> float | None:
-        """Return the share of equal labels; None where outputs are no scores of classes."""
-        known = self.labels and (self.targets_are_labels or metric.needs_reference)
-        return round(self.equal_labels / self.labels, 6) if known else None
-
-    def metric_pair(self, metric: Metric) -> MetricPair | None:
+    def _metric_pair(self, metric: Metric) -> MetricPair | None:
         """Return the metric of both models; None where it cannot be measured."""
         if not self.is_measured or metric.needs_reference:
             return None
@@ -191,35 +199,6 @@ class _FirstOutputs:
         if not (math.isfinite(before) and math.isfinite(after)):
             return None
         return MetricPair(name=metric.name, before=round(before, 6), after=round(after, 6))
-
-
-@dataclass
-class _Comparison:
-    """The sums over the batches compared so far."""
-
-    first: _FirstOutputs
-    outputs: list[OutputDeviation] = field(default_factory=list)
-    layers: dict[str, Deviation] = field(default_factory=lambda: defaultdict(Deviation))
-    own: dict[str, Deviation] = field(default_factory=lambda: defaultdict(Deviation))
-    samples: int = 0
-
-    def add(
-        self,
-        expected: Sequence[torch.Tensor],
-        actual: Sequence[torch.Tensor],
-        target: Targets | None,
-    ) -> None:
-        if [a.shape for a in expected] != [b.shape for b in actual]:
-            shapes = [[tuple(t.shape) for t in side] for side in (actual, expected)]
-            raise StageFailed(
-                f"the quantized model's outputs have shapes {shapes[0]}, the float model's "
-                f"{shapes[1]}"
-            )
-        self.outputs = self.outputs or [OutputDeviation() for _ in expected]
-        for deviation, a, b in zip(self.outputs, expected, actual, strict=True):
-            deviation.add(a, b)
-        self.first.add(expected, actual, target)
-        self.samples += len(expected[0]) if expected[0].dim() else 1
 
     def require_finite(self, signature: Signature) -> None:
         """Refuse a graph whose outputs are not finite where the float model's are."""
@@ -233,20 +212,22 @@ class _Comparison:
                 )
 
     def fidelity(self, signature: Signature, context: Context) -> Fidelity:
-        # Rounded, so that figures do not depend on how sums are split up.
+        """Summarize the sums, rounded, so that figures do not depend on how sums are split up."""
+        metric = context.metric
+        known = self.labels and (self.targets_are_labels or metric.needs_reference)
         layers = [
             LayerFidelity(
-                module=name,
-                sqnr_db=round(self.layers[name].sqnr_db, 1),
+                module=module,
+                sqnr_db=round(self.layers[module].sqnr_db, 1),
                 own_sqnr_db=round(own.sqnr_db, 1),
             )
-            for name, own in self.own.items()
+            for module, own in self.own.items()
         ]
         return Fidelity(
             samples=self.samples,
             split="val" if context.data is not None and "val" in context.data.datasets else None,
-            label_agreement=self.first.label_agreement(context.metric),
-            metric=self.first.metric_pair(context.metric),
+            label_agreement=round(self.equal_labels / self.labels, 6) if known else None,
+            metric=self._metric_pair(metric),
             outputs=tuple(
                 OutputFidelity(
                     name=spec.name, cosine=round(d.cosine, 5), sqnr_db=round(d.sqnr_db, 1)
@@ -293,9 +274,7 @@ class _Sample:
         seeded = self.signature.example(batch=self.batch_size or SEEDED_ROWS)[0]
         return len(self.indices) or self.seeded_batches * len(seeded)
 
-    def batches(
-        self, reference: LayerOutputRecorder
-    ) -> Iterator[tuple[tuple[torch.Tensor, ...], Targets | None]]:
+    def batches(self, reference: LayerOutputRecorder) -> Iterator[tuple[Tensors, Targets | None]]:
         """Yield batches in which the outputs of the reference's layers take bounded memory."""
         data = self.context.data
         if not self.indices or data is None:
@@ -311,3 +290,96 @@ class _Sample:
             batch_size = max(1, min(LARGEST_BATCH, MAX_BYTES // max(size, 1)))
         for batch in data.read("val", self.indices, batch_size):
             yield batch.inputs, batch.target
+
+
+def layer_calls(graph: fx.GraphModule, module: nn.Module) -> dict[fx.Node, LayerCall]:
+    """Return the last node of each call of a module that has a weight (two axes and more)."""
+    weighted = {
+        name
+        for name, part in module.named_modules()
+        if any(p.dim() > 1 for p in part.parameters(recurse=False))
+    }
+    last_nodes: dict[str, tuple[fx.Node, str]] = {}
+    for node in graph.graph.nodes:
+        stack = node.meta.get("nn_module_stack") or {}
+        for name, call in zip(reversed(module_names(node)), reversed(stack), strict=False):
+            if name in weighted:
+                last_nodes[call] = node, name
+    counts: Counter[str] = Counter()
+    layers: dict[fx.Node, LayerCall] = {}
+    for node, name in last_nodes.values():
+        layers[node] = name, counts[name]
+        counts[name] += 1
+    return layers
+
+
+class LayerOutputRecorder:
+    """Runs a float module and records the output of its layers, with forward hooks."""
+
+    def __init__(
+        self, module: nn.Module, names: Collection[str], names_in_graph: Collection[str]
+    ) -> None:
+        """Register hooks on the layers `names`, which the module keeps."""
+        self.module = module
+        self.outputs: dict[LayerCall, torch.Tensor] = {}
+        """Of each call of a layer in the last run."""
+        self._counts: Counter[str] = Counter()
+        self._latest: tuple[LayerCall, torch.Tensor] | None = None
+        for name, part in module.named_modules():
+            if name in names:
+                part.register_forward_hook(partial(self._record_layer, name))
+            # Folded into the layer before it: its output counts as that layer's.
+            elif isinstance(part, _BatchNorm) and name not in names_in_graph:
+                part.register_forward_hook(self._record_folded_norm)
+
+    def __call__(self, *inputs: torch.Tensor) -> Tensors:
+        """Run the module, and return its outputs."""
+        self.outputs, self._latest = {}, None
+        self._counts.clear()
+        return flatten_outputs(self.module(*inputs))
+
+    def _record_layer(self, name: str, part: nn.Module, inputs: Any, output: Any) -> None:
+        call = name, self._counts[name]
+        self._counts[name] += 1
+        if isinstance(output, torch.Tensor):
+            self._record(call, output)
+
+    def _record_folded_norm(self, part: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        if self._latest is not None and inputs and inputs[0] is self._latest[1]:
+            self._record(self._latest[0], output)
+
+    def _record(self, call: LayerCall, output: torch.Tensor) -> None:
+        self._latest = call, output
+        self.outputs[call] = output.clone()  # an in-place activation may overwrite it
+
+
+class LayerComparison(NodeTap):
+    """Runs a quantized graph and accumulates the deviation of its layers' outputs."""
+
+    def __init__(
+        self,
+        graph: fx.GraphModule,
+        layers: Mapping[fx.Node, LayerCall],
+        expected: Mapping[LayerCall, torch.Tensor],
+        deviations: dict[str, Deviation],
+        *,
+        replace: bool,
+    ) -> None:
+        """Prepare a run, which with `replace` continues with the float outputs after each layer.
+
+        A layer's deviation is then its own error.
+        """
+        super().__init__(graph, layers)
+        self.layers, self.expected = layers, expected
+        self.deviations, self.replace = deviations, replace
+
+    def observe(self, node: fx.Node, source: Any, output: Any) -> Any:
+        """Compare the output of a node that ends a layer."""
+        call = self.layers[node]
+        expected = self.expected.get(call)
+        if expected is None or not isinstance(output, torch.Tensor):
+            return output
+        if output.shape != expected.shape:
+            return output
+        self.deviations[call[0]].add(expected, output)
+        return expected.to(output.dtype) if self.replace else output

@@ -12,7 +12,7 @@ import torch
 
 from compress.artifacts.eager_model import EagerModel
 from compress.common.forward import flatten_outputs
-from compress.core.diagnosis.cause import Cause, Repair
+from compress.core.diagnosis.cause import Cause, RefusedStage, Repair
 from compress.core.diagnosis.input_ranges import UNLIKE
 from compress.core.diagnosis.layer_diagnosis import WHY
 from compress.training.config.training import DEFAULT_LEARNING_RATE, Training
@@ -21,13 +21,14 @@ from compress.training.objectives.objective import TargetLoss
 from compress.training.stage import Train
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-    from compress.core.diagnosis.cause import RefusedStage
     from compress.core.diagnosis.rerun import RerunStage
     from compress.core.stage import Stage
 
     Refused = RefusedStage[Any]
+    Change = tuple[dict[str, Any], float]
+    """Settings, and how many times as long they train."""
 
 TRAINING_STAGES = (
     "train",
@@ -66,143 +67,104 @@ def learning_rate(training: Training) -> float:
     return own.learning_rate or DEFAULT_LEARNING_RATE[training.optimizer]
 
 
-class TrainingCause(Cause[Any]):
-    """A cause in how a stage trains."""
+OVERFIT_POINTS = 3.0
+"""By which a model must be better on `train` than on `val`."""
 
-    stages = TRAINING_STAGES
 
-    def measure(self, refused: Refused, layer: str) -> float | None:
-        """Return the value for the stage as a whole; None where it does not train."""
+def _cause(
+    key: str,
+    limit: float,
+    text: str,
+    of_training: Callable[[RerunStage, list[float]], float | None],
+    changes: Callable[[Training], list[Change]] = lambda training: [],
+    recovered_share: Callable[[Refused, Sequence[str]], float | None] | None = None,
+) -> Cause:
+    """Return a cause in how a stage trains, given its value by the loss of each epoch.
+
+    Without `recovered_share`, the stage is trained again with the first of the changes.
+    """
+
+    def measure(refused: Refused, layer: str) -> float | None:
         training, rerun = training_of(refused.stage), refused.rerun
         if layer or training is None or rerun is None:
             return None
         losses = recorded_losses(refused.after)
-        return self.measure_training(rerun, losses) if losses else None
+        return of_training(rerun, losses) if losses else None
 
-    def measure_training(self, rerun: RerunStage, losses: list[float]) -> float | None:
-        """Return the value, given the mean loss of each epoch."""
-        raise NotImplementedError
-
-    def changes(self, training: Training) -> tuple[tuple[dict[str, Any], float], ...]:
-        """Return settings that take the cause away, and how many times as long they train."""
-        return ()
-
-    def returned(self, refused: Refused, layers: Sequence[str]) -> float | None:
-        """Return the share that returns with the likeliest change, where there is time for it."""
+    def share(refused: Refused, layers: Sequence[str]) -> float | None:
         training, rerun = training_of(refused.stage), refused.rerun
         if training is None or rerun is None:
             return None
-        for settings, times in self.changes(training)[:1]:
-            return rerun.returned(with_training(refused.stage, settings), times)
+        for settings, times in changes(training)[:1]:
+            return rerun.recovered_share(with_training(refused.stage, settings), times)
         return None
 
-    def repairs(self, refused: Refused, layers: Sequence[str]) -> tuple[Repair, ...]:
-        """Return the changes; all of them train."""
+    def repairs(refused: Refused, layers: Sequence[str]) -> tuple[Repair, ...]:
         training = training_of(refused.stage)
         if training is None:
             return ()
         written = training.model_dump(mode="json")
         return tuple(
             Repair(with_training(refused.stage, settings), 4)
-            for settings, _ in self.changes(training)
+            for settings, _ in changes(training)
             if any(written.get(name) != value for name, value in settings.items())
         )
 
-
-class TrainUnlikeVal(TrainingCause):
-    """The model is trained on inputs that are scaled otherwise than those of use."""
-
-    limit = UNLIKE
-    text = (
-        "train unlike val (inputs are {value:.3g} times as wide, as narrow or shifted; "
-        "limit {limit:g})"
+    return Cause(
+        key=key,
+        stages=TRAINING_STAGES,
+        limit=limit,
+        text=text,
+        measure=measure,
+        recovered_share=recovered_share or share,
+        repairs=repairs,
     )
 
-    def measure_training(self, rerun: RerunStage, losses: list[float]) -> float | None:
-        """Return by how many times the range differs."""
-        return rerun.train_unlikeness
 
-    def returned(self, refused: Refused, layers: Sequence[str]) -> float | None:
-        """Return the share that returns where `val` is brought to the range of `train`."""
-        rerun = refused.rerun
-        return None if rerun is None or rerun.missing <= 0 else rerun.returned_in_range()
+def _share_in_range(refused: Refused, layers: Sequence[str]) -> float | None:
+    """Return the share that returns where `val` is brought to the range of `train`."""
+    rerun = refused.rerun
+    return None if rerun is None or rerun.missing <= 0 else rerun.share_in_range()
 
 
-class LearningRateTooHigh(TrainingCause):
-    """The loss rises again, or never falls: the steps are too long."""
-
-    limit = 0.5
-    text = (
-        "diverged, learning rate too high (the loss rises by {value:.0%} of what it falls; "
-        "limit {limit:.0%})"
-    )
-
-    def measure_training(self, rerun: RerunStage, losses: list[float]) -> float | None:
-        """Return the largest rise; None where the model has learnt `train` well enough."""
-        if not is_underfit(rerun):
-            return None
-        start = loss_before(rerun)
-        return largest_rise(losses if start is None else [start, *losses])
-
-    def changes(self, training: Training) -> tuple[tuple[dict[str, Any], float], ...]:
-        """Return lower rates, and a limit of the gradient."""
-        rate = learning_rate(training)
-        found: list[tuple[dict[str, Any], float]] = [
-            ({"learning_rate": rate / by}, 1.0) for by in (LOWER_RATE, LOWER_RATE**2, 3.0)
-        ]
-        usual = DEFAULT_LEARNING_RATE[training.optimizer]
-        if rate > LOWER_RATE * usual:
-            found.insert(0, ({"learning_rate": None}, 1.0))
-        return (*found, ({"clip_norm": 1.0}, 1.0))
-
-
-class NotConverged(TrainingCause):
-    """The loss was still falling when the training ended."""
-
-    limit = 0.05
-    text = (
-        "not converged (the last quarter of the epochs brought {value:.0%} of the loss's fall; "
-        "limit {limit:.0%})"
-    )
-
-    def measure_training(self, rerun: RerunStage, losses: list[float]) -> float | None:
-        """Return the fall at the end; None where the model has learnt `train` well enough."""
-        return fall_at_the_end(losses) if is_underfit(rerun) else None
-
-    def changes(self, training: Training) -> tuple[tuple[dict[str, Any], float], ...]:
-        """Return more epochs, and a higher rate where it is low."""
-        found: list[tuple[dict[str, Any], float]] = [
-            ({"epochs": by * training.epochs}, float(by)) for by in (MORE_EPOCHS, MORE_EPOCHS**2)
-        ]
-        rate, usual = learning_rate(training), DEFAULT_LEARNING_RATE[training.optimizer]
-        if rate < usual / LOWER_RATE:
-            found.insert(0, ({"learning_rate": None}, 1.0))
-        elif rate < usual:
-            found.append(({"learning_rate": None}, 1.0))
-        return (*found, ({"learning_rate": 3 * rate}, 1.0))
-
-
-class Overfit(TrainingCause):
-    """The model is far better on `train` than on `val`."""
-
-    limit = 3.0
-    text = "overfit (the metric on train is {value:.3g} points better than on val; limit {limit:g})"
-
-    def measure_training(self, rerun: RerunStage, losses: list[float]) -> float | None:
-        """Return the points between both; None where `train` is not learnt well enough either."""
-        return None if is_underfit(rerun) else rerun.gap
-
-    def changes(self, training: Training) -> tuple[tuple[dict[str, Any], float], ...]:
-        """Return what regularizes; none of them is sure to help."""
-        return (
-            ({"weight_decay": 10 * (training.weight_decay or 5e-4)}, 1.0),
-            ({"ema_decay": 0.99}, 1.0),
-            ({"early_stopping": 3}, 1.0),
-        )
-
-    def returned(self, refused: Refused, layers: Sequence[str]) -> float | None:
-        """Return None: more data is what is missing, and there is none."""
+def _largest_rise(rerun: RerunStage, losses: list[float]) -> float | None:
+    """Return the largest rise; None where the model has learnt `train` well enough."""
+    if not is_underfit(rerun):
         return None
+    start = loss_before(rerun)
+    return largest_rise(losses if start is None else [start, *losses])
+
+
+def _lower_rates(training: Training) -> list[Change]:
+    """Return lower rates, and a limit of the gradient."""
+    rate, usual = learning_rate(training), DEFAULT_LEARNING_RATE[training.optimizer]
+    lower: list[Change] = [
+        ({"learning_rate": rate / by}, 1.0) for by in (LOWER_RATE, LOWER_RATE**2, 3.0)
+    ]
+    default: list[Change] = [({"learning_rate": None}, 1.0)] if rate > LOWER_RATE * usual else []
+    return [*default, *lower, ({"clip_norm": 1.0}, 1.0)]
+
+
+def _longer(training: Training) -> list[Change]:
+    """Return more epochs, and a higher rate where it is low."""
+    found: list[Change] = [
+        ({"epochs": by * training.epochs}, float(by)) for by in (MORE_EPOCHS, MORE_EPOCHS**2)
+    ]
+    rate, usual = learning_rate(training), DEFAULT_LEARNING_RATE[training.optimizer]
+    if rate < usual / LOWER_RATE:
+        found.insert(0, ({"learning_rate": None}, 1.0))
+    elif rate < usual:
+        found.append(({"learning_rate": None}, 1.0))
+    return [*found, ({"learning_rate": 3 * rate}, 1.0)]
+
+
+def _regularized(training: Training) -> list[Change]:
+    """Return what regularizes; none of them is sure to help."""
+    return [
+        ({"weight_decay": 10 * (training.weight_decay or 5e-4)}, 1.0),
+        ({"ema_decay": 0.99}, 1.0),
+        ({"early_stopping": 3}, 1.0),
+    ]
 
 
 def loss_before(rerun: RerunStage) -> float | None:
@@ -228,14 +190,47 @@ def is_underfit(rerun: RerunStage) -> bool:
     A model that is a little better on `train` may still be undertrained.
     """
     return rerun.missing > 0 and (
-        rerun.gap is None or rerun.gap < max(rerun.missing, Overfit.limit)
+        rerun.gap is None or rerun.gap < max(rerun.missing, OVERFIT_POINTS)
     )
 
 
-TRAINING_CAUSES: tuple[type[TrainingCause], ...] = (
-    TrainUnlikeVal,
-    LearningRateTooHigh,
-    NotConverged,
-    Overfit,
+CAUSES = (
+    # The model is trained on inputs that are scaled otherwise than those of use.
+    _cause(
+        "train_unlike_val",
+        UNLIKE,
+        "train unlike val (inputs are {value:.3g} times as wide, as narrow or shifted; "
+        "limit {limit:g})",
+        lambda rerun, losses: rerun.train_unlikeness,
+        recovered_share=_share_in_range,
+    ),
+    # The loss rises again, or never falls: the steps are too long.
+    _cause(
+        "learning_rate_too_high",
+        0.5,
+        "diverged, learning rate too high (the loss rises by {value:.0%} of what it falls; "
+        "limit {limit:.0%})",
+        _largest_rise,
+        _lower_rates,
+    ),
+    # The loss was still falling when the training ended.
+    _cause(
+        "not_converged",
+        0.05,
+        "not converged (the last quarter of the epochs brought {value:.0%} of the loss's fall; "
+        "limit {limit:.0%})",
+        lambda rerun, losses: fall_at_the_end(losses) if is_underfit(rerun) else None,
+        _longer,
+    ),
+    # The model is far better on `train` than on `val`. More data is what is missing, and there is
+    # none, so it is not known what would return.
+    _cause(
+        "overfit",
+        OVERFIT_POINTS,
+        "overfit (the metric on train is {value:.3g} points better than on val; limit {limit:g})",
+        lambda rerun, losses: None if is_underfit(rerun) else rerun.gap,
+        _regularized,
+        lambda refused, layers: None,
+    ),
 )
 """Where two of them explain as much, the one that stands first is named first."""

@@ -9,7 +9,7 @@ from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.core.context import Context
 from compress.core.diagnosis.cause import RefusedStage
-from compress.export.diagnosis.causes import ExcludedLayers, FloatKernels
+from compress.export.diagnosis.causes import COUNTED_CAUSES
 from compress.export.diagnosis.costs import MacsDiagnosis
 from compress.export.onnx.stage import ExportOnnx
 from compress.quantization.stages.static import QuantizeStatic
@@ -23,6 +23,7 @@ NORM = PIXELS * 16
 """Of the BatchNorm behind `inner`, which float kernels compute as a convolution if `inner` is one
 of them."""
 WITH_NORM = (INNER + NORM) / (sum(MACS.values()) + INNER + NORM)
+CAUSES = {cause.key: cause for cause in COUNTED_CAUSES}
 Refused = RefusedStage[MacsDiagnosis]
 
 
@@ -46,7 +47,7 @@ def refused(net: EagerModel, tmp_path_factory: pytest.TempPathFactory) -> Callab
         folder = "-".join(settings)
         stage, graph = quantized(folder, **settings)
         file = export.run(graph, context.with_root(root / folder / "onnx"))
-        found = MacsDiagnosis.create(file, net, missing, lambda name, s: in_integers, context)
+        found = MacsDiagnosis(file, net, lambda name, s: in_integers, context, missing)
         assert 1 - found.profile.float_share == pytest.approx(file.fact("integer_share"))
         return RefusedStage(stage, net, file, context, (), found, 0.0)
 
@@ -56,25 +57,25 @@ def refused(net: EagerModel, tmp_path_factory: pytest.TempPathFactory) -> Callab
 @pytest.mark.slow
 def test_a_layer_left_out_is_what_float_kernels_multiply(refused: Callable[..., Refused]) -> None:
     left = refused(WITH_NORM / 2, exclude=("inner",))
-    found, cause = left.measured, ExcludedLayers()
-    batch = found.inputs[0].shape[0]
+    found, cause = left.measured, CAUSES["excluded_layers"]
+    batch = found.batches[0][0].shape[0]
     inner = {"inner": batch * (INNER + NORM)}
     assert found.float_profile.float_macs == {m: batch * n for m, n in MACS.items()} | inner
     assert found.profile.float_macs == dict.fromkeys(MACS, 0) | inner
     assert found.quantized == {"stem", "last", "head"}
     assert cause.measure(left, "inner") == pytest.approx(WITH_NORM)
     assert cause.measure(left, "last") is None
-    assert FloatKernels().measure(left, "inner") is None, "it is not quantized"
+    assert CAUSES["float_kernels"].measure(left, "inner") is None, "it is not quantized"
     assert [dict(r.settings) for r in cause.repairs(left, ["inner"])] == [{"exclude": []}]
-    assert cause.returned(left, ["inner"]) == pytest.approx(2.0)
+    assert cause.recovered_share(left, ["inner"]) == pytest.approx(2.0)
     assert found.measured == 1
 
 
 @pytest.mark.slow
 def test_weights_in_integers_may_have_float_kernels(refused: Callable[..., Refused]) -> None:
-    coarse, cause = refused(1.0, activation_bits=16), FloatKernels()
+    coarse, cause = refused(1.0, activation_bits=16), CAUSES["float_kernels"]
     assert coarse.measured.quantized == {"stem", "inner", "last", "head"}
     share = INNER / (sum(MACS.values()) + INNER)
     assert cause.measure(coarse, "inner") == pytest.approx(share)
     assert [dict(r.settings) for r in cause.repairs(coarse, [])] == [{"activation_bits": 8}]
-    assert cause.returned(coarse, ["inner"]) == pytest.approx(1.0)
+    assert cause.recovered_share(coarse, ["inner"]) == pytest.approx(1.0)

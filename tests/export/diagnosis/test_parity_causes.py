@@ -12,13 +12,7 @@ from onnxscript import opset18
 
 from compress.core.context import Context
 from compress.core.diagnosis.cause import RefusedStage
-from compress.export.diagnosis.causes import (
-    BakedAxis,
-    Float32,
-    OtherGraph,
-    RewrittenGraph,
-    WrongOperator,
-)
+from compress.export.diagnosis.causes import PARITY_CAUSES
 from compress.export.diagnosis.parity import ParityDiagnosis
 from compress.export.onnx import lowering
 from compress.export.onnx.stage import ExportOnnx
@@ -49,6 +43,7 @@ class Cancelling(Net):
         wide = 10000 * self.first(x).sum(1, keepdim=True)
         return super().forward(x) + wide / 3 - wide / 3.0001
 """
+BAKED_AXIS, OTHER_GRAPH, REWRITTEN_GRAPH, FLOAT32, WRONG_OPERATOR = PARITY_CAUSES
 Refused = RefusedStage[ParityDiagnosis]
 
 
@@ -68,7 +63,7 @@ def refused(tmp_path: Path) -> Callable[..., Refused]:
         def rerun(name: str, changed: dict) -> onnx.ModelProto:
             return ExportOnnx(name=name, **changed).translated(source)[0]
 
-        found = ParityDiagnosis(stage, source, model, context, 0.0, rerun)
+        found = ParityDiagnosis(stage, source, model, context, rerun)
         return RefusedStage(stage, source, source, context, (), found, 0.0)
 
     return diagnose
@@ -83,18 +78,18 @@ def scale_weight(model: onnx.ModelProto) -> None:
 
 def test_a_right_export_has_no_cause(refused: Callable[..., Refused]) -> None:
     right = refused("Net")
-    assert OtherGraph().measure(right, "") < OtherGraph.limit
+    assert OTHER_GRAPH.measure(right, "") < OTHER_GRAPH.limit
     assert right.measured.wrong_layer is None
-    assert WrongOperator().measure(right, "first") is None
-    assert RewrittenGraph().measure(right, "") is None
-    assert BakedAxis().measure(right, "batch") < BakedAxis.limit
+    assert WRONG_OPERATOR.measure(right, "first") is None
+    assert REWRITTEN_GRAPH.measure(right, "") is None
+    assert BAKED_AXIS.measure(right, "batch") < BAKED_AXIS.limit
 
 
 def test_code_that_goes_another_way_while_it_is_exported(refused: Callable[..., Refused]) -> None:
     wrong = refused("Otherwise")
-    value = OtherGraph().measure(wrong, "")
+    value = OTHER_GRAPH.measure(wrong, "")
     assert value == pytest.approx(0.25, abs=0.01)
-    assert OtherGraph().returned(wrong, ()) == pytest.approx(1, abs=0.01)
+    assert OTHER_GRAPH.recovered_share(wrong, ()) == pytest.approx(1, abs=0.01)
 
 
 @pytest.mark.slow
@@ -109,21 +104,21 @@ def test_an_operator_with_a_wrong_form_is_named(
     wrong = refused("Smooth")
     found = wrong.measured.wrong_layer
     assert found is not None and found.operator == "aten.softplus.default"
-    assert WrongOperator().measure(wrong, str(found)) > 0.01
-    assert OtherGraph().measure(wrong, "") < OtherGraph.limit
-    assert WrongOperator().measure(wrong, "first") is None
+    assert WRONG_OPERATOR.measure(wrong, str(found)) > 0.01
+    assert OTHER_GRAPH.measure(wrong, "") < OTHER_GRAPH.limit
+    assert WRONG_OPERATOR.measure(wrong, "first") is None
 
 
 def test_rewriting_is_the_cause_where_the_file_without_it_is_right(
     refused: Callable[..., Refused],
 ) -> None:
     wrong = refused("Net", scale_weight, optimize="basic")
-    assert RewrittenGraph().measure(wrong, "") > 0.99
-    assert RewrittenGraph().returned(wrong, ()) == RewrittenGraph().measure(wrong, "")
+    assert REWRITTEN_GRAPH.measure(wrong, "") > 0.99
+    assert REWRITTEN_GRAPH.recovered_share(wrong, ()) == REWRITTEN_GRAPH.measure(wrong, "")
     assert wrong.measured.measured == 1, "made once"
-    assert RewrittenGraph().repairs(wrong, ())[0].settings == {"optimize": "none"}
+    assert REWRITTEN_GRAPH.repairs(wrong, ())[0].settings == {"optimize": "none"}
     right = refused("Net", scale_weight)
-    assert RewrittenGraph().measure(right, "") is None, "it is not rewritten"
+    assert REWRITTEN_GRAPH.measure(right, "") is None, "it is not rewritten"
 
 
 def test_float32_is_the_cause_where_the_source_is_off_by_as_much(
@@ -132,9 +127,9 @@ def test_float32_is_the_cause_where_the_source_is_off_by_as_much(
     wrong = refused("Cancelling")
     assert wrong.measured.own_error > 1e-4
     if wrong.measured.difference:  # else both sum in the same order
-        assert Float32().measure(wrong, "") > Float32.limit
+        assert FLOAT32.measure(wrong, "") > FLOAT32.limit
     clear = refused("Net", scale_weight)
-    assert Float32().measure(clear, "") < 0.01
+    assert FLOAT32.measure(clear, "") < 0.01
 
 
 def test_an_axis_is_baked_in_where_other_sizes_alone_are_wrong(
@@ -143,8 +138,8 @@ def test_an_axis_is_baked_in_where_other_sizes_alone_are_wrong(
     wrong = refused("Net")
     errors = {"seeded": 1e-7, "batch of 3": 0.4, "batch of 8": float("inf"), "zeros": 1e-7}
     monkeypatch.setitem(wrong.measured.__dict__, "errors", errors)
-    assert BakedAxis().measure(wrong, "batch") > 1e6
-    assert BakedAxis().measure(wrong, "channels") is None
+    assert BAKED_AXIS.measure(wrong, "batch") > 1e6
+    assert BAKED_AXIS.measure(wrong, "channels") is None
     everywhere = dict.fromkeys(errors, 0.4)
     monkeypatch.setitem(wrong.measured.__dict__, "errors", everywhere)
-    assert BakedAxis().measure(wrong, "batch") == pytest.approx(1)
+    assert BAKED_AXIS.measure(wrong, "batch") == pytest.approx(1)

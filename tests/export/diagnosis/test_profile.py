@@ -9,7 +9,6 @@ from compress.artifacts.eager_model import EagerModel
 from compress.core.context import Context
 from compress.export.diagnosis.profile import (
     Profile,
-    ProfiledGraph,
     fitting_names,
     plain_export,
     without,
@@ -39,7 +38,7 @@ def test_every_module_has_its_kernels(plain: tuple[Profile, list[str]]) -> None:
 
 def test_a_norm_behind_an_activation_is_not_fused(plain: tuple[Profile, list[str]]) -> None:
     profile, _ = plain
-    (norm,) = (node.origin for node in ProfiledGraph(profile).unfused)
+    (norm,) = (node.origin for node in profile.unfused)
     assert norm is not None and norm.op_type == "BatchNormalization"
     left = without(profile.model, [norm.name])
     operators = [node.op_type for node in profile.model.graph.node]
@@ -60,10 +59,10 @@ def test_a_pair_that_no_kernel_reads_is_found_and_left_out(
     model, names = plain_export(rounding)
     inputs = rounding.signature.example(batch=1)
     profile = Profile.measure(model, names, inputs, 1)
-    pair = ProfiledGraph(profile).lone_pairs
+    pair = profile.lone_pairs
     kinds = {"QuantizeLinear", "DequantizeLinear"}
     assert {n.node.op_type for n in pair} >= kinds
-    assert not ProfiledGraph(profile).float_islands, "no integer kernel is beside it"
+    assert not profile.float_islands, "no integer kernel is beside it"
     left = without(profile.model, [n.origin.name for n in pair if n.node.op_type in kinds])
     assert not kinds & {node.op_type for node in left.graph.node}
     write(left, tmp_path / "left.onnx")
@@ -82,7 +81,7 @@ def test_a_float_layer_between_integer_ones_is_an_island(net: EagerModel, tmp_pa
     _, names = plain_export(net)
     model, _ = ExportOnnx(name="onnx").translated(graph)
     inputs = net.signature.example(batch=1)
-    found = ProfiledGraph(Profile.measure(model, names, inputs, 1))
+    found = Profile.measure(model, names, inputs, 1)
     islands = [i for i in found.float_islands if "inner" in i.modules]
     assert len(islands) == 1 and found.integer_modules == {"stem", "last", "head"}
     assert any(node.node.op_type == "Conv" for node in islands[0].nodes)

@@ -7,7 +7,7 @@ import pytest
 
 from compress.core.context import Context
 from compress.core.diagnosis.cause import RefusedStage
-from compress.export.diagnosis.causes import LargeActivation, StoredTwice
+from compress.export.diagnosis.causes import COUNTED_CAUSES
 from compress.export.diagnosis.costs import SizeDiagnosis, sizes_by_module, tensor_sizes
 from compress.export.diagnosis.profile import plain_export
 from compress.export.onnx.stage import ExportOnnx
@@ -28,6 +28,8 @@ class Net(nn.Module):
         return self.fc(self.table(tokens) + self.copy(tokens.flip(1)))
 """
 
+CAUSES = {cause.key: cause for cause in COUNTED_CAUSES}
+
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> RefusedStage[SizeDiagnosis]:
@@ -36,8 +38,8 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> RefusedStage[SizeDiagn
     context = Context(root=folder / "onnx")
     stage = ExportOnnx(name="onnx")
     file = stage.run(source, context)
-    found = SizeDiagnosis.create(
-        file, source, 3200.0, lambda name, settings: None, context, batch=2
+    found = SizeDiagnosis(
+        file, source, lambda name, settings: None, context, 3200.0, memory_batch=2
     )
     return RefusedStage(stage, source, file, context, (), found, 0.0)
 
@@ -56,11 +58,11 @@ def test_tensors_belong_to_the_modules_that_read_them(measured, tmp_path: Path) 
 
 @pytest.mark.slow
 def test_a_copy_is_a_cause_by_its_share_of_the_file(measured) -> None:
-    cause, table = StoredTwice(), 200 * 8 * 4
+    cause, table = CAUSES["stored_twice"], 200 * 8 * 4
     value = cause.measure(measured, "copy")
     assert value == pytest.approx(table / measured.measured.whole)
     assert value > cause.limit and cause.measure(measured, "table") is None
-    assert cause.returned(measured, ["copy"]) == pytest.approx(table / 3200)
+    assert cause.recovered_share(measured, ["copy"]) == pytest.approx(table / 3200)
 
 
 @pytest.mark.slow
@@ -70,7 +72,7 @@ def test_values_of_a_call_are_a_cause_where_they_outweigh_the_weights(measured) 
     # Two samples of 8 tokens with 16 outputs each.
     assert largest == "fc" and found.activations["fc"] == 2 * 8 * 16 * 4
     assert found.peak_values >= found.activations["fc"] + 2 * 8 * 8 * 4
-    assert LargeActivation().measure(measured, "fc") < LargeActivation.limit
+    assert CAUSES["large_activation"].measure(measured, "fc") < CAUSES["large_activation"].limit
 
 
 @pytest.mark.slow
@@ -87,7 +89,7 @@ def test_weights_are_counted_without_what_shapes_take(measured) -> None:
     by_module = sizes_by_module(found.tensors, "weights")
     assert {name: n for name, n in by_module.items() if n} == weights
     assert sum(weights.values()) == measured.after.parameters()
-    counted = replace(found, unit="weights", whole=sum(weights.values()), missing=800)
+    counted = replace(found, unit="weights", missing=800)
     of_weights = replace(measured, measured=counted)
-    assert StoredTwice().measure(of_weights, "copy") == pytest.approx(1600 / 3344)
-    assert StoredTwice().returned(of_weights, ["copy"]) == pytest.approx(2.0)
+    assert CAUSES["stored_twice"].measure(of_weights, "copy") == pytest.approx(1600 / 3344)
+    assert CAUSES["stored_twice"].recovered_share(of_weights, ["copy"]) == pytest.approx(2.0)

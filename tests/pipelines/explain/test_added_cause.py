@@ -1,7 +1,9 @@
-"""A cause of another package, as docs/explain.md shows it."""
+"""Causes and diagnoses are found by entry points: this toolkit's, and those of packages."""
 
 import re
 import sys
+import tomllib
+from importlib.metadata import entry_points
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,7 +12,8 @@ import pytest
 from compress import Train, cli
 from compress.common.errors import GateRefused, Unavailable
 from compress.core.diagnosis.cause import RefusedStage
-from compress.pipelines.explain import registry
+from compress.pipelines.config.registry import stages
+from compress.pipelines.explain import causes
 from compress.pipelines.explain.explain import _explain_causes
 from compress.pipelines.results.explanation import Explanations
 from compress.pipelines.results.schema import Report
@@ -27,7 +30,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         (code,) = re.findall(r'```python title="halved_input.py"\n(.*?)```', text, re.DOTALL)
         (entry,) = re.findall(r'title="pyproject.toml"\n\[.*?\]\n(.*?)```', text, re.DOTALL)
         for name, value in values.items():
-            code, found = re.subn(rf"    {name} = .*", f"    {name} = {value}", code)
+            code, found = re.subn(rf"    {name}=.*", f"    {name}={value},", code)
             assert found == 1
         code = code.replace("refused.stage.scale", "2")
         (tmp_path / "halved_input.py").write_text(code)
@@ -37,10 +40,31 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         (installed / "entry_points.txt").write_text(f"[compress.causes]\n{entry}")
         monkeypatch.syspath_prepend(tmp_path)
         monkeypatch.delitem(sys.modules, "halved_input", raising=False)
-        registry.causes.cache_clear()
+        causes.announced_causes.cache_clear()
 
     yield install
-    registry.causes.cache_clear()
+    causes.announced_causes.cache_clear()
+
+
+def test_what_this_toolkit_announces_is_installed_and_comes_first(install) -> None:
+    announced = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    for group, entries in announced.items():
+        installed = {e.name: e.value for e in entry_points(group=group) if not causes._is_added(e)}
+        assert installed == entries, "pip install -e . again"
+    install()
+    known = causes.announced_causes()
+    assert len(known) == 45 + 1
+    assert [key for key, (_, is_added) in known.items() if is_added] == ["halved_input"]
+    assert [*known][-1] == "halved_input"
+
+
+@pytest.mark.parametrize("kind", sorted(stages()))
+def test_a_kind_of_stage_has_the_diagnosis_that_is_announced_for_it(kind: str) -> None:
+    stage = SimpleNamespace(stage=kind)
+    found = causes.diagnose(stage, None, None, None, 0.0)
+    diagnosed = {entry.name for entry in entry_points(group="compress.diagnoses")}
+    assert (found is not None) == (kind in diagnosed)
+    assert found is None or found.stage is stage
 
 
 @pytest.mark.slow
@@ -64,7 +88,7 @@ def test_a_cause_of_a_package_explains_its_stage(project, install) -> None:
 
 
 def test_a_cause_of_some_gates_is_tested_for_these_alone(install) -> None:
-    install(stages='("train",)', text='"found"\n    gates = ("min_metric",)')
+    install(stages='("train",)', text='"found",\n    gates=("min_metric",)')
     model = SimpleNamespace(manifest=SimpleNamespace(facts={}))
     refused = RefusedStage(Train(epochs=1), model, model, None, (), None, 0.0)
     found, _ = _explain_causes(refused, "min_metric")
@@ -76,6 +100,6 @@ def test_a_cause_of_some_gates_is_tested_for_these_alone(install) -> None:
 
 
 def test_a_name_that_is_taken_is_refused(install) -> None:
-    install(limit='1.5\n    key = "outliers"')
+    install(key='"outliers"')
     with pytest.raises(Unavailable, match="the name is taken"):
-        registry.causes()
+        causes.announced_causes()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 
 import pytest
 
-from compress.core.diagnosis.layer_diagnosis import GuiltSearch, most_judgings
+from compress.core.diagnosis.layer_diagnosis import GuiltSearch, max_evaluations
 
 LAYERS = [f"layer{i}" for i in range(20)]
 
@@ -22,7 +22,7 @@ def test_layers_that_lose_are_found_the_worst_first() -> None:
     costs = {"layer4": 3.0, "layer1": 9.0, "layer17": 0.1}
     found = search(lambda rounded: sum(costs.get(n, 0.0) for n in rounded))
     assert found.guilty() == ("layer1", "layer4")
-    assert found.judgings <= most_judgings(20)
+    assert found.evaluations <= max_evaluations(20)
 
 
 def test_one_layer_is_enough_where_the_gate_asks_no_more() -> None:
@@ -63,12 +63,12 @@ def test_layers_whose_losses_add_up_stay_together() -> None:
 
 
 @pytest.mark.parametrize("layers", [4, 20, 100])
-def test_the_judgings_are_within_their_budget(layers: int) -> None:
+def test_the_evaluations_are_within_their_budget(layers: int) -> None:
     ranking = [f"layer{i}" for i in range(layers)]
     bad = {*ranking[: layers // 4 : 2]}
     found = search(lambda rounded: float(len(bad & {*rounded})), ranking)
     found.guilty()
-    assert found.judgings <= most_judgings(layers)
+    assert found.evaluations <= max_evaluations(layers)
 
 
 def test_a_model_without_a_finite_metric_is_explained() -> None:

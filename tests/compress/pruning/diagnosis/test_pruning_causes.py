@@ -16,7 +16,7 @@ from compress.core.diagnosis.cause import RefusedStage
 from compress.core.metrics import Metric
 from compress.data.batch import Batch
 from compress.data.splits import Splits
-from compress.pruning.diagnosis.causes import PRUNING_CAUSES
+from compress.pruning.diagnosis.causes import CAUSES
 from compress.pruning.diagnosis.diagnosis import CutChannels, ZeroedWeights
 from compress.pruning.prune_channels import PruneChannels
 from compress.pruning.prune_weights import PruneWeights
@@ -48,8 +48,8 @@ def diagnosed(module: nn.Module, folder: Path, stage: Any, calibration: float = 
     model = EagerModel.create(folder / "model", recipe, state, IMAGES, folder=HERE)
     context = Context(folder / "made", Splits(data(calibration), 64), metric=Metric("accuracy"))
     after = stage.run(model, context)
-    create = CutChannels.create if isinstance(stage, PruneChannels) else ZeroedWeights.create
-    measured = create(stage, model, after, context, 1.0)
+    kind = CutChannels if isinstance(stage, PruneChannels) else ZeroedWeights
+    measured = kind(stage, model, after, context, 1.0)
     lost = context.score(model) - context.score(after)
     assert lost > 0.05, "the fault costs something"
     guilty = measured.search.guilty()
@@ -57,12 +57,12 @@ def diagnosed(module: nn.Module, folder: Path, stage: Any, calibration: float = 
     parts = guilty or measured.search.widest()
     refused = RefusedStage(stage, model, after, context, parts, measured, 1.0)
     found = {}
-    for cause in (kind() for kind in PRUNING_CAUSES if stage.stage in kind.stages):
+    for cause in (cause for cause in CAUSES if stage.stage in cause.stages):
         values = [cause.measure(refused, part) for part in (*parts, "")]
         if any(value is not None and value > cause.limit for value in values):
-            returned = cause.returned(refused, parts)
-            found |= {cause: returned} if returned is not None and returned >= 0.1 else {}
-    ranked = sorted(found, key=lambda cause: -found[cause])
+            returned = cause.recovered_share(refused, parts)
+            found |= {cause.key: (cause, returned)} if returned and returned >= 0.1 else {}
+    ranked = [cause for cause, _ in sorted(found.values(), key=lambda pair: -pair[1])]
     return refused, ranked
 
 
@@ -116,6 +116,15 @@ def test_a_layer_with_too_many_zeros_is_named(module, tmp_path) -> None:
     assert "layer_too_sparse" in [cause.key for cause in causes]
     layer = next(cause for cause in causes if cause.key == "layer_too_sparse")
     assert layer.measure(refused, "3.weight") == pytest.approx(0.97, abs=0.01)
+
+
+def test_fewer_zeros_are_no_repair_where_a_pattern_says_how_many() -> None:
+    (cause,) = [cause for cause in CAUSES if cause.key == "amount_too_high"]
+    stages = [PruneWeights(pattern="2:4"), PruneWeights(amount=0.8)]
+    refused = [RefusedStage(stage, None, None, None, (), None, 0.0) for stage in stages]
+    of_pattern, of_amount = ([r.settings for r in cause.repairs(one, ())] for one in refused)
+    assert of_pattern == [{"finetune": {"epochs": 4}}]
+    assert of_amount[1:3] == [{"amount": 0.6}, {"amount": 0.4}]
 
 
 def test_statistics_are_re_estimated_after_zeros(module, tmp_path) -> None:

@@ -12,7 +12,7 @@ from compress.common.signature import Signature, TensorSpec
 from compress.core.diagnosis.cause import RefusedStage
 from compress.core.metrics import Metric
 from compress.data.splits import Splits
-from compress.pruning.diagnosis.causes import BlockNeeded, NoRefit
+from compress.pruning.diagnosis.causes import CAUSES
 from compress.pruning.diagnosis.diagnosis import RemovedBlocks
 from compress.pruning.prune_layers import PruneLayers
 from tests.compress.pruning.diagnosis.digit_nets import data, deep_net
@@ -35,13 +35,14 @@ def test_a_needed_block_is_named_and_kept(tmp_path: Path) -> None:
     stage = PruneLayers(remove=2)
     context = Context(tmp_path / "made", Splits(data(), 64), metric=Metric("accuracy"))
     after = stage.run(model, context)
-    measured = RemovedBlocks.create(stage, model, after, context, 1.0)
+    measured = RemovedBlocks(stage, model, after, context, 1.0)
     lost = 100 * (context.score(model) - context.score(after))
     assert lost > 5 and measured.search.lost > 5
-    parts = tuple(measured.removed)
+    parts = tuple(measured.pruned_parts)
     refused = RefusedStage(stage, model, after, context, parts, measured, 1.0)
-    refit, needed = NoRefit(), BlockNeeded()
-    shares = [cause.returned(refused, parts) for cause in (refit, needed)]
+    causes = {cause.key: cause for cause in CAUSES}
+    refit, needed = causes["no_refit"], causes["block_needed"]
+    shares = [cause.recovered_share(refused, parts) for cause in (refit, needed)]
     # Blocks that are put back return all of it; the refit's share comes first.
     assert sum(share for share in shares if share and share > 0) > 0.95
     assert refit.measure(refused, "") is not None

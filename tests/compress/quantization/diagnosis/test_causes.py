@@ -9,7 +9,7 @@ from torch.utils.data import TensorDataset
 from compress import Context, QuantizeDynamic, QuantizeStatic, Splits
 from compress.artifacts.eager_model import EagerModel
 from compress.core.diagnosis.cause import RefusedStage, Repair
-from compress.quantization.diagnosis.causes import CAUSES
+from compress.quantization.diagnosis.causes import STATIC_CAUSES
 from compress.quantization.diagnosis.diagnosis import (
     QuantizationDiagnosis,
     RequantizationDiagnosis,
@@ -35,7 +35,7 @@ def diagnosed(model: EagerModel, folder: Path, calibration: torch.Tensor, **sett
     )
     stage = QuantizeStatic(**settings)
     context = Context(root=folder / "x", data=data)
-    measured = QuantizationDiagnosis.create(stage, model, context, 0.0)
+    measured = QuantizationDiagnosis(stage, model, model, context, 0.0)
     layers = measured.switched.layers
     return RefusedStage(stage, model, model, context, layers, measured, 0.0)
 
@@ -43,8 +43,8 @@ def diagnosed(model: EagerModel, folder: Path, calibration: torch.Tensor, **sett
 def above(refused: RefusedStage) -> set[str]:
     """Return the causes that are above their threshold in the first layer."""
     first = refused.layers[0]
-    values = {cause.key: cause().measure(refused, first) for cause in CAUSES}
-    limits = {cause.key: cause.limit for cause in CAUSES}
+    values = {cause.key: cause.measure(refused, first) for cause in STATIC_CAUSES}
+    limits = {cause.key: cause.limit for cause in STATIC_CAUSES}
     return {key for key, value in values.items() if value is not None and value > limits[key]}
 
 
@@ -70,7 +70,7 @@ def test_a_range_that_the_observer_cuts_off(model: EagerModel, tmp_path: Path) -
     cut = {"observer": "percentile", "percentile": 70.0}
     refused = diagnosed(model, tmp_path, images(64), **cut)
     assert above(refused) == {"range_cut_off"}
-    (cause,) = [cause() for cause in CAUSES if cause.key == "range_cut_off"]
+    (cause,) = [cause for cause in STATIC_CAUSES if cause.key == "range_cut_off"]
     repairs = cause.repairs(refused, refused.layers[:1])
     assert repairs[0] == Repair({"observer": "minmax", "percentile": None}, 0)
     assert [repair.cost for repair in repairs] == sorted(repair.cost for repair in repairs)
@@ -100,9 +100,10 @@ def test_a_stage_that_is_run_again_leaves_nothing_behind(model: EagerModel, tmp_
     root, scratch = tmp_path / "int8", tmp_path / "work"
     context = Context(root=root, data=data, scratch=scratch)
     stage = Checkpointing()
-    measured = RequantizationDiagnosis.create(stage, model, stage(model, context), context, 0.0)
+    measured = RequantizationDiagnosis(stage, model, stage(model, context), context, 0.0)
+    assert measured.search.lost is not None
     measured.drop_with({"activation_range": "row"})
-    assert measured.judgings > 1
+    assert measured.evaluations > 1
     assert [*tmp_path.iterdir()] == [root]
 
 

@@ -1,0 +1,522 @@
+"""Causes of a file that is too slow, too large, too little in integers, or wrong.
+
+Thresholds were set on half of the injected faults of `benchmarks/explain_costs.py`. A cause of a
+slow file is named only where the file without it was timed, and is faster.
+"""
+
+from __future__ import annotations
+
+import math
+from fnmatch import fnmatchcase
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from compress.core.diagnosis.cause import (
+    MACS_GATES,
+    MEMORY_GATES,
+    PARAMETER_GATES,
+    PARITY_GATES,
+    SIZE_GATES,
+    SPEED_GATES,
+    Cause,
+    RefusedStage,
+    Repair,
+    excluding,
+)
+from compress.export.diagnosis.parity import LEAST_ERROR
+from compress.export.diagnosis.profile import QUANTIZE
+from compress.export.latency.float_layers import weighted_layers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from compress.export.diagnosis.costs import (
+        CountedCost,
+        MacsDiagnosis,
+        SizeDiagnosis,
+        SpeedDiagnosis,
+    )
+    from compress.export.diagnosis.parity import ParityDiagnosis
+
+    Slow = RefusedStage[SpeedDiagnosis]
+    Counted = RefusedStage[CountedCost]
+    Sized = RefusedStage[SizeDiagnosis]
+    Wrong = RefusedStage[ParityDiagnosis]
+    Settings = dict[str, Any]
+
+STATIC = ("quantize_static", "quantize_aware_training")
+QUANTIZING = (*STATIC, "quantize_dynamic", "quantize_weights")
+BYTE_GATES = (*SIZE_GATES, *MEMORY_GATES)
+"""Weights are in memory too."""
+BLOCK = 16
+"""Channels that convolution kernels compute at once with AVX-512; 8 with AVX2."""
+LARGEST_RATIO = 1e9
+"""Of errors, in the place of infinity, which JSON does not have."""
+IN_PYTORCH = Repair({"stage": "export_torchscript"}, 2)
+"""A file that PyTorch's own operators run."""
+
+
+def _naming(own: Mapping[str, Any], layers: Iterable[str]) -> list[str]:
+    """Return the patterns of `exclude` that name some layers."""
+    patterns, names = own.get("exclude", ()), [*layers]
+    return [p for p in patterns if any(fnmatchcase(layer, p) for layer in names)]
+
+
+def _without_patterns(own: Mapping[str, Any], left_out: Sequence[str]) -> Settings:
+    return {"exclude": [p for p in own["exclude"] if p not in left_out]}
+
+
+def _formats_with_kernels(own: Mapping[str, Any]) -> Iterator[Settings]:
+    """Yield changes of a quantization's settings to formats that onnxruntime has kernels for."""
+    if own.get("activation_bits", 8) != 8:
+        yield {"activation_bits": 8}
+    if own.get("target", "onnxruntime-cpu") != "onnxruntime-cpu":
+        yield {"target": "onnxruntime-cpu"}
+
+
+def _slow(
+    key: str,
+    stages: tuple[str, ...],
+    limit: float,
+    text: str,
+    measure: Callable[[Slow, str], float | None],
+    saved: Callable[[Slow, Sequence[str]], float],
+    repairs: Callable[[Slow, Sequence[str]], tuple[Repair, ...]] = lambda refused, layers: (),
+) -> Cause:
+    """Return a cause of a slow file, given the milliseconds that are saved without it."""
+    return Cause(
+        key=key,
+        stages=stages,
+        gates=SPEED_GATES,
+        limit=limit,
+        text=text,
+        measure=measure,
+        recovered_share=lambda refused, layers: refused.measured.recovered_share(
+            saved(refused, layers)
+        ),
+        repairs=repairs,
+    )
+
+
+Timed = list[tuple[float, Repair]]
+"""Milliseconds that changes save, and the changes."""
+
+
+def _slow_and_timed(
+    key: str,
+    stages: tuple[str, ...],
+    limit: float,
+    text: str,
+    measure: Callable[[Slow, str], float | None],
+    changes: Callable[[Slow, Sequence[str]], Timed],
+) -> Cause:
+    """Return a cause of a slow file whose repairs are timed, and named where they are faster."""
+
+    def saved(refused: Slow, layers: Sequence[str]) -> float:
+        return max((ms for ms, _ in changes(refused, layers)), default=0.0)
+
+    def repairs(refused: Slow, layers: Sequence[str]) -> tuple[Repair, ...]:
+        timed = sorted(changes(refused, layers), key=lambda pair: -pair[0])
+        return tuple(repair for ms, repair in timed if ms > 0)
+
+    return _slow(key, stages, limit, text, measure, saved, repairs)
+
+
+def _float_island_share(refused: Slow, layer: str) -> float | None:
+    """Return the share of the time that the islands with a layer's operators take."""
+    measured = refused.measured
+    islands = [i for i in measured.profile.float_islands if layer in i.modules]
+    return measured.share(node for i in islands for node in (*i.nodes, *i.conversions))
+
+
+def _without_islands(refused: Slow, layers: Sequence[str]) -> Timed:
+    """Return the layers quantized, or in float with their neighbours."""
+    measured, own = refused.measured, refused.stage.own_settings()
+    if excluded := _naming(own, layers):
+        left = _without_patterns(own, excluded)
+        return [(measured.saved_with(refused.stage.title, left), Repair(left, 0))]
+    islands = [i for i in measured.profile.float_islands if i.modules & {*layers}]
+    # Its neighbours in float, too, make the conversions around it needless.
+    around = {m for i in islands for m in i.around | i.modules if m in measured.layer_names}
+    return [(measured.saved_in_float(around), excluding(own, sorted(around), 1))]
+
+
+def _lone_pair_share(refused: Slow, layer: str) -> float | None:
+    """Return the share of the time that the pairs behind a layer take, or all pairs."""
+    if refused.stage.stage == "export_onnx" and refused.before.kind == "graph":
+        return None  # of its quantization
+    pairs = refused.measured.profile.lone_pairs
+    return refused.measured.share(n for n in pairs if layer in ("", n.module))
+
+
+def _other_formats(refused: Slow, layers: Sequence[str]) -> tuple[Repair, ...]:
+    """Return formats that the runtime has kernels for, and the layers in float."""
+    own = refused.stage.own_settings()
+    found = [Repair(settings, 0) for settings in _formats_with_kernels(own)]
+    return (*found, excluding(own, layers, 1)) if "exclude" in own else tuple(found)
+
+
+def _missing_in_block(refused: Slow, layer: str) -> float | None:
+    """Return how many channels are missing in the last block, as a share of the layer's."""
+    measured, width = refused.measured, 0
+    tensors = {t.name: t for t in measured.model.graph.initializer}
+    for name, node in zip(measured.layer_names, weighted_layers(measured.model), strict=False):
+        weight = tensors.get(node.input[1])
+        if name == layer and node.op_type == "Conv" and weight is not None:
+            width = int(weight.dims[0])
+    return (math.ceil(width / BLOCK) * BLOCK - width) / width if width >= BLOCK // 2 else None
+
+
+def _whole_blocks(refused: Slow, layers: Sequence[str]) -> Timed:
+    """Return multiples of 16 or 8 channels."""
+    own, title = refused.stage.own_settings(), refused.stage.title
+    blocks = (BLOCK, BLOCK // 2)
+    wider: list[Settings] = [{"round_to": block} for block in blocks if own["round_to"] % block]
+    if own["widths"]:
+        rounded = [
+            {group: max(block, round(n / block) * block) for group, n in own["widths"].items()}
+            for block in blocks
+        ]
+        wider = [{"widths": widths} for widths in rounded]
+    return [(refused.measured.saved_with(title, s), Repair(s, 0)) for s in wider]
+
+
+def _slowdown(refused: Slow, layer: str) -> float | None:
+    """Return a layer's time over that of the plain float model."""
+    measured = refused.measured
+    before = measured.float_profile.by_module.get(layer, 0.0)
+    now = measured.profile.by_module.get(layer, 0.0)
+    return now / before if before and layer in measured.profile.integer_modules else None
+
+
+def _unfused_share(refused: Slow, layer: str) -> float | None:
+    unfused = refused.measured.profile.unfused
+    return refused.measured.share(n for n in unfused if layer in ("", n.module))
+
+
+def _empty_share(refused: Slow, layer: str) -> float | None:
+    measured = refused.measured
+    return None if layer else measured.empty_call_ms / measured.ms
+
+
+# Of a gate that two measurements may answer either way. No stage has it: it is tested first.
+NOISE = Cause(
+    key="noise",
+    stages=(),
+    gates=SPEED_GATES,
+    limit=1.0,
+    text=(
+        "cannot be told on this machine now: measurements lie {value:.3g} times as far apart as "
+        "the limit is away (limit {limit:g}); run again when it has less to do"
+    ),
+    measure=lambda refused, layer: None if layer else refused.measured.gate.spread_in_margin,
+)
+SPEED_CAUSES = (
+    # Operators in float between integer kernels, with conversions on both sides.
+    _slow_and_timed(
+        "float_islands",
+        STATIC,
+        0.1,
+        "computed in float between integer kernels ({value:.0%} of the time; limit {limit:.0%})",
+        _float_island_share,
+        _without_islands,
+    ),
+    # Values are rounded to integers and made floats again, and no kernel reads them in between.
+    _slow(
+        "lone_pairs",
+        (*STATIC, "export_onnx"),
+        0.05,
+        "quantized and dequantized for no integer kernel ({value:.0%} of the time; "
+        "limit {limit:.0%})",
+        _lone_pair_share,
+        lambda refused, _: refused.measured.saved_without(
+            n for n in refused.measured.profile.lone_pairs if n.node.op_type == QUANTIZE
+        ),
+        _other_formats,
+    ),
+    # Numbers of channels fill blocks of the kernels in part.
+    _slow_and_timed(
+        "odd_widths",
+        ("prune_channels",),
+        0.1,
+        "kernels compute blocks of 8 or 16 channels ({value:.0%} more than there are; "
+        "limit {limit:.0%})",
+        _missing_in_block,
+        _whole_blocks,
+    ),
+    # The layer's integer kernel takes longer than its float kernel.
+    _slow(
+        "slow_integers",
+        QUANTIZING,
+        1.25,
+        "slower in integers than in float ({value:.3g} times the time; limit {limit:g})",
+        _slowdown,
+        lambda refused, layers: refused.measured.saved_in_float(layers),
+        lambda refused, layers: (excluding(refused.stage.own_settings(), layers, 1),),
+    ),
+    # Normalisations and activations are computed apart from the layer before them; without them the
+    # file is as fast as with a kernel that fuses them, at best.
+    _slow(
+        "unfused",
+        ("export_onnx",),
+        0.1,
+        "normalisation or activation apart from its layer's kernel ({value:.0%} of the time; "
+        "limit {limit:.0%})",
+        _unfused_share,
+        lambda refused, _: refused.measured.saved_without(refused.measured.profile.unfused),
+        lambda *_: (Repair({"stage": "export_openvino"}, 1),) if find_spec("openvino") else (),
+    ),
+    # The model is so small that most of a call is spent around its kernels.
+    _slow(
+        "call_overhead",
+        ("export_onnx",),
+        0.4,
+        "a call of any model takes {value:.0%} of the time (limit {limit:.0%}); larger batches "
+        "share it",
+        _empty_share,
+        lambda refused, _: refused.measured.empty_call_ms,
+    ),
+    NOISE,
+)
+
+
+def _counted(
+    key: str,
+    gates: tuple[str, ...],
+    stages: tuple[str, ...],
+    limit: float,
+    text: str,
+    measure: Callable[[RefusedStage[Any], str], float | None],
+    changes: Callable[[RefusedStage[Any], Sequence[str]], Iterable[Settings]],
+) -> Cause:
+    """Return a cause of too many bytes, weights or products in float, given what mends it."""
+
+    def recovered_share(refused: Counted, layers: Sequence[str]) -> float | None:
+        measured, title = refused.measured, refused.stage.title
+        saved = [measured.saved_with(title, change) for change in changes(refused, layers)]
+        return measured.recovered_share(max(saved)) if saved else None
+
+    return Cause(
+        key=key,
+        stages=stages,
+        gates=gates,
+        limit=limit,
+        text=text,
+        measure=measure,
+        recovered_share=recovered_share,
+        repairs=lambda refused, layers: tuple(Repair(s, 0) for s in changes(refused, layers)),
+    )
+
+
+def _tables_in_integers(refused: Sized, layers: Sequence[str]) -> Iterator[Settings]:
+    own = refused.stage.own_settings()
+    excluded = _naming(own, layers)
+    settings = {"embeddings": True} if own.get("embeddings") is False else {}
+    if settings or excluded:
+        yield settings | (_without_patterns(own, excluded) if excluded else {})
+
+
+def _excluded_share(refused: Counted, layer: str) -> float | None:
+    """Return the share of the whole that a module has which a pattern leaves out."""
+    if not _naming(refused.stage.own_settings(), [layer]):
+        return None
+    # Pruning counts all channels that it may remove, quantization what is not in integers.
+    is_pruned = refused.stage.stage == "prune_channels"
+    return refused.measured.share_of(layer, floats_alone=not is_pruned)
+
+
+def _nothing_excluded(refused: Counted, layers: Sequence[str]) -> Iterator[Settings]:
+    own = refused.stage.own_settings()
+    if excluded := _naming(own, layers):
+        yield _without_patterns(own, excluded)
+
+
+def _float_kernel_share(refused: RefusedStage[MacsDiagnosis], layer: str) -> float | None:
+    """Return the share of the multiply-accumulates that a quantized layer has in float."""
+    measured = refused.measured
+    return measured.share_of(layer, floats_alone=True) if layer in measured.quantized else None
+
+
+def _copies_share(refused: Sized, layers: Sequence[str]) -> float | None:
+    """Return the share of what is missing that the copies have."""
+    measured = refused.measured
+    copies = [getattr(t, measured.unit) for t in measured.tensors if t.is_copy]
+    return measured.recovered_share(sum(copies))
+
+
+def _activation_share(refused: Sized, layer: str) -> float | None:
+    """Return a module's largest value as a share of all weights and values in memory."""
+    measured = refused.measured
+    if layer not in measured.activations:
+        return None
+    weights = sum(tensor.bytes for tensor in measured.tensors)
+    return measured.activations[layer] / (weights + measured.peak_values)
+
+
+COUNTED_CAUSES = (
+    # Tables of embeddings that a quantized model holds in float.
+    _counted(
+        "float_tables",
+        BYTE_GATES,
+        (*QUANTIZING, "quantize_mixed"),
+        0.1,
+        "tables of embeddings left in float ({value:.0%} of the file; limit {limit:.0%})",
+        lambda refused, layer: refused.measured.share_where(
+            layer, lambda t: t.is_table and t.is_float
+        ),
+        _tables_in_integers,
+    ),
+    # Layers that `exclude` leaves in float, or whose channels it keeps.
+    _counted(
+        "excluded_layers",
+        (*BYTE_GATES, *PARAMETER_GATES, *MACS_GATES),
+        (*QUANTIZING, "quantize_mixed", "prune_channels"),
+        0.1,
+        "left out by exclude ({value:.0%} of the whole; limit {limit:.0%})",
+        _excluded_share,
+        _nothing_excluded,
+    ),
+    # Layers with weights in integers that the runtime multiplies in float all the same.
+    _counted(
+        "float_kernels",
+        MACS_GATES,
+        QUANTIZING,
+        0.05,
+        "weights in integers, but a float kernel ({value:.0%} of the multiply-accumulates; limit "
+        "{limit:.0%})",
+        _float_kernel_share,
+        lambda refused, _: _formats_with_kernels(refused.stage.own_settings()),
+    ),
+    # Tensors of the same values, of which one would do.
+    Cause(
+        key="stored_twice",
+        stages=("export_onnx",),
+        gates=(*BYTE_GATES, *PARAMETER_GATES),
+        limit=0.05,
+        text=(
+            "the same values are stored twice ({value:.0%} of the file; limit {limit:.0%}); tie "
+            "the modules' weights in the model's code"
+        ),
+        measure=lambda refused, layer: refused.measured.share_where(layer, lambda t: t.is_copy),
+        recovered_share=_copies_share,
+    ),
+    # One value that takes most of the memory of a call.
+    Cause(
+        key="large_activation",
+        stages=("export_onnx",),
+        gates=MEMORY_GATES,
+        limit=0.4,
+        text=(
+            "one value of a call takes {value:.0%} of the memory of weights and values (limit "
+            "{limit:.0%}); smaller batches or inputs take less"
+        ),
+        measure=_activation_share,
+    ),
+)
+
+
+def _ratio_at_other_sizes(refused: Wrong, layer: str) -> float | None:
+    """Return the error at other sizes of an axis, as a multiple of that at its own."""
+    measured = refused.measured
+    if layer not in measured.axis_errors:
+        return None
+    # 1e-7: float32's rounding, as the error at its own size may be 0.
+    ratio = measured.axis_errors[layer] / max(measured.own_size_error, 1e-7)
+    return min(ratio, LARGEST_RATIO)  # infinite where the file fails
+
+
+def _graph_error(refused: Wrong, layer: str) -> float | None:
+    """Return the relative error of the graph, run by PyTorch."""
+    is_eager = refused.before.kind == "eager"
+    return refused.measured.graph_error if is_eager and not layer else None
+
+
+def _graph_share(refused: Wrong, layers: Sequence[str]) -> float | None:
+    """Return the graph's share of the error."""
+    measured = refused.measured
+    total = max((e for e in measured.errors.values() if math.isfinite(e)), default=0.0)
+    return min(1.0, measured.graph_error / total) if total else None
+
+
+def _rewriting_share(refused: Wrong, layer: str) -> float | None:
+    """Return the share of the difference that is gone without rewriting."""
+    measured = refused.measured
+    if layer or measured.stage.optimize == "none" or not measured.difference:
+        return None
+    return 1 - measured.difference_with({"optimize": "none"}) / measured.difference
+
+
+def _float32_share(refused: Wrong, layer: str) -> float | None:
+    """Return the source's own error over the difference."""
+    measured = refused.measured
+    if layer or measured.own_error is None or not measured.difference:
+        return None
+    return measured.own_error / measured.difference
+
+
+def _float32_at_most_all(refused: Wrong, layers: Sequence[str]) -> float | None:
+    value = _float32_share(refused, "")
+    return None if value is None else min(1.0, value)
+
+
+def _operator_error(refused: Wrong, layer: str) -> float | None:
+    """Return the error of the first wrong operator, relative to its norm."""
+    found = refused.measured.wrong_layer
+    return found.error if found is not None and layer == str(found) else None
+
+
+def _wrong(key: str, limit: float, text: str, **functions: Any) -> Cause:
+    return Cause(
+        key=key, stages=("export_onnx",), gates=PARITY_GATES, limit=limit, text=text, **functions
+    )
+
+
+PARITY_CAUSES = (
+    # A named axis whose size while tracing was kept as a number.
+    _wrong(
+        "baked_axis",
+        100.0,
+        "right at the size that it was traced with, and wrong at others (error {value:.3g} times "
+        "as large; limit {limit:g}); compute sizes from the input's shape in the model's code",
+        measure=_ratio_at_other_sizes,
+    ),
+    # The traced graph computes other than the model's code does; a scripted one may not.
+    _wrong(
+        "other_graph",
+        1e-4,
+        "the graph that torch.export traced is wrong in PyTorch too (by {value:.2g} of the norm; "
+        "limit {limit:g}): code goes another way while it is exported, or keeps a value that "
+        "depends on the input",
+        measure=_graph_error,
+        recovered_share=_graph_share,
+        repairs=lambda *_: (IN_PYTORCH,),
+    ),
+    # Rewriting ahead of time uses approximations.
+    _wrong(
+        "rewritten_graph",
+        0.5,
+        "rewritten by optimize (without it {value:.0%} of the difference is gone; "
+        "limit {limit:.0%})",
+        measure=_rewriting_share,
+        recovered_share=lambda refused, _: _rewriting_share(refused, ""),
+        repairs=lambda *_: (Repair({"optimize": "none"}, 0),),
+    ),
+    # The source is off by as much itself, as float32 holds 7 digits.
+    _wrong(
+        "float32",
+        0.25,
+        "float32 itself: the source is off its outputs in float64 by {value:.2g} of the "
+        "difference (limit {limit:g}); the limit asks for more digits than float32 has",
+        measure=_float32_share,
+        recovered_share=_float32_at_most_all,
+    ),
+    # An operator whose ONNX form computes something else.
+    _wrong(
+        "wrong_operator",
+        LEAST_ERROR,
+        "the first operator out of tolerance (error {value:.2g} of its norm; limit {limit:g})",
+        measure=_operator_error,
+        repairs=lambda *_: (IN_PYTORCH,),
+    ),
+)
+CAUSES = (*SPEED_CAUSES, *COUNTED_CAUSES, *PARITY_CAUSES)
