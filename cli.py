@@ -231,7 +231,7 @@ def report(
     open_it: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
 ) -> None:
     """Show a run's report, and write its page again."""
-    from pipelines.commands.report import rerender_report
+    from pipelines.reporting.html import rerender_report
 
     found = rerender_report(directory, notify)
     print_report(found, out=directory)
@@ -315,8 +315,7 @@ def verify(
     replay: Replay = False,
 ) -> None:
     """Check an artifact against its manifest and its run."""
-    from pipelines.commands.verify import verify_command
-    from pipelines.commands.verify_anchors import VerifierInputs
+    from pipelines.commands.verify import VerifierInputs, verify_command
 
     options: Any = {"report": report, "attest": attest, "sign_key": sign_key, "replay": replay}
     options["model_signature"] = model_signature
@@ -387,10 +386,20 @@ def bench(
 ) -> None:
     """Measure artifacts in turn, and name the fastest."""
     with fast_imports():
-        from pipelines.commands.analysis.bench import measure_and_write
-        from pipelines.reporting.bench_page import bench_table
+        from compress.common.atomic_files import write_atomically
+        from pipelines.bench import bench as measure
+        from pipelines.bench import bench_page, bench_table, parse_numbers
 
-    found = measure_and_write(artifacts, runtimes, batch, threads, seconds, html, web)
+    found = measure(
+        *artifacts,
+        runtimes=[name.strip() for name in runtimes.split(",") if name.strip()],
+        batch=parse_numbers("--batch", batch),
+        threads=parse_numbers("--threads", threads),
+        seconds=seconds,
+        web=web,
+    )
+    if html is not None:
+        write_atomically(html, bench_page(found))
     print_result(found, found.lines(), lambda _: bench_table(found))
 
 
@@ -422,8 +431,8 @@ def sensitivity(
     latency: Annotated[bool, typer.Option(help="Measure the latency of each cut.")] = True,
 ) -> None:
     """Measure what pruning each group of channels costs."""
-    from pipelines.commands.analysis import sensitivity as analysis
-    from pipelines.commands.analysis.show import show
+    from pipelines.commands import sensitivity as analysis
+    from pipelines.commands.model_to_prune import show
 
     show(analysis, file, out, ratios=ratio, samples=samples, latency=latency)
 
@@ -435,8 +444,8 @@ def latency(
     batch: Annotated[int, typer.Option(min=1, help="Samples of a call.")] = 1,
 ) -> None:
     """Predict a model's latency at other widths, by its kernels."""
-    from pipelines.commands.analysis import latency as analysis
-    from pipelines.commands.analysis.show import show
+    from pipelines.commands import latency as analysis
+    from pipelines.commands.model_to_prune import show
 
     show(analysis, file, out, batch=batch)
 

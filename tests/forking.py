@@ -95,7 +95,7 @@ import gc, json, os, signal, sys
 gc.disable()
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # as launched ranks do before they import torch
 import cli
-import pipelines.commands.check, pipelines.commands.report, pipelines.commands.verify
+import pipelines.commands.check, pipelines.reporting.html, pipelines.commands.verify
 import pipelines.config.pipeline, pipelines.runner.run
 import compress.training.stage, compress.training.launch.rank_group
 import compress.graph.torch_export, compress.pruning.channels_stage

@@ -10,8 +10,8 @@ from pipelines.auto.candidates import Candidate
 from pipelines.auto.front import FILE, missed_limits, shares_of_limits
 from pipelines.auto.judge import CANDIDATES
 from pipelines.auto.points import POINTS
-from pipelines.reporting.html_page import render_page
 from pipelines.reporting.svg_plots import Plot, Point, scatter_plot
+from pipelines.system.templates import render_template
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -88,7 +88,7 @@ def lines_below(front: Front, out: Path) -> Iterator[str]:
 def front_page(front: Front) -> str:
     """Render the page: what was found, a plot of drop against latency, and all figures."""
     known = front.by_name
-    return render_page(
+    return render_template(
         "front.html.jinja",
         front=front,
         known=known,

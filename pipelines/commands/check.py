@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pipelines.config.pipeline import PipelineConfig
+from pipelines.planning.plan import advice
 from pipelines.planning.planner import build_plan
-from pipelines.planning.unjudged_losses import advice
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -17,12 +17,11 @@ from compress.common.forward import run_in_eval
 from compress.core.metrics import BUILT_IN, TORCHMETRICS
 from compress.core.task import NO_METRIC, TASKS
 from pipelines.commands import init_options
-from pipelines.commands.init_model import model_section, relative_path
+from pipelines.commands.init_options import model_section, relative_path
 from pipelines.config.model_spec import SOURCE, HuggingFaceModel, TimmModel
 from pipelines.config.pipeline import PipelineConfig
 from pipelines.config.yaml_source import Source
-from pipelines.planning.planner import build_plan
-from pipelines.planning.task_inference import task_of
+from pipelines.planning.planner import build_plan, task_of
 from pipelines.runner.inputs import import_source, resolve_inputs
 from pipelines.system import yaml_core
 from pipelines.system.temp_files import temporary_files

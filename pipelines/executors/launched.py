@@ -6,11 +6,15 @@ import atexit
 import hashlib
 import os
 import signal
+import socket
 import sys
-from contextlib import contextmanager
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+import uuid
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
 
+from compress.common.atomic_files import write_atomically
 from compress.common.errors import CompressError, PipelineInvalid, StageFailed
 from compress.training.config.parallel import Parallel
 from compress.training.launch.rank_group import (
@@ -19,14 +23,21 @@ from compress.training.launch.rank_group import (
     joined_group,
     launched_environment,
 )
-from pipelines.executors.node_environment import RunEnvironment
+from compress.training.launch.shared_folder import wait_until_visible
 from pipelines.system import signals
+from pipelines.system.machine_info import versions
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
+    from collections.abc import Iterator, Mapping
 
     from pipelines.config.pipeline import PipelineConfig
+
+RUN_ID = "run-id"
+"""File in a store, by which another machine sees that it has the same folder."""
+REMEDY = (
+    "all nodes need the folder of results, the pipeline's and the working directory on a file "
+    "system that they share, under the same paths"
+)
 
 
 @contextmanager
@@ -130,3 +141,56 @@ def _sha256(file: Path) -> str | None:
         return hashlib.sha256(file.read_bytes()).hexdigest()
     except OSError:
         return None  # rank 0 refuses what it cannot read itself
+
+
+def write_run_id(store: Path) -> None:
+    """Mark a store as this run's."""
+    write_atomically(store / RUN_ID, uuid.uuid4().hex)
+
+
+def read_run_id(store: Path) -> str | None:
+    """Return the id of the last run of a store; None where it is not there."""
+    with suppress(OSError):
+        return (store / RUN_ID).read_text(encoding="utf-8")
+    return None
+
+
+@dataclass(frozen=True)
+class RunEnvironment:
+    """Where a run works, and with which packages."""
+
+    store: str
+    """Absolute path."""
+    run_id: str | None
+    folder: str
+    """The working directory."""
+    versions: Mapping[str, str]
+
+    @classmethod
+    def of_this_process(cls, store: Path) -> Self:
+        """Return what processes on other machines must find to work for this one."""
+        return cls(str(store.absolute()), read_run_id(store), str(Path.cwd()), versions())
+
+    def enter(self) -> None:
+        """Change to the run's working directory, where this machine has the same one.
+
+        Raises:
+            StageFailed: it has not, and would read and write other files; or it has other packages.
+        """
+        store, here = Path(self.store), f"node {socket.gethostname()}"
+        if not wait_until_visible(store, lambda: read_run_id(store) == self.run_id):
+            what = f"another {store}" if store.exists() else f"no {store}"
+            raise StageFailed(f"{here} has {what}; {REMEDY}")
+        try:
+            os.chdir(self.folder)
+        except OSError as error:
+            raise StageFailed(f"{here} has no {self.folder} ({error.strerror}); {REMEDY}") from None
+        # A cache key has the versions of the machine that the run was started on.
+        own = versions()
+        for name in sorted({*self.versions, *own}):
+            expected, found = self.versions.get(name, "none"), own.get(name, "none")
+            if found != expected:
+                raise StageFailed(
+                    f"{here} has {name} {found}, and the run has {expected}; all nodes need the "
+                    "same packages"
+                )

@@ -1,4 +1,4 @@
-"""The process that runs stages for `--jobs`; :mod:`pipelines.executors.process_pool` starts it."""
+"""The process that runs stages for `--jobs`; :mod:`pipelines.executors.engines` starts it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from compress.common.printable import escape_warnings
-from pipelines.executors.process_pool import run_task
+from pipelines.executors.task import run_task
 from pipelines.system import signals
 
 

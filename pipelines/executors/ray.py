@@ -19,9 +19,8 @@ from compress.common.dependency_recorder import Recording
 from compress.common.errors import StageFailed, first_line
 from compress.common.process import configured_threads
 from compress.training.launch.shared_folder import wait_until_visible
-from pipelines.executors.node_environment import REMEDY, RunEnvironment
-from pipelines.executors.process_pool import log_here, pickled, run_task
-from pipelines.executors.task import TaskResult
+from pipelines.executors.launched import REMEDY, RunEnvironment
+from pipelines.executors.task import TaskResult, log_here, pickled, run_task
 from pipelines.system.jsonl_log import log_event
 from pipelines.system.signals import raise_if_stopped
 

@@ -25,8 +25,7 @@ from pipelines.api import Pipeline
 from pipelines.config.model_spec import SOURCE
 from pipelines.config.run_options import RunOptions
 from pipelines.results.explanation import StageShare
-from pipelines.results.schema import Report
-from pipelines.results.stage_reports import FailureReport, StageReport
+from pipelines.results.schema import FailureReport, Report, StageReport
 from pipelines.runner.run import preview_state
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from compress.core.task_targets import (
 )
 from compress.data.splits import UNLABELLED
 from compress.data.targets import select
-from pipelines.planning.requirement_checks import (
+from pipelines.planning.planner import (
     check_conditions,
     check_loss,
     check_metric,

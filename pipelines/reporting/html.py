@@ -1,15 +1,20 @@
-"""The page of a run: everything on it is in report.json, lock.json or the sealed artifacts."""
+"""Renders the page of a run: everything on it is in report.json, lock.json or the artifacts."""
 
 from __future__ import annotations
 
 import json
 from typing import TYPE_CHECKING, Any
 
-from pipelines.reporting.headline import headline, speed_in_words
-from pipelines.reporting.html_page import render_page
-from pipelines.reporting.latency_spread import latency_spreads
-from pipelines.reporting.layer_sizes import layer_sensitivities, layer_sizes
-from pipelines.reporting.provenance import lineage_paths, proof_chain, source_hashes
+from compress.common.errors import ArtifactInvalid
+from pipelines.reporting.page_sections import (
+    latency_spreads,
+    layer_sensitivities,
+    layer_sizes,
+    lineage_paths,
+    proof_chain,
+    source_hashes,
+    trainings_of,
+)
 from pipelines.reporting.stage_rows import (
     SHOWN_FIRST,
     build_rows,
@@ -17,18 +22,22 @@ from pipelines.reporting.stage_rows import (
     deployable_rows,
     failure_reasons,
     fidelity_of,
+    headline,
     pareto_fronts,
     sameness_of,
+    speed_in_words,
 )
-from pipelines.reporting.training_curves import trainings_of
 from pipelines.results.explanation import Explanations
+from pipelines.results.schema import REPORT, Report
+from pipelines.store.local import keep_idle
+from pipelines.system.jsonl_log import LOG
+from pipelines.system.templates import render_template
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from pipelines.reporting.stage_rows import StageRow
-    from pipelines.results.schema import Report
 
 SHOWN_ELSEWHERE = ("history",)
 """Facts that the page already shows in a plot and a table."""
@@ -54,7 +63,7 @@ def render(report: Report, out: Path | None = None) -> str:
     metric = ((lock.get("settings") or {}).get("metric") or {}).get("name", "metric")
     model = (lock.get("settings") or {}).get("model") or {}
     settings = json.dumps(lock.get("settings"), indent=1, sort_keys=True)
-    return render_page(
+    return render_template(
         "report.html.jinja",
         report=report,
         lock=lock,
@@ -106,3 +115,28 @@ def _facts(rows: Sequence[StageRow]) -> list[tuple[str, str]]:
             left -= len(text)
             texts.append((row.name, text))
     return texts
+
+
+def rerender_report(out: Path, announce: Callable[[str], None]) -> Report:
+    """Read a run's report, and write its page again if no run is using the directory.
+
+    Raises:
+        ArtifactInvalid: there is no report, as the last run there was killed or is still at work.
+    """
+    with keep_idle(out) as nobody_works:
+        if (out / ".store").is_dir() and not (out / REPORT).exists():
+            if not nobody_works:
+                raise ArtifactInvalid(f"{out}: a run is at work; it writes its report when it ends")
+            raise ArtifactInvalid(
+                f"{out}: the last run ended before it could write a report; {out / LOG} says how "
+                "far it came, and running it again goes on"
+            )
+        report = Report.read(out)
+        if not nobody_works:
+            announce(f"{out}: a run is at work; it writes the page when it ends")
+            return report
+        try:
+            report.write(out, render(report, out))
+        except OSError as error:
+            announce(f"{out}: the page is not written anew ({error.strerror or error})")
+    return report

@@ -15,11 +15,10 @@ from compress.common.printable import printable
 from compress.core.gate_kinds.baselines import EAGER
 from compress.core.gates import rule_in_words, value_in_words
 from pipelines.config.model_spec import SOURCE
-from pipelines.reporting.headline import headline
-from pipelines.reporting.stage_rows import fidelity_of, outcomes_in_order, sameness_of
+from pipelines.reporting.stage_rows import fidelity_of, headline, outcomes_in_order, sameness_of
 from pipelines.results.comparison import row_of
-from pipelines.results.schema import readable_bytes, readable_count
-from pipelines.results.stage_reports import FailureReport, SkippedReport
+from pipelines.results.schema import FailureReport, SkippedReport
+from pipelines.system.templates import readable_bytes, readable_count
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 from pydantic import JsonValue
 
 from compress.common.config import Settings
-from pipelines.results.schema import Report, readable_bytes, readable_count
+from pipelines.results.schema import Report
+from pipelines.system.templates import readable_bytes, readable_count
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -9,7 +9,7 @@ from pydantic import JsonValue
 from compress.common.config import Settings
 from compress.common.sealed_json import read_if_unchanged, write_sealed
 from compress.core.verdict import Verdict
-from pipelines.results.schema import readable_bytes, readable_count
+from pipelines.system.templates import readable_bytes, readable_count
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

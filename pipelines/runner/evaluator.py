@@ -17,9 +17,9 @@ from compress.core.gate_kinds.baselines import baseline_name
 from compress.core.metric_kinds.score import Score
 from compress.profiling.batch_dependence import BatchDependence
 from compress.profiling.operator_table import read_operator_tables
-from pipelines.planning.unjudged_losses import reads_all_outputs
+from pipelines.planning.plan import reads_all_outputs
 from pipelines.results.measurements import Measurements
-from pipelines.results.stage_reports import ArtifactReport, StageReport
+from pipelines.results.schema import ArtifactReport, StageReport
 from pipelines.runner.events import gate_event
 from pipelines.store.local import publish
 from pipelines.system.error_context import name_stage_in_errors

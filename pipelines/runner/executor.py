@@ -1,20 +1,22 @@
-"""Executes one stage: takes its artifact from the store or runs it, then evaluates its gates."""
+"""Executes stages in order or in parallel: lookup in the store, run, commit, gates."""
 
 from __future__ import annotations
 
 import functools
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from compress.artifacts.artifact import Artifact
 from compress.common.dependency_recorder import Recording, recording
+from compress.common.requirements import undisturbed
 from compress.core.context import ExportCache
 from compress.core.evaluation import refusal
 from pipelines.config.model_spec import SOURCE
 from pipelines.executors.task import StageTask
 from pipelines.planning.loss_and_metric import fitting_loss
 from pipelines.results.measurements import Measurements
-from pipelines.results.stage_reports import TestReport
+from pipelines.results.schema import TestReport
 from pipelines.runner import events
 from pipelines.runner.cache_keys import history_before, source_key_parts, stage_key_parts
 from pipelines.runner.data_warnings import unlike_test
@@ -35,8 +37,8 @@ from pipelines.system.error_context import name_stage_in_errors
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from compress.artifacts.artifact import Artifact
     from compress.core.verdict import Verdict
+    from pipelines.executors.engines import Engine
     from pipelines.planning.plan import PlannedStage
     from pipelines.runner.run_state import RunState
 
@@ -46,7 +48,7 @@ RERUN_REQUESTED = "asked to run again"
 
 @dataclass
 class PipelineExecutor:
-    """Executes the stages of one run, in whichever order :mod:`scheduler` calls for them."""
+    """Executes the stages of one run, in whichever order :func:`schedule` calls for them."""
 
     state: RunState
 
@@ -197,3 +199,100 @@ class PipelineExecutor:
     def _register(self, name: str, artifact: Artifact, entry: Entry, parts: dict[str, Any]) -> None:
         self.state.artifacts[name], self.state.entries[name] = artifact, entry
         self.state.store.save_last_parts(name, parts)
+
+
+def schedule(executor: PipelineExecutor, engine: Engine | None) -> None:
+    """Import the model, and execute every stage that no failure of another one stops.
+
+    Raises:
+        CompressError: the error that decides how the run ends; the others are its notes.
+    """
+    state, outcome = executor.state, executor.state.outcome
+    try:
+        with outcome.record_failures(SOURCE):
+            executor.import_model()
+        if engine is None:
+            for planned in state.plan.stages:
+                if not outcome.should_skip(planned):
+                    with outcome.record_failures(planned.name):
+                        executor.run_stage(planned)
+        else:
+            ParallelScheduler(executor, engine, list(state.plan.stages)).run()
+    finally:
+        if engine is not None:
+            engine.close()
+    error = outcome.error()
+    if error:
+        raise error
+
+
+@dataclass
+class ParallelScheduler:
+    """Runs the stages of several branches at a time, and evaluates their results one at a time."""
+
+    executor: PipelineExecutor
+    engine: Engine
+    waiting: list[PlannedStage]
+    running: dict[str, CacheLookup] = field(default_factory=dict)
+    finished: dict[str, CacheLookup] = field(default_factory=dict)
+    """Stages whose artifact is in the store and not evaluated yet."""
+
+    def run(self) -> None:
+        """Execute all stages."""
+        executor, outcome = self.executor, self.executor.state.outcome
+        try:
+            while self.waiting or self.running or self.finished:
+                self._start_ready_stages()
+                # Measuring while a stage runs would distort latencies: finished stages wait until
+                # none is running and none can be started.
+                if self.running:
+                    result = self.engine.next()
+                    with outcome.record_failures(result.name):
+                        lookup = self.running.pop(result.name)
+                        if result.error:
+                            raise result.error
+                        artifact = Artifact.from_directory(lookup.entry.artifact_path)
+                        self.finished[result.name] = executor.commit(
+                            lookup, artifact, result.seconds, result.recorded
+                        )
+                    continue
+                for planned in executor.state.plan.stages:
+                    if planned.name in self.finished:
+                        with outcome.record_failures(planned.name):
+                            executor.evaluate(planned, self.finished.pop(planned.name))
+        except BaseException:
+            outcome.running_elsewhere = tuple(self.running)
+            raise
+
+    def _start_ready_stages(self) -> None:
+        state, outcome = self.executor.state, self.executor.state.outcome
+        for planned in tuple(self.waiting):
+            settled = {SOURCE, *outcome.errors, *outcome.skipped, *state.reports}
+            if not {*planned.needs, state.plan.baseline} - {planned.name} <= settled:
+                continue
+            if outcome.should_skip(planned):
+                self.waiting.remove(planned)
+                continue
+            if len(self.running) >= self.engine.places:
+                continue
+            if undisturbed(planned.stage) and self.running:
+                continue
+            # Another branch may be running the same stage: then its artifact will be in the store.
+            path = state.store.entry(stage_key_parts(state, planned)).path
+            if path not in {lookup.entry.path for lookup in self.running.values()}:
+                self.waiting.remove(planned)
+                with outcome.record_failures(planned.name):
+                    self._start(planned)
+
+    def _start(self, planned: PlannedStage) -> None:
+        executor, name = self.executor, planned.name
+        lookup = executor.lookup(name, stage_key_parts(executor.state, planned))
+        if lookup.cached:
+            self.finished[name] = lookup
+            return
+        task = executor.task_for(planned, lookup)
+        if undisturbed(planned.stage):
+            self.finished[name] = executor.commit(lookup, *task(executor.state.progress))
+        else:
+            self.engine.submit(task)
+            self.running[name] = lookup

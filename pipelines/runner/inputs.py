@@ -27,8 +27,7 @@ from pipelines.config.model_spec import (
     TimmModel,
 )
 from pipelines.planning.loss_and_metric import fitting_loss, infer_loss_and_metric
-from pipelines.planning.planner import build_plan
-from pipelines.planning.task_inference import task_of
+from pipelines.planning.planner import build_plan, task_of
 from pipelines.system.machine_info import version_of
 from pipelines.system.temp_files import temporary_files
 

@@ -14,21 +14,18 @@ from compress.core.stage import members_of
 from compress.profiling.peak_memory import fork_worker, measurement_process
 from pipelines.config.model_spec import SOURCE
 from pipelines.config.run_options import RunOptions
-from pipelines.executors.factory import check_engine, engine_for
-from pipelines.executors.launched import check_processes
-from pipelines.executors.node_environment import write_run_id
+from pipelines.executors.engines import check_engine, engine_for
+from pipelines.executors.launched import check_processes, write_run_id
 from pipelines.planning.loss_and_metric import infer_loss_and_metric
 from pipelines.planning.planner import build_plan
 from pipelines.results.schema import remove_report
 from pipelines.runner import events
 from pipelines.runner.cache_keys import source_key_parts, stage_key_parts
-from pipelines.runner.executor import RERUN_REQUESTED, PipelineExecutor
+from pipelines.runner.executor import RERUN_REQUESTED, PipelineExecutor, schedule
 from pipelines.runner.inputs import resolve_inputs
 from pipelines.runner.run_report import build_report
 from pipelines.runner.run_state import RunState
-from pipelines.runner.scheduler import schedule
-from pipelines.store.local import Store
-from pipelines.store.sample_diff import note_samples
+from pipelines.store.local import Store, note_samples
 from pipelines.system import signals
 from pipelines.system.error_context import readable_disk_errors
 from pipelines.system.jsonl_log import LOG, LogFile, log_event, log_handler

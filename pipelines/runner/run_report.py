@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 from compress.data.sample_cache import PROBES
 from compress.data.stream import FIRST_SAMPLES
 from pipelines.config.model_spec import SOURCE
-from pipelines.planning.unjudged_losses import accuracy_drops
-from pipelines.results.measurement_warnings import measurement_warnings
-from pipelines.results.schema import Report, rerun_command
+from pipelines.planning.plan import accuracy_drops
+from pipelines.results.schema import Report, measurement_warnings, rerun_command
 from pipelines.runner.data_warnings import constant_score, unlike_val
 from pipelines.system.machine_info import machine, versions
 from pipelines.system.signals import INTERRUPTED, only_signals_interrupt

@@ -12,12 +12,11 @@ from compress.common.dependency_recorder import Dependencies, digest_of, digest_
 from compress.common.errors import CompressError, GateRefused
 from compress.core.context import Context
 from pipelines.config.model_spec import SOURCE
-from pipelines.results.stage_reports import FailureReport, SkippedReport
+from pipelines.results.schema import FailureReport, SkippedReport
 from pipelines.runner import events
 from pipelines.runner.data_warnings import validation_data_warnings
 from pipelines.runner.inputs import source_parts
-from pipelines.store.exports import StoredExports
-from pipelines.store.local import WORK
+from pipelines.store.local import WORK, StoredExports
 from pipelines.system import signals
 from pipelines.system.machine_info import machine
 from pipelines.system.signals import INTERRUPTED, only_signals_interrupt
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
     from pipelines.config.pipeline import PipelineConfig
     from pipelines.planning.plan import Plan, PlannedStage
     from pipelines.results.measurements import Measurements
-    from pipelines.results.stage_reports import StageReport, TestReport
+    from pipelines.results.schema import StageReport, TestReport
     from pipelines.runner.events import EventListener
     from pipelines.store.entry import Entry
     from pipelines.store.local import Store

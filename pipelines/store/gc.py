@@ -15,24 +15,30 @@ from compress.common.atomic_files import remove
 from compress.common.config import Settings
 from compress.common.errors import PipelineInvalid
 from pipelines.store.entry import RECORD
-from pipelines.store.local import WORK, Store
-from pipelines.store.lock import store_lock
-from pipelines.store.object_store import PARTIAL, Failed, Objects
-from pipelines.store.remote import MANIFEST_BYTES, RECORD_BYTES, SECONDS_TRUSTED, Remote
+from pipelines.store.local import WORK, Store, store_lock
+from pipelines.store.remote import (
+    MANIFEST_BYTES,
+    PARTIAL_FOLDER,
+    RECORD_BYTES,
+    SECONDS_TRUSTED,
+    Failed,
+    Objects,
+    Remote,
+)
 from pipelines.system.error_context import readable_disk_errors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-SECONDS = {"h": 3600, "d": 86_400, "w": 604_800}
-LEAST_SHARED = 2 * SECONDS_TRUSTED
+SECONDS_OF_UNIT = {"h": 3600, "d": 86_400, "w": 604_800}
+MIN_SHARED_SECONDS = 2 * SECONDS_TRUSTED
 """Seconds. Half of it is the age up to which an upload relies on files that are there."""
-KEY = re.compile("[0-9a-f]{32}")
-OURS = {
+KEY_PATTERN = re.compile("[0-9a-f]{32}")
+OUR_NAMES = {
     "files": re.compile("[0-9a-f]{64}"),
     "manifests": re.compile(r"[0-9a-f]{64}\.json"),
     "records": re.compile(r"[0-9a-f]{32}\.json"),
-    PARTIAL: re.compile("[0-9a-f]{16,32}-[0-9a-f]{32}"),
+    PARTIAL_FOLDER: re.compile("[0-9a-f]{16,32}-[0-9a-f]{32}"),
 }
 """Names in a shared store's folders that are ours; other files are left alone."""
 
@@ -71,14 +77,14 @@ def clean(place: str, older_than: str, dry_run: bool, announce: Callable[[str], 
         raise PipelineInvalid(
             f"--older-than {older_than}: expected hours, days or weeks, as 12h, 30d, 8w"
         )
-    seconds = int(age[1]) * SECONDS[age[2]]
+    seconds = int(age[1]) * SECONDS_OF_UNIT[age[2]]
     if "://" not in place:
         with readable_disk_errors(Path(place)):
             return clean_own(Path(place), seconds, dry_run, announce)
-    if seconds < LEAST_SHARED:
+    if seconds < MIN_SHARED_SECONDS:
         raise PipelineInvalid(
-            f"--older-than {older_than}: a shared store keeps {LEAST_SHARED // 86_400} days at "
-            "least, as uploads under way rely on what is there"
+            f"--older-than {older_than}: a shared store keeps {MIN_SHARED_SECONDS // 86_400} days "
+            "at least, as uploads under way rely on what is there"
         )
     return clean_shared(place, seconds, dry_run)
 
@@ -91,7 +97,7 @@ def clean_own(out: Path, seconds: int, dry_run: bool, announce: Callable[[str], 
     with store_lock(root, announce):
         Store(root).refuse_another_format()
         shown = {_sha256(file) for file in out.glob(f"artifacts/*/{MANIFEST}")} - {None}
-        folders = [folder for folder in root.iterdir() if KEY.fullmatch(folder.name)]
+        folders = [folder for folder in root.iterdir() if KEY_PATTERN.fullmatch(folder.name)]
         entries = [folder for folder in folders if (folder / RECORD).exists()]
         old = [
             folder
@@ -159,7 +165,7 @@ class _SharedStoreCleaner:
                 if isinstance(file, dict):
                     unneeded.discard(f"files/{file.get('sha256')}")
         self._remove(unneeded)
-        self._remove(self._all(PARTIAL))
+        self._remove(self._all(PARTIAL_FOLDER))
         removed = sum(name.startswith("records/") for name in self.gone)
         return Cleaned(
             place=self.url,
@@ -171,7 +177,7 @@ class _SharedStoreCleaner:
 
     def _all(self, folder: str) -> set[str]:
         """Return our files in a folder, without those that are removed, or would be."""
-        ours = filter(OURS[folder].fullmatch, self.objects.names(folder))
+        ours = filter(OUR_NAMES[folder].fullmatch, self.objects.names(folder))
         return {f"{folder}/{name}" for name in ours} - self.gone
 
     def _remove(self, names: set[str]) -> None:

@@ -12,8 +12,8 @@ from compress.common.errors import GateRefused, PipelineInvalid, Unavailable
 from compress.core import gates
 from compress.core.gates import AnyGate, added_gates
 from pipelines.api import Pipeline
+from pipelines.planning.plan import advice
 from pipelines.planning.planner import build_plan
-from pipelines.planning.unjudged_losses import advice
 from pipelines.reporting.terminal_table import gate_lines
 from pipelines.results.schema import Report
 from tests.pipelines.conftest import NETS

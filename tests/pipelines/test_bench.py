@@ -12,8 +12,7 @@ from compress.common.errors import PipelineInvalid
 from compress.common.requirements import COMPILER, Requirement
 from compress.profiling import quantiles
 from compress.profiling.quantiles import Interval
-from pipelines.reporting.bench_page import bench_page, cells_of
-from pipelines.results.bench import Bench
+from pipelines.bench import Bench, bench_page, cells_of
 
 X = torch.zeros(2, 4)
 BRIEF = {"example_inputs": X, "seconds": 0.001}

@@ -6,7 +6,7 @@ import pytest
 
 from compress.common.errors import PipelineInvalid
 from pipelines import Pipeline
-from pipelines.reporting.headline import headline
+from pipelines.reporting.stage_rows import headline
 from pipelines.reporting.terminal_table import closing_lines
 from pipelines.results.schema import Report
 from pipelines.runner.inputs import check_model

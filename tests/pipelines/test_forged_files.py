@@ -15,7 +15,7 @@ from compress.common.errors import CompressError, cause_lines
 from compress.common.sealed_json import read_state, write_state
 from pipelines.commands.verify import verify_command
 from pipelines.results.schema import Report
-from pipelines.store.sample_diff import samples_changed
+from pipelines.store.local import samples_changed
 
 NEVER_READ = {"lock", "log.jsonl"}
 """Files that no result depends on."""

@@ -104,7 +104,7 @@ class InThisProcess:
 def test_nothing_is_evaluated_while_a_stage_runs(file, monkeypatch) -> None:
     events: list[tuple[str, str]] = []
     monkeypatch.setattr(InThisProcess, "events", events, raising=False)
-    monkeypatch.setattr("pipelines.executors.factory.ProcessPool", InThisProcess)
+    monkeypatch.setattr("pipelines.executors.engines.ProcessPool", InThisProcess)
 
     def announce(line: str) -> None:
         name, _, what = line.partition(": ")
@@ -138,7 +138,7 @@ def test_all_stages_running_when_a_run_is_ended_are_reported(file, monkeypatch, 
 
     under_way = ["thin-amount=0.25", "thin-amount=0.5"]
     monkeypatch.setattr(Ended, "events", [], raising=False)
-    monkeypatch.setattr("pipelines.executors.factory.ProcessPool", Ended)
+    monkeypatch.setattr("pipelines.executors.engines.ProcessPool", Ended)
     with pytest.raises((KeyboardInterrupt, StageFailed)) as caught:
         Pipeline.from_yaml(file).run(file.parent / "out", jobs=2)
     report = Report.read(file.parent / "out")
@@ -256,7 +256,7 @@ def test_what_measures_time_or_waits_for_other_nodes_is_made_alone() -> None:
 
 
 def test_threads_are_divided_unless_each_process_has_its_own_number(monkeypatch) -> None:
-    from pipelines.executors.process_pool import threads_each
+    from pipelines.executors.engines import threads_each
 
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert threads_each(2) == 3

@@ -7,11 +7,10 @@ import pytest
 from safetensors.torch import load_file
 
 from compress.common.errors import PipelineInvalid
-from pipelines.commands.verify import verify_command
+from pipelines.commands.verify import render_proof, verify_command
 from pipelines.reporting.html import render
-from pipelines.reporting.layer_sizes import layer_sensitivities, layer_sizes
+from pipelines.reporting.page_sections import layer_sensitivities, layer_sizes
 from pipelines.reporting.stage_rows import build_rows
-from pipelines.reporting.verification_page import render_proof
 from pipelines.results.schema import Report
 from serve.torchserve.answer_check import Proof, Replay
 

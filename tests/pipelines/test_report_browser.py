@@ -11,10 +11,10 @@ import pytest
 
 from compress.common.errors import CompressError
 from compress.pruning.sensitivity_analysis import FamilySensitivity, Point, Sensitivity
-from pipelines.commands.analysis.sensitivity import write_page
+from pipelines.commands.sensitivity import write_page
+from pipelines.commands.verify import render_proof
 from pipelines.reporting.html import render
 from pipelines.reporting.stage_rows import build_rows
-from pipelines.reporting.verification_page import render_proof
 from pipelines.results.schema import Report
 from serve.torchserve.answer_check import Proof, Replay
 

@@ -28,7 +28,7 @@ pytestmark = [
 DIES_IN_MID_UPLOAD = """
 import os, signal, sys
 from pathlib import Path
-from pipelines.store.object_store import Objects
+from pipelines.store.remote import Objects
 from pipelines import Pipeline
 
 write, left = Objects.write, int(sys.argv[3])

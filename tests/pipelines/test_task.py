@@ -11,8 +11,7 @@ import compress
 from compress.common.errors import PipelineInvalid
 from pipelines import Pipeline
 from pipelines.commands.check import check_pipeline
-from pipelines.planning.planner import build_plan
-from pipelines.planning.task_inference import task_of
+from pipelines.planning.planner import build_plan, task_of
 from tests.pipelines.conftest import Project
 
 NETS = """

@@ -6,7 +6,7 @@ import pytest
 
 from compress.common.errors import StageFailed
 from pipelines.api import Pipeline
-from pipelines.reporting.headline import headline
+from pipelines.reporting.stage_rows import headline
 from pipelines.reporting.terminal_table import closing_lines
 from pipelines.results.schema import Report
 

@@ -20,8 +20,7 @@ from compress.core.verdict import History, PastStage
 from compress.data.splits import Splits
 from export.onnx.stage import ExportOnnx, OnnxModel
 from pipelines import Pipeline
-from pipelines.commands.verify import load_evidence, verify_command
-from pipelines.commands.verify_anchors import VerifierInputs
+from pipelines.commands.verify import VerifierInputs, load_evidence, verify_command
 from pipelines.runner.run import preview_run
 from serve.http.options import Options
 from serve.packaging.model_card import model_card

@@ -7,7 +7,7 @@ import pytest
 
 import cli
 from export.latency import kernel_table
-from pipelines.commands.analysis import latency
+from pipelines.commands import latency
 
 NETS = """
 import torch

@@ -16,7 +16,7 @@ from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
 from compress.pruning.sensitivity_analysis import measure_sensitivity
 from pipelines import Pipeline
-from pipelines.commands.analysis.sensitivity import lines_below, measure_and_write, plot, table
+from pipelines.commands.sensitivity import lines_below, measure_and_write, plot, table
 
 NETS = """
 import torch

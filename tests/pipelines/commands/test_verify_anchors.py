@@ -18,8 +18,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from compress.artifacts.artifact import Artifact, Step
 from compress.common.errors import ArtifactInvalid, PipelineInvalid, Unavailable
-from pipelines.commands.verify import verify_command
-from pipelines.commands.verify_anchors import VerifierInputs, check_file_anchors
+from pipelines.commands.verify import VerifierInputs, check_file_anchors, verify_command
 from serve import attestation
 from serve.attestation import MODEL_SIGNATURE, Attestation, read_attestation, statement_of
 from serve.http.options import Options

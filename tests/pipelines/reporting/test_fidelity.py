@@ -9,14 +9,11 @@ from rich.console import Console
 
 from compress.quantization.numeric_debug.fidelity_report import LabelParity
 from pipelines import Pipeline
-from pipelines.reporting.headline import headline
 from pipelines.reporting.html import render
-from pipelines.reporting.stage_rows import fidelity_of
+from pipelines.reporting.stage_rows import fidelity_of, headline
 from pipelines.reporting.terminal_table import closing_lines
-from pipelines.results.measurement_warnings import slower_than_float
 from pipelines.results.measurements import SameRuntimeReport
-from pipelines.results.schema import Report
-from pipelines.results.stage_reports import StageReport
+from pipelines.results.schema import Report, StageReport, slower_than_float
 from tests.pipelines.conftest import measured_briefly
 
 

@@ -13,22 +13,21 @@ import pytest
 from rich.console import Console
 
 from compress.profiling.operator_table import OperatorCost, OperatorTable
-from pipelines.reporting.headline import Headline, headline
 from pipelines.reporting.html import render
-from pipelines.reporting.html_page import breakable
-from pipelines.reporting.provenance import proof_chain, source_hashes
+from pipelines.reporting.page_sections import proof_chain, source_hashes, trainings_of
 from pipelines.reporting.stage_rows import (
+    Headline,
     build_rows,
     deployable_rows,
     failure_reasons,
+    headline,
     higher_is_better,
     pareto_fronts,
 )
 from pipelines.reporting.terminal_table import closing_lines, stage_table
-from pipelines.reporting.training_curves import trainings_of
 from pipelines.results.measurements import Measurements, SameRuntimeReport
-from pipelines.results.schema import Report
-from pipelines.results.stage_reports import FailureReport, SkippedReport, StageReport
+from pipelines.results.schema import FailureReport, Report, SkippedReport, StageReport
+from pipelines.system.templates import breakable
 
 
 def many(report: Report, branches: int = 40, named: str = "branch") -> Report:

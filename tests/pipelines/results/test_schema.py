@@ -9,13 +9,9 @@ from compress.common.errors import StageFailed
 from compress.core.gates import BUILT_IN, MaxDrop, MinMetric, rule_in_words, value_in_words
 from compress.core.verdict import Uncertainty, explain
 from pipelines.reporting.html import render
-from pipelines.reporting.html_page import breakable
 from pipelines.reporting.terminal_table import COLUMNS, OPTIONAL_COLUMNS, gate_lines, stage_table
-from pipelines.results.schema import (
-    Report,
-    readable_bytes,
-    readable_count,
-)
+from pipelines.results.schema import Report
+from pipelines.system.templates import breakable, readable_bytes, readable_count
 
 
 def test_the_page_is_self_contained_and_shows_every_figure(finished_run) -> None:

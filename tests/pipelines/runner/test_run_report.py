@@ -14,8 +14,8 @@ from compress.core.metrics import Metric
 from compress.data.splits import Splits
 from pipelines import Pipeline
 from pipelines.commands.check import check_pipeline
+from pipelines.planning.plan import accuracy_drops, is_much
 from pipelines.planning.planner import build_plan
-from pipelines.planning.unjudged_losses import accuracy_drops, is_much
 from pipelines.reporting.terminal_table import closing_lines
 from pipelines.results.schema import Report
 from pipelines.runner.data_warnings import constant_score, unlike_val, validation_data_warnings

@@ -8,8 +8,7 @@ import torch
 from compress.artifacts.eager_model import EagerModel
 from compress.common.errors import StageFailed
 from compress.common.signature import Signature, TensorSpec
-from pipelines.store.exports import StoredExports
-from pipelines.store.local import Store
+from pipelines.store.local import Store, StoredExports
 
 SIGNATURE = Signature(inputs=(TensorSpec(name="x", shape=("batch", 4)),))
 

@@ -13,10 +13,8 @@ from compress.artifacts.artifact import Artifact
 from compress.common.errors import PipelineInvalid
 from pipelines.store.entry import Record, key_of
 from pipelines.store.gc import clean
-from pipelines.store.local import Store
-from pipelines.store.lock import store_lock
-from pipelines.store.object_store import Found, Objects
-from pipelines.store.remote import Remote
+from pipelines.store.local import Store, store_lock
+from pipelines.store.remote import Found, Objects, Remote
 
 LONG_AGO = time.time() - 100 * 86_400
 

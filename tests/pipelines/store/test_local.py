@@ -21,7 +21,7 @@ from compress.common import atomic_files
 from compress.common.atomic_files import remove, remove_leftovers, write_atomically
 from compress.common.errors import ArtifactInvalid, CompressError, PipelineInvalid
 from pipelines import Pipeline
-from pipelines.commands.report import rerender_report
+from pipelines.reporting.html import rerender_report
 from pipelines.results import schema as report_module
 from pipelines.results.schema import Report
 from pipelines.runner.run import preview_run

@@ -22,8 +22,7 @@ from pipelines.results.schema import Report
 from pipelines.runner.run import preview_run
 from pipelines.store.entry import ANSWERS, Record, key_of
 from pipelines.store.local import Store
-from pipelines.store.object_store import Objects
-from pipelines.store.remote import Remote
+from pipelines.store.remote import Objects, Remote
 from pipelines.system.jsonl_log import LOG, LogFile, log_handler
 
 fork = multiprocessing.get_context("fork")

@@ -6,7 +6,7 @@ from markdown_it import MarkdownIt
 from compress.artifacts.artifact import Step
 from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.verdict import History, PastStage
-from pipelines.reporting.verification_page import render_proof
+from pipelines.commands.verify import render_proof
 from serve.packaging.model_card import model_card
 from serve.packaging.provenance import Packaged, Provenance
 from serve.torchserve.answer_check import Proof

@@ -11,7 +11,7 @@ from compress.common.atomic_files import write_atomically
 from compress.common.config import Settings
 from compress.core.progress import silent
 from export.latency.latency_model import LatencyModel
-from pipelines.commands.analysis.model_to_prune import model_to_prune
+from pipelines.commands.model_to_prune import model_to_prune
 from pipelines.system.machine_info import machine
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from compress.common.atomic_files import write_atomically
 from compress.common.errors import PipelineInvalid
 from compress.core.progress import silent
-from pipelines.commands.analysis.model_to_prune import model_to_prune
-from pipelines.reporting.html_page import render_page
+from pipelines.commands.model_to_prune import model_to_prune
+from pipelines.system.templates import render_template
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -112,7 +112,7 @@ def write_page(out: Path, name: str, found: Sensitivity) -> None:
     words = _loss_label(found)
     out.mkdir(parents=True, exist_ok=True)
     write_atomically(out / "sensitivity.json", found.model_dump_json(indent=1) + "\n")
-    page = render_page(
+    page = render_template(
         "sensitivity.html.jinja", name=name, found=found, harm=words, plot=plot(found)
     )
     write_atomically(out / PAGE, page)

@@ -1,19 +1,22 @@
-"""The model that the first `prune_channels` of a pipeline reads."""
+"""The model that the first `prune_channels` of a pipeline reads, for analyses of it."""
 
 from __future__ import annotations
 
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from compress.artifacts.eager_model import EagerModel
 from compress.common.errors import StageFailed
 from pipelines.config.model_spec import SOURCE
+from pipelines.config.pipeline import PipelineConfig
 from pipelines.config.run_options import RunOptions
 from pipelines.runner.inputs import import_source, measuring_context
 from pipelines.runner.run import preview_state
 from pipelines.system.temp_files import temporary_files
+from pipelines.terminal.console import current_mode, print_result
+from pipelines.terminal.progress_bars import show_progress
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,7 +25,6 @@ if TYPE_CHECKING:
     from compress.core.context import Context
     from compress.core.progress import Progress
     from compress.pruning.channels_stage import PruneChannels
-    from pipelines.config.pipeline import PipelineConfig
     from pipelines.planning.plan import PlannedStage
 
 
@@ -68,3 +70,12 @@ def _as_eager(name: str, model: Artifact) -> EagerModel:
     if not isinstance(model, EagerModel):
         raise StageFailed(f"{name!r} is a {model.kind!r} artifact, expected an eager model")
     return model
+
+
+def show(analysis: Any, file: Path, out: Path | None, **options: Any) -> None:
+    """Call `measure_and_write` of an analysis, a module of this package, and print its result."""
+    pipeline = PipelineConfig.from_yaml(file)
+    directory = out or pipeline.default_out
+    with show_progress(quiet=current_mode().silent) as (progress, _):
+        found = analysis.measure_and_write(pipeline, directory, progress=progress, **options)
+    print_result(found, analysis.lines_below(found, directory), lambda _: analysis.table(found))
