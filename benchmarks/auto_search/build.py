@@ -87,7 +87,7 @@ def _written(built: Built) -> str:
                     by_widths[widths][format][built.layer_choices(format).index(patterns)]
                     for _, _, widths, patterns in own
                 ]
-                layers = zip(found.layers.names, found.layers.harm.values(), strict=True)
+                layers = zip(found.layers.names, found.layers.loss_increase.values(), strict=True)
                 model |= {
                     "harms": _harms(grid, by_widths),
                     "layer_harms": {layer: harm[QUANTIZED] for layer, harm in layers},

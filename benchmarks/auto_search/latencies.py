@@ -21,7 +21,7 @@ from export.onnx.proto_io import read, write
 from export.onnx.session import opened_session, session_predictor
 from export.onnx.translate import translate
 from pipelines.auto.cost_models import latency_models
-from pipelines.auto.cost_models.float_layers import LayerHarms, decision_of
+from pipelines.auto.cost_models.float_layers import LayerSensitivity, decision_of
 from pipelines.system.machine_info import machine
 
 if TYPE_CHECKING:
@@ -65,13 +65,13 @@ def prepare_layers(built: Built) -> None:
         (built.work / f"{format}-layers.json").write_text(json.dumps(content))
 
 
-def layer_harms(built: Built, format: Format) -> LayerHarms | None:
+def layer_sensitivity(built: Built, format: Format) -> LayerSensitivity | None:
     """Return what was measured of layers."""
     if len(built.layer_choices(format)) == 1:
         return None
     content = json.loads((built.work / f"{format}-layers.json").read_text())
     numbers = {pattern: tuple(own) for pattern, own in content["numbers"].items()}
-    return LayerHarms(built.work / f"{format}.onnx", numbers, content["harms"])
+    return LayerSensitivity(built.work / f"{format}.onnx", numbers, content["harms"])
 
 
 def prepare_files(built: Built, name: str, format: Format) -> None:
@@ -84,7 +84,7 @@ def prepare_files(built: Built, name: str, format: Format) -> None:
             format, built.models[name], built.context, built.settings, Path(folder)
         )
         model: Any = ResizableModel.fit(exports)
-    layers = layer_harms(built, format)
+    layers = layer_sensitivity(built, format)
     if layers is not None:
         model = MixedModel(model, {decision_of(n): own for n, own in layers.numbers.items()})
         if len(weighted_layers(model.model.model)) != len(weighted_layers(read(layers.file))):
@@ -121,8 +121,15 @@ def measure_models(built: Built, deadline: float) -> bool:
             if time.monotonic() > deadline:
                 return False
             (found,) = latency_models.build_format_models(
-                *(format, ["onnx"], built.widths[name].grid, model, built.context),
-                *(built.settings, table, measure_ms, layer_harms(built, format)),
+                format,
+                ["onnx"],
+                grid=built.widths[name].grid,
+                model=model,
+                context=built.context,
+                settings=built.settings,
+                table=table,
+                measure_ms=measure_ms,
+                layers=layer_sensitivity(built, format),
             )
             file.write_bytes(pickle.dumps(found))
     return True

@@ -16,7 +16,7 @@ from compress.profiling.interaction_sum import InteractionSum
 from compress.pruning.allocation.solver import Limit, Programme
 from pipelines.auto.cost_models.float_layers import FLOAT, QUANTIZED, decision_of
 from pipelines.auto.cost_models.latency_models import FormatModel
-from pipelines.auto.strategy.latency_targets import ROOM
+from pipelines.auto.strategy.latency_targets import AIMED_SHARE
 
 if TYPE_CHECKING:
     from auto_search.spaces import Space
@@ -140,17 +140,17 @@ def _solver_regrets(kinds: list[Kind], limit_ms: float, loss: str) -> list[float
     programmes = [Programme(kind.grid, kind.harm) for kind in kinds]
     for kind, model, programme in zip(kinds, models, programmes, strict=True):
         model.correct(model.latency_ms(kind.choices[0]), kind.whole.latency_ms)
-        model.harm = (kind.whole.distance or 0.0) - programme.total_harm(kind.choices[0])
+        model.loss_increase = (kind.whole.distance or 0.0) - programme.total_harm(kind.choices[0])
     checked: list[list[dict]] = [[] for _ in kinds]
     best: float | None = None
     regrets: list[float | None] = []
     for number in range(1, max(CHECKS) + 1):
         solved = []
-        target_ms = ROOM * limit_ms if best is None else limit_ms
+        target_ms = AIMED_SHARE * limit_ms if best is None else limit_ms
         for i, (model, programme) in enumerate(zip(models, programmes, strict=True)):
             choice = programme.solve([Limit(model.corrected(), target_ms)], checked[i])
             if choice is not None:
-                solved.append((programme.total_harm(choice) + model.harm, i, choice))
+                solved.append((programme.total_harm(choice) + model.loss_increase, i, choice))
         if solved:
             _, i, choice = min(solved, key=lambda one: one[:2])
             checked[i].append(choice)

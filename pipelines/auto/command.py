@@ -34,7 +34,7 @@ def search_and_print(
         file: the pipeline file.
         out: folder of the results; that of the pipeline's runs by default.
         tables: latency tables of another machine, whose latencies are predicted by them.
-        tables_only: whether these are measured for this machine, and nothing is searched.
+        tables_only: whether these are measured for this machine, and nothing is state.
         **given: `max_drop`, `latency`, `p95`, `size`, `memory`, `time` and `points` of the command
             line, None where the file's own count.
 
@@ -48,8 +48,7 @@ def search_and_print(
         raise PipelineInvalid("--tables-only measures this machine, and --tables is of another one")
     folder = out or pipeline.default_out
     from pipelines.auto.cost_models.tables import LatencyTables
-    from pipelines.auto.front import Front
-    from pipelines.auto.front_page import PAGE, front_page, front_table, lines_below
+    from pipelines.auto.front import PAGE, Front, front_page, front_table, lines_below
     from pipelines.auto.search import search
 
     if tables_only:
@@ -90,35 +89,36 @@ def measure_tables(pipeline: PipelineConfig, settings: AutoSettings, out: Path) 
         Unavailable: a runtime is not installed.
     """
     from compress.pruning.width_harms import WidthSpace
+    from pipelines.auto.candidate_evaluator import CandidateEvaluator
     from pipelines.auto.cost_models.tables import LatencyTables, ModelTable
-    from pipelines.auto.judge import Judge
-    from pipelines.auto.search import Search
-    from pipelines.auto.strategy.depths import Depth
+    from pipelines.auto.search_state import BlockVariant, SearchState
 
     if settings.space.widths is None:
         raise PipelineInvalid("--tables-only: auto.space.widths is null, so nothing depends on it")
     LatencyTables.refuse_blocks(settings)
     with show_progress(quiet=current_mode().silent) as (progress, announce):
         options = RunOptions(progress=progress, announce=announce)
-        judge = Judge.from_pipeline(pipeline, settings, out, options)
-        searched = Search(judge, settings, out)
-        searched.check_whole(math.inf)
+        evaluator = CandidateEvaluator.from_pipeline(pipeline, settings, out, options)
+        state = SearchState(evaluator)
+        state.check_whole(math.inf)
         # Which channels stay does not change the latency, so they need not be ranked by data.
         chosen = settings.space.widths.model_dump(exclude={"calibration_samples", "importance"})
-        space = WidthSpace.of_model(judge.model, judge.context, importance="random", **chosen)
+        space = WidthSpace.of_model(
+            evaluator.model, evaluator.context, importance="random", **chosen
+        )
         if not space.grid:
             raise StageFailed("--tables-only: no channels of the model can be removed")
-        searched.measure_kernels(Depth((), judge.model, space))
-        if not searched.models:
+        state.measure_kernels(BlockVariant((), evaluator.model, space))
+        if not state.models:
             raise StageFailed("--tables-only: no format could be measured; see the warnings")
     tables = LatencyTables(
         machine=machine(),
         versions=versions(),
-        threads=judge.context.threads,
-        batch=judge.batch,
-        base_ms=judge.base_ms,
+        threads=evaluator.context.threads,
+        batch=evaluator.batch,
+        base_ms=evaluator.base_ms,
         grid=dict(space.grid),
-        models=tuple(map(ModelTable.from_model, searched.models.values())),
+        models=tuple(map(ModelTable.from_model, state.models.values())),
     )
     tables.write(out)
     return tables

@@ -259,7 +259,7 @@ class Missing(Failed):
     """The storage service says that there is no such file."""
 
 
-class Found(NamedTuple):
+class StoredFile(NamedTuple):
     """A file at a URL."""
 
     bytes: int
@@ -343,7 +343,7 @@ class Objects:
             while block := stream.read(BYTES_READ_AT_ONCE):
                 yield block
 
-    def look(self, name: str) -> Found | None:
+    def look(self, name: str) -> StoredFile | None:
         """Return the size and age of a file; None if it does not exist."""
         try:
             with _fsspec_errors():
@@ -357,7 +357,7 @@ class Objects:
                 if isinstance(written, datetime):
                     written = written.replace(tzinfo=written.tzinfo or UTC)
                     seconds = (datetime.now(UTC) - written).total_seconds()
-                return Found(int(info["size"] or 0), seconds)
+                return StoredFile(int(info["size"] or 0), seconds)
         except Missing:
             return None
 

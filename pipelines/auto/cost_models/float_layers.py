@@ -3,54 +3,32 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
-from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from compress.common.errors import StageFailed
-from compress.common.forward import accept_any_batch, split_batches
-from compress.common.sealed_json import read_state, write_state
-from compress.pruning.depth.output_error import OutputErrorMeter
-from compress.quantization.mixed_precision.layer_names import weighted_layers as layers_of_module
 from export.latency.float_layers import (
     FLOAT,
     MixedModel,
-    is_float,
-    leave_float,
     weighted_layers,
 )
-from export.onnx.proto_io import read, write
-from export.onnx.session import session_predictor
-from pipelines.auto.candidates import Candidate
+from export.onnx.proto_io import read
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
-    from compress.artifacts.artifact import Artifact
-    from compress.artifacts.eager_model import EagerModel
-    from compress.core.context import Context
     from compress.core.progress import Progress
-    from compress.core.val_halves import HalfOfVal
     from compress.profiling.interaction_sum import Value
     from export.latency.resizing import ResizableModel
     from export.latency.width_costs import WidthCosts
-    from pipelines.auto.candidates import CheckedModel
 
 QUANTIZED = "quantized"
 """Value of the decision about a layer that is not put back to float."""
-COMPARED_ON = 64
-"""Samples on which the outputs of a model with one quantized layer are compared; `quantize_mixed`
-ranks layers by as many."""
-SMALL_HARM = 0.02
+SMALL_LOSS_SHARE = 0.02
 """Share of a format's loss that a layer must have, or be faster in float, to be decided."""
-MUCH_FASTER = 0.02
+MUCH_FASTER_SHARE = 0.02
 """Share of the time of all kernels by which a layer must be faster in float."""
-SHARE = 0.15
-"""Share of the search's time for one format's layers."""
-FILE = "layers.json"
-"""In the results' folder: what quantizing single layers loses."""
 
 
 def decision_of(layer: str) -> str:
@@ -59,7 +37,7 @@ def decision_of(layer: str) -> str:
 
 
 @dataclass(frozen=True)
-class LayerHarms:
+class LayerSensitivity:
     """What single layers of a quantized format lose."""
 
     file: Path
@@ -67,7 +45,7 @@ class LayerHarms:
     numbers: Mapping[str, tuple[int, ...]]
     """Layer → its numbers among the layers with weights; several where it is called several
     times."""
-    harms: Mapping[str, float]
+    loss_increases: Mapping[str, float]
     """Layer → the squared distance of the outputs that quantizing it alone adds."""
 
     def mixed(self, model: ResizableModel) -> MixedModel | None:
@@ -85,7 +63,7 @@ class DecidedLayers:
     """The layers of a format that a search decides about."""
 
     names: tuple[str, ...]
-    harm: Mapping[str, Mapping[Value, float]]
+    loss_increase: Mapping[str, Mapping[Value, float]]
     """Decision → quantized or float → what is lost so."""
     scopes: Sequence[tuple[str, ...]]
     """Decisions that meet in a kernel."""
@@ -95,101 +73,16 @@ class DecidedLayers:
     @property
     def grid(self) -> dict[str, tuple[Value, ...]]:
         """The values of each decision."""
-        return dict.fromkeys(self.harm, (QUANTIZED, FLOAT))
+        return dict.fromkeys(self.loss_increase, (QUANTIZED, FLOAT))
 
     @property
-    def total_harm(self) -> float:
+    def total_loss_increase(self) -> float:
         """What all of these layers lose together where they are quantized."""
-        return sum(own[QUANTIZED] for own in self.harm.values())
-
-
-class FloatModel(Protocol):
-    """What this module uses of `Judge`, whose module imports this one by its tables."""
-
-    out: Path
-    model: EagerModel
-    context: Context
-    decided_on: HalfOfVal
-
-    def artifact(self, candidate: Candidate) -> Artifact:
-        """Return the file of a candidate that was built."""
-
-
-def measure_layer_harms(judge: FloatModel, whole: CheckedModel, deadline: float) -> LayerHarms:
-    """Measure what quantizing each layer alone loses.
-
-    The file of the whole quantized model is taken with all other layers put back to float, so that
-    no model is quantized or exported for it. Losses are scaled such that their sum is that of the
-    whole model.
-
-    Args:
-        judge: the float model and its data.
-        whole: the model with all layers quantized, in any runtime.
-        deadline: on the clock of :func:`time.monotonic`; layers that were not measured by then are
-            left out.
-
-    Raises:
-        StageFailed: its ONNX file has other layers than the model.
-    """
-    file = judge.out / FILE
-    key = judge.model.digest
-    known = read_state(file, key, dict[str, float]) or {}
-    return _measure(judge, whole, known, lambda: write_state(file, key, known), deadline)
-
-
-def _measure(
-    judge: FloatModel,
-    whole: CheckedModel,
-    known: dict[str, float],
-    save: Callable[[], None],
-    deadline: float,
-) -> LayerHarms:
-    """Measure the layers that are not known yet, and scale them."""
-    model, format = judge.model, whole.format
-    artifact = judge.artifact(Candidate(format))
-    file = artifact.payload_path
-    quantized = read(file, weights=True)
-    nodes, layers = weighted_layers(quantized), layers_of_module(model.load(), model.signature)
-    if len(nodes) != len(layers):
-        raise StageFailed(f"the file has {len(nodes)} layers with weights, not {len(layers)}")
-    numbers: dict[str, tuple[int, ...]] = {}
-    for number, (node, layer) in enumerate(zip(nodes, layers, strict=True)):
-        if layer.name is not None and not is_float(quantized, node):
-            numbers[layer.name] = (*numbers.get(layer.name, ()), number)
-    integers = [number for number, node in enumerate(nodes) if not is_float(quantized, node)]
-    weights = {number: layers[number].weight.float().numpy() for number in integers}
-    half = replace(judge.context, data=judge.decided_on.data)
-    meter = OutputErrorMeter(model.load(), model.signature, half, "outputs", COMPARED_ON)
-    size = judge.context.judged_batch_size(artifact)
-    with TemporaryDirectory(prefix="compress-layers-") as folder:
-        alone = Path(folder) / "model.onnx"
-        for done, (name, own) in enumerate(numbers.items()):
-            judge.context.progress(f"layers in {format}", done, len(numbers), name)
-            key = f"{format}/{name}"
-            if key in known:
-                continue
-            if time.monotonic() > deadline:
-                break
-            others = [number for number in integers if number not in own]
-            write(leave_float(quantized, others, weights), alone)
-            predict = session_predictor(alone, judge.context.threads)
-            predict = accept_any_batch(predict, model.signature)
-            predict = predict if size is None else split_batches(predict, size)
-            known[key] = meter.measure_predictor(predict).distance ** 2
-            save()
-    harms = {n: known[f"{format}/{n}"] for n in numbers if f"{format}/{n}" in known}
-    total = sum(harms.values())
-    is_complete = len(harms) == len(numbers)
-    scale = whole.loss / total if total and (is_complete or total > whole.loss) else 1.0
-    return LayerHarms(
-        file,
-        {name: numbers[name] for name in harms},
-        {name: scale * harm for name, harm in harms.items()},
-    )
+        return sum(own[QUANTIZED] for own in self.loss_increase.values())
 
 
 def decide_layers(
-    layers: LayerHarms,
+    layers: LayerSensitivity,
     mixed: MixedModel,
     costs: WidthCosts,
     grid: Mapping[str, Sequence[Value]],
@@ -206,20 +99,23 @@ def decide_layers(
     """
     base = costs.at({}).kernels.seconds
     start, changes = time.monotonic(), {}
-    for done, name in enumerate(layers.harms):
-        progress(title, done, len(layers.harms), f"{name} in float")
+    for done, name in enumerate(layers.loss_increases):
+        progress(title, done, len(layers.loss_increases), f"{name} in float")
         if time.monotonic() > deadline:
             break
         decision = decision_of(name)
         changes[name] = costs.at({decision: FLOAT}).kernels.seconds - base
     seconds_each = (time.monotonic() - start) / max(1, len(changes))
-    total = sum(layers.harms.values())
+    total = sum(layers.loss_increases.values())
     worth = [
         name
         for name, change in changes.items()
-        if layers.harms[name] > SMALL_HARM * total or change < -MUCH_FASTER * base
+        if layers.loss_increases[name] > SMALL_LOSS_SHARE * total
+        or change < -MUCH_FASTER_SHARE * base
     ]
-    worth.sort(key=lambda name: (changes[name] >= -MUCH_FASTER * base, -layers.harms[name]))
+    worth.sort(
+        key=lambda name: (changes[name] >= -MUCH_FASTER_SHARE * base, -layers.loss_increases[name])
+    )
     chosen: list[str] = []
     scopes: list[tuple[str, ...]] = []
     left = deadline - time.monotonic()
@@ -238,6 +134,6 @@ def decide_layers(
     names = tuple(name for name in worth if decision_of(name) in chosen)
     return DecidedLayers(
         names,
-        {decision_of(name): {QUANTIZED: layers.harms[name], FLOAT: 0.0} for name in names},
+        {decision_of(name): {QUANTIZED: layers.loss_increases[name], FLOAT: 0.0} for name in names},
         scopes,
     )

@@ -42,14 +42,14 @@ if TYPE_CHECKING:
     from compress.profiling.benchmark import Opener
     from compress.profiling.interaction_sum import Choice, Value
     from export.latency.kernel_table import KernelTable
-    from pipelines.auto.cost_models.float_layers import LayerHarms
+    from pipelines.auto.cost_models.float_layers import LayerSensitivity
     from pipelines.config.auto_settings import AutoSettings, Format, Runtime
 
     Grid = Mapping[str, Sequence[Value]]
 
-FITTED = 16
+FITTED_MODELS = 16
 """Models at widths of the grid whose latencies the kernels' sum is fitted to."""
-CALIBRATED_ON, COMPARED_ON, SMOOTHED_BY = 32, 16, 0.5
+CALIBRATION_SAMPLES, COMPARED_SAMPLES, SMOOTHING = 32, 16, 0.5
 """Samples with which exports are quantized and compared with the float model, and the strength of
 SmoothQuant: their speed is looked at, not their answers."""
 
@@ -75,7 +75,7 @@ class FormatModel:
     runtime: Runtime = "onnx"
     removed_blocks: tuple[str, ...] = ()
     """Blocks that the model lacks at all widths."""
-    harm: float = 0.0
+    loss_increase: float = 0.0
     """Squared distance of the whole model in this format from the float one."""
     layers: DecidedLayers = field(default_factory=lambda: DecidedLayers((), {}, ()))
     """Those that may be left in float."""
@@ -102,7 +102,9 @@ class FormatModel:
         widths = ((name, int(value)) for name, value in changed.items() if value != FLOAT)
         layers = (name for name in self.layers.names if decision_of(name) in changed)
         return Candidate(
-            *(self.format, tuple(sorted(widths)), tuple(sorted(layers))),
+            self.format,
+            tuple(sorted(widths)),
+            tuple(sorted(layers)),
             runtime=self.runtime,
             removed_blocks=self.removed_blocks,
         )
@@ -197,7 +199,7 @@ def build_format_models(
     settings: AutoSettings,
     table: KernelTable,
     measure_ms: Callable[[Opener], float],
-    layers: LayerHarms | None = None,
+    layers: LayerSensitivity | None = None,
     deadline: float = math.inf,
     deeper: DeeperModels | None = None,
     whole_models: WholeModels | None = None,
@@ -264,11 +266,11 @@ def build_format_models(
             [*sorted(scopes), *decided.scopes],
             lambda done, total: context.progress(title, done, total, "kernels"),
         )
-        chosen = _spread(grid, [*decided.grid], FITTED, context.seed)
+        chosen = _spread(grid, [*decided.grid], FITTED_MODELS, context.seed)
         measured: dict[Runtime, list[float]] = {runtime: [] for runtime in unfitted}
         sizes: dict[Runtime, list[int]] = {runtime: [] for runtime in unfitted}
         for number, choice in enumerate(chosen if unfitted else []):
-            context.progress(title, number, FITTED, "whole models")
+            context.progress(title, number, FITTED_MODELS, "whole models")
             changed = costs.model.resize({**whole, **choice})
             file = write_alone(changed, folder / f"fitted{number}")
             for runtime in unfitted:
@@ -340,10 +342,10 @@ def _quantized(format: Format, model: EagerModel, context: Context) -> Any:
     settings = QUANTIZING[format]
     if settings["stage"] == "quantize_static":
         # All layers smoothed alike: which ones `auto` leaves alone differs from model to model.
-        settings = {**settings, "smooth": SMOOTHED_BY, "calibration_samples": CALIBRATED_ON}
+        settings = {**settings, "smooth": SMOOTHING, "calibration_samples": CALIBRATION_SAMPLES}
     data = context.need_data("compress auto")
     samples: Any = data.split("val")
-    (few, *_) = data.interleaved_parts("val", max(1, len(samples) // COMPARED_ON))
+    (few, *_) = data.interleaved_parts("val", max(1, len(samples) // COMPARED_SAMPLES))
     few = replace(few, datasets={**data.datasets, **few.datasets})
     context = replace(context, data=few)
     return stages()[settings["stage"]].model_validate(settings)(model, context)

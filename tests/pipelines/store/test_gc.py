@@ -14,7 +14,7 @@ from compress.common.errors import PipelineInvalid
 from pipelines.store.entry import Record, key_of
 from pipelines.store.gc import clean
 from pipelines.store.local import Store, store_lock
-from pipelines.store.remote import Found, Objects, Remote
+from pipelines.store.remote import Objects, Remote, StoredFile
 
 LONG_AGO = time.time() - 100 * 86_400
 
@@ -146,7 +146,7 @@ def test_an_upload_relies_on_no_file_that_may_be_about_to_go(mlp, tmp_path, monk
     _age(shared)
     look = Objects.look
 
-    def upload_first(self: Objects, name: str) -> Found | None:
+    def upload_first(self: Objects, name: str) -> StoredFile | None:
         if name.startswith("files/"):  # all manifests have been read by now
             monkeypatch.setattr(Objects, "look", look)
             _made(tmp_path / "two" / ".store", mlp, "two", Remote(url, print))

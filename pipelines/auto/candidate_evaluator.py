@@ -5,35 +5,45 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import time
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Self
 
 from compress.artifacts.artifact import Artifact
 from compress.artifacts.eager_model import EagerModel
 from compress.common.errors import PipelineInvalid, StageFailed, Unavailable
-from compress.common.forward import split_batches
+from compress.common.forward import accept_any_batch, split_batches
+from compress.common.sealed_json import read_state, write_state
 from compress.core.stage import members_of
 from compress.core.val_halves import HalfOfVal, halves_of_val
 from compress.profiling.benchmark import compare_latency, unmeasurable
 from compress.pruning.depth.output_error import OutputErrorMeter
+from compress.quantization.mixed_precision.layer_names import weighted_layers as layers_of_module
 from export.fastest.runtimes import RUNTIMES
+from export.latency.float_layers import is_float, leave_float, weighted_layers
+from export.onnx.proto_io import read, write
+from export.onnx.session import session_predictor
 from pipelines.api import Pipeline
 from pipelines.auto.candidates import (
+    CANDIDATES,
     QUANTIZING,
+    STORE,
     Candidate,
     CheckedModel,
     after_stages,
     last_stage,
 )
+from pipelines.auto.cost_models.float_layers import LayerSensitivity
 from pipelines.planning.planner import build_plan
 from pipelines.runner.inputs import measuring_context
 from pipelines.system.machine_info import machine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from torch import nn
 
@@ -47,26 +57,38 @@ if TYPE_CHECKING:
     from pipelines.results.measurements import Measurements
     from pipelines.results.schema import Report
 
-CANDIDATES, STORE = "candidates", ".store"
-"""In the results' folder: runs of all candidates, and the stages' results that they share."""
+LAYERS_FILE = "layers.json"
+"""In the results' folder: what quantizing single layers loses."""
+LAYERS_COMPARED_ON = 64
+"""Samples on which the outputs of a model with one quantized layer are compared; `quantize_mixed`
+ranks layers by as many."""
 
 
-def refuse_other_stages(pipeline: PipelineConfig) -> None:
-    """Raise PipelineInvalid for stages that do not leave an eager model, and without data."""
-    for index, stage in enumerate(pipeline.stages):
+def refuse_unfit_pipeline(base: PipelineConfig, settings: AutoSettings) -> None:
+    """Refuse what a search cannot start from.
+
+    Raises:
+        PipelineInvalid: stages do not leave an eager model, or those of `auto.after` cannot follow
+            an export, or there is no data.
+        Unavailable: a runtime is not installed here.
+    """
+    for index, stage in enumerate(base.stages):
         if "eager" not in {kind.kind for kind in members_of(stage.writes())}:
             raise PipelineInvalid(
-                f"{pipeline.place('stages', index)} is {stage.stage}, and `compress auto` itself "
+                f"{base.place('stages', index)} is {stage.stage}, and `compress auto` itself "
                 "prunes, quantizes and exports; keep only stages before these, such as train"
             )
-    if pipeline.data is None:
+    if base.data is None:
         raise PipelineInvalid(
-            f"{pipeline.file}: `compress auto` decides by `val`; add a `data:` section"
+            f"{base.file}: `compress auto` decides by `val`; add a `data:` section"
         )
-
-
-def refuse_unfit_packages(base: PipelineConfig, settings: AutoSettings) -> None:
-    """Raise PipelineInvalid for stages of `auto.after` that cannot follow an export."""
+    for runtime in settings.space.runtimes:
+        for need in RUNTIMES[runtime]().all_requirements():
+            if need.missing():
+                raise Unavailable(
+                    f"{base.place('auto', 'space', 'runtimes')}: {runtime} needs {need.what}, "
+                    f"which is not installed; {need.install}"
+                )
     for runtime in settings.space.runtimes if settings.after else ():
         content = Candidate("float", runtime=runtime).content(base, settings)
         stages = [*content["stages"], *after_stages(settings)]
@@ -82,20 +104,9 @@ def refuse_unfit_packages(base: PipelineConfig, settings: AutoSettings) -> None:
             raise PipelineInvalid(message) from None
 
 
-def refuse_missing_runtimes(pipeline: PipelineConfig, settings: AutoSettings) -> None:
-    """Raise Unavailable for a runtime that is not installed here."""
-    for runtime in settings.space.runtimes:
-        for need in RUNTIMES[runtime]().all_requirements():
-            if need.missing():
-                raise Unavailable(
-                    f"{pipeline.place('auto', 'space', 'runtimes')}: {runtime} needs {need.what}, "
-                    f"which is not installed; {need.install}"
-                )
-
-
 @dataclass
-class Judge:
-    """The float model, and everything by which others are compared with it."""
+class CandidateEvaluator:
+    """The float model, and everything by which candidates are compared with it."""
 
     base: PipelineConfig
     settings: AutoSettings
@@ -126,9 +137,7 @@ class Judge:
             StageFailed: they make no eager model, or the machine is too busy to measure it.
             Unavailable: a runtime is not installed.
         """
-        refuse_other_stages(base)
-        refuse_missing_runtimes(base, settings)
-        refuse_unfit_packages(base, settings)
+        refuse_unfit_pipeline(base, settings)
         whole = Candidate("float")
         _run(whole, base, settings, out, options)
         pipeline = whole.pipeline(base, settings)
@@ -161,7 +170,7 @@ class Judge:
         content = [self.model.digest, space, QUANTIZING, metric, self.context.seed, measured]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
-    def check(self, candidate: Candidate, predicted_ms: float | None = None) -> CheckedModel:
+    def evaluate(self, candidate: Candidate, predicted_ms: float | None = None) -> CheckedModel:
         """Build, export and measure a candidate by an ordinary run, which the store remembers.
 
         Raises:
@@ -235,6 +244,65 @@ class Judge:
         compared = self._compared_with_float(file)
         return self.base_ms / compared.speedup
 
+    def layer_sensitivity(self, whole: CheckedModel, deadline: float) -> LayerSensitivity:
+        """Measure what quantizing each layer alone loses; what is known already is read.
+
+        The file of the whole quantized model is taken with all other layers put back to float, so
+        that no model is quantized or exported for it. Losses are scaled such that their sum is that
+        of the whole model.
+
+        Args:
+            whole: the model with all layers quantized, in any runtime.
+            deadline: on the clock of :func:`time.monotonic`; layers that were not measured by then
+                are left out.
+
+        Raises:
+            StageFailed: its ONNX file has other layers than the model.
+        """
+        state_file, digest = self.out / LAYERS_FILE, self.model.digest
+        known = read_state(state_file, digest, dict[str, float]) or {}
+        model, format, context = self.model, whole.format, self.context
+        artifact = self.artifact(Candidate(format))
+        file = artifact.payload_path
+        quantized = read(file, weights=True)
+        nodes, layers = weighted_layers(quantized), layers_of_module(model.load(), model.signature)
+        if len(nodes) != len(layers):
+            raise StageFailed(f"the file has {len(nodes)} layers with weights, not {len(layers)}")
+        numbers: dict[str, tuple[int, ...]] = {}
+        integers = [number for number, node in enumerate(nodes) if not is_float(quantized, node)]
+        for number in integers:
+            if (name := layers[number].name) is not None:
+                numbers[name] = (*numbers.get(name, ()), number)
+        weights = {number: layers[number].weight.float().numpy() for number in integers}
+        half = replace(context, data=self.decided_on.data)
+        signature = model.signature
+        meter = OutputErrorMeter(model.load(), signature, half, "outputs", LAYERS_COMPARED_ON)
+        size = context.judged_batch_size(artifact)
+        with TemporaryDirectory(prefix="compress-layers-") as folder:
+            alone = Path(folder) / "model.onnx"
+            for done, (name, own) in enumerate(numbers.items()):
+                context.progress(f"layers in {format}", done, len(numbers), name)
+                key = f"{format}/{name}"
+                if key in known:
+                    continue
+                if time.monotonic() > deadline:
+                    break
+                others = [number for number in integers if number not in own]
+                write(leave_float(quantized, others, weights), alone)
+                predict = accept_any_batch(session_predictor(alone, context.threads), signature)
+                predict = predict if size is None else split_batches(predict, size)
+                known[key] = meter.measure_predictor(predict).distance ** 2
+                write_state(state_file, digest, known)
+        losses = {n: known[f"{format}/{n}"] for n in numbers if f"{format}/{n}" in known}
+        total = sum(losses.values())
+        is_complete = len(losses) == len(numbers)
+        scale = whole.loss / total if total and (is_complete or total > whole.loss) else 1.0
+        return LayerSensitivity(
+            file,
+            {name: numbers[name] for name in losses},
+            {name: scale * loss for name, loss in losses.items()},
+        )
+
     def _opener(self, candidate: Candidate) -> Opener:
         context = self.context
         return partial(self.artifact(candidate).open_anew, context.device, context.threads)
@@ -275,7 +343,7 @@ def _run(
     out: Path,
     options: RunOptions,
 ) -> Report:
-    """Run a candidate's pipeline; the judge measures all but memory itself."""
+    """Run a candidate's pipeline; the evaluator measures all but memory itself."""
     folder = out / CANDIDATES / candidate.name
     folder.mkdir(parents=True, exist_ok=True)
     quiet = replace(
