@@ -159,12 +159,14 @@ def init(
         draft = write_draft(file, options, force, get_prompter())
         print_result(draft.content(), draft.lines(), warnings=draft.warnings)
         return
-    from pipelines.executors.slurm import Cluster, written_script
+    from pipelines.executors.slurm import Cluster, write_script
 
     cluster = Cluster(
         nodes=nodes, gpus_per_node=gpus_per_node, cpus_per_node=cpus_per_node, hours=hours
     )
-    print_result(**written_script(script, file, out or Path("runs") / file.stem, cluster))
+    to_do = write_script(script, file, out or Path("runs") / file.stem, cluster)
+    lines = [f"{script}: submit it with `sbatch {script}`"]
+    print_result({"file": str(script), "to_do": to_do}, lines, warnings=to_do)
 
 
 @command("compress check pipeline.yaml")
@@ -173,8 +175,8 @@ def check(file: PipelineFile, quick: Quick = False) -> None:
     with fast_imports():
         from pipelines.commands.check import check_pipeline
 
-    found = check_pipeline(file, models=not quick)
-    print_result(found.content, found.lines, warnings=found.warnings)
+    content, lines, warnings = check_pipeline(file, models=not quick)
+    print_result(content, lines, warnings=warnings)
 
 
 @command(

@@ -21,7 +21,7 @@ from export.onnx.proto_io import read, write
 from export.onnx.session import opened_session, session_predictor
 from export.onnx.translate import translate
 from pipelines.auto.cost_models import latency_models
-from pipelines.auto.cost_models.float_layers import LayerSensitivity, decision_of
+from pipelines.auto.cost_models.latency_models import LayerSensitivity, decision_of
 from pipelines.system.machine_info import machine
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def prepare_layers(built: Built) -> None:
         content = {
             "names": changeable.names,
             "numbers": numbers,
-            "harms": {p: scale * harm for p, harm in alone.items()},
+            "harms": {p: scale * loss_increase for p, loss_increase in alone.items()},
         }
         write(graph, built.work / f"{format}.onnx")
         (built.work / f"{format}-layers.json").write_text(json.dumps(content))

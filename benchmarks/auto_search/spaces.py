@@ -16,7 +16,7 @@ from compress.artifacts.artifact import Artifact
 from compress.artifacts.importing import import_checkpoint
 from compress.artifacts.recipe import KeepBlocks, Recipe
 from compress.data.splits import DataReference
-from compress.pruning.width_harms import WidthSpace
+from compress.pruning.loss_increases import WidthSpace
 from pipelines.config.auto_settings import AutoSettings
 
 if TYPE_CHECKING:

@@ -37,7 +37,7 @@ from pipelines.auto.candidates import (
     after_stages,
     last_stage,
 )
-from pipelines.auto.cost_models.float_layers import LayerSensitivity
+from pipelines.auto.cost_models.latency_models import LayerSensitivity
 from pipelines.planning.planner import build_plan
 from pipelines.runner.inputs import measuring_context
 from pipelines.system.machine_info import machine
@@ -54,7 +54,6 @@ if TYPE_CHECKING:
     from pipelines.config.auto_settings import AutoSettings
     from pipelines.config.pipeline import PipelineConfig
     from pipelines.config.run_options import RunOptions
-    from pipelines.results.measurements import Measurements
     from pipelines.results.schema import Report
 
 LAYERS_FILE = "layers.json"
@@ -181,22 +180,23 @@ class CandidateEvaluator:
             drop = self.decided_on.drop_points(predict)
             loss = self.meter.measure_predictor(predict).distance ** 2
         measured = report.stages[-1].measurements
+        peak = measured.peak_mebibytes
+        if self.settings.limits.memory is not None:
+            if self.batch != self.model.signature.smallest_batch:  # the run has measured others
+                peak = self.context.peak_memory(self.artifact(candidate), self.batch)
+            elif peak is None:
+                raise StageFailed(measured.peak_reason)
         latency_ms, latency_upper_ms, p95_ms = self._latency(candidate)
         return CheckedModel(
             name=candidate.name,
-            format=candidate.format,
-            runtime=candidate.runtime,
-            widths=dict(candidate.widths),
-            float_layers=candidate.float_layers,
-            removed_blocks=candidate.removed_blocks,
-            trained=candidate.trained,
+            **candidate.settings(),
             predicted_ms=predicted_ms,
             latency_ms=latency_ms,
             latency_upper_ms=latency_upper_ms,
             p95_ms=p95_ms,
             is_predicted=self.tables is not None,
             bytes=measured.bytes,
-            peak_mebibytes=self._peak_mebibytes(candidate, measured),
+            peak_mebibytes=peak,
             loss=loss,
             drop=drop if math.isfinite(drop) else None,
         )
@@ -211,15 +211,6 @@ class CandidateEvaluator:
     def loss_of(self, module: nn.Module) -> float:
         """Return the squared distance of a module's outputs, relative to the float model's."""
         return self.meter.measure(module).distance ** 2
-
-    def _peak_mebibytes(self, candidate: Candidate, measured: Measurements) -> float | None:
-        """Return the peak memory as the run measured it, or for calls of more samples anew."""
-        is_limited = self.settings.limits.memory is not None
-        if is_limited and self.batch != self.model.signature.smallest_batch:
-            return self.context.peak_memory(self.artifact(candidate), self.batch)
-        if is_limited and measured.peak_mebibytes is None:
-            raise StageFailed(measured.peak_reason)
-        return measured.peak_mebibytes
 
     def _latency(self, candidate: Candidate) -> tuple[float, float | None, float | None]:
         """Return the median time of a call, its upper end, and the 95th percentile, in ms."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from compress.common.config import Settings
@@ -69,6 +69,10 @@ class Candidate:
         digest = hashlib.sha256(json.dumps(chosen).encode()).hexdigest()
         trained = f"-{self.trained}-epochs" if self.trained else ""
         return f"{kind}-{digest[:8]}{trained}"
+
+    def settings(self) -> dict[str, Any]:
+        """Return what is chosen, as `front.json` and the log have it."""
+        return {**asdict(self), "widths": dict(self.widths)}
 
     @property
     def export(self) -> str:

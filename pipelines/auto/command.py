@@ -30,13 +30,9 @@ def search_and_print(
 ) -> None:
     """Search a pipeline file's models, and print those that no other one beats.
 
-    Args:
-        file: the pipeline file.
-        out: folder of the results; that of the pipeline's runs by default.
-        tables: latency tables of another machine, whose latencies are predicted by them.
-        tables_only: whether these are measured for this machine, and nothing is state.
-        **given: `max_drop`, `latency`, `p95`, `size`, `memory`, `time` and `points` of the command
-            line, None where the file's own count.
+    `tables` are of another machine, for which latencies are predicted then; with `tables_only` such
+    tables are measured for this one, and nothing is searched. `given` has limits, `time` and
+    `points` of the command line, None where the file's own count.
 
     Raises:
         PipelineInvalid: the file, a limit or the tables are invalid.
@@ -48,7 +44,7 @@ def search_and_print(
         raise PipelineInvalid("--tables-only measures this machine, and --tables is of another one")
     folder = out or pipeline.default_out
     from pipelines.auto.cost_models.tables import LatencyTables
-    from pipelines.auto.front import PAGE, Front, front_page, front_table, lines_below
+    from pipelines.auto.front import FRONT_PAGE, Front, front_page, front_table, lines_below
     from pipelines.auto.search import search
 
     if tables_only:
@@ -63,12 +59,14 @@ def search_and_print(
         except KeyboardInterrupt as error:
             so_far = Front.read(folder)
             if so_far is not None:
-                write_atomically(folder / PAGE, front_page(so_far))
-                note = f"{INTERRUPTED} after {len(so_far.checked)} models, see {folder / PAGE}"
+                write_atomically(folder / FRONT_PAGE, front_page(so_far))
+                note = (
+                    f"{INTERRUPTED} after {len(so_far.checked)} models, see {folder / FRONT_PAGE}"
+                )
                 # Before that of a candidate's run, as the first one is shown.
                 error.__notes__ = [note, *getattr(error, "__notes__", ())]
             raise
-        write_atomically(folder / PAGE, front_page(front))
+        write_atomically(folder / FRONT_PAGE, front_page(front))
     print_result(front, lines_below(front, folder), lambda _: front_table(front))
     if front.best is None:
         raise GateRefused(nothing_found(front))
@@ -77,18 +75,13 @@ def search_and_print(
 def measure_tables(pipeline: PipelineConfig, settings: AutoSettings, out: Path) -> LatencyTables:
     """Measure what a search on another machine predicts latencies of this one by, and write it.
 
-    Args:
-        pipeline: what is made once, and data.
-        settings: what is decided; limits and time are those of the search.
-        out: folder of the results.
-
     Raises:
         PipelineInvalid: the pipeline has stages that the search itself adds, or no data, or no
             widths to decide.
         StageFailed: the model cannot be traced or exported, or the machine is too busy.
         Unavailable: a runtime is not installed.
     """
-    from compress.pruning.width_harms import WidthSpace
+    from compress.pruning.loss_increases import WidthSpace
     from pipelines.auto.candidate_evaluator import CandidateEvaluator
     from pipelines.auto.cost_models.tables import LatencyTables, ModelTable
     from pipelines.auto.search_state import BlockVariant, SearchState

@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from pipelines.auto.candidate_evaluator import CandidateEvaluator
 
 FRONT_FILE = "front.json"
-PAGE = "front.html"
-WHOLE = Candidate("float").name
+FRONT_PAGE = "front.html"
+FLOAT_WHOLE = Candidate("float").name
 TEXT_COLUMNS = ("model", "misses")
-POINTS = "points"
+POINTS_FOLDER = "points"
 """In the results' folder: a folder for each point, by its number."""
 PIPELINE_FILE = "pipeline.yaml"
 FLOAT_EXPORT = "float_onnx"
@@ -217,7 +217,7 @@ def lines_below(front: Front, out: Path) -> Iterator[str]:
         yield f"latencies are predicted for {front.predicted_for}; run the points' pipelines there"
     for what in front.not_searched:
         yield f"not searched: {what}"
-    yield f"page: {out / PAGE}; figures: {out / FRONT_FILE}; pipelines: {out / POINTS}"
+    yield f"page: {out / FRONT_PAGE}; figures: {out / FRONT_FILE}; pipelines: {out / POINTS_FOLDER}"
 
 
 def front_page(front: Front) -> str:
@@ -241,9 +241,9 @@ def front_page(front: Front) -> str:
 def _compared_with_float(front: Front) -> str:
     """Say how much faster and smaller the best model is than the float one."""
     known = front.by_name
-    if front.best is None or WHOLE not in known or front.best == WHOLE:
+    if front.best is None or FLOAT_WHOLE not in known or front.best == FLOAT_WHOLE:
         return ""
-    best, whole = known[front.best], known[WHOLE]
+    best, whole = known[front.best], known[FLOAT_WHOLE]
     return (
         f"The float ONNX file takes {front.base_ms / best.latency_ms:.3g} times as long, and "
         f"{whole.bytes / best.bytes:.3g} times as many bytes."
@@ -276,7 +276,7 @@ def _plot(front: Front) -> Plot | None:
 
 def folder_of(front: Front, name: str) -> str:
     """Return the folder of a point, relative to that of the results."""
-    return f"{POINTS}/{front.points.index(name) + 1}"
+    return f"{POINTS_FOLDER}/{front.points.index(name) + 1}"
 
 
 def chosen_points(front: Front, count: int) -> list[str]:
@@ -289,23 +289,19 @@ def chosen_points(front: Front, count: int) -> list[str]:
     others = [name for name in front.points if name != front.best]
     good = [name for name in others if not missed_limits(front.limits, known[name])]
     for names in (good, [name for name in others if name not in good]):
-        chosen += _evenly(names, count - len(chosen))
+        places = max(0, count - len(chosen))
+        step = (len(names) - 1) / max(1, places - 1)
+        chosen += names if places >= len(names) else [names[round(n * step)] for n in range(places)]
     return [name for name in front.points if name in chosen]
 
 
 def write_points(front: Front, evaluator: CandidateEvaluator, passed: str | None) -> Front:
-    """Write the pipelines of points, and run those within the limits; return the front.
-
-    Args:
-        front: the models that were found.
-        evaluator: the float model, and settings.
-        passed: a point that was run already.
-    """
+    """Write the points' pipelines; run those within the limits but one that `passed` already."""
     known = front.by_name
     names = chosen_points(front, evaluator.settings.points)
     folders = {name: folder_of(front, name) for name in names}
-    for folder in (evaluator.out / POINTS).glob("*"):
-        if f"{POINTS}/{folder.name}" not in folders.values():  # of an earlier search
+    for folder in (evaluator.out / POINTS_FOLDER).glob("*"):
+        if f"{POINTS_FOLDER}/{folder.name}" not in folders.values():  # of an earlier search
             shutil.rmtree(folder)
     for name in names:
         write_point(front, evaluator, known[name])
@@ -389,11 +385,3 @@ def _gates(evaluator: CandidateEvaluator, model: CheckedModel) -> list[dict[str,
         speedup = {"gate": "min_speedup", "ratio": ratio, "batch": batch, "against": FLOAT_EXPORT}
         gates.append(speedup)
     return gates
-
-
-def _evenly(names: Sequence[str], count: int) -> list[str]:
-    """Return some names, the first and the last among them where there may be two."""
-    if count >= len(names):
-        return [*names]
-    step = (len(names) - 1) / max(1, count - 1)
-    return [names[round(number * step)] for number in range(max(0, count))]

@@ -59,12 +59,8 @@ def search(
 ) -> Front:
     """Look for the models that lose least under limits, until the time is over.
 
-    Args:
-        pipeline: what is made once, and data and metric.
-        settings: limits, time and what is decided.
-        out: folder of the results; a search that was stopped goes on where it was.
-        options: who is notified.
-        tables: latencies of another machine, which are taken instead of measuring any here.
+    A search that was stopped goes on where it was, in its folder of results. `tables` are latencies
+    of another machine, which are taken instead of measuring any here.
 
     Raises:
         PipelineInvalid: the pipeline has stages that the search itself adds, or no data, or the

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import product
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -14,8 +14,8 @@ from compress.artifacts.recipe import KeepBlocks
 from compress.common.errors import StageFailed
 from compress.common.sealed_json import read_state, write_state
 from compress.pruning.allocation.solver import Limit
+from compress.pruning.loss_increases import WidthSpace, measure_loss_increases
 from compress.pruning.recovery.removed_blocks import name_before
-from compress.pruning.width_harms import WidthSpace, measure_harms
 from export.latency.kernel_table import TABLES, KernelTable
 from pipelines.auto.candidates import Candidate, CheckedModel
 from pipelines.auto.cost_models.latency_models import (
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
     from compress.artifacts.eager_model import EagerModel
     from compress.pruning.allocation.solver import Programme
-    from compress.pruning.width_harms import Harms
+    from compress.pruning.loss_increases import LossIncreases
     from pipelines.auto.candidate_evaluator import CandidateEvaluator
-    from pipelines.auto.cost_models.float_layers import LayerSensitivity
+    from pipelines.auto.cost_models.latency_models import LayerSensitivity
     from pipelines.config.auto_settings import Format, Runtime
     from pipelines.runner.events import EventListener, EventName
 
@@ -96,7 +96,7 @@ class BlockVariant:
         evaluator: CandidateEvaluator,
         deadline: float,
         deeper: Mapping[str, Mapping[int, float]] | None = None,
-    ) -> Harms:
+    ) -> LossIncreases:
         """Measure what each single cut loses beyond the blocks; what is known already is read.
 
         Args:
@@ -111,7 +111,7 @@ class BlockVariant:
         file, key = evaluator.out / name, f"{self.model.digest} {evaluator.settings.space.widths}"
         known = read_state(file, key, dict[str, float]) or {}
         without_blocks = evaluator.loss_of(self.model.load()) if removed else 0.0
-        return measure_harms(
+        return measure_loss_increases(
             self.space,
             evaluator.context.progress,
             lambda module: max(0.0, evaluator.loss_of(module) - without_blocks),
@@ -148,8 +148,7 @@ class SearchState:
         name = candidate.name
         if name in self.checked or candidate in self.failed:
             return
-        fields = {"candidate": name, **asdict(candidate), "widths": dict(candidate.widths)}
-        fields["predicted_ms"] = predicted_ms
+        fields = {"candidate": name, **candidate.settings(), "predicted_ms": predicted_ms}
         self._log("candidate_chosen", f"{name}: chosen", fields)
         try:
             found = self.evaluator.evaluate(candidate, predicted_ms)
@@ -253,7 +252,7 @@ class SearchState:
             choice = mixed.solve(limits, [tried for tried in choices if tried is not None])
             if choice is None:
                 continue
-            loss = mixed.total_harm(choice) + model.loss_increase
+            loss = mixed.total_loss_increase(choice) + model.loss_increase
             if best is None or loss < best.predicted_loss:
                 best = Solution(model.candidate(choice), corrected(choice), loss)
         return best

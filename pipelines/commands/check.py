@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pipelines.config.pipeline import PipelineConfig
@@ -13,19 +12,13 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-@dataclass(frozen=True)
-class CheckResult:
-    """Description of a valid pipeline."""
+def check_pipeline(file: Path, models: bool) -> tuple[dict[str, Any], list[str], tuple[str, ...]]:
+    """Validate a pipeline file; with `models` its model and data too.
 
-    content: dict[str, Any]
-    """Content of `--json`; `signature` is None with `--quick`."""
-    lines: list[str]
-    """Output without `--json`."""
-    warnings: tuple[str, ...]
-
-
-def check_pipeline(file: Path, models: bool) -> CheckResult:
-    """Validate a pipeline file and describe it; with `models` its model and data too."""
+    Returns:
+        The content of `--json`, whose `signature` is None without models; the lines of the output
+        without it; and warnings.
+    """
     pipeline = PipelineConfig.from_yaml(file)
     plan = build_plan(pipeline)
     signature, summary, warnings = None, "", plan.warnings
@@ -41,4 +34,4 @@ def check_pipeline(file: Path, models: bool) -> CheckResult:
     content = {"valid": True, "stages": stages, "warnings": warnings, "signature": signature}
     how = "" if models else "; the model and the data were left out"
     line = f"{file}: valid ({plan.route}){how}"
-    return CheckResult(content, [*summary.splitlines(), line], warnings)
+    return content, [*summary.splitlines(), line], warnings

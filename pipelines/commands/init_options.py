@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 Target = Literal["onnx", "torchscript", "aot"]
 Goal = Literal["smaller", "faster", "both"]
-NONE = "none"
-TIMM = "timm:"
-SCRIPTS = (".ts", ".torchscript", ".pt", ".pth")
-EXPORTED = (".onnx", ".pt2", *SCRIPTS)
-FORMS = (
+NO_ANSWER = "none"
+TIMM_PREFIX = "timm:"
+TORCHSCRIPT_ENDINGS = (".ts", ".torchscript", ".pt", ".pth")
+EXPORTED_ENDINGS = (".onnx", ".pt2", *TORCHSCRIPT_ENDINGS)
+MODEL_FORMS = (
     "a Hugging Face folder, timm:resnet18, an .onnx, .pt2 or .ts file, a .py file, or "
     "module:callable"
 )
@@ -77,17 +77,17 @@ def prompt_for_missing(options: InitOptions, ask: Ask) -> InitOptions:
     if options.model is None:
         model = ask("Model, as a folder, file, timm:NAME or module:callable", "", check_model)
         asks = options.checkpoint is None and not has_weights(model)
-        checkpoint = ask("Checkpoint", NONE, str) if asks else options.checkpoint
+        checkpoint = ask("Checkpoint", NO_ANSWER, str) if asks else options.checkpoint
         data = options.data or ask(
-            "Data, as module:callable", NONE, lambda d: d == NONE or parse_reference(d)
+            "Data, as module:callable", NO_ANSWER, lambda d: d == NO_ANSWER or parse_reference(d)
         )
         target: Any = ask("Format: onnx, torchscript or aot", options.target, _one_of(Target))
         goal: Any = ask("Goal: smaller, faster or both", options.goal, _one_of(Goal))
         options = replace(
             options,
             model=model,
-            checkpoint=None if checkpoint == NONE else checkpoint,
-            data=None if data == NONE else data,
+            checkpoint=None if checkpoint == NO_ANSWER else checkpoint,
+            data=None if data == NO_ANSWER else data,
             target=target,
             goal=goal,
         )
@@ -102,22 +102,23 @@ def prompt_for_missing(options: InitOptions, ask: Ask) -> InitOptions:
 def check_model(text: str) -> str:
     """Check that a text has one of the forms of a model, and return it."""
     path = Path(text.partition(".py:")[0] + ".py" if ".py:" in text else text)
-    if text.startswith(TIMM) or path.exists() or REFERENCE.match(text):
+    if text.startswith(TIMM_PREFIX) or path.exists() or REFERENCE.match(text):
         return text
     raise PipelineInvalid(
-        f"--model {text!r}: there is no such file or folder here, and it is not one of: {FORMS}"
+        f"--model {text!r}: there is no such file or folder here, and it is not one of: "
+        f"{MODEL_FORMS}"
     )
 
 
 def has_weights(model: str) -> bool:
     """Whether a model is a folder or a file that holds its weights."""
-    return Path(model).is_dir() or Path(model).suffix in EXPORTED
+    return Path(model).is_dir() or Path(model).suffix in EXPORTED_ENDINGS
 
 
 def declares_inputs(model: str) -> bool:
     """Whether a model itself shows its inputs: not a factory, and not TorchScript."""
-    known = model.startswith(TIMM) or has_weights(model)
-    return known and Path(model).suffix not in SCRIPTS
+    known = model.startswith(TIMM_PREFIX) or has_weights(model)
+    return known and Path(model).suffix not in TORCHSCRIPT_ENDINGS
 
 
 def parse_reference(text: str, option: str = "") -> str:
@@ -179,10 +180,7 @@ def _one_of(known: Any) -> Callable[[str], None]:
 def model_section(options: InitOptions, folder: Path) -> tuple[dict[str, Any], Path | None]:
     """Return the `model:` section for what was given, and the folder of its code, if it has any.
 
-    Args:
-        options: the model, as a path relative to the working directory or as a name, and what else
-            was given of it.
-        folder: the folder of the pipeline file, which paths in the file are relative to.
+    Paths are given relative to the working directory, and written relative to the file's `folder`.
 
     Raises:
         PipelineInvalid: it is none of the forms, or an option does not go with it.
@@ -190,13 +188,15 @@ def model_section(options: InitOptions, folder: Path) -> tuple[dict[str, Any], P
     text = check_model(str(options.model))
     path, code = Path(text), None
     arguments = parse_arguments(options.arguments)
-    if text.startswith(TIMM):
-        model: dict[str, Any] = {"timm": text.removeprefix(TIMM)}
+    if text.startswith(TIMM_PREFIX):
+        model: dict[str, Any] = {"timm": text.removeprefix(TIMM_PREFIX)}
     elif path.is_dir():
         if not (path / "config.json").is_file():
-            raise PipelineInvalid(f"--model: {text} is a folder without config.json; give {FORMS}")
+            raise PipelineInvalid(
+                f"--model: {text} is a folder without config.json; give {MODEL_FORMS}"
+            )
         model = {"huggingface": relative_path(folder, path)}
-    elif path.suffix in EXPORTED:
+    elif path.suffix in EXPORTED_ENDINGS:
         model = {"file": relative_path(folder, path)}
     elif text.endswith(".py") or ".py:" in text:
         file, _, name = text.partition(":")
@@ -205,10 +205,13 @@ def model_section(options: InitOptions, folder: Path) -> tuple[dict[str, Any], P
     elif REFERENCE.match(text):
         module = text.partition(":")[0].partition(".")[0]
         # The file's folder is the default of `code:`; name this one where only it has the module.
-        code = next((f for f in (folder, Path()) if _has_module(f, module)), None)
+        code = next(
+            (f for f in (folder, Path()) if (f / f"{module}.py").exists() or (f / module).is_dir()),
+            None,
+        )
         model = {"factory": text}
     else:
-        raise PipelineInvalid(f"--model {text!r} is not one of: {FORMS}")
+        raise PipelineInvalid(f"--model {text!r} is not one of: {MODEL_FORMS}")
     if "factory" in model:
         _check_arguments(model["factory"], code or folder, arguments)
     if arguments:
@@ -231,10 +234,6 @@ def _refuse_beside(model: dict[str, Any], option: str, reason: str) -> None:
         raise PipelineInvalid(
             f"{option} goes with a factory or timm:NAME; of {model[kind]} {reason}"
         )
-
-
-def _has_module(folder: Path, name: str) -> bool:
-    return (folder / f"{name}.py").exists() or (folder / name).is_dir()
 
 
 def _reference_in(file: Path, name: str) -> str:

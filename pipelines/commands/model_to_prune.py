@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from compress.core.context import Context
     from compress.core.progress import Progress
     from compress.pruning.channels_stage import PruneChannels
-    from pipelines.planning.plan import PlannedStage
 
 
 @contextmanager
@@ -42,34 +41,23 @@ def model_to_prune(
     """
     plan, pipeline, context = measuring_context(pipeline, out / "variants", progress)
     planned = next((p for p in plan.stages if p.stage.stage == "prune_channels"), None)
-    with temporary_files(), _input_of(pipeline, planned, out) as model:
+    name = planned.input if planned else SOURCE
+    with temporary_files(), tempfile.TemporaryDirectory() as folder:
+        model: Artifact
+        if planned is None or name == SOURCE:
+            model = import_source(pipeline, Path(folder) / SOURCE)
+        else:
+            actions, state = preview_state(pipeline, out, RunOptions(until=name))
+            if name not in state.artifacts:
+                raise StageFailed(
+                    f"{planned.name} reads {name!r}, which is not made yet ({actions[name]}); "
+                    f"first: compress run {pipeline.file} --out {out} --until {name}"
+                )
+            model = state.artifacts[name]
+        if not isinstance(model, EagerModel):
+            raise StageFailed(f"{name!r} is a {model.kind!r} artifact, expected an eager model")
         context = context.with_root(model.path.with_name("variants"))
         yield model, planned.stage if planned else None, context  # type: ignore[misc]
-
-
-@contextmanager
-def _input_of(
-    pipeline: PipelineConfig, planned: PlannedStage | None, out: Path
-) -> Iterator[EagerModel]:
-    """Provide the model that a stage reads: the imported one, or an artifact of an earlier run."""
-    if planned is None or planned.input == SOURCE:
-        with tempfile.TemporaryDirectory() as folder:
-            yield _as_eager(SOURCE, import_source(pipeline, Path(folder) / SOURCE))
-        return
-    actions, state = preview_state(pipeline, out, RunOptions(until=planned.input))
-    if planned.input not in state.artifacts:
-        raise StageFailed(
-            f"{planned.name} reads {planned.input!r}, which is not made yet "
-            f"({actions[planned.input]}); first: compress run {pipeline.file} --out {out} "
-            f"--until {planned.input}"
-        )
-    yield _as_eager(planned.input, state.artifacts[planned.input])
-
-
-def _as_eager(name: str, model: Artifact) -> EagerModel:
-    if not isinstance(model, EagerModel):
-        raise StageFailed(f"{name!r} is a {model.kind!r} artifact, expected an eager model")
-    return model
 
 
 def show(analysis: Any, file: Path, out: Path | None, **options: Any) -> None:

@@ -39,7 +39,7 @@ NO_REPLAY = (
     "not asked again, nor are the source's files hashed; --replay does both, and runs the code of "
     "the pipeline file that lock.json names: give it only where you trust the whole folder"
 )
-ARTIFACTS = "artifacts"
+ARTIFACTS_FOLDER = "artifacts"
 NO_ANCHOR = (
     "an anchor: this shows only that {what} is consistent with {itself}; give the {hash} that you "
     "expect with --sha256, or a signed attestation with --attestation and --key"
@@ -53,13 +53,6 @@ class Anchors:
     names: list[str] = field(default_factory=list)
     proven: list[str] = field(default_factory=list)
     unproven: list[str] = field(default_factory=list)
-
-    def added_to(self, proof: Proof) -> Proof:
-        """Return a proof with these anchors and lines added."""
-        proof = proof.with_lines(*self.proven, anchors=tuple(self.names))
-        for line in self.unproven:
-            proof = proof.lacking(line)
-        return proof
 
 
 @dataclass(frozen=True)
@@ -91,7 +84,7 @@ class EnclosingRun:
     @property
     def artifacts(self) -> dict[str, Artifact]:
         """Artifacts of the run by stage, from their manifests; unreadable ones are missing."""
-        folder, artifacts = self.folder / ARTIFACTS, {}
+        folder, artifacts = self.folder / ARTIFACTS_FOLDER, {}
         for path in sorted(folder.iterdir()) if folder.is_dir() else ():
             with suppress(ArtifactInvalid):
                 artifacts[path.name] = Artifact.read_manifest(path)
@@ -106,7 +99,7 @@ def find_enclosing_run(path: Path) -> EnclosingRun | None:
     """
     folder = path.resolve().parent
     out = folder.parent
-    if path.is_file() or folder.name != ARTIFACTS:
+    if path.is_file() or folder.name != ARTIFACTS_FOLDER:
         return None
     present = [name for name in (REPORT, LOCK) if (out / name).exists()]
     if not present:
@@ -309,7 +302,9 @@ def verify_command(
         proof = verify(path, sha256=given.sha256, evidence=around, trusted=replay)
     if (proof.digest, proof.sha256) != (artifact.digest if artifact else None, sha256):
         raise ArtifactInvalid(f"{path}: was changed while it was verified")
-    proof = anchors.added_to(proof)
+    proof = proof.with_lines(*anchors.proven, anchors=tuple(anchors.names))
+    for line in anchors.unproven:
+        proof = proof.lacking(line)
     subjects = subjects_of(artifact) if artifact else {path.name: proof.sha256}
     contents: dict[Path, bytes | str] = {}
     if attest is not None:

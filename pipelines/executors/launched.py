@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import hashlib
 import os
 import signal
 import socket
@@ -14,8 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from compress.common.atomic_files import write_atomically
-from compress.common.errors import CompressError, PipelineInvalid, StageFailed
+from compress.common.atomic_files import sha256_of, write_atomically
+from compress.common.errors import ArtifactInvalid, CompressError, PipelineInvalid, StageFailed
 from compress.training.config.parallel import Parallel
 from compress.training.launch.rank_group import (
     SECONDS_TO_MEET,
@@ -50,7 +49,11 @@ def joined_processes(file: Path) -> Iterator[None]:
     Raises:
         CompressError: the processes did not meet, differ in the file, or rank 0 has died.
     """
-    _end_with_torchrun()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        # The kernel stops this process with torchrun, which others may replace elsewhere.
+        from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
+
+        _prctl_pr_set_pdeathsig(signal.SIGTERM)
     environment = launched_environment(os.environ)
     if environment is None or int(environment["WORLD_SIZE"]) == 1:
         yield
@@ -58,8 +61,16 @@ def joined_processes(file: Path) -> Iterator[None]:
     # A connection that closes is reported in one line, not by a stack trace of C++.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     exit_codes = [StageFailed.exit_code]
+
+    def leave() -> None:
+        # Without finalizing Python: gloo's threads outlive the process group, and one that releases
+        # a tensor meanwhile aborts the process ("terminate called without an active exception").
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exit_codes[-1])
+
     # Before torch registers its exit handlers, so that it is called after them.
-    atexit.register(lambda: _leave(exit_codes[-1]))
+    atexit.register(leave)
     with _noted_exit_code(exit_codes):
         group = RankGroup.join(environment)
         if group.rank:
@@ -84,25 +95,6 @@ def _noted_exit_code(exit_codes: list[int]) -> Iterator[None]:
         exit_codes.append(signals.exit_code_of(error))
         raise
     exit_codes.append(0)
-
-
-def _leave(code: int) -> None:
-    """End the process without finalizing Python.
-
-    Gloo's threads outlive the process group. One that releases a tensor while Python finalizes
-    aborts the process ("terminate called without an active exception").
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
-def _end_with_torchrun() -> None:
-    """Have the kernel stop this process with torchrun, which others may replace elsewhere."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
-
-        _prctl_pr_set_pdeathsig(signal.SIGTERM)
 
 
 def check_processes(pipeline: PipelineConfig, store: Path) -> None:
@@ -137,10 +129,9 @@ def _answer(request: dict[str, Any], file: Path) -> str:
 
 
 def _sha256(file: Path) -> str | None:
-    try:
-        return hashlib.sha256(file.read_bytes()).hexdigest()
-    except OSError:
-        return None  # rank 0 refuses what it cannot read itself
+    with suppress(OSError, ArtifactInvalid):  # rank 0 refuses what it cannot read itself
+        return sha256_of(file)
+    return None
 
 
 def write_run_id(store: Path) -> None:

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from compress.core.stage import Stage
     from compress.core.task import Task
 
-MOST_POINTS = 1.0
+MAX_POINTS_LOST = 1.0
 """Percentage points that a metric from 0 to 1 may lose without a warning."""
-MOST_SHARE = 0.02
+MAX_SHARE_LOST = 0.02
 """Share of its value that any other metric may lose without a warning."""
-SAME_NUMBERS = ("train", "export_", "package_")
+UNCOMPRESSING_STAGES = ("train", "export_", "package_")
 """Prefixes of stages that do not compress; exporters compare their file with its source anyway."""
 
 
@@ -124,7 +124,7 @@ def advice(plan: Plan) -> tuple[str, ...]:
     """Advise a gate if none checks what compression costs in accuracy."""
     unjudged = {*stages_without_gate(plan.stages)}
     for planned in plan.stages:
-        if planned.stage.stage.startswith(SAME_NUMBERS):
+        if planned.stage.stage.startswith(UNCOMPRESSING_STAGES):
             unjudged.discard(planned.name)
     if not unjudged:
         return ()
@@ -224,8 +224,8 @@ def is_much(metric: Metric, before: float, after: float) -> bool:
     """Whether a metric fell by more than a point, or by more than 2 % if it is not from 0 to 1."""
     if _is_share(metric, before, after):
         # Rounded: 0.9 - 0.89 is a little more than a point in binary.
-        return round(metric.drop_points(before, after), 9) > MOST_POINTS
-    return _share_lost(metric, before, after) > MOST_SHARE
+        return round(metric.drop_points(before, after), 9) > MAX_POINTS_LOST
+    return _share_lost(metric, before, after) > MAX_SHARE_LOST
 
 
 def _is_share(metric: Metric, before: float, after: float) -> bool:

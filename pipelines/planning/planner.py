@@ -46,33 +46,29 @@ if TYPE_CHECKING:
     from pipelines.config.pipeline import PipelineConfig
 
 
+CLASSIFIERS = ("audio", "image", "text", "video")
 OF_HUGGING_FACE = {
-    "audio-classification": "classification",
+    **{f"{kind}-classification": "classification" for kind in CLASSIFIERS},
     "feature-extraction": "embedding",
     # Labels of the masked tokens, and -100 elsewhere.
     "fill-mask": "token-classification",
-    "image-classification": "classification",
     "image-segmentation": "segmentation",
     "multiple-choice": "classification",
     "object-detection": "detection",
-    "text-classification": "classification",
     "text-generation": "causal-lm",
     "token-classification": "token-classification",
-    "video-classification": "classification",
 }
 """`model.task`, by its name in transformers' pipelines → the task; others have none here."""
 OF_CLASSES = {
-    "ForAudioClassification": "classification",
+    **{f"For{kind.title()}Classification": "classification" for kind in CLASSIFIERS},
+    "ForSequenceClassification": "classification",
     "ForMaskedLM": "token-classification",
-    "ForImageClassification": "classification",
     "ForSemanticSegmentation": "segmentation",
     "ForMultipleChoice": "classification",
     "ForObjectDetection": "detection",
-    "ForSequenceClassification": "classification",
     "ForCausalLM": "causal-lm",
     "LMHeadModel": "causal-lm",
     "ForTokenClassification": "token-classification",
-    "ForVideoClassification": "classification",
 }
 """End of the name of a model class of transformers → the task."""
 OF_PROBLEMS = {"regression": "regression", "multi_label_classification": "multilabel"}
@@ -368,14 +364,7 @@ def _with_gates(
 
 
 def check_runtime(pipeline: PipelineConfig, index: int, number: int, earlier: Set[str]) -> None:
-    """Refuse an `against` that names neither an earlier stage nor a runtime of the float model.
-
-    Args:
-        pipeline: the pipeline.
-        index: position of the stage.
-        number: position of the gate in the stage.
-        earlier: names of the stages before it, and `source`.
-    """
+    """Refuse an `against` that names neither an earlier stage nor a runtime of the float model."""
     gate = pipeline.stages[index].gates[number]
     name = str(gate.against)
     where = pipeline.place("stages", index, "gates", number, "against")
@@ -466,26 +455,21 @@ def task_of(pipeline: PipelineConfig) -> tuple[Task | None, str]:
         return TASKS["regression"], f"as metric is {metric}"
     if not isinstance(pipeline.model, HuggingFaceModel):
         return None, ""
-    name, reason = _of_folder(pipeline.folder / pipeline.model.huggingface, pipeline.model.task)
+    try:
+        config = read_json(pipeline.folder / pipeline.model.huggingface / "config.json")
+        class_name = str((config.get("architectures") or [""])[0])
+        problem = config.get("problem_type")
+    except (ArtifactInvalid, LookupError, TypeError):
+        return None, ""  # refused where the folder is read
+    name = OF_HUGGING_FACE.get(pipeline.model.task or "")
+    reason = f"as model.task is {pipeline.model.task}"
+    if pipeline.model.task is None:
+        ends = (task for end, task in OF_CLASSES.items() if class_name.endswith(end))
+        name, reason = next(ends, None), f"as the model is a {class_name}"
+    if name == "classification" and problem in OF_PROBLEMS:
+        name, reason = OF_PROBLEMS[problem], f"as the model's problem_type is {problem}"
     task = TASKS.get(name or "")
     # A loss that the file names says more than a class, which may be used for something else.
     if task is None or (loss is not None and loss not in task.losses):
         return None, ""
     return task, reason
-
-
-def _of_folder(folder: Path, model_task: str | None) -> tuple[str | None, str]:
-    """Return the name of the task of a Hugging Face folder, and what shows it."""
-    try:
-        config = read_json(folder / "config.json")
-        architectures = config.get("architectures") or [""]
-        class_name, problem = str(architectures[0]), config.get("problem_type")
-    except (ArtifactInvalid, LookupError, TypeError):
-        return None, ""  # refused where the folder is read
-    name, reason = OF_HUGGING_FACE.get(model_task or ""), f"as model.task is {model_task}"
-    if model_task is None:
-        ends = (task for end, task in OF_CLASSES.items() if class_name.endswith(end))
-        name, reason = next(ends, None), f"as the model is a {class_name}"
-    if name == "classification" and problem in OF_PROBLEMS:
-        return OF_PROBLEMS[problem], f"as the model's problem_type is {problem}"
-    return name, reason

@@ -34,16 +34,15 @@ from pipelines.system.jsonl_log import LOG
 from pipelines.system.templates import render_template
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
     from pathlib import Path
 
-    from pipelines.reporting.stage_rows import StageRow
 
 SHOWN_ELSEWHERE = ("history",)
 """Facts that the page already shows in a plot and a table."""
 MODEL_KEYS = ("huggingface", "timm", "factory", "file")
 """Settings of `model`, of which the first that is given says what was compressed."""
-MOST_CHARACTERS = 40_000
+MAX_CHARACTERS = 40_000
 """Characters of facts and settings on the page; for more, the page names the JSON file."""
 
 
@@ -63,6 +62,16 @@ def render(report: Report, out: Path | None = None) -> str:
     metric = ((lock.get("settings") or {}).get("metric") or {}).get("name", "metric")
     model = (lock.get("settings") or {}).get("model") or {}
     settings = json.dumps(lock.get("settings"), indent=1, sort_keys=True)
+    artifacts = [(row, row.report.artifact) for row in rows if row.report]
+    facts, left = [], MAX_CHARACTERS
+    for row, artifact in artifacts:
+        own = {n: value for n, value in artifact.facts.items() if n not in SHOWN_ELSEWHERE}
+        if own:
+            text = json.dumps(own, indent=1)
+            if len(text) > left:
+                text = f"{', '.join(own)}: see report.json"
+            left -= len(text)
+            facts.append((row.name, text))
     return render_template(
         "report.html.jinja",
         report=report,
@@ -74,8 +83,12 @@ def render(report: Report, out: Path | None = None) -> str:
         headline=headline(report),
         speed_in_words=speed_in_words,
         failures=failure_reasons(rows),
-        served=_names_of_kind(rows, "torchserve"),
-        simulated=_names_of_kind([r for r in rows if r.stage != "export_program"], "graph"),
+        served=[row.name for row, artifact in artifacts if artifact.kind == "torchserve"],
+        simulated=[
+            row.name
+            for row, artifact in artifacts
+            if artifact.kind == "graph" and row.stage != "export_program"
+        ],
         fronts=fronts,
         deployable=ends[:SHOWN_FIRST],
         also_deployable=ends[SHOWN_FIRST:],
@@ -89,32 +102,13 @@ def render(report: Report, out: Path | None = None) -> str:
         source=source_hashes(report),
         links=proof_chain(report, rows, out),
         lineages=lineage_paths(rows, ends[:SHOWN_FIRST]),
-        facts=_facts(rows),
-        settings=settings if len(settings) <= MOST_CHARACTERS else "see lock.json",
+        facts=facts,
+        settings=settings if len(settings) <= MAX_CHARACTERS else "see lock.json",
         rule_in_words=rule_in_words,
         value_in_words=value_in_words,
         fidelity_of=fidelity_of,
         sameness_of=sameness_of,
     )
-
-
-def _names_of_kind(rows: Sequence[StageRow], kind: str) -> list[str]:
-    return [row.name for row in rows if row.report and row.report.artifact.kind == kind]
-
-
-def _facts(rows: Sequence[StageRow]) -> list[tuple[str, str]]:
-    """Return each stage's facts as JSON text; their names alone once the page is too long."""
-    texts, left = [], MOST_CHARACTERS
-    for row in rows:
-        facts = dict(row.report.artifact.facts) if row.report else {}
-        facts = {name: value for name, value in facts.items() if name not in SHOWN_ELSEWHERE}
-        if facts:
-            text = json.dumps(facts, indent=1)
-            if len(text) > left:
-                text = f"{', '.join(facts)}: see report.json"
-            left -= len(text)
-            texts.append((row.name, text))
-    return texts
 
 
 def rerender_report(out: Path, announce: Callable[[str], None]) -> Report:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 import struct
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from compress.artifacts.artifact import Artifact
 from compress.common.errors import ArtifactInvalid
-from pipelines.reporting.svg_plots import DRAWN_POINTS, Axis, Plot, axis_for, line_plot
+from pipelines.reporting.svg_plots import MAX_DRAWN_POINTS, Plot, axis_for, line_plot
 from pipelines.system.templates import readable_bytes
 
 if TYPE_CHECKING:
@@ -20,13 +21,13 @@ if TYPE_CHECKING:
     from pipelines.reporting.stage_rows import StageRow
     from pipelines.results.schema import Report
 
-LARGEST_LAYERS, WORST_LAYERS = 15, 12
+MAX_SIZE_ROWS, MAX_SENSITIVITY_ROWS = 15, 12
 """Rows of the size table and of each sensitivity table."""
-COLUMNS, TABLES = 6, 6
+MAX_COLUMNS, MAX_TABLES = 6, 6
 """Most stages in the size table, and most sensitivity tables on the page."""
-STRIP = 180
+STRIP_WIDTH = 180
 """Width of a strip, in units of its SVG view box."""
-DRAWN_TRAININGS = 12
+MAX_DRAWN_TRAININGS = 12
 """Most trainings with plots, to keep the page small; the table lists all of them."""
 
 
@@ -66,11 +67,11 @@ def layer_sizes(rows: Sequence[StageRow], out: Path | None) -> LayerTable | None
     columns = [(" = ".join(names[key]), layers) for key, layers in found.items() if layers]
     if not columns:
         return None
-    shown = columns[:COLUMNS]
+    shown = columns[:MAX_COLUMNS]
     heaviest: dict[str, int] = {}
     for _, layers in shown:
         heaviest |= {n: max(size, heaviest.get(n, 0)) for n, size in layers.items()}
-    largest = set(sorted(heaviest, key=lambda n: -heaviest[n])[:LARGEST_LAYERS])
+    largest = set(sorted(heaviest, key=lambda n: -heaviest[n])[:MAX_SIZE_ROWS])
     ordered = [name for name in heaviest if name in largest]
     most = max(heaviest.values()) or 1
     table = []
@@ -84,7 +85,7 @@ def layer_sizes(rows: Sequence[StageRow], out: Path | None) -> LayerTable | None
         table.append((f"{others} smaller layers", tuple(Cell(readable_bytes(s)) for s in sums)))
     sums = [sum(of.values()) for _, of in shown]
     table.append(("all layers", tuple(Cell(readable_bytes(s)) for s in sums)))
-    left = ", ".join(name for name, _ in columns[COLUMNS:])
+    left = ", ".join(name for name, _ in columns[MAX_COLUMNS:])
     return LayerTable(
         "Bytes of weights and buffers by layer",
         tuple(name for name, _ in shown),
@@ -114,8 +115,8 @@ def _bytes_by_layer(file: Path) -> dict[str, int]:
 def layer_sensitivities(rows: Sequence[StageRow]) -> tuple[list[LayerTable], list[str]]:
     """Return the tables of measured sensitivities, and the names of stages left out for space."""
     found = [(row.name, table) for row in rows if row.report for table in _measured(row)]
-    left = list(dict.fromkeys(name for name, _ in found[TABLES:]))
-    return [table for _, table in found[:TABLES]], left
+    left = list(dict.fromkeys(name for name, _ in found[MAX_TABLES:]))
+    return [table for _, table in found[:MAX_TABLES]], left
 
 
 def _measured(row: StageRow) -> Iterator[LayerTable]:
@@ -132,12 +133,12 @@ def _measured(row: StageRow) -> Iterator[LayerTable]:
         by_layer = {x["module"]: (x["sensitivity"], x["format"]) for x in layers}
         title = f"{row.name}: sensitivity of each layer, and the format it was given"
         yield _table(title, ("sensitivity as the stage's settings ask", "format"), by_layer)
-    harms = facts.get("harm_alone") or {}
-    if harms:
-        unit = "points" if all("points" in harm for harm in harms.values()) else "distance"
+    alone = facts.get("harm_alone") or {}
+    if alone:
+        unit = "points" if all("points" in loss for loss in alone.values()) else "distance"
         words = {"points": "points of the metric lost", "distance": "distance of the outputs"}
         title = f"{row.name}: accuracy loss when one block alone is removed"
-        yield _table(title, (words[unit],), {n: (harm[unit],) for n, harm in harms.items()})
+        yield _table(title, (words[unit],), {n: (loss[unit],) for n, loss in alone.items()})
     refit = (facts.get("refit") or {}).get("layers") or {}
     if refit:
         title = f"{row.name}: relative error of a layer's result after the cut"
@@ -155,7 +156,7 @@ def _table(
         # What is no number comes last.
         return (value if lowest_first else -value) if isinstance(value, int | float) else 1e300
 
-    ordered = sorted(figures, key=rank)[:WORST_LAYERS]
+    ordered = sorted(figures, key=rank)[:MAX_SENSITIVITY_ROWS]
     numbers = [v for values in figures.values() for v in values if isinstance(v, int | float)]
     most = max(map(abs, numbers), default=0) or 1
     rows = []
@@ -172,44 +173,15 @@ def _table(
     return LayerTable(title, columns, tuple(rows), left)
 
 
-@dataclass(frozen=True)
-class CallQuantiles:
-    """5, 25, 50, 75 and 95 % quantiles of the calls, as x positions on a strip."""
+def latency_spreads(rows: Sequence[StageRow]) -> dict[str, Any] | None:
+    """Compute box strips of latencies and speedups, one for each row; None without distributions.
 
-    low: float
-    first: float
-    median: float
-    third: float
-    high: float
-
-
-@dataclass(frozen=True)
-class SpeedupBlocks:
-    """Speedup of each block of calls, their median and its interval, as x positions on a strip."""
-
-    dots: str
-    """SVG path with one dot per block."""
-    low: float
-    median: float
-    high: float
-
-
-@dataclass(frozen=True)
-class LatencySpreads:
-    """One strip for each row; all rows share the axes."""
-
-    calls: dict[int, CallQuantiles]
-    """By row number; a row whose report has no quantiles (an older run) is missing."""
-    blocks: dict[int, SpeedupBlocks]
-    calls_ends: tuple[float, float]
-    """Milliseconds at the ends of the strips."""
-    blocks_ends: tuple[float, float]
-    equal: float | None
-    """x position of speedup 1; None where it lies beyond the axis."""
-
-
-def latency_spreads(rows: Sequence[StageRow]) -> LatencySpreads | None:
-    """Compute the strips of a run's rows; None where the report has no distributions."""
+    Returns:
+        `calls`: row number → x positions of the 5, 25, 50, 75 and 95 % quantiles of its calls;
+        `blocks`: row number → an SVG path with a dot for the speedup of each block of calls, x
+        positions of their median and its interval; the values at the `ends` of both kinds of
+        strips; and the x position of an `equal` speed, None where it lies beyond the axis.
+    """
     measured = {row.number: row.measured for row in rows if row.measured}
     times = {n: m.latency_ms.ventiles for n, m in measured.items() if not m.latency_ms.reason}
     times = {number: ventiles for number, ventiles in times.items() if len(ventiles) == 19}
@@ -220,34 +192,30 @@ def latency_spreads(rows: Sequence[StageRow]) -> LatencySpreads | None:
     }
     if not times or not ratios:
         return None
-    time_axis = _axis([end for ventiles in times.values() for end in (ventiles[0], ventiles[-1])])
-    ends = [
-        end for block_ratios, _, interval in ratios.values() for end in (*block_ratios, *interval)
-    ]
-    ratio_axis = _axis(ends)
-    return LatencySpreads(
-        calls={
-            # The places of 5, 25, 50, 75 and 95 % among the 19 ventiles.
-            number: CallQuantiles(*(time_axis.position(ventiles[i]) for i in (0, 4, 9, 14, 18)))
+    ends = [end for ventiles in times.values() for end in (ventiles[0], ventiles[-1])]
+    time = axis_for(ends, 3, STRIP_WIDTH - 3, log=True)
+    ends = [end for own, _, interval in ratios.values() for end in (*own, *interval)]
+    ratio = axis_for(ends, 3, STRIP_WIDTH - 3, log=True)
+    # The places of these quantiles among the 19 ventiles.
+    places = {"low": 0, "first": 4, "median": 9, "third": 14, "high": 18}
+    return {
+        "calls": {
+            number: {name: time.position(ventiles[i]) for name, i in places.items()}
             for number, ventiles in times.items()
         },
-        blocks={
-            number: SpeedupBlocks(
-                dots="".join(f"M{ratio_axis.position(ratio):g} 9h0" for ratio in block_ratios),
-                low=ratio_axis.position(interval[0]),
-                median=ratio_axis.position(median),
-                high=ratio_axis.position(interval[1]),
-            )
-            for number, (block_ratios, median, interval) in ratios.items()
+        "blocks": {
+            number: {
+                "dots": "".join(f"M{ratio.position(one):g} 9h0" for one in own),
+                "low": ratio.position(low),
+                "median": ratio.position(median),
+                "high": ratio.position(high),
+            }
+            for number, (own, median, (low, high)) in ratios.items()
         },
-        calls_ends=(time_axis.low, time_axis.high),
-        blocks_ends=(ratio_axis.low, ratio_axis.high),
-        equal=ratio_axis.position(1) if ratio_axis.low <= 1 <= ratio_axis.high else None,
-    )
-
-
-def _axis(values: Sequence[float]) -> Axis:
-    return axis_for(values, 3, STRIP - 3, log=True)
+        "calls_ends": (time.low, time.high),
+        "blocks_ends": (ratio.low, ratio.high),
+        "equal": ratio.position(1) if ratio.low <= 1 <= ratio.high else None,
+    }
 
 
 @dataclass(frozen=True)
@@ -266,7 +234,7 @@ class Training:
     @property
     def thinned(self) -> int:
         """Interval between the epochs that the plot shows."""
-        return -(-(self.epochs + 1) // DRAWN_POINTS)
+        return -(-(self.epochs + 1) // MAX_DRAWN_POINTS)
 
 
 def trainings_of(rows: Sequence[StageRow], metric: str) -> list[Training]:
@@ -281,7 +249,7 @@ def trainings_of(rows: Sequence[StageRow], metric: str) -> list[Training]:
         trained = [epoch for epoch in history if epoch["epoch"] > 0]  # 0 is before the training
         losses = [_finite(epoch.get("loss")) for epoch in trained] or [None]
         plots = []
-        if len(found) < DRAWN_TRAININGS:
+        if len(found) < MAX_DRAWN_TRAININGS:
             for key, words in (("loss", "training loss"), ("metric", f"{metric} on val")):
                 values = [(epoch["epoch"], epoch.get(key)) for epoch in history]
                 title, names = f"{row.name}: {words} by epoch", ("epoch", words)
@@ -334,31 +302,25 @@ def proof_chain(report: Report, rows: Sequence[StageRow], out: Path | None) -> l
     lock: Any = report.lock
     digests = dict(lock.get("artifacts") or {})
     digests |= {row.name: row.report.artifact.digest for row in rows if row.report}
-    return [
-        ProofLink(row, digests.get(row.input, ""), _check(row, digests.get(row.input), out))
-        for row in rows
-        if row.report
-    ]
-
-
-def _check(row: StageRow, read: str | None, out: Path | None) -> str:
-    assert row.report
-    if out is None:
-        return "not here"
-    try:
-        found = Artifact.read_manifest(out / row.report.artifact.path)
-    except ArtifactInvalid:
-        return "not here"
-    artifact, manifest = row.report.artifact, found.manifest
-    file = manifest.files.get(artifact.file)
-    agrees = (
-        found.digest == artifact.digest
-        and file is not None
-        and file.sha256 == artifact.sha256
-        and bool(manifest.lineage)
-        and manifest.lineage[-1].inputs.get("input") == read
-    )
-    return "agrees" if agrees else "differs"
+    links = []
+    for row in rows:
+        if row.report is None:
+            continue
+        artifact, read, check = row.report.artifact, digests.get(row.input), "not here"
+        with suppress(ArtifactInvalid):
+            if out is not None:
+                found = Artifact.read_manifest(out / artifact.path)
+                file, lineage = found.manifest.files.get(artifact.file), found.manifest.lineage
+                agrees = (
+                    found.digest == artifact.digest
+                    and file is not None
+                    and file.sha256 == artifact.sha256
+                    and bool(lineage)
+                    and lineage[-1].inputs.get("input") == read
+                )
+                check = "agrees" if agrees else "differs"
+        links.append(ProofLink(row, read or "", check))
+    return links
 
 
 def lineage_paths(rows: Sequence[StageRow], ends: Sequence[StageRow]) -> list[list[str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from compress.common.errors import CompressError
@@ -78,11 +78,28 @@ def build_rows(report: Report) -> list[StageRow]:
 
     The imported model comes first where it is the baseline.
     """
+    from compress.core.verdict import explain
+
     rows = []
     if report.baseline and report.baseline_name == SOURCE:
         rows.append(StageRow(0, SOURCE, SOURCE, "–", "measured", measured=report.baseline))
     for number, stage in enumerate(outcomes_in_order(report), rows[-1].number + 1 if rows else 1):
-        rows.append(_row(number, stage))
+        row = StageRow(number, stage.name, stage.stage, "", "skipped")
+        if isinstance(stage, FailureReport):
+            row = replace(row, status=stage.status, why=stage.error)
+        elif isinstance(stage, SkippedReport):
+            row = replace(row, why=f"skipped, as {stage.because} did not pass")
+        else:
+            refused = [verdict for verdict in stage.verdicts if not verdict.passed]
+            row = replace(
+                row,
+                input=stage.input,
+                status="refused" if refused else "passed" if stage.verdicts else "measured",
+                why="; ".join(map(explain, refused)),
+                measured=stage.measurements,
+                report=stage,
+            )
+        rows.append(row)
     return rows
 
 
@@ -93,21 +110,6 @@ def outcomes_in_order(report: Report) -> list[StageOutcome]:
     places = {name: place for place, name in enumerate([SOURCE, *names])}
     found: tuple[StageOutcome, ...] = (*report.stages, *report.failures, *report.skipped)
     return sorted(found, key=lambda stage: places.get(stage.name, len(places)))
-
-
-def _row(number: int, stage: StageOutcome) -> StageRow:
-    from compress.core.verdict import explain
-
-    if isinstance(stage, FailureReport):
-        return StageRow(number, stage.name, stage.stage, "", stage.status, stage.error)
-    if isinstance(stage, SkippedReport):
-        why = f"skipped, as {stage.because} did not pass"
-        return StageRow(number, stage.name, stage.stage, "", "skipped", why)
-    refused = [verdict for verdict in stage.verdicts if not verdict.passed]
-    status = "refused" if refused else "passed" if stage.verdicts else "measured"
-    why = "; ".join(map(explain, refused))
-    measured = stage.measurements
-    return StageRow(number, stage.name, stage.stage, stage.input, status, why, measured, stage)
 
 
 def higher_is_better(report: Report) -> bool | None:
@@ -129,8 +131,26 @@ def pareto_fronts(report: Report, rows: Sequence[StageRow]) -> ParetoFronts | No
     name = found[0].measured.metric.name  # type: ignore[union-attr]
     better = higher_is_better(report)
     timed = [row for row in found if row.measured and row.measured.speedup is not None]
-    sizes = [_by_size(row, better) for row in found]
-    times = [_by_time(row, better) for row in timed]
+    sizes, times = [], []
+    for row in found:
+        assert row.measured and row.metric is not None
+        size, speedup = row.measured.bytes, row.measured.speedup
+        title = f"{row.number} {row.name}: {row.metric:.4f}, "
+        point = Point(
+            label=str(row.number),
+            title=f"{title}{readable_bytes(size)}",
+            x=size,
+            y=row.metric,
+            refused=row.status == "refused",
+            y_interval=_metric_interval(row, better),
+        )
+        sizes.append(point)
+        if speedup is not None:
+            # From interleaved calls: medians that were measured minutes apart would also differ by
+            # the machine's changing clock and load.
+            high, low = (1 / end for end in row.measured.speedup_interval or (speedup, speedup))
+            title += f"{1 / speedup:.3g} of the baseline's time (95 %: {low:.3g} to {high:.3g})"
+            times.append(replace(point, title=title, x=1 / speedup, x_interval=(low, high)))
     direction = {True: ", higher is better", False: ", lower is better", None: ""}[better]
     smallest = set() if better is None else pareto_indices(sizes, better)
     fastest = set() if better is None else pareto_indices(times, better)
@@ -173,30 +193,6 @@ def _metric_interval(row: StageRow, higher_is_better: bool | None) -> tuple[floa
         ends = (min(max(end, 0.0), 1.0) for end in ends)
     low, high = sorted(ends)
     return low, high
-
-
-def _by_size(row: StageRow, better: bool | None) -> Point:
-    assert row.measured and row.metric is not None
-    size = row.measured.bytes
-    title = f"{row.number} {row.name}: {row.metric:.4f}, {readable_bytes(size)}"
-    interval, refused = _metric_interval(row, better), row.status == "refused"
-    return Point(str(row.number), title, size, row.metric, None, refused, interval)
-
-
-def _by_time(row: StageRow, better: bool | None) -> Point:
-    assert row.measured and row.metric is not None and row.measured.speedup
-    # From interleaved calls: medians that were measured minutes apart would also differ by the
-    # machine's changing clock and load.
-    ratio = row.measured.speedup
-    share = 1 / ratio
-    high, low = (1 / end for end in row.measured.speedup_interval or (ratio, ratio))
-    title = (
-        f"{row.number} {row.name}: {row.metric:.4f}, {share:.3g} of the baseline's time "
-        f"(95 %: {low:.3g} to {high:.3g})"
-    )
-    refused = row.status == "refused"
-    interval = _metric_interval(row, better)
-    return Point(str(row.number), title, share, row.metric, (low, high), refused, interval)
 
 
 def deployable_rows(

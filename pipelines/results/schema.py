@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
     from compress.artifacts.artifact import Artifact
 
-REPORT, PAGE = "report.json", "report.html"
+REPORT, REPORT_PAGE = "report.json", "report.html"
 Status = Literal["passed", "refused", "failed", "interrupted"]
 FIDELITY = "fidelity"
 """Fact of a quantized artifact: comparison of its outputs with the float model's."""
-IN_PYTORCH = {"graph": "; PyTorch simulates integers: export it"}
+SIMULATED_KINDS = {"graph": "; PyTorch simulates integers: export it"}
 """Artifact kinds that simulate quantization, and the hint for their speed."""
-SLOWER = 0.95
+SLOWER_RATIO = 0.95
 """Speed ratio below which a stage is slower; medians of equal models differ by some percent."""
 
 
@@ -173,7 +173,7 @@ class Report(Settings):
 
     def write(self, out: Path, page: str) -> None:
         """Write the report, its rendered page, and lock.json, whose digest report.json holds."""
-        write_atomically(out / PAGE, page)
+        write_atomically(out / REPORT_PAGE, page)
         # Through JSON text, where NaN is null, for readers that are not Python's.
         write_report(out / REPORT, json.loads(self.model_dump_json()), self.lock)
 
@@ -199,7 +199,11 @@ class Report(Settings):
 
 def remove_report(out: Path) -> None:
     """Remove the report of an earlier run, so that a killed run does not seem to have passed."""
-    for name in (REPORT, PAGE, LOCK):  # in this order: without the report, no other one is believed
+    for name in (
+        REPORT,
+        REPORT_PAGE,
+        LOCK,
+    ):  # in this order: without the report, no other one is believed
         (out / name).unlink(missing_ok=True)
 
 
@@ -285,7 +289,7 @@ def slower_than_float(stages: Sequence[StageReport], baseline: str) -> Iterator[
     rows = {stage.name: stage for stage in stages}
     read = {stage.input for stage in stages}
     for stage in stages:
-        own, where = stage.measurements.same_runtime, IN_PYTORCH.get(stage.artifact.kind, "")
+        own, where = stage.measurements.same_runtime, SIMULATED_KINDS.get(stage.artifact.kind, "")
         if own is None or own.speedup is None or (where and stage.name in read):
             continue
         quantized = _quantizing_stage(stage, rows)
@@ -298,7 +302,7 @@ def slower_than_float(stages: Sequence[StageReport], baseline: str) -> Iterator[
             yield f"{stage.name}: slower than {against}{where}"
         elif parent and parent.measurements.speedup and stage.measurements.speedup:
             ratio = stage.measurements.speedup / parent.measurements.speedup
-            if ratio < SLOWER:
+            if ratio < SLOWER_RATIO:
                 yield f"{stage.name}: slower than {parent.name} ({ratio:.2g}×){where}"
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from compress.data.fingerprint import Contents
     from compress.data.splits import Splits
 
-FEWEST_SAMPLES = 30
+MIN_VAL_SAMPLES = 30
 """Of `val`: with fewer, one sample moves an accuracy by more than three points."""
 
 
@@ -35,12 +35,12 @@ def validation_data_warnings(contents: Contents) -> Iterator[str]:
     facts = contents.facts
     labelled = int(facts["val"].rows["labelled"].sum()) if "val" in facts else 0
     # Without any target, none is needed.
-    samples = labelled or contents.lengths.get("val", FEWEST_SAMPLES)
+    samples = labelled or contents.lengths.get("val", MIN_VAL_SAMPLES)
     with_label = " with a label" if samples < contents.lengths.get("val", 0) else ""
-    if samples < FEWEST_SAMPLES:
+    if samples < MIN_VAL_SAMPLES:
         yield (
             f"val has {samples} samples{with_label}, so that one of them moves an accuracy by "
-            f"{100 / samples:.2g} points; use at least {FEWEST_SAMPLES}"
+            f"{100 / samples:.2g} points; use at least {MIN_VAL_SAMPLES}"
         )
     splits = [name for name in dict.fromkeys(("val", "test", *facts)) if name in facts]
     for measured, other in combinations(splits, 2):
@@ -105,20 +105,15 @@ def constant_score(data: Splits, metric: Metric) -> float | None:
         return None
     try:
         metric = metric.with_inferred_loss(data)
-        scores = [
-            _score_of_constant(row, targets, metric)
-            for row in _constant_outputs(torch.cat(targets), metric)
-        ]
+        scores = []
+        for row in _constant_outputs(torch.cat(targets), metric):
+            meter = MetricMeter(metric)
+            for batch in targets:
+                meter.update(row.expand(len(batch), *row.shape[1:]), batch)
+            scores.append(meter.compute())
     except Exception:  # noqa: BLE001 - a metric may want outputs of another form
         return None
     return max(scores) if metric.higher_is_better else min(scores)
-
-
-def _score_of_constant(row: torch.Tensor, targets: list[torch.Tensor], metric: Metric) -> float:
-    meter = MetricMeter(metric)
-    for batch in targets:
-        meter.update(row.expand(len(batch), *row.shape[1:]), batch)
-    return meter.compute()
 
 
 def _constant_outputs(targets: torch.Tensor, metric: Metric) -> Iterator[torch.Tensor]:

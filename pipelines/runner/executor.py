@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -17,8 +16,12 @@ from pipelines.executors.task import StageTask
 from pipelines.planning.loss_and_metric import fitting_loss
 from pipelines.results.measurements import Measurements
 from pipelines.results.schema import TestReport
-from pipelines.runner import events
-from pipelines.runner.cache_keys import history_before, source_key_parts, stage_key_parts
+from pipelines.runner.cache_keys import (
+    history_before,
+    served_latency,
+    source_key_parts,
+    stage_key_parts,
+)
 from pipelines.runner.data_warnings import unlike_test
 from pipelines.runner.evaluator import (
     NOT_ASKED_FOR,
@@ -27,9 +30,9 @@ from pipelines.runner.evaluator import (
     measure_artifact,
     score_of,
 )
+from pipelines.runner.events import RunEvent
 from pipelines.runner.inputs import import_source
 from pipelines.runner.run_state import CacheLookup
-from pipelines.runner.served_latency import served_latency
 from pipelines.store.entry import Entry, Record
 from pipelines.store.local import publish, unpublish
 from pipelines.system.error_context import name_stage_in_errors
@@ -40,6 +43,7 @@ if TYPE_CHECKING:
     from compress.core.verdict import Verdict
     from pipelines.executors.engines import Engine
     from pipelines.planning.plan import PlannedStage
+    from pipelines.runner.events import EventName
     from pipelines.runner.run_state import RunState
 
 RERUN_REQUESTED = "asked to run again"
@@ -78,19 +82,12 @@ class PipelineExecutor:
             "stages": [planned.stage.own_settings() for planned in state.plan.stages],
         }
         context = state.context(SOURCE)
-        fitting = functools.partial(
-            fitting_loss, state.plan, state.pipeline, source, context, state.contents
+        plan, pipeline, contents = state.plan, state.pipeline, state.contents
+        line = MeasurementCache(lookup.entry, source).get_or_measure(
+            loss_key, lambda: fitting_loss(plan, pipeline, source, context, contents)
         )
-        line = str(state.entries[SOURCE].cached_value(loss_key, source, fitting))
         if line:
-            state.emit(events.RunEvent("task_known", None, line))
-
-    def run_stage(self, planned: PlannedStage) -> None:
-        """Take one stage's artifact from the store, or run the stage; then evaluate its gates."""
-        lookup = self.lookup(planned.name, stage_key_parts(self.state, planned))
-        if not lookup.cached:
-            lookup = self.commit(lookup, *self.task_for(planned, lookup)(self.state.progress))
-        self.evaluate(planned, lookup)
+            state.emit(RunEvent("task_known", None, line))
 
     def lookup(self, name: str, parts: dict[str, Any]) -> CacheLookup:
         """Look a stage's artifact up in the store; where it is not there, announce that it runs."""
@@ -102,7 +99,8 @@ class PipelineExecutor:
             self._register(name, artifact, entry, parts)
             return CacheLookup(name, parts, entry, "", record.seconds)
         reason = RERUN_REQUESTED if rerun else state.store.explain_miss(name, parts, state.contents)
-        state.emit(events.stage_started_event(name, reason))
+        line = f"{name}: running ({reason})"
+        state.emit(RunEvent("stage_started", name, line, {"reason": reason}))
         return CacheLookup(name, parts, entry, reason)
 
     def commit(
@@ -193,8 +191,8 @@ class PipelineExecutor:
             # Of an imported model that is not the baseline nothing is measured.
             "measurements": measurements.model_dump(mode="json") if measurements else None,
         }
-        event: events.EventName = "stage_cached" if lookup.cached else "stage_finished"
-        self.state.emit(events.RunEvent(event, name, f"{name}: {', '.join(words)}", fields))
+        event: EventName = "stage_cached" if lookup.cached else "stage_finished"
+        self.state.emit(RunEvent(event, name, f"{name}: {', '.join(words)}", fields))
 
     def _register(self, name: str, artifact: Artifact, entry: Entry, parts: dict[str, Any]) -> None:
         self.state.artifacts[name], self.state.entries[name] = artifact, entry
@@ -215,7 +213,11 @@ def schedule(executor: PipelineExecutor, engine: Engine | None) -> None:
             for planned in state.plan.stages:
                 if not outcome.should_skip(planned):
                     with outcome.record_failures(planned.name):
-                        executor.run_stage(planned)
+                        lookup = executor.lookup(planned.name, stage_key_parts(state, planned))
+                        if not lookup.cached:
+                            task = executor.task_for(planned, lookup)
+                            lookup = executor.commit(lookup, *task(state.progress))
+                        executor.evaluate(planned, lookup)
         else:
             ParallelScheduler(executor, engine, list(state.plan.stages)).run()
     finally:

@@ -18,9 +18,9 @@ from pipelines.executors.engines import check_engine, engine_for
 from pipelines.executors.launched import check_processes, write_run_id
 from pipelines.planning.loss_and_metric import infer_loss_and_metric
 from pipelines.planning.planner import build_plan
-from pipelines.results.schema import remove_report
-from pipelines.runner import events
+from pipelines.results.schema import remove_report, rerun_command
 from pipelines.runner.cache_keys import source_key_parts, stage_key_parts
+from pipelines.runner.events import RunEvent, event_listener
 from pipelines.runner.executor import RERUN_REQUESTED, PipelineExecutor, schedule
 from pipelines.runner.inputs import resolve_inputs
 from pipelines.runner.run_report import build_report
@@ -29,6 +29,7 @@ from pipelines.store.local import Store, note_samples
 from pipelines.system import signals
 from pipelines.system.error_context import readable_disk_errors
 from pipelines.system.jsonl_log import LOG, LogFile, log_event, log_handler
+from pipelines.system.machine_info import machine, versions
 from pipelines.system.signals import INTERRUPTED
 from pipelines.system.temp_files import temporary_files
 
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
     from pipelines.config.pipeline import PipelineConfig
     from pipelines.results.schema import Report, Status
+    from pipelines.runner.events import Level
     from pipelines.store.remote import Remote
 
 DEFAULTS = RunOptions()
@@ -53,11 +55,7 @@ def run(
 ) -> Report:
     """Run a pipeline and write its report; return it where all gates passed.
 
-    Args:
-        pipeline: the pipeline.
-        out: folder of the results.
-        options: what to run again, where to run it, and who is notified.
-        render: renders `report.html`, given the report and `out`.
+    `render` makes the text of `report.html` from the report and `out`.
 
     Raises:
         GateRefused: a gate refused and no stage failed; the report is written, and the artifact
@@ -87,7 +85,7 @@ def run(
         # Refused before the last report is removed.
         check_processes(pipeline, root)
         remove_report(out)
-        emit = events.event_listener(announce)
+        emit = event_listener(announce)
         state = RunState(pipeline, plan, out, store, data, options.progress, emit)
         stages = [planned.name for planned in plan.stages]
         if options.measured == "last":
@@ -127,14 +125,22 @@ def forked_measurement_process(
 def _execute(state: RunState, options: RunOptions, render: Callable[[Report, Path], str]) -> Report:
     """Execute all stages, and write the report however the run ends."""
     began = time.monotonic()
-    state.emit(events.run_started_event(state.pipeline, state.out))
+    pipeline = state.pipeline
+    fields = {
+        "pipeline": pipeline.name,
+        "command": rerun_command(pipeline.file, state.out),
+        "versions": dict(versions()),
+        "machine": dict(machine()),
+        "settings": pipeline.model_dump(mode="json", by_alias=True, exclude_unset=True),
+    }
+    line = f"{pipeline.name}: started"
+    state.emit(RunEvent("run_started", None, line, fields, is_announced=False))
     if state.plan.task_line:
-        state.emit(events.RunEvent("task_known", None, state.plan.task_line))
+        state.emit(RunEvent("task_known", None, state.plan.task_line))
     for warning in state.plan.warnings:  # announced before the log was there
         log_event("message", warning, level="warning")
     for warning in state.data_warnings:
-        line = f"warning: {warning}"
-        state.emit(events.RunEvent("message", None, line, level="warning"))
+        state.emit(RunEvent("message", None, f"warning: {warning}", level="warning"))
     try:
         with readable_disk_errors(state.out):
             executor = PipelineExecutor(state)
@@ -171,7 +177,15 @@ def _log_end(state: RunState, report: Report, seconds: float) -> None:
     for warning in report.warnings:
         if warning not in state.data_warnings:  # those were logged at the start
             log_event("message", warning, level="warning")
-    state.emit(events.run_finished_event(report, seconds))
+    fields = {
+        "status": report.status,
+        "error": report.error,
+        "seconds": seconds,
+        "test": report.test.values if report.test else {},
+    }
+    level: Level = "info" if report.status == "passed" else "error"
+    line = f"{report.pipeline}: {report.status}"
+    state.emit(RunEvent("run_finished", None, line, fields, level, is_announced=False))
 
 
 def preview_run(

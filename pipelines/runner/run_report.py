@@ -13,6 +13,7 @@ from pipelines.config.model_spec import SOURCE
 from pipelines.planning.plan import accuracy_drops
 from pipelines.results.schema import Report, measurement_warnings, rerun_command
 from pipelines.runner.data_warnings import constant_score, unlike_val
+from pipelines.runner.evaluator import MeasurementCache
 from pipelines.system.machine_info import machine, versions
 from pipelines.system.signals import INTERRUPTED, only_signals_interrupt
 
@@ -30,8 +31,14 @@ def build_report(state: RunState, status: Status, error: str = "") -> Report:
     plan, outcome, pipeline = state.plan, state.outcome, state.pipeline
     stages = tuple(state.reports[name] for name in plan.ordered(state.reports))
     failures = tuple(outcome.failures[name] for name in plan.ordered(outcome.failures))
+    doubts: dict[str, tuple[str, ...]] = {}
     # They may read data and score: who interrupts a run does not wait for that.
-    doubts = accuracy_warnings(state) if status != INTERRUPTED else {}
+    if status != INTERRUPTED:
+        try:
+            with only_signals_interrupt():
+                doubts.update(_accuracy_warnings(state))
+        except Exception:  # the report is written all the same, with the warnings so far
+            log.debug("accuracies could not be checked", exc_info=True)
     doubts |= state.test.unlike_val if state.test else {}
     doubtful = {name for names in doubts.values() for name in names}
     return Report(
@@ -77,18 +84,8 @@ def build_report(state: RunState, status: Status, error: str = "") -> Report:
     )
 
 
-def accuracy_warnings(state: RunState) -> dict[str, tuple[str, ...]]:
-    """Return a warning for each suspicious accuracy, with its likely cause → stages it is about."""
-    warnings: dict[str, tuple[str, ...]] = {}
-    try:
-        with only_signals_interrupt():
-            warnings.update(_accuracy_warnings(state))
-    except Exception:  # the report is written all the same, with the warnings so far
-        log.debug("accuracies could not be checked", exc_info=True)
-    return warnings
-
-
 def _accuracy_warnings(state: RunState) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield a warning for each suspicious accuracy, with its likely cause, and its stages."""
     plan, metric, data = state.plan, state.plan.metric, state.data
     measurements = {name: report.measurements for name, report in state.reports.items()}
     if state.baseline:
@@ -107,10 +104,14 @@ def _accuracy_warnings(state: RunState) -> Iterator[tuple[str, tuple[str, ...]]]
     if data is None:
         return
     key = {"constant answer": 1, "data": state.fingerprint, "metric": metric.identity()}
-    constant = state.entries[plan.baseline].cached_value(
-        key, state.artifacts[plan.baseline], lambda: constant_score(data, metric)
+    cache = MeasurementCache(state.entries[plan.baseline], state.artifacts[plan.baseline])
+    constant = cache.get_or_measure(
+        key,
+        measure=lambda: constant_score(data, metric),
+        load=lambda stored: stored if isinstance(stored, int | float) else None,
+        dump=lambda score: "none" if score is None else score,
     )
-    if not isinstance(constant, int | float):
+    if constant is None:
         return
     no_better = [
         name

@@ -9,12 +9,12 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from compress.common.dependency_recorder import Dependencies, digest_of, digest_of_variable
-from compress.common.errors import CompressError, GateRefused
+from compress.common.errors import CompressError, GateRefused, lines_of
 from compress.core.context import Context
 from pipelines.config.model_spec import SOURCE
 from pipelines.results.schema import FailureReport, SkippedReport
-from pipelines.runner import events
 from pipelines.runner.data_warnings import validation_data_warnings
+from pipelines.runner.events import RunEvent
 from pipelines.runner.inputs import source_parts
 from pipelines.store.local import WORK, StoredExports
 from pipelines.system import signals
@@ -105,7 +105,8 @@ class RunOutcome:
         if causes:
             fields = self._stage_fields(planned.name)
             self.skipped[planned.name] = SkippedReport(**fields, because=causes[0])
-            self.emit(events.stage_skipped_event(planned.name, causes[0]))
+            line = f"{planned.name}: skipped, as {causes[0]} did not pass"
+            self.emit(RunEvent("stage_skipped", planned.name, line, level="warning"))
         return bool(causes)
 
     def error(self) -> CompressError | None:
@@ -130,10 +131,10 @@ class RunOutcome:
 
     def _fail(self, name: str, error: str, *, ends_run: bool) -> None:
         failure = self.failures[name] = FailureReport(**self._stage_fields(name), error=error)
-        interrupted = failure.status == INTERRUPTED
-        self.emit(
-            events.stage_failed_event(name, error, interrupted=interrupted, ends_run=ends_run)
-        )
+        why = "failed: " + " ".join(lines_of(error)).removeprefix(f"{name}: ")
+        line = f"{name}: {INTERRUPTED if failure.status == INTERRUPTED else why}"
+        # An error that ends the run is announced at its end.
+        self.emit(RunEvent("stage_failed", name, line, {"error": error}, "error", not ends_run))
 
     def _stage_fields(self, name: str) -> dict[str, Any]:
         stage = self.plan.stage(name).stage.stage if name != SOURCE else SOURCE

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 LOG = "log.jsonl"
-MOST_BYTES = 8 * 2**20
+MAX_LOG_BYTES = 8 * 2**20
 """Size at which the log rotates to `log.jsonl.1`; older lines are dropped."""
 OWN_LOGGERS = ("compress", "export", "serve", "pipelines")
 
@@ -68,7 +68,7 @@ class LogFile(RotatingFileHandler):
     def __init__(self, file: Path, run: str, stage: Callable[[], str]) -> None:
         """Open the log of a run's id; `stage` returns the name of the running stage."""
         # `delay`: it is opened with the first record, once a torn last line was removed.
-        super().__init__(file, maxBytes=MOST_BYTES, backupCount=1, encoding="utf-8", delay=True)
+        super().__init__(file, maxBytes=MAX_LOG_BYTES, backupCount=1, encoding="utf-8", delay=True)
         self.file, self.run, self.stage = file, run, stage
         self.is_broken = False
 

@@ -15,7 +15,14 @@ import export
 import serve
 
 LIBRARIES = (
-    *("torch", "torchao", "onnx", "onnxscript", "onnxruntime", "openvino", "executorch", "numpy"),
+    "torch",
+    "torchao",
+    "onnx",
+    "onnxscript",
+    "onnxruntime",
+    "openvino",
+    "executorch",
+    "numpy",
     "torchserve",
 )
 

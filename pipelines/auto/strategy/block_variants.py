@@ -77,7 +77,7 @@ class BlockVariants:
         for done, variant in enumerate(self.added):
             now = time.monotonic()
             until = now + (deadline - now) / (len(self.added) - done)
-            deeper = programmes[()].harm if programmes else None
+            deeper = programmes[()].loss_increase if programmes else None
             losses = variant.measure_loss_increases(self.state.evaluator, until, deeper)
             programmes[variant.removed_blocks] = Programme(variant.space.grid, losses)
         return programmes
@@ -88,6 +88,9 @@ class BlockVariants:
         Returns:
             Whether one of them meets all limits but that of the drop.
         """
+        limits = self.state.settings.limits
+        if limits.latency is None and limits.size is None and limits.memory is None:
+            return True
         if self._is_feasible(self.whole):
             return True
         fewest = self._checked_whole(self.shallower[-1], deadline) if self.shallower else None
@@ -95,8 +98,6 @@ class BlockVariants:
 
     def _is_feasible(self, variant: BlockVariant) -> bool:
         state, limits = self.state, self.state.settings.limits
-        if limits.latency is None and limits.size is None and limits.memory is None:
-            return True
         smallest = ((group, widths[-1]) for group, widths in variant.space.grid.items())
         cut = tuple(sorted((g, width) for g, width in smallest if width != variant.space.whole[g]))
         removed = variant.removed_blocks

@@ -130,10 +130,6 @@ class Recovery:
         """Train models by successive halving; return whether there was one and time for it.
 
         Only as many begin as the time allows to train to the end, by how long the first takes.
-
-        Args:
-            contenders: models, of which one after the other is trained.
-            deadline: on the clock of :func:`time.monotonic`.
         """
         begin, before = time.monotonic(), 0
         for end in self.ends:
@@ -168,12 +164,9 @@ class Recovery:
 
 
 def models_to_begin(most: int, epochs: float, ends: Sequence[int]) -> int:
-    """Return with how many models, at least one, a successive halving takes so many epochs at most.
+    """Return with how many of `most` models a successive halving takes so many epochs at most.
 
-    Args:
-        most: models that there are.
-        epochs: those of all models together.
-        ends: epochs of training after which the better half goes on.
+    `epochs` are those of all models together; after each of `ends` the better half goes on.
     """
     for count in range(most, 1, -1):
         needed, left, before = 0, count, 0

@@ -126,7 +126,7 @@ def test_what_single_cuts_and_layers_lose_is_measured_again_where_it_was_changed
         known["0:16"] = 0.5
         save()
 
-    monkeypatch.setattr(search_state, "measure_harms", measure)
+    monkeypatch.setattr(search_state, "measure_loss_increases", measure)
     model = SimpleNamespace(digest="0" * 64)
     settings, context = SimpleNamespace(space=SimpleNamespace(widths=None)), SimpleNamespace()
     context.progress = context.device = None

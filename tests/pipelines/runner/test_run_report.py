@@ -105,9 +105,9 @@ ONNX = "name: onnx, stage: export_onnx"
 
 def advised(tmp_path, *stages: str) -> tuple[str, ...]:
     plan_of(tmp_path, *stages)
-    found = check_pipeline(tmp_path / "p.yaml", models=False)
-    assert tuple(found.content["warnings"]) == found.warnings
-    return found.warnings
+    content, _, warnings = check_pipeline(tmp_path / "p.yaml", models=False)
+    assert tuple(content["warnings"]) == warnings
+    return warnings
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 from pipelines import Pipeline
 from pipelines.planning.planner import build_plan
-from pipelines.runner.served_latency import latency_parts, served_latency
+from pipelines.runner.cache_keys import latency_parts, served_latency
 
 PRUNE = {"stage": "prune_channels", "target": {"latency": 0.5}}
 STATIC = {"stage": "quantize_static", "rounding": "adaround", "target": "onnxruntime-cpu"}

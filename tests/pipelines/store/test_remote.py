@@ -19,6 +19,7 @@ from pipelines import Pipeline
 from pipelines.commands.cache_miss import why
 from pipelines.config.run_options import RunOptions
 from pipelines.results.schema import Report
+from pipelines.runner.evaluator import MeasurementCache
 from pipelines.runner.run import preview_run
 from pipelines.store.entry import ANSWERS, Record, key_of
 from pipelines.store.local import Store
@@ -41,7 +42,7 @@ class Machine:
             entry = store.entry(parts)
             shutil.copytree(model.path, entry.artifact_path, dirs_exist_ok=True)
             store.commit("made", entry, Record(parts=parts, digest=model.digest, seconds=1.0))
-            entry.cached_value({"latency": 1}, model, lambda: 1.0)
+            MeasurementCache(entry, model).get_or_measure({"latency": 1}, lambda: 1.0)
 
     def find(self, parts: dict[str, str] = PARTS) -> Artifact | None:
         with Store.locked(self.root, self.said.append, self.remote) as store:
