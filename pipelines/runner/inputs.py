@@ -108,7 +108,7 @@ def resolve_inputs(pipeline: PipelineConfig) -> tuple[PipelineConfig, Splits | N
 
 def _parameters(pipeline: PipelineConfig) -> Sequence[str]:
     """Return the names of the model's positional parameters."""
-    from compress.artifacts.recipe_inference import positional_parameters
+    from compress.common.forward import positional_parameters
 
     spec = pipeline.model
     if isinstance(spec, ModelFile):
