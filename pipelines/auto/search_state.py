@@ -154,6 +154,7 @@ class SearchState:
             found = self.evaluator.evaluate(candidate, predicted_ms)
         except StageFailed as error:
             is_whole = not candidate.is_smaller and not candidate.float_layers
+            # With the float one latencies are compared, and mixed formats are made from the others.
             if is_whole and candidate.runtime == "onnx":
                 raise
             self.failed[candidate] = str(error)
@@ -269,6 +270,7 @@ class SearchState:
         if limits.memory is not None and len(taken) > 1:
             slope, constant = np.polyfit([*taken], [*taken.values()], 1).tolist()
             allowed = limits.memory / 2**20
+            # A line that does not rise says nothing about how large a file may be.
             if slope > 0:
                 within = [size for size, peak in taken.items() if peak <= allowed]
                 most.append(max([(allowed - constant) / slope, *within]))

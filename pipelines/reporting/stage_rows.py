@@ -187,6 +187,7 @@ def _metric_interval(row: StageRow, higher_is_better: bool | None) -> tuple[floa
     if drop is None or drop.uncertainty.interval is None or higher_is_better is None:
         return None
     assert metric is not None
+    # Drops are in points, hundredths of the metric, and positive where it gets worse.
     sign = 0.01 if higher_is_better else -0.01
     ends = (metric.value + sign * (drop.points - end) for end in drop.uncertainty.interval)
     if metric.name in FRACTIONS:

@@ -106,7 +106,7 @@ class Recovery:
         over = [m for m in offered if m.trained == self.ends[-1] or self.state.is_good(m)]
         vain = [m.latency_ms for m in over if m.trained and m.latency_ms < best_ms]
         target_ms = NARROW_GAP * self.state.smallest_ms()
-        if vain:
+        if vain:  # halfway on a logarithmic scale, as latencies differ by factors
             target_ms = math.sqrt(best_ms * max(vain))
         if best_ms < NARROW_GAP * max(vain, default=target_ms):
             return False
