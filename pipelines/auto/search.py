@@ -24,8 +24,14 @@ from pipelines.auto.search_state import BlockVariant, SearchState
 from pipelines.auto.strategy.block_variants import BlockVariants
 from pipelines.auto.strategy.latency_targets import latency_targets
 from pipelines.auto.strategy.recovery import HALVINGS_FILE, Recovery
-from pipelines.runner.events import RunEvent, event_listener
-from pipelines.system.jsonl_log import LOG, OWN_LOGGERS, LogFile, log_handler
+from pipelines.system.jsonl_log import (
+    LOG,
+    OWN_LOGGERS,
+    LogFile,
+    RunEvent,
+    event_listener,
+    log_handler,
+)
 from pipelines.system.machine_info import machine, versions
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from pipelines.auto.cost_models.latency_models import (
 )
 from pipelines.auto.front import Front, missed_limits
 from pipelines.config.auto_settings import LatencyLimit
-from pipelines.runner.events import RunEvent
+from pipelines.system.jsonl_log import RunEvent
 from pipelines.system.machine_info import machine
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from pipelines.auto.candidate_evaluator import CandidateEvaluator
     from pipelines.auto.cost_models.latency_models import LayerSensitivity
     from pipelines.config.auto_settings import Format, Runtime
-    from pipelines.runner.events import EventListener, EventName
+    from pipelines.system.jsonl_log import EventListener, EventName
 
     ModelKey = tuple[Format, Runtime, tuple[str, ...]]
     """Format, runtime and removed blocks."""

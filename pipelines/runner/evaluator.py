@@ -20,9 +20,9 @@ from compress.profiling.operator_table import read_operator_tables
 from pipelines.planning.plan import reads_all_outputs
 from pipelines.results.measurements import Measurements
 from pipelines.results.schema import ArtifactReport, StageReport
-from pipelines.runner.events import RunEvent
 from pipelines.store.local import publish
 from pipelines.system.error_context import name_stage_in_errors
+from pipelines.system.jsonl_log import RunEvent
 from serve.http.loaded_model import SERVED_KINDS
 from serve.packaging.request_forms import forms_of
 from serve.packaging.val_preparation import Preparation, compare_preparation

@@ -22,7 +22,6 @@ from pipelines.runner.cache_keys import (
     source_key_parts,
     stage_key_parts,
 )
-from pipelines.runner.data_warnings import unlike_test
 from pipelines.runner.evaluator import (
     NOT_ASKED_FOR,
     MeasurementCache,
@@ -30,12 +29,13 @@ from pipelines.runner.evaluator import (
     measure_artifact,
     score_of,
 )
-from pipelines.runner.events import RunEvent
 from pipelines.runner.inputs import import_source
+from pipelines.runner.run_report import unlike_test
 from pipelines.runner.run_state import CacheLookup
 from pipelines.store.entry import Entry, Record
 from pipelines.store.local import publish, unpublish
 from pipelines.system.error_context import name_stage_in_errors
+from pipelines.system.jsonl_log import RunEvent
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from compress.core.verdict import Verdict
     from pipelines.executors.engines import Engine
     from pipelines.planning.plan import PlannedStage
-    from pipelines.runner.events import EventName
     from pipelines.runner.run_state import RunState
+    from pipelines.system.jsonl_log import EventName
 
 RERUN_REQUESTED = "asked to run again"
 """Why a stage runs that `--from` or `--force` names."""

@@ -20,7 +20,6 @@ from pipelines.planning.loss_and_metric import infer_loss_and_metric
 from pipelines.planning.planner import build_plan
 from pipelines.results.schema import remove_report, rerun_command
 from pipelines.runner.cache_keys import source_key_parts, stage_key_parts
-from pipelines.runner.events import RunEvent, event_listener
 from pipelines.runner.executor import RERUN_REQUESTED, PipelineExecutor, schedule
 from pipelines.runner.inputs import resolve_inputs
 from pipelines.runner.run_report import build_report
@@ -28,7 +27,14 @@ from pipelines.runner.run_state import RunState
 from pipelines.store.local import Store, note_samples
 from pipelines.system import signals
 from pipelines.system.error_context import readable_disk_errors
-from pipelines.system.jsonl_log import LOG, LogFile, log_event, log_handler
+from pipelines.system.jsonl_log import (
+    LOG,
+    LogFile,
+    RunEvent,
+    event_listener,
+    log_event,
+    log_handler,
+)
 from pipelines.system.machine_info import machine, versions
 from pipelines.system.signals import INTERRUPTED
 from pipelines.system.temp_files import temporary_files
@@ -39,8 +45,8 @@ if TYPE_CHECKING:
 
     from pipelines.config.pipeline import PipelineConfig
     from pipelines.results.schema import Report, Status
-    from pipelines.runner.events import Level
     from pipelines.store.remote import Remote
+    from pipelines.system.jsonl_log import Level
 
 DEFAULTS = RunOptions()
 COUNTED_WITH = ("torch._dynamo",)

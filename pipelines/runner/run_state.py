@@ -6,6 +6,7 @@ import os
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 from compress.common.dependency_recorder import Dependencies, digest_of, digest_of_variable
@@ -13,11 +14,10 @@ from compress.common.errors import CompressError, GateRefused, lines_of
 from compress.core.context import Context
 from pipelines.config.model_spec import SOURCE
 from pipelines.results.schema import FailureReport, SkippedReport
-from pipelines.runner.data_warnings import validation_data_warnings
-from pipelines.runner.events import RunEvent
 from pipelines.runner.inputs import source_parts
 from pipelines.store.local import WORK, StoredExports
 from pipelines.system import signals
+from pipelines.system.jsonl_log import RunEvent
 from pipelines.system.machine_info import machine
 from pipelines.system.signals import INTERRUPTED, only_signals_interrupt
 
@@ -37,9 +37,12 @@ if TYPE_CHECKING:
     from pipelines.planning.plan import Plan, PlannedStage
     from pipelines.results.measurements import Measurements
     from pipelines.results.schema import StageReport, TestReport
-    from pipelines.runner.events import EventListener
     from pipelines.store.entry import Entry
     from pipelines.store.local import Store
+    from pipelines.system.jsonl_log import EventListener
+
+MIN_VAL_SAMPLES = 30
+"""Of `val`: with fewer, one sample moves an accuracy by more than three points."""
 
 
 @dataclass(frozen=True)
@@ -243,3 +246,35 @@ class RunState:
             comparisons=self.comparisons,
             exports=self.exports,
         )
+
+
+def validation_data_warnings(contents: Contents) -> Iterator[str]:
+    """Yield a line for each reason not to trust the data, or what is measured on `val`."""
+    if contents.unrepeatable:
+        names = " and ".join(map(repr, sorted(contents.unrepeatable)))
+        yield (
+            f"the same sample of split {names} differs each time it is read, whatever the seed: "
+            "runs cannot be repeated, and the cache knows the data by what the dataset holds and "
+            "its code; draw from torch, numpy.random, random, or generators that the dataset keeps "
+            "as attributes, instead of the operating system, the time or one made anew each time"
+        )
+    facts = contents.facts
+    labelled = int(facts["val"].rows["labelled"].sum()) if "val" in facts else 0
+    # Without any target, none is needed.
+    samples = labelled or contents.lengths.get("val", MIN_VAL_SAMPLES)
+    with_label = " with a label" if samples < contents.lengths.get("val", 0) else ""
+    if samples < MIN_VAL_SAMPLES:
+        yield (
+            f"val has {samples} samples{with_label}, so that one of them moves an accuracy by "
+            f"{100 / samples:.2g} points; use at least {MIN_VAL_SAMPLES}"
+        )
+    splits = [name for name in dict.fromkeys(("val", "test", *facts)) if name in facts]
+    for measured, other in combinations(splits, 2):
+        # Calibration and training may share what is never measured on.
+        if measured in ("val", "test") and (shared := facts[measured].shared_with(facts[other])):
+            exact = all(len(facts[n].rows) == contents.lengths[n] for n in (measured, other))
+            yield (
+                f"{measured} shares {'' if exact else 'at least '}{shared} of its "
+                f"{contents.lengths[measured]} samples with {other}, so that it tells less of new "
+                "data; keep each sample in one split"
+            )

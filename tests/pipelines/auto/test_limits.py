@@ -26,8 +26,7 @@ from pipelines.auto.search import search_log
 from pipelines.auto.search_state import SearchState
 from pipelines.config.auto_settings import AutoLimits, AutoSettings
 from pipelines.config.pipeline import PipelineConfig
-from pipelines.runner.events import event_listener
-from pipelines.system.jsonl_log import LOG, LogFile, log_event, log_handler
+from pipelines.system.jsonl_log import LOG, LogFile, event_listener, log_event, log_handler
 from tests.pipelines.auto.test_auto import FILE, NETS, auto
 
 

@@ -18,7 +18,8 @@ from pipelines.planning.plan import accuracy_drops, is_much
 from pipelines.planning.planner import build_plan
 from pipelines.reporting.terminal_table import closing_lines
 from pipelines.results.schema import Report
-from pipelines.runner.data_warnings import constant_score, unlike_val, validation_data_warnings
+from pipelines.runner.run_report import constant_score, unlike_val
+from pipelines.runner.run_state import validation_data_warnings
 from pipelines.system.jsonl_log import LOG
 from tests.compress.data.augmented import data
 from tests.pipelines.conftest import NETS, Project
