@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from compress.profiling.interaction_sum import InteractionSum
 from compress.pruning.allocation.solver import Limit, Programme
 from pipelines.auto.cost_models.latency_models import FLOAT, QUANTIZED, FormatModel, decision_of
-from pipelines.auto.strategy.latency_targets import AIMED_SHARE
+from pipelines.auto.strategy.recovery import AIMED_SHARE
 
 if TYPE_CHECKING:
     from auto_search.spaces import Space

@@ -33,10 +33,6 @@ def search_and_print(
     `tables` are of another machine, for which latencies are predicted then; with `tables_only` such
     tables are measured for this one, and nothing is searched. `given` has limits, `time` and
     `points` of the command line, None where the file's own count.
-
-    Raises:
-        PipelineInvalid: the file, a limit or the tables are invalid.
-        GateRefused: no model that was checked meets all limits.
     """
     pipeline = PipelineConfig.from_yaml(file)
     settings = with_limits(pipeline.auto or AutoSettings(), given)
@@ -73,14 +69,7 @@ def search_and_print(
 
 
 def measure_tables(pipeline: PipelineConfig, settings: AutoSettings, out: Path) -> LatencyTables:
-    """Measure what a search on another machine predicts latencies of this one by, and write it.
-
-    Raises:
-        PipelineInvalid: the pipeline has stages that the search itself adds, or no data, or no
-            widths to decide.
-        StageFailed: the model cannot be traced or exported, or the machine is too busy.
-        Unavailable: a runtime is not installed.
-    """
+    """Measure what a search on another machine predicts latencies of this one by, and write it."""
     from compress.pruning.loss_increases import WidthSpace
     from pipelines.auto.candidate_evaluator import CandidateEvaluator
     from pipelines.auto.cost_models.tables import LatencyTables, ModelTable
@@ -118,11 +107,7 @@ def measure_tables(pipeline: PipelineConfig, settings: AutoSettings, out: Path) 
 
 
 def with_limits(settings: AutoSettings, given: dict[str, Any]) -> AutoSettings:
-    """Return settings with what the command line gives in the place of the file's.
-
-    Raises:
-        PipelineInvalid: a value has no unit, or another one; the message names the option.
-    """
+    """Return settings with what the command line gives in the place of the file's."""
     changes = {name: value for name, value in given.items() if value is not None}
     # As numbers have a unit where they are read, those of the file are not read again.
     limits, latency = settings.limits, settings.limits.latency or LatencyLimit.model_construct()

@@ -22,8 +22,7 @@ from pipelines.auto.front import (
 )
 from pipelines.auto.search_state import BlockVariant, SearchState
 from pipelines.auto.strategy.block_variants import BlockVariants
-from pipelines.auto.strategy.latency_targets import latency_targets
-from pipelines.auto.strategy.recovery import HALVINGS_FILE, Recovery
+from pipelines.auto.strategy.recovery import HALVINGS_FILE, Recovery, latency_targets
 from pipelines.system.jsonl_log import (
     LOG,
     OWN_LOGGERS,

@@ -71,12 +71,7 @@ class BlockVariant:
     def from_model(
         cls, evaluator: CandidateEvaluator, model: EagerModel, removed_blocks: tuple[str, ...] = ()
     ) -> Self:
-        """Lay a grid of widths for a model that lacks some blocks.
-
-        Raises:
-            PipelineInvalid: a pattern of `space.widths` matches no module.
-            StageFailed: the model cannot be traced, or there are no samples to rank channels by.
-        """
+        """Lay a grid of widths for a model that lacks some blocks."""
         context = evaluator.context
         widths = evaluator.settings.without_blocks(removed_blocks).space.widths
         if widths is None:

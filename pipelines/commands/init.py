@@ -106,12 +106,7 @@ class Draft:
 def write_draft(
     file: Path, options: InitOptions, force: bool = False, ask: Ask | None = None
 ) -> Draft:
-    """Write a pipeline file for a model; `ask` prompts for missing options.
-
-    Raises:
-        PipelineInvalid: the file exists and is not to be overwritten, or an option is wrong.
-        CompressError: the model or its checkpoint cannot be read, or a library is missing.
-    """
+    """Write a pipeline file for a model; `ask` prompts for missing options."""
     if file.exists() and not force:
         raise PipelineInvalid(f"{file} exists and is not overwritten; name another, or use --force")
     try:
@@ -189,11 +184,7 @@ def render_and_plan(
 
 
 def initial_content(file: Path, options: InitOptions) -> dict[str, Any]:
-    """Return the file's content from the options, with one placeholder stage.
-
-    Raises:
-        PipelineInvalid: an option is missing or malformed.
-    """
+    """Return the file's content from the options, with one placeholder stage."""
     if options.model is None:
         raise PipelineInvalid(
             f"compress init needs a model: {init_options.MODEL_FORMS} (or --slurm for a batch "

@@ -37,11 +37,7 @@ MODEL_FORMS = (
 def model_and_file(
     what: str | None, file: Path | None, model: str | None
 ) -> tuple[str | None, Path]:
-    """Return the model and the file to write, of arguments of which each may be left out.
-
-    Raises:
-        PipelineInvalid: the model is given twice.
-    """
+    """Return the model and the file to write, of arguments of which each may be left out."""
     if what is not None and file is None and what.endswith((".yaml", ".yml")):
         file, what = Path(what), None
     if what is not None and model is not None:
@@ -181,9 +177,6 @@ def model_section(options: InitOptions, folder: Path) -> tuple[dict[str, Any], P
     """Return the `model:` section for what was given, and the folder of its code, if it has any.
 
     Paths are given relative to the working directory, and written relative to the file's `folder`.
-
-    Raises:
-        PipelineInvalid: it is none of the forms, or an option does not go with it.
     """
     text = check_model(str(options.model))
     path, code = Path(text), None

@@ -94,10 +94,6 @@ def measure_and_write(
     The model is the input of the first `prune_channels`, or the imported one if there is no such
     stage. Variants have random widths; their files are made from few exports. `latency.json` goes
     to the results' directory, and measured kernels to its store.
-
-    Raises:
-        StageFailed: the stage before `prune_channels` has not run, the model cannot be traced or
-            exported, or the machine is too busy to measure it.
     """
     from compress.pruning.width_variants import WidthVariants
     from export.latency.kernel_table import TABLES, KernelTable

@@ -35,9 +35,6 @@ def model_to_prune(
 
     Without such a stage it is the imported model, and None. Earlier models are in the results'
     directory `out`.
-
-    Raises:
-        StageFailed: the stage before `prune_channels` has not run, or gives no eager model.
     """
     plan, pipeline, context = measuring_context(pipeline, out / "variants", progress)
     planned = next((p for p in plan.stages if p.stage.stage == "prune_channels"), None)

@@ -26,9 +26,6 @@ def write_package(
     """Write the one folder that is named, an image's or one for `from_pretrained`.
 
     An image is a layer on the OCI layout `base`; `sign_key` signs its attestation.
-
-    Raises:
-        PipelineInvalid: none or both folders are named, or an option does not go with it.
     """
 
     def attest(file: Path) -> None:

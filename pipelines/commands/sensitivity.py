@@ -37,9 +37,6 @@ def measure_and_write(
 
     The model is the input of the first `prune_channels`, or the imported one if there is no such
     stage. The page and `sensitivity.json` go to the results' directory, where earlier models are.
-
-    Raises:
-        StageFailed: the stage before `prune_channels` has not run, or the model cannot be traced.
     """
     from compress.pruning.sensitivity_analysis import measure_sensitivity
 

@@ -92,11 +92,7 @@ class EnclosingRun:
 
 
 def find_enclosing_run(path: Path) -> EnclosingRun | None:
-    """Find the run whose results contain an artifact; None if there is none.
-
-    Raises:
-        ArtifactInvalid: the run's records are incomplete, or were changed since it wrote them.
-    """
+    """Find the run whose results contain an artifact; None if there is none."""
     folder = path.resolve().parent
     out = folder.parent
     if path.is_file() or folder.name != ARTIFACTS_FOLDER:
@@ -123,12 +119,7 @@ def find_enclosing_run(path: Path) -> EnclosingRun | None:
 
 
 def check_anchors(artifact: Artifact, given: VerifierInputs, run: EnclosingRun | None) -> Anchors:
-    """Check an artifact's digest against its run and the user's inputs; return the anchors.
-
-    Raises:
-        ArtifactInvalid: an anchor names another artifact, or an artifact that it was made from
-            was changed; the message names it.
-    """
+    """Check an artifact's digest against its run and the user's inputs; return the anchors."""
     anchors = Anchors()
     if run is not None:
         naming = [record for record, digests in run.digests.items() if run.name in digests]

@@ -98,11 +98,7 @@ def _noted_exit_code(exit_codes: list[int]) -> Iterator[None]:
 
 
 def check_processes(pipeline: PipelineConfig, store: Path) -> None:
-    """Refuse processes that no training is for, or that do not see the run's files.
-
-    Raises:
-        PipelineInvalid: no training needs them, or a machine has other files or packages.
-    """
+    """Refuse processes that no training is for, or that do not see the run's files."""
     group = joined_group()
     if group is None:
         return

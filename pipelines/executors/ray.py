@@ -56,9 +56,6 @@ class RayTasks:
         """Connect to the cluster of RAY_ADDRESS, or start one on this machine.
 
         `jobs` stages run at a time; by default one for each core.
-
-        Raises:
-            StageFailed: there is no cluster at the address, or none could be started.
         """
         started = not ray.is_initialized()
         if started:

@@ -36,11 +36,7 @@ class Cluster(Settings):
 
 
 def write_script(script: Path, pipeline: Path, out: Path, cluster: Cluster) -> list[str]:
-    """Write the batch script; return which settings of the pipeline file do not fit the job.
-
-    Raises:
-        PipelineInvalid: there is such a file, it cannot be written, or the pipeline is invalid.
-    """
+    """Write the batch script; return which settings of the pipeline file do not fit the job."""
     to_do = [f"to do: {line}" for line in unmet_settings(pipeline, cluster)]
     settings = cluster.model_dump()
     settings["cpus_per_node"] = cluster.cpus_per_node or 8 * cluster.processes

@@ -30,11 +30,7 @@ MAX_ONNX_BYTES = 2 * 2**30
 
 
 def signature_of(kind: Kind, file: Path) -> Signature | None:
-    """Read inputs and outputs of a file; None for TorchScript, which has no shapes.
-
-    Raises:
-        ArtifactInvalid: it cannot be read, or has inputs that are no tensors.
-    """
+    """Read inputs and outputs of a file; None for TorchScript, which has no shapes."""
     _refuse_missing(file)
     if kind == "torchscript":
         return None

@@ -327,9 +327,6 @@ def check_conditions(
 
     Returns:
         A line for each missing program.
-
-    Raises:
-        CompressError: of the kind that the run would end with, with the place in the file.
     """
     context = Context(root=Path(), data=data, device=pipeline.device)
     programs = []
@@ -414,11 +411,7 @@ def explained_task(task: Task | None, reason: str) -> Iterator[None]:
 def fit_to_task(
     pipeline: PipelineConfig, planned: tuple[PlannedStage, ...], task: Task | None
 ) -> tuple[PlannedStage, ...]:
-    """Return the stages without default gates that do not suit the task; refuse those of the file.
-
-    Raises:
-        PipelineInvalid: a gate of the file does not suit the task.
-    """
+    """Return the stages without default gates that do not suit the task; refuse the file's own."""
     if task is None:
         return planned
     fitted = tuple(replace(p, stage=p.stage.for_task(task)) for p in planned)

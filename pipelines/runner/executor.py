@@ -200,11 +200,7 @@ class PipelineExecutor:
 
 
 def schedule(executor: PipelineExecutor, engine: Engine | None) -> None:
-    """Import the model, and execute every stage that no failure of another one stops.
-
-    Raises:
-        CompressError: the error that decides how the run ends; the others are its notes.
-    """
+    """Import the model, and execute every stage that no failure of another one stops."""
     state, outcome = executor.state, executor.state.outcome
     try:
         with outcome.record_failures(SOURCE):

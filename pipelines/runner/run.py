@@ -79,12 +79,14 @@ def run(
     plan, pipeline = infer_loss_and_metric(plan, pipeline, data)
     if inferred:
         announce(inferred)
+    folder, code = pipeline.folder, pipeline.code_folder
+    store = Store(root, remote, folder=folder, code=code, announce=announce)
     with (
         readable_disk_errors(out),
         temporary_files(),
         within_quota(),
         measurement_process(),
-        Store.locked(root, announce, remote, pipeline.folder, pipeline.code_folder) as store,
+        store.locked(),
         ExitStack() as log_handlers,
     ):
         write_run_id(root)

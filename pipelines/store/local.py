@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from filelock import FileLock, Timeout, lock_descriptor
 
@@ -81,26 +81,12 @@ class Store:
         self._unusable: dict[str, str] = {}
         """Key → why its entry was not used."""
 
-    @classmethod
     @contextmanager
-    def locked(
-        cls,
-        root: Path,
-        announce: Callable[[str], None],
-        remote: Remote | None = None,
-        folder: Path = WORKING_FOLDER,
-        code: Path | None = None,
-    ) -> Iterator[Store]:
-        """Open the store for one run, and remove what a killed run left; a second run waits.
-
-        Raises:
-            PipelineInvalid: the directory, or the shared store, cannot be written, or is of
-                another format.
-        """
-        with store_lock(root, announce) as descriptor:
-            store = cls(root, remote, folder=folder, code=code, announce=announce)
-            store.lock = descriptor
-            store.refuse_another_format()
+    def locked(self) -> Iterator[Self]:
+        """Open the store for one run, and remove what a killed run left; a second run waits."""
+        root = self.root
+        with store_lock(root, self._announce) as self.lock:
+            self.refuse_another_format()
             if not (root / FORMAT_FILE).exists():
                 write_atomically(root / FORMAT_FILE, json.dumps({"format": FORMAT}))
             for names in ("*.json", "*.html"):  # a folder there is none of a run's
@@ -113,9 +99,9 @@ class Store:
                 # Its stage has finished: a killed run could not remove the checkpoints.
                 if (root / done.read_text(encoding="utf-8") / RECORD).exists():
                     remove(done.parent)
-            if remote:
-                remote.begin(root)
-            yield store
+            if self._remote:
+                self._remote.begin(root)
+            yield self
 
     def refuse_another_format(self) -> None:
         """Refuse a store of another format."""

@@ -59,12 +59,7 @@ CREDENTIALS = re.compile(r"://[^@]*:[^@]*@|\?")  # a key's secret may hold slash
 
 
 class Remote:
-    """A shared store in one run; if it fails, the run goes on without it, with a warning.
-
-    Raises:
-        CompressError: no URL that fsspec knows, or one that holds credentials, or the package for
-            its protocol is not installed.
-    """
+    """A shared store in one run; if it fails, the run goes on without it, with a warning."""
 
     def __init__(self, url: str, announce: Callable[[str], None]) -> None:
         self._objects = Objects(url)

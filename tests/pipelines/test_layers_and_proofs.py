@@ -8,8 +8,7 @@ from safetensors.torch import load_file
 
 from compress.common.errors import PipelineInvalid
 from pipelines.commands.verify import render_proof, verify_command
-from pipelines.reporting.html import render
-from pipelines.reporting.page_sections import layer_sensitivities, layer_sizes
+from pipelines.reporting.html import layer_sensitivities, layer_sizes, render
 from pipelines.reporting.stage_rows import build_rows
 from pipelines.results.schema import Report
 from serve.torchserve.answer_check import Proof, Replay

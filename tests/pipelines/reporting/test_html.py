@@ -13,8 +13,7 @@ import pytest
 from rich.console import Console
 
 from compress.profiling.operator_table import OperatorCost, OperatorTable
-from pipelines.reporting.html import render
-from pipelines.reporting.page_sections import proof_chain, source_hashes, trainings_of
+from pipelines.reporting.html import proof_chain, render, source_hashes, trainings_of
 from pipelines.reporting.stage_rows import (
     Headline,
     build_rows,
