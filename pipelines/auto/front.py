@@ -311,7 +311,7 @@ def write_points(front: Front, evaluator: CandidateEvaluator, passed: str | None
 
 
 def write_point(front: Front, evaluator: CandidateEvaluator, model: CheckedModel) -> None:
-    """Write the pipeline file that makes a point and checks it against the limits, without a search."""
+    """Write the pipeline that makes a point and checks it against the limits, without a search."""
     file = evaluator.out / folder_of(front, model.name) / PIPELINE_FILE
     content = relocated(_content(evaluator, model), evaluator.base.folder, file.parent)
     text = yaml_core.dump(content)

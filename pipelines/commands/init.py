@@ -353,6 +353,7 @@ def _with_data(
     else:
         return traits
     outputs = [x for x in predict(*inputs) if x.is_floating_point()]
+    # Untrained models may answer NaN and infinity, which say nothing about the scale.
     largest = max((float(x.abs().nan_to_num(0, 0, 0).max()) for x in outputs), default=1.0)
     task = traits.task
     if task is None and isinstance(targets, torch.Tensor) and outputs:
