@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipelines.config.pipeline import PipelineConfig
 from pipelines.planning.plan import advice
@@ -12,13 +12,18 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def check_pipeline(file: Path, models: bool) -> tuple[dict[str, Any], list[str], tuple[str, ...]]:
-    """Validate a pipeline file; with `models` its model and data too.
+class CheckResult(NamedTuple):
+    """Description of a valid pipeline."""
 
-    Returns:
-        The content of `--json`, whose `signature` is None without models; the lines of the output
-        without it; and warnings.
-    """
+    content: dict[str, Any]
+    """Content of `--json`; `signature` is None with `--quick`."""
+    lines: list[str]
+    """Output without `--json`."""
+    warnings: tuple[str, ...]
+
+
+def check_pipeline(file: Path, models: bool) -> CheckResult:
+    """Validate a pipeline file and describe it; with `models` its model and data too."""
     pipeline = PipelineConfig.from_yaml(file)
     plan = build_plan(pipeline)
     signature, summary, warnings = None, "", plan.warnings
@@ -34,4 +39,4 @@ def check_pipeline(file: Path, models: bool) -> tuple[dict[str, Any], list[str],
     content = {"valid": True, "stages": stages, "warnings": warnings, "signature": signature}
     how = "" if models else "; the model and the data were left out"
     line = f"{file}: valid ({plan.route}){how}"
-    return content, [*summary.splitlines(), line], warnings
+    return CheckResult(content, [*summary.splitlines(), line], warnings)

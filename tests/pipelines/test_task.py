@@ -108,7 +108,7 @@ def test_labels_of_what_has_none_are_not_compared(tmp_path, lines, message) -> N
 def test_check_says_which_task_it_takes_the_model_for(tmp_path) -> None:
     found = project(tmp_path, "mlp", "drawn", "", "{stage: train, epochs: 1}")
     found.edit('"nets:drawn"', '"nets:drawn", arguments: {kind: boxes}')
-    _, lines, _ = check_pipeline(found.file, models=True)
+    lines = check_pipeline(found.file, models=True).lines
     assert "task: regression, as targets are numbers" in lines
     assert any(line.endswith("metric: mse") for line in lines)
 
