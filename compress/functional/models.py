@@ -12,16 +12,30 @@ from compress.artifacts.artifact import Artifact
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.artifacts.in_process import register
-from compress.artifacts.recipe_inference import positional_parameters
 from compress.common.errors import PipelineInvalid
+from compress.common.forward import positional_parameters
 from compress.common.signature import Signature
 from compress.data.infer_signature import inputs_of, sample_inputs
+from compress.functional.in_memory import make_splits
 
 if TYPE_CHECKING:
     from compress.data.splits import Splits
 
 Inputs = torch.Tensor | Sequence[torch.Tensor] | Mapping[str, torch.Tensor]
 """Example inputs: one tensor, several in order, or by the names of forward's parameters."""
+
+
+def with_splits(
+    model: Any,
+    data: Any,
+    example_inputs: Inputs | None = None,
+    reads: Any = Artifact,
+    **splits: Any,
+) -> tuple[Artifact, Splits | None]:
+    """Return a model as :func:`as_artifact` does, and its data as splits; None without any."""
+    names = forward_names(model)
+    made = make_splits(data, parameters=names, **splits)
+    return as_artifact(model, made, example_inputs, reads), made
 
 
 def as_artifact(

@@ -14,7 +14,12 @@ from compress.common.errors import StageFailed
 from compress.profiling.interaction_sum import InteractionSum
 from compress.pruning.depth.output_error import OutputErrorMeter
 from compress.pruning.latency.solver import Limit, Programme
-from compress.pruning.latency.widths import REFITTED_ON, WidthSpace, WidthVariants, measure_harms
+from compress.pruning.latency.widths import (
+    REFITTED_ON,
+    WidthSpace,
+    WidthVariants,
+    measure_loss_increases,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -52,7 +57,7 @@ def solve_widths(
     context: Context,
     batches: Sequence[Batch],
 ) -> SolvedWidths | None:
-    """Return the widths of least harm whose measured latency is not above a share of the model's.
+    """Return the widths of least loss whose measured latency is not above a share of the model's.
 
     Latency is that of `context.served_latency`. It is predicted from tables; the best model by
     prediction is cut, exported and measured; where it is off, predictions are corrected and the
@@ -133,19 +138,19 @@ class _Search:
         self._measured: dict[tuple[tuple[str, int], ...], MeasuredShare] = {}
 
     def best(self, model: EagerModel) -> dict[str, int]:
-        """Return the widths of least harm among those measured that reach the share.
+        """Return the widths of least loss among those measured that reach the share.
 
         Raises:
             StageFailed: the smallest widths do not.
         """
         smallest = {group: widths[-1] for group, widths in self._space.grid.items()}
         if self._latency.predicted(smallest) > ROOM * self._share:
-            # Said before harms are measured, which takes longest.
+            # Said before losses are measured, which takes longest.
             self._measure(smallest)
             if not self._reached():
                 raise self._unreached()
         meter = OutputErrorMeter(model.load(), model.signature, self._context, "outputs")
-        harms = measure_harms(
+        loss_increases = measure_loss_increases(
             self._space,
             self._context.progress,
             lambda module: meter.measure(module).distance ** 2,
@@ -153,7 +158,7 @@ class _Search:
             lambda: None,
             math.inf,
         )
-        programme = Programme(self._space.grid, harms)
+        programme = Programme(self._space.grid, loss_increases)
         for _ in range(CHECKS):
             limit = Limit(self._corrected(), ROOM * self._share)
             too_slow = [dict(key) for key, m in self._measured.items() if m.share > self._share]
@@ -168,7 +173,7 @@ class _Search:
         reached = self._reached()
         if not reached:
             raise self._unreached()
-        return self._or_uniform(min(reached, key=programme.total_harm), meter)
+        return self._or_uniform(min(reached, key=programme.total_loss_increase), meter)
 
     def _or_uniform(self, solved: dict[str, int], meter: OutputErrorMeter) -> dict[str, int]:
         """Return widths that cut all groups alike, where these are fast enough and lose less.

@@ -14,7 +14,14 @@ import compress
 from compress import export, serve
 
 LIBRARIES = (
-    *("torch", "torchao", "onnx", "onnxscript", "onnxruntime", "openvino", "executorch", "numpy"),
+    "torch",
+    "torchao",
+    "onnx",
+    "onnxscript",
+    "onnxruntime",
+    "openvino",
+    "executorch",
+    "numpy",
     "torchserve",
 )
 

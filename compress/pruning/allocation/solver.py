@@ -38,18 +38,18 @@ class Programme:
 
     grid: Mapping[str, Sequence[Value]]
     """Decision → its values."""
-    harm: Mapping[str, Mapping[Any, float]]
-    """Decision → value → what is lost where it is chosen; harms are assumed to add up."""
+    loss_increase: Mapping[str, Mapping[Any, float]]
+    """Decision → value → what is lost where it is chosen; losses are assumed to add up."""
 
     def solve(
         self, limits: Sequence[Limit], forbidden: Iterable[Choice] = (), tie: float = 1e-6
     ) -> dict[str, Value] | None:
-        """Return the values of least harm that meet all limits; None where none do.
+        """Return the values of least loss that meet all limits; None where none do.
 
         Args:
             limits: of quantities over the grid.
             forbidden: choices that are not returned, as they are known already.
-            tie: weight of the first limit's quantity, relative to its most, in the harm, so that
+            tie: weight of the first limit's quantity, relative to its most, in the loss, so that
                 of two choices that lose the same the cheaper one is returned.
         """
         choices = [(decision, value) for decision, own in self.grid.items() for value in own]
@@ -98,7 +98,7 @@ class Programme:
                 constrain({index[choice]: 1.0 for choice in tried.items()}, -np.inf, len(tried) - 1)
         objective = np.zeros(count)
         for (decision, value), i in index.items():
-            objective[i] = self.harm[decision][value]
+            objective[i] = self.loss_increase[decision][value]
         if limits:
             for i, cost in costs[0].items():
                 objective[i] += tie * cost / (abs(limits[0].most) or 1.0)
@@ -116,15 +116,15 @@ class Programme:
             return None
         return {decision: value for (decision, value), i in index.items() if found.x[i] > 0.5}
 
-    def total_harm(self, choice: Choice) -> float:
+    def total_loss_increase(self, choice: Choice) -> float:
         """Return what some values lose together, as the programme assumes."""
-        return sum(self.harm[decision][value] for decision, value in choice.items())
+        return sum(self.loss_increase[decision][value] for decision, value in choice.items())
 
     def extended(
-        self, grid: Mapping[str, Sequence[Value]], harm: Mapping[str, Mapping[Any, float]]
+        self, grid: Mapping[str, Sequence[Value]], loss_increase: Mapping[str, Mapping[Any, float]]
     ) -> Programme:
         """Return a programme of more decisions."""
-        return Programme({**self.grid, **grid}, {**self.harm, **harm})
+        return Programme({**self.grid, **grid}, {**self.loss_increase, **loss_increase})
 
     def _row(
         self,

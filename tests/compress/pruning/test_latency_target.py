@@ -23,7 +23,7 @@ from compress.pruning import latency_target
 from compress.pruning.channel_pruner import ChannelPruner, parameters_of
 from compress.pruning.channel_settings import Target
 from compress.pruning.depth.output_error import OutputErrorMeter
-from compress.pruning.latency.widths import WidthSpace, measure_harms
+from compress.pruning.latency.widths import WidthSpace, measure_loss_increases
 from compress.pruning.prune_channels import PruneChannels
 
 NET = """
@@ -103,14 +103,14 @@ def least_harm(model: EagerModel, context: Context, most: float) -> dict[str, in
     """Try all widths of the grid."""
     space = WidthSpace.of_model(model, context, values=5, round_to=8, importance="l2")
     meter = OutputErrorMeter(model.load(), model.signature, context, "outputs")
-    harms = measure_harms(
+    loss_increases = measure_loss_increases(
         space, silent, lambda m: meter.measure(m).distance ** 2, {}, lambda: None, float("inf")
     )
     allowed = (
         dict(zip(space.grid, widths, strict=True)) for widths in product(*space.grid.values())
     )
     reached = [widths for widths in allowed if share_of(widths) <= most]
-    return min(reached, key=lambda widths: sum(harms[g][w] for g, w in widths.items()))
+    return min(reached, key=lambda widths: sum(loss_increases[g][w] for g, w in widths.items()))
 
 
 @pytest.mark.parametrize(("latency", "too_low"), [(0.7, 1.5), (0.3, 1.0)])
@@ -195,6 +195,6 @@ def test_cutting_all_groups_alike_is_taken_where_it_loses_less(
         free = dict.fromkeys(space.grid["0"], 0.0)
         return {"0": free, "3": dear}
 
-    monkeypatch.setattr(latency_target, "measure_harms", misleading)
+    monkeypatch.setattr(latency_target, "measure_loss_increases", misleading)
     context = Context(root=tmp_path / "slim", data=blobs, served_latency=KnownLatency())
     assert widths_of(prune(model, context, 0.4)) == {"0": 16, "3": 32}

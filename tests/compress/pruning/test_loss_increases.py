@@ -14,7 +14,7 @@ from compress.core.context import Context
 from compress.core.progress import silent
 from compress.data.splits import Splits
 from compress.pruning.depth.output_error import OutputErrorMeter
-from compress.pruning.latency.widths import WidthSpace, measure_harms
+from compress.pruning.latency.widths import WidthSpace, measure_loss_increases
 
 NET = """
 import torch
@@ -75,9 +75,9 @@ def test_widths_beyond_the_deadline_are_estimated(space: WidthSpace) -> None:
     def save() -> None:
         saved.append(len(known))
 
-    harms = measure_harms(space, silent, judge, known, save, math.inf)
-    assert harms == {"0": {32: 0, 16: 0.9, 8: 0.9}, "3": {48: 0, 32: 0.9, 8: 0.9}}
+    loss_increases = measure_loss_increases(space, silent, judge, known, save, math.inf)
+    assert loss_increases == {"0": {32: 0, 16: 0.9, 8: 0.9}, "3": {48: 0, 32: 0.9, 8: 0.9}}
     assert saved == [1, 2, 3, 4] and list(known) == ["0:8", "3:8", "0:16", "3:32"]
-    late = measure_harms(space, silent, judge, {"0:8": 0.9}, save, -math.inf)
+    late = measure_loss_increases(space, silent, judge, {"0:8": 0.9}, save, -math.inf)
     assert late["0"] == {32: 0, 16: pytest.approx(0.9 * (16 / 24) ** 2), 8: 0.9}
     assert late["3"][8] == pytest.approx((40 / 48) ** 2), "nothing is known of this group"

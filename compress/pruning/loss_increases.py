@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from compress.pruning.channel_settings import Criterion
     from compress.pruning.dependency.channel_groups import GroupSlice
 
-    Harms = dict[str, dict[int, float]]
+    LossIncreases = dict[str, dict[int, float]]
 
 LARGEST_CUT = 0.8
 """Largest fraction of a group's channels that is removed."""
@@ -177,7 +177,7 @@ class WidthSpace:
         return module
 
 
-def measure_harms(
+def measure_loss_increases(
     space: WidthSpace,
     progress: Progress,
     judge: Callable[[nn.Module], float],
@@ -185,7 +185,7 @@ def measure_harms(
     save: Callable[[], Any],
     deadline: float,
     assumed: Mapping[str, Mapping[int, float]] | None = None,
-) -> Harms:
+) -> LossIncreases:
     """Measure what cutting each group alone loses, the smallest widths first.
 
     Args:
@@ -209,7 +209,7 @@ def measure_harms(
         if step < len(widths)
     ]
     for done, (group, width) in enumerate(order):
-        progress("harms", done, len(order), f"{group} at {width}")
+        progress("sensitivity", done, len(order), f"{group} at {width}")
         key = f"{group}:{width}"
         if key in known:
             continue
@@ -219,14 +219,14 @@ def measure_harms(
         save()
     return {
         group: {
-            width: _harm(known, group, width, widths, (assumed or {}).get(group, {}))
+            width: _loss_increase(known, group, width, widths, (assumed or {}).get(group, {}))
             for width in widths
         }
         for group, widths in space.grid.items()
     }
 
 
-def _harm(
+def _loss_increase(
     known: Mapping[str, float],
     group: str,
     width: int,
