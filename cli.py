@@ -159,12 +159,14 @@ def init(
         draft = write_draft(file, options, force, get_prompter())
         print_result(draft.content(), draft.lines(), warnings=draft.warnings)
         return
-    from compress.pipelines.executors.slurm import Cluster, written_script
+    from compress.pipelines.executors.slurm import Cluster, write_script
 
     cluster = Cluster(
         nodes=nodes, gpus_per_node=gpus_per_node, cpus_per_node=cpus_per_node, hours=hours
     )
-    print_result(**written_script(script, file, out or Path("runs") / file.stem, cluster))
+    to_do = write_script(script, file, out or Path("runs") / file.stem, cluster)
+    lines = [f"{script}: submit it with `sbatch {script}`"]
+    print_result({"file": str(script), "to_do": to_do}, lines, warnings=to_do)
 
 
 @command("compress check pipeline.yaml")
@@ -173,8 +175,8 @@ def check(file: PipelineFile, quick: Quick = False) -> None:
     with fast_imports():
         from compress.pipelines.commands.check import check_pipeline
 
-    found = check_pipeline(file, models=not quick)
-    print_result(found.content, found.lines, warnings=found.warnings)
+    content, lines, warnings = check_pipeline(file, models=not quick)
+    print_result(content, lines, warnings=warnings)
 
 
 @command(
@@ -386,9 +388,20 @@ def bench(
 ) -> None:
     """Measure artifacts in turn, and name the fastest."""
     with fast_imports():
-        from compress.pipelines.bench import bench_table, measure_and_write
+        from compress.common.atomic_files import write_atomically
+        from compress.pipelines.bench import bench as measure
+        from compress.pipelines.bench import bench_page, bench_table, parse_numbers
 
-    found = measure_and_write(artifacts, runtimes, batch, threads, seconds, html, web)
+    found = measure(
+        *artifacts,
+        runtimes=[name.strip() for name in runtimes.split(",") if name.strip()],
+        batch=parse_numbers("--batch", batch),
+        threads=parse_numbers("--threads", threads),
+        seconds=seconds,
+        web=web,
+    )
+    if html is not None:
+        write_atomically(html, bench_page(found))
     print_result(found, found.lines(), lambda _: bench_table(found))
 
 
@@ -420,8 +433,8 @@ def sensitivity(
     latency: Annotated[bool, typer.Option(help="Measure the latency of each cut.")] = True,
 ) -> None:
     """Measure what pruning each group of channels costs."""
-    from compress.pipelines.commands.analysis import sensitivity as analysis
-    from compress.pipelines.commands.analysis.show import show
+    from compress.pipelines.commands import sensitivity as analysis
+    from compress.pipelines.commands.model_to_prune import show
 
     show(analysis, file, out, ratios=ratio, samples=samples, latency=latency)
 
@@ -433,8 +446,8 @@ def latency(
     batch: Annotated[int, typer.Option(min=1, help="Samples of a call.")] = 1,
 ) -> None:
     """Predict a model's latency at other widths, by its kernels."""
-    from compress.pipelines.commands.analysis import latency as analysis
-    from compress.pipelines.commands.analysis.show import show
+    from compress.pipelines.commands import latency as analysis
+    from compress.pipelines.commands.model_to_prune import show
 
     show(analysis, file, out, batch=batch)
 

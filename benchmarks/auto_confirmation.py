@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 
-from compress.pipelines.auto.candidate_evaluator import Judge
+from compress.pipelines.auto.candidate_evaluator import CandidateEvaluator
 from compress.pipelines.auto.front import Front
 from compress.pipelines.config.pipeline import PipelineConfig
 from compress.pipelines.config.run_options import RunOptions
@@ -28,9 +28,9 @@ SEEDS = range(100)
 def main() -> None:
     file, folder = map(Path, sys.argv[1:])
     pipeline, front = PipelineConfig.from_yaml(file), Front.read(folder)
-    judge = Judge.from_pipeline(pipeline, pipeline.auto, folder, RunOptions())
+    evaluator = CandidateEvaluator.from_pipeline(pipeline, pipeline.auto, folder, RunOptions())
     found = sorted(front.checked, key=lambda model: model.latency_ms)
-    right = {split: [hits(judge, model, split) for model in found] for split in ("val", "test")}
+    right = {split: [hits(evaluator, model, split) for model in found] for split in ("val", "test")}
     whole = next(i for i, model in enumerate(found) if model.name == "float-whole")
     most, size = front.limits.max_drop, len(right["val"][0])
 
@@ -57,11 +57,11 @@ def main() -> None:
         )
 
 
-def hits(judge: Judge, model, split: str) -> torch.Tensor:
+def hits(evaluator: CandidateEvaluator, model, split: str) -> torch.Tensor:
     """Return for each sample of a split whether a checked model's label is right."""
     found = []
-    with judge.context.predictor(judge.artifact(model.candidate)) as predict:
-        for batch in judge.context.data.batches(split):
+    with evaluator.context.predictor(evaluator.artifact(model.candidate)) as predict:
+        for batch in evaluator.context.data.batches(split):
             found.append(predict(*batch.inputs)[0].argmax(1) == batch.target)
     return torch.cat(found)
 

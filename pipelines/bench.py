@@ -8,25 +8,32 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, get_args
 
+from rich.table import Table
+
 from compress.artifacts.artifact import Artifact
 from compress.common.atomic_files import write_atomically
+from compress.common.config import Settings
 from compress.common.errors import PipelineInvalid
 from compress.core.context import Context
-from compress.export.fastest.measure import measure_fastest
+from compress.export.fastest.measure import BenchCell, measure_fastest
 from compress.export.fastest.stage import Runtime, export_to
 from compress.export.web.browser import ONNXRUNTIME_WEB
 from compress.export.web.page import web_page
 from compress.export.web.runtime import WEB
 from compress.functional.in_memory import as_artifact, forward_names, make_splits
-from compress.pipelines.bench import Bench, BenchedModel
+from compress.pipelines.reporting.svg_plots import Plot, Point, pareto_indices, scatter_plot
+from compress.pipelines.reporting.terminal_table import NOT_MEASURABLE
 from compress.pipelines.system.machine_info import machine
+from compress.pipelines.system.templates import render_template
 from compress.profiling.benchmark import MEASURED_SECONDS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
-    from compress.export.fastest.measure import BenchCell
+    from compress.export.fastest.measure import BenchRow
     from compress.functional.in_memory import Inputs
+
+COLUMNS = ("model", "ms a call", "95 % interval", "rows/s", "faster", "95 % interval")
 
 
 def bench(
@@ -135,3 +142,96 @@ def _named(artifacts: list[Artifact]) -> dict[str, Artifact]:
     if len(named) < len(artifacts):
         raise PipelineInvalid("models: an artifact was given twice; name each one once")
     return named
+
+
+class BenchedModel(Settings):
+    """A model that was measured."""
+
+    name: str
+    kind: str
+    digest: str
+    bytes: int
+    """Size of the file to deploy."""
+
+
+class Bench(Settings):
+    """Latencies of models, measured in turn."""
+
+    machine: dict[str, str | int | None]
+    models: tuple[BenchedModel, ...]
+    """The first one is what the others' speedup is against."""
+    cells: tuple[BenchCell, ...]
+    """Figures of all models, for each number of threads and batch size."""
+    not_exported: dict[str, str] = {}
+    """Runtimes that were asked for and are not measured, and why."""
+
+    def lines(self) -> Iterator[str]:
+        """Yield which model is fastest for each batch size and number of threads."""
+        yield from (cell.verdict for cell in self.cells)
+        for runtime, reason in self.not_exported.items():
+            yield f"{runtime} was not measured: {reason}"
+
+
+def bench_table(found: Bench) -> Table:
+    """Build a table with one row for each model, batch size and number of threads."""
+    table = Table(title=f"against {found.models[0].name}", title_justify="left")
+    for name in ("threads", "batch"):
+        table.add_column(name, justify="right")
+    for name in COLUMNS:
+        table.add_column(name, justify="left" if name == "model" else "right", no_wrap=True)
+    for cell in found.cells:
+        for row in cell.rows:
+            start = () if row is not cell.rows[0] else (str(cell.threads), str(cell.batch))
+            table.add_row(*(start or ("", "")), *cells_of(row), end_section=row is cell.rows[-1])
+    return table
+
+
+def cells_of(row: BenchRow) -> tuple[str, ...]:
+    """Return a row's figures as text; what is too uncertain is not shown."""
+    if row.unreliable_reason:
+        return (row.model, NOT_MEASURABLE, "", "", "", "")
+    (low, high), (least, most) = row.latency.p50_interval, row.speedup_interval
+    return (
+        row.model,
+        f"{row.latency.p50:.3f}",
+        f"{low:.3f} – {high:.3f}",
+        f"{row.rows_per_second:,.0f}",
+        f"{row.speedup:.3g}×",
+        f"{least:.3g} – {most:.3g}",
+    )
+
+
+def bench_page(found: Bench) -> str:
+    """Render the page: verdicts, a plot for each number of threads, all figures."""
+    return render_template(
+        "bench.html.jinja",
+        found=found,
+        plots=list(_plots(found)),
+        columns=COLUMNS,
+        cells_of=cells_of,
+    )
+
+
+def _plots(found: Bench) -> Iterator[Plot]:
+    """Yield a plot of throughput against latency for each number of threads."""
+    for threads in dict.fromkeys(cell.threads for cell in found.cells):
+        points = [
+            Point(
+                label=f"{row.model} {cell.batch}",
+                title=f"{row.model} at batch {cell.batch}",
+                x=row.latency.p50,
+                y=row.rows_per_second,
+                x_interval=row.latency.p50_interval,
+            )
+            for cell in found.cells
+            for row in cell.rows
+            if cell.threads == threads and not row.unreliable_reason
+        ]
+        if points:
+            yield scatter_plot(
+                points,
+                pareto_indices(points, higher_is_better=True),
+                title=f"Throughput against latency, {threads} thread{'s' * (threads > 1)}",
+                names=("ms a call", "rows/s"),
+                shown="{:g}".format,
+            )

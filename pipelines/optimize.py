@@ -31,11 +31,7 @@ if TYPE_CHECKING:
 def in_memory(
     function: str, model: Any, data: Any, **splits: Any
 ) -> tuple[torch.nn.Module, Splits, dict[str, Any]]:
-    """Return a module, its data, and the beginning of a pipeline file that names both.
-
-    Raises:
-        PipelineInvalid: there is no split `val`; the message names the function.
-    """
+    """Return a module, its data, and the beginning of a pipeline file that names both."""
     made = make_splits(data, parameters=forward_names(model), **splits)
     if made is None or "val" not in made.datasets:
         raise PipelineInvalid(f"{function} decides by data; pass val=, and train= to calibrate")

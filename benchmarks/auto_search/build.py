@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from auto_search import latencies, losses
 from auto_search.spaces import Built
-from compress.pipelines.auto.cost_models.float_layers import QUANTIZED
+from compress.pipelines.auto.cost_models.latency_models import QUANTIZED
 from compress.pipelines.system.machine_info import machine
 
 if TYPE_CHECKING:
@@ -87,10 +87,12 @@ def _written(built: Built) -> str:
                     by_widths[widths][format][built.layer_choices(format).index(patterns)]
                     for _, _, widths, patterns in own
                 ]
-                layers = zip(found.layers.names, found.layers.harm.values(), strict=True)
+                layers = zip(found.layers.names, found.layers.loss_increase.values(), strict=True)
                 model |= {
-                    "harms": _harms(grid, by_widths),
-                    "layer_harms": {layer: harm[QUANTIZED] for layer, harm in layers},
+                    "harms": _loss_increases(grid, by_widths),
+                    "layer_harms": {
+                        layer: loss_increase[QUANTIZED] for layer, loss_increase in layers
+                    },
                     "cross_entropy": [cross_entropy for cross_entropy, _ in judged],
                     "distance": [distance for _, distance in judged],
                 }
@@ -100,7 +102,7 @@ def _written(built: Built) -> str:
     return f"{state}: {built.space.file.name}"
 
 
-def _harms(grid, known) -> list:
+def _loss_increases(grid, known) -> list:
     """Return group, width, and what cutting that group alone loses, as a search measures it."""
     whole = tuple(widths[0] for widths in grid.values())
     ((_, base),) = known[whole]["float"]

@@ -19,7 +19,7 @@ from compress.export.onnx.proto_io import read, write
 from compress.export.onnx.session import opened_session, session_predictor
 from compress.export.onnx.translate import translate
 from compress.pipelines.auto.cost_models import latency_models
-from compress.pipelines.auto.cost_models.float_layers import LayerHarms, decision_of
+from compress.pipelines.auto.cost_models.latency_models import LayerSensitivity, decision_of
 from compress.pipelines.system.machine_info import machine
 from compress.profiling.benchmark import compare_latency
 from compress.pruning.depth.output_error import OutputErrorMeter
@@ -59,19 +59,19 @@ def prepare_layers(built: Built) -> None:
         content = {
             "names": changeable.names,
             "numbers": numbers,
-            "harms": {p: scale * harm for p, harm in alone.items()},
+            "harms": {p: scale * loss_increase for p, loss_increase in alone.items()},
         }
         write(graph, built.work / f"{format}.onnx")
         (built.work / f"{format}-layers.json").write_text(json.dumps(content))
 
 
-def layer_harms(built: Built, format: Format) -> LayerHarms | None:
+def layer_sensitivity(built: Built, format: Format) -> LayerSensitivity | None:
     """Return what was measured of layers."""
     if len(built.layer_choices(format)) == 1:
         return None
     content = json.loads((built.work / f"{format}-layers.json").read_text())
     numbers = {pattern: tuple(own) for pattern, own in content["numbers"].items()}
-    return LayerHarms(built.work / f"{format}.onnx", numbers, content["harms"])
+    return LayerSensitivity(built.work / f"{format}.onnx", numbers, content["harms"])
 
 
 def prepare_files(built: Built, name: str, format: Format) -> None:
@@ -84,7 +84,7 @@ def prepare_files(built: Built, name: str, format: Format) -> None:
             format, built.models[name], built.context, built.settings, Path(folder)
         )
         model: Any = ResizableModel.fit(exports)
-    layers = layer_harms(built, format)
+    layers = layer_sensitivity(built, format)
     if layers is not None:
         model = MixedModel(model, {decision_of(n): own for n, own in layers.numbers.items()})
         if len(weighted_layers(model.model.model)) != len(weighted_layers(read(layers.file))):
@@ -121,8 +121,15 @@ def measure_models(built: Built, deadline: float) -> bool:
             if time.monotonic() > deadline:
                 return False
             (found,) = latency_models.build_format_models(
-                *(format, ["onnx"], built.widths[name].grid, model, built.context),
-                *(built.settings, table, measure_ms, layer_harms(built, format)),
+                format,
+                ["onnx"],
+                grid=built.widths[name].grid,
+                model=model,
+                context=built.context,
+                settings=built.settings,
+                table=table,
+                measure_ms=measure_ms,
+                layers=layer_sensitivity(built, format),
             )
             file.write_bytes(pickle.dumps(found))
     return True

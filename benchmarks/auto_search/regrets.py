@@ -12,9 +12,13 @@ from functools import cached_property
 from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
-from compress.pipelines.auto.cost_models.float_layers import FLOAT, QUANTIZED, decision_of
-from compress.pipelines.auto.cost_models.latency_models import FormatModel
-from compress.pipelines.auto.strategy.recovery import ROOM
+from compress.pipelines.auto.cost_models.latency_models import (
+    FLOAT,
+    QUANTIZED,
+    FormatModel,
+    decision_of,
+)
+from compress.pipelines.auto.strategy.recovery import AIMED_SHARE
 from compress.profiling.interaction_sum import InteractionSum
 from compress.pruning.latency.solver import Limit, Programme
 
@@ -50,7 +54,7 @@ class Kind:
     """What it is, as `int8_dynamic without layers.0`."""
     grid: dict[str, tuple]
     """Decision → its values, the model's own first."""
-    harm: dict[str, dict]
+    loss_increase: dict[str, dict]
     latency_ms: InteractionSum
     truth: dict[tuple, Truth]
     """By the values of all decisions, in their order."""
@@ -59,13 +63,13 @@ class Kind:
     def from_content(cls, content) -> Kind:
         """Read what the build has written."""
         grid = {group: tuple(widths) for group, widths in content["grid"].items()}
-        harm = {group: dict.fromkeys(widths, 0.0) for group, widths in grid.items()}
+        loss_increase = {group: dict.fromkeys(widths, 0.0) for group, widths in grid.items()}
         for group, width, value in content.get("harms", []):
-            harm[group][width] = value
+            loss_increase[group][width] = value
         for layer in content["layers"]:
             grid[decision_of(layer)] = QUANTIZED, FLOAT
             value = content.get("layer_harms", {}).get(layer, 0.0)
-            harm[decision_of(layer)] = {QUANTIZED: value, FLOAT: 0.0}
+            loss_increase[decision_of(layer)] = {QUANTIZED: value, FLOAT: 0.0}
         terms: dict[tuple, dict[tuple, float]] = {}
         for scope, values, change in content["terms"]:
             terms.setdefault(tuple(scope), {})[tuple(values)] = change
@@ -73,7 +77,7 @@ class Kind:
         truths = zip(content["latency_ms"], *losses, strict=True)
         truth = dict(zip(product(*grid.values()), map(Truth._make, truths), strict=True))
         name = f"{content['format']} {content['name']}".strip()
-        return cls(name, grid, harm, InteractionSum(content["base_ms"], terms), truth)
+        return cls(name, grid, loss_increase, InteractionSum(content["base_ms"], terms), truth)
 
     @property
     def whole(self) -> Truth:
@@ -137,20 +141,24 @@ def _solver_regrets(kinds: list[Kind], limit_ms: float, loss: str) -> list[float
     """
     optimum = _optimum(kinds, limit_ms, loss)
     models = [FormatModel("float", kind.latency_ms, kind.latency_ms) for kind in kinds]
-    programmes = [Programme(kind.grid, kind.harm) for kind in kinds]
+    programmes = [Programme(kind.grid, kind.loss_increase) for kind in kinds]
     for kind, model, programme in zip(kinds, models, programmes, strict=True):
         model.correct(model.latency_ms(kind.choices[0]), kind.whole.latency_ms)
-        model.harm = (kind.whole.distance or 0.0) - programme.total_loss_increase(kind.choices[0])
+        model.loss_increase = (kind.whole.distance or 0.0) - programme.total_loss_increase(
+            kind.choices[0]
+        )
     checked: list[list[dict]] = [[] for _ in kinds]
     best: float | None = None
     regrets: list[float | None] = []
     for number in range(1, max(CHECKS) + 1):
         solved = []
-        target_ms = ROOM * limit_ms if best is None else limit_ms
+        target_ms = AIMED_SHARE * limit_ms if best is None else limit_ms
         for i, (model, programme) in enumerate(zip(models, programmes, strict=True)):
             choice = programme.solve([Limit(model.corrected(), target_ms)], checked[i])
             if choice is not None:
-                solved.append((programme.total_loss_increase(choice) + model.harm, i, choice))
+                solved.append(
+                    (programme.total_loss_increase(choice) + model.loss_increase, i, choice)
+                )
         if solved:
             _, i, choice = min(solved, key=lambda one: one[:2])
             checked[i].append(choice)

@@ -8,10 +8,11 @@ import torch
 
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.edits.independent_calls import ROUNDING
-from compress.artifacts.recipe_inference import answer_one_row, fit_call
+from compress.artifacts.recipe_inference import fit_call
 from compress.checkpoint.loading import match_names, read_state_dict
 from compress.checkpoint.state_dict import load_state_
 from compress.common.errors import ArtifactInvalid
+from compress.common.forward import answer_one_row
 from compress.common.tensor_difference import relative_error
 
 if TYPE_CHECKING:

@@ -7,8 +7,6 @@ import logging
 import sys
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from compress.artifacts.edits.independent_calls import (
     call_effects,
     needed_hooks_alone,
@@ -18,11 +16,19 @@ from compress.artifacts.in_process import is_in_process, register_module
 from compress.artifacts.recipe import CallByName, IndependentCalls, Recipe
 from compress.checkpoint.state_dict import load_state_
 from compress.common.errors import ArtifactInvalid, CompressError, PipelineInvalid, first_line
-from compress.common.forward import image_advice, match_outputs, run_in_eval
+from compress.common.forward import (
+    answer_one_row,
+    forward_parameters,
+    image_advice,
+    match_outputs,
+    positional_parameters,
+)
 from compress.common.tensor_difference import relative_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    import torch
 
     from compress.artifacts.recipe import AnyEdit
     from compress.common.signature import Signature
@@ -172,30 +178,6 @@ def fit_call(
     return tuple(edits), signature.model_copy(update={"state": state})
 
 
-def answer_one_row(
-    module: torch.nn.Module, signature: Signature, inputs: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, ...]:
-    """Return the outputs for the first row of inputs; for all where the batch has a fixed size.
-
-    Raises:
-        ArtifactInvalid: the module takes no batch of one row, which others are measured by.
-    """
-    axis = signature.batch_axis
-    has_rows = [axis is not None and spec.shape[:1] == (axis,) for spec in signature.inputs]
-    rows = [x[:1] if rows else x for x, rows in zip(inputs, has_rows, strict=True)]
-    try:
-        return run_in_eval(module, rows)
-    except Exception as error:
-        if not any(has_rows):
-            raise
-        raise ArtifactInvalid(
-            f"model.inputs: the model takes no batch of one row ({type(error).__name__}: "
-            f"{first_line(error)}); if it normalizes by the batch in eval mode, as BatchNorm "
-            "without running statistics does, give it these, or declare the batch size in "
-            "model.inputs as a number"
-        ) from error
-
-
 def _by_signature(
     module: torch.nn.Module, signature: Signature
 ) -> tuple[Callable[[Sequence[torch.Tensor]], Any], tuple[str, ...]]:
@@ -209,25 +191,10 @@ def _by_signature(
     return call, keywords
 
 
-def positional_parameters(module: torch.nn.Module) -> list[str]:
-    """Return the names of the parameters that forward takes by position."""
-    by_position = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    return [p.name for p in _parameters(module) if p.kind is by_position]
-
-
-def _parameters(module: torch.nn.Module) -> list[inspect.Parameter]:
-    """Return forward's parameters; those of a TorchScript module from its schema."""
-    if not isinstance(module, torch.jit.ScriptModule):
-        return [*inspect.signature(module.forward).parameters.values()]
-    forward: Any = module.forward
-    _, *arguments = forward.schema.arguments
-    return [inspect.Parameter(a.name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for a in arguments]
-
-
 def _keywords(module: torch.nn.Module, names: Sequence[str]) -> tuple[str, ...]:
     """Return forward's parameters to pass inputs to by keyword; empty to pass them by position."""
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    own = [p.name for p in _parameters(module) if p.kind not in variable]
+    own = [p.name for p in forward_parameters(module) if p.kind not in variable]
     if list(names) == positional_parameters(module)[: len(names)]:
         return ()
     if set(names) <= set(own):

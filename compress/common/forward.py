@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import re
 import threading
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar, cast
 
 from compress.common.dependency_recorder import Recording, add_to_recordings, recording
-from compress.common.errors import ArtifactInvalid, PipelineInvalid
+from compress.common.errors import ArtifactInvalid, PipelineInvalid, first_line
 from compress.common.signature import OutputSpec, Signature
 
 if TYPE_CHECKING:
@@ -223,6 +224,30 @@ def run_in_eval(
         return flatten_outputs(module.eval()(*inputs))
 
 
+def answer_one_row(
+    module: torch.nn.Module, signature: Signature, inputs: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    """Return the outputs for the first row of inputs; for all where the batch has a fixed size.
+
+    Raises:
+        ArtifactInvalid: the module takes no batch of one row, which others are measured by.
+    """
+    axis = signature.batch_axis
+    has_rows = [axis is not None and spec.shape[:1] == (axis,) for spec in signature.inputs]
+    rows = [x[:1] if rows else x for x, rows in zip(inputs, has_rows, strict=True)]
+    try:
+        return run_in_eval(module, rows)
+    except Exception as error:
+        if not any(has_rows):
+            raise
+        raise ArtifactInvalid(
+            f"model.inputs: the model takes no batch of one row ({type(error).__name__}: "
+            f"{first_line(error)}); if it normalizes by the batch in eval mode, as BatchNorm "
+            "without running statistics does, give it these, or declare the batch size in "
+            "model.inputs as a number"
+        ) from error
+
+
 def copy_module(
     module: torch.nn.Module, replacements: Mapping[int, torch.Tensor] | None = None
 ) -> torch.nn.Module:
@@ -399,3 +424,20 @@ def _named_tensors(output: Any, name: str = "") -> list[tuple[str, torch.Tensor]
     if not found:
         raise ArtifactInvalid(f"the model returned {type(output).__name__}, expected tensors")
     return [(OUTPUT, found[0][1])] if [n for n, _ in found] == [f"{OUTPUT}_0"] else found
+
+
+def positional_parameters(module: torch.nn.Module) -> list[str]:
+    """Return the names of the parameters that forward takes by position."""
+    by_position = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return [p.name for p in forward_parameters(module) if p.kind is by_position]
+
+
+def forward_parameters(module: torch.nn.Module) -> list[inspect.Parameter]:
+    """Return forward's parameters; those of a TorchScript module from its schema."""
+    import torch
+
+    if not isinstance(module, torch.jit.ScriptModule):
+        return [*inspect.signature(module.forward).parameters.values()]
+    forward: Any = module.forward
+    _, *arguments = forward.schema.arguments
+    return [inspect.Parameter(a.name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for a in arguments]

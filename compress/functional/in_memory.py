@@ -24,8 +24,8 @@ from compress.artifacts.artifact import Artifact
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.artifacts.in_process import register
-from compress.artifacts.recipe_inference import positional_parameters
 from compress.common.errors import PipelineInvalid
+from compress.common.forward import positional_parameters
 from compress.common.process import seeded
 from compress.common.signature import Signature
 from compress.data.batch import LABELS
@@ -183,6 +183,19 @@ class _Columns(Dataset[Any]):
         if self.names is not None:
             row = dict(zip(self.names, row, strict=True))
         return {LABELS if c == "label" else c: torch.as_tensor(row[c]) for c in self.kept}
+
+
+def with_splits(
+    model: Any,
+    data: Any,
+    example_inputs: Inputs | None = None,
+    reads: Any = Artifact,
+    **splits: Any,
+) -> tuple[Artifact, Splits | None]:
+    """Return a model as :func:`as_artifact` does, and its data as splits; None without any."""
+    names = forward_names(model)
+    made = make_splits(data, parameters=names, **splits)
+    return as_artifact(model, made, example_inputs, reads), made
 
 
 def as_artifact(

@@ -138,15 +138,11 @@ def _run_stage(
     from compress.core.objectives.loss import Loss
     from compress.core.objectives.task import task_named
     from compress.core.progress import show_bars
-    from compress.functional.in_memory import as_artifact, forward_names, make_splits
+    from compress.functional.in_memory import as_artifact, with_splits
 
     name = str(stage.model_fields["stage"].default)
-    splits = make_splits(
-        data, parameters=forward_names(model), train=train, val=val, calibration=calibration
-    )
-    others: dict[str, Artifact] = {}
-    if isinstance(settings.get("teacher"), torch.nn.Module | Artifact):
-        others["teacher"] = as_artifact(settings["teacher"], splits, example_inputs)
+    teacher = settings.get("teacher")
+    if isinstance(teacher, torch.nn.Module | Artifact):
         settings["teacher"] = "teacher"
     if isinstance(settings.get("student"), torch.nn.Module):
         settings["student"] = {"factory": register_module(settings["student"])}
@@ -158,7 +154,12 @@ def _run_stage(
             return f"{name}: {dotted(place)}" if place else name
 
         raise PipelineInvalid(explain(error, settings, stage, describe)) from None
-    source = as_artifact(model, splits, example_inputs, stage.reads())
+    source, splits = with_splits(
+        model, data, example_inputs, stage.reads(), train=train, val=val, calibration=calibration
+    )
+    others: dict[str, Artifact] = {}
+    if isinstance(teacher, torch.nn.Module | Artifact):
+        others["teacher"] = as_artifact(teacher, splits, example_inputs)
     if splits is not None:
         names, dtypes = zip(*((x.name, x.dtype) for x in source.signature.inputs), strict=True)
         splits = replace(splits, input_names=names, input_dtypes=dtypes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from compress.common.config import Settings
@@ -14,12 +14,12 @@ from compress.pipelines.api import Pipeline
 from compress.pipelines.config.auto_settings import Format, Runtime
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from compress.pipelines.config.auto_settings import AutoSettings
     from compress.pipelines.config.pipeline import PipelineConfig
     from compress.pruning.pruning_stage import Finetune
 
+CANDIDATES, STORE = "candidates", ".store"
+"""In the results' folder: runs of all candidates, and the stages' results that they share."""
 QUANTIZING: dict[Format, dict[str, Any]] = {
     # Smoothed, as transformers lose several points otherwise; networks without linear layers of
     # sequences stay what they are.
@@ -69,6 +69,10 @@ class Candidate:
         digest = hashlib.sha256(json.dumps(chosen).encode()).hexdigest()
         trained = f"-{self.trained}-epochs" if self.trained else ""
         return f"{kind}-{digest[:8]}{trained}"
+
+    def settings(self) -> dict[str, Any]:
+        """Return what is chosen, as `front.json` and the log have it."""
+        return {**asdict(self), "widths": dict(self.widths)}
 
     @property
     def export(self) -> str:
@@ -171,24 +175,14 @@ class CheckedModel(Settings):
     @property
     def candidate(self) -> Candidate:
         """The choice itself."""
-        widths = tuple(sorted(self.widths.items()))
         return Candidate(
-            *(self.format, widths, self.float_layers, self.trained, self.runtime),
-            self.removed_blocks,
+            format=self.format,
+            widths=tuple(sorted(self.widths.items())),
+            float_layers=self.float_layers,
+            trained=self.trained,
+            runtime=self.runtime,
+            removed_blocks=self.removed_blocks,
         )
-
-
-def candidate_of(
-    format: Format,
-    widths: Mapping[str, int],
-    whole: Mapping[str, int],
-    runtime: Runtime = "onnx",
-    removed_blocks: tuple[str, ...] = (),
-) -> Candidate:
-    """Return the candidate of a format and widths, of which some may be those of the whole."""
-    cut = {group: width for group, width in widths.items() if width != whole[group]}
-    widths_cut = tuple(sorted(cut.items()))
-    return Candidate(format, widths_cut, runtime=runtime, removed_blocks=removed_blocks)
 
 
 def after_stages(settings: AutoSettings) -> list[dict[str, Any]]:

@@ -30,17 +30,9 @@ def search_and_print(
 ) -> None:
     """Search a pipeline file's models, and print those that no other one beats.
 
-    Args:
-        file: the pipeline file.
-        out: folder of the results; that of the pipeline's runs by default.
-        tables: latency tables of another machine, whose latencies are predicted by them.
-        tables_only: whether these are measured for this machine, and nothing is searched.
-        **given: `max_drop`, `latency`, `p95`, `size`, `memory`, `time` and `points` of the command
-            line, None where the file's own count.
-
-    Raises:
-        PipelineInvalid: the file, a limit or the tables are invalid.
-        GateRefused: no model that was checked meets all limits.
+    `tables` are of another machine, for which latencies are predicted then; with `tables_only` such
+    tables are measured for this one, and nothing is searched. `given` has limits, `time` and
+    `points` of the command line, None where the file's own count.
     """
     pipeline = PipelineConfig.from_yaml(file)
     settings = with_limits(pipeline.auto or AutoSettings(), given)
@@ -48,7 +40,13 @@ def search_and_print(
         raise PipelineInvalid("--tables-only measures this machine, and --tables is of another one")
     folder = out or pipeline.default_out
     from compress.pipelines.auto.cost_models.tables import LatencyTables
-    from compress.pipelines.auto.front import PAGE, Front, front_page, front_table, lines_below
+    from compress.pipelines.auto.front import (
+        FRONT_PAGE,
+        Front,
+        front_page,
+        front_table,
+        lines_below,
+    )
     from compress.pipelines.auto.search import search
 
     if tables_only:
@@ -63,35 +61,24 @@ def search_and_print(
         except KeyboardInterrupt as error:
             so_far = Front.read(folder)
             if so_far is not None:
-                write_atomically(folder / PAGE, front_page(so_far))
-                note = f"{INTERRUPTED} after {len(so_far.checked)} models, see {folder / PAGE}"
+                write_atomically(folder / FRONT_PAGE, front_page(so_far))
+                note = (
+                    f"{INTERRUPTED} after {len(so_far.checked)} models, see {folder / FRONT_PAGE}"
+                )
                 # Before that of a candidate's run, as the first one is shown.
                 error.__notes__ = [note, *getattr(error, "__notes__", ())]
             raise
-        write_atomically(folder / PAGE, front_page(front))
+        write_atomically(folder / FRONT_PAGE, front_page(front))
     print_result(front, lines_below(front, folder), lambda _: front_table(front))
     if front.best is None:
         raise GateRefused(nothing_found(front))
 
 
 def measure_tables(pipeline: PipelineConfig, settings: AutoSettings, out: Path) -> LatencyTables:
-    """Measure what a search on another machine predicts latencies of this one by, and write it.
-
-    Args:
-        pipeline: what is made once, and data.
-        settings: what is decided; limits and time are those of the search.
-        out: folder of the results.
-
-    Raises:
-        PipelineInvalid: the pipeline has stages that the search itself adds, or no data, or no
-            widths to decide.
-        StageFailed: the model cannot be traced or exported, or the machine is too busy.
-        Unavailable: a runtime is not installed.
-    """
-    from compress.pipelines.auto.candidate_evaluator import Judge
+    """Measure what a search on another machine predicts latencies of this one by, and write it."""
+    from compress.pipelines.auto.candidate_evaluator import CandidateEvaluator
     from compress.pipelines.auto.cost_models.tables import LatencyTables, ModelTable
-    from compress.pipelines.auto.search import Search
-    from compress.pipelines.auto.strategy.block_variants import Depth
+    from compress.pipelines.auto.search_state import BlockVariant, SearchState
     from compress.pruning.latency.widths import WidthSpace
 
     if settings.space.widths is None:
@@ -99,36 +86,32 @@ def measure_tables(pipeline: PipelineConfig, settings: AutoSettings, out: Path) 
     LatencyTables.refuse_blocks(settings)
     with show_progress(quiet=current_mode().silent) as (progress, announce):
         options = RunOptions(progress=progress, announce=announce)
-        judge = Judge.from_pipeline(pipeline, settings, out, options)
-        searched = Search(judge, settings, out)
-        searched.check_whole(math.inf)
+        evaluator = CandidateEvaluator.from_pipeline(pipeline, settings, out, options)
+        state = SearchState(evaluator)
+        state.check_whole(math.inf)
         # Which channels stay does not change the latency, so they need not be ranked by data.
         widths = settings.space.widths.model_copy(update={"importance": "random"})
-        space = WidthSpace.from_model(judge.model, judge.context, widths.selection, widths.values)
-        if not space.grid:
-            raise StageFailed("--tables-only: no channels of the model can be removed")
-        searched.measure_kernels(Depth((), judge.model, space))
-        if not searched.models:
+        space = WidthSpace.from_model(
+            evaluator.model, evaluator.context, widths.selection, widths.values
+        )
+        state.measure_kernels(BlockVariant((), evaluator.model, space))
+        if not state.models:
             raise StageFailed("--tables-only: no format could be measured; see the warnings")
     tables = LatencyTables(
         machine=machine(),
         versions=versions(),
-        threads=judge.context.threads,
-        batch=judge.batch,
-        base_ms=judge.base_ms,
+        threads=evaluator.context.threads,
+        batch=evaluator.batch,
+        base_ms=evaluator.base_ms,
         grid=dict(space.grid),
-        models=tuple(map(ModelTable.from_model, searched.models.values())),
+        models=tuple(map(ModelTable.from_model, state.models.values())),
     )
     tables.write(out)
     return tables
 
 
 def with_limits(settings: AutoSettings, given: dict[str, Any]) -> AutoSettings:
-    """Return settings with what the command line gives in the place of the file's.
-
-    Raises:
-        PipelineInvalid: a value has no unit, or another one; the message names the option.
-    """
+    """Return settings with what the command line gives in the place of the file's."""
     changes = {name: value for name, value in given.items() if value is not None}
     # As numbers have a unit where they are read, those of the file are not read again.
     limits, latency = settings.limits, settings.limits.latency or LatencyLimit.model_construct()

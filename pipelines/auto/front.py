@@ -1,20 +1,50 @@
-"""The models that a search found, and which of them no other one beats."""
+"""The models that a search found: which no other one beats, their table, page and pipelines."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+import shutil
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
+from rich.table import Table
+
+from compress.common.atomic_files import write_atomically
 from compress.common.config import Settings
+from compress.common.errors import CompressError
 from compress.common.sealed_json import read_if_unchanged, write_sealed
-from compress.pipelines.auto.candidates import CheckedModel
+from compress.pipelines.api import Pipeline
+from compress.pipelines.auto.candidates import (
+    CANDIDATES,
+    STORE,
+    Candidate,
+    CheckedModel,
+    after_stages,
+    last_stage,
+)
 from compress.pipelines.config.auto_settings import AutoLimits, LatencyLimit
+from compress.pipelines.config.relative_paths import relocated
+from compress.pipelines.reporting.svg_plots import Plot, Point, scatter_plot
+from compress.pipelines.system import yaml_core
+from compress.pipelines.system.templates import render_template
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-FILE = "front.json"
+    from compress.pipelines.auto.candidate_evaluator import CandidateEvaluator
+
+FRONT_FILE = "front.json"
+FRONT_PAGE = "front.html"
+FLOAT_WHOLE = Candidate("float").name
+TEXT_COLUMNS = ("model", "misses")
+POINTS_FOLDER = "points"
+"""In the results' folder: a folder for each point, by its number."""
+PIPELINE_FILE = "pipeline.yaml"
+FLOAT_EXPORT = "float_onnx"
+"""Stage that writes the float ONNX file, with which another machine measures a point in turn."""
+PREDICTED_WITHIN = 1.1
+"""Measured over predicted latency, at most, where there is no limit of the median."""
 
 
 def missed_limits(limits: AutoLimits, model: CheckedModel, but: str = "") -> tuple[str, ...]:
@@ -119,12 +149,239 @@ class Front(Settings):
     @classmethod
     def read(cls, out: Path) -> Front | None:
         """Read `front.json` back; None where there is none, or it was changed."""
-        return read_if_unchanged(out / FILE, cls)
+        return read_if_unchanged(out / FRONT_FILE, cls)
 
     def write(self, out: Path) -> None:
         """Write `front.json` into the results' folder."""
-        write_sealed(out / FILE, self)
+        write_sealed(out / FRONT_FILE, self)
 
 
 def _figure(value: float | None) -> str:
     return "unknown" if value is None else f"{value:.3g}"
+
+
+def front_table(front: Front) -> Table:
+    """Build a table of the models that no other one beats."""
+    title = "models that no other one beats; * the best within all limits"
+    if front.predicted_for is not None:
+        title += f"; latencies are predicted for {front.predicted_for}"
+    rows = Table(title=title)
+    rows.add_column("point", no_wrap=True)
+    known = front.by_name
+    cells = [cells_of(front, known[name]) for name in front.points]
+    for name in cells[0] if cells else ():
+        rows.add_column(name, justify="left" if name in TEXT_COLUMNS else "right")
+    for number, own in enumerate(cells, 1):
+        mark = " *" if own["model"] == front.best else ""
+        rows.add_row(f"{number}{mark}", *own.values())
+    return rows
+
+
+def cells_of(front: Front, model: CheckedModel) -> dict[str, str]:
+    """Return a model's figures as text, by the name of their column."""
+    limits = front.limits
+    confirmed = _text(model.confirmed_drop)
+    if model.confirmed_between is not None:
+        low, high = model.confirmed_between
+        confirmed += f" ({low:.2g} to {high:.2g})"
+    is_tail_limited = limits.latency is not None and limits.latency.p95_ms is not None
+    return {
+        "model": model.name,
+        "blocks removed": str(len(model.removed_blocks)),
+        "groups cut": str(len(model.widths)),
+        "float layers": str(len(model.float_layers)),
+        "ms": "" if model.is_predicted else _text(model.latency_ms),
+        "predicted": _text(model.latency_ms if model.is_predicted else model.predicted_ms),
+        **({"p95 ms": _text(model.p95_ms)} if is_tail_limited else {}),
+        "MB": _text(model.bytes / 1e6),
+        **({"MiB memory": _text(model.peak_mebibytes)} if limits.memory is not None else {}),
+        "drop": _text(model.drop),
+        "confirmed": confirmed,
+        "misses": ", ".join(missed_limits(limits, model)),
+    }
+
+
+def _text(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}"
+
+
+def lines_below(front: Front, out: Path) -> Iterator[str]:
+    """Yield what was found, and where it is."""
+    if front.best is not None:
+        yield f"best: {front.line(front.by_name[front.best], front.limits)}"
+        folder = front.folders.get(front.best) if front.predicted_for is None else None
+        yield f"its run: {out / folder if folder else out / CANDIDATES / front.best}"
+    else:
+        yield "no model that was checked meets all limits"
+    if front.predicted_for is not None:
+        yield f"latencies are predicted for {front.predicted_for}; run the points' pipelines there"
+    for what in front.not_searched:
+        yield f"not searched: {what}"
+    yield f"page: {out / FRONT_PAGE}; figures: {out / FRONT_FILE}; pipelines: {out / POINTS_FOLDER}"
+
+
+def front_page(front: Front) -> str:
+    """Render the page: what was found, a plot of drop against latency, and all figures."""
+    known = front.by_name
+    return render_template(
+        "front.html.jinja",
+        front=front,
+        known=known,
+        best=None if front.best is None else known[front.best],
+        compared=_compared_with_float(front),
+        plot=_plot(front),
+        shares=lambda model: ", ".join(
+            f"{100 * share:.0f} % of {name}" if share < 2 else f"{share:.3g} times the {name}"
+            for name, share in shares_of_limits(front.limits, model).items()
+        ),
+        cells_of=cells_of,
+    )
+
+
+def _compared_with_float(front: Front) -> str:
+    """Say how much faster and smaller the best model is than the float one."""
+    known = front.by_name
+    if front.best is None or FLOAT_WHOLE not in known or front.best == FLOAT_WHOLE:
+        return ""
+    best, whole = known[front.best], known[FLOAT_WHOLE]
+    return (
+        f"The float ONNX file takes {front.base_ms / best.latency_ms:.3g} times as long, and "
+        f"{whole.bytes / best.bytes:.3g} times as many bytes."
+    )
+
+
+def _plot(front: Front) -> Plot | None:
+    models = [model for model in front.checked if model.drop is not None]
+    numbers = {name: str(number) for number, name in enumerate(front.points, 1)}
+    points = [
+        Point(
+            label=numbers.get(model.name, ""),
+            title=front.line(model, front.limits),
+            x=model.latency_ms,
+            y=model.drop or 0.0,
+            refused=bool(missed_limits(front.limits, model)),
+        )
+        for model in models
+    ]
+    if not points:
+        return None
+    return scatter_plot(
+        points,
+        {i for i, model in enumerate(models) if model.name in front.points},
+        title="Drop of the metric against latency",
+        names=("predicted ms a call" if front.predicted_for else "ms a call", "drop, in points"),
+        shown="{:g}".format,
+    )
+
+
+def folder_of(front: Front, name: str) -> str:
+    """Return the folder of a point, relative to that of the results."""
+    return f"{POINTS_FOLDER}/{front.points.index(name) + 1}"
+
+
+def chosen_points(front: Front, count: int) -> list[str]:
+    """Return the points that get a folder: the best, others within the limits, then the rest.
+
+    Of more than there may be, some are taken evenly over the front.
+    """
+    known = front.by_name
+    chosen = [front.best] if front.best is not None else []
+    others = [name for name in front.points if name != front.best]
+    good = [name for name in others if not missed_limits(front.limits, known[name])]
+    for names in (good, [name for name in others if name not in good]):
+        places = max(0, count - len(chosen))
+        step = (len(names) - 1) / max(1, places - 1)
+        chosen += names if places >= len(names) else [names[round(n * step)] for n in range(places)]
+    return [name for name in front.points if name in chosen]
+
+
+def write_points(front: Front, evaluator: CandidateEvaluator, passed: str | None) -> Front:
+    """Write the points' pipelines; run those within the limits but one that `passed` already."""
+    known = front.by_name
+    names = chosen_points(front, evaluator.settings.points)
+    folders = {name: folder_of(front, name) for name in names}
+    for folder in (evaluator.out / POINTS_FOLDER).glob("*"):
+        if f"{POINTS_FOLDER}/{folder.name}" not in folders.values():  # of an earlier search
+            shutil.rmtree(folder)
+    for name in names:
+        write_point(front, evaluator, known[name])
+        if name != passed and not missed_limits(front.limits, known[name]):
+            run_point(front, evaluator, known[name])
+    return front.model_copy(update={"folders": folders})
+
+
+def write_point(front: Front, evaluator: CandidateEvaluator, model: CheckedModel) -> None:
+    """Write the pipeline that makes a point and checks it against the limits, without a search."""
+    file = evaluator.out / folder_of(front, model.name) / PIPELINE_FILE
+    content = relocated(_content(evaluator, model), evaluator.base.folder, file.parent)
+    text = yaml_core.dump(content)
+    if file.exists() and file.read_text(encoding="utf-8") != text:  # of an earlier search
+        shutil.rmtree(file.parent)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(file, text)
+
+
+def run_point(front: Front, evaluator: CandidateEvaluator, model: CheckedModel) -> bool:
+    """Run a point's pipeline, except for what the search has made; return whether it passed.
+
+    That of a point whose latency is predicted is for the machine that it is predicted for.
+    """
+    if evaluator.tables is not None:
+        return True
+    folder = evaluator.out / folder_of(front, model.name)
+    pipeline = Pipeline.model_validate(_content(evaluator, model))
+    # The search's store names the files that user code reads relative to that file.
+    pipeline._source, pipeline._written = evaluator.base._source, folder / PIPELINE_FILE
+    quiet = replace(
+        evaluator.options,
+        cache=evaluator.out / STORE,
+        test=False,
+        measured="last",
+        announce=lambda line: None,
+    )
+    try:
+        pipeline.run(folder, quiet)
+    except CompressError as error:
+        evaluator.options.announce(f"warning: {folder_of(front, model.name)}: {error}")
+        return False
+    return True
+
+
+def _content(evaluator: CandidateEvaluator, model: CheckedModel) -> dict[str, Any]:
+    """Return the content of a point's pipeline, with paths relative to the search's own file."""
+    base, settings = evaluator.base, evaluator.settings
+    content = model.candidate.content(base, settings)
+    *before, export = content["stages"]
+    gates = _gates(evaluator, model)
+    if any(gate.get("against") == FLOAT_EXPORT for gate in gates):
+        last = before[-1].get("name", before[-1]["stage"]) if before else "source"
+        before.append({"name": FLOAT_EXPORT, "stage": "export_onnx", "input": last_stage(base)})
+        export = {**export, "input": last}
+    if gates:
+        export = {**export, "gates": gates}
+    return {**content, "stages": [*before, export, *after_stages(settings)]}
+
+
+def _gates(evaluator: CandidateEvaluator, model: CheckedModel) -> list[dict[str, Any]]:
+    """Return the gates that evaluator a point by the limits."""
+    limits, batch = evaluator.settings.limits, evaluator.batch
+    latency = limits.latency or LatencyLimit.model_construct()
+    p50_ms, p95_ms = latency.p50_ms, latency.p95_ms
+    if p50_ms is None and evaluator.tables is not None:
+        p50_ms = PREDICTED_WITHIN * model.latency_ms
+    gates: list[dict[str, Any]] = []
+    if limits.max_drop is not None:
+        against = last_stage(evaluator.base)
+        gates.append({"gate": "max_drop", "against": against, "points": limits.max_drop})
+    if limits.size is not None:
+        gates.append({"gate": "max_file_size", "mebibytes": limits.size / 2**20})
+    if limits.memory is not None:
+        gates.append({"gate": "max_memory", "mebibytes": limits.memory / 2**20, "batch": batch})
+    if p95_ms is not None:
+        gates.append({"gate": "max_latency", "p95_ms": p95_ms, "batch": batch})
+    if p50_ms is not None:
+        # As a speedup over the float file, with which latencies are measured in turn.
+        ratio = float(f"{evaluator.base_ms / p50_ms:.4g}")
+        speedup = {"gate": "min_speedup", "ratio": ratio, "batch": batch, "against": FLOAT_EXPORT}
+        gates.append(speedup)
+    return gates

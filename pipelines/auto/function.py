@@ -13,7 +13,7 @@ from compress.common.atomic_files import temporary_folder
 from compress.common.errors import GateRefused, PipelineInvalid
 from compress.core.progress import show_bars
 from compress.core.validation_errors import dotted, explain
-from compress.pipelines.auto.candidate_evaluator import CANDIDATES
+from compress.pipelines.auto.candidates import CANDIDATES
 from compress.pipelines.auto.command import nothing_found
 from compress.pipelines.auto.search import search
 from compress.pipelines.config.auto_settings import AutoSettings
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Found:
+class AutoResult:
     """The result of :func:`auto`."""
 
     front: Front
@@ -76,7 +76,7 @@ def auto(
     metric: str | None = None,
     out: Path | str | None = None,
     progress: bool | None = None,
-) -> Found:
+) -> AutoResult:
     """Search the depth, widths and formats of a trained model that lose least under limits.
 
     Args:
@@ -135,4 +135,4 @@ def auto(
         front = search(pipeline, pipeline.auto or AutoSettings(), folder, options)
     if front.best is None:
         raise GateRefused(nothing_found(front))
-    return Found(front, folder)
+    return AutoResult(front, folder)

@@ -50,14 +50,7 @@ class CacheReason(Settings):
 
 
 def why(pipeline: PipelineConfig, out: Path, stage: str, store: str | None = None) -> CacheReason:
-    """Explain why a run would reuse a stage's artifact (or that of `source`), or run the stage.
-
-    Args:
-        pipeline: the pipeline.
-        out: directory of its results.
-        stage: name of the stage.
-        store: URL of a store that other machines share.
-    """
+    """Explain why a run would reuse a stage's artifact (or that of `source`), or run the stage."""
     actions, state = preview_state(pipeline, out, RunOptions(store=store))
     if stage not in actions:
         raise PipelineInvalid(

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from compress.common.requirements import Requirement
 
 DISTRIBUTION = "compress-pipeline"
-INSTALLS = {"timm": TIMM.install}
+INSTALL_OF_EXTRA = {"timm": TIMM.install}
 """How to install an extra, where the extra itself would install more than is good."""
-PROGRAMS = {JAVA: "-version", COMPILER: "--version"}
+VERSION_OPTION_OF_PROGRAM = {JAVA: "-version", COMPILER: "--version"}
 PROGRAM_TIMEOUT_S = 10
 
 
@@ -62,7 +62,7 @@ class Findings(Settings):
         yield f"CUDA devices: {', '.join(self.cuda) or 'none'}"
         for extra, lacking in self.extras.items():
             if lacking:
-                install = INSTALLS.get(extra, pip_install(extra))
+                install = INSTALL_OF_EXTRA.get(extra, pip_install(extra))
                 yield f"extra {extra}: without {', '.join(lacking)}; {install}"
             else:
                 yield f"extra {extra}: installed"
@@ -86,6 +86,18 @@ def examine() -> Findings:
     for name, gate in gate_classes().items():
         if needs := gate.model_construct(gate=name).requirements:
             missing[f"gate {name}"] = _lacking(needs)
+    broken: dict[str, str] = {}
+    # A build of torchvision for another torch stops transformers.
+    if importlib.util.find_spec("torchvision") is not None:
+        try:
+            with exits_refused():
+                importlib.import_module("torchvision")
+        except Exception as error:  # noqa: BLE001  # a mismatched build raises anything
+            broken["torchvision"] = (
+                f"cannot be imported ({type(error).__name__}: {first_line(error)}), and then "
+                "neither can models of transformers and timm, which do without it: pip uninstall "
+                "torchvision, or install it from the index that torch came from"
+            )
     return Findings(
         versions=versions(),
         extras=dict(_extras()),
@@ -97,33 +109,18 @@ def examine() -> Findings:
             "gibibytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30,
             "system": platform.platform(),
         },
-        programs={p.what: _version_of_program(p, option) for p, option in PROGRAMS.items()},
+        programs={
+            p.what: _version_of_program(p, option)
+            for p, option in VERSION_OPTION_OF_PROGRAM.items()
+        },
         cuda=tuple(map(torch.cuda.get_device_name, range(torch.cuda.device_count()))),
-        broken=_broken_torchvision(),
+        broken=broken,
         stages=missing,
     )
 
 
 def _lacking(needs: Iterable[Requirement]) -> tuple[str, ...]:
     return tuple(f"needs {need.what}; {need.install}" for need in needs if need.missing())
-
-
-def _broken_torchvision() -> dict[str, str]:
-    """Import torchvision, where it is installed: a build for another torch stops transformers."""
-    if importlib.util.find_spec("torchvision") is None:
-        return {}
-    try:
-        with exits_refused():
-            importlib.import_module("torchvision")
-    except Exception as error:  # noqa: BLE001  # a mismatched build raises anything
-        return {
-            "torchvision": (
-                f"cannot be imported ({type(error).__name__}: {first_line(error)}), and then "
-                "neither can models of transformers and timm, which do without it: pip uninstall "
-                "torchvision, or install it from the index that torch came from"
-            )
-        }
-    return {}
 
 
 def _extras() -> Iterator[tuple[str, tuple[str, ...]]]:

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from compress.artifacts.artifact import Artifact
     from compress.common.signature import Signature
     from compress.core.objectives.task import TaskName
     from compress.data.splits import Splits
@@ -42,22 +41,22 @@ if TYPE_CHECKING:
 
 Family = Literal["convolutional", "linear", "other", "exported"]
 
-CONVOLUTIONS = ("Conv1d", "Conv2d", "Conv3d")
-PRODUCTS = ("Linear", "RNNBase", "MultiheadAttention")
+CONVOLUTION_LAYERS = ("Conv1d", "Conv2d", "Conv3d")
+PRODUCT_LAYERS = ("Linear", "RNNBase", "MultiheadAttention")
 NO_HEAD = "has no weights for"
 """In the error of a Hugging Face folder whose head is still to be trained."""
 MIN_CALIBRATION_SAMPLES, DEFAULT_CALIBRATION_SAMPLES = 16, 512
-MOST_TARGETS_READ = 32
+MAX_TARGETS_READ = 32
 """Most samples that the model answers to find out what it is for."""
-SMALL_BYTES = 2**18
+SMALL_WEIGHT_BYTES = 2**18
 """Below this, the graph description dominates a file's size, so that a size gate makes no sense."""
-LAYERS = {
+LAYERS_IN_WORDS = {
     "convolutional": "a model of convolutions",
     "linear": "a model of linear or recurrent layers",
     "other": "a model of other layers",
     "exported": "an exported model",
 }
-OPTIONS = {
+OPTION_OF_SETTING = {
     "model.inputs": "--input",
     "model.checkpoint": "--checkpoint",
     "model.factory": "--model",
@@ -70,7 +69,7 @@ OPTIONS = {
 """The command-line option behind each setting, for error messages."""
 
 
-HINTS = {
+COMMENT_OF_SETTING = {
     "factory": "        # module:callable",
     "huggingface": "        # folder with config.json and weights",
     "checkpoint": "        # read without executing anything in it",
@@ -99,26 +98,21 @@ class Draft:
 
     def lines(self) -> Iterator[str]:
         """Yield the lines of the output without `--json`."""
-        yield f"{self.file}: for {LAYERS[self.family]}: {' → '.join(self.stages)}"
+        yield f"{self.file}: for {LAYERS_IN_WORDS[self.family]}: {' → '.join(self.stages)}"
         yield f"next: compress run {self.file}"
 
 
 def write_draft(
     file: Path, options: InitOptions, force: bool = False, ask: Ask | None = None
 ) -> Draft:
-    """Write a pipeline file for a model; `ask` prompts for missing options.
-
-    Raises:
-        PipelineInvalid: the file exists and is not to be overwritten, or an option is wrong.
-        CompressError: the model or its checkpoint cannot be read, or a library is missing.
-    """
+    """Write a pipeline file for a model; `ask` prompts for missing options."""
     if file.exists() and not force:
         raise PipelineInvalid(f"{file} exists and is not overwritten; name another, or use --force")
     try:
         found = draft(file, init_options.prompt_for_missing(options, ask) if ask else options)
     except CompressError as error:
         # The file is not written yet: name the option in place of the setting.
-        for setting, option in OPTIONS.items():
+        for setting, option in OPTION_OF_SETTING.items():
             if str(error).startswith(place := f"{file}: {setting}: "):
                 raise type(error)(f"{option}: {str(error).removeprefix(place)}") from error
         raise
@@ -157,7 +151,10 @@ def draft(file: Path, options: InitOptions) -> Draft:
             task = task or task_of_library(module, first)
             found = inspect_model(module, data, trained, source.signature, task)
         else:
-            found = inspect_file(source, data, task)
+            # Exported elsewhere: only its outputs and the data show what it is for.
+            found = ModelTraits("exported", source.payload_bytes, True, {}, task, kind=source.kind)
+            with source.open() as predict:
+                found = _with_data(found, predict, data, source.signature)
     text, plan = render_and_plan(file, content, options, found, bool(inferred))
     names = tuple(planned.name for planned in plan.stages)
     return Draft(file, text, found.family, names, plan.warnings)
@@ -168,36 +165,29 @@ def render_and_plan(
 ) -> tuple[str, Plan]:
     """Return the file's text, with stages that suit what was found, and its plan."""
     origin = "as the samples show them" if found.samples else "as the model declares them"
+    lacks_torchserve = any(need.missing() for need in PackageTorchServe.requirements)
+    package = "package_triton" if lacks_torchserve else "package_torchserve"
     text = render_template(
         "pipeline.yaml.jinja",
         file=file,
         options=options,
         content=content,
         found=found,
-        layers=LAYERS[found.family],
-        hints=defaultdict(str, HINTS),
+        layers=LAYERS_IN_WORDS[found.family],
+        hints=defaultdict(str, COMMENT_OF_SETTING),
         origin=origin if inferred else "as given",
-        package=package_stage() if found.kind in ("onnx", "torchscript") else None,
+        package=package if found.kind in ("onnx", "torchscript") else None,
     )
     # What is written is what was checked, comments and quotes included.
     return text, build_plan(_pipeline(file, yaml_core.load(text)))
 
 
-def package_stage() -> str:
-    """Return the stage that packages exported files: TorchServe's where it is installed."""
-    lacking = (need.missing() for need in PackageTorchServe.requirements)
-    return "package_triton" if any(lacking) else "package_torchserve"
-
-
 def initial_content(file: Path, options: InitOptions) -> dict[str, Any]:
-    """Return the file's content from the options, with one placeholder stage.
-
-    Raises:
-        PipelineInvalid: an option is missing or malformed.
-    """
+    """Return the file's content from the options, with one placeholder stage."""
     if options.model is None:
         raise PipelineInvalid(
-            f"compress init needs a model: {init_options.FORMS} (or --slurm for a batch script)"
+            f"compress init needs a model: {init_options.MODEL_FORMS} (or --slurm for a batch "
+            "script)"
         )
     model, code = model_section(options, file.parent)
     shown = options.data is not None or init_options.declares_inputs(options.model)
@@ -254,7 +244,7 @@ class ModelTraits:
     @property
     def small(self) -> bool:
         """Whether the file's size says little about the weights."""
-        return self.weight_bytes < SMALL_BYTES
+        return self.weight_bytes < SMALL_WEIGHT_BYTES
 
     @property
     def trainable(self) -> bool:
@@ -304,6 +294,7 @@ class ModelTraits:
     @property
     def size_ratio(self) -> float:
         """A limit on the share of the bytes that 8 bits leave, with a tenth of slack."""
+        # Weights in 8 bits take a quarter of those in float32, which saves three quarters.
         return max(0.5, round(1.1 - 0.75 * self.int8_share, 2))
 
     def tolerance(self, fraction: float) -> float:
@@ -318,19 +309,11 @@ def inspect_model(
     signature: Signature | None = None,
     task: TaskName | None = None,
 ) -> ModelTraits:
-    """Inspect the layers, weights, outputs and data.
-
-    Args:
-        module: the model, which takes its inputs in the signature's order.
-        data: the data, if there is any.
-        trained: whether it has trained weights.
-        signature: the model's interface, for example inputs where there are no samples.
-        task: what it is for, if that is known.
-    """
+    """Inspect the layers, weights, outputs and data; inputs are examples without data."""
     from torch import nn
 
     family = family_of(module)
-    layers = {"convolutional": CONVOLUTIONS, "linear": PRODUCTS}.get(family, ())
+    layers = {"convolutional": CONVOLUTION_LAYERS, "linear": PRODUCT_LAYERS}.get(family, ())
     kinds = tuple(getattr(nn, name) for name in layers)
     sizes = {name: p.numel() for name, p in module.named_parameters()}
     parents = {name: layer for name, layer in module.named_modules() if isinstance(layer, kinds)}
@@ -352,13 +335,6 @@ def inspect_model(
     )
 
 
-def inspect_file(source: Artifact, data: Splits | None, task: TaskName | None) -> ModelTraits:
-    """Inspect a model that was exported elsewhere: its outputs, and the data."""
-    traits = ModelTraits("exported", source.payload_bytes, True, {}, task, kind=source.kind)
-    with source.open() as predict:
-        return _with_data(traits, predict, data, source.signature)
-
-
 def _with_data(
     traits: ModelTraits, predict: Any, data: Splits | None, signature: Signature | None
 ) -> ModelTraits:
@@ -369,13 +345,14 @@ def _with_data(
     targets = None
     if data is not None:
         name = next((n for n in ("train", "val") if n in samples), next(iter(samples)))
-        batch = next(data.batches(name, MOST_TARGETS_READ, MOST_TARGETS_READ))
+        batch = next(data.batches(name, MAX_TARGETS_READ, MAX_TARGETS_READ))
         inputs, targets = batch.inputs, batch.target
     elif signature is not None:
         inputs = signature.example()
     else:
         return traits
     outputs = [x for x in predict(*inputs) if x.is_floating_point()]
+    # Untrained models may answer NaN and infinity, which say nothing about the scale.
     largest = max((float(x.abs().nan_to_num(0, 0, 0).max()) for x in outputs), default=1.0)
     task = traits.task
     if task is None and isinstance(targets, torch.Tensor) and outputs:
@@ -408,8 +385,8 @@ def family_of(module: nn.Module) -> Family:
     """Classify a model by its most frequent kind of layer."""
     from torch import nn
 
-    convolutions = tuple(getattr(nn, name) for name in CONVOLUTIONS)
-    products = tuple(getattr(nn, name) for name in PRODUCTS)
+    convolutions = tuple(getattr(nn, name) for name in CONVOLUTION_LAYERS)
+    products = tuple(getattr(nn, name) for name in PRODUCT_LAYERS)
     convolution_count = sum(isinstance(layer, convolutions) for layer in module.modules())
     linear_count = sum(isinstance(layer, products) for layer in module.modules())
     if convolution_count and convolution_count >= linear_count:

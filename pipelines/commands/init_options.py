@@ -1,7 +1,10 @@
-"""Options of `compress init`: parsing them, and prompting for missing ones."""
+"""Options of `compress init`: parsing, prompts for missing ones, and the `model:` section."""
 
 from __future__ import annotations
 
+import ast
+import inspect
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -9,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from compress.common.errors import PipelineInvalid
-from compress.common.factories import REFERENCE, Reference
+from compress.common.errors import CompressError, PipelineInvalid
+from compress.common.factories import REFERENCE, Reference, resolve
 from compress.common.signature import TensorSpec
 from compress.pipelines.system import yaml_core
 
@@ -21,11 +24,11 @@ if TYPE_CHECKING:
 
 Target = Literal["onnx", "torchscript", "aot"]
 Goal = Literal["smaller", "faster", "both"]
-NONE = "none"
-TIMM = "timm:"
-SCRIPTS = (".ts", ".torchscript", ".pt", ".pth")
-EXPORTED = (".onnx", ".pt2", *SCRIPTS)
-FORMS = (
+NO_ANSWER = "none"
+TIMM_PREFIX = "timm:"
+TORCHSCRIPT_ENDINGS = (".ts", ".torchscript", ".pt", ".pth")
+EXPORTED_ENDINGS = (".onnx", ".pt2", *TORCHSCRIPT_ENDINGS)
+MODEL_FORMS = (
     "a Hugging Face folder, timm:resnet18, an .onnx, .pt2 or .ts file, a .py file, or "
     "module:callable"
 )
@@ -34,11 +37,7 @@ FORMS = (
 def model_and_file(
     what: str | None, file: Path | None, model: str | None
 ) -> tuple[str | None, Path]:
-    """Return the model and the file to write, of arguments of which each may be left out.
-
-    Raises:
-        PipelineInvalid: the model is given twice.
-    """
+    """Return the model and the file to write, of arguments of which each may be left out."""
     if what is not None and file is None and what.endswith((".yaml", ".yml")):
         file, what = Path(what), None
     if what is not None and model is not None:
@@ -74,17 +73,17 @@ def prompt_for_missing(options: InitOptions, ask: Ask) -> InitOptions:
     if options.model is None:
         model = ask("Model, as a folder, file, timm:NAME or module:callable", "", check_model)
         asks = options.checkpoint is None and not has_weights(model)
-        checkpoint = ask("Checkpoint", NONE, str) if asks else options.checkpoint
+        checkpoint = ask("Checkpoint", NO_ANSWER, str) if asks else options.checkpoint
         data = options.data or ask(
-            "Data, as module:callable", NONE, lambda d: d == NONE or parse_reference(d)
+            "Data, as module:callable", NO_ANSWER, lambda d: d == NO_ANSWER or parse_reference(d)
         )
         target: Any = ask("Format: onnx, torchscript or aot", options.target, _one_of(Target))
         goal: Any = ask("Goal: smaller, faster or both", options.goal, _one_of(Goal))
         options = replace(
             options,
             model=model,
-            checkpoint=None if checkpoint == NONE else checkpoint,
-            data=None if data == NONE else data,
+            checkpoint=None if checkpoint == NO_ANSWER else checkpoint,
+            data=None if data == NO_ANSWER else data,
             target=target,
             goal=goal,
         )
@@ -99,22 +98,23 @@ def prompt_for_missing(options: InitOptions, ask: Ask) -> InitOptions:
 def check_model(text: str) -> str:
     """Check that a text has one of the forms of a model, and return it."""
     path = Path(text.partition(".py:")[0] + ".py" if ".py:" in text else text)
-    if text.startswith(TIMM) or path.exists() or REFERENCE.match(text):
+    if text.startswith(TIMM_PREFIX) or path.exists() or REFERENCE.match(text):
         return text
     raise PipelineInvalid(
-        f"--model {text!r}: there is no such file or folder here, and it is not one of: {FORMS}"
+        f"--model {text!r}: there is no such file or folder here, and it is not one of: "
+        f"{MODEL_FORMS}"
     )
 
 
 def has_weights(model: str) -> bool:
     """Whether a model is a folder or a file that holds its weights."""
-    return Path(model).is_dir() or Path(model).suffix in EXPORTED
+    return Path(model).is_dir() or Path(model).suffix in EXPORTED_ENDINGS
 
 
 def declares_inputs(model: str) -> bool:
     """Whether a model itself shows its inputs: not a factory, and not TorchScript."""
-    known = model.startswith(TIMM) or has_weights(model)
-    return known and Path(model).suffix not in SCRIPTS
+    known = model.startswith(TIMM_PREFIX) or has_weights(model)
+    return known and Path(model).suffix not in TORCHSCRIPT_ENDINGS
 
 
 def parse_reference(text: str, option: str = "") -> str:
@@ -171,3 +171,115 @@ def _one_of(known: Any) -> Callable[[str], None]:
             raise PipelineInvalid(f"{text!r} is not one of {', '.join(get_args(known))}")
 
     return check
+
+
+def model_section(options: InitOptions, folder: Path) -> tuple[dict[str, Any], Path | None]:
+    """Return the `model:` section for what was given, and the folder of its code, if it has any.
+
+    Paths are given relative to the working directory, and written relative to the file's `folder`.
+    """
+    text = check_model(str(options.model))
+    path, code = Path(text), None
+    arguments = parse_arguments(options.arguments)
+    if text.startswith(TIMM_PREFIX):
+        model: dict[str, Any] = {"timm": text.removeprefix(TIMM_PREFIX)}
+    elif path.is_dir():
+        if not (path / "config.json").is_file():
+            raise PipelineInvalid(
+                f"--model: {text} is a folder without config.json; give {MODEL_FORMS}"
+            )
+        model = {"huggingface": relative_path(folder, path)}
+    elif path.suffix in EXPORTED_ENDINGS:
+        model = {"file": relative_path(folder, path)}
+    elif text.endswith(".py") or ".py:" in text:
+        file, _, name = text.partition(":")
+        code = Path(file).parent
+        model = {"factory": _reference_in(Path(file), name)}
+    elif REFERENCE.match(text):
+        module = text.partition(":")[0].partition(".")[0]
+        # The file's folder is the default of `code:`; name this one where only it has the module.
+        code = next(
+            (f for f in (folder, Path()) if (f / f"{module}.py").exists() or (f / module).is_dir()),
+            None,
+        )
+        model = {"factory": text}
+    else:
+        raise PipelineInvalid(f"--model {text!r} is not one of: {MODEL_FORMS}")
+    if "factory" in model:
+        _check_arguments(model["factory"], code or folder, arguments)
+    if arguments:
+        _refuse_beside(model, "--argument", "config.json says how it is built")
+        model["arguments"] = arguments
+    if options.checkpoint is not None:
+        _refuse_beside(model, "--checkpoint", "it has its weights")
+        model["checkpoint"] = relative_path(folder, Path(options.checkpoint))
+    return model, code
+
+
+def relative_path(folder: Path, path: Path) -> str:
+    """Turn a path relative to the working directory into one relative to a folder."""
+    return str(path) if path.is_absolute() else os.path.relpath(path, folder)
+
+
+def _refuse_beside(model: dict[str, Any], option: str, reason: str) -> None:
+    kind = next(iter(model))
+    if kind in ("huggingface", "file"):
+        raise PipelineInvalid(
+            f"{option} goes with a factory or timm:NAME; of {model[kind]} {reason}"
+        )
+
+
+def _reference_in(file: Path, name: str) -> str:
+    """Return `module:callable` of a file's only module class, or else its only function."""
+    from torch import nn
+
+    if not file.is_file():
+        raise PipelineInvalid(f"--model: {file}: no such file")
+    if not file.stem.isidentifier():
+        raise PipelineInvalid(
+            f"--model: {file} cannot be imported by that name; rename it, as {file.stem!r} is no "
+            "name of a Python module"
+        )
+    if name:
+        return parse_reference(f"{file.stem}:{name}", "--model ")
+    try:
+        body = ast.parse(file.read_bytes()).body
+    except (SyntaxError, ValueError) as error:
+        raise PipelineInvalid(f"--model: {file} is not Python: {error}") from None
+    defined = [node for node in body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
+    functions = [f.name for f in defined if isinstance(f, ast.FunctionDef) and f.name[0] != "_"]
+    classes = []
+    for node in defined:
+        if isinstance(node, ast.ClassDef):
+            found: Any = resolve(f"{file.stem}:{node.name}", file.parent)
+            classes += [node.name] if issubclass(found, nn.Module) else []
+    names = classes or functions
+    if len(names) != 1:
+        kind = "classes of torch.nn.Module" if classes else "functions and no torch.nn.Module"
+        raise PipelineInvalid(
+            f"--model: {file} has {len(names)} {kind}; name one, as {file}:NAME: "
+            f"{', '.join(dict.fromkeys([*classes, *functions]))}"
+            if names
+            else f"--model: {file} has neither a class of torch.nn.Module nor a function"
+        )
+    return f"{file.stem}:{names[0]}"
+
+
+def _check_arguments(reference: str, folder: Path, arguments: dict[str, Any]) -> None:
+    """Refuse a factory whose required arguments are missing; other errors come when it is built."""
+    try:
+        parameters = inspect.signature(resolve(reference, folder)).parameters.values()
+    except (CompressError, ValueError, TypeError):
+        return
+    missing = [
+        p.name
+        for p in parameters
+        if p.default is p.empty
+        and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        and p.name not in arguments
+    ]
+    if missing:
+        given = " ".join(f"--argument {name}=…" for name in missing)
+        raise PipelineInvalid(
+            f"--model: {reference} takes {', '.join(missing)}, without a default; give {given}"
+        )

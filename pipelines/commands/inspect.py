@@ -6,27 +6,21 @@ import json
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from compress.artifacts.artifact import Artifact
 
 
-def describe_artifact(found: Artifact) -> Iterator[str]:
-    """Yield lines for the signature, recipe, lineage and files of an artifact's manifest."""
-    # A name from an untrusted manifest could forge another line.
-    yield from (line.replace("\n", r"\n") for line in _lines(found))
-
-
-def _lines(found: Artifact) -> Iterator[str]:
-    manifest = found.manifest.model_dump(mode="json")
-    yield f"{found.kind} artifact, digest {found.digest}"
+def describe_artifact(found: Artifact) -> list[str]:
+    """Return lines for the signature, recipe, lineage and files of an artifact's manifest."""
+    recipe, lineage, files = found.manifest.recipe, found.manifest.lineage, found.manifest.files
+    signature = found.manifest.signature.model_dump(mode="json")
+    lines = [f"{found.kind} artifact, digest {found.digest}"]
     for label in ("inputs", "outputs"):
-        for spec in manifest["signature"][label]:
+        for spec in signature[label]:
             shape = f" {spec['dtype']} {spec['shape']}" if "shape" in spec else ""
-            yield f"  {label[:-1]} {spec['name']}{shape}"
-    if found.manifest.recipe:
-        yield f"  built by {found.manifest.recipe.factory} {found.manifest.recipe.arguments}"
-    for step in found.manifest.lineage:
-        yield f"  after {step.stage} {json.dumps(step.settings, default=str)}"
-    for name, file in found.manifest.files.items():
-        yield f"  file {name}  {file.bytes} bytes  sha256 {file.sha256}"
+            lines.append(f"  {label[:-1]} {spec['name']}{shape}")
+    if recipe:
+        lines.append(f"  built by {recipe.factory} {recipe.arguments}")
+    lines += [f"  after {s.stage} {json.dumps(s.settings, default=str)}" for s in lineage]
+    lines += [f"  file {n}  {f.bytes} bytes  sha256 {f.sha256}" for n, f in files.items()]
+    # A name from an untrusted manifest could forge another line.
+    return [line.replace("\n", r"\n") for line in lines]

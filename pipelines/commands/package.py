@@ -25,15 +25,7 @@ def write_package(
 ) -> ImageFiles | TransformersFolder:
     """Write the one folder that is named, an image's or one for `from_pretrained`.
 
-    Args:
-        artifact: an artifact's directory.
-        image: folder to write an image to.
-        transformers: folder to write for transformers.
-        base: OCI layout that the image adds a layer to.
-        sign_key: private key that signs the image's attestation, PEM.
-
-    Raises:
-        PipelineInvalid: none or both folders are named, or an option does not go with it.
+    An image is a layer on the OCI layout `base`; `sign_key` signs its attestation.
     """
 
     def attest(file: Path) -> None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import atexit
-import hashlib
 import os
 import signal
+import socket
 import sys
-from contextlib import contextmanager
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+import uuid
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
 
-from compress.common.errors import CompressError, PipelineInvalid, StageFailed
-from compress.pipelines.executors.launched import RunEnvironment
+from compress.common.atomic_files import sha256_of, write_atomically
+from compress.common.errors import ArtifactInvalid, CompressError, PipelineInvalid, StageFailed
 from compress.pipelines.system import signals
+from compress.pipelines.system.machine_info import versions
 from compress.training.config.parallel import Parallel
 from compress.training.launch.rank_group import (
     SECONDS_TO_MEET,
@@ -21,12 +24,19 @@ from compress.training.launch.rank_group import (
     joined_group,
     launched_environment,
 )
+from compress.training.launch.worker import wait_until_visible
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
+    from collections.abc import Iterator, Mapping
 
     from compress.pipelines.config.pipeline import PipelineConfig
+
+RUN_ID = "run-id"
+"""File in a store, by which another machine sees that it has the same folder."""
+REMEDY = (
+    "all nodes need the folder of results, the pipeline's and the working directory on a file "
+    "system that they share, under the same paths"
+)
 
 
 @contextmanager
@@ -39,7 +49,11 @@ def joined_processes(file: Path) -> Iterator[None]:
     Raises:
         CompressError: the processes did not meet, differ in the file, or rank 0 has died.
     """
-    _end_with_torchrun()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        # The kernel stops this process with torchrun, which others may replace elsewhere.
+        from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
+
+        _prctl_pr_set_pdeathsig(signal.SIGTERM)
     environment = launched_environment(os.environ)
     if environment is None or int(environment["WORLD_SIZE"]) == 1:
         yield
@@ -47,8 +61,16 @@ def joined_processes(file: Path) -> Iterator[None]:
     # A connection that closes is reported in one line, not by a stack trace of C++.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     exit_codes = [StageFailed.exit_code]
+
+    def leave() -> None:
+        # Without finalizing Python: gloo's threads outlive the process group, and one that releases
+        # a tensor meanwhile aborts the process ("terminate called without an active exception").
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exit_codes[-1])
+
     # Before torch registers its exit handlers, so that it is called after them.
-    atexit.register(lambda: _leave(exit_codes[-1]))
+    atexit.register(leave)
     with _noted_exit_code(exit_codes):
         group = RankGroup.join(environment)
         if group.rank:
@@ -75,31 +97,8 @@ def _noted_exit_code(exit_codes: list[int]) -> Iterator[None]:
     exit_codes.append(0)
 
 
-def _leave(code: int) -> None:
-    """End the process without finalizing Python.
-
-    Gloo's threads outlive the process group. One that releases a tensor while Python finalizes
-    aborts the process ("terminate called without an active exception").
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
-def _end_with_torchrun() -> None:
-    """Have the kernel stop this process with torchrun, which others may replace elsewhere."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
-
-        _prctl_pr_set_pdeathsig(signal.SIGTERM)
-
-
 def check_processes(pipeline: PipelineConfig, store: Path) -> None:
-    """Refuse processes that no training is for, or that do not see the run's files.
-
-    Raises:
-        PipelineInvalid: no training needs them, or a machine has other files or packages.
-    """
+    """Refuse processes that no training is for, or that do not see the run's files."""
     group = joined_group()
     if group is None:
         return
@@ -126,7 +125,59 @@ def _answer(request: dict[str, Any], file: Path) -> str:
 
 
 def _sha256(file: Path) -> str | None:
-    try:
-        return hashlib.sha256(file.read_bytes()).hexdigest()
-    except OSError:
-        return None  # rank 0 refuses what it cannot read itself
+    with suppress(OSError, ArtifactInvalid):  # rank 0 refuses what it cannot read itself
+        return sha256_of(file)
+    return None
+
+
+def write_run_id(store: Path) -> None:
+    """Mark a store as this run's."""
+    write_atomically(store / RUN_ID, uuid.uuid4().hex)
+
+
+def read_run_id(store: Path) -> str | None:
+    """Return the id of the last run of a store; None where it is not there."""
+    with suppress(OSError):
+        return (store / RUN_ID).read_text(encoding="utf-8")
+    return None
+
+
+@dataclass(frozen=True)
+class RunEnvironment:
+    """Where a run works, and with which packages."""
+
+    store: str
+    """Absolute path."""
+    run_id: str | None
+    folder: str
+    """The working directory."""
+    versions: Mapping[str, str]
+
+    @classmethod
+    def of_this_process(cls, store: Path) -> Self:
+        """Return what processes on other machines must find to work for this one."""
+        return cls(str(store.absolute()), read_run_id(store), str(Path.cwd()), versions())
+
+    def enter(self) -> None:
+        """Change to the run's working directory, where this machine has the same one.
+
+        Raises:
+            StageFailed: it has not, and would read and write other files; or it has other packages.
+        """
+        store, here = Path(self.store), f"node {socket.gethostname()}"
+        if not wait_until_visible(store, lambda: read_run_id(store) == self.run_id):
+            what = f"another {store}" if store.exists() else f"no {store}"
+            raise StageFailed(f"{here} has {what}; {REMEDY}")
+        try:
+            os.chdir(self.folder)
+        except OSError as error:
+            raise StageFailed(f"{here} has no {self.folder} ({error.strerror}); {REMEDY}") from None
+        # A cache key has the versions of the machine that the run was started on.
+        own = versions()
+        for name in sorted({*self.versions, *own}):
+            expected, found = self.versions.get(name, "none"), own.get(name, "none")
+            if found != expected:
+                raise StageFailed(
+                    f"{here} has {name} {found}, and the run has {expected}; all nodes need the "
+                    "same packages"
+                )

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from compress.common.printable import escape_warnings
-from compress.pipelines.executors.engines import run_task
+from compress.pipelines.executors.task import run_task
 from compress.pipelines.system import signals
 
 
@@ -21,7 +21,12 @@ def work(descriptor: int, lifeline: int) -> None:
 
     `lifeline` is the file descriptor of a pipe that closes when the run's process ends.
     """
-    threading.Thread(target=_die_with_parent, args=(lifeline,), daemon=True).start()
+
+    def die_with_parent() -> None:
+        os.read(lifeline, 1)
+        os.killpg(0, signal.SIGKILL)  # with the children
+
+    threading.Thread(target=die_with_parent, daemon=True).start()
     os.dup2(2, 1)  # standard output is the run's alone
     signals.install_handlers()
     escape_warnings()
@@ -56,9 +61,3 @@ class _RunConnection(logging.handlers.QueueHandler):
     def enqueue(self, record: logging.LogRecord) -> None:
         """Send a log record."""
         self.send("log", record)
-
-
-def _die_with_parent(lifeline: int) -> None:
-    """Kill this process and its children when the run's process has ended."""
-    os.read(lifeline, 1)
-    os.killpg(0, signal.SIGKILL)

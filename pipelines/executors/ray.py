@@ -18,9 +18,8 @@ from compress.artifacts.artifact import MANIFEST
 from compress.common.dependency_recorder import Recording
 from compress.common.errors import StageFailed, first_line
 from compress.common.process import configured_threads
-from compress.pipelines.executors.engines import log_here, pickled, run_task
 from compress.pipelines.executors.launched import REMEDY, RunEnvironment
-from compress.pipelines.executors.task import TaskResult
+from compress.pipelines.executors.task import TaskResult, log_here, pickled, run_task
 from compress.pipelines.system.jsonl_log import log_event
 from compress.pipelines.system.signals import raise_if_stopped
 from compress.training.launch.worker import wait_until_visible
@@ -57,9 +56,6 @@ class RayTasks:
         """Connect to the cluster of RAY_ADDRESS, or start one on this machine.
 
         `jobs` stages run at a time; by default one for each core.
-
-        Raises:
-            StageFailed: there is no cluster at the address, or none could be started.
         """
         started = not ray.is_initialized()
         if started:

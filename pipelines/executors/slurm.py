@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
@@ -35,28 +35,9 @@ class Cluster(Settings):
         return max(1, self.gpus_per_node)
 
 
-def written_script(script: Path, pipeline: Path, out: Path, cluster: Cluster) -> dict[str, Any]:
-    """Write the batch script; return the content, lines and warnings that the command prints.
-
-    Raises:
-        PipelineInvalid: see :func:`write_script`.
-    """
-    to_do = [f"to do: {line}" for line in write_script(script, pipeline, out, cluster)]
-    submit = f"{script}: submit it with `sbatch {script}`"
-    return {
-        "content": {"file": str(script), "to_do": to_do},
-        "lines": [submit],
-        "warnings": to_do,
-    }
-
-
 def write_script(script: Path, pipeline: Path, out: Path, cluster: Cluster) -> list[str]:
-    """Write the batch script; return which settings of the pipeline file do not fit the job.
-
-    Raises:
-        PipelineInvalid: there is such a file, it cannot be written, or the pipeline is invalid.
-    """
-    unmet = list(unmet_settings(pipeline, cluster))
+    """Write the batch script; return which settings of the pipeline file do not fit the job."""
+    to_do = [f"to do: {line}" for line in unmet_settings(pipeline, cluster)]
     settings = cluster.model_dump()
     settings["cpus_per_node"] = cluster.cpus_per_node or 8 * cluster.processes
     content = render_template(
@@ -77,7 +58,7 @@ def write_script(script: Path, pipeline: Path, out: Path, cluster: Cluster) -> l
         ) from None
     except OSError as error:
         raise PipelineInvalid(f"{script} cannot be written ({error.strerror})") from None
-    return unmet
+    return to_do
 
 
 def unmet_settings(pipeline: Path, cluster: Cluster) -> Iterator[str]:

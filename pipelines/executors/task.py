@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import logging
+import pickle
 import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from compress.common.dependency_recorder import Recording, recording
+from compress.common.errors import CompressError, StageFailed, first_line
+from compress.core.progress import silent
 from compress.pipelines.system.error_context import name_stage_in_errors
+from compress.pipelines.system.signals import only_signals_interrupt, raise_if_stopped
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from compress.artifacts.artifact import Artifact
-    from compress.common.errors import CompressError
     from compress.core.context import Context
     from compress.core.progress import Progress
     from compress.core.stage import Stage
@@ -59,3 +63,43 @@ class StageTask:
     def out(self) -> Path:
         """Folder of the results."""
         return self.context.results or self.context.root.parent
+
+
+def pickled(task: StageTask) -> bytes:
+    """Pickle a task for another process, without what only this one has."""
+    context = replace(task.context, progress=silent, scores={})
+    try:
+        return pickle.dumps(replace(task, context=context))
+    except Exception as error:
+        raise StageFailed(
+            f"{task.name}: cannot be sent to another process ({type(error).__name__}: "
+            f"{first_line(error)}); run it with --jobs 1"
+        ) from error
+
+
+def run_task(
+    name: str, task: bytes, progress: Progress
+) -> tuple[float, CompressError | None, Recording]:
+    """Run a pickled task; return its seconds, its error, and what user code read meanwhile."""
+    try:
+        with only_signals_interrupt():
+            unpickled: StageTask = pickle.loads(task)
+            _, seconds, recorded = unpickled(progress)
+    except CompressError as error:
+        raise_if_stopped()
+        logging.getLogger(__name__).debug("%s failed", name, exc_info=True)
+        return 0.0, error, Recording()
+    except Exception as error:  # noqa: BLE001 - the run reports it
+        raise_if_stopped()
+        failed = StageFailed(f"{name}: {type(error).__name__}: {first_line(error)}")
+        return 0.0, failed, Recording()
+    return seconds, None, recorded
+
+
+def log_here(record: logging.LogRecord, stage: str) -> None:
+    """Log here what another process has logged while it ran a stage."""
+    # The attribute that compress.pipelines.system.jsonl_log writes into each line.
+    record.log_fields = {"stage": stage, **vars(record).get("log_fields", {})}
+    logger = logging.getLogger(record.name)
+    if logger.isEnabledFor(record.levelno):
+        logger.handle(record)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from typing import TYPE_CHECKING, Any, Literal
 
 from compress.artifacts.artifact import Artifact
-from compress.common.atomic_files import refuse_irregular, stays_inside
+from compress.common.atomic_files import refuse_irregular, sha256_of, stays_inside
 from compress.common.errors import ArtifactInvalid, CompressError, PipelineInvalid, first_line
 from compress.common.foreign.child_process import read_in_child
 from compress.common.signature import (
@@ -24,16 +25,12 @@ if TYPE_CHECKING:
     import torch
 
 Kind = Literal["onnx", "graph", "torchscript"]
-LARGEST = 2 * 2**30
+MAX_ONNX_BYTES = 2 * 2**30
 """Bytes of one ONNX file: protobuf's limit."""
 
 
 def signature_of(kind: Kind, file: Path) -> Signature | None:
-    """Read inputs and outputs of a file; None for TorchScript, which has no shapes.
-
-    Raises:
-        ArtifactInvalid: it cannot be read, or has inputs that are no tensors.
-    """
+    """Read inputs and outputs of a file; None for TorchScript, which has no shapes."""
     _refuse_missing(file)
     if kind == "torchscript":
         return None
@@ -52,10 +49,6 @@ def _refuse_missing(file: Path) -> None:
 
 def digest_of(file: Path) -> str | None:
     """Return a SHA-256 of a file, and of those in which an ONNX file keeps its weights."""
-    import hashlib
-
-    from compress.common.atomic_files import sha256_of
-
     if not file.is_file():
         return None
     digests = [sha256_of(part) for part in _with_weights(file)]
@@ -136,7 +129,7 @@ def _import_onnx(
         model = onnx.load(file)  # with the weights that it keeps in files beside it
     except Exception as error:
         raise ArtifactInvalid(f"{file}: {first_line(error)}") from error
-    if model.ByteSize() >= LARGEST:
+    if model.ByteSize() >= MAX_ONNX_BYTES:
         raise ArtifactInvalid(f"{file}: 2 GB of weights and more are not taken in one ONNX file")
     if wanted != given:
         keep_outputs_(model, wanted)
@@ -195,8 +188,12 @@ def _onnx_signature(file: Path) -> Signature:
         tensor = value.type.tensor_type
         try:
             dtype = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type)).name
-            dims = [_dimension(value.name, i, d) for i, d in enumerate(tensor.shape.dim)]
-            content = {"name": value.name, "shape": dims, "dtype": dtype}
+            shape: list[int | str] = []
+            for axis, dim in enumerate(tensor.shape.dim):
+                named = dim.dim_param or ("batch" if axis == 0 else f"{value.name}_{axis}")
+                word = re.sub(r"\W", "_", named)
+                shape.append(dim.dim_value or (word if word.isidentifier() else f"axis_{word}"))
+            content = {"name": value.name, "shape": shape, "dtype": dtype}
             inputs.append(TensorSpec.model_validate(content))
         except (KeyError, ValueError) as error:
             raise ArtifactInvalid(
@@ -222,10 +219,3 @@ def _graph(file: Path) -> Any:
         return onnx.load(file, load_external_data=False).graph
     except Exception as error:
         raise ArtifactInvalid(f"{file}: not an ONNX file: {first_line(error)}") from error
-
-
-def _dimension(name: str, axis: int, dim: Any) -> int | str:
-    if dim.dim_value:
-        return int(dim.dim_value)
-    word = re.sub(r"\W", "_", dim.dim_param or ("batch" if axis == 0 else f"{name}_{axis}"))
-    return word if word.isidentifier() else f"axis_{word}"

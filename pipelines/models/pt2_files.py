@@ -94,11 +94,7 @@ def import_program(
 
 
 def signature_of_program(file: Path) -> Signature:
-    """Read the inputs of a program, also those that it takes by keyword.
-
-    Raises:
-        ArtifactInvalid: it cannot be read, or takes no tensors.
-    """
+    """Read the inputs of a program, also those that it takes by keyword."""
     return Signature(inputs=tuple(_specs(file, read_program(file))))
 
 

@@ -54,11 +54,11 @@ if TYPE_CHECKING:
 
 TARGET_WORDS = {"binary": "0 and 1", "probabilities": "probabilities of classes"}
 """Kind of targets → in words, where its name is none."""
-SAME_LOSS = 1e-3
+SAME_LOSS_RTOL = 1e-3
 """Relative difference within which the loss of a batch is the mean of those of its halves."""
-SAMPLES = 32
+TRIED_SAMPLES = 32
 """Samples of a split that the model runs on, to check its outputs against the targets."""
-MOST_SAMPLES = 512
+MAX_SAMPLES = 512
 """Samples that a metric is tried with that fails on fewer."""
 MEASURED_SPLITS = ("val", "test")
 """Splits that the metric is computed on."""
@@ -180,18 +180,17 @@ def _classes(plan: Plan, predict: Predictor, batch: Batch) -> int | None:
 
 
 def _fitting_loss(
-    plan: Plan,
-    pipeline: PipelineConfig,
-    source: Artifact,
-    predict: Predictor,
-    data: Splits,
+    plan: Plan, pipeline: PipelineConfig, source: Artifact, predict: Predictor, data: Splits
 ) -> list[str]:
     """Check the loss on a few samples, and describe in lines what was inferred."""
     import torch
 
     split = targets_split(data)
     with _located_errors(pipeline, "data"):
-        batch, targets = next(data.batches(split, SAMPLES, SAMPLES)), sampled_targets(data)
+        batch, targets = (
+            next(data.batches(split, TRIED_SAMPLES, TRIED_SAMPLES)),
+            sampled_targets(data),
+        )
     outputs = _outputs_for(pipeline, predict, batch.inputs, split)
     if batch.target is None or targets is None:
         return []
@@ -219,8 +218,19 @@ def _fitting_loss(
         f"{describe_outputs(output_argument(outputs, loss.outputs))}"
     )
     line = "" if pipeline.loss else f"loss: {loss_name}, as {forms}; metric: {plan.metric.name}"
-    warnings = (_softmax_warning(loss_name, first), _parts_warning(loss, outputs, batch_targets))
-    return list(filter(None, [line, *warnings]))
+    mend = ""
+    if loss_name == "cross_entropy" and are_probabilities(first):
+        mend = "leave out the softmax, or use log_softmax and loss: nll"
+    # Of fewer samples all outputs may lie between 0 and 1 by chance.
+    elif loss_name == "binary_cross_entropy" and len(first) == TRIED_SAMPLES:
+        is_probability = bool(((first >= 0) & (first <= 1)).all())
+        mend = "leave out the sigmoid" if is_probability else ""
+    softmax = (
+        f"warning: {loss_name} takes logits, and the model's outputs look like probabilities; "
+        f"{mend}"
+    )
+    parts = _parts_warning(loss, outputs, batch_targets)
+    return list(filter(None, [line, softmax if mend else "", parts]))
 
 
 def _check_metric(
@@ -243,10 +253,10 @@ def _check_metric(
             meter.compute()
 
     try:
-        compute(SAMPLES)
+        compute(TRIED_SAMPLES)
     except PipelineInvalid:
         # A few samples may have too few classes for a metric, or targets that are all equal.
-        compute(MOST_SAMPLES)
+        compute(MAX_SAMPLES)
 
 
 def _samples(pipeline: PipelineConfig, data: Splits, split: str, count: int) -> Iterator[Batch]:
@@ -271,22 +281,6 @@ def _outputs_for(
         ) from error
 
 
-def _softmax_warning(loss: str, outputs: torch.Tensor) -> str:
-    """Warn of outputs that are probabilities already, where the loss applies softmax or sigmoid."""
-    if loss == "cross_entropy" and are_probabilities(outputs):
-        mend = "leave out the softmax, or use log_softmax and loss: nll"
-    elif (
-        loss == "binary_cross_entropy"
-        # Of fewer samples all outputs may lie between 0 and 1 by chance.
-        and len(outputs) == SAMPLES
-        and bool(((outputs >= 0) & (outputs <= 1)).all())
-    ):
-        mend = "leave out the sigmoid"
-    else:
-        return ""
-    return f"warning: {loss} takes logits, and the model's outputs look like probabilities; {mend}"
-
-
 def _parts_warning(loss: Loss, outputs: list[torch.Tensor], targets: Targets) -> str:
     """Warn of the user's own loss that is no mean over samples, and does not say over what."""
     import torch
@@ -302,7 +296,7 @@ def _parts_warning(loss: Loss, outputs: list[torch.Tensor], targets: Targets) ->
     for part in (is_first, ~is_first):
         share = float(part.double().mean())
         mean += share * float(function([x[part] for x in outputs], select(targets, part)))
-    if math.isclose(whole, mean, rel_tol=SAME_LOSS):
+    if math.isclose(whole, mean, rel_tol=SAME_LOSS_RTOL):
         return ""
     return (
         f"warning: {loss.name} is no mean over samples: {whole:.4g} for {samples}, and {mean:.4g} "

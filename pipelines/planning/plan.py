@@ -1,4 +1,4 @@
-"""The stages that a run executes, in order, as plain data."""
+"""The stages that a run executes, in order, as plain data, and what they lose unjudged."""
 
 from __future__ import annotations
 
@@ -8,12 +8,20 @@ from typing import TYPE_CHECKING, Any
 from compress.pipelines.config.model_spec import SOURCE
 
 if TYPE_CHECKING:
-    from collections.abc import Container
+    from collections.abc import Container, Iterator, Mapping, Sequence
 
+    from compress.core.gates.gate import Gate
     from compress.core.metrics import Metric
     from compress.core.objectives.loss import Loss
     from compress.core.objectives.task import Task
     from compress.core.stage import Stage
+
+MAX_POINTS_LOST = 1.0
+"""Percentage points that a metric from 0 to 1 may lose without a warning."""
+MAX_SHARE_LOST = 0.02
+"""Share of its value that any other metric may lose without a warning."""
+UNCOMPRESSING_STAGES = ("train", "export_", "package_")
+"""Prefixes of stages that do not compress; exporters compare their file with its source anyway."""
 
 
 @dataclass(frozen=True)
@@ -105,3 +113,126 @@ class Plan:
         """Stages whose artifact no other stage reads: what is deployed."""
         read = {name for p in self.stages for name in p.reads}
         return tuple(p.name for p in self.stages if p.name not in read)
+
+
+def stages_without_gate(stages: Sequence[PlannedStage]) -> tuple[str, ...]:
+    """Return the names of stages whose accuracy drop no gate checks, of theirs or a later stage."""
+    return tuple(s.name for s in stages if not any(g.judges_quality for g in _gates_on(s, stages)))
+
+
+def advice(plan: Plan) -> tuple[str, ...]:
+    """Advise a gate if none checks what compression costs in accuracy."""
+    unjudged = {*stages_without_gate(plan.stages)}
+    for planned in plan.stages:
+        if planned.stage.stage.startswith(UNCOMPRESSING_STAGES):
+            unjudged.discard(planned.name)
+    if not unjudged:
+        return ()
+    names = ", ".join(plan.ordered(unjudged))
+    last = [leaf for leaf in plan.leaves if unjudged & {leaf, *plan.branch(leaf)}]
+    return (
+        f"no gate judges what {names} may cost in accuracy; add gates: "
+        f"[{{gate: max_drop, points: 1, against: {plan.baseline}}}] to {', '.join(last)}",
+    )
+
+
+def _gates_on(checked: PlannedStage, stages: Sequence[PlannedStage]) -> Iterator[Gate]:
+    """Yield the gates, of a stage or of later ones, that see what the stage changed.
+
+    They look at the result itself, or compare the stage's result, or one made from it, with an
+    artifact from before the stage.
+    """
+    by_name = {stage.name: stage for stage in stages}
+    for gated in stages:
+        since, at = {gated.name}, gated
+        while at.name != checked.name and at.input in by_name:
+            at = by_name[at.input]
+            since.add(at.name)
+        if at.name == checked.name:  # else it is on another branch
+            for gate in gated.stage.gates:
+                if not (gate.compares and (gate.against or gated.input) in since):
+                    yield gate
+
+
+def reads_all_outputs(plan: Plan, stage: PlannedStage) -> bool:
+    """Whether a loss, a metric or a gate looks at every output of a stage's result.
+
+    A loss does where the stage trains with it, a gate also where it belongs to a later stage.
+    """
+    return (
+        plan.metric.reads_all_outputs
+        or (plan.loss.is_custom and stage.stage.uses_loss)
+        or any(gate.reads_all_outputs for gate in _gates_on(stage, plan.stages))
+    )
+
+
+@dataclass(frozen=True)
+class AccuracyDrop:
+    """A stage after which the metric is much worse."""
+
+    stage: str
+    since: str
+    """Name of the artifact that it is compared with."""
+    before: float
+    after: float
+    is_judged: bool
+    """Whether a gate checks it."""
+
+    def line(self, metric: Metric, cause: str) -> str:
+        """Return a warning with its likely cause, if one is known, and how to mend it."""
+        if _is_share(metric, self.before, self.after):
+            much = f"{metric.drop_points(self.before, self.after):.3g} points"
+        else:
+            much = f"{100 * _share_lost(metric, self.before, self.after):.3g} %"
+        why = f"; {cause}" if cause else ""
+        mend = "" if self.is_judged else ", which no gate judges (add {gate: max_drop, points: …})"
+        return (
+            f"{self.stage}: {metric.name} is {much} worse than that of {self.since} "
+            f"({self.before:.4f} → {self.after:.4f}){mend}{why}"
+        )
+
+
+def accuracy_drops(
+    plan: Plan, metric: Metric, values: Mapping[str, float]
+) -> Iterator[AccuracyDrop]:
+    """Yield the stages that made the metric much worse, alone or together with earlier ones.
+
+    Drops add up only over stages that no gate checks: a gate has accepted the drop of its stage.
+    `values` has the metric by stage, as far as it was measured.
+    """
+    unjudged = {*stages_without_gate(plan.stages)}
+    reported: set[str] = set()
+    for stage in plan.stages:
+        if stage.name not in values or stage.name == plan.baseline:
+            continue
+        since = stage.input if stage.input in values else plan.baseline
+        path = {*plan.branch(stage.name), stage.name} - {SOURCE, plan.baseline}
+        if is_much(metric, values[since], values[stage.name]):
+            reported.add(stage.name)
+        elif path <= unjudged - reported and is_much(
+            metric, values[plan.baseline], values[stage.name]
+        ):
+            reported.add(stage.name)
+            since = plan.baseline
+        else:
+            continue
+        before, after = values[since], values[stage.name]
+        yield AccuracyDrop(stage.name, since, before, after, is_judged=stage.name not in unjudged)
+
+
+def is_much(metric: Metric, before: float, after: float) -> bool:
+    """Whether a metric fell by more than a point, or by more than 2 % if it is not from 0 to 1."""
+    if _is_share(metric, before, after):
+        # Rounded: 0.9 - 0.89 is a little more than a point in binary.
+        return round(metric.drop_points(before, after), 9) > MAX_POINTS_LOST
+    return _share_lost(metric, before, after) > MAX_SHARE_LOST
+
+
+def _is_share(metric: Metric, before: float, after: float) -> bool:
+    """Whether a metric is like accuracy, from 0 to 1."""
+    return metric.higher_is_better and min(before, after) >= 0 and max(before, after) <= 1
+
+
+def _share_lost(metric: Metric, before: float, after: float) -> float:
+    # 1e-12: the value before may be 0.
+    return round(metric.drop_points(before, after) / 100 / max(abs(before), 1e-12), 9)

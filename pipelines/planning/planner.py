@@ -1,14 +1,30 @@
-"""Builds the plan of a run, and refuses whatever can be refused before anything runs."""
+"""Builds the plan of a run, and refuses whatever can be refused before anything runs.
+
+Names, order and types of stages, libraries, devices and data that they need, limits that make no
+sense for the metric or for what the model is for.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from compress import export  # noqa: F401 - adds the runtimes that it can open
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
-from compress.common.errors import CompressError, PipelineInvalid
-from compress.core.metrics import Metric, default_metric
+from compress.artifacts.hf_folder import read_json
+from compress.common.errors import ArtifactInvalid, CompressError, PipelineInvalid, Unavailable
+from compress.common.requirements import require_all
+from compress.core.context import Context
+from compress.core.gates.accuracy import unlikely_points
+from compress.core.gates.baselines import BASELINES
+from compress.core.gates.gate import Gate
+from compress.core.metrics import Metric, default_metric, metric_class
 from compress.core.objectives.loss import Loss
+from compress.core.objectives.losses import loss_kinds
+from compress.core.objectives.task import TASKS
 from compress.core.stage import members_of
 from compress.core.validation_errors import did_you_mean
 from compress.export.onnx.stage import OnnxModel
@@ -16,20 +32,48 @@ from compress.export.torchscript.stage import TorchScriptModel
 from compress.pipelines.config.model_spec import SOURCE, HuggingFaceModel
 from compress.pipelines.config.registry import stages as known_stages
 from compress.pipelines.planning.plan import Plan, PlannedStage
-from compress.pipelines.planning.planner import (
-    check_loss,
-    check_metric,
-    check_needs,
-    check_runtime,
-    explained_task,
-    fit_to_task,
-    task_of,
-)
 from compress.quantization.stages.base import QuantizationStage
+from compress.quantization.stages.mixed_precision import QuantizeMixed
+from compress.training.config.parallel import Parallel
+from compress.training.launch.rank_group import need_group
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Set
+
     from compress.artifacts.artifact import Artifact
+    from compress.core.objectives.task import Task
+    from compress.core.stage import Stage
+    from compress.data.splits import Splits
     from compress.pipelines.config.pipeline import PipelineConfig
+
+
+CLASSIFIERS = ("audio", "image", "text", "video")
+OF_HUGGING_FACE = {
+    **{f"{kind}-classification": "classification" for kind in CLASSIFIERS},
+    "feature-extraction": "embedding",
+    # Labels of the masked tokens, and -100 elsewhere.
+    "fill-mask": "token-classification",
+    "image-segmentation": "segmentation",
+    "multiple-choice": "classification",
+    "object-detection": "detection",
+    "text-generation": "causal-lm",
+    "token-classification": "token-classification",
+}
+"""`model.task`, by its name in transformers' pipelines → the task; others have none here."""
+OF_CLASSES = {
+    **{f"For{kind.title()}Classification": "classification" for kind in CLASSIFIERS},
+    "ForSequenceClassification": "classification",
+    "ForMaskedLM": "token-classification",
+    "ForSemanticSegmentation": "segmentation",
+    "ForMultipleChoice": "classification",
+    "ForObjectDetection": "detection",
+    "ForCausalLM": "causal-lm",
+    "LMHeadModel": "causal-lm",
+    "ForTokenClassification": "token-classification",
+}
+"""End of the name of a model class of transformers → the task."""
+OF_PROBLEMS = {"regression": "regression", "multi_label_classification": "multilabel"}
+"""`problem_type` in the config of a classifier of transformers → the task."""
 
 
 def build_plan(
@@ -232,3 +276,194 @@ def _loss_and_metric(pipeline: PipelineConfig) -> tuple[Loss, Metric, str]:
     except CompressError as error:
         raise type(error)(f"{pipeline.place(key)}: {error}") from error
     return loss, metric, reason
+
+
+def check_needs(pipeline: PipelineConfig, planned: Iterable[PlannedStage]) -> tuple[str, ...]:
+    """Refuse stages and gates that lack a library, a device or data, before the data are loaded.
+
+    Returns:
+        A line for each missing program; no error, as it may be installed before its stage.
+
+    Raises:
+        PipelineInvalid: the file has no data, or a metric that does not suit a gate.
+        Unavailable: a library or the device is missing.
+    """
+    require_all(pipeline.model.requirements, pipeline.place("model"))
+    if pipeline.tracker:
+        require_all(pipeline.tracker.requirements, pipeline.place("tracker"))
+    if pipeline.device != "cpu":
+        # A plan for the CPU is checked without it, within a second.
+        import torch
+
+        index = int(pipeline.device.partition(":")[2] or 0)
+        if index >= torch.cuda.device_count():
+            raise Unavailable(
+                f"{pipeline.place('device')}: {pipeline.device!r} asked for and PyTorch "
+                f"{torch.__version__} sees {torch.cuda.device_count()} CUDA devices; use "
+                "`device: cpu`"
+            )
+    names = {stage.title for stage in pipeline.stages}
+    for p in planned:
+        for location, name, step in _with_gates(p):
+            if step.needs_data and pipeline.data is None:
+                where = f"{pipeline.place(*location)} ({name})"
+                raise PipelineInvalid(f"{where}: needs data, and the file has no `data:` section")
+        for i, gate in enumerate(p.stage.gates):
+            where = f"{pipeline.place('stages', p.index, 'gates', i)} ({gate.gate})"
+            for kind in members_of(p.stage.writes()):
+                if problem := gate.unsuitable_artifact(kind):
+                    raise PipelineInvalid(f"{where}: {problem}")
+            if gate.against in BASELINES and gate.against not in names:
+                runtime = BASELINES[gate.against]
+                require_all(runtime.requirements, f"{where}: against {gate.against}")
+        if pipeline.metric is not None:
+            check_metric(pipeline, p, pipeline.metric.name)
+    return check_conditions(pipeline, planned, None)
+
+
+def check_conditions(
+    pipeline: PipelineConfig, planned: Iterable[PlannedStage], data: Splits | None
+) -> tuple[str, ...]:
+    """Refuse whatever stages and gates cannot do here, on these data if they are loaded.
+
+    Returns:
+        A line for each missing program.
+    """
+    context = Context(root=Path(), data=data, device=pipeline.device)
+    programs = []
+    for p in planned:
+        for path, part in p.stage.nested():
+            if isinstance(part, Parallel):
+                try:
+                    need_group(part)
+                except PipelineInvalid as error:
+                    where = pipeline.place("stages", p.index, *path)
+                    raise PipelineInvalid(f"{where} ({p.name}): {error}") from None
+        for location, name, step in _with_gates(p):
+            for unmet in step.unmet(context):
+                # A gate is evaluated after hours, a stage that needs a program stops by itself.
+                if not unmet.is_program or isinstance(step, Gate):
+                    where = pipeline.place(*location, *unmet.setting)
+                    raise unmet.error(f"{where} ({name}): {unmet.problem}")
+                programs.append(
+                    f"{name} will stop: {unmet.problem} (the stages before it run and are kept)"
+                )
+    return tuple(programs)
+
+
+def _with_gates(
+    planned: PlannedStage,
+) -> Iterator[tuple[tuple[str | int, ...], str, Stage[Any, Any] | Gate]]:
+    """Yield a stage and its gates, each after its location in the file and its name."""
+    location = ("stages", planned.index)
+    yield location, planned.name, planned.stage
+    for i, gate in enumerate(planned.stage.gates):
+        yield (*location, "gates", i), gate.gate, gate
+
+
+def check_runtime(pipeline: PipelineConfig, index: int, number: int, earlier: Set[str]) -> None:
+    """Refuse an `against` that names neither an earlier stage nor a runtime of the float model."""
+    gate = pipeline.stages[index].gates[number]
+    name = str(gate.against)
+    where = pipeline.place("stages", index, "gates", number, "against")
+    if name not in BASELINES or not gate.allows_runtime:
+        known = {*earlier, *(BASELINES if gate.allows_runtime else ())}
+        raise PipelineInvalid(
+            f"{where}: no earlier stage is named {name!r}; {did_you_mean(name, known)}"
+        )
+    # The stage would be meant as likely as the runtime.
+    if name in {stage.title for stage in pipeline.stages}:
+        raise PipelineInvalid(
+            f"{where}: {name!r} is a runtime, and a stage that is not earlier has that name; "
+            "rename the stage"
+        )
+    takes = BASELINES[name].kinds | BASELINES[name].reads
+    if pipeline.model.kind not in takes:
+        raise PipelineInvalid(
+            f"{where}: {name} runs {' and '.join(sorted(takes))} models, and this one comes in as "
+            f"{pipeline.model.kind}; name an earlier stage, or `source`"
+        )
+
+
+def check_metric(pipeline: PipelineConfig, planned: PlannedStage, metric: str) -> None:
+    """Refuse limits of a stage that do not fit the metric's direction or unit."""
+    stage = pipeline.place("stages", planned.index)
+    if isinstance(planned.stage, QuantizeMixed) and metric_class(metric).is_fraction:
+        problem = unlikely_points(planned.stage.max_drop_points)
+        if problem:
+            raise PipelineInvalid(f"{stage} ({planned.name}): max_drop_points: {problem}")
+    for i, gate in enumerate(planned.stage.gates):
+        if problem := gate.unsuitable_metric(metric):
+            where = pipeline.place("stages", planned.index, "gates", i)
+            raise PipelineInvalid(f"{where} ({gate.gate}): {problem}")
+
+
+@contextmanager
+def explained_task(task: Task | None, reason: str) -> Iterator[None]:
+    """Append to errors what the task was inferred from; nothing where the reason is empty."""
+    try:
+        yield
+    except CompressError as error:
+        if task is None or not reason:
+            raise
+        raise type(error)(f"{error} (task: {task.name}, {reason})") from error
+
+
+def fit_to_task(
+    pipeline: PipelineConfig, planned: tuple[PlannedStage, ...], task: Task | None
+) -> tuple[PlannedStage, ...]:
+    """Return the stages without default gates that do not suit the task; refuse the file's own."""
+    if task is None:
+        return planned
+    fitted = tuple(replace(p, stage=p.stage.for_task(task)) for p in planned)
+    for p in fitted:
+        for i, gate in enumerate(p.stage.gates):
+            if problem := gate.unsuitable_task(task):
+                where = pipeline.place("stages", p.index, "gates", i)
+                raise PipelineInvalid(f"{where} ({gate.gate}): {problem}")
+    return fitted
+
+
+def check_loss(pipeline: PipelineConfig, planned: Iterable[PlannedStage], loss: Loss) -> None:
+    """Refuse stages whose settings do not fit the loss."""
+    for p in planned:
+        try:
+            p.stage.check_loss(loss)
+        except CompressError as error:
+            where = f"{pipeline.place('stages', p.index)} ({p.name})"
+            raise PipelineInvalid(f"{where}: {error}") from error
+
+
+def task_of(pipeline: PipelineConfig) -> tuple[Task | None, str]:
+    """Return the file's task, or the one that follows without the data, and what it follows from.
+
+    The reason is empty where the file names the task.
+    """
+    if pipeline.task is not None:
+        return TASKS[pipeline.task], ""
+    loss = pipeline.loss if pipeline.loss in loss_kinds() else None
+    if loss is not None and loss_kinds()[loss].of_numbers:
+        return TASKS["regression"], f"as loss is {loss}"
+    metric = pipeline.metric.name if pipeline.metric and loss is None else ""
+    if metric_class(metric).of_numbers:
+        return TASKS["regression"], f"as metric is {metric}"
+    if not isinstance(pipeline.model, HuggingFaceModel):
+        return None, ""
+    try:
+        config = read_json(pipeline.folder / pipeline.model.huggingface / "config.json")
+        class_name = str((config.get("architectures") or [""])[0])
+        problem = config.get("problem_type")
+    except (ArtifactInvalid, LookupError, TypeError):
+        return None, ""  # refused where the folder is read
+    name = OF_HUGGING_FACE.get(pipeline.model.task or "")
+    reason = f"as model.task is {pipeline.model.task}"
+    if pipeline.model.task is None:
+        ends = (task for end, task in OF_CLASSES.items() if class_name.endswith(end))
+        name, reason = next(ends, None), f"as the model is a {class_name}"
+    if name == "classification" and problem in OF_PROBLEMS:
+        name, reason = OF_PROBLEMS[problem], f"as the model's problem_type is {problem}"
+    task = TASKS.get(name or "")
+    # A loss that the file names says more than a class, which may be used for something else.
+    if task is None or (loss is not None and loss not in task.losses):
+        return None, ""
+    return task, reason

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from compress.common.errors import CompressError
 from compress.core.metrics import Metric, metric_class
 from compress.pipelines.config.model_spec import SOURCE
 from compress.pipelines.reporting.svg_plots import Plot, Point, pareto_indices, scatter_plot
-from compress.pipelines.results.schema import FIDELITY, FailureReport, SkippedReport, readable_bytes
+from compress.pipelines.results.schema import FIDELITY, FailureReport, SkippedReport
+from compress.pipelines.system.templates import readable_bytes
 from compress.quantization.numeric_debug.fidelity_report import Fidelity, LabelParity
 
 if TYPE_CHECKING:
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
 StageOutcome: TypeAlias = "StageReport | FailureReport | SkippedReport"
 SHOWN_FIRST = 5
 """Most deployable artifacts named at the top of the page."""
+NOT_FOR_DEPLOYMENT = ("eager", "graph", "torchserve", "triton", "kserve")
+"""Kinds of artifacts that only Python runs, and packages of an artifact that is exported before."""
+NOT_SERVED = ("executorch", "tensorrt", "genai", "compressed-tensors", "gguf")
+"""Kinds that `compress serve` does not take."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,11 +78,28 @@ def build_rows(report: Report) -> list[StageRow]:
 
     The imported model comes first where it is the baseline.
     """
+    from compress.core.verdict import explain
+
     rows = []
     if report.baseline and report.baseline_name == SOURCE:
         rows.append(StageRow(0, SOURCE, SOURCE, "–", "measured", measured=report.baseline))
     for number, stage in enumerate(outcomes_in_order(report), rows[-1].number + 1 if rows else 1):
-        rows.append(_row(number, stage))
+        row = StageRow(number, stage.name, stage.stage, "", "skipped")
+        if isinstance(stage, FailureReport):
+            row = replace(row, status=stage.status, why=stage.error)
+        elif isinstance(stage, SkippedReport):
+            row = replace(row, why=f"skipped, as {stage.because} did not pass")
+        else:
+            refused = [verdict for verdict in stage.verdicts if not verdict.passed]
+            row = replace(
+                row,
+                input=stage.input,
+                status="refused" if refused else "passed" if stage.verdicts else "measured",
+                why="; ".join(map(explain, refused)),
+                measured=stage.measurements,
+                report=stage,
+            )
+        rows.append(row)
     return rows
 
 
@@ -88,21 +110,6 @@ def outcomes_in_order(report: Report) -> list[StageOutcome]:
     places = {name: place for place, name in enumerate([SOURCE, *names])}
     found: tuple[StageOutcome, ...] = (*report.stages, *report.failures, *report.skipped)
     return sorted(found, key=lambda stage: places.get(stage.name, len(places)))
-
-
-def _row(number: int, stage: StageOutcome) -> StageRow:
-    from compress.core.verdict import explain
-
-    if isinstance(stage, FailureReport):
-        return StageRow(number, stage.name, stage.stage, "", stage.status, stage.error)
-    if isinstance(stage, SkippedReport):
-        why = f"skipped, as {stage.because} did not pass"
-        return StageRow(number, stage.name, stage.stage, "", "skipped", why)
-    refused = [verdict for verdict in stage.verdicts if not verdict.passed]
-    status = "refused" if refused else "passed" if stage.verdicts else "measured"
-    why = "; ".join(map(explain, refused))
-    measured = stage.measurements
-    return StageRow(number, stage.name, stage.stage, stage.input, status, why, measured, stage)
 
 
 def higher_is_better(report: Report) -> bool | None:
@@ -124,8 +131,26 @@ def pareto_fronts(report: Report, rows: Sequence[StageRow]) -> ParetoFronts | No
     name = found[0].measured.metric.name  # type: ignore[union-attr]
     better = higher_is_better(report)
     timed = [row for row in found if row.measured and row.measured.speedup is not None]
-    sizes = [_by_size(row, better) for row in found]
-    times = [_by_time(row, better) for row in timed]
+    sizes, times = [], []
+    for row in found:
+        assert row.measured and row.metric is not None
+        size, speedup = row.measured.bytes, row.measured.speedup
+        title = f"{row.number} {row.name}: {row.metric:.4f}, "
+        point = Point(
+            label=str(row.number),
+            title=f"{title}{readable_bytes(size)}",
+            x=size,
+            y=row.metric,
+            refused=row.status == "refused",
+            y_interval=_metric_interval(row, better),
+        )
+        sizes.append(point)
+        if speedup is not None:
+            # From interleaved calls: medians that were measured minutes apart would also differ by
+            # the machine's changing clock and load.
+            high, low = (1 / end for end in row.measured.speedup_interval or (speedup, speedup))
+            title += f"{1 / speedup:.3g} of the baseline's time (95 %: {low:.3g} to {high:.3g})"
+            times.append(replace(point, title=title, x=1 / speedup, x_interval=(low, high)))
     direction = {True: ", higher is better", False: ", lower is better", None: ""}[better]
     smallest = set() if better is None else pareto_indices(sizes, better)
     fastest = set() if better is None else pareto_indices(times, better)
@@ -162,36 +187,13 @@ def _metric_interval(row: StageRow, higher_is_better: bool | None) -> tuple[floa
     if drop is None or drop.uncertainty.interval is None or higher_is_better is None:
         return None
     assert metric is not None
+    # Drops are in points, hundredths of the metric, and positive where it gets worse.
     sign = 0.01 if higher_is_better else -0.01
     ends = (metric.value + sign * (drop.points - end) for end in drop.uncertainty.interval)
     if metric_class(metric.name).is_fraction:
         ends = (min(max(end, 0.0), 1.0) for end in ends)
     low, high = sorted(ends)
     return low, high
-
-
-def _by_size(row: StageRow, better: bool | None) -> Point:
-    assert row.measured and row.metric is not None
-    size = row.measured.bytes
-    title = f"{row.number} {row.name}: {row.metric:.4f}, {readable_bytes(size)}"
-    interval, refused = _metric_interval(row, better), row.status == "refused"
-    return Point(str(row.number), title, size, row.metric, None, refused, interval)
-
-
-def _by_time(row: StageRow, better: bool | None) -> Point:
-    assert row.measured and row.metric is not None and row.measured.speedup
-    # From interleaved calls: medians that were measured minutes apart would also differ by the
-    # machine's changing clock and load.
-    ratio = row.measured.speedup
-    share = 1 / ratio
-    high, low = (1 / end for end in row.measured.speedup_interval or (ratio, ratio))
-    title = (
-        f"{row.number} {row.name}: {row.metric:.4f}, {share:.3g} of the baseline's time "
-        f"(95 %: {low:.3g} to {high:.3g})"
-    )
-    refused = row.status == "refused"
-    interval = _metric_interval(row, better)
-    return Point(str(row.number), title, share, row.metric, (low, high), refused, interval)
 
 
 def deployable_rows(
@@ -250,3 +252,72 @@ def sameness_of(stage: StageReport) -> LabelParity | None:
     """Return how many labels of an int8 export equal those of its QAT model; None without QAT."""
     found = stage.artifact.facts.get("same_as_trained")
     return None if found is None else LabelParity.model_validate(found)
+
+
+@dataclass(frozen=True)
+class Headline:
+    """What the recommended artifact gained against the baseline."""
+
+    gains: str
+    """Such as `4.36 MB → 286 kB, 2.7× faster by compression (12.7× against eager PyTorch: 4.7× by
+    ONNX Runtime), accuracy 0.9944 → 0.9917`."""
+    artifact: str
+    """Its folder, relative to that of the results."""
+    file: str
+    """Its file in that folder."""
+    is_served: bool
+    """Whether `compress serve` takes it."""
+
+
+def headline(report: Report) -> Headline | None:
+    """Return what to deploy of a passed run: its fastest exported artifact, else its smallest.
+
+    None where a stage did not pass, nothing was exported, there is no baseline to compare with, or
+    all files are slower than the uncompressed model in their runtime, have a warning about their
+    accuracy, or an output that moved and that nothing reads.
+    """
+    unsure = {stage.name for stage in report.stages if stage.unread_outputs}
+    exported = [
+        (stage.measurements, stage.artifact)
+        for stage in report.stages
+        if stage.name not in (report.baseline_name, *report.accuracy_doubts)
+        and stage.artifact.kind not in NOT_FOR_DEPLOYMENT
+        # Who exports the uncompressed model to the same runtime has the faster file.
+        and not (stage.measurements.same_runtime and stage.measurements.same_runtime.is_slower)
+        and unsure.isdisjoint((*stage.branch, stage.name))
+    ]
+    if report.status != "passed" or report.baseline is None or not exported:
+        return None
+    before = report.baseline
+    after, artifact = min(exported, key=lambda e: (-(e[0].speedup or 0), e[0].bytes))
+    gains = [f"{readable_bytes(before.bytes)} → {readable_bytes(after.bytes)}"]
+    if speed := speed_in_words(after, before):
+        gains.append(speed)
+    if before.metric and after.metric:
+        name, drop = after.metric.name, after.metric.drop
+        change = f" ({drop.in_words(name)})" if drop else ""
+        gains.append(f"{name} {before.metric.value:.4f} → {after.metric.value:.4f}{change}")
+    fastest: Any = artifact.facts.get("fastest")  # of export_fastest
+    if fastest:
+        gains.append(fastest["verdict"])
+    return Headline(", ".join(gains), artifact.path, artifact.file, artifact.kind not in NOT_SERVED)
+
+
+def speed_in_words(after: Measurements, before: Measurements) -> str:
+    """Return what compression gained in speed, and what the runtime did; empty if unmeasurable."""
+    total, own, origin = after.speedup, after.same_runtime, before.same_runtime
+    if own is None or own.speedup is None:
+        return _factor(total) if total is not None else ""
+    gained = (
+        f"{_factor(own.speedup)} by compression"
+        if own.is_faster or own.is_slower
+        else f"as fast as before in {own.runtime}"
+    )
+    if total is None or origin is None or origin.runtime == own.runtime:
+        return gained
+    by_runtime = f"{total / own.speedup:.1f}× by {own.runtime}"
+    return f"{gained} ({total:.1f}× against {origin.runtime}: {by_runtime})"
+
+
+def _factor(speedup: float) -> str:
+    return f"{1 / speedup:.1f}× slower" if speedup < 1 else f"{speedup:.1f}× faster"

@@ -17,13 +17,13 @@ LEFT, RIGHT, TOP = 60, 390, 26
 """Edges of a plot in view-box units; few units across, so that text stays readable on a phone."""
 FLOOR, LOW_FLOOR = 254, 144
 """Lower edge of a scatter plot, and of a line plot."""
-MARGIN = 30
+LABEL_MARGIN = 30
 """Space right of the plot, for labels."""
-LOG_FROM = 5.0
+LOG_FROM_RATIO = 5.0
 """An axis of sizes or times is logarithmic if its ends differ by this factor or more."""
-LETTER = 7.0
+CHARACTER_WIDTH = 7.0
 """Estimated width of a label's character, in view-box units."""
-DRAWN_POINTS = 100
+MAX_DRAWN_POINTS = 100
 """Most points of a line: more cannot be distinguished at this size and bloat the page."""
 
 Shape = Literal["front", "other", "refused"]
@@ -74,7 +74,7 @@ def axis_for(values: Sequence[float], start: float, end: float, log: bool = Fals
     `log` makes it logarithmic where the values, then positive, lie far apart.
     """
     low, high = min(values), max(values)
-    if log and high / low >= LOG_FROM:
+    if log and high / low >= LOG_FROM_RATIO:
         padding = (high / low) ** 0.08
         return Axis(low / padding, high * padding, start, end, log=True)
     padding = (high - low) * 0.08 or abs(high) * 0.05 or 1.0
@@ -162,14 +162,10 @@ def scatter_plot(
     names: tuple[str, str],
     shown: Callable[[float], str],
 ) -> Plot:
-    """Lay out a scatter plot with its Pareto front as steps.
+    """Lay out a scatter plot of at least one point, with its Pareto front as steps.
 
-    Args:
-        points: at least one.
-        front: indices of the front's members; empty where no direction is the better one.
-        title: what is plotted.
-        names: of the axes.
-        shown: a value of the horizontal axis as text.
+    `front` has the indices of its members, none where no direction is the better one; `names` are
+    those of the axes; `shown` words a value of the horizontal axis.
     """
     ends = [end for p in points for end in (p.x, *(p.x_interval or ()))]
     x_axis = axis_for(ends, LEFT, RIGHT, log=True)
@@ -217,7 +213,7 @@ def line_plot(
 
     A value that is not finite counts as missing, and leaves a gap.
     """
-    every = -(-len(values) // DRAWN_POINTS)
+    every = -(-len(values) // MAX_DRAWN_POINTS)
     drawn = [v for i, v in enumerate(values) if i % every == 0 or v[0] == kept or v is values[-1]]
     known = [(e, v) for e, v in drawn if v is not None and math.isfinite(v)]
     if not known:
@@ -263,11 +259,15 @@ def _labels(named: Sequence[tuple[str, Mark]]) -> Iterator[Label]:
     front = {(mark.x, mark.y) for _, mark in named if mark.shape == "front"}
     for (x, y), texts in sorted(together.items(), key=lambda item: item[0] not in front):
         text = ", ".join(texts) if len(texts) < 4 else f"{texts[0]} … {texts[-1]}"
-        wide = len(text) * LETTER
+        wide = len(text) * CHARACTER_WIDTH
         # Right of the mark, above it, left of it, below it.
         for left, base in ((7, 4), (-wide / 2, -8), (-wide - 7, 4), (-wide / 2, 17)):
             box = (x + left, y + base - 10, x + left + wide, y + base + 1)
-            fits = box[0] >= LEFT and box[2] <= RIGHT + MARGIN and TOP - 12 <= box[1] <= FLOOR - 9
+            fits = (
+                box[0] >= LEFT
+                and box[2] <= RIGHT + LABEL_MARGIN
+                and TOP - 12 <= box[1] <= FLOOR - 9
+            )
             if fits and not any(
                 box[0] < other[2] and other[0] < box[2] and box[1] < other[3] and other[1] < box[3]
                 for other in taken

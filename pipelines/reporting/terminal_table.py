@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rich import box
@@ -22,12 +21,8 @@ from compress.pipelines.reporting.stage_rows import (
     sameness_of,
 )
 from compress.pipelines.results.comparison import row_of
-from compress.pipelines.results.schema import (
-    FailureReport,
-    SkippedReport,
-    readable_bytes,
-    readable_count,
-)
+from compress.pipelines.results.schema import FailureReport, SkippedReport
+from compress.pipelines.system.templates import readable_bytes, readable_count
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -57,8 +52,14 @@ COLUMNS = (
     "run + evaluation",
 )
 OPTIONAL_COLUMNS = (
-    *("run + evaluation", "p95 ms", "MACs", "params", "p50 ms", "peak MiB"),
-    *("drop (95 %)", VS_EAGER),
+    "run + evaluation",
+    "p95 ms",
+    "MACs",
+    "params",
+    "p50 ms",
+    "peak MiB",
+    "drop (95 %)",
+    VS_EAGER,
 )
 """Columns that a narrow terminal drops, in this order."""
 
@@ -72,17 +73,6 @@ def wide_console() -> Console:
 
     console = PlainConsole()
     return console if console.is_terminal else PlainConsole(width=160)
-
-
-def show_report(report: Report, out: Path, error_follows: bool = False) -> None:
-    """Print a report's table; nothing where importing the model failed, as the error says why.
-
-    With `error_follows` the error that ended the run is left out: the command prints it last.
-    """
-    if report.stages or not report.failed_stage or report.failed_stage.name != SOURCE:
-        repeated = report.error if error_follows else ""
-        lines = (x for x in closing_lines(report, out) if x.plain != f"✗ {repeated}")
-        print_table(partial(stage_table, report), lines)
 
 
 def stage_table(report: Report, console: Console) -> Table:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 from pydantic import JsonValue
 
 from compress.common.config import Settings
-from compress.pipelines.results.schema import Report, readable_bytes, readable_count
+from compress.pipelines.results.schema import Report
+from compress.pipelines.system.templates import readable_bytes, readable_count
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 MISSING = "–"
 NOT_MEASURABLE = "not measurable"
-TIMES = ("p50_ms", "p95_ms", "speedup", "speedup_in_runtime")
+TIMED_FIGURES = ("p50_ms", "p95_ms", "speedup", "speedup_in_runtime")
 """Figures that are None where timings on a busy machine were too noisy."""
 
 
@@ -44,17 +45,14 @@ class Differences(Settings):
 
 def compare(before: Path, after: Path) -> Differences:
     """Compare two runs' reports, given their results directories."""
-    one, two = Report.read(before), Report.read(after)
+    parts = (_parts(Report.read(before)), _parts(Report.read(after)))
+    asked, surroundings, *found = (tuple(_differences(*pair)) for pair in zip(*parts, strict=True))
     return Differences(
         before=str(before),
         after=str(after),
-        asked=tuple(_differences(_settings_and_data(one), _settings_and_data(two))),
-        surroundings=tuple(_differences(_versions_and_machine(one), _versions_and_machine(two))),
-        found=tuple(
-            difference
-            for parts in zip(_results(one), _results(two), strict=True)
-            for difference in _differences(*parts)
-        ),
+        asked=asked,
+        surroundings=surroundings,
+        found=tuple(difference for part in found for difference in part),
     )
 
 
@@ -63,18 +61,15 @@ def row_of(difference: Difference) -> tuple[str, str, str]:
     return difference.what, _readable(difference, "before"), _readable(difference, "after")
 
 
-def _settings_and_data(report: Report) -> dict[str, Any]:
+def _parts(report: Report) -> tuple[dict[str, Any], ...]:
+    """Return what was asked, its surroundings, and the results.
+
+    The results are compared apart, as a stage may be called `status` or `test`, too.
+    """
     settings: Any = report.lock["settings"]
-    stages = {stage["name"] or stage["stage"]: stage for stage in settings["stages"]}
-    return {"settings": {**settings, "stages": stages}, "data": report.lock["data"]}
-
-
-def _versions_and_machine(report: Report) -> dict[str, Any]:
-    return {name: report.lock.get(name) for name in ("versions", "machine")}
-
-
-def _results(report: Report) -> tuple[dict[str, Any], ...]:
-    """Return what is compared apart, as a stage may be called `status` or `test`, too."""
+    by_name = {stage["name"] or stage["stage"]: stage for stage in settings["stages"]}
+    asked = {"settings": {**settings, "stages": by_name}, "data": report.lock["data"]}
+    surroundings = {name: report.lock.get(name) for name in ("versions", "machine")}
     outcome = {
         "status": report.status,
         "failed": {failure.name: failure.error for failure in report.failures},
@@ -101,7 +96,8 @@ def _results(report: Report) -> tuple[dict[str, Any], ...]:
             "made_seconds": round(stage.seconds, 1),
             "sha256": stage.artifact.sha256,
         }
-    return outcome, stages, {"test": dict(report.test.values) if report.test else {}}
+    test = {"test": dict(report.test.values) if report.test else {}}
+    return asked, surroundings, outcome, stages, test
 
 
 def _differences(before: Any, after: Any, path: str = "") -> Iterator[Difference]:
@@ -118,7 +114,7 @@ def _differences(before: Any, after: Any, path: str = "") -> Iterator[Difference
 def _readable(difference: Difference, side: str) -> str:
     value, what = getattr(difference, side), difference.what.rpartition(".")[2]
     if value is None:
-        return NOT_MEASURABLE if what in TIMES else MISSING
+        return NOT_MEASURABLE if what in TIMED_FIGURES else MISSING
     if what == "bytes":
         return readable_bytes(int(value))
     if what in ("parameters", "macs"):

@@ -9,7 +9,7 @@ from pydantic import JsonValue
 from compress.common.config import Settings
 from compress.common.sealed_json import read_if_unchanged, write_sealed
 from compress.core.verdict import Verdict
-from compress.pipelines.results.schema import readable_bytes, readable_count
+from compress.pipelines.system.templates import readable_bytes, readable_count
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
     from compress.pipelines.results.schema import Report
 
-FILE = "explain.json"
-MOST_COSTS = 6
+EXPLANATION_FILE = "explain.json"
+MAX_COSTS_SHOWN = 6
 """Modules whose cost is shown in the text; the file has all."""
 FLOAT_MACS = "float MACs"
 """Unit of what float kernels multiply, of which a share of all is shown."""
-LEAST_COST = 0.01
+MIN_COST_SHOWN = 0.01
 """Share of the whole that is shown."""
-SAID_IF_REMOVED = ("calibration_samples", "learning_rate", "temperature", "soft_weight")
+NAMED_IF_REMOVED = ("calibration_samples", "learning_rate", "temperature", "soft_weight")
 """Settings whose removal is said in the line of a repair; others only make room."""
 
 
@@ -193,8 +193,8 @@ class Explanation(Settings):
             dearest = [
                 f"{c.module or 'the rest'} {c.now / total:.0%}"
                 + (f" ({c.now / c.before:.2g}×)" if c.before and c.now else "")
-                for c in self.costs[:MOST_COSTS]
-                if c.now >= LEAST_COST * total
+                for c in self.costs[:MAX_COSTS_SHOWN]
+                if c.now >= MIN_COST_SHOWN * total
             ]
             label, whole = {
                 "ms": ("time", f"{total:.3g} ms"),
@@ -213,18 +213,15 @@ class Explanation(Settings):
         if self.notice:
             yield f"  note    {self.notice}"
         for repair in self.tried:
-            yield f"  tried   {self._tried_line(repair)}"
+            value = "" if repair.value is None else f" found {repair.value:.3g},"
+            outcome = "passes" if repair.passed else repair.error or "refused"
+            latency = "" if repair.latency_ms is None else f", {repair.latency_ms:.3g} ms"
+            yield f"  tried   {repair.name}:{value} {outcome}{latency}"
         if self.repairs and not self.tried:
             names_of = [TriedRepair(settings=r, passed=False).name for r in self.repairs]
             yield f"  to try  {'; '.join(names_of[:3])}"
         verb = "measured" if self.costs else "judged"
         yield f"          {self.judgings} models {verb}, {self.seconds:.1f} s"
-
-    def _tried_line(self, repair: TriedRepair) -> str:
-        value = "" if repair.value is None else f" found {repair.value:.3g},"
-        outcome = "passes" if repair.passed else repair.error or "refused"
-        latency = "" if repair.latency_ms is None else f", {repair.latency_ms:.3g} ms"
-        return f"{repair.name}:{value} {outcome}{latency}"
 
 
 class Explanations(Settings):
@@ -238,12 +235,12 @@ class Explanations(Settings):
 
     def write(self, out: Path) -> None:
         """Write `explain.json` into a run's folder."""
-        write_sealed(out / FILE, self)
+        write_sealed(out / EXPLANATION_FILE, self)
 
     @classmethod
     def read(cls, out: Path, report: Report) -> Self | None:
         """Read what explains a report's artifacts; None where there is none, or of another run."""
-        found = read_if_unchanged(out / FILE, cls)
+        found = read_if_unchanged(out / EXPLANATION_FILE, cls)
         if found is None:
             return None
         digests = {stage.name: stage.artifact.digest for stage in report.stages}
@@ -256,7 +253,7 @@ def _in_a_line(settings: Mapping[str, JsonValue]) -> str:
     return ", ".join(
         f"{name}: {'default' if value is None else _short(value)}"
         for name, value in settings.items()
-        if value is not None or len(settings) == 1 or name in SAID_IF_REMOVED
+        if value is not None or len(settings) == 1 or name in NAMED_IF_REMOVED
     )
 
 

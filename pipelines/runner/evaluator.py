@@ -20,7 +20,7 @@ from compress.pipelines.results.measurements import Measurements
 from compress.pipelines.results.schema import ArtifactReport, StageReport
 from compress.pipelines.store.local import publish
 from compress.pipelines.system.error_context import name_stage_in_errors
-from compress.pipelines.system.jsonl_log import gate_event
+from compress.pipelines.system.jsonl_log import RunEvent
 from compress.profiling.batch_dependence import BatchDependence
 from compress.profiling.operator_table import read_operator_tables
 from compress.serve.http.loaded_model import SERVED_KINDS
@@ -60,8 +60,8 @@ class MeasurementCache:
         self,
         key: dict[str, Any],
         measure: Callable[[], T],
-        load: Callable[[Any], T],
-        dump: Callable[[T], JsonValue],
+        load: Callable[[Any], T] = lambda stored: stored,
+        dump: Callable[[T], Any] = lambda value: value,
     ) -> T:
         """Return a stored measurement, or take and store it.
 
@@ -187,7 +187,7 @@ def _evaluate_gate(
         batch_dependence(state, planned.name, cache)
         if gate.compares and state.artifacts.get(compared) is before:
             batch_dependence(state, compared)
-        key |= _batch_size_part(state, planned.name, before, after)
+        key |= _batch_size_part(state, planned.name, before)
     verdict = cache.get_or_measure(
         key,
         measure=lambda: gate.evaluate(before, after, context),
@@ -195,7 +195,16 @@ def _evaluate_gate(
         dump=lambda verdict: verdict.measured,
     )
     verdict = verdict.model_copy(update={"against": compared if gate.compares else None})
-    state.emit(gate_event(planned.name, verdict))
+    words = "passed" if verdict.passed else "refused"
+    event = RunEvent(
+        "gate_judged",
+        planned.name,
+        f"{planned.name}: {verdict.gate} {words}",
+        verdict.model_dump(mode="json"),
+        "info" if verdict.passed else "error",
+        is_announced=False,
+    )
+    state.emit(event)
     return verdict
 
 
@@ -211,7 +220,7 @@ def measure_artifact(state: RunState, name: str, cache: MeasurementCache) -> Mea
     key = {"measurements": 3, "against": baseline.digest, **conditions}
     with name_stage_in_errors(name, state.out), artifact.keep_loaded():
         measurements = cache.get_or_measure(
-            key | judged_batch_size_part(state, name),
+            key | _batch_size_part(state, name),
             measure=lambda: Measurements.from_artifact(artifact, baseline, context),
             load=Measurements.model_validate,
             # On a machine too busy to tell, the next run measures again.
@@ -262,7 +271,7 @@ def score_of(
     key = {"metric by part, and outputs": split, **state.measurement_conditions()}
     with name_stage_in_errors(name, state.out):
         score = cache.get_or_measure(
-            key | judged_batch_size_part(state, name),
+            key | _batch_size_part(state, name),
             measure=lambda: context.score_by_sample(artifact, split),
             load=Score.from_json,
             dump=Score.to_json,
@@ -293,12 +302,8 @@ def batch_dependence(
     return known[artifact.digest]
 
 
-def judged_batch_size_part(state: RunState, name: str) -> dict[str, JsonValue]:
+def _batch_size_part(state: RunState, name: str, *before: Artifact) -> dict[str, JsonValue]:
     """Return the part of a measurement's key for artifacts whose outputs depend on their batch."""
     batch_dependence(state, name)
-    return _batch_size_part(state, name, state.artifacts[name])
-
-
-def _batch_size_part(state: RunState, name: str, *artifacts: Artifact) -> dict[str, JsonValue]:
-    size = state.context(name).judged_batch_size(*artifacts)
+    size = state.context(name).judged_batch_size(*before, state.artifacts[name])
     return {} if size is None else {"batch size": size}

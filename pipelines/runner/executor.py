@@ -1,13 +1,14 @@
-"""Executes one stage: takes its artifact from the store or runs it, then evaluates its gates."""
+"""Executes stages in order or in parallel: lookup in the store, run, commit, gates."""
 
 from __future__ import annotations
 
-import functools
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from compress.artifacts.artifact import Artifact
 from compress.common.dependency_recorder import Recording, recording
+from compress.common.requirements import undisturbed
 from compress.core.context import ExportCache
 from compress.core.stage import refusal
 from compress.pipelines.config.model_spec import SOURCE
@@ -15,7 +16,6 @@ from compress.pipelines.executors.task import StageTask
 from compress.pipelines.planning.loss_and_metric import fitting_loss
 from compress.pipelines.results.measurements import Measurements
 from compress.pipelines.results.schema import TestReport
-from compress.pipelines.runner import events
 from compress.pipelines.runner.cache_keys import (
     history_before,
     served_latency,
@@ -35,14 +35,16 @@ from compress.pipelines.runner.run_state import CacheLookup
 from compress.pipelines.store.entry import Entry, Record
 from compress.pipelines.store.local import publish, unpublish
 from compress.pipelines.system.error_context import name_stage_in_errors
+from compress.pipelines.system.jsonl_log import RunEvent
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from compress.artifacts.artifact import Artifact
     from compress.core.verdict import Verdict
+    from compress.pipelines.executors.engines import Engine
     from compress.pipelines.planning.plan import PlannedStage
     from compress.pipelines.runner.run_state import RunState
+    from compress.pipelines.system.jsonl_log import EventName
 
 RERUN_REQUESTED = "asked to run again"
 """Why a stage runs that `--from` or `--force` names."""
@@ -50,7 +52,7 @@ RERUN_REQUESTED = "asked to run again"
 
 @dataclass
 class PipelineExecutor:
-    """Executes the stages of one run, in whichever order :mod:`scheduler` calls for them."""
+    """Executes the stages of one run, in whichever order :func:`schedule` calls for them."""
 
     state: RunState
 
@@ -80,19 +82,12 @@ class PipelineExecutor:
             "stages": [planned.stage.own_settings() for planned in state.plan.stages],
         }
         context = state.context(SOURCE)
-        fitting = functools.partial(
-            fitting_loss, state.plan, state.pipeline, source, context, state.contents
+        plan, pipeline, contents = state.plan, state.pipeline, state.contents
+        line = MeasurementCache(lookup.entry, source).get_or_measure(
+            loss_key, lambda: fitting_loss(plan, pipeline, source, context, contents)
         )
-        line = str(state.entries[SOURCE].cached_value(loss_key, source, fitting))
         if line:
-            state.emit(events.RunEvent("task_known", None, line))
-
-    def run_stage(self, planned: PlannedStage) -> None:
-        """Take one stage's artifact from the store, or run the stage; then evaluate its gates."""
-        lookup = self.lookup(planned.name, stage_key_parts(self.state, planned))
-        if not lookup.cached:
-            lookup = self.commit(lookup, *self.task_for(planned, lookup)(self.state.progress))
-        self.evaluate(planned, lookup)
+            state.emit(RunEvent("task_known", None, line))
 
     def lookup(self, name: str, parts: dict[str, Any]) -> CacheLookup:
         """Look a stage's artifact up in the store; where it is not there, announce that it runs."""
@@ -104,7 +99,8 @@ class PipelineExecutor:
             self._register(name, artifact, entry, parts)
             return CacheLookup(name, parts, entry, "", record.seconds)
         reason = RERUN_REQUESTED if rerun else state.store.explain_miss(name, parts, state.contents)
-        state.emit(events.stage_started_event(name, reason))
+        line = f"{name}: running ({reason})"
+        state.emit(RunEvent("stage_started", name, line, {"reason": reason}))
         return CacheLookup(name, parts, entry, reason)
 
     def commit(
@@ -195,9 +191,106 @@ class PipelineExecutor:
             # Of an imported model that is not the baseline nothing is measured.
             "measurements": measurements.model_dump(mode="json") if measurements else None,
         }
-        event: events.EventName = "stage_cached" if lookup.cached else "stage_finished"
-        self.state.emit(events.RunEvent(event, name, f"{name}: {', '.join(words)}", fields))
+        event: EventName = "stage_cached" if lookup.cached else "stage_finished"
+        self.state.emit(RunEvent(event, name, f"{name}: {', '.join(words)}", fields))
 
     def _register(self, name: str, artifact: Artifact, entry: Entry, parts: dict[str, Any]) -> None:
         self.state.artifacts[name], self.state.entries[name] = artifact, entry
         self.state.store.save_last_parts(name, parts)
+
+
+def schedule(executor: PipelineExecutor, engine: Engine | None) -> None:
+    """Import the model, and execute every stage that no failure of another one stops."""
+    state, outcome = executor.state, executor.state.outcome
+    try:
+        with outcome.record_failures(SOURCE):
+            executor.import_model()
+        if engine is None:
+            for planned in state.plan.stages:
+                if not outcome.should_skip(planned):
+                    with outcome.record_failures(planned.name):
+                        lookup = executor.lookup(planned.name, stage_key_parts(state, planned))
+                        if not lookup.cached:
+                            task = executor.task_for(planned, lookup)
+                            lookup = executor.commit(lookup, *task(state.progress))
+                        executor.evaluate(planned, lookup)
+        else:
+            ParallelScheduler(executor, engine, list(state.plan.stages)).run()
+    finally:
+        if engine is not None:
+            engine.close()
+    error = outcome.error()
+    if error:
+        raise error
+
+
+@dataclass
+class ParallelScheduler:
+    """Runs the stages of several branches at a time, and evaluates their results one at a time."""
+
+    executor: PipelineExecutor
+    engine: Engine
+    waiting: list[PlannedStage]
+    running: dict[str, CacheLookup] = field(default_factory=dict)
+    finished: dict[str, CacheLookup] = field(default_factory=dict)
+    """Stages whose artifact is in the store and not evaluated yet."""
+
+    def run(self) -> None:
+        """Execute all stages."""
+        executor, outcome = self.executor, self.executor.state.outcome
+        try:
+            while self.waiting or self.running or self.finished:
+                self._start_ready_stages()
+                # Measuring while a stage runs would distort latencies: finished stages wait until
+                # none is running and none can be started.
+                if self.running:
+                    result = self.engine.next()
+                    with outcome.record_failures(result.name):
+                        lookup = self.running.pop(result.name)
+                        if result.error:
+                            raise result.error
+                        artifact = Artifact.from_directory(lookup.entry.artifact_path)
+                        self.finished[result.name] = executor.commit(
+                            lookup, artifact, result.seconds, result.recorded
+                        )
+                    continue
+                for planned in executor.state.plan.stages:
+                    if planned.name in self.finished:
+                        with outcome.record_failures(planned.name):
+                            executor.evaluate(planned, self.finished.pop(planned.name))
+        except BaseException:
+            outcome.running_elsewhere = tuple(self.running)
+            raise
+
+    def _start_ready_stages(self) -> None:
+        state, outcome = self.executor.state, self.executor.state.outcome
+        for planned in tuple(self.waiting):
+            settled = {SOURCE, *outcome.errors, *outcome.skipped, *state.reports}
+            if not {*planned.needs, state.plan.baseline} - {planned.name} <= settled:
+                continue
+            if outcome.should_skip(planned):
+                self.waiting.remove(planned)
+                continue
+            if len(self.running) >= self.engine.places:
+                continue
+            if undisturbed(planned.stage) and self.running:
+                continue
+            # Another branch may be running the same stage: then its artifact will be in the store.
+            path = state.store.entry(stage_key_parts(state, planned)).path
+            if path not in {lookup.entry.path for lookup in self.running.values()}:
+                self.waiting.remove(planned)
+                with outcome.record_failures(planned.name):
+                    self._start(planned)
+
+    def _start(self, planned: PlannedStage) -> None:
+        executor, name = self.executor, planned.name
+        lookup = executor.lookup(name, stage_key_parts(executor.state, planned))
+        if lookup.cached:
+            self.finished[name] = lookup
+            return
+        task = executor.task_for(planned, lookup)
+        if undisturbed(planned.stage):
+            self.finished[name] = executor.commit(lookup, *task(executor.state.progress))
+        else:
+            self.engine.submit(task)
+            self.running[name] = lookup

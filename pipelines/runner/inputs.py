@@ -53,6 +53,7 @@ def resolve_inputs(pipeline: PipelineConfig) -> tuple[PipelineConfig, Splits | N
         with_named_length,
         with_values_seen,
     )
+    from compress.serve.torchserve.stage import PackageTorchServe
 
     data = load_data(pipeline)
     spec, inputs, origin = pipeline.model, pipeline.model.inputs, "the samples of the data"
@@ -91,29 +92,23 @@ def resolve_inputs(pipeline: PipelineConfig) -> tuple[PipelineConfig, Splits | N
         inferred = ""
     model = spec.model_copy(update={"inputs": inputs})
     pipeline = pipeline.model_copy(update={"model": model})
-    _check_requests(pipeline)
-    return pipeline, data, inferred
-
-
-def _check_requests(pipeline: PipelineConfig) -> None:
-    """Refuse to package a model whose requests, images or texts, do not become its inputs."""
-    from compress.serve.torchserve.stage import PackageTorchServe
-
+    # Requests, images or texts, must become the model's inputs.
     for index, stage in enumerate(pipeline.stages):
-        lacks = any(r.missing() for r in stage.all_requirements() if not r.program)
+        lacks = any(need.missing() for need in stage.all_requirements() if not need.program)
         if lacks or not isinstance(stage, PackageTorchServe):
             continue  # the planner refuses a stage that lacks a library
         try:
-            signature = Signature(inputs=pipeline.model.inputs or ())
-            stage.resolve_paths(pipeline.folder, pipeline.code_folder).check_inputs(signature)
+            package = stage.resolve_paths(pipeline.folder, pipeline.code_folder)
+            package.check_inputs(Signature(inputs=inputs))
         except CompressError as error:
             where = pipeline.place("stages", index)
             raise PipelineInvalid(f"{where} ({stage.title}): {error}") from error
+    return pipeline, data, inferred
 
 
 def _parameters(pipeline: PipelineConfig) -> Sequence[str]:
     """Return the names of the model's positional parameters."""
-    from compress.artifacts.recipe_inference import positional_parameters
+    from compress.common.forward import positional_parameters
 
     spec = pipeline.model
     if isinstance(spec, ModelFile):
@@ -173,16 +168,7 @@ def load_data(pipeline: PipelineConfig) -> Splits | None:
 def measuring_context(
     pipeline: PipelineConfig, root: Path, progress: Progress
 ) -> tuple[Plan, PipelineConfig, Context]:
-    """Return a context in which models of a pipeline are measured outside of its run.
-
-    Args:
-        pipeline: the pipeline.
-        root: folder that artifacts are written to.
-        progress: called with the progress.
-
-    Returns:
-        The plan and the pipeline, both with what follows from the data, and the context.
-    """
+    """Return a context to measure outside of a run; plan and pipeline completed by the data."""
     plan = build_plan(pipeline)
     pipeline, data, _ = resolve_inputs(pipeline)
     plan, pipeline = infer_loss_and_metric(plan, pipeline, data)

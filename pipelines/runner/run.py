@@ -17,8 +17,7 @@ from compress.pipelines.executors.engines import check_engine, engine_for
 from compress.pipelines.executors.launched import check_processes, write_run_id
 from compress.pipelines.planning.loss_and_metric import infer_loss_and_metric
 from compress.pipelines.planning.planner import build_plan
-from compress.pipelines.results.schema import remove_report
-from compress.pipelines.runner import events
+from compress.pipelines.results.schema import remove_report, rerun_command
 from compress.pipelines.runner.cache_keys import source_key_parts, stage_key_parts
 from compress.pipelines.runner.executor import RERUN_REQUESTED, PipelineExecutor, schedule
 from compress.pipelines.runner.inputs import resolve_inputs
@@ -27,7 +26,15 @@ from compress.pipelines.runner.run_state import RunState
 from compress.pipelines.store.local import Store, note_samples
 from compress.pipelines.system import signals
 from compress.pipelines.system.error_context import readable_disk_errors
-from compress.pipelines.system.jsonl_log import LOG, LogFile, log_event, log_handler
+from compress.pipelines.system.jsonl_log import (
+    LOG,
+    LogFile,
+    RunEvent,
+    event_listener,
+    log_event,
+    log_handler,
+)
+from compress.pipelines.system.machine_info import machine, versions
 from compress.pipelines.system.signals import INTERRUPTED
 from compress.pipelines.system.temp_files import temporary_files
 from compress.profiling.peak_memory import fork_worker, measurement_process
@@ -39,6 +46,7 @@ if TYPE_CHECKING:
     from compress.pipelines.config.pipeline import PipelineConfig
     from compress.pipelines.results.schema import Report, Status
     from compress.pipelines.store.remote import Remote
+    from compress.pipelines.system.jsonl_log import Level
 
 DEFAULTS = RunOptions()
 COUNTED_WITH = ("torch._dynamo",)
@@ -53,11 +61,7 @@ def run(
 ) -> Report:
     """Run a pipeline and write its report; return it where all gates passed.
 
-    Args:
-        pipeline: the pipeline.
-        out: folder of the results.
-        options: what to run again, where to run it, and who is notified.
-        render: renders `report.html`, given the report and `out`.
+    `render` makes the text of `report.html` from the report and `out`.
 
     Raises:
         GateRefused: a gate refused and no stage failed; the report is written, and the artifact
@@ -75,19 +79,21 @@ def run(
     plan, pipeline = infer_loss_and_metric(plan, pipeline, data)
     if inferred:
         announce(inferred)
+    folder, code = pipeline.folder, pipeline.code_folder
+    store = Store(root, remote, folder=folder, code=code, announce=announce)
     with (
         readable_disk_errors(out),
         temporary_files(),
         within_quota(),
         measurement_process(),
-        Store.locked(root, announce, remote, pipeline.folder, pipeline.code_folder) as store,
+        store.locked(),
         ExitStack() as log_handlers,
     ):
         write_run_id(root)
         # Refused before the last report is removed.
         check_processes(pipeline, root)
         remove_report(out)
-        emit = events.event_listener(announce)
+        emit = event_listener(announce)
         state = RunState(pipeline, plan, out, store, data, options.progress, emit)
         stages = [planned.name for planned in plan.stages]
         if options.measured == "last":
@@ -127,14 +133,22 @@ def forked_measurement_process(
 def _execute(state: RunState, options: RunOptions, render: Callable[[Report, Path], str]) -> Report:
     """Execute all stages, and write the report however the run ends."""
     began = time.monotonic()
-    state.emit(events.run_started_event(state.pipeline, state.out))
+    pipeline = state.pipeline
+    fields = {
+        "pipeline": pipeline.name,
+        "command": rerun_command(pipeline.file, state.out),
+        "versions": dict(versions()),
+        "machine": dict(machine()),
+        "settings": pipeline.model_dump(mode="json", by_alias=True, exclude_unset=True),
+    }
+    line = f"{pipeline.name}: started"
+    state.emit(RunEvent("run_started", None, line, fields, is_announced=False))
     if state.plan.task_line:
-        state.emit(events.RunEvent("task_known", None, state.plan.task_line))
+        state.emit(RunEvent("task_known", None, state.plan.task_line))
     for warning in state.plan.warnings:  # announced before the log was there
         log_event("message", warning, level="warning")
     for warning in state.data_warnings:
-        line = f"warning: {warning}"
-        state.emit(events.RunEvent("message", None, line, level="warning"))
+        state.emit(RunEvent("message", None, f"warning: {warning}", level="warning"))
     try:
         with readable_disk_errors(state.out):
             executor = PipelineExecutor(state)
@@ -171,7 +185,15 @@ def _log_end(state: RunState, report: Report, seconds: float) -> None:
     for warning in report.warnings:
         if warning not in state.data_warnings:  # those were logged at the start
             log_event("message", warning, level="warning")
-    state.emit(events.run_finished_event(report, seconds))
+    fields = {
+        "status": report.status,
+        "error": report.error,
+        "seconds": seconds,
+        "test": report.test.values if report.test else {},
+    }
+    level: Level = "info" if report.status == "passed" else "error"
+    line = f"{report.pipeline}: {report.status}"
+    state.emit(RunEvent("run_finished", None, line, fields, level, is_announced=False))
 
 
 def preview_run(

@@ -7,18 +7,24 @@ import math
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from compress.core.diagnosis.input_ranges import SAMPLES, UNLIKE, input_ranges, unlikeness
 from compress.data.sample_cache import PROBES
 from compress.data.stream import FIRST_SAMPLES
 from compress.pipelines.config.model_spec import SOURCE
 from compress.pipelines.planning.plan import accuracy_drops
 from compress.pipelines.results.schema import Report, measurement_warnings, rerun_command
-from compress.pipelines.runner.run_report import constant_score, unlike_val
+from compress.pipelines.runner.evaluator import MeasurementCache
 from compress.pipelines.system.machine_info import machine, versions
 from compress.pipelines.system.signals import INTERRUPTED, only_signals_interrupt
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from compress.core.metrics import Metric
+    from compress.core.metrics.score import Score
+    from compress.data.splits import Splits
     from compress.pipelines.results.schema import Status
     from compress.pipelines.runner.run_state import RunState
 
@@ -30,8 +36,14 @@ def build_report(state: RunState, status: Status, error: str = "") -> Report:
     plan, outcome, pipeline = state.plan, state.outcome, state.pipeline
     stages = tuple(state.reports[name] for name in plan.ordered(state.reports))
     failures = tuple(outcome.failures[name] for name in plan.ordered(outcome.failures))
+    doubts: dict[str, tuple[str, ...]] = {}
     # They may read data and score: who interrupts a run does not wait for that.
-    doubts = accuracy_warnings(state) if status != INTERRUPTED else {}
+    if status != INTERRUPTED:
+        try:
+            with only_signals_interrupt():
+                doubts.update(_accuracy_warnings(state))
+        except Exception:  # the report is written all the same, with the warnings so far
+            log.debug("accuracies could not be checked", exc_info=True)
     doubts |= state.test.unlike_val if state.test else {}
     doubtful = {name for names in doubts.values() for name in names}
     return Report(
@@ -77,18 +89,8 @@ def build_report(state: RunState, status: Status, error: str = "") -> Report:
     )
 
 
-def accuracy_warnings(state: RunState) -> dict[str, tuple[str, ...]]:
-    """Return a warning for each suspicious accuracy, with its likely cause → stages it is about."""
-    warnings: dict[str, tuple[str, ...]] = {}
-    try:
-        with only_signals_interrupt():
-            warnings.update(_accuracy_warnings(state))
-    except Exception:  # the report is written all the same, with the warnings so far
-        log.debug("accuracies could not be checked", exc_info=True)
-    return warnings
-
-
 def _accuracy_warnings(state: RunState) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield a warning for each suspicious accuracy, with its likely cause, and its stages."""
     plan, metric, data = state.plan, state.plan.metric, state.data
     measurements = {name: report.measurements for name, report in state.reports.items()}
     if state.baseline:
@@ -107,10 +109,14 @@ def _accuracy_warnings(state: RunState) -> Iterator[tuple[str, tuple[str, ...]]]
     if data is None:
         return
     key = {"constant answer": 1, "data": state.fingerprint, "metric": metric.identity()}
-    constant = state.entries[plan.baseline].cached_value(
-        key, state.artifacts[plan.baseline], lambda: constant_score(data, metric)
+    cache = MeasurementCache(state.entries[plan.baseline], state.artifacts[plan.baseline])
+    constant = cache.get_or_measure(
+        key,
+        measure=lambda: constant_score(data, metric),
+        load=lambda stored: stored if isinstance(stored, int | float) else None,
+        dump=lambda score: "none" if score is None else score,
     )
-    if not isinstance(constant, int | float):
+    if constant is None:
         return
     no_better = [
         name
@@ -160,3 +166,85 @@ def _sampling_warnings(state: RunState) -> Iterator[str]:
             f"data.{name}: sampled ({counts} hashed); a change of the others would not be seen "
             f"in what is cached ({', '.join(cached)})"
         )
+
+
+def unlike_test(name: str, metric: str, on_val: Score, on_test: Score) -> str:
+    """Describe how a metric on `test` differs from that on `val` beyond both intervals, or ''."""
+    intervals = [score.uncertainty().interval for score in (on_val, on_test)]
+    if None in intervals or max(i[0] for i in intervals) <= min(i[1] for i in intervals):  # type: ignore[index]
+        return ""
+    shown = (
+        f"{score.value:.4f} on {split} ({score.uncertainty().in_words()})"
+        for split, score in (("val", on_val), ("test", on_test))
+    )
+    return (
+        f"{name}: {metric} is {' and '.join(shown)}, beyond what chance explains: test and val are "
+        "not samples of the same data, or val was trained on"
+    )
+
+
+def unlike_val(data: Splits, samples: int, seed: int) -> str:
+    """Describe how the range of calibration inputs differs from that of `val`; else return ''.
+
+    `samples` and `seed` are those that the calibration samples were drawn with.
+    """
+    if "val" not in data.datasets:
+        return ""
+    calibrated = input_ranges(data.calibration(samples, seed))
+    evaluated = input_ranges(data.batches("val", limit=SAMPLES))
+    if unlikeness(calibrated, evaluated) <= UNLIKE:
+        return ""
+    own, val = max(
+        ((a, b) for a, b in zip(calibrated, evaluated, strict=True) if a and b),
+        key=lambda pair: unlikeness(pair[:1], pair[1:]),
+    )
+    return (
+        f"calibration inputs are {own.mean:.4g} ± {own.deviation:.4g} (mean and standard "
+        f"deviation), val {val.mean:.4g} ± {val.deviation:.4g}: scale the samples of "
+        f"{data.calibration_split} as those of val"
+    )
+
+
+def constant_score(data: Splits, metric: Metric) -> float | None:
+    """Return the best metric on `val` of a constant output, as a baseline; None if there is none.
+
+    For classes the output is their log-frequencies, for numbers the targets' mean or median.
+    """
+    if metric.needs_reference:
+        return None
+    # All targets, unlike outputs, are kept: the median needs them.
+    batches = [b.target for b in data.batches("val") if b.target is not None]
+    targets = [target for target in batches if isinstance(target, torch.Tensor)]
+    if not targets or len(targets) < len(batches):
+        return None
+    try:
+        metric = metric.with_inferred_loss(data)
+        scores = []
+        for row in _constant_outputs(torch.cat(targets), metric):
+            meter = metric.meter()
+            for batch in targets:
+                meter.update(row.expand(len(batch), *row.shape[1:]), batch)
+            scores.append(meter.compute())
+    except Exception:  # noqa: BLE001 - a metric may want outputs of another form
+        return None
+    return max(scores) if metric.higher_is_better else min(scores)
+
+
+def _constant_outputs(targets: torch.Tensor, metric: Metric) -> Iterator[torch.Tensor]:
+    """Yield a sample's constant outputs, `(1, …)`; one scores best under each kind of metric."""
+    if metric.loss.name == "binary_cross_entropy":
+        targets = targets.float()  # also given as integers and booleans
+    if not targets.is_floating_point():
+        counts = torch.bincount(targets[targets >= 0].flatten().long(), minlength=2)
+        # A class without a sample would have the logarithm of 0.
+        scores = (counts / counts.sum()).clamp(min=1e-6).log()
+        shape = (1, len(scores), *(1 for _ in targets.shape[1:]))
+        yield scores.view(shape).expand(1, -1, *targets.shape[1:])
+        return
+    mean = targets.mean(0, keepdim=True)
+    is_binary = bool(((targets == 0) | (targets == 1)).all())
+    if is_binary and not (metric.loss.is_regression or metric.of_numbers):
+        yield mean.logit(1e-6)  # models with binary targets output logits
+        return
+    yield mean
+    yield targets.quantile(0.5, dim=0, keepdim=True)  # the best for mae

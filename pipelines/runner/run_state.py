@@ -6,18 +6,18 @@ import os
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 from compress.common.dependency_recorder import Dependencies, digest_of, digest_of_variable
-from compress.common.errors import CompressError, GateRefused
+from compress.common.errors import CompressError, GateRefused, lines_of
 from compress.core.context import Context
 from compress.pipelines.config.model_spec import SOURCE
 from compress.pipelines.results.schema import FailureReport, SkippedReport
-from compress.pipelines.runner import events
 from compress.pipelines.runner.inputs import source_parts
-from compress.pipelines.runner.run_report import validation_data_warnings
 from compress.pipelines.store.local import WORK, StoredExports
 from compress.pipelines.system import signals
+from compress.pipelines.system.jsonl_log import RunEvent
 from compress.pipelines.system.machine_info import machine
 from compress.pipelines.system.signals import INTERRUPTED, only_signals_interrupt
 
@@ -40,6 +40,9 @@ if TYPE_CHECKING:
     from compress.pipelines.system.jsonl_log import EventListener
     from compress.profiling.batch_dependence import BatchDependence
     from compress.profiling.benchmark import Comparison
+
+MIN_VAL_SAMPLES = 30
+"""Of `val`: with fewer, one sample moves an accuracy by more than three points."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,8 @@ class RunOutcome:
         if causes:
             fields = self._stage_fields(planned.name)
             self.skipped[planned.name] = SkippedReport(**fields, because=causes[0])
-            self.emit(events.stage_skipped_event(planned.name, causes[0]))
+            line = f"{planned.name}: skipped, as {causes[0]} did not pass"
+            self.emit(RunEvent("stage_skipped", planned.name, line, level="warning"))
         return bool(causes)
 
     def error(self) -> CompressError | None:
@@ -130,10 +134,10 @@ class RunOutcome:
 
     def _fail(self, name: str, error: str, *, ends_run: bool) -> None:
         failure = self.failures[name] = FailureReport(**self._stage_fields(name), error=error)
-        interrupted = failure.status == INTERRUPTED
-        self.emit(
-            events.stage_failed_event(name, error, interrupted=interrupted, ends_run=ends_run)
-        )
+        why = "failed: " + " ".join(lines_of(error)).removeprefix(f"{name}: ")
+        line = f"{name}: {INTERRUPTED if failure.status == INTERRUPTED else why}"
+        # An error that ends the run is announced at its end.
+        self.emit(RunEvent("stage_failed", name, line, {"error": error}, "error", not ends_run))
 
     def _stage_fields(self, name: str) -> dict[str, Any]:
         stage = self.plan.stage(name).stage.stage if name != SOURCE else SOURCE
@@ -242,3 +246,35 @@ class RunState:
             comparisons=self.comparisons,
             exports=self.exports,
         )
+
+
+def validation_data_warnings(contents: Contents) -> Iterator[str]:
+    """Yield a line for each reason not to trust the data, or what is measured on `val`."""
+    if contents.unrepeatable:
+        names = " and ".join(map(repr, sorted(contents.unrepeatable)))
+        yield (
+            f"the same sample of split {names} differs each time it is read, whatever the seed: "
+            "runs cannot be repeated, and the cache knows the data by what the dataset holds and "
+            "its code; draw from torch, numpy.random, random, or generators that the dataset keeps "
+            "as attributes, instead of the operating system, the time or one made anew each time"
+        )
+    facts = contents.facts
+    labelled = int(facts["val"].rows["labelled"].sum()) if "val" in facts else 0
+    # Without any target, none is needed.
+    samples = labelled or contents.lengths.get("val", MIN_VAL_SAMPLES)
+    with_label = " with a label" if samples < contents.lengths.get("val", 0) else ""
+    if samples < MIN_VAL_SAMPLES:
+        yield (
+            f"val has {samples} samples{with_label}, so that one of them moves an accuracy by "
+            f"{100 / samples:.2g} points; use at least {MIN_VAL_SAMPLES}"
+        )
+    splits = [name for name in dict.fromkeys(("val", "test", *facts)) if name in facts]
+    for measured, other in combinations(splits, 2):
+        # Calibration and training may share what is never measured on.
+        if measured in ("val", "test") and (shared := facts[measured].shared_with(facts[other])):
+            exact = all(len(facts[n].rows) == contents.lengths[n] for n in (measured, other))
+            yield (
+                f"{measured} shares {'' if exact else 'at least '}{shared} of its "
+                f"{contents.lengths[measured]} samples with {other}, so that it tells less of new "
+                "data; keep each sample in one split"
+            )

@@ -21,7 +21,7 @@ from pydantic import JsonValue, ValidationError
 from compress.artifacts.artifact import Artifact
 from compress.common.atomic_files import write_atomically
 from compress.common.config import Settings
-from compress.common.dependency_recorder import Dependencies, Recording, recording
+from compress.common.dependency_recorder import Dependencies, Recording
 from compress.common.errors import ArtifactInvalid
 from compress.common.sealed_json import canonical_json, dump_sealed, load_sealed, read_sealed
 
@@ -149,18 +149,6 @@ class Entry:
         """Set the record's time to now: `compress gc` removes what was not used for long."""
         with suppress(OSError):
             os.utime(self._record_path)
-
-    def cached_value(
-        self, key: dict[str, Any], artifact: Artifact, measure: Callable[[], JsonValue]
-    ) -> JsonValue:
-        """Return what was measured before on the same artifact, or measure now and store it."""
-        stored = self.lookup(key, artifact)
-        if stored is not None:
-            return stored.value
-        with recording() as recorded:
-            value = measure()
-        self.store(key, artifact, value, recorded)
-        return value
 
     def lookup(self, key: dict[str, Any], artifact: Artifact) -> StoredValue | None:
         """Return a value that was measured on an artifact, unless user code would now read others.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import time
@@ -11,14 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compress.artifacts.artifact import MANIFEST
-from compress.common.atomic_files import remove
+from compress.common.atomic_files import remove, sha256_of
 from compress.common.config import Settings
-from compress.common.errors import PipelineInvalid
+from compress.common.errors import ArtifactInvalid, PipelineInvalid
 from compress.pipelines.store.entry import RECORD
 from compress.pipelines.store.local import WORK, Store, store_lock
 from compress.pipelines.store.remote import (
     MANIFEST_BYTES,
-    PARTIAL,
+    PARTIAL_FOLDER,
     RECORD_BYTES,
     SECONDS_TRUSTED,
     Failed,
@@ -30,15 +29,15 @@ from compress.pipelines.system.error_context import readable_disk_errors
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-SECONDS = {"h": 3600, "d": 86_400, "w": 604_800}
-LEAST_SHARED = 2 * SECONDS_TRUSTED
+SECONDS_OF_UNIT = {"h": 3600, "d": 86_400, "w": 604_800}
+MIN_SHARED_SECONDS = 2 * SECONDS_TRUSTED
 """Seconds. Half of it is the age up to which an upload relies on files that are there."""
-KEY = re.compile("[0-9a-f]{32}")
-OURS = {
+KEY_PATTERN = re.compile("[0-9a-f]{32}")
+OUR_NAMES = {
     "files": re.compile("[0-9a-f]{64}"),
     "manifests": re.compile(r"[0-9a-f]{64}\.json"),
     "records": re.compile(r"[0-9a-f]{32}\.json"),
-    PARTIAL: re.compile("[0-9a-f]{16,32}-[0-9a-f]{32}"),
+    PARTIAL_FOLDER: re.compile("[0-9a-f]{16,32}-[0-9a-f]{32}"),
 }
 """Names in a shared store's folders that are ours; other files are left alone."""
 
@@ -66,25 +65,22 @@ class Cleaned(Settings):
 def clean(place: str, older_than: str, dry_run: bool, announce: Callable[[str], None]) -> Cleaned:
     """Remove artifacts that have not been used for some time; stages make them again if needed.
 
-    Args:
-        place: a run's directory, or the URL of a shared store.
-        older_than: such as ``30d``.
-        dry_run: say what would be removed, and leave it.
-        announce: receives a line if another run has to end first.
+    `place` is a run's directory, or the URL of a shared store; `announce` receives a line where
+    another run has to end first.
     """
     age = re.fullmatch(r"(\d{1,6})([hdw])", older_than)
     if not age:
         raise PipelineInvalid(
             f"--older-than {older_than}: expected hours, days or weeks, as 12h, 30d, 8w"
         )
-    seconds = int(age[1]) * SECONDS[age[2]]
+    seconds = int(age[1]) * SECONDS_OF_UNIT[age[2]]
     if "://" not in place:
         with readable_disk_errors(Path(place)):
             return clean_own(Path(place), seconds, dry_run, announce)
-    if seconds < LEAST_SHARED:
+    if seconds < MIN_SHARED_SECONDS:
         raise PipelineInvalid(
-            f"--older-than {older_than}: a shared store keeps {LEAST_SHARED // 86_400} days at "
-            "least, as uploads under way rely on what is there"
+            f"--older-than {older_than}: a shared store keeps {MIN_SHARED_SECONDS // 86_400} days "
+            "at least, as uploads under way rely on what is there"
         )
     return clean_shared(place, seconds, dry_run)
 
@@ -97,7 +93,7 @@ def clean_own(out: Path, seconds: int, dry_run: bool, announce: Callable[[str], 
     with store_lock(root, announce):
         Store(root).refuse_another_format()
         shown = {_sha256(file) for file in out.glob(f"artifacts/*/{MANIFEST}")} - {None}
-        folders = [folder for folder in root.iterdir() if KEY.fullmatch(folder.name)]
+        folders = [folder for folder in root.iterdir() if KEY_PATTERN.fullmatch(folder.name)]
         entries = [folder for folder in folders if (folder / RECORD).exists()]
         old = [
             folder
@@ -130,73 +126,52 @@ def clean_shared(url: str, seconds: int, dry_run: bool) -> Cleaned:
     """
     if not Remote(url, lambda _: None).refuse_another_format():
         raise PipelineInvalid(f"{url}: there is no store")
+    objects, gone, freed = Objects(url), set[str](), 0
+
+    def ours(folder: str) -> set[str]:
+        """Return our files in a folder, without those that are removed, or would be."""
+        names = filter(OUR_NAMES[folder].fullmatch, objects.names(folder))
+        return {f"{folder}/{name}" for name in names} - gone
+
+    def remove_old(names: set[str]) -> None:
+        """Remove files that are still old; some may have been written since they were listed."""
+        nonlocal freed
+        for name in sorted(names):
+            found = objects.look(name)
+            if found and found.seconds > seconds:
+                gone.add(name)
+                freed += found.bytes
+                if not dry_run:
+                    objects.remove(name)
+
+    def read_json(name: str, limit: int) -> dict[str, Any]:
+        """Return the content of a record or manifest; empty if it is unreadable."""
+        with suppress(ValueError):
+            content = json.loads(objects.read(name, limit) or b"")
+            return content if isinstance(content, dict) else {}
+        return {}
+
     try:
-        return _SharedStoreCleaner(url, seconds, dry_run).clean()
+        # Listed before the manifests are read, so that no file of a later upload is among them.
+        unneeded = ours("files")
+        remove_old(ours("records"))
+        records = ours("records")
+        digests = (read_json(name, RECORD_BYTES).get("digest") for name in records)
+        remove_old(ours("manifests") - {f"manifests/{digest}.json" for digest in digests})
+        for name in ours("manifests"):
+            files = read_json(name, MANIFEST_BYTES).get("files")
+            for file in files.values() if isinstance(files, dict) else ():
+                if isinstance(file, dict):
+                    unneeded.discard(f"files/{file.get('sha256')}")
+        remove_old(unneeded)
+        remove_old(ours(PARTIAL_FOLDER))
     except Failed as error:
         raise PipelineInvalid(
             f"{url}: cannot be cleaned ({error}); check the network, the credentials and their "
             "rights, and run the same command again"
         ) from error
-
-
-class _SharedStoreCleaner:
-    """Removes old files of a shared store, and counts them."""
-
-    def __init__(self, url: str, seconds: int, dry_run: bool) -> None:
-        self.url, self.seconds, self.dry_run = url, seconds, dry_run
-        self.objects = Objects(url)
-        self.freed = 0
-        self.gone: set[str] = set()
-
-    def clean(self) -> Cleaned:
-        """Remove old records, then old manifests and files that no record needs."""
-        # Listed before the manifests are read, so that no file of a later upload is among them.
-        unneeded = self._all("files")
-        self._remove(self._all("records"))
-        records = self._all("records")
-        named = {
-            f"manifests/{self._read_json(name, RECORD_BYTES).get('digest')}.json"
-            for name in records
-        }
-        self._remove(self._all("manifests") - named)
-        for name in self._all("manifests"):
-            files = self._read_json(name, MANIFEST_BYTES).get("files")
-            for file in files.values() if isinstance(files, dict) else ():
-                if isinstance(file, dict):
-                    unneeded.discard(f"files/{file.get('sha256')}")
-        self._remove(unneeded)
-        self._remove(self._all(PARTIAL))
-        removed = sum(name.startswith("records/") for name in self.gone)
-        return Cleaned(
-            place=self.url,
-            dry_run=self.dry_run,
-            artifacts=removed,
-            kept=len(records),
-            bytes=self.freed,
-        )
-
-    def _all(self, folder: str) -> set[str]:
-        """Return our files in a folder, without those that are removed, or would be."""
-        ours = filter(OURS[folder].fullmatch, self.objects.names(folder))
-        return {f"{folder}/{name}" for name in ours} - self.gone
-
-    def _remove(self, names: set[str]) -> None:
-        """Remove files that are still old; some may have been written since they were listed."""
-        for name in sorted(names):
-            found = self.objects.look(name)
-            if found and found.seconds > self.seconds:
-                self.gone.add(name)
-                self.freed += found.bytes
-                if not self.dry_run:
-                    self.objects.remove(name)
-
-    def _read_json(self, name: str, limit: int) -> dict[str, Any]:
-        """Return the content of a record or manifest; empty if it is unreadable."""
-        try:
-            content = json.loads(self.objects.read(name, limit) or b"")
-        except ValueError:
-            return {}
-        return content if isinstance(content, dict) else {}
+    removed = sum(name.startswith("records/") for name in gone)
+    return Cleaned(place=url, dry_run=dry_run, artifacts=removed, kept=len(records), bytes=freed)
 
 
 def _idle_seconds(*paths: Path) -> float:
@@ -209,7 +184,6 @@ def _idle_seconds(*paths: Path) -> float:
 
 
 def _sha256(file: Path) -> str | None:
-    try:
-        return hashlib.sha256(file.read_bytes()).hexdigest()
-    except OSError:
-        return None
+    with suppress(OSError, ArtifactInvalid):
+        return sha256_of(file)
+    return None

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
-from contextlib import contextmanager
+import time
+from collections import Counter
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
+
+from filelock import FileLock, Timeout, lock_descriptor
 
 from compress.artifacts.artifact import MANIFEST, Artifact, replace_artifact
 from compress.common.atomic_files import partial_folder, remove, remove_leftovers, write_atomically
-from compress.common.dependency_recorder import Dependencies
+from compress.common.dependency_recorder import Dependencies, recording
 from compress.common.errors import ArtifactInvalid, PipelineInvalid
 from compress.common.sealed_json import read_sealed, write_sealed
+from compress.core.context import ExportCache
 from compress.pipelines.store.entry import (
     FORMAT,
     FORMAT_FILE,
@@ -25,8 +31,8 @@ from compress.pipelines.store.entry import (
     read_format,
     shortened,
 )
-from compress.pipelines.store.local import samples_changed, store_lock
 from compress.pipelines.system.jsonl_log import log_event
+from compress.pipelines.system.machine_info import machine, versions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -34,13 +40,18 @@ if TYPE_CHECKING:
     from compress.data.fingerprint import Contents
     from compress.pipelines.store.remote import Remote
 
-HERE = Path()
+WORKING_FOLDER = Path()
 WORK = "work"
 """Folder of the checkpoints from which interrupted stages resume, by stage."""
-LAST = "last.json"
+LAST_PARTS_FILE = "last.json"
 """What decided each stage when it last ran, from which a run explains why it runs again."""
-DONE = "done"
+DONE_FILE = "done"
 """In a stage's work folder: the key of the artifact, once that is being committed."""
+LOCK_FILE = "lock"
+SAMPLES_FOLDER = "samples"
+KEPT_SPLITS = 16
+"""Number of splits whose hashes stay in a store; the oldest are removed."""
+BYTES_OF_A_HASH = 16
 
 
 class Store:
@@ -51,7 +62,7 @@ class Store:
         root: Path,
         remote: Remote | None = None,
         *,
-        folder: Path = HERE,
+        folder: Path = WORKING_FOLDER,
         code: Path | None = None,
         announce: Callable[[str], None] = lambda line: None,
     ) -> None:
@@ -70,26 +81,12 @@ class Store:
         self._unusable: dict[str, str] = {}
         """Key → why its entry was not used."""
 
-    @classmethod
     @contextmanager
-    def locked(
-        cls,
-        root: Path,
-        announce: Callable[[str], None],
-        remote: Remote | None = None,
-        folder: Path = HERE,
-        code: Path | None = None,
-    ) -> Iterator[Store]:
-        """Open the store for one run, and remove what a killed run left; a second run waits.
-
-        Raises:
-            PipelineInvalid: the directory, or the shared store, cannot be written, or is of
-                another format.
-        """
-        with store_lock(root, announce) as descriptor:
-            store = cls(root, remote, folder=folder, code=code, announce=announce)
-            store.lock = descriptor
-            store.refuse_another_format()
+    def locked(self) -> Iterator[Self]:
+        """Open the store for one run, and remove what a killed run left; a second run waits."""
+        root = self.root
+        with store_lock(root, self._announce) as self.lock:
+            self.refuse_another_format()
             if not (root / FORMAT_FILE).exists():
                 write_atomically(root / FORMAT_FILE, json.dumps({"format": FORMAT}))
             for names in ("*.json", "*.html"):  # a folder there is none of a run's
@@ -98,13 +95,13 @@ class Store:
             for entry in (root.parent / "artifacts", root, work, *root.iterdir()):
                 if entry.is_dir():
                     remove_leftovers(entry)
-            for done in work.glob(f"*/{DONE}"):
+            for done in work.glob(f"*/{DONE_FILE}"):
                 # Its stage has finished: a killed run could not remove the checkpoints.
                 if (root / done.read_text(encoding="utf-8") / RECORD).exists():
                     remove(done.parent)
-            if remote:
-                remote.begin(root)
-            yield store
+            if self._remote:
+                self._remote.begin(root)
+            yield self
 
     def refuse_another_format(self) -> None:
         """Refuse a store of another format."""
@@ -124,7 +121,7 @@ class Store:
         work = self.root / WORK / name
         if work.is_dir():
             # If the run is killed between the next two steps, the next one removes it by this.
-            write_atomically(work / DONE, entry.path.name)
+            write_atomically(work / DONE_FILE, entry.path.name)
         entry.commit(record)
         remove(work)
         # Not in the background: an upload during measurements would distort latencies.
@@ -202,12 +199,12 @@ class Store:
         """Save what decided a stage's artifact, to explain the next run."""
         last = self._last()
         if last.get(name) != parts:
-            write_sealed(self.root / LAST, {**last, name: parts})
+            write_sealed(self.root / LAST_PARTS_FILE, {**last, name: parts})
 
     def _last(self) -> dict[str, Any]:
         """Return what :meth:`save_last_parts` saved of all stages; empty if the file changed."""
         try:
-            return read_sealed(self.root / LAST, dict[str, Any])
+            return read_sealed(self.root / LAST_PARTS_FILE, dict[str, Any])
         except (FileNotFoundError, ArtifactInvalid):
             return {}  # it only explains why a stage runs
 
@@ -247,3 +244,134 @@ def _difference(before: Any, after: Any, path: str = "") -> str:
                 return found
         return ""
     return "" if before == after else f"{path} {shortened(before)} → {shortened(after)}"
+
+
+@contextmanager
+def keep_idle(out: Path) -> Iterator[bool]:
+    """Keep runs from starting in a results folder during a block; yield whether none runs there."""
+    try:
+        # Read only, so that results of another user can be looked at.
+        descriptor = os.open(out / ".store" / LOCK_FILE, os.O_RDONLY)
+    except OSError:  # only the results were copied here, or nothing can be written anyway
+        yield True
+        return
+    try:
+        yield lock_descriptor(descriptor, blocking=False)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def store_lock(root: Path, announce: Callable[[str], None]) -> Iterator[int]:
+    """Hold a store's lock during a block; announce and wait while another run holds it.
+
+    Yields the descriptor that holds the lock. Worker processes inherit it, so that the workers of a
+    killed run keep the store locked until they have ended.
+    """
+    descriptors: list[int] = []
+    # Without flock, an existing file would be the lock, and a killed run would hold it for ever.
+    file, note = root / LOCK_FILE, descriptors.append
+    lock = FileLock(file, mode=0o644, fallback_to_soft=False, on_acquired=note)
+    blocking = False
+    try:
+        while not descriptors:
+            root.mkdir(parents=True, exist_ok=True)
+            try:
+                lock.acquire(blocking=blocking)
+            except Timeout:
+                announce(f"waiting for another run in {root.parent} to end (Ctrl-C gives up)")
+                blocking = True
+            except FileNotFoundError:
+                continue  # the store was removed while this run waited
+    except OSError as error:
+        raise PipelineInvalid(
+            f"{root.parent}: cannot be written ({error.strerror}); choose another with --out"
+        ) from None
+    try:
+        yield descriptors[0]
+    finally:
+        lock.release()
+
+
+def note_samples(store: Path, contents: Contents) -> None:
+    """Save the hashes of each split's samples in a store, under the split's digest."""
+    with suppress(OSError):  # they only make explanations more precise
+        (store / SAMPLES_FOLDER).mkdir(exist_ok=True)
+        for split, parts in contents.parts["splits"].items():
+            file = _hash_file(store, parts)
+            if not file.exists():
+                write_atomically(file, contents.hashes[split].tobytes())
+        files = (store / SAMPLES_FOLDER).glob("*.hashes")
+        by_age = sorted(files, key=lambda file: file.stat().st_mtime_ns)
+        for old in by_age[:-KEPT_SPLITS]:
+            remove(old)
+
+
+def samples_changed(store: Path, before: dict[str, Any], now: Contents) -> str:
+    """Describe how many samples of the first changed split differ; empty if that is not known.
+
+    `before` is what :attr:`Contents.parts` was for an earlier run.
+    """
+    past = before.get("splits", {})
+    for split, parts in now.parts["splits"].items():
+        if split in past and past[split] != parts:
+            try:
+                hashes = _hash_file(store, past[split]).read_bytes()
+            except OSError:
+                return ""
+            if hashlib.sha256(hashes).hexdigest() != past[split]["sha256"]:
+                return ""  # changed since
+            old, current = _counted(hashes), _counted(now.hashes[split].tobytes())
+            old_count, count = past[split]["samples"], parts["samples"]
+            new, gone = (current - old).total(), (old - current).total()
+            if (old.total(), current.total()) != (old_count, count):
+                # Of long splits not every sample is hashed: the number is a lower bound, and means
+                # something between splits of the same length alone.
+                is_known = new and old_count == count
+                return f"data.{split}: at least {new} of {count} samples differ" if is_known else ""
+            if new == gone == 0:
+                return f"data.{split}: the same samples in another order"
+            if new == gone:
+                return f"data.{split}: {new} of {count} samples differ"
+            return f"data.{split}: {new} samples are new, {gone} are gone"
+    return ""
+
+
+def _hash_file(store: Path, parts: dict[str, Any]) -> Path:
+    return store / SAMPLES_FOLDER / f"{parts['sha256'][:32]}.hashes"
+
+
+def _counted(hashes: bytes) -> Counter[bytes]:
+    places = range(0, len(hashes), BYTES_OF_A_HASH)
+    return Counter(hashes[place : place + BYTES_OF_A_HASH] for place in places)
+
+
+class StoredExports(ExportCache):
+    """Exports by everything that decides them: model and runtime, versions, and the machine."""
+
+    def __init__(self, store: Store) -> None:
+        """Use a store."""
+        super().__init__()
+        self.store = store
+
+    def _find_or_write(self, key: str, write: Callable[[Path], Artifact]) -> Artifact:
+        parts: dict[str, Any] = {
+            "uncompressed": key,
+            "versions": versions(),
+            "machine": machine(),  # compiled code is for one kind of processor
+        }
+        entry = self.store.entry(parts)
+        found = self.store.get(entry)
+        if found is not None:
+            return found[0]
+        began = time.monotonic()
+        with recording() as recorded:
+            artifact = write(entry.artifact_path)
+        record = Record(
+            parts=parts,
+            digest=artifact.digest,
+            seconds=time.monotonic() - began,
+            depends=self.store.surroundings.dependencies(recorded),
+        )
+        self.store.commit(key, entry, record)
+        return artifact

@@ -15,8 +15,8 @@ from compress.pipelines.system.signals import only_signals_interrupt
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
+DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+PERMISSION_ERRORS = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 @contextmanager
@@ -53,7 +53,7 @@ def name_stage_in_errors(stage: str, out: Path) -> Iterator[None]:
 def _explain(error: OSError, out: Path) -> CompressError:
     """Translate an OSError into an error that names the path and a remedy."""
     path = error.filename or out
-    if error.errno in FULL:
+    if error.errno in DISK_FULL_ERRORS:
         place = Path(str(path)).absolute()
         folder = next(f for f in (place, *place.parents) if f.is_dir())
         free = shutil.disk_usage(folder).free >> 20
@@ -62,7 +62,7 @@ def _explain(error: OSError, out: Path) -> CompressError:
             "same command again"
         )
     in_results = os.path.abspath(str(path)).startswith(os.path.abspath(out))  # noqa: PTH100 - as is
-    if error.errno in FORBIDDEN and in_results:
+    if error.errno in PERMISSION_ERRORS and in_results:
         return PipelineInvalid(
             f"{path}: cannot be written ({error.strerror}); mend its permissions, or choose "
             "another directory with --out"

@@ -1,27 +1,49 @@
-"""`log.jsonl`: log records with structured fields, one JSON object a line."""
+"""Events of a run, and `log.jsonl`: log records with structured fields, one JSON object a line."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from logging.handlers import RotatingFileHandler
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from pydantic_core import to_json
 
 from compress.common.printable import escaped_json
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
 LOG = "log.jsonl"
-MOST_BYTES = 8 * 2**20
+MAX_LOG_BYTES = 8 * 2**20
 """Size at which the log rotates to `log.jsonl.1`; older lines are dropped."""
 LOGGER = "compress"
 
 log = logging.getLogger(__name__)
+EventName: TypeAlias = Literal[
+    "run_started",
+    "task_known",
+    "stage_started",
+    "stage_finished",
+    "stage_cached",
+    "gate_judged",
+    "stage_failed",
+    "stage_skipped",
+    "run_finished",
+    "search_started",
+    "candidate_chosen",
+    "candidate_checked",
+    "candidate_failed",
+    "model_corrected",
+    "front_changed",
+    "search_finished",
+    "message",
+]
+Level: TypeAlias = Literal["info", "warning", "error"]
 
 
 def log_event(event: str, message: str, **fields: Any) -> None:
@@ -66,7 +88,7 @@ class LogFile(RotatingFileHandler):
     def __init__(self, file: Path, run: str, stage: Callable[[], str]) -> None:
         """Open the log of a run's id; `stage` returns the name of the running stage."""
         # `delay`: it is opened with the first record, once a torn last line was removed.
-        super().__init__(file, maxBytes=MOST_BYTES, backupCount=1, encoding="utf-8", delay=True)
+        super().__init__(file, maxBytes=MAX_LOG_BYTES, backupCount=1, encoding="utf-8", delay=True)
         self.file, self.run, self.stage = file, run, stage
         self.is_broken = False
 
@@ -106,3 +128,32 @@ class LogFile(RotatingFileHandler):
         """Close the file; an error of a full disk was reported before."""
         with suppress(OSError):
             super().close()
+
+
+@dataclass(frozen=True)
+class RunEvent:
+    """Something that happened in a run."""
+
+    event: EventName
+    stage: str | None
+    line: str
+    """The event in words."""
+    fields: dict[str, Any] = field(default_factory=dict)
+    """What `log.jsonl` has besides the words."""
+    level: Level = "info"
+    is_announced: bool = True
+    """Whether it is shown to the user as it happens."""
+
+
+EventListener: TypeAlias = Callable[[RunEvent], None]
+
+
+def event_listener(announce: Callable[[str], None]) -> EventListener:
+    """Return a listener that logs all events, and announces those that are for the user."""
+
+    def on_event(event: RunEvent) -> None:
+        log_event(event.event, event.line, stage=event.stage, level=event.level, **event.fields)
+        if event.is_announced:
+            announce(event.line)
+
+    return on_event

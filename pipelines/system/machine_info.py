@@ -13,7 +13,14 @@ from pathlib import Path
 import compress
 
 LIBRARIES = (
-    *("torch", "torchao", "onnx", "onnxscript", "onnxruntime", "openvino", "executorch", "numpy"),
+    "torch",
+    "torchao",
+    "onnx",
+    "onnxscript",
+    "onnxruntime",
+    "openvino",
+    "executorch",
+    "numpy",
     "torchserve",
 )
 

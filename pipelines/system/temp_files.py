@@ -19,20 +19,20 @@ from compress.common.atomic_files import create_locked, remove_unlocked
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-PREFIX = "compress-run-"
-COMPILED = "TORCHINDUCTOR_CACHE_DIR"
+FOLDER_PREFIX = "compress-run-"
+INDUCTOR_CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 @contextmanager
 def temporary_files() -> Iterator[None]:
     """Put temporary files of this process and its children into one folder, removed at the end."""
     place = Path(tempfile.gettempdir())
-    for old in place.glob(f"{PREFIX}*"):
+    for old in place.glob(f"{FOLDER_PREFIX}*"):
         remove_unlocked(old)
-    folder = place / f"{PREFIX}{uuid.uuid4().hex}"
+    folder = place / f"{FOLDER_PREFIX}{uuid.uuid4().hex}"
     lock = create_locked(folder, partial(folder.mkdir, mode=0o700))
     # TorchInductor's cache should survive the run: compiling again is slow.
-    os.environ.setdefault(COMPILED, str(place / f"torchinductor_{os.getuid()}"))
+    os.environ.setdefault(INDUCTOR_CACHE_VARIABLE, str(place / f"torchinductor_{os.getuid()}"))
     sockets: dict[str, Any] = vars(multiprocessing.current_process())["_config"]
     before = tempfile.tempdir, os.environ.get("TMPDIR"), sockets.get("tempdir")
     tempfile.tempdir = os.environ["TMPDIR"] = str(folder)
@@ -55,17 +55,12 @@ def temporary_files() -> Iterator[None]:
         del os.environ["TMPDIR"]
         if variable is not None:
             os.environ["TMPDIR"] = variable
-        _move_precompiled_headers(folder)
+        # Imported during the run, torch (2.11 to 2.13) keeps precompiled C++ headers in the
+        # temporary folder of that moment, and never looks again whether they are there.
+        codecache: Any = sys.modules.get("torch._inductor.codecache")
+        if codecache is not None and str(codecache._HEADER_DIR).startswith(f"{folder}/"):
+            headers = Path(os.environ[INDUCTOR_CACHE_VARIABLE]) / "precompiled_headers"
+            codecache._HEADER_DIR, codecache._HEADER_LOCK_DIR = str(headers), str(headers / "locks")
+            codecache._precompile_header.cache_clear()
         shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
-
-
-def _move_precompiled_headers(folder: Path) -> None:
-    """Let TorchInductor precompile C++ headers outside of a folder that is about to be removed."""
-    # Imported during the run, torch (2.11 to 2.13) keeps them in the temporary folder of that
-    # moment, whatever its cache, and never looks again whether they are there.
-    codecache: Any = sys.modules.get("torch._inductor.codecache")
-    if codecache is not None and str(codecache._HEADER_DIR).startswith(f"{folder}/"):
-        headers = Path(os.environ[COMPILED]) / "precompiled_headers"
-        codecache._HEADER_DIR, codecache._HEADER_LOCK_DIR = str(headers), str(headers / "locks")
-        codecache._precompile_header.cache_clear()

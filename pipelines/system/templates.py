@@ -1,7 +1,8 @@
-"""Jinja environments; rendering of text files (YAML, shell scripts)."""
+"""Renders the templates of `pipelines/templates`: self-contained pages, YAML, shell scripts."""
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,32 +10,56 @@ from typing import TYPE_CHECKING, Any
 from compress.pipelines.system.yaml_core import dump_on_one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from jinja2 import Environment
+    from markupsafe import Markup
 
 
-def jinja_environment(autoescape: bool, **filters: Callable[..., str]) -> Environment:
-    """Create the environment of `pipelines/templates`, where an unknown name is an error."""
+def render_template(template: str, **names: Any) -> str:
+    """Render a template; values are escaped in pages, which end in `.html.jinja`."""
+    return _environment(template.endswith(".html.jinja")).get_template(template).render(**names)
+
+
+@cache
+def _environment(is_html: bool) -> Environment:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parents[1] / "templates"),
-        undefined=StrictUndefined,
+        undefined=StrictUndefined,  # a name that nobody passes is an error, not an empty text
         trim_blocks=True,
         lstrip_blocks=True,
-        keep_trailing_newline=not autoescape,
-        autoescape=autoescape,
+        keep_trailing_newline=not is_html,
+        autoescape=is_html,
     )
-    environment.filters |= filters
+    environment.filters |= {
+        "bytes": readable_bytes,
+        "count": readable_count,
+        "breakable": breakable,
+        "yaml": dump_on_one_line,
+    }
     return environment
 
 
-def render_template(template: str, **names: Any) -> str:
-    """Render a text file; the filter `yaml` quotes a value on one line."""
-    return _text_environment().get_template(template).render(**names)
+def breakable(name: str) -> Markup:
+    """Return a name as HTML with `<wbr>` after separators, where alone it may wrap."""
+    from markupsafe import Markup, escape
+
+    marks = "-/" if "-" in name else "._/:"  # a branch is named `stage-setting=value`
+    return Markup(re.sub(rf"([{marks}])(?=\w)", r"\1<wbr>", str(escape(name))))
 
 
-@cache
-def _text_environment() -> Environment:
-    return jinja_environment(autoescape=False, yaml=dump_on_one_line)
+def readable_bytes(value: int) -> str:
+    """Format a size in B, kB or MB (powers of 1000)."""
+    if value < 1000:
+        return f"{value} B"
+    return f"{value / 1e3:.0f} kB" if value < 1e6 else f"{value / 1e6:.2f} MB"
+
+
+def readable_count(value: int | None) -> str:
+    """Format a count with k, M or G; a dash for None."""
+    if value is None:
+        return "–"
+    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= limit:
+            return f"{value / limit:.3g} {unit}"
+    return str(value)

@@ -21,7 +21,6 @@ from compress.common.errors import CompressError, cause_lines, exits_refused
 from compress.common.printable import escape_warnings, printable
 from compress.common.process import gc_disabled
 from compress.pipelines.system import signals
-from compress.pipelines.system.signals import describe_interruption
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -177,7 +176,12 @@ def wrap_command(function: Callable[..., None], options: Mapping[str, Any]) -> C
                         function(*args, **kwargs)
                 except BaseException as error:
                     if as_json and not mode.json_printed:
-                        _print_error_as_json(error)
+                        kind, code = "Interrupted", signals.interruption_code(error)
+                        lines = [signals.describe_interruption(error)]
+                        if not code and isinstance(error, Exception):
+                            kind, lines = type(error).__name__, cause_lines(error)
+                            code = signals.exit_code_of(error)
+                        print_json({"error": {"kind": kind, "exit_code": code, "lines": lines}})
                     raise
         except BaseException as error:  # noqa: BLE001 - users get one line, not a traceback
             exit_with_error(error, debug, resumes=function.__name__ != "serve")
@@ -192,15 +196,6 @@ def wrap_command(function: Callable[..., None], options: Mapping[str, Any]) -> C
     return wrapped
 
 
-def _print_error_as_json(error: BaseException) -> None:
-    kind, code = "Interrupted", signals.interruption_code(error)
-    lines = [describe_interruption(error)]
-    if not code and isinstance(error, Exception):
-        kind, lines = type(error).__name__, cause_lines(error)
-        code = signals.exit_code_of(error)
-    print_json({"error": {"kind": kind, "exit_code": code, "lines": lines}})
-
-
 def exit_with_error(error: BaseException, debug: bool, resumes: bool) -> NoReturn:
     """Print an error as text, with `debug` after its traceback, and exit with its code.
 
@@ -210,7 +205,7 @@ def exit_with_error(error: BaseException, debug: bool, resumes: bool) -> NoRetur
         print_to_stderr("".join(traceback.format_exception(error)).rstrip())
     if code := signals.interruption_code(error):
         print_to_stderr(
-            f"{describe_interruption(error)}; run the same command again to resume"
+            f"{signals.describe_interruption(error)}; run the same command again to resume"
             if resumes
             else "stopped"
         )
@@ -291,11 +286,17 @@ def print_result(
 def print_report(report: Report, out: Path, error_follows: bool = False) -> None:
     """Print a run's report as JSON or as a table; nothing with `--quiet`.
 
-    `error_follows` says that the command will print the error that ended the run.
+    With `error_follows` the error that ended the run is left out: the command prints it last.
     """
-    from compress.pipelines.reporting.terminal_table import show_report
+    from compress.pipelines.config.model_spec import SOURCE
+    from compress.pipelines.reporting.terminal_table import closing_lines, print_table, stage_table
 
     if current_mode().as_json:
         print_json(report.model_dump(mode="json"))
-    elif not current_mode().quiet:
-        show_report(report, out, error_follows)
+    # Where importing the model failed, there is no table: the error says why.
+    elif not current_mode().quiet and not (
+        report.failed_stage and report.failed_stage.name == SOURCE and not report.stages
+    ):
+        repeated = report.error if error_follows else ""
+        lines = (line for line in closing_lines(report, out) if line.plain != f"✗ {repeated}")
+        print_table(functools.partial(stage_table, report), lines)

@@ -16,8 +16,6 @@ from compress.pipelines.system.signals import raise_if_stopped
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from rich.console import Console
-
     from compress.core.progress import Progress
 
 SECONDS_BETWEEN_LINES = 3.0
@@ -36,7 +34,17 @@ def show_progress(quiet: bool) -> Iterator[tuple[Progress, Callable[[str], None]
             (lambda line: raise_if_stopped()),
         )
     elif console.is_terminal and not console.is_dumb_terminal:
-        with _bars(console) as (progress, announce), _warnings(announce):
+
+        def announce(line: str) -> None:
+            raise_if_stopped()
+            console.print(printable(line))
+
+        with progress_bars(console) as draw, _warnings(announce):
+
+            def progress(task: str, done: int, total: int, note: str = "") -> None:
+                raise_if_stopped()
+                draw(task, done, total, note)
+
             yield progress, announce
     else:
         with _warnings(_say):
@@ -71,21 +79,6 @@ def _warnings(announce: Callable[[str], None]) -> Iterator[None]:
         logger.removeHandler(handler)
         logger.setLevel(level)
         logger.propagate = propagate
-
-
-@contextmanager
-def _bars(console: Console) -> Iterator[tuple[Progress, Callable[[str], None]]]:
-    with progress_bars(console) as draw:
-
-        def progress(task: str, done: int, total: int, note: str = "") -> None:
-            raise_if_stopped()
-            draw(task, done, total, note)
-
-        def announce(line: str) -> None:
-            raise_if_stopped()
-            console.print(printable(line))
-
-        yield progress, announce
 
 
 def _lines() -> Progress:

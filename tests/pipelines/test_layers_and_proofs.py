@@ -7,10 +7,9 @@ import pytest
 from safetensors.torch import load_file
 
 from compress.common.errors import PipelineInvalid
-from compress.pipelines.commands.verify import verify_command
+from compress.pipelines.commands.verify import render_proof, verify_command
 from compress.pipelines.reporting.html import layer_sensitivities, layer_sizes, render
 from compress.pipelines.reporting.stage_rows import build_rows
-from compress.pipelines.reporting.verification_page import render_proof
 from compress.pipelines.results.schema import Report
 from compress.serve.verify import Proof, Replay
 

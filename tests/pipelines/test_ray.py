@@ -15,7 +15,7 @@ import pytest
 from compress.common.errors import PipelineInvalid, StageFailed, Unavailable
 from compress.common.requirements import Requirement
 from compress.pipelines import Pipeline
-from compress.pipelines.executors import factory
+from compress.pipelines.executors import engines
 from compress.pipelines.executors.launched import RunEnvironment, read_run_id, write_run_id
 from compress.profiling.benchmark import compare_latency
 from compress.training.launch import shared_folder
@@ -62,7 +62,7 @@ def file(tmp_path: Path) -> Path:
 
 def test_an_engine_that_is_not_installed_is_refused_before_anything_runs(file, monkeypatch) -> None:
     missing = Requirement(what="no_such_library", install="install it")
-    monkeypatch.setattr(factory, "RAY", missing)
+    monkeypatch.setattr(engines, "RAY", missing)
     out = file.parent / "out"
     with pytest.raises(Unavailable, match=r"^--engine ray: needs no_such_library, .*; install it$"):
         Pipeline.from_yaml(file).run(out, engine="ray")
@@ -70,7 +70,7 @@ def test_an_engine_that_is_not_installed_is_refused_before_anything_runs(file, m
 
 
 def test_a_gpu_is_refused(file, monkeypatch) -> None:
-    monkeypatch.setattr(factory, "RAY", Requirement(what="os", install=""))
+    monkeypatch.setattr(engines, "RAY", Requirement(what="os", install=""))
     file.write_text(FILE.replace("device: cpu", "device: cuda"))
     with pytest.raises(PipelineInvalid, match=r"ray.yaml:2: device: .*use --jobs"):
         Pipeline.from_yaml(file).run(file.parent / "out", engine="ray")

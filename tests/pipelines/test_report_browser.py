@@ -11,9 +11,9 @@ import pytest
 
 from compress.common.errors import CompressError
 from compress.pipelines.commands.sensitivity import write_page
+from compress.pipelines.commands.verify import render_proof
 from compress.pipelines.reporting.html import render
 from compress.pipelines.reporting.stage_rows import build_rows
-from compress.pipelines.reporting.verification_page import render_proof
 from compress.pipelines.results.schema import Report
 from compress.pruning.sensitivity_analysis import FamilySensitivity, Point, Sensitivity
 from compress.serve.verify import Proof, Replay

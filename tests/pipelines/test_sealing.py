@@ -12,6 +12,7 @@ from compress.common.errors import ArtifactInvalid, GateRefused
 from compress.common.sealed_json import dump_sealed, load_sealed
 from compress.pipelines.results.comparison import compare
 from compress.pipelines.results.schema import Report
+from compress.pipelines.runner.evaluator import MeasurementCache
 from compress.pipelines.store.entry import ANSWERS, RECORD
 from compress.pipelines.store.local import Store
 
@@ -59,9 +60,8 @@ def test_no_flipped_bit_is_taken(finished_run, tmp_path, name) -> None:
             assert store.get(store.entry(parts)) is None, bit
         else:
             before = (folder / name).read_bytes()
-            assert store.entry(parts).cached_value(question, artifact, lambda: "anew") == "anew", (
-                bit
-            )
+            cache = MeasurementCache(store.entry(parts), artifact)
+            assert cache.get_or_measure(question, lambda: "anew") == "anew", bit
             assert (folder / name).read_bytes() != before
         assert len(said) == len(store.warnings) == 1, bit
         assert name in said[0] and "measured again" in said[0] and "\n" not in said[0]
@@ -175,5 +175,6 @@ def test_a_figure_is_measured_again_where_what_was_read_for_it_has_changed(
         weight.write_text(content)
         entry = Store(tmp_path / ".store", folder=tmp_path).entry({"stage": "any"})
         entry.path.mkdir(parents=True, exist_ok=True)
-        assert entry.cached_value({"metric": 1}, artifact, measure) == float(content)
+        cache = MeasurementCache(entry, artifact)
+        assert cache.get_or_measure({"metric": 1}, measure) == float(content)
         assert len(asked) == measured

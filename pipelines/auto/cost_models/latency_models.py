@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import random
+import time
 from dataclasses import dataclass, field, replace
 from itertools import combinations, product
+from math import prod
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -15,7 +17,11 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from compress.common.sealed_json import read_state, write_state
-from compress.export.latency.float_layers import FLOAT
+from compress.export.latency.float_layers import (
+    FLOAT,
+    MixedModel,
+    weighted_layers,
+)
 from compress.export.latency.resizing import MOST_EXPORTS, ResizableModel
 from compress.export.latency.served_latency import graph_to_serve, open_as_served, write_alone
 from compress.export.latency.width_costs import (
@@ -26,12 +32,6 @@ from compress.export.latency.width_costs import (
 )
 from compress.export.onnx.proto_io import read
 from compress.pipelines.auto.candidates import QUANTIZING, Candidate
-from compress.pipelines.auto.cost_models.float_layers import (
-    QUANTIZED,
-    DecidedLayers,
-    decide_layers,
-    decision_of,
-)
 from compress.pipelines.config.registry import stages
 from compress.profiling.interaction_sum import InteractionSum
 from compress.pruning.latency.widths import WidthVariants
@@ -43,19 +43,25 @@ if TYPE_CHECKING:
 
     from compress.artifacts.eager_model import EagerModel
     from compress.core.context import Context
+    from compress.core.progress import Progress
     from compress.export.latency.kernels import KernelTable
-    from compress.pipelines.auto.cost_models.float_layers import LayerHarms
     from compress.pipelines.config.auto_settings import AutoSettings, Format, Runtime
     from compress.profiling.benchmark import Opener
     from compress.profiling.interaction_sum import Choice, Value
 
     Grid = Mapping[str, Sequence[Value]]
 
-FITTED = 16
+FITTED_MODELS = 16
 """Models at widths of the grid whose latencies the kernels' sum is fitted to."""
-CALIBRATED_ON, COMPARED_ON, SMOOTHED_BY = 32, 16, 0.5
+CALIBRATION_SAMPLES, COMPARED_SAMPLES, SMOOTHING = 32, 16, 0.5
 """Samples with which exports are quantized and compared with the float model, and the strength of
 SmoothQuant: their speed is looked at, not their answers."""
+QUANTIZED = "quantized"
+"""Value of the decision about a layer that is not put back to float."""
+SMALL_LOSS_SHARE = 0.02
+"""Share of a format's loss that a layer must have, or be faster in float, to be decided."""
+MUCH_FASTER_SHARE = 0.02
+"""Share of the time of all kernels by which a layer must be faster in float."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +85,7 @@ class FormatModel:
     runtime: Runtime = "onnx"
     removed_blocks: tuple[str, ...] = ()
     """Blocks that the model lacks at all widths."""
-    harm: float = 0.0
+    loss_increase: float = 0.0
     """Squared distance of the whole model in this format from the float one."""
     layers: DecidedLayers = field(default_factory=lambda: DecidedLayers((), {}, ()))
     """Those that may be left in float."""
@@ -106,7 +112,9 @@ class FormatModel:
         widths = ((name, int(value)) for name, value in changed.items() if value != FLOAT)
         layers = (name for name in self.layers.names if decision_of(name) in changed)
         return Candidate(
-            *(self.format, tuple(sorted(widths)), tuple(sorted(layers))),
+            self.format,
+            tuple(sorted(widths)),
+            tuple(sorted(layers)),
             runtime=self.runtime,
             removed_blocks=self.removed_blocks,
         )
@@ -201,7 +209,7 @@ def build_format_models(
     settings: AutoSettings,
     table: KernelTable,
     measure_ms: Callable[[Opener], float],
-    layers: LayerHarms | None = None,
+    layers: LayerSensitivity | None = None,
     deadline: float = math.inf,
     deeper: DeeperModels | None = None,
     whole_models: WholeModels | None = None,
@@ -268,11 +276,11 @@ def build_format_models(
             [*sorted(scopes), *decided.scopes],
             lambda done, total: context.progress(title, done, total, "kernels"),
         )
-        chosen = _spread(grid, [*decided.grid], FITTED, context.seed)
+        chosen = _spread(grid, [*decided.grid], FITTED_MODELS, context.seed)
         measured: dict[Runtime, list[float]] = {runtime: [] for runtime in unfitted}
         sizes: dict[Runtime, list[int]] = {runtime: [] for runtime in unfitted}
         for number, choice in enumerate(chosen if unfitted else []):
-            context.progress(title, number, FITTED, "whole models")
+            context.progress(title, number, FITTED_MODELS, "whole models")
             changed = costs.model.resize({**whole, **choice})
             file = write_alone(changed, folder / f"fitted{number}")
             for runtime in unfitted:
@@ -322,6 +330,16 @@ def export_at_random_widths(
     """Return the model's own widths, and yield exports of it in a format at a few random ones."""
     widths = settings.space.widths
     variants = WidthVariants(model, widths.selection if widths else None, context.seed)
+    quantizing, few = QUANTIZING.get(format, {}), context.data
+    if quantizing.get("stage") == "quantize_static":
+        # All layers smoothed alike: which ones `auto` leaves alone differs from model to model.
+        quick = {"smooth": SMOOTHING, "calibration_samples": CALIBRATION_SAMPLES}
+        quantizing = {**quantizing, **quick}
+    if quantizing:
+        data = context.need_data("compress auto")
+        samples: Any = data.split("val")
+        (few, *_) = data.interleaved_parts("val", max(1, len(samples) // COMPARED_SAMPLES))
+        few = replace(few, datasets={**data.datasets, **few.datasets})
 
     def exports() -> Iterator[tuple[dict[str, int], onnx.ModelProto]]:
         # Zero points of 4 bits stand two in a byte, and each group of inputs has one.
@@ -331,23 +349,11 @@ def export_at_random_widths(
             context.progress(f"latency of {format}", number, MOST_EXPORTS, "export")
             source: Any = variant
             if format != "float":
-                source = _quantized(format, variant, context.with_root(folder / f"int8-{number}"))
+                inner = replace(context.with_root(folder / f"int8-{number}"), data=few)
+                source = stages()[quantizing["stage"]].model_validate(quantizing)(variant, inner)
             yield own, graph_to_serve(source, "auto")
 
     return variants.whole, exports()
-
-
-def _quantized(format: Format, model: EagerModel, context: Context) -> Any:
-    settings = QUANTIZING[format]
-    if settings["stage"] == "quantize_static":
-        # All layers smoothed alike: which ones `auto` leaves alone differs from model to model.
-        settings = {**settings, "smooth": SMOOTHED_BY, "calibration_samples": CALIBRATED_ON}
-    data = context.need_data("compress auto")
-    samples: Any = data.split("val")
-    (few, *_) = data.interleaved_parts("val", max(1, len(samples) // COMPARED_ON))
-    few = replace(few, datasets={**data.datasets, **few.datasets})
-    context = replace(context, data=few)
-    return stages()[settings["stage"]].model_validate(settings)(model, context)
 
 
 def _spread(grid: Grid, layers: Sequence[str], count: int, seed: int) -> list[dict[str, Value]]:
@@ -360,3 +366,111 @@ def _spread(grid: Grid, layers: Sequence[str], count: int, seed: int) -> list[di
     for choice in chosen[2::2]:
         choice |= {decision: generator.choice((QUANTIZED, FLOAT)) for decision in layers}
     return [{**dict.fromkeys(layers, QUANTIZED), **choice} for choice in chosen]
+
+
+def decision_of(layer: str) -> str:
+    """Return the name of the decision about a layer's format; groups of channels have others."""
+    return f"format of {layer}"
+
+
+@dataclass(frozen=True)
+class LayerSensitivity:
+    """What single layers of a quantized format lose."""
+
+    file: Path
+    """The ONNX file of the whole model in this format."""
+    numbers: Mapping[str, tuple[int, ...]]
+    """Layer → its numbers among the layers with weights; several where it is called several
+    times."""
+    loss_increases: Mapping[str, float]
+    """Layer → the squared distance of the outputs that quantizing it alone adds."""
+
+    def mixed(self, model: ResizableModel) -> MixedModel | None:
+        """Return a resizable model with these layers to decide.
+
+        None where it has other layers than the file, as where pruning rewrites modules.
+        """
+        if len(weighted_layers(model.model)) != len(weighted_layers(read(self.file))):
+            return None
+        return MixedModel(model, {decision_of(name): own for name, own in self.numbers.items()})
+
+
+@dataclass(frozen=True)
+class DecidedLayers:
+    """The layers of a format that a search decides about."""
+
+    names: tuple[str, ...]
+    loss_increase: Mapping[str, Mapping[Value, float]]
+    """Decision → quantized or float → what is lost so."""
+    scopes: Sequence[tuple[str, ...]]
+    """Decisions that meet in a kernel."""
+    unsuitable: str = ""
+    """Why there can be none."""
+
+    @property
+    def grid(self) -> dict[str, tuple[Value, ...]]:
+        """The values of each decision."""
+        return dict.fromkeys(self.loss_increase, (QUANTIZED, FLOAT))
+
+    @property
+    def total_loss_increase(self) -> float:
+        """What all of these layers lose together where they are quantized."""
+        return sum(own[QUANTIZED] for own in self.loss_increase.values())
+
+
+def decide_layers(
+    layers: LayerSensitivity,
+    mixed: MixedModel,
+    costs: WidthCosts,
+    grid: Mapping[str, Sequence[Value]],
+    most: int,
+    deadline: float,
+    progress: Progress,
+    title: str,
+) -> DecidedLayers:
+    """Choose the layers that are worth a decision, and find which decisions meet in a kernel.
+
+    They are those that are faster in float, and then those that lose most. What is measured for
+    each grows with the widths that it reads and writes; a layer for which no time is left until a
+    deadline stays quantized.
+    """
+    base = costs.at({}).kernels.seconds
+    start, changes = time.monotonic(), {}
+    for done, name in enumerate(layers.loss_increases):
+        progress(title, done, len(layers.loss_increases), f"{name} in float")
+        if time.monotonic() > deadline:
+            break
+        decision = decision_of(name)
+        changes[name] = costs.at({decision: FLOAT}).kernels.seconds - base
+    seconds_each = (time.monotonic() - start) / max(1, len(changes))
+    total = sum(layers.loss_increases.values())
+    worth = [
+        name
+        for name, change in changes.items()
+        if layers.loss_increases[name] > SMALL_LOSS_SHARE * total
+        or change < -MUCH_FASTER_SHARE * base
+    ]
+    worth.sort(
+        key=lambda name: (changes[name] >= -MUCH_FASTER_SHARE * base, -layers.loss_increases[name])
+    )
+    chosen: list[str] = []
+    scopes: list[tuple[str, ...]] = []
+    left = deadline - time.monotonic()
+    for name in worth[:most]:
+        decision = decision_of(name)
+        groups = sorted(mixed.groups_of(decision) & grid.keys())
+        # Kernels of more than two groups of channels, as after joins, are not looked at together.
+        own = [(decision, *groups)] if len(groups) < 3 else [(decision, g) for g in groups]
+        met = [other for other in chosen if mixed.meet(other, decision)]
+        own += [(other, decision) for other in met]
+        left -= seconds_each * sum(prod(len(grid.get(d, (FLOAT,))) for d in s) for s in own)
+        if left < 0:
+            break
+        chosen.append(decision)
+        scopes += own
+    names = tuple(name for name in worth if decision_of(name) in chosen)
+    return DecidedLayers(
+        names,
+        {decision_of(name): {QUANTIZED: layers.loss_increases[name], FLOAT: 0.0} for name in names},
+        scopes,
+    )

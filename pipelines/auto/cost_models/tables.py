@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from compress.pipelines.config.auto_settings import AutoSettings
     from compress.profiling.interaction_sum import Value
 
-FILE = "latency_tables.json"
+TABLES_FILE = "latency_tables.json"
 """In the results' folder; `latency.json` is what `compress latency` writes there."""
 
 
@@ -111,8 +111,8 @@ class LatencyTables(Settings):
     def write(self, out: Path) -> Path:
         """Write the tables into the results' folder, and return the file."""
         out.mkdir(parents=True, exist_ok=True)
-        write_sealed(out / FILE, self)
-        return out / FILE
+        write_sealed(out / TABLES_FILE, self)
+        return out / TABLES_FILE
 
     @property
     def digest(self) -> str:
@@ -133,8 +133,9 @@ class LatencyTables(Settings):
         """Yield what was measured, and how a search elsewhere reads it."""
         widths = sum(map(len, self.grid.values()))
         kinds = ", ".join(f"{table.format} in {table.runtime}" for table in self.models)
-        yield f"latency of {kinds}, over {widths} widths of {len(self.grid)} groups: {out / FILE}"
-        yield f"on another machine: compress auto PIPELINE.YAML --tables {FILE}"
+        file = out / TABLES_FILE
+        yield f"latency of {kinds}, over {widths} widths of {len(self.grid)} groups: {file}"
+        yield f"on another machine: compress auto PIPELINE.YAML --tables {TABLES_FILE}"
 
     def format_models(self, format: Format, runtimes: Sequence[Runtime]) -> list[FormatModel]:
         """Return the models of a format in some runtimes, with figures that are predictions."""

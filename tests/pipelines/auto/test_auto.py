@@ -12,7 +12,7 @@ import compress
 from compress import cli
 from compress.common.requirements import Requirement
 from compress.common.sealed_json import load_sealed
-from compress.pipelines.auto import judge
+from compress.pipelines.auto.candidate_evaluator import CandidateEvaluator
 
 NETS = """
 import torch
@@ -93,7 +93,9 @@ def test_a_search_finds_a_faster_model_and_goes_on_where_it_was(
     assert again.read_bytes() == made.read_bytes()
     # A second search begins with what the first one found.
     built: list[str] = []
-    monkeypatch.setattr(judge.Judge, "check", lambda self, candidate, _: built.append(candidate))
+    monkeypatch.setattr(
+        CandidateEvaluator, "evaluate", lambda self, candidate, _: built.append(candidate)
+    )
     assert auto(file, "--out", out, "--json", "--time", "1s") == 0
     assert not built and json.loads(capfd.readouterr().out)["checked"] == front["checked"]
 

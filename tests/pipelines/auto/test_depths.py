@@ -7,8 +7,8 @@ import pytest
 import yaml
 
 from compress.common.errors import PipelineInvalid
-from compress.pipelines.auto import judge
-from compress.pipelines.auto.candidates import Candidate, CheckedModel, candidate_of
+from compress.pipelines.auto.candidate_evaluator import CandidateEvaluator
+from compress.pipelines.auto.candidates import Candidate, CheckedModel
 from compress.pipelines.auto.cost_models.latency_models import DeeperModels, FormatModel
 from compress.pipelines.auto.cost_models.tables import LatencyTables
 from compress.pipelines.auto.front import Front
@@ -53,7 +53,7 @@ def file(tmp_path: Path) -> Path:
 def test_blocks_and_widths_are_decided_together(
     file: Path, tmp_path: Path, capfd, monkeypatch
 ) -> None:
-    monkeypatch.setattr("compress.pipelines.auto.cost_models.latency_models.FITTED", 4)
+    monkeypatch.setattr("compress.pipelines.auto.cost_models.latency_models.FITTED_MODELS", 4)
     out = tmp_path / "out"
     assert auto(file, "--out", out, "--json") == 0
     front = json.loads(capfd.readouterr().out)
@@ -77,7 +77,9 @@ def test_blocks_and_widths_are_decided_together(
     assert again.read_bytes() == made.read_bytes()
     # A second search begins with what the first one found, also one that leaves all blocks.
     built: list[str] = []
-    monkeypatch.setattr(judge.Judge, "check", lambda self, candidate, _: built.append(candidate))
+    monkeypatch.setattr(
+        CandidateEvaluator, "evaluate", lambda self, candidate, _: built.append(candidate)
+    )
     assert auto(file, "--out", out, "--json", "--time", "1s") == 0
     assert not built and json.loads(capfd.readouterr().out)["checked"] == front["checked"]
     file.write_text(file.read_text().replace("blocks: true", "blocks: false"))
@@ -112,8 +114,7 @@ def test_included_groups_that_leave_are_not_all_groups() -> None:
 
 def test_removed_blocks_are_a_stage_before_widths(file: Path) -> None:
     base = PipelineConfig.from_yaml(file)
-    candidate = candidate_of("float", {"a": 8, "b": 4}, {"a": 8, "b": 8}, "onnx", ("2.3", "2.1"))
-    assert candidate.widths == (("b", 4),)
+    candidate = Candidate("float", (("b", 4),), removed_blocks=("2.3", "2.1"))
     assert candidate.stages(base, base.auto or AutoSettings()) == [
         {"stage": "prune_layers", "blocks": ["2.3", "2.1"], "refit": True},
         {

@@ -1,6 +1,7 @@
 """`compress auto` believes no figure of an earlier search that was edited since."""
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from itertools import pairwise
@@ -9,11 +10,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.attack import forgeries
 from compress.common.sealed_json import is_sealed, write_sealed
-from compress.pipelines.auto.cost_models import float_layers
-from compress.pipelines.auto.strategy import depths
+from compress.core.context import Context
+from compress.pipelines.auto import candidate_evaluator, search_state
+from compress.pipelines.auto.candidate_evaluator import CandidateEvaluator
+from compress.pipelines.auto.strategy import block_variants
 from tests.pipelines.auto.test_auto import FILE, NETS, auto
 
 WHOLE = "float-whole"
@@ -90,18 +94,22 @@ def test_the_order_of_blocks_is_searched_again_where_it_was_changed(
 ) -> None:
     searched: list[int] = []
 
-    def search(judge: object, deadline: float) -> list[str]:
+    def search(evaluator: object, deadline: float) -> list[str]:
         searched.append(1)
         return ["2.3", "2.1"]
 
-    monkeypatch.setattr(depths, "_measured_order", search)
-    judge: Any = SimpleNamespace(out=tmp_path, model=SimpleNamespace(digest="0" * 64))
+    monkeypatch.setattr(block_variants, "_measured_order", search)
+    evaluator: Any = SimpleNamespace(out=tmp_path, model=SimpleNamespace(digest="0" * 64))
+    state: Any = SimpleNamespace(evaluator=evaluator, settings=SimpleNamespace(time=0.0))
+    variants = block_variants.BlockVariants(state, None)  # type: ignore[arg-type]
     for count in (1, 1):
-        assert depths.depths_to_try(judge, 0.0) == [("2.3",), ("2.3", "2.1")]
+        variants.find_order(0.0)
+        assert variants.shallower == [("2.3",), ("2.3", "2.1")]
         assert len(searched) == count
-    file = tmp_path / depths.BLOCKS
+    file = tmp_path / block_variants.BLOCKS_FILE
     forgeries.replace(file, file.read_bytes().replace(b"2.3", b"2.5"))
-    assert depths.depths_to_try(judge, 0.0) == [("2.3",), ("2.3", "2.1")]
+    variants.find_order(0.0)
+    assert variants.shallower == [("2.3",), ("2.3", "2.1")]
     assert len(searched) == 2 and "blocks.json: is not as it was written" in caplog.text
 
 
@@ -118,24 +126,55 @@ def test_what_single_cuts_and_layers_lose_is_measured_again_where_it_was_changed
         known["0:16"] = 0.5
         save()
 
-    monkeypatch.setattr(depths, "measure_loss_increases", measure)
-    monkeypatch.setattr(float_layers, "_measure", measure)
+    monkeypatch.setattr(search_state, "measure_loss_increases", measure)
     model = SimpleNamespace(digest="0" * 64)
     settings, context = SimpleNamespace(space=SimpleNamespace(widths=None)), SimpleNamespace()
     context.progress = context.device = None
-    judge: Any = SimpleNamespace(out=tmp_path, model=model, settings=settings, context=context)
+    evaluator: Any = SimpleNamespace(out=tmp_path, model=model, settings=settings, context=context)
     space: Any = SimpleNamespace(grid={})
-    for file, act in (
-        (
-            "harms.json",
-            lambda: depths.Depth((), judge.model, space).measure_harms(judge, 0.0),
-        ),
-        ("layers.json", lambda: float_layers.measure_layer_harms(judge, Any, 0.0)),
+    variant = search_state.BlockVariant((), evaluator.model, space)
+    for _ in range(2):
+        variant.measure_loss_increases(evaluator, 0.0)
+    assert found == [{}, {"0:16": 0.5}]
+    forgeries.cuts_that_lose_nothing(tmp_path)
+    variant.measure_loss_increases(evaluator, 0.0)
+    assert found[-1] == {} and "harms.json: is not as it was written" in caplog.text
+
+
+def test_what_layers_lose_is_measured_again_where_it_was_changed(
+    tmp_path: Path, monkeypatch, caplog
+) -> None:
+    """Two layers, of which the first is read from the file unless that was edited."""
+    layers = [SimpleNamespace(name=name, weight=torch.ones(1)) for name in ("0", "1")]
+    for name, value in (
+        ("read", lambda file, weights=False: [0, 1]),
+        ("weighted_layers", lambda model: model),
+        ("layers_of_module", lambda module, signature: layers),
+        ("is_float", lambda model, node: False),
+        ("leave_float", lambda model, others, weights: others),
+        ("write", lambda model, file: measured.append(1 - model[0])),
+        ("session_predictor", lambda *_: None),
+        ("accept_any_batch", lambda *_: None),
+        ("OutputErrorMeter", lambda *_: meter),
     ):
-        found.clear()
-        for _ in range(2):
-            act()
-        assert found == [{}, {"0:16": 0.5}]
-        forgeries.cuts_that_lose_nothing(tmp_path)
-        act()
-        assert found[-1] == {} and f"{file}: is not as it was written" in caplog.text
+        monkeypatch.setattr(candidate_evaluator, name, value)
+    measured: list[int] = []
+    error = SimpleNamespace(distance=0.5)
+    meter = SimpleNamespace(measure_predictor=lambda predict: error)
+    model = SimpleNamespace(digest="0" * 64, signature=None, load=lambda: None)
+    evaluator: Any = SimpleNamespace(
+        out=tmp_path,
+        model=model,
+        context=Context(root=tmp_path),
+        decided_on=SimpleNamespace(data=None),
+        artifact=lambda candidate: SimpleNamespace(payload_path=tmp_path / "model.onnx"),
+    )
+    monkeypatch.setattr(Context, "judged_batch_size", lambda *_: None)
+    whole: Any = SimpleNamespace(format="int8_static", loss=0.5)
+    sensitivity = CandidateEvaluator.layer_sensitivity
+    for _ in range(2):
+        found = sensitivity(evaluator, whole, math.inf)
+        assert measured == [0, 1] and found.loss_increases == {"0": 0.25, "1": 0.25}
+    forgeries.cuts_that_lose_nothing(tmp_path)
+    sensitivity(evaluator, whole, math.inf)
+    assert measured == [0, 1, 0, 1] and "layers.json: is not as it was written" in caplog.text

@@ -2,15 +2,17 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
 
 from compress.common.errors import PipelineInvalid
-from compress.pipelines.auto import search_events
-from compress.pipelines.auto.candidate_evaluator import refuse_unfit_packages
+from compress.pipelines.auto.candidate_evaluator import refuse_unfit_pipeline
 from compress.pipelines.auto.candidates import CheckedModel
 from compress.pipelines.auto.command import nothing_found, with_limits
+from compress.pipelines.auto.cost_models.latency_models import FormatModel
 from compress.pipelines.auto.front import (
     Front,
     cells_of,
@@ -19,9 +21,12 @@ from compress.pipelines.auto.front import (
     missed_limits,
     shares_of_limits,
 )
+from compress.pipelines.auto.search import search_log
+from compress.pipelines.auto.search_state import SearchState
 from compress.pipelines.config.auto_settings import AutoLimits, AutoSettings
 from compress.pipelines.config.pipeline import PipelineConfig
 from compress.pipelines.system.jsonl_log import LOG, LogFile, event_listener, log_event, log_handler
+from compress.profiling.interaction_sum import InteractionSum
 from tests.pipelines.auto.test_auto import FILE, NETS, auto
 
 
@@ -175,30 +180,43 @@ def test_stages_that_cannot_follow_the_export_are_refused_at_once(
     content = yaml.safe_load(FILE)
     content["auto"]["after"] = [{"stage": "package_triton", "model_name": "net"}]
     pipeline = PipelineConfig.model_validate(content)
-    refuse_unfit_packages(pipeline, pipeline.auto or AutoSettings())
+    refuse_unfit_pipeline(pipeline, pipeline.auto or AutoSettings())
 
 
 def test_a_search_logs_its_own_events_and_leaves_those_of_runs_to_their_logs(
     tmp_path: Path,
 ) -> None:
     said: list[str] = []
-    emit, model = event_listener(said.append), checked("a", 1.0)
-    with search_events.search_log(tmp_path / "search"):
-        emit(search_events.candidate_chosen(model.candidate, 1.5))
+    model = checked("float-whole", 1.0)
+
+    def evaluate(candidate: object, predicted_ms: float | None) -> CheckedModel:
         with log_handler(LogFile(tmp_path / "run.jsonl", "run", lambda: "train")):
             log_event("stage_started", "train: running")
-        emit(search_events.candidate_checked(model, AutoLimits()))
-        emit(search_events.model_corrected(model, 2.0, 0.5))
-        emit(search_events.front_changed(["a"]))
+        return model
+
+    evaluator: Any = SimpleNamespace(
+        settings=AutoSettings(),
+        out=tmp_path / "search",
+        evaluate=evaluate,
+        conditions="",
+        base_ms=1.0,
+        tables=None,
+    )
+    state = SearchState(evaluator, emit=event_listener(said.append))
+    predicted = FormatModel("float", InteractionSum(2.0, {}), InteractionSum(1.0, {}))
+    state.models["float", "onnx", ()] = predicted
+    with search_log(tmp_path / "search"):
+        state.check(model.candidate, 1.5)
+        state.check(model.candidate, 1.5)
     lines = [*map(json.loads, (tmp_path / "search" / LOG).read_text().splitlines())]
     assert [line["event"] for line in lines] == [
         "candidate_chosen",
         "candidate_checked",
-        "model_corrected",
         "front_changed",
+        "model_corrected",
     ]
     assert (lines[0]["candidate"], lines[0]["predicted_ms"]) == ("float-whole", 1.5)
-    assert lines[0]["removed_blocks"] == []
-    assert lines[1]["figures"]["latency_ms"] == 1.0 and lines[2]["factor"] == 0.5
-    assert lines[3]["points"] == ["a"]
+    assert lines[0]["removed_blocks"] == [] and lines[0]["widths"] == {}
+    assert lines[1]["figures"]["latency_ms"] == 1.0 and lines[3]["factor"] == 0.5
+    assert lines[2]["points"] == ["float-whole"]
     assert said == [Front.line(model)]

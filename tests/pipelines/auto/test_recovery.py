@@ -20,7 +20,8 @@ from compress import cli
 from compress.common.sealed_json import write_state
 from compress.pipelines.auto.candidates import Candidate, CheckedModel
 from compress.pipelines.auto.front import Front, write_point
-from compress.pipelines.auto.strategy.recovery import Recovery, Solution, models_to_begin
+from compress.pipelines.auto.search_state import Solution
+from compress.pipelines.auto.strategy.recovery import Recovery, models_to_begin
 from compress.pipelines.config.auto_settings import AutoLimits
 from compress.pipelines.config.pipeline import PipelineConfig
 from tests.pipelines.auto.test_auto import FILE, NETS, auto
@@ -130,11 +131,11 @@ def test_the_pipeline_of_a_trained_model_makes_the_same_file(
     front, base = Front.read(searched), PipelineConfig.from_yaml(searched.parent / "net.yaml")
     assert front is not None
     model = next(model for model in front.checked if model.trained == 3)
-    judge: Any = SimpleNamespace(
+    evaluator: Any = SimpleNamespace(
         base=base, settings=base.auto, out=searched.parent / "one", tables=None, batch=1
     )
-    write_point(front.model_copy(update={"points": (model.name,)}), judge, model)
-    point, again = judge.out / "points" / "1" / "pipeline.yaml", tmp_path / "again"
+    write_point(front.model_copy(update={"points": (model.name,)}), evaluator, model)
+    point, again = evaluator.out / "points" / "1" / "pipeline.yaml", tmp_path / "again"
     with pytest.raises(SystemExit) as end:
         cli.app(["run", str(point), "--out", str(again), "--quiet"])
     assert not end.value.code
@@ -236,7 +237,7 @@ def test_no_training_begins_that_cannot_end_in_time(
     recovery: Recovery, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = SimpleNamespace(now=0.0)
-    search: Any = recovery.search
+    search: Any = recovery.state
 
     def check(one: Candidate, predicted_ms: float) -> None:
         clock.now += 60

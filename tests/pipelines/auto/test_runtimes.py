@@ -10,14 +10,13 @@ import yaml
 from compress import cli
 from compress.common.errors import PipelineInvalid
 from compress.export.latency import kernels as kernel_table
-from compress.pipelines.auto import judge
-from compress.pipelines.auto.candidate_evaluator import Judge
+from compress.pipelines.auto import candidate_evaluator
+from compress.pipelines.auto.candidate_evaluator import CandidateEvaluator
 from compress.pipelines.auto.candidates import Candidate, CheckedModel
 from compress.pipelines.auto.cost_models.latency_models import FormatModel
 from compress.pipelines.auto.cost_models.tables import LatencyTables, ModelTable
 from compress.pipelines.auto.front import Front, cells_of
-from compress.pipelines.auto.search import Search
-from compress.pipelines.auto.strategy.block_variants import Depth
+from compress.pipelines.auto.search_state import BlockVariant, SearchState
 from compress.pipelines.config.auto_settings import AutoLimits, AutoSettings
 from compress.pipelines.config.pipeline import PipelineConfig
 from compress.pipelines.config.run_options import RunOptions
@@ -86,7 +85,7 @@ def test_a_search_for_another_machine_predicts_its_latencies(
     def refuse(*_: object) -> None:
         raise AssertionError("a latency is measured")
 
-    monkeypatch.setattr(judge, "compare_latency", refuse)
+    monkeypatch.setattr(candidate_evaluator, "compare_latency", refuse)
     monkeypatch.setattr(kernel_table, "measure_kernels", refuse)
     out = tmp_path / "here"
     arguments = (pipeline, "--out", out, "--tables", written)
@@ -130,22 +129,23 @@ def test_layers_may_stay_in_float_for_openvino_alone(pipeline: Path, tmp_path: P
     pipeline.write_text(yaml.safe_dump(content))
     base, out = PipelineConfig.from_yaml(pipeline), tmp_path / "out"
     assert base.auto is not None
-    search = Search(Judge.from_pipeline(base, base.auto, out, RunOptions()), base.auto, out)
-    search.check_whole(math.inf)
-    search.measure_kernels(Depth.of_model(search.judge, search.judge.model, ()), math.inf)
-    assert search.models["int8_static", "openvino", ()].layers.names
-    assert not search.not_searched
+    evaluator = CandidateEvaluator.from_pipeline(base, base.auto, out, RunOptions())
+    state = SearchState(evaluator)
+    state.check_whole(math.inf)
+    state.measure_kernels(BlockVariant.from_model(evaluator, evaluator.model), math.inf)
+    assert state.models["int8_static", "openvino", ()].layers.names
+    assert not state.not_searched
     # The ONNX file that the losses are measured with is no point.
-    assert "int8_static-whole" in search.checked
+    assert "int8_static-whole" in state.checked
     whole = Candidate("int8_static", runtime="openvino")
-    assert [model.candidate for model in search.offered()] == [whole]
+    assert [model.candidate for model in state.offered()] == [whole]
     known = [whole]
-    while len(search.offered()) == 1:  # with all layers in float nothing could be quantized
-        solved = search.solve({(): Programme({}, {})}, None, known)
+    while len(state.offered()) == 1:  # with all layers in float nothing could be quantized
+        solved = state.solve({(): Programme({}, {})}, None, known)
         assert solved is not None and solved.candidate.float_layers
-        search.check(solved.candidate, solved.predicted_ms)
+        state.check(solved.candidate, solved.predicted_ms)
         known.append(solved.candidate)
-    assert {m.runtime for m in search.offered() if m.float_layers} == {"openvino"}
+    assert {m.runtime for m in state.offered() if m.float_layers} == {"openvino"}
 
 
 def tables(**changes: object) -> LatencyTables:

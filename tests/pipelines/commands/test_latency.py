@@ -7,7 +7,7 @@ import pytest
 
 from compress import cli
 from compress.export.latency import kernels as kernel_table
-from compress.pipelines.commands.analysis import latency
+from compress.pipelines.commands import latency
 
 NETS = """
 import torch

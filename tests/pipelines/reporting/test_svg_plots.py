@@ -6,9 +6,9 @@ from itertools import pairwise
 import pytest
 
 from compress.pipelines.reporting.svg_plots import (
-    DRAWN_POINTS,
     FLOOR,
     LEFT,
+    MAX_DRAWN_POINTS,
     RIGHT,
     TOP,
     Axis,
@@ -98,7 +98,7 @@ def test_a_curve_breaks_where_nothing_was_measured() -> None:
 def test_a_long_curve_is_thinned_and_keeps_the_kept_epoch_and_the_last() -> None:
     values = [(epoch, 1 / (epoch + 1)) for epoch in range(1001)]
     plot = line_plot(values, title="", names=("epoch", "loss"), kept=337)
-    assert len(plot.lines[0].split()) <= DRAWN_POINTS + 2
+    assert len(plot.lines[0].split()) <= MAX_DRAWN_POINTS + 2
     assert plot.marks
     assert plot.description.endswith("epoch 1000: 0.0010.")
 

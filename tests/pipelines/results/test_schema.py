@@ -16,12 +16,8 @@ from compress.pipelines.reporting.terminal_table import (
     gate_lines,
     stage_table,
 )
-from compress.pipelines.results.schema import (
-    Report,
-    readable_bytes,
-    readable_count,
-)
-from compress.pipelines.system.templates import breakable
+from compress.pipelines.results.schema import Report
+from compress.pipelines.system.templates import breakable, readable_bytes, readable_count
 
 
 def test_the_page_is_self_contained_and_shows_every_figure(finished_run) -> None:

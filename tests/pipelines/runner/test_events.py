@@ -114,7 +114,7 @@ def test_a_log_that_cannot_be_written_stops_nothing(project, caplog) -> None:
 
 
 def test_a_log_grows_no_further_than_twice_its_bound(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(jsonl_log, "MOST_BYTES", 2000)
+    monkeypatch.setattr(jsonl_log, "MAX_LOG_BYTES", 2000)
     for _ in range(3):
         with log_handler(LogFile(tmp_path / LOG, "run", lambda: "")):
             for number in range(20):

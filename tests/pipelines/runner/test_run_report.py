@@ -18,11 +18,8 @@ from compress.pipelines.planning.plan import accuracy_drops, is_much
 from compress.pipelines.planning.planner import build_plan
 from compress.pipelines.reporting.terminal_table import closing_lines
 from compress.pipelines.results.schema import Report
-from compress.pipelines.runner.run_report import (
-    constant_score,
-    unlike_val,
-    validation_data_warnings,
-)
+from compress.pipelines.runner.run_report import constant_score, unlike_val
+from compress.pipelines.runner.run_state import validation_data_warnings
 from compress.pipelines.system.jsonl_log import LOG
 from tests.compress.data.augmented import data
 from tests.pipelines.conftest import NETS, Project
@@ -109,9 +106,9 @@ ONNX = "name: onnx, stage: export_onnx"
 
 def advised(tmp_path, *stages: str) -> tuple[str, ...]:
     plan_of(tmp_path, *stages)
-    found = check_pipeline(tmp_path / "p.yaml", models=False)
-    assert tuple(found.content["warnings"]) == found.warnings
-    return found.warnings
+    content, _, warnings = check_pipeline(tmp_path / "p.yaml", models=False)
+    assert tuple(content["warnings"]) == warnings
+    return warnings
 
 
 @pytest.mark.parametrize(

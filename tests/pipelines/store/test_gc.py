@@ -14,7 +14,7 @@ from compress.common.errors import PipelineInvalid
 from compress.pipelines.store.entry import Record, key_of
 from compress.pipelines.store.gc import clean
 from compress.pipelines.store.local import Store, store_lock
-from compress.pipelines.store.remote import Found, Objects, Remote
+from compress.pipelines.store.remote import Objects, Remote, StoredFile
 
 LONG_AGO = time.time() - 100 * 86_400
 
@@ -25,7 +25,7 @@ def _age(*folders: Path) -> None:
 
 
 def _made(root: Path, model: Artifact, name: str, remote: Remote | None = None) -> Path:
-    with Store.locked(root, print, remote) as store:
+    with Store(root, remote).locked() as store:
         entry = store.entry({"stage": name})
         shutil.copytree(model.path, entry.artifact_path)
         store.commit(name, entry, Record(parts={"stage": name}, digest=model.digest, seconds=1.0))
@@ -71,7 +71,7 @@ def test_what_a_run_shows_or_has_used_lately_stays_and_the_rest_goes(project) ->
 
 
 def test_what_a_run_uses_is_young_again(project) -> None:
-    with Store.locked(project.out / ".store", print, folder=project.folder) as store:
+    with Store(project.out / ".store", folder=project.folder).locked() as store:
         (entry,) = (f for f in store.root.iterdir() if "export_onnx" in _told_of(f))
         _age(store.root)
         parts = json.loads((entry / "record.json").read_text())["parts"]
@@ -122,7 +122,7 @@ def test_a_shared_store_loses_what_is_old_and_no_file_that_another_artifact_has(
     assert [p.stem for p in (shared / "records").iterdir()] == [key_of({"stage": "young"})]
     assert not list((shared / "partial").iterdir())
     said: list[str] = []
-    with Store.locked(tmp_path / "three" / ".store", print, Remote(url, said.append)) as store:
+    with Store(tmp_path / "three" / ".store", Remote(url, said.append)).locked() as store:
         assert store.get(store.entry({"stage": "young"}))
     assert not said
 
@@ -146,7 +146,7 @@ def test_an_upload_relies_on_no_file_that_may_be_about_to_go(mlp, tmp_path, monk
     _age(shared)
     look = Objects.look
 
-    def upload_first(self: Objects, name: str) -> Found | None:
+    def upload_first(self: Objects, name: str) -> StoredFile | None:
         if name.startswith("files/"):  # all manifests have been read by now
             monkeypatch.setattr(Objects, "look", look)
             _made(tmp_path / "two" / ".store", mlp, "two", Remote(url, print))
@@ -155,7 +155,7 @@ def test_an_upload_relies_on_no_file_that_may_be_about_to_go(mlp, tmp_path, monk
     monkeypatch.setattr(Objects, "look", upload_first)
     assert clean(url, "30d", False, print).artifacts == 1
     said: list[str] = []
-    with Store.locked(tmp_path / "three" / ".store", print, Remote(url, said.append)) as store:
+    with Store(tmp_path / "three" / ".store", Remote(url, said.append)).locked() as store:
         assert store.get(store.entry({"stage": "two"})), said
         assert store.get(store.entry({"stage": "one"})) is None
     assert not said

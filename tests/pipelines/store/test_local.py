@@ -90,9 +90,9 @@ def test_a_run_whose_store_is_removed_while_it_waits_makes_a_new_one(project) ->
         holding.__exit__(None, None, None)
         shutil.rmtree(root)
 
-    holding = Store.locked(root, lambda line: None)
+    holding = Store(root).locked()
     holding.__enter__()
-    with Store.locked(root, remove_it):
+    with Store(root, announce=remove_it).locked():
         assert (root / FORMAT_FILE).exists()
     assert len(said) == 1
 
@@ -276,7 +276,7 @@ def test_a_run_that_is_killed_leaves_no_report_of_the_one_before(project) -> Non
     with pytest.raises(ArtifactInvalid, match="the last run ended before it could write a report"):
         rerender_report(project.out, print)
     at_work = pytest.raises(ArtifactInvalid, match="a run is at work")
-    with Store.locked(project.out / ".store", print), at_work:
+    with Store(project.out / ".store").locked(), at_work:
         rerender_report(project.out, print)
     assert project.run().status == "passed"
     assert rerender_report(project.out, print).status == "passed"
@@ -295,7 +295,7 @@ def test_a_report_that_cannot_be_written_is_shown(project, monkeypatch) -> None:
 def test_a_page_is_written_anew_only_where_no_run_is_at_work(project) -> None:
     page, said = project.out / "report.html", []
     page.write_text("old")
-    with Store.locked(project.out / ".store", said.append):
+    with Store(project.out / ".store", announce=said.append).locked():
         report = rerender_report(project.out, said.append)
     assert page.read_text() == "old" and "a run is at work" in said.pop()
     assert rerender_report(project.out, said.append) == report

@@ -19,6 +19,7 @@ from compress.pipelines import Pipeline
 from compress.pipelines.commands.cache_miss import why
 from compress.pipelines.config.run_options import RunOptions
 from compress.pipelines.results.schema import Report
+from compress.pipelines.runner.evaluator import MeasurementCache
 from compress.pipelines.runner.run import preview_run
 from compress.pipelines.store.entry import ANSWERS, Record, key_of
 from compress.pipelines.store.local import Store
@@ -37,14 +38,14 @@ class Machine:
         self.remote = Remote(url, self.said.append)
 
     def make(self, model: Artifact, parts: dict[str, str] = PARTS) -> None:
-        with Store.locked(self.root, self.said.append, self.remote) as store:
+        with Store(self.root, self.remote, announce=self.said.append).locked() as store:
             entry = store.entry(parts)
             shutil.copytree(model.path, entry.artifact_path, dirs_exist_ok=True)
             store.commit("made", entry, Record(parts=parts, digest=model.digest, seconds=1.0))
-            entry.cached_value({"latency": 1}, model, lambda: 1.0)
+            MeasurementCache(entry, model).get_or_measure({"latency": 1}, lambda: 1.0)
 
     def find(self, parts: dict[str, str] = PARTS) -> Artifact | None:
-        with Store.locked(self.root, self.said.append, self.remote) as store:
+        with Store(self.root, self.remote, announce=self.said.append).locked() as store:
             entry = store.entry(parts)
             found = store.get(entry)
             assert (entry.load() is not None) is (found is not None)
@@ -83,7 +84,7 @@ def test_what_one_machine_made_another_fetches_byte_by_byte(mlp, machine, shared
         "0o444"
     }
     assert second.find({"stage": "another"}) is None
-    with Store.locked(second.root, second.said.append) as store:
+    with Store(second.root, announce=second.said.append).locked() as store:
         entry = store.entry(PARTS)
         _, record = entry.load()
     assert record.seconds == 1.0

@@ -8,7 +8,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from compress.data import fingerprint
 from compress.data.splits import Splits
-from compress.pipelines.store.local import FOLDER, KEPT, Store, note_samples
+from compress.pipelines.store.local import KEPT_SPLITS, SAMPLES_FOLDER, Store, note_samples
 
 
 class Listed(Dataset):
@@ -77,10 +77,10 @@ def test_hashes_that_are_gone_leave_the_digests_and_old_ones_make_room(tmp_path:
     store = Store(tmp_path)
     store.save_last_parts("train", {"data": first.parts})
     note_samples(tmp_path, first)
-    for shift in range(1, KEPT + 1):
+    for shift in range(1, KEPT_SPLITS + 1):
         now = Splits({"train": held(X + shift)}).contents()
         note_samples(tmp_path, now)
-    assert len(list((tmp_path / FOLDER).iterdir())) == KEPT
+    assert len(list((tmp_path / SAMPLES_FOLDER).iterdir())) == KEPT_SPLITS
     assert store.explain_miss("train", {"data": now.parts}, now).startswith(
         "data.splits.train.sha256 "
     )

@@ -6,7 +6,7 @@ from markdown_it import MarkdownIt
 from compress.artifacts.artifact import Step
 from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.verdict import History, PastStage
-from compress.pipelines.reporting.verification_page import render_proof
+from compress.pipelines.commands.verify import render_proof
 from compress.serve.packaging.provenance import Packaged, Provenance, model_card
 from compress.serve.verify import Proof
 

@@ -103,14 +103,14 @@ def least_harm(model: EagerModel, context: Context, most: float) -> dict[str, in
     """Try all widths of the grid."""
     space = WidthSpace.from_model(model, context, ChannelSelection(round_to=8), values=5)
     meter = OutputErrorMeter(model.load(), model.signature, context, "outputs")
-    harms = measure_loss_increases(
+    loss_increases = measure_loss_increases(
         space, silent, lambda m: meter.measure(m).distance ** 2, {}, lambda: None, float("inf")
     )
     allowed = (
         dict(zip(space.grid, widths, strict=True)) for widths in product(*space.grid.values())
     )
     reached = [widths for widths in allowed if share_of(widths) <= most]
-    return min(reached, key=lambda widths: sum(harms[g][w] for g, w in widths.items()))
+    return min(reached, key=lambda widths: sum(loss_increases[g][w] for g, w in widths.items()))
 
 
 @pytest.mark.parametrize(("latency", "too_low"), [(0.7, 1.5), (0.3, 1.0)])

@@ -16,8 +16,10 @@ def problem(seed: int) -> tuple[Programme, InteractionSum, InteractionSum]:
     draw = random.Random(seed)
     grid = dict.fromkeys(("a", "b", "c", "d"), (4, 3, 2))
     grid |= dict.fromkeys(("f", "g"), ("quantized", "float"))
-    harm = {g: {w: draw.random() * i for i, w in enumerate(own)} for g, own in grid.items()}
-    harm |= {layer: {"quantized": draw.random(), "float": 0.0} for layer in ("f", "g")}
+    loss_increase = {
+        g: {w: draw.random() * i for i, w in enumerate(own)} for g, own in grid.items()
+    }
+    loss_increase |= {layer: {"quantized": draw.random(), "float": 0.0} for layer in ("f", "g")}
     scopes = {part for s in SCOPES for size in (2, 3) for part in combinations(s, size)}
 
     def quantity() -> InteractionSum:
@@ -31,7 +33,7 @@ def problem(seed: int) -> tuple[Programme, InteractionSum, InteractionSum]:
         }
         return InteractionSum(10.0, {**single, **several})
 
-    return Programme(grid, harm), quantity(), quantity()
+    return Programme(grid, loss_increase), quantity(), quantity()
 
 
 def every_choice(programme: Programme):
@@ -44,14 +46,14 @@ def test_the_least_harm_within_limits_is_that_of_all_choices(seed: int) -> None:
     programme, latency, size = problem(seed)
     limits = [Limit(q, sorted(map(q, every_choice(programme)))[60]) for q in (latency, size)]
     allowed = [c for c in every_choice(programme) if all(i.quantity(c) <= i.most for i in limits)]
-    harms = sorted(map(programme.total_loss_increase, allowed))
-    assert 2 < len(harms) < 60
+    loss_increases = sorted(map(programme.total_loss_increase, allowed))
+    assert 2 < len(loss_increases) < 60
     found = programme.solve(limits, tie=0.0)
     assert found in allowed
-    assert programme.total_loss_increase(found) == pytest.approx(harms[0], abs=1e-3)
+    assert programme.total_loss_increase(found) == pytest.approx(loss_increases[0], abs=1e-3)
     second = programme.solve(limits, [found], tie=0.0)
     assert second in allowed and second != found
-    assert programme.total_loss_increase(second) == pytest.approx(harms[1], abs=1e-3)
+    assert programme.total_loss_increase(second) == pytest.approx(loss_increases[1], abs=1e-3)
 
 
 def test_limits_that_nothing_meets_have_no_answer() -> None:
@@ -73,8 +75,10 @@ def test_neighbours_in_one_format_need_no_conversion() -> None:
     single = {(name,): {("float",): 1.0} for name in grid}
     # Between two neighbours in float the conversions that each of them alone needs are gone.
     latency = InteractionSum(3.0, {**single, ("f", "g"): {("float", "float"): -0.8}})
-    harm = {"f": 1.0, "g": 1.0, "h": 1.5}
-    programme = Programme(grid, {n: {"quantized": h, "float": 0.0} for n, h in harm.items()})
+    loss_increase = {"f": 1.0, "g": 1.0, "h": 1.5}
+    programme = Programme(
+        grid, {n: {"quantized": h, "float": 0.0} for n, h in loss_increase.items()}
+    )
     for most, floats in ((4.1, {"h"}), (4.3, {"f", "g"})):
         found = programme.solve([Limit(latency, most)])
         assert {name for name, value in found.items() if value == "float"} == floats

@@ -8,7 +8,7 @@ from compress.common.atomic_files import write_atomically
 from compress.common.errors import PipelineInvalid
 from compress.core.progress import silent
 from compress.pipelines.commands.model_to_prune import model_to_prune
-from compress.pipelines.system.templates import render_page
+from compress.pipelines.system.templates import render_template
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from compress.pipelines.config.pipeline import PipelineConfig
     from compress.pruning.sensitivity_analysis import Sensitivity
 
-PAGE = "sensitivity.html"
-WIDTH, HEIGHT, MARGIN = 880, 420, 56
+SENSITIVITY_PAGE = "sensitivity.html"
+PLOT_WIDTH, PLOT_HEIGHT, PLOT_MARGIN = 880, 420, 56
 """Size of the plot, in view-box units."""
 
 
@@ -37,17 +37,6 @@ def measure_and_write(
 
     The model is the input of the first `prune_channels`, or the imported one if there is no such
     stage. The page and `sensitivity.json` go to the results' directory, where earlier models are.
-
-    Args:
-        pipeline: the pipeline.
-        out: directory of its results.
-        ratios: fractions of each family's channels to cut.
-        samples: samples of `val` to evaluate on.
-        latency: whether latency is measured.
-        progress: called with the progress.
-
-    Raises:
-        StageFailed: the stage before `prune_channels` has not run, or the model cannot be traced.
     """
     from compress.pruning.sensitivity_analysis import measure_sensitivity
 
@@ -90,8 +79,8 @@ def table(found: Sensitivity) -> Table:
             if point is None:
                 cells += ["–"] * (3 if timed else 2)
                 continue
-            harm = f"{point.distance:.4f}" if point.points is None else f"{point.points:.2f}"
-            cells += [harm, f"{point.macs:.3f}"]
+            lost = f"{point.distance:.4f}" if point.points is None else f"{point.points:.2f}"
+            cells += [lost, f"{point.macs:.3f}"]
             if timed:
                 cells.append("–" if point.latency is None else f"{point.latency:.2f}")
         rows.add_row(family.name, str(family.channels), *cells)
@@ -102,7 +91,7 @@ def lines_below(found: Sensitivity, out: Path) -> Iterator[str]:
     """Yield the lines below the table: layers that are not cut, and the path of the plot."""
     for name, reason in found.pinned.items():
         yield f"{name} stays: {reason}"
-    yield f"plot: {out / PAGE}"
+    yield f"plot: {out / SENSITIVITY_PAGE}"
 
 
 def write_page(out: Path, name: str, found: Sensitivity) -> None:
@@ -110,10 +99,10 @@ def write_page(out: Path, name: str, found: Sensitivity) -> None:
     words = _loss_label(found)
     out.mkdir(parents=True, exist_ok=True)
     write_atomically(out / "sensitivity.json", found.model_dump_json(indent=1) + "\n")
-    page = render_page(
-        "sensitivity.html.jinja", name=name, found=found, harm=words, plot=plot(found)
+    page = render_template(
+        "sensitivity.html.jinja", name=name, found=found, loss=words, plot=plot(found)
     )
-    write_atomically(out / PAGE, page)
+    write_atomically(out / SENSITIVITY_PAGE, page)
 
 
 def plot(found: Sensitivity) -> dict[str, Any]:
@@ -124,8 +113,12 @@ def plot(found: Sensitivity) -> dict[str, Any]:
     bottom = min([*losses, 0.0])
 
     def place(x: float, y: float) -> tuple[float, float]:
-        across = MARGIN + x / right * (WIDTH - 3.5 * MARGIN)
-        up = HEIGHT - MARGIN - (y - bottom) / (top - bottom) * (HEIGHT - 2 * MARGIN)
+        across = PLOT_MARGIN + x / right * (PLOT_WIDTH - 3.5 * PLOT_MARGIN)
+        up = (
+            PLOT_HEIGHT
+            - PLOT_MARGIN
+            - (y - bottom) / (top - bottom) * (PLOT_HEIGHT - 2 * PLOT_MARGIN)
+        )
         return round(across, 1), round(up, 1)
 
     lines = []
@@ -135,7 +128,14 @@ def plot(found: Sensitivity) -> dict[str, Any]:
     xs = [(place(right * i / 4, bottom)[0], f"{100 * right * i / 4:.1f}") for i in range(5)]
     steps = [bottom + (top - bottom) * i / 4 for i in range(5)]
     ys = [(place(0, value)[1], f"{value:.3g}") for value in steps]
-    return {"width": WIDTH, "height": HEIGHT, "margin": MARGIN, "lines": lines, "xs": xs, "ys": ys}
+    return {
+        "width": PLOT_WIDTH,
+        "height": PLOT_HEIGHT,
+        "margin": PLOT_MARGIN,
+        "lines": lines,
+        "xs": xs,
+        "ys": ys,
+    }
 
 
 def _loss_label(found: Sensitivity) -> str:

@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from compress.core.progress import Progress
-    from compress.export.latency.kernels import Kernel, KernelTable
+    from compress.export.latency.kernels import Kernel
     from compress.pipelines.config.pipeline import PipelineConfig
 
-FILE = "latency.json"
-FITTED = 8
+LATENCY_FILE = "latency.json"
+FITTED_VARIANTS = 8
 """Variants whose measured latencies the prediction is fitted to."""
-JUDGED = 8
+TESTED_VARIANTS = 8
 """Further variants, on which the prediction is judged."""
 KERNELS_SHOWN = 10
-CLOSE = 0.1
+CLOSE_ERROR = 0.1
 """Largest error of a prediction that counts as close, as a share of the latency."""
 
 
@@ -94,16 +94,6 @@ def measure_and_write(
     The model is the input of the first `prune_channels`, or the imported one if there is no such
     stage. Variants have random widths; their files are made from few exports. `latency.json` goes
     to the results' directory, and measured kernels to its store.
-
-    Args:
-        pipeline: the pipeline.
-        out: directory of its results.
-        batch: samples of a call.
-        progress: called with the progress.
-
-    Raises:
-        StageFailed: the stage before `prune_channels` has not run, the model cannot be traced or
-            exported, or the machine is too busy to measure it.
     """
     from compress.export.latency.kernels import TABLES, KernelTable, kernels_of
     from compress.export.latency.resizing import MOST_EXPORTS, ResizableModel
@@ -128,7 +118,7 @@ def measure_and_write(
             for spec, tensor in zip(source.signature.inputs, inputs[0], strict=True)
         }
         kernel_table = KernelTable(out / TABLES, machine(), context.threads)
-        widths = [variants.whole, *variants.draw(FITTED + JUDGED - 1, round_to)]
+        widths = [variants.whole, *variants.draw(FITTED_VARIANTS + TESTED_VARIANTS - 1, round_to)]
         files: list[Path] = []
         kernels: list[list[Kernel]] = []
         for number, chosen in enumerate(widths):
@@ -144,16 +134,28 @@ def measure_and_write(
         measured = measure_files(files, inputs, context.threads)
     costs = [KernelCost.of_kernels(own, kernel_table) for own in kernels]
     # The whole model and the seven after it; widths are random, so these are like the others.
-    fitted = LatencyModel.fit(costs[:FITTED], measured[:FITTED])
+    fitted = LatencyModel.fit(costs[:FITTED_VARIANTS], measured[:FITTED_VARIANTS])
+    by_key: dict[str, list[Kernel]] = {}
+    for kernel in kernels[0]:
+        by_key.setdefault(kernel.key, []).append(kernel)
+    shares = [
+        KernelShare(
+            operator=same[0].operator,
+            sizes=same[0].sizes,
+            calls=len(same),
+            ms=1e3 * kernel_table.seconds(same[0]) * len(same),
+        )
+        for same in by_key.values()
+    ]
     found = PredictedLatency(
         machine=kernel_table.setup,
         batch=batch,
         model=fitted,
-        kernels=tuple(_shares(kernels[0], kernel_table)),
+        kernels=tuple(sorted(shares, key=lambda kernel: -kernel.ms)),
         variants=tuple(
             Variant(
                 widths=widths[i],
-                fitted=i < FITTED,
+                fitted=i < FITTED_VARIANTS,
                 kernels_ms=1e3 * cost.seconds,
                 weight_bytes=cost.weight_bytes,
                 predicted_ms=1e3 * fitted.predict(cost),
@@ -163,7 +165,7 @@ def measure_and_write(
         ),
     )
     out.mkdir(parents=True, exist_ok=True)
-    write_atomically(out / FILE, found.model_dump_json(indent=1) + "\n")
+    write_atomically(out / LATENCY_FILE, found.model_dump_json(indent=1) + "\n")
     return found
 
 
@@ -188,31 +190,15 @@ def table(found: PredictedLatency) -> Table:
 def lines_below(found: PredictedLatency, out: Path) -> Iterator[str]:
     """Yield how good the prediction is, and where it is written."""
     errors, whole = found.errors, found.variants[0]
-    close = sum(error <= CLOSE for error in errors)
+    close = sum(error <= CLOSE_ERROR for error in errors)
     yield (
         f"fitted to {len(found.variants) - len(errors)} models; on {len(errors)} others the mean "
         f"error is {100 * statistics.fmean(errors):.1f} %, the largest {100 * max(errors):.1f} %, "
-        f"and {close} are within {100 * CLOSE:g} %"
+        f"and {close} are within {100 * CLOSE_ERROR:g} %"
     )
     weights = 1e3 * found.model.per_weight_byte * whole.weight_bytes
     yield (
         f"the whole model: {whole.measured_ms:.3f} ms; its kernels alone {whole.kernels_ms:.3f} "
         f"ms; reading weights from farther caches {weights:.3f} ms"
     )
-    yield f"figures: {out / FILE}"
-
-
-def _shares(kernels: list[Kernel], table: KernelTable) -> list[KernelShare]:
-    by_key: dict[str, list[Kernel]] = {}
-    for kernel in kernels:
-        by_key.setdefault(kernel.key, []).append(kernel)
-    shares = [
-        KernelShare(
-            operator=same[0].operator,
-            sizes=same[0].sizes,
-            calls=len(same),
-            ms=1e3 * table.seconds(same[0]) * len(same),
-        )
-        for same in by_key.values()
-    ]
-    return sorted(shares, key=lambda kernel: -kernel.ms)
+    yield f"figures: {out / LATENCY_FILE}"

@@ -1,30 +1,32 @@
-"""Worker processes that run stages at the same time, each with a share of the CPU threads."""
+"""Runs several stages at a time: in worker processes of this machine, or on a Ray cluster."""
 
 from __future__ import annotations
 
 import json
 import logging
+import logging.handlers
 import os
-import pickle
 import signal
 import subprocess
 import sys
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import wait
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
-from compress.common.dependency_recorder import Recording
-from compress.common.errors import CompressError, StageFailed, describe_exit_code, first_line
+from compress.common.errors import PipelineInvalid, StageFailed, describe_exit_code
 from compress.common.process import THREADS, configured_threads, usable_cores
-from compress.core.progress import silent
-from compress.pipelines.executors.task import TaskResult
-from compress.pipelines.system.signals import only_signals_interrupt, raise_if_stopped
+from compress.common.requirements import Requirement, pip_install, require_all
+from compress.pipelines.executors.task import TaskResult, log_here, pickled
 
 if TYPE_CHECKING:
     from compress.core.progress import Progress
+    from compress.pipelines.config.pipeline import PipelineConfig
+    from compress.pipelines.config.run_options import EngineName
+    from compress.pipelines.executors.ray import RayTasks
     from compress.pipelines.executors.task import StageTask
+    from compress.pipelines.store.local import Store
 
 SECONDS_TO_END = 10.0
 """For a worker to clean up when the run is interrupted."""
@@ -32,6 +34,8 @@ COMMAND = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from compress.pipelines.executors.process_worker import work; work(*map(int, sys.argv[2:]))"
 )
+Engine: TypeAlias = "ProcessPool | RayTasks"
+RAY = Requirement(what="ray", install=f"{pip_install('ray')}, or leave --engine out")
 
 
 def threads_each(jobs: int) -> int:
@@ -144,41 +148,23 @@ class _Worker:
         os.close(self._lifeline)
 
 
-def pickled(task: StageTask) -> bytes:
-    """Pickle a task for another process, without what only this one has."""
-    context = replace(task.context, progress=silent, scores={})
-    try:
-        return pickle.dumps(replace(task, context=context))
-    except Exception as error:
-        raise StageFailed(
-            f"{task.name}: cannot be sent to another process ({type(error).__name__}: "
-            f"{first_line(error)}); run it with --jobs 1"
-        ) from error
+def check_engine(pipeline: PipelineConfig, name: EngineName) -> None:
+    """Refuse an engine that is not installed, or a GPU, which was not tried with Ray."""
+    if name == "ray":
+        require_all([RAY], "--engine ray")
+    if name == "ray" and pipeline.device != "cpu":
+        raise PipelineInvalid(
+            f"{pipeline.place('device')}: --engine ray runs on `device: cpu` alone, found "
+            f"{pipeline.device!r}; use --jobs"
+        )
 
 
-def run_task(
-    name: str, task: bytes, progress: Progress
-) -> tuple[float, CompressError | None, Recording]:
-    """Run a pickled task; return its seconds, its error, and what user code read meanwhile."""
-    try:
-        with only_signals_interrupt():
-            unpickled: StageTask = pickle.loads(task)
-            _, seconds, recorded = unpickled(progress)
-    except CompressError as error:
-        raise_if_stopped()
-        logging.getLogger(__name__).debug("%s failed", name, exc_info=True)
-        return 0.0, error, Recording()
-    except Exception as error:  # noqa: BLE001 - the run reports it
-        raise_if_stopped()
-        failed = StageFailed(f"{name}: {type(error).__name__}: {first_line(error)}")
-        return 0.0, failed, Recording()
-    return seconds, None, recorded
+def engine_for(
+    name: EngineName, jobs: int | None, store: Store, progress: Progress
+) -> Engine | None:
+    """Start what runs several stages at a time; None where this process runs one after another."""
+    if name == "ray":
+        from compress.pipelines.executors.ray import RayTasks
 
-
-def log_here(record: logging.LogRecord, stage: str) -> None:
-    """Log here what another process has logged while it ran a stage."""
-    # The attribute that compress.pipelines.system.jsonl_log writes into each line.
-    record.log_fields = {"stage": stage, **vars(record).get("log_fields", {})}
-    logger = logging.getLogger(record.name)
-    if logger.isEnabledFor(record.levelno):
-        logger.handle(record)
+        return RayTasks.on_cluster(jobs, store.root)
+    return ProcessPool(jobs, progress, store.lock) if jobs and jobs > 1 else None

@@ -5,35 +5,45 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import time
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Self
 
 from compress.artifacts.artifact import Artifact
 from compress.artifacts.eager_model import EagerModel
 from compress.common.errors import PipelineInvalid, StageFailed, Unavailable
-from compress.common.forward import split_batches
+from compress.common.forward import accept_any_batch, split_batches
+from compress.common.sealed_json import read_state, write_state
 from compress.core.stage import members_of
 from compress.core.val_halves import HalfOfVal, halves_of_val
 from compress.export.fastest.stage import RUNTIMES
+from compress.export.latency.float_layers import is_float, leave_float, weighted_layers
+from compress.export.onnx.proto_io import read, write
+from compress.export.onnx.session import session_predictor
 from compress.pipelines.api import Pipeline
 from compress.pipelines.auto.candidates import (
+    CANDIDATES,
     QUANTIZING,
+    STORE,
     Candidate,
     CheckedModel,
     after_stages,
     last_stage,
 )
+from compress.pipelines.auto.cost_models.latency_models import LayerSensitivity
 from compress.pipelines.planning.planner import build_plan
 from compress.pipelines.runner.inputs import measuring_context
 from compress.pipelines.system.machine_info import machine
 from compress.profiling.benchmark import compare_latency, unmeasurable
 from compress.pruning.depth.output_error import OutputErrorMeter
+from compress.quantization.mixed_precision.bit_candidates import weighted_layers as layers_of_module
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from torch import nn
 
@@ -43,30 +53,41 @@ if TYPE_CHECKING:
     from compress.pipelines.config.auto_settings import AutoSettings
     from compress.pipelines.config.pipeline import PipelineConfig
     from compress.pipelines.config.run_options import RunOptions
-    from compress.pipelines.results.measurements import Measurements
     from compress.pipelines.results.schema import Report
     from compress.profiling.benchmark import Comparison, Opener
 
-CANDIDATES, STORE = "candidates", ".store"
-"""In the results' folder: runs of all candidates, and the stages' results that they share."""
+LAYERS_FILE = "layers.json"
+"""In the results' folder: what quantizing single layers loses."""
+LAYERS_COMPARED_ON = 64
+"""Samples on which the outputs of a model with one quantized layer are compared; `quantize_mixed`
+ranks layers by as many."""
 
 
-def refuse_other_stages(pipeline: PipelineConfig) -> None:
-    """Raise PipelineInvalid for stages that do not leave an eager model, and without data."""
-    for index, stage in enumerate(pipeline.stages):
+def refuse_unfit_pipeline(base: PipelineConfig, settings: AutoSettings) -> None:
+    """Refuse what a search cannot start from.
+
+    Raises:
+        PipelineInvalid: stages do not leave an eager model, or those of `auto.after` cannot follow
+            an export, or there is no data.
+        Unavailable: a runtime is not installed here.
+    """
+    for index, stage in enumerate(base.stages):
         if "eager" not in {kind.kind for kind in members_of(stage.writes())}:
             raise PipelineInvalid(
-                f"{pipeline.place('stages', index)} is {stage.stage}, and `compress auto` itself "
+                f"{base.place('stages', index)} is {stage.stage}, and `compress auto` itself "
                 "prunes, quantizes and exports; keep only stages before these, such as train"
             )
-    if pipeline.data is None:
+    if base.data is None:
         raise PipelineInvalid(
-            f"{pipeline.file}: `compress auto` decides by `val`; add a `data:` section"
+            f"{base.file}: `compress auto` decides by `val`; add a `data:` section"
         )
-
-
-def refuse_unfit_packages(base: PipelineConfig, settings: AutoSettings) -> None:
-    """Raise PipelineInvalid for stages of `auto.after` that cannot follow an export."""
+    for runtime in settings.space.runtimes:
+        for need in RUNTIMES[runtime]().all_requirements():
+            if need.missing():
+                raise Unavailable(
+                    f"{base.place('auto', 'space', 'runtimes')}: {runtime} needs {need.what}, "
+                    f"which is not installed; {need.install}"
+                )
     for runtime in settings.space.runtimes if settings.after else ():
         content = Candidate("float", runtime=runtime).content(base, settings)
         stages = [*content["stages"], *after_stages(settings)]
@@ -82,20 +103,9 @@ def refuse_unfit_packages(base: PipelineConfig, settings: AutoSettings) -> None:
             raise PipelineInvalid(message) from None
 
 
-def refuse_missing_runtimes(pipeline: PipelineConfig, settings: AutoSettings) -> None:
-    """Raise Unavailable for a runtime that is not installed here."""
-    for runtime in settings.space.runtimes:
-        for need in RUNTIMES[runtime]().all_requirements():
-            if need.missing():
-                raise Unavailable(
-                    f"{pipeline.place('auto', 'space', 'runtimes')}: {runtime} needs {need.what}, "
-                    f"which is not installed; {need.install}"
-                )
-
-
 @dataclass
-class Judge:
-    """The float model, and everything by which others are compared with it."""
+class CandidateEvaluator:
+    """The float model, and everything by which candidates are compared with it."""
 
     base: PipelineConfig
     settings: AutoSettings
@@ -126,9 +136,7 @@ class Judge:
             StageFailed: they make no eager model, or the machine is too busy to measure it.
             Unavailable: a runtime is not installed.
         """
-        refuse_other_stages(base)
-        refuse_missing_runtimes(base, settings)
-        refuse_unfit_packages(base, settings)
+        refuse_unfit_pipeline(base, settings)
         whole = Candidate("float")
         _run(whole, base, settings, out, options)
         pipeline = whole.pipeline(base, settings)
@@ -161,7 +169,7 @@ class Judge:
         content = [self.model.digest, space, QUANTIZING, metric, self.context.seed, measured]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
-    def check(self, candidate: Candidate, predicted_ms: float | None = None) -> CheckedModel:
+    def evaluate(self, candidate: Candidate, predicted_ms: float | None = None) -> CheckedModel:
         """Build, export and measure a candidate by an ordinary run, which the store remembers.
 
         Raises:
@@ -172,22 +180,23 @@ class Judge:
             drop = self.decided_on.drop_points(predict)
             loss = self.meter.measure_predictor(predict).distance ** 2
         measured = report.stages[-1].measurements
+        peak = measured.peak_mebibytes
+        if self.settings.limits.memory is not None:
+            if self.batch != self.model.signature.smallest_batch:  # the run has measured others
+                peak = self.context.peak_memory(self.artifact(candidate), self.batch)
+            elif peak is None:
+                raise StageFailed(measured.peak_reason)
         latency_ms, latency_upper_ms, p95_ms = self._latency(candidate)
         return CheckedModel(
             name=candidate.name,
-            format=candidate.format,
-            runtime=candidate.runtime,
-            widths=dict(candidate.widths),
-            float_layers=candidate.float_layers,
-            removed_blocks=candidate.removed_blocks,
-            trained=candidate.trained,
+            **candidate.settings(),
             predicted_ms=predicted_ms,
             latency_ms=latency_ms,
             latency_upper_ms=latency_upper_ms,
             p95_ms=p95_ms,
             is_predicted=self.tables is not None,
             bytes=measured.bytes,
-            peak_mebibytes=self._peak_mebibytes(candidate, measured),
+            peak_mebibytes=peak,
             loss=loss,
             drop=drop if math.isfinite(drop) else None,
         )
@@ -202,15 +211,6 @@ class Judge:
     def loss_of(self, module: nn.Module) -> float:
         """Return the squared distance of a module's outputs, relative to the float model's."""
         return self.meter.measure(module).distance ** 2
-
-    def _peak_mebibytes(self, candidate: Candidate, measured: Measurements) -> float | None:
-        """Return the peak memory as the run measured it, or for calls of more samples anew."""
-        is_limited = self.settings.limits.memory is not None
-        if is_limited and self.batch != self.model.signature.smallest_batch:
-            return self.context.peak_memory(self.artifact(candidate), self.batch)
-        if is_limited and measured.peak_mebibytes is None:
-            raise StageFailed(measured.peak_reason)
-        return measured.peak_mebibytes
 
     def _latency(self, candidate: Candidate) -> tuple[float, float | None, float | None]:
         """Return the median time of a call, its upper end, and the 95th percentile, in ms."""
@@ -234,6 +234,65 @@ class Judge:
         """
         compared = self._compared_with_float(file)
         return self.base_ms / compared.speedup
+
+    def layer_sensitivity(self, whole: CheckedModel, deadline: float) -> LayerSensitivity:
+        """Measure what quantizing each layer alone loses; what is known already is read.
+
+        The file of the whole quantized model is taken with all other layers put back to float, so
+        that no model is quantized or exported for it. Losses are scaled such that their sum is that
+        of the whole model.
+
+        Args:
+            whole: the model with all layers quantized, in any runtime.
+            deadline: on the clock of :func:`time.monotonic`; layers that were not measured by then
+                are left out.
+
+        Raises:
+            StageFailed: its ONNX file has other layers than the model.
+        """
+        state_file, digest = self.out / LAYERS_FILE, self.model.digest
+        known = read_state(state_file, digest, dict[str, float]) or {}
+        model, format, context = self.model, whole.format, self.context
+        artifact = self.artifact(Candidate(format))
+        file = artifact.payload_path
+        quantized = read(file, weights=True)
+        nodes, layers = weighted_layers(quantized), layers_of_module(model.load(), model.signature)
+        if len(nodes) != len(layers):
+            raise StageFailed(f"the file has {len(nodes)} layers with weights, not {len(layers)}")
+        numbers: dict[str, tuple[int, ...]] = {}
+        integers = [number for number, node in enumerate(nodes) if not is_float(quantized, node)]
+        for number in integers:
+            if (name := layers[number].name) is not None:
+                numbers[name] = (*numbers.get(name, ()), number)
+        weights = {number: layers[number].weight.float().numpy() for number in integers}
+        half = replace(context, data=self.decided_on.data)
+        signature = model.signature
+        meter = OutputErrorMeter(model.load(), signature, half, "outputs", LAYERS_COMPARED_ON)
+        size = context.judged_batch_size(artifact)
+        with TemporaryDirectory(prefix="compress-layers-") as folder:
+            alone = Path(folder) / "model.onnx"
+            for done, (name, own) in enumerate(numbers.items()):
+                context.progress(f"layers in {format}", done, len(numbers), name)
+                key = f"{format}/{name}"
+                if key in known:
+                    continue
+                if time.monotonic() > deadline:
+                    break
+                others = [number for number in integers if number not in own]
+                write(leave_float(quantized, others, weights), alone)
+                predict = accept_any_batch(session_predictor(alone, context.threads), signature)
+                predict = predict if size is None else split_batches(predict, size)
+                known[key] = meter.measure_predictor(predict).distance ** 2
+                write_state(state_file, digest, known)
+        losses = {n: known[f"{format}/{n}"] for n in numbers if f"{format}/{n}" in known}
+        total = sum(losses.values())
+        is_complete = len(losses) == len(numbers)
+        scale = whole.loss / total if total and (is_complete or total > whole.loss) else 1.0
+        return LayerSensitivity(
+            file,
+            {name: numbers[name] for name in losses},
+            {name: scale * loss for name, loss in losses.items()},
+        )
 
     def _opener(self, candidate: Candidate) -> Opener:
         context = self.context
@@ -275,7 +334,7 @@ def _run(
     out: Path,
     options: RunOptions,
 ) -> Report:
-    """Run a candidate's pipeline; the judge measures all but memory itself."""
+    """Run a candidate's pipeline; the evaluator measures all but memory itself."""
     folder = out / CANDIDATES / candidate.name
     folder.mkdir(parents=True, exist_ok=True)
     quiet = replace(

@@ -1,0 +1,398 @@
+"""What a search has found so far, and how it measures, predicts, solves and checks."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from itertools import product
+from statistics import median
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+import numpy as np
+
+from compress.artifacts.recipe import KeepBlocks
+from compress.common.errors import StageFailed
+from compress.common.sealed_json import read_state, write_state
+from compress.export.latency.kernels import TABLES, KernelTable
+from compress.pipelines.auto.candidates import Candidate, CheckedModel
+from compress.pipelines.auto.cost_models.latency_models import (
+    DeeperModels,
+    FormatModel,
+    WholeModels,
+    build_format_models,
+)
+from compress.pipelines.auto.front import Front, missed_limits
+from compress.pipelines.config.auto_settings import LatencyLimit
+from compress.pipelines.system.jsonl_log import RunEvent
+from compress.pipelines.system.machine_info import machine
+from compress.pruning.latency.solver import Limit
+from compress.pruning.latency.widths import WidthSpace, measure_loss_increases
+from compress.pruning.recovery.recovery import name_before
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from compress.artifacts.eager_model import EagerModel
+    from compress.pipelines.auto.candidate_evaluator import CandidateEvaluator
+    from compress.pipelines.auto.cost_models.latency_models import LayerSensitivity
+    from compress.pipelines.config.auto_settings import Format, Runtime
+    from compress.pipelines.system.jsonl_log import EventListener, EventName
+    from compress.pruning.latency.solver import Programme
+    from compress.pruning.latency.widths import LossIncreases
+
+    ModelKey = tuple[Format, Runtime, tuple[str, ...]]
+    """Format, runtime and removed blocks."""
+    Programmes = Mapping[tuple[str, ...], Programme]
+    """Removed blocks → the widths to choose without them."""
+
+WHOLE_MODELS_FILE = "whole_models.json"
+"""In the results' folder: models that latencies are fitted to."""
+FLOAT_LAYERS_SHARE = 0.15
+"""Share of the search's time for the layers of one format that may stay in float."""
+
+
+class Solution(NamedTuple):
+    """What the solver found."""
+
+    candidate: Candidate
+    predicted_ms: float
+    predicted_loss: float
+
+
+@dataclass(frozen=True)
+class BlockVariant:
+    """A model without some blocks, and the widths that it may have."""
+
+    removed_blocks: tuple[str, ...]
+    model: EagerModel
+    space: WidthSpace
+
+    @classmethod
+    def from_model(
+        cls, evaluator: CandidateEvaluator, model: EagerModel, removed_blocks: tuple[str, ...] = ()
+    ) -> Self:
+        """Lay a grid of widths for a model that lacks some blocks."""
+        context = evaluator.context
+        widths = evaluator.settings.without_blocks(removed_blocks).space.widths
+        if widths is None:
+            return cls(removed_blocks, model, WidthSpace.empty(context.device))
+        grid = WidthSpace.from_model(model, context, widths.selection, widths.values)
+        return cls(removed_blocks, model, grid)
+
+    @property
+    def names_before(self) -> dict[str, str]:
+        """Names that groups have in the model with all blocks."""
+        removal = self.model.recipe.edits[-1] if self.removed_blocks else None
+        kept = removal.kept if isinstance(removal, KeepBlocks) else {}
+        return {group: name_before(group, kept) for group in self.space.grid}
+
+    def measure_loss_increases(
+        self,
+        evaluator: CandidateEvaluator,
+        deadline: float,
+        deeper: Mapping[str, Mapping[int, float]] | None = None,
+    ) -> LossIncreases:
+        """Measure what each single cut loses beyond the blocks; what is known already is read.
+
+        Args:
+            evaluator: the model before the search, and its data.
+            deadline: on the clock of :func:`time.monotonic`.
+            deeper: what cuts lose in the model with all blocks, as is assumed of a group until one
+                of its widths is measured.
+        """
+        removed = len(self.removed_blocks)
+        # The names and keys of earlier versions, whose searches go on.
+        name = f"harms-{removed}-blocks-removed.json" if removed else "harms.json"
+        file, key = evaluator.out / name, f"{self.model.digest} {evaluator.settings.space.widths}"
+        known = read_state(file, key, dict[str, float]) or {}
+        without_blocks = evaluator.loss_of(self.model.load()) if removed else 0.0
+        return measure_loss_increases(
+            self.space,
+            evaluator.context.progress,
+            lambda module: max(0.0, evaluator.loss_of(module) - without_blocks),
+            known,
+            lambda: write_state(file, key, known),
+            deadline,
+            {g: deeper[name] for g, name in self.names_before.items() if deeper and name in deeper},
+        )
+
+
+@dataclass
+class SearchState:
+    """What one search has found so far."""
+
+    evaluator: CandidateEvaluator
+    checked: dict[str, CheckedModel] = field(default_factory=dict)
+    """By name, in the order in which they were checked."""
+    failed: dict[Candidate, str] = field(default_factory=dict)
+    """Candidates that could not be built → why."""
+    models: dict[ModelKey, FormatModel] = field(default_factory=dict)
+    """By format, runtime and removed blocks."""
+    is_infeasible: bool = False
+    """Whether even the smallest models miss limits."""
+    not_searched: list[str] = field(default_factory=list)
+    """What is left out, and why."""
+    emit: EventListener = lambda event: None
+    """Receives the events."""
+
+    def __post_init__(self) -> None:
+        self.settings, self.out = self.evaluator.settings, self.evaluator.out
+
+    def check(self, candidate: Candidate, predicted_ms: float | None = None) -> None:
+        """Build and measure a candidate, unless that was done, and write the front."""
+        name = candidate.name
+        if name in self.checked or candidate in self.failed:
+            return
+        fields = {"candidate": name, **candidate.settings(), "predicted_ms": predicted_ms}
+        self._log("candidate_chosen", f"{name}: chosen", fields)
+        try:
+            found = self.evaluator.evaluate(candidate, predicted_ms)
+        except StageFailed as error:
+            is_whole = not candidate.is_smaller and not candidate.float_layers
+            # With the float one latencies are compared, and mixed formats are made from the others.
+            if is_whole and candidate.runtime == "onnx":
+                raise
+            self.failed[candidate] = str(error)
+            line = f"warning: {name} could not be made: {error}"
+            fields = {"candidate": name, "error": str(error)}
+            self.emit(RunEvent("candidate_failed", None, line, fields, "warning"))
+            return
+        before, limits = self.front().points, self.settings.limits
+        self.checked[name] = found
+        fields = {
+            "candidate": name,
+            "figures": found.model_dump(mode="json", exclude={"name"}),
+            "misses": missed_limits(limits, found),
+        }
+        self.emit(RunEvent("candidate_checked", None, Front.line(found, limits), fields))
+        front = self.front()
+        if front.points != before:
+            line = f"{len(front.points)} models that no other one beats"
+            self._log("front_changed", line, {"points": [*front.points]})
+        front.write(self.out)
+        self._correct(found)
+
+    def check_whole(self, deadline: float, removed_blocks: tuple[str, ...] = ()) -> None:
+        """Check a model of whole widths in each format and runtime, the float ONNX file first."""
+        self.check(Candidate("float"))
+        for runtime, format in product(self.settings.space.runtimes, self.settings.space.formats):
+            if time.monotonic() < deadline:
+                self.check(Candidate(format, runtime=runtime, removed_blocks=removed_blocks))
+
+    def offered(self) -> list[CheckedModel]:
+        """Return the checked models of the formats, runtimes and blocks that are asked for."""
+        space = self.settings.space
+        return [
+            model
+            for model in self.checked.values()
+            if model.format in space.formats
+            and model.runtime in space.runtimes
+            and (space.blocks or not model.removed_blocks)
+        ]
+
+    def whole_models(self, removed_blocks: tuple[str, ...]) -> list[CheckedModel]:
+        """Return the offered models that only lack blocks: as wide as before, and not trained."""
+        return [
+            model
+            for model in self.offered()
+            if model.removed_blocks == removed_blocks
+            and not (model.widths or model.float_layers or model.trained)
+        ]
+
+    def is_good(self, model: CheckedModel) -> bool:
+        """Whether a model meets all limits but that of latency."""
+        return not missed_limits(self.settings.limits, model, but="latency")
+
+    @property
+    def loss_decides(self) -> bool:
+        """Whether the best model is the one that loses least, and not the fastest."""
+        limits = self.settings.limits
+        return limits.latency is not None or limits.max_drop is None
+
+    @property
+    def asked_ms(self) -> float | None:
+        """The median latency that keeps to the limits; None without any of latency."""
+        limit = self.settings.limits.latency or LatencyLimit.model_construct()
+        asked = list[float]()
+        models = self.offered()
+        for most, figures in (
+            (limit.p50_ms, [m.surely_ms for m in models]),
+            (limit.p95_ms, [m.p95_ms for m in models]),
+        ):
+            pairs = zip(figures, models, strict=True)
+            ratios = [figure / m.latency_ms for figure, m in pairs if figure is not None]
+            if most is not None:
+                asked.append(most / (median(ratios) if ratios else 1.0))
+        return min(asked, default=None)
+
+    def smallest_ms(self) -> float:
+        """Return the smallest latency that the models predict."""
+        return min(model.corrected()(model.smallest) for model in self.models.values())
+
+    def solve(
+        self, programmes: Programmes, latency_ms: float | None, known: Sequence[Candidate]
+    ) -> Solution | None:
+        """Return the model that loses least within a predicted latency, besides known ones."""
+        best: Solution | None = None
+        for (format, runtime, removed_blocks), model in self.models.items():
+            corrected = model.corrected()
+            limits = [] if latency_ms is None else [Limit(corrected, latency_ms)]
+            most_bytes = self._most_bytes(format, runtime)
+            if most_bytes is not None:
+                limits.append(Limit(model.bytes, most_bytes))
+            same = (c for c in known if (c.format, c.runtime) == (format, runtime))
+            choices = map(model.choice_of, same)
+            mixed = programmes[removed_blocks].extended(
+                model.layers.grid, model.layers.loss_increase
+            )
+            choice = mixed.solve(limits, [tried for tried in choices if tried is not None])
+            if choice is None:
+                continue
+            loss = mixed.total_loss_increase(choice) + model.loss_increase
+            if best is None or loss < best.predicted_loss:
+                best = Solution(model.candidate(choice), corrected(choice), loss)
+        return best
+
+    def _most_bytes(self, format: Format, runtime: Runtime) -> float | None:
+        """Return the largest file within the limits of size and memory; None without these.
+
+        Memory is a straight line through what the checked models of a format and runtime take.
+        """
+        limits = self.settings.limits
+        same = [m for m in self.offered() if (m.format, m.runtime) == (format, runtime)]
+        taken = {m.bytes: m.peak_mebibytes for m in same if m.peak_mebibytes is not None}
+        most = [] if limits.size is None else [limits.size]
+        if limits.memory is not None and len(taken) > 1:
+            slope, constant = np.polyfit([*taken], [*taken.values()], 1).tolist()
+            allowed = limits.memory / 2**20
+            # A line that does not rise says nothing about how large a file may be.
+            if slope > 0:
+                within = [size for size, peak in taken.items() if peak <= allowed]
+                most.append(max([(allowed - constant) / slope, *within]))
+        return min(most, default=None)
+
+    def measure_kernels(self, variant: BlockVariant, deadline: float | None = None) -> None:
+        """Measure kernels over the grid of widths, in each format and runtime.
+
+        Without a deadline, on the clock of :func:`time.monotonic`, or without some blocks, no layer
+        is left in float.
+        """
+        evaluator, removed_blocks = self.evaluator, variant.removed_blocks
+        table = KernelTable(self.out / TABLES, machine(), evaluator.context.threads)
+        # Relative to that of the float file, which is measured once.
+        key = f"{evaluator.conditions} {evaluator.base_ms!r}"
+        file = self.out / WHOLE_MODELS_FILE
+        fitted = None if removed_blocks else WholeModels.read(file, key)
+        for format in self.settings.space.formats:
+            same = [m for m in self.whole_models(removed_blocks) if m.format == format]
+            # ONNX Runtime first, whose file those with layers in float are made from.
+            whole = {m.runtime: m for m in sorted(same, key=lambda m: m.runtime != "onnx")}
+            if not whole:
+                continue
+            until = time.monotonic() + FLOAT_LAYERS_SHARE * self.settings.time
+            layers = None
+            if deadline is not None and not removed_blocks:
+                until = min(deadline, until)
+                layers = self._layer_sensitivity(next(iter(whole.values())), until)
+            if not variant.space.grid and layers is None:
+                continue
+            try:
+                if evaluator.tables is not None:
+                    built = evaluator.tables.format_models(format, [*whole])
+                else:
+                    known = {r: m for r in whole if (m := self.models.get((format, r, ())))}
+                    built = build_format_models(
+                        format,
+                        [*whole],
+                        grid=variant.space.grid,
+                        model=variant.model,
+                        context=evaluator.context,
+                        settings=self.settings.without_blocks(removed_blocks),
+                        table=table,
+                        measure_ms=evaluator.measure_latency_ms,
+                        layers=layers,
+                        deadline=until,
+                        deeper=DeeperModels(known, variant.names_before)
+                        if removed_blocks
+                        else None,
+                        whole_models=fitted,
+                    )
+            except StageFailed as error:  # the other formats may do
+                self._leave_out(f"{format} is not cut: {error}")
+                continue
+            if layers is not None and built[0].layers.unsuitable:
+                self._leave_out(
+                    f"no layer of {format} is left in float: {built[0].layers.unsuitable}"
+                )
+            for model in built:
+                own_loss = whole[model.runtime].loss
+                model.loss_increase = own_loss - model.layers.total_loss_increase
+                model.removed_blocks = removed_blocks
+                self.models[format, model.runtime, removed_blocks] = model
+        for checked in self.checked.values():
+            if checked.removed_blocks == removed_blocks:
+                self._correct(checked)
+
+    def _layer_sensitivity(self, whole: CheckedModel, deadline: float) -> LayerSensitivity | None:
+        """Measure what quantizing single layers loses; None where none may stay in float."""
+        if whole.format == "float" or not self.settings.space.float_layers:
+            return None
+        try:
+            if self.evaluator.tables is not None:
+                raise StageFailed("the latency tables have no such layers")
+            # The ONNX file, from which those with layers in float are made, is no point by itself.
+            self.check(Candidate(whole.format))
+            return self.evaluator.layer_sensitivity(whole, deadline)
+        except StageFailed as error:
+            self._leave_out(f"no layer of {whole.format} is left in float: {error}")
+            return None
+
+    def _correct(self, checked: CheckedModel) -> None:
+        """Take a measured latency into account in the model of its format, runtime and blocks."""
+        model = self.models.get((checked.format, checked.runtime, checked.removed_blocks))
+        choice = None if model is None else model.choice_of(checked.candidate)
+        if model is not None and choice is not None:
+            uncorrected_ms = model.latency_ms(choice)
+            model.correct(uncorrected_ms, checked.latency_ms)
+            fields = {
+                "candidate": checked.name,
+                "format": checked.format,
+                "runtime": checked.runtime,
+                "uncorrected_ms": uncorrected_ms,
+                "measured_ms": checked.latency_ms,
+                "factor": model.correction,
+            }
+            where = f"latency of {checked.format} in {checked.runtime}"
+            self._log("model_corrected", f"{where}: corrected by {model.correction:.3g}", fields)
+
+    def _log(self, event: EventName, line: str, fields: dict[str, Any]) -> None:
+        self.emit(RunEvent(event, None, line, fields, is_announced=False))
+
+    def _leave_out(self, what: str) -> None:
+        """Warn that something is not searched, and remember it for the front."""
+        if what not in self.not_searched:
+            self.not_searched.append(what)
+            self.warn(what)
+
+    def warn(self, message: str) -> None:
+        """Announce and log a warning."""
+        self.emit(RunEvent("message", None, f"warning: {message}", level="warning"))
+
+    def front(self, best: str | None = None) -> Front:
+        """Return the front of what was checked so far, with a model that was chosen on it."""
+        points = Front.pareto(self.offered())
+        if best is not None and best not in {model.name for model in points}:
+            points = sorted([*points, self.checked[best]], key=lambda model: model.latency_ms)
+        evaluator = self.evaluator
+        return Front(
+            limits=self.settings.limits,
+            checked=tuple(self.checked.values()),
+            failed={candidate.name: why for candidate, why in self.failed.items()},
+            points=tuple(model.name for model in points),
+            conditions=evaluator.conditions,
+            base_ms=evaluator.base_ms,
+            predicted_for=evaluator.tables.where if evaluator.tables else None,
+            best=best,
+            is_infeasible=self.is_infeasible,
+            not_searched=tuple(self.not_searched),
+        )

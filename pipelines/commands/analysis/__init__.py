@@ -1,1 +1,0 @@
-"""Commands that measure many variants of a model."""
