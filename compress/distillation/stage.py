@@ -60,7 +60,7 @@ class Distill(Stage[EagerModel, EagerModel], Teaching, Training):
 
     @model_validator(mode="after")
     def _one_way_to_say_the_loss(self) -> Self:
-        short = sorted(Teaching.model_fields.keys() & self.model_fields_set)
+        short = sorted(name for name in Teaching.model_fields if not self.has_default(name))
         if self.losses and short:
             raise ValueError(
                 f"losses says all terms, found {', '.join(short)} beside it; move it into a term "

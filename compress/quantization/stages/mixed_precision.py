@@ -49,8 +49,6 @@ class QuantizeMixed(IntegerStage):
     """Largest loss of the metric allowed on the half of `val` that decides, in hundredths of the
     metric (percentage points for accuracy), as `points` of the gate `max_drop`. A larger loss on
     the other half is a warning."""
-    calibration_samples: Annotated[int, Field(ge=16)] = 512
-    """Samples on which the ranges of activations are observed; fewer than 16 tell too little."""
     observer: Observer = "minmax"
     """How a range is estimated, where the metric is kept so."""
     corrections: tuple[Correction, ...] = ("equalize", "smooth", "adaround")

@@ -406,11 +406,10 @@ class Training(Settings):
         parallel = self.parallel
         if parallel.min_nodes is None or started == parallel.nodes:
             return self
-        given = {name: getattr(self, name) for name in self.model_fields_set}
         for nodes in range(min(started, parallel.nodes), parallel.min_nodes - 1, -1):
             with suppress(ValueError):  # batch_size does not divide, say
                 changed = parallel.with_nodes(nodes)
-                return Training.model_validate({**given, "parallel": changed})
+                return Training.model_validate({**dict(self), "parallel": changed})
         raise PipelineInvalid(
             f"parallel: {started} machines were started, and batch_size {self.batch_size} with the "
             f"other settings fits no number of them from min_nodes: {parallel.min_nodes} on"
