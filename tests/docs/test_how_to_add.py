@@ -20,8 +20,8 @@ from torch import nn
 
 from compress import Context, EagerModel, Parity, PruneChannels, QuantizeStatic, Splits, StageFailed
 from compress.artifacts.artifact import Artifact
-from compress.artifacts.kinds import LOADED
 from compress.artifacts.importing import import_checkpoint
+from compress.artifacts.kinds import LOADED
 from compress.artifacts.recipe import Recipe
 from compress.common.errors import Unavailable
 from compress.common.signature import Signature, TensorSpec
