@@ -22,8 +22,8 @@ import serve
 from compress import Train, Training
 from compress.core.stage import Stage
 from compress.distillation.loss_terms import AnyTerm
-from compress.quantization.config.backend_targets import Target as Runtime
 from compress.quantization.config.dtype_scheme import BuiltInObserver
+from compress.quantization.config.dtype_scheme import Target as Runtime
 from pipelines import Pipeline
 from pipelines.config.model_spec import MODEL_CLASSES, ModelSpec
 from pipelines.config.registry import stages

@@ -9,8 +9,11 @@ import torch
 
 from compress import EagerModel, MaxDivergence, QuantizeWeights, RotateWeights
 from compress.data.splits import Splits
-from compress.quantization.algorithms.hadamard import Rotation
-from compress.quantization.algorithms.residual_rotation import residual_stream, rotated_weights
+from compress.quantization.algorithms.residual_rotation import (
+    Rotation,
+    residual_stream,
+    rotated_weights,
+)
 from decoder.compression import context_for, made_once, trained
 from decoder.text import splits
 

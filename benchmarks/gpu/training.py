@@ -21,8 +21,8 @@ from compress.data.batch import Batch
 from compress.training.config.training import Training
 from compress.training.distributed.base import SingleProcess, process_group
 from compress.training.distributed.factory import create_strategy
-from compress.training.loop.cuda_prefetch import on_device
 from compress.training.loop.train_state import TrainState
+from compress.training.loop.trainer import on_device
 from compress.training.objectives.objective import TargetLoss
 
 FSDP = {"strategy": "fsdp", "wrap": ["Block"]}

@@ -30,11 +30,11 @@ from compress.training.distributed.data_parallel import (
 from compress.training.launch.launcher import train_on_ranks
 from compress.training.launch.rank_group import joined_group, need_group
 from compress.training.launch.worker_errors import one_line
-from compress.training.loop.callbacks import CallbackRunner
-from compress.training.loop.early_stopping import is_finished
+from compress.training.loop.evaluation import is_finished
 from compress.training.loop.job import Job
 from compress.training.loop.loggers import (
     STEP,
+    CallbackRunner,
     epoch_values,
     log_records,
     step_values,
@@ -42,7 +42,6 @@ from compress.training.loop.loggers import (
 from compress.training.loop.step_metrics import StepRecord, flops_per_unit
 from compress.training.loop.trainer import train
 from compress.training.objectives.weight_constraint import KeepZeros
-from compress.training.optim.compile import require_compiler
 from compress.training.result import Fit, read_result
 
 if TYPE_CHECKING:
@@ -90,7 +89,6 @@ def fit(
     _log_separate_statistics(start, training, task)
     results = (context.results or context.root.parent).absolute()
     try:
-        require_compiler(training, context.device)
         callbacks = CallbackRunner.from_settings(training.callbacks, context.loss.folder)
         job = _create_job(start, training, objective, context, data, accept_start, constraint)
         profiles = results / "profiles" / task

@@ -19,7 +19,7 @@ from compress.training.checkpoint.metadata import (
     read_progress,
     require_intact,
 )
-from compress.training.loop.early_stopping import is_finished
+from compress.training.loop.evaluation import is_finished
 from compress.training.objectives.objective import AUXILIARY_PREFIX
 
 if TYPE_CHECKING:

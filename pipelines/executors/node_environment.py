@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Self
 
 from compress.common.atomic_files import write_atomically
 from compress.common.errors import StageFailed
-from compress.training.launch.shared_folder import wait_until_visible
+from compress.training.launch.worker import wait_until_visible
 from pipelines.system.machine_info import versions
 
 if TYPE_CHECKING:

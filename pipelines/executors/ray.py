@@ -18,7 +18,7 @@ from compress.artifacts.artifact import MANIFEST
 from compress.common.dependency_recorder import Recording
 from compress.common.errors import StageFailed, first_line
 from compress.common.process import configured_threads
-from compress.training.launch.shared_folder import wait_until_visible
+from compress.training.launch.worker import wait_until_visible
 from pipelines.executors.node_environment import REMEDY, RunEnvironment
 from pipelines.executors.process_pool import log_here, pickled, run_task
 from pipelines.executors.task import TaskResult

@@ -15,7 +15,7 @@ import pytest
 from compress.common.errors import PipelineInvalid, StageFailed, Unavailable
 from compress.common.requirements import Requirement
 from compress.profiling.benchmark import compare_latency
-from compress.training.launch import shared_folder
+from compress.training.launch import worker as shared_folder
 from pipelines import Pipeline
 from pipelines.executors import factory
 from pipelines.executors.node_environment import RunEnvironment, read_run_id, write_run_id

@@ -14,8 +14,7 @@ from compress.quantization.pt2e.graph_constants import value_of
 from compress.quantization.pt2e.histogram_observer import Histogram
 from compress.quantization.pt2e.module_names import describe_tensor, module_of, name_inputs_
 from compress.quantization.pt2e.observers import RangeObserver
-from compress.quantization.pt2e.qspec import SMALLEST_SCALE
-from compress.quantization.pt2e.quantizer import CLAMPS, CONVOLUTIONS, WEIGHTED
+from compress.quantization.pt2e.quantizer import CLAMPS, CONVOLUTIONS, SMALLEST_SCALE, WEIGHTED
 from compress.quantization.pt2e.torchao_api import MinMaxObserver
 
 if TYPE_CHECKING:

@@ -12,10 +12,10 @@ from compress.common.errors import StageFailed
 from compress.graph.torch_export import export_program
 from compress.quantization.pt2e.graph_capture import capture
 from compress.quantization.pt2e.module_names import is_excluded
-from compress.quantization.pt2e.qspec import SMALLEST_SCALE
 from compress.quantization.pt2e.quantizer import (
     EMBEDDING,
     LINEAR,
+    SMALLEST_SCALE,
     OnnxRuntimeQuantizer,
     find_float_modules,
     is_constant,

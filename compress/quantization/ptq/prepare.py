@@ -11,8 +11,7 @@ from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.recipe import Recipe
 from compress.common.config import Settings
 from compress.graph.torch_export import export_program
-from compress.quantization.config.backend_targets import Target
-from compress.quantization.config.dtype_scheme import Observer, scheme_for
+from compress.quantization.config.dtype_scheme import Observer, Target, scheme_for
 from compress.quantization.pt2e.graph_capture import capture, copy_graph
 from compress.quantization.pt2e.observer_ranges import fit_ranges_
 from compress.quantization.pt2e.quantizer import OnnxRuntimeQuantizer

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from compress.quantization.pt2e.qspec import SMALLEST_SCALE
+from compress.quantization.pt2e.quantizer import SMALLEST_SCALE
 from compress.quantization.pt2e.torchao_api import ObserverBase
 from compress.quantization.qat.learned_step_size import LearnedStepSize, fake_quantize
 

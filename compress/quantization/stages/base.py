@@ -14,9 +14,8 @@ from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.common.errors import PipelineInvalid, StageFailed
 from compress.core.stage import CalibrationSamples, Stage
-from compress.quantization.config.backend_targets import Target
 from compress.quantization.config.calibration_data import CalibrationData
-from compress.quantization.config.dtype_scheme import activation_dtypes, added_observers
+from compress.quantization.config.dtype_scheme import Target, activation_dtypes, added_observers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping

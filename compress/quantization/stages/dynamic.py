@@ -6,8 +6,12 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from pydantic import model_validator
 
-from compress.quantization.config.backend_targets import SIGNED_ACTIVATIONS, Target
-from compress.quantization.config.dtype_scheme import Smoothing, scheme_for
+from compress.quantization.config.dtype_scheme import (
+    SIGNED_ACTIVATIONS,
+    Smoothing,
+    Target,
+    scheme_for,
+)
 from compress.quantization.stages.base import IntegerStage
 
 if TYPE_CHECKING:

@@ -56,8 +56,8 @@ class RotateWeights(Stage[EagerModel, EagerModel]):
         import torch
 
         from compress.checkpoint.streamed_module import stream_weights_
-        from compress.quantization.algorithms.hadamard import randomized_hadamard
         from compress.quantization.algorithms.residual_rotation import (
+            randomized_hadamard,
             residual_stream,
             rotated_weights,
         )

@@ -95,7 +95,7 @@ class PipelineParallel(Settings):
     are divided evenly."""
 
     @model_validator(mode="after")
-    def _fits_the_schedule(self) -> Self:
+    def _check_schedule(self) -> Self:
         if self.split and len(self.split) != self.parts - 1:
             raise ValueError(
                 f"pipeline.split has {len(self.split)} names and {self.parts} parts have "
@@ -226,7 +226,7 @@ class Parallel(Settings):
     Keys that other settings decide (batch sizes, precision, optimizer, ...) are refused."""
 
     @model_validator(mode="after")
-    def _settings_are_for_the_strategy(self) -> Self:
+    def _check_strategy(self) -> Self:
         self.refuse_settings_of_others("strategy", ONLY_FOR)
         self.refuse_settings_of_others("communication", ONLY_FOR_COMMUNICATION)
         if self.static_graph and self.find_unused_parameters is True:
@@ -259,7 +259,7 @@ class Parallel(Settings):
         return self
 
     @model_validator(mode="after")
-    def _engine_config_is_free(self) -> Self:
+    def _check_deepspeed_config(self) -> Self:
         zero = self.deepspeed_config.get("zero_optimization", {})
         if not isinstance(zero, Mapping):
             raise ValueError(f"deepspeed_config: zero_optimization is a mapping, found {zero!r}")
@@ -275,7 +275,7 @@ class Parallel(Settings):
         return self
 
     @model_validator(mode="after")
-    def _groups_divide(self) -> Self:
+    def _check_sharding(self) -> Self:
         group = self.shard_processes
         if self.sharding_mode != "hybrid_shard" and group:
             raise ValueError("shard_processes is for strategy: fsdp with sharding: hybrid_shard")
@@ -299,7 +299,7 @@ class Parallel(Settings):
         return settings
 
     @model_validator(mode="after")
-    def _hierarchy_has_two_levels(self) -> Self:
+    def _check_hierarchical(self) -> Self:
         group = self.communication_group
         divides = group not in (1, self.ranks) and self.ranks % group == 0
         if self.communication == "hierarchical" and not divides:
@@ -311,7 +311,7 @@ class Parallel(Settings):
         return self
 
     @model_validator(mode="after")
-    def _mesh_divides(self) -> Self:
+    def _check_mesh(self) -> Self:
         if self.tensor_plan and self.tensor == 1:
             raise ValueError("tensor_plan is for tensor above 1; set tensor: 2, say")
         if not self.is_mesh:

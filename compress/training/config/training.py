@@ -1,4 +1,4 @@
-"""Hyper-parameters shared by training, fine-tuning and distillation."""
+"""Hyper-parameters of training, fine-tuning and distillation, and what they need of the data."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self
 from pydantic import Field, JsonValue, field_validator, model_validator
 
 from compress.common.config import Count, Fraction, Positive, Ratio, Settings, Unmet
-from compress.common.errors import PipelineInvalid
+from compress.common.errors import PipelineInvalid, Unavailable
 from compress.common.factories import NameOrReference, Reference
+from compress.common.requirements import COMPILER, Requirement
 from compress.core.loss import Loss, refuse_class_settings
-from compress.training.config.conditions import unmet_by_data, unmet_by_machine
 from compress.training.config.parallel import Parallel
 from compress.training.config.profiling import Callbacks, Profile
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from compress.core.context import Context
+    from compress.data.splits import Splits
 
 # Those of torch.optim but LBFGS (wants a closure), SparseAdam and Muon (want special weights). The
 # rates are torch's own defaults, except those of sgd and adamw, which are 0.001 there.
@@ -223,7 +224,7 @@ class Training(Settings):
         raise ValueError(f"unknown optimizer {name!r}; {hint}")
 
     @model_validator(mode="after")
-    def _batch_divides(self) -> Self:
+    def _check_batch_size(self) -> Self:
         ranks, parts = self.parallel.replicas, self.parallel.replicas * self.accumulate
         if self.batch_size % parts:
             below = self.batch_size - self.batch_size % parts
@@ -235,7 +236,7 @@ class Training(Settings):
         return self
 
     @model_validator(mode="after")
-    def _gradients_can_be_remembered(self) -> Self:
+    def _check_error_feedback(self) -> Self:
         communication = self.parallel.communication
         if communication not in ("powersgd", "topk", "int8"):
             return self
@@ -252,7 +253,7 @@ class Training(Settings):
         return self
 
     @model_validator(mode="after")
-    def _weights_keep_their_layout(self) -> Self:
+    def _check_channels_last(self) -> Self:
         parallel = self.parallel
         # FSDP refuses weights that are not contiguous (torch 2.13), DeepSpeed copies them to flat
         # buffers, and DTensor and pipeline stages send contiguous tensors.
@@ -265,7 +266,7 @@ class Training(Settings):
         return self
 
     @model_validator(mode="after")
-    def _budget_is_for_selective(self) -> Self:
+    def _check_activation_budget(self) -> Self:
         is_chosen = self.activation_budget != ACTIVATION_BUDGET
         if is_chosen and self.activation_checkpointing != "selective":
             raise ValueError(
@@ -275,7 +276,7 @@ class Training(Settings):
         return self
 
     @model_validator(mode="after")
-    def _segments_run_at_once(self) -> Self:
+    def _check_segments(self) -> Self:
         if not isinstance(self.activation_checkpointing, ActivationSegments):
             return self
         parallel = self.parallel
@@ -291,7 +292,7 @@ class Training(Settings):
         return self
 
     @model_validator(mode="after")
-    def _goes_with_a_mesh(self) -> Self:
+    def _check_mesh(self) -> Self:
         pipeline = self.parallel.pipeline
         if self.precision == "fp16" and self.parallel.is_mesh:
             raise ValueError("precision: fp16 does not go with tensor or pipeline; use bf16")
@@ -319,7 +320,7 @@ class Training(Settings):
         return self
 
     @model_validator(mode="after")
-    def _engine_can(self) -> Self:
+    def _check_deepspeed(self) -> Self:
         cannot = {
             "precision: fp16": self.precision == "fp16",
             "on_nan: skip": self.on_nan == "skip",
@@ -333,7 +334,7 @@ class Training(Settings):
         return self
 
     @model_validator(mode="after")
-    def _rounds_stochastically(self) -> Self:
+    def _check_bf16_true(self) -> Self:
         if self.precision != "bf16-true":
             return self
         parallel = self.parallel
@@ -353,7 +354,7 @@ class Training(Settings):
         return self
 
     @model_validator(mode="after")
-    def _optimizer_is_whole(self) -> Self:
+    def _check_optimizer(self) -> Self:
         for argument, name in (("lr", "learning_rate"), ("weight_decay", "weight_decay")):
             if argument in self.optimizer_arguments:
                 raise ValueError(f"optimizer_arguments: {argument} is set by {name}; use that")
@@ -370,7 +371,7 @@ class Training(Settings):
         return self
 
     @model_validator(mode="after")
-    def _schedule_has_its_settings(self) -> Self:
+    def _check_schedule(self) -> Self:
         self.refuse_settings_of_others("schedule", SCHEDULE_SETTINGS)
         if self.has_custom_schedule and self.warmup is not None:
             raise ValueError(f"warmup is decided by schedule: {self.schedule}; leave it out")
@@ -452,7 +453,7 @@ class Training(Settings):
     def unmet_by(self, context: Context) -> Iterator[Unmet]:
         """Yield what the training lacks: a device, samples, or splits of the data."""
         yield from super().unmet_by(context)
-        yield from unmet_by_machine(self.precision, self.profile, context.device)
+        yield from unmet_by_machine(self, context.device)
         if context.data is not None:
             yield from unmet_by_data(
                 context.data,
@@ -485,3 +486,67 @@ class Training(Settings):
         return Training.model_validate(
             {name: getattr(self, name) for name in Training.model_fields}
         )
+
+
+TRITON = Requirement(what="triton", install="pip install triton")
+"""What TorchInductor generates CUDA kernels with."""
+
+
+def unmet_by_machine(training: Training, device: str) -> Iterator[Unmet]:
+    """Yield settings that need a compiler, or a CUDA device where the run is on another."""
+    on_cuda = device.startswith("cuda")
+    if training.compiled_part != "none":
+        for need in (COMPILER, TRITON) if on_cuda else (COMPILER,):
+            if need.missing():
+                problem = f"{need.problem}, or set compile: none"
+                yield Unmet(("compile",), problem, Unavailable, need.program)
+    if on_cuda:
+        return
+    needs = f"needs a CUDA device and this is {device}"
+    if training.precision == "fp16":
+        mend = "use bf16 or fp32, or set `device: cuda` for the whole run where there is one"
+        yield Unmet(("precision",), f"fp16 {needs}; {mend}", Unavailable)
+    if training.profile.memory:
+        problem = f"{needs}; leave it out, as the peak of each process is reported anyway"
+        yield Unmet(("profile", "memory"), problem, Unavailable)
+
+
+def unmet_by_data(
+    data: Splits, needs_val: str | None, size: int, steps_per_epoch: int | None, parallel: Parallel
+) -> Iterator[Unmet]:
+    """Yield splits that are not there, and settings that do not go with the number of samples.
+
+    ``needs_val`` is the setting that needs a split `val`, ``size`` that of a batch.
+    """
+    found = ", ".join(map(repr, data.datasets))
+    if needs_val and "val" not in data.datasets:
+        key, _, value = needs_val.partition(": ")
+        mend = "set keep: last" if key == "keep" else f"leave out {key}"
+        problem = f"{value} needs a split 'val', and the data has {found}; add one"
+        yield Unmet((key,), f"{problem.lstrip()}, or {mend}")
+    if "train" not in data.datasets:
+        yield Unmet((), f"trains on split 'train', and the data has {found}; add one")
+        return
+    stream, ranks = data.stream, parallel.replicas
+    if stream is not None:
+        if not steps_per_epoch and stream.samples is None:
+            problem = "split 'train' is a stream without __len__; set steps_per_epoch"
+            yield Unmet(("steps_per_epoch",), problem)
+        elif not steps_per_epoch and stream.samples is not None and stream.samples < size:
+            problem = (
+                f"split 'train' is a stream of {stream.samples} samples, expected at least a batch "
+                f"of {size}; lower batch_size or set steps_per_epoch"
+            )
+            yield Unmet(("batch_size",), problem)
+        return
+    if steps_per_epoch:
+        problem = "is for a stream, and split 'train' has a length; leave it out"
+        yield Unmet(("steps_per_epoch",), problem)
+    samples = len(data.split("train"))  # type: ignore[arg-type]  # Splits admits sized datasets only
+    if samples < ranks:
+        problem = "lower processes or nodes, or bring more data"
+        counts = f"split 'train' has {samples} samples for {ranks} processes"
+        yield Unmet(("parallel",), f"{counts}; {problem}")
+    if parallel.pipeline and samples < size:
+        counts = f"split 'train' has {samples} samples and a pipeline needs whole batches of {size}"
+        yield Unmet(("batch_size",), f"{counts}; lower batch_size")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from compress.training.distributed.sampler import steps_per_epoch
+from compress.training.distributed.base import steps_per_epoch
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -13,7 +13,7 @@ from compress.common.errors import StageFailed
 from compress.common.forward import accept_any_batch, split_batches
 from compress.common.sealed_json import read_state, write_state
 from compress.pruning.depth.output_error import OutputErrorMeter
-from compress.quantization.mixed_precision.layer_names import weighted_layers as layers_of_module
+from compress.quantization.mixed_precision.bit_candidates import weighted_layers as layers_of_module
 from export.latency.float_layers import (
     FLOAT,
     MixedModel,

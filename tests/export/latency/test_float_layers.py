@@ -17,7 +17,7 @@ from compress.artifacts.recipe import Recipe
 from compress.common.errors import StageFailed
 from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
-from compress.quantization.mixed_precision import layer_names
+from compress.quantization.mixed_precision import bit_candidates as layer_names
 from compress.quantization.stages.dynamic import QuantizeDynamic
 from compress.quantization.stages.static import QuantizeStatic
 from compress.quantization.stages.weight_only import QuantizeWeights

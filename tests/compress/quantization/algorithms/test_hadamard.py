@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from compress.quantization.algorithms import hadamard
-from compress.quantization.algorithms.hadamard import randomized_hadamard
+from compress.quantization.algorithms import residual_rotation as hadamard
+from compress.quantization.algorithms.residual_rotation import randomized_hadamard
 
 
 def matrix_of(size: int, seed: int = 0) -> torch.Tensor:

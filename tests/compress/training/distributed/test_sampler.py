@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from compress.common.process import seeded
-from compress.training.distributed.sampler import bucket_by_length, share_of_epoch, steps_per_epoch
+from compress.training.distributed.base import bucket_by_length, share_of_epoch, steps_per_epoch
 
 
 def shares(samples, batch, ranks, epoch=1):

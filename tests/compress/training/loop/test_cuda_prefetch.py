@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from compress.data.batch import Batch
-from compress.training.loop.cuda_prefetch import on_device, one_ahead, start_copy
+from compress.training.loop.trainer import on_device, one_ahead, start_copy
 
 STEPS = 20
 

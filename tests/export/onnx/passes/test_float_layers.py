@@ -7,7 +7,7 @@ import pytest
 from compress.artifacts.graph_model import GraphModel
 from compress.core.context import Context
 from compress.core.gates import Parity
-from compress.quantization.config.backend_targets import Target
+from compress.quantization.config.dtype_scheme import Target
 from compress.quantization.stages.static import QuantizeStatic
 from export.onnx.stage import ExportOnnx
 from tests.export.builders import IMAGE, images, network, network_of, samples

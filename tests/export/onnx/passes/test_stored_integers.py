@@ -8,7 +8,7 @@ import pytest
 from compress.artifacts.graph_model import GraphModel
 from compress.core.context import Context
 from compress.core.gates import Parity
-from compress.quantization.config.backend_targets import Target
+from compress.quantization.config.dtype_scheme import Target
 from compress.quantization.stages.static import QuantizeStatic
 from export.onnx.proto_io import read
 from export.onnx.stage import ExportOnnx, OnnxModel
