@@ -34,6 +34,10 @@ class QuantizeDynamic(IntegerStage):
     For transformers and recurrent models: it needs no data and follows inputs of any range. Of GRU
     and RNN, which onnxruntime has no integer kernels for, the weights alone are held in 8 bits.
     Convolutions stay float, for `quantize_static`.
+
+        - stage: quantize_dynamic
+          activation_range: row
+          exclude: [classifier]
     """
 
     stage: Literal["quantize_dynamic"] = "quantize_dynamic"

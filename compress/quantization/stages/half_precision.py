@@ -21,6 +21,11 @@ class ConvertPrecision(QuantizationStage):
 
     Inputs and outputs keep their types. Normalisations, softmax, exponentials and sums stay
     float32, and so does every operator whose numbers overflow or vanish on a sample of the data.
+    For GPUs, and for half the file where integers cost too much accuracy.
+
+        - stage: convert_precision
+          dtype: float16
+          headroom: 4
     """
 
     stage: Literal["convert_precision"] = "convert_precision"

@@ -41,7 +41,13 @@ class QuantizeMixed(IntegerStage):
     int8 weights.
 
     Every other sample of `val` decides. The metric of the result on the others, which the search
-    does not see, is in the facts beside it (`confirmed_on`).
+    does not see, is in the facts beside it (`confirmed_on`). Use it where `quantize_static` loses
+    too much and no training is wanted.
+
+        - stage: quantize_mixed
+          max_drop_points: 0.5
+          fallback: [histogram, uint16, float]
+          minutes: 10
     """
 
     stage: Literal["quantize_mixed"] = "quantize_mixed"

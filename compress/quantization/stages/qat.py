@@ -36,6 +36,11 @@ class QuantizeAwareTraining(IntegerStage, Training):
     Training begins with the model as `quantize_static` makes it, which stays where no epoch is
     better, and ends with an integer graph that gives the trained model's labels; the manifest
     records how many differ. Dropout is off, and weights that are zero stay zero.
+
+        - stage: quantize_aware_training
+          epochs: 3
+          weight_bits: 4
+          teaching: {temperature: 2}
     """
 
     stage: Literal["quantize_aware_training"] = "quantize_aware_training"

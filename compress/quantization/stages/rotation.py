@@ -34,6 +34,10 @@ class RotateWeights(Stage[EagerModel, EagerModel]):
     The weights of its RMSNorms are folded into the linear layers behind them, and the matrix into
     tables of embeddings and linear layers, which spreads outliers over all channels. Outputs stay
     the same, and are compared. A head that is the table of embeddings becomes a weight of its own.
+    Use it before `quantize_weights` where few bits cost a language model too much.
+
+        - stage: rotate_weights
+          heads: true
     """
 
     stage: Literal["rotate_weights"] = "rotate_weights"

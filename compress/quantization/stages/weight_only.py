@@ -26,7 +26,13 @@ logger = logging.getLogger(__name__)
 class QuantizeWeights(QuantizationStage):
     """Hold the weights of linear layers in a few bits, for a small file and little memory.
 
-    Latency falls where reading weights takes the time, such as with one row in a call.
+    Latency falls where reading weights takes the time, such as with one row in a call: for decoders
+    and other large linear layers.
+
+        - stage: quantize_weights
+          bits: 4
+          method: gptq
+          group_size: 32
     """
 
     stage: Literal["quantize_weights"] = "quantize_weights"

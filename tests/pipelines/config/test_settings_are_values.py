@@ -1,11 +1,13 @@
 """Settings are values: what was validated, and what a manifest records of it, validates again."""
 
+import inspect
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch.utils.data import TensorDataset
 
 from compress.common.config import Settings
@@ -149,3 +151,12 @@ def test_fewer_samples_than_the_default_are_no_error_unless_they_were_asked_for(
         (given, *_) = REQUIRED.get(kind.model_fields["stage"].default, [{}])
         assert kind.model_fields["calibration_samples"].default is None
         assert kind.model_validate(given).available_samples(data) in (100, 0)
+
+
+@pytest.mark.parametrize("name", stages())
+def test_the_example_in_a_stages_docstring_is_valid(name: str) -> None:
+    text = inspect.cleandoc(stages()[name].__doc__ or "")
+    for paragraph in text.split("\n\n"):
+        if paragraph.startswith("    "):
+            for step in yaml.safe_load(paragraph):
+                stages()[step["stage"]].model_validate(step)
