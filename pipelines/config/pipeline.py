@@ -93,7 +93,7 @@ class Tracker(Settings):
     @property
     def requirements(self) -> tuple[Requirement, ...]:
         """What must be installed."""
-        from compress.training.config.profiling import TRACKER_REQUIREMENTS
+        from compress.training.config.training import TRACKER_REQUIREMENTS
 
         return (TRACKER_REQUIREMENTS[self.kind],)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from compress.quantization.algorithms.matmul_view import InputMoments, weight_matrix
-from compress.quantization.pt2e.observed_layers import set_weight_, weight_observer_of, weight_of
+from compress.quantization.pt2e.observer_ranges import set_weight_, weight_observer_of, weight_of
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule, Node

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from compress.quantization.pt2e.observed_layers import (
+from compress.quantization.pt2e.observer_ranges import (
     bias_of,
     set_bias_,
     weight_observer_of,

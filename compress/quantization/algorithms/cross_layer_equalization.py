@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from compress.quantization.algorithms.matmul_view import groups_of
-from compress.quantization.pt2e.module_names import module_of
-from compress.quantization.pt2e.observed_layers import (
+from compress.quantization.pt2e.graph_capture import module_of
+from compress.quantization.pt2e.observer_ranges import (
     bias_of,
     layers_of,
     set_bias_,

@@ -11,8 +11,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from compress.quantization.pt2e.graph_constants import readers_of, replace_value_, value_of
-from compress.quantization.pt2e.module_names import is_excluded, module_of
+from compress.quantization.pt2e.graph_capture import (
+    is_excluded,
+    module_of,
+    readers_of,
+    replace_value_,
+    value_of,
+)
 from compress.quantization.pt2e.quantizer import LINEAR, is_constant, is_float
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from torch import fx
 
 from compress.quantization.diagnosis.rounding_switches import RoundingSwitch
 from compress.quantization.numeric_debug.sqnr import Deviation
-from compress.quantization.pt2e.histogram_observer import Histogram
+from compress.quantization.pt2e.observers import Histogram
 from compress.quantization.pt2e.quantizer import CONVOLUTIONS
 
 if TYPE_CHECKING:

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from compress.quantization.pt2e.module_names import module_of
-from compress.quantization.pt2e.observed_layers import skip_observers
-from compress.quantization.pt2e.observer_ranges import observed, observer_of
+from compress.quantization.pt2e.graph_capture import module_of
+from compress.quantization.pt2e.observer_ranges import observed, observer_of, skip_observers
 from compress.quantization.pt2e.partial_graph import fake_quantize
 from compress.quantization.pt2e.quantizer import CLAMPS, EMBEDDING, WEIGHTED
 

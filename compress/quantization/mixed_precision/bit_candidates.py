@@ -14,12 +14,14 @@ from torch import fx
 
 from compress.profiling.call_timer import CallTimer
 from compress.quantization.config.dtype_scheme import unsigned_format
-from compress.quantization.pt2e.bn_fusion import protect_shared_layers_
-from compress.quantization.pt2e.graph_capture import capture, copy_graph
-from compress.quantization.pt2e.graph_constants import value_of
-from compress.quantization.pt2e.module_names import is_excluded, module_of
-from compress.quantization.pt2e.observed_layers import skip_observers
-from compress.quantization.pt2e.observer_ranges import fit_ranges_
+from compress.quantization.pt2e.graph_capture import (
+    capture,
+    copy_graph,
+    is_excluded,
+    module_of,
+    value_of,
+)
+from compress.quantization.pt2e.observer_ranges import fit_ranges_, skip_observers
 from compress.quantization.pt2e.observers import observer_class
 from compress.quantization.pt2e.quantizer import (
     ADDITION,
@@ -31,6 +33,7 @@ from compress.quantization.pt2e.quantizer import (
     WEIGHTED,
     OnnxRuntimeQuantizer,
     is_constant,
+    protect_shared_layers_,
     qspec,
 )
 from compress.quantization.pt2e.torchao_api import Q_ANNOTATION_KEY, fuse_conv_bn_

@@ -39,7 +39,7 @@ from compress.quantization.numeric_debug.row_ranges import (
     has_call_ranges,
 )
 from compress.quantization.numeric_debug.sqnr import Deviation, OutputDeviation
-from compress.quantization.pt2e.module_names import module_names
+from compress.quantization.pt2e.graph_capture import module_names
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence

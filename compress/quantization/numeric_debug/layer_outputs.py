@@ -11,7 +11,7 @@ from torch import fx
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from compress.common.forward import flatten_outputs
-from compress.quantization.pt2e.module_names import module_names
+from compress.quantization.pt2e.graph_capture import module_names
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping

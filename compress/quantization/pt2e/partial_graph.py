@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import fx
 
-from compress.quantization.pt2e.graph_constants import value_of
+from compress.quantization.pt2e.graph_capture import value_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

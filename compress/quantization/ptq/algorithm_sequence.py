@@ -10,7 +10,7 @@ from compress.quantization.algorithms.bias_correction import correct_bias_
 from compress.quantization.algorithms.cross_layer_equalization import equalize_
 from compress.quantization.algorithms.matmul_view import UNSUPPORTED
 from compress.quantization.algorithms.smoothquant import smooth_
-from compress.quantization.pt2e.observed_layers import layers_of, weight_of
+from compress.quantization.pt2e.observer_ranges import layers_of, weight_of
 from compress.quantization.pt2e.partial_graph import LayerInputs
 
 if TYPE_CHECKING:

@@ -24,8 +24,7 @@ from compress.common.errors import StageFailed
 from compress.common.forward import flatten_outputs
 from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.quantization.algorithms.shared_input_layers import bypass_copies_
-from compress.quantization.pt2e.graph_capture import capture
-from compress.quantization.pt2e.graph_constants import remove_unread_tensors_
+from compress.quantization.pt2e.graph_capture import capture, remove_unread_tensors_
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

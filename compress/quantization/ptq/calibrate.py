@@ -10,9 +10,7 @@ import torch
 from compress.common.errors import StageFailed
 from compress.graph.torch_export import export_program
 from compress.quantization.config.calibration_data import require_varying
-from compress.quantization.pt2e.bn_fusion import protect_shared_layers_
-from compress.quantization.pt2e.graph_constants import remove_unread_tensors_
-from compress.quantization.pt2e.module_names import module_of
+from compress.quantization.pt2e.graph_capture import module_of, remove_unread_tensors_
 from compress.quantization.pt2e.observer_ranges import (
     detach_observers_,
     find_vanishing,
@@ -21,7 +19,7 @@ from compress.quantization.pt2e.observer_ranges import (
     range_facts,
     require_finite,
 )
-from compress.quantization.pt2e.quantizer import EMBEDDING, WEIGHTED
+from compress.quantization.pt2e.quantizer import EMBEDDING, WEIGHTED, protect_shared_layers_
 from compress.quantization.pt2e.torchao_api import convert_pt2e, prepare_pt2e
 
 if TYPE_CHECKING:

@@ -10,8 +10,7 @@ import torch.ao.quantization.fx._decomposed  # registers quantize_per_token and 
 
 from compress.common.errors import StageFailed
 from compress.graph.torch_export import export_program
-from compress.quantization.pt2e.graph_capture import capture
-from compress.quantization.pt2e.module_names import is_excluded
+from compress.quantization.pt2e.graph_capture import capture, is_excluded
 from compress.quantization.pt2e.quantizer import (
     EMBEDDING,
     LINEAR,

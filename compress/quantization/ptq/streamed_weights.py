@@ -28,8 +28,7 @@ from compress.common.errors import StageFailed
 from compress.common.sealed_json import read_if_unchanged, read_state, write_sealed, write_state
 from compress.data.batch import Batch
 from compress.profiling.rss import release_memory, trim_memory
-from compress.quantization.pt2e.graph_constants import remove_unread_tensors_
-from compress.quantization.pt2e.module_names import module_of
+from compress.quantization.pt2e.graph_capture import module_of, remove_unread_tensors_
 from compress.quantization.pt2e.quantizer import LINEAR
 from compress.quantization.ptq.block_graphs import BlockGraphs
 from compress.quantization.ptq.weight_only_graph import input_second_moments

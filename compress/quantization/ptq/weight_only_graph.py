@@ -22,9 +22,13 @@ from compress.quantization.algorithms.weight_rounding import (
     round_to_nearest,
 )
 from compress.quantization.numeric_debug.activation_tap import tap_activations
-from compress.quantization.pt2e.graph_capture import capture
-from compress.quantization.pt2e.graph_constants import remove_unread_tensors_, value_of
-from compress.quantization.pt2e.module_names import is_excluded, module_of
+from compress.quantization.pt2e.graph_capture import (
+    capture,
+    is_excluded,
+    module_of,
+    remove_unread_tensors_,
+    value_of,
+)
 from compress.quantization.pt2e.quantizer import EMBEDDING, LINEAR, is_constant, is_float
 
 if TYPE_CHECKING:

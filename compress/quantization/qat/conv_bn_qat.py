@@ -12,8 +12,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.fx import Node
 
-from compress.quantization.pt2e.bn_fusion import BATCH_NORM
-from compress.quantization.pt2e.quantizer import WEIGHTED, is_constant, is_sequence_linear
+from compress.quantization.pt2e.quantizer import (
+    BATCH_NORM,
+    WEIGHTED,
+    is_constant,
+    is_sequence_linear,
+)
 from compress.quantization.qat.fake_quantize import FreezeFlag
 
 if TYPE_CHECKING:

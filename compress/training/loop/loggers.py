@@ -14,14 +14,14 @@ from compress.common.dependency_recorder import recording_paused
 from compress.common.errors import CompressError, StageFailed, exits_refused, first_line
 from compress.common.factories import resolve
 from compress.common.process import random_state_kept
-from compress.training.config.profiling import Callbacks
+from compress.training.config.training import Callbacks
 from compress.training.loop.step_metrics import StepRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
-    from compress.training.config.profiling import Profile
+    from compress.training.config.training import Profile
     from compress.training.loop.step_metrics import EpochMetrics, TrainingRecord
 
 EXPERIMENT = "compress"

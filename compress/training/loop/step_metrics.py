@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from compress.artifacts.eager_model import EagerModel
     from compress.data.batch import Batch
     from compress.training.checkpoint.metadata import LossSum
-    from compress.training.config.profiling import Trace
+    from compress.training.config.training import Trace
     from compress.training.distributed.base import Strategy
     from compress.training.loop.job import Job
 

@@ -17,7 +17,7 @@ from compress.training.checkpoint.state_dict import read_
 from compress.training.objectives.objective import label_count
 from compress.training.objectives.weight_constraint import unconstrained
 from compress.training.optim.activation_checkpoint import checkpoint_activations_
-from compress.training.optim.memory_format import use_channels_last_
+from compress.training.optim.compile import use_channels_last_
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""torch.compile of the model or of its blocks, and the precision of matrix products."""
+"""torch.compile of the model or of its blocks, precision of matrix products, memory format."""
 
 from __future__ import annotations
 
@@ -55,3 +55,19 @@ def memory_budget(training: Training) -> Iterator[None]:
         return
     with functorch_config.patch(activation_memory_budget=training.activation_budget):
         yield
+
+
+IMAGE_DIMENSIONS = 4
+
+
+def use_channels_last_(module: nn.Module) -> None:
+    """Lay out weights of four dimensions with channels last, and such inputs at each call."""
+    module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    module.register_forward_pre_hook(_rearrange)
+
+
+def _rearrange(_module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    return tuple(
+        x.contiguous(memory_format=torch.channels_last) if x.dim() == IMAGE_DIMENSIONS else x
+        for x in inputs
+    )

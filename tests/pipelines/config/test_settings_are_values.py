@@ -15,11 +15,13 @@ from compress.core.gates import BUILT_IN
 from compress.data.splits import Splits
 from compress.pruning.finetune import Finetune
 from compress.training.config.parallel import Parallel, PipelineParallel
-from compress.training.config.profiling import Callbacks, Profile, Trace
 from compress.training.config.training import (
     ActivationSegments,
+    Callbacks,
     Checkpoints,
     Compilation,
+    Profile,
+    Trace,
     Training,
 )
 from compress.training.objectives.teacher_objective import Teaching

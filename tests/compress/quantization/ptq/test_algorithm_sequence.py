@@ -17,15 +17,15 @@ from compress.quantization.algorithms.cross_layer_equalization import equalize_
 from compress.quantization.algorithms.matmul_view import input_rows, weight_matrix
 from compress.quantization.config.dtype_scheme import scheme_for
 from compress.quantization.pt2e.graph_capture import functionalize
-from compress.quantization.pt2e.observed_layers import (
+from compress.quantization.pt2e.observer_ranges import (
     bias_of,
+    fit_ranges_,
     layers_of,
     set_weight_,
     skip_observers,
     weight_observer_of,
     weight_of,
 )
-from compress.quantization.pt2e.observer_ranges import fit_ranges_
 from compress.quantization.pt2e.quantizer import OnnxRuntimeQuantizer
 from compress.quantization.pt2e.torchao_api import convert_pt2e, prepare_pt2e
 from compress.quantization.ptq.algorithm_sequence import Corrections

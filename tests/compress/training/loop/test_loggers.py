@@ -8,8 +8,7 @@ import pytest
 
 from compress.common.errors import Unavailable
 from compress.core.context import Context
-from compress.training.config.profiling import Profile
-from compress.training.config.training import Training
+from compress.training.config.training import Profile, Training
 from compress.training.fit import fit
 from compress.training.loop.loggers import TensorBoardLogger, log_records
 from compress.training.loop.step_metrics import EpochMetrics

@@ -10,7 +10,7 @@ from torch.nn.utils import get_total_norm
 from compress.core.context import Context
 from compress.data.loader_config import Loading
 from compress.data.splits import DataReference
-from compress.training.config.profiling import Profile
+from compress.training.config.training import Profile
 from compress.training.loop.loggers import log_records
 from compress.training.loop.step_metrics import EpochMetrics, StepRecord
 from compress.training.optim.optimizer import clip_norm_
