@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from compress.common.signature import Signature
     from compress.data.batch import Batch
     from compress.quantization.config.dtype_scheme import IntegerFormat, Scheme
-    from compress.quantization.ptq.algorithm_sequence import Corrections
+    from compress.quantization.ptq.calibrate import Corrections
 
 aten = torch.ops.aten
 decomposed = torch.ops.quantized_decomposed

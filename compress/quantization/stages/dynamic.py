@@ -77,7 +77,7 @@ class QuantizeDynamic(IntegerStage):
 
     def run(self, model: EagerModel | GraphModel, context: Context) -> GraphModel:
         """Quantize the weights, and save the graph."""
-        from compress.quantization.ptq.algorithm_sequence import Corrections
+        from compress.quantization.ptq.calibrate import Corrections
         from compress.quantization.ptq.dynamic_activation import DynamicQuantizer, quantize_dynamic
 
         module = self.load_float(model)

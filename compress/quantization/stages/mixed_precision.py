@@ -109,12 +109,14 @@ class QuantizeMixed(IntegerStage):
         """Calibrate, search, and save the graph that keeps the metric."""
         from compress.graph.torch_export import export_program
         from compress.quantization.mixed_precision.bit_candidates import CandidateBuilder
-        from compress.quantization.mixed_precision.bit_search import BitSearch, reported
-        from compress.quantization.mixed_precision.sensitivity import SensitivityMeter
+        from compress.quantization.mixed_precision.bit_search import (
+            BitSearch,
+            SensitivityMeter,
+            reported,
+        )
         from compress.quantization.pt2e.graph_capture import capture, copy_graph
         from compress.quantization.pt2e.quantizer import OnnxRuntimeQuantizer
-        from compress.quantization.ptq.algorithm_sequence import Corrections
-        from compress.quantization.ptq.calibrate import quantize
+        from compress.quantization.ptq.calibrate import Corrections, quantize
 
         deadline = time.monotonic() + 60 * self.minutes
         meter = SensitivityMeter(model, context, self.sensitivity)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from compress.artifacts.graph_model import GraphModel
     from compress.core.context import Context
     from compress.quantization.pt2e.quantizer import OnnxRuntimeQuantizer
-    from compress.quantization.ptq.algorithm_sequence import Corrections
+    from compress.quantization.ptq.calibrate import Corrections
 
 
 class QuantizeStatic(IntegerStage):
@@ -107,8 +107,7 @@ class QuantizeStatic(IntegerStage):
         """Return the graph with calibrated observers, and what quantized and corrected it."""
         from compress.quantization.pt2e.graph_capture import capture
         from compress.quantization.pt2e.quantizer import OnnxRuntimeQuantizer
-        from compress.quantization.ptq.algorithm_sequence import Corrections
-        from compress.quantization.ptq.calibrate import prepare_calibrated
+        from compress.quantization.ptq.calibrate import Corrections, prepare_calibrated
 
         quantizer = OnnxRuntimeQuantizer(
             scheme_for(self.target, self.weight_bits, self.activation_bits),

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from compress.data.batch import Batch
     from compress.training.checkpoint.metadata import Tensors
     from compress.training.config.training import Training
-    from compress.training.distributed.comm_hooks import GradientCommunication
+    from compress.training.distributed.gradient_compression import GradientCommunication
     from compress.training.model_parallel.pipeline_schedule import PipelineRunner
 
 # Rank 0 may take hours to compute a metric, while the others wait in a collective of gloo; a dead

@@ -1,4 +1,4 @@
-"""Data parallelism: every process holds the whole model; ZeRO stage 1 shards optimizer state."""
+"""Data parallelism: each process, or thread, has the whole model; ZeRO 1 shards optimizer state."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
@@ -18,8 +19,8 @@ from compress.common.errors import StageFailed
 from compress.common.forward import preserve_modes
 from compress.common.process import seeded
 from compress.training.checkpoint.state_dict import STATE
-from compress.training.distributed.base import Strategy
-from compress.training.distributed.comm_hooks import GradientCommunication
+from compress.training.distributed.base import SingleProcess, Strategy
+from compress.training.distributed.gradient_compression import GradientCommunication
 from compress.training.distributed.sync_batchnorm import synchronize_batch_norm_
 from compress.training.optim.compile import compile_
 from compress.training.optim.optimizer import (
@@ -32,8 +33,6 @@ from compress.training.optim.optimizer import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
-
-    from torch import nn
 
     from compress.data.batch import Batch
     from compress.training.checkpoint.metadata import Tensors
@@ -259,3 +258,56 @@ def _names(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
     """Return the weights' names in the optimizer's order."""
     names = {id(weight): name for name, weight in module.named_parameters()}
     return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+
+
+def visible_devices(device: str) -> list[int]:
+    """Return the CUDA devices that DataParallel uses, the given one first; none for a CPU."""
+    if not device.startswith("cuda"):
+        return []
+    own = torch.device(device).index or 0
+    return [own, *(index for index in range(torch.cuda.device_count()) if index != own)]
+
+
+def check_replicable(training: Training, devices: int) -> None:
+    """Refuse settings that do not work in DataParallel's threads, with several devices."""
+    found = {
+        # These call the original module's forward, whose weights are on the first device.
+        f"compile: {training.compile}": training.compile != "none",
+        f"activation_checkpointing: {training.activation_checkpointing}": (
+            training.activation_checkpointing != "none"
+        ),
+        # torch 2.13 passes on that there is autocast, and not its dtype: fp16 in all threads.
+        "precision: bf16": training.precision == "bf16",
+    }
+    for name, is_set in found.items():
+        if is_set and devices > 1:
+            raise StageFailed(
+                f"strategy: dp over {devices} devices does not go with {name}; use strategy: ddp "
+                f"with processes: {devices}, or leave it out"
+            )
+
+
+class DataParallelStrategy(SingleProcess):
+    """One process whose threads compute a share of each batch on every CUDA device."""
+
+    def __init__(self, devices: list[int]) -> None:
+        self.devices = devices
+
+    def wrap(
+        self, module: nn.Module, training: Training, example: Callable[[], Batch]
+    ) -> nn.Module:
+        """Wrap the module in DataParallel, which copies it to all devices in every step."""
+        if any(part._forward_hooks for part in module.modules()):
+            raise StageFailed(
+                f"strategy: dp over {len(self.devices)} devices does not go with losses that read "
+                "a module's outputs by hooks, which threads would overwrite; use strategy: ddp"
+            )
+        return nn.DataParallel(module, device_ids=self.devices)
+
+    @contextmanager
+    def gradient_sync(self, wrapped: nn.Module, is_last: bool) -> Iterator[None]:
+        """Seed all devices for a micro-batch; the training loop seeds the first one alone."""
+        seed = int(torch.randint(2**62, ()))
+        for index, generator in enumerate(torch.cuda.default_generators):
+            generator.manual_seed(seed + index)
+        yield

@@ -11,8 +11,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from compress.training.config.parallel import Parallel
-from compress.training.distributed.comm_hooks import ErrorFeedback, GradientCommunication
-from compress.training.distributed.gradient_compression import CommCounter, Int8
+from compress.training.distributed.gradient_compression import (
+    CommCounter,
+    ErrorFeedback,
+    GradientCommunication,
+    Int8,
+)
 
 SETTINGS = {
     "none": {},

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from compress.training.config.parallel import Parallel
-from compress.training.distributed.comm_hooks import GradientCommunication
+from compress.training.distributed.gradient_compression import GradientCommunication
 
 STEPS = 20
 

@@ -13,8 +13,7 @@ from compress.quantization.diagnosis.layer_evidence import LayerEvidence, collec
 from compress.quantization.diagnosis.rounding_switches import SwitchedGraph
 from compress.quantization.pt2e.graph_capture import capture
 from compress.quantization.pt2e.quantizer import OnnxRuntimeQuantizer
-from compress.quantization.ptq.algorithm_sequence import Corrections
-from compress.quantization.ptq.calibrate import convert, prepare_calibrated
+from compress.quantization.ptq.calibrate import Corrections, convert, prepare_calibrated
 
 SIGNATURE = Signature(inputs=(TensorSpec(name="x", shape=("batch", 3, 6, 6)),))
 

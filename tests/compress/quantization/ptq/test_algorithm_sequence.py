@@ -28,8 +28,7 @@ from compress.quantization.pt2e.observer_ranges import (
 )
 from compress.quantization.pt2e.quantizer import OnnxRuntimeQuantizer
 from compress.quantization.pt2e.torchao_api import convert_pt2e, prepare_pt2e
-from compress.quantization.ptq.algorithm_sequence import Corrections
-from compress.quantization.ptq.calibrate import calibrate_
+from compress.quantization.ptq.calibrate import Corrections, calibrate_
 from compress.quantization.stages.static import QuantizeStatic
 from tests.compress.quantization.builders import IMAGE, NETWORKS, build_model
 from tests.compress.quantization.conftest import FreshProcessCheck
