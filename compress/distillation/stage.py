@@ -77,13 +77,12 @@ class Distill(Stage[EagerModel, EagerModel], Teaching, Training):
                 "losses names modules, and of an ONNX file the outputs alone are seen; use a "
                 "teacher with a factory, or losses of outputs"
             )
-        parallel = self.parallel
         if not self._names_modules and all(term.projects == "none" for term in self.losses):
             return self
         # Hooks record whole features, which no process has of a module in shards or stages.
-        split = parallel.is_mesh or parallel.sharding_mode or parallel.strategy == "deepspeed"
+        split = self.parallel.divides_weights
         if split or self.compile != "none":
-            found = f"compile: {self.compiled_part}" if not split else parallel.layout
+            found = self.parallel.layout if split else f"compile: {self.compiled_part}"
             raise ValueError(
                 "losses that name modules or project features need the whole model, uncompiled, in "
                 f"each process, found {found}; use strategy: ddp or zero1 without compile"

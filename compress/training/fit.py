@@ -196,9 +196,7 @@ def _create_job(
     constraint: Constraint | None,
 ) -> Job:
     """Describe the training; its folder is named by the hash of all that decides its result."""
-    parallel = training.parallel
-    divides = parallel.is_mesh or parallel.sharding_mode or parallel.strategy == "deepspeed"
-    if constraint is None and start.has_pruned_weights and not divides:
+    if constraint is None and start.has_pruned_weights and not training.parallel.divides_weights:
         constraint = KeepZeros()
     reference = context.artifact("source") if context.metric.name == "fidelity" else None
     identity = {

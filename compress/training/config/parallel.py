@@ -369,6 +369,11 @@ class Parallel(Settings):
         return self.model_ranks > 1
 
     @property
+    def divides_weights(self) -> bool:
+        """Whether no process, or only DeepSpeed's engine, holds the model's own whole weights."""
+        return bool(self.sharding_mode or self.is_mesh or self.strategy == "deepspeed")
+
+    @property
     def model_ranks(self) -> int:
         """Processes that share one copy of the model."""
         return self.tensor * (self.pipeline.stages if self.pipeline else 1)

@@ -147,7 +147,6 @@ SCHEDULE_SETTINGS = {
     "min_learning_rate": ("cosine", "cosine_restarts", "linear", "plateau"),
 }
 """Schedules that a setting is for; it is refused with any other."""
-ACTIVATION_BUDGET = 0.5
 
 
 class Checkpoints(Settings):
@@ -214,7 +213,7 @@ class Training(Settings):
     activation_blocks: tuple[str, ...] = ()
     """Class names of the blocks for activation checkpointing and `compile`; by default the model's
     repeated blocks."""
-    activation_budget: Ratio = ACTIVATION_BUDGET
+    activation_budget: Ratio = 0.5
     """Most bytes that `selective` keeps, as a share of those without checkpointing, which torch
     measures in the first call of each block; 0.5 recomputes little."""
     compile: Literal["none", "blocks", "whole"] | Compilation = "none"
@@ -341,29 +340,19 @@ class Training(Settings):
 
     @model_validator(mode="after")
     def _check_channels_last(self) -> Self:
-        parallel = self.parallel
         # FSDP refuses weights that are not contiguous (torch 2.13), DeepSpeed copies them to flat
         # buffers, and DTensor and pipeline stages send contiguous tensors.
-        rearranges = parallel.sharding_mode or parallel.strategy == "deepspeed" or parallel.is_mesh
-        if self.channels_last and rearranges:
+        if self.channels_last and self.parallel.divides_weights:
             raise ValueError(
                 "channels_last is for strategy: ddp, zero1 or dp without tensor and pipeline; "
-                f"found {parallel.layout}; leave it out"
+                f"found {self.parallel.layout}; leave it out"
             )
         return self
 
     @model_validator(mode="after")
-    def _check_activation_budget(self) -> Self:
-        is_chosen = self.activation_budget != ACTIVATION_BUDGET
-        if is_chosen and self.activation_checkpointing != "selective":
-            raise ValueError(
-                "activation_budget is for activation_checkpointing: selective, found "
-                f"{self.activation_checkpointing}"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_segments(self) -> Self:
+    def _check_activation_checkpointing(self) -> Self:
+        takers = {"activation_budget": ("selective",)}
+        self.refuse_settings_of_others("activation_checkpointing", takers)
         if not isinstance(self.activation_checkpointing, ActivationSegments):
             return self
         parallel = self.parallel
