@@ -133,7 +133,10 @@ def _for_started_nodes(training: Training, task: str) -> Training:
     if adapted is not training:
         log.warning(
             "%s: trains on %d of %d started machines; the settings are for up to %d",
-            *(task, adapted.parallel.nodes, started, training.parallel.nodes),
+            task,
+            adapted.parallel.nodes,
+            started,
+            training.parallel.nodes,
         )
     return adapted
 

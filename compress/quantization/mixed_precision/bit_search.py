@@ -98,7 +98,10 @@ class SensitivityMeter:
                 "quantize_mixed: loses %.4g points of %s on the half of val that the search did "
                 "not see, and %.4g on the other; max_drop_points is %g: lower it, bring more "
                 "samples, or judge the stage by a gate",
-                *(confirmed, self.metric, decided, max_drop_points),
+                confirmed,
+                self.metric,
+                decided,
+                max_drop_points,
             )
         return {
             "decided_on": self.decided_on.facts(decided),

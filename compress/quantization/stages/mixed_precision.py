@@ -148,7 +148,11 @@ class QuantizeMixed(IntegerStage):
                 correction = Corrections(**CORRECTIONS[name])
                 program = quantize(
                     copy_graph(graph),
-                    *(model.signature, quantizer, calibration, report, correction),
+                    model.signature,
+                    quantizer,
+                    calibration,
+                    report,
+                    correction,
                 )
                 corrected = program.module(check_guards=False)
                 drop = meter.metric_drop(corrected)
@@ -165,7 +169,12 @@ class QuantizeMixed(IntegerStage):
                     }
                     rescaled = correction.rescaled
                     return self.save_graph(
-                        *(model, program, quantizer.quantized, facts, context, rescaled)
+                        model,
+                        program,
+                        quantizer.quantized,
+                        facts,
+                        context,
+                        rescaled,
                     )
         formats = search.run()
         chosen = candidates.build(formats)

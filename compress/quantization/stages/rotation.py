@@ -99,13 +99,18 @@ class RotateWeights(Stage[EagerModel, EagerModel]):
         }
         logger.info(
             "%s: %d linear layers around %d channels, outputs differ by %.2g of their norm",
-            *(self.title, facts["rotated_layers"], stream.width, difference),
+            self.title,
+            facts["rotated_layers"],
+            stream.width,
+            difference,
         )
         for name, shape in facts["untied"].items():
             logger.info(
                 "%s: %s %s is no longer the table of embeddings: its norm's weight is folded into "
                 "it, and the model has as many weights more",
-                *(self.title, name, shape),
+                self.title,
+                name,
+                shape,
             )
         carried = model.carried_files()
         if stream.tied and CONFIG in carried:
