@@ -22,7 +22,7 @@ from compress.training.checkpoint.metadata import (
     require_intact,
 )
 from compress.training.distributed.base import SingleProcess
-from compress.training.distributed.ddp import (
+from compress.training.distributed.data_parallel import (
     DataParallelStrategy,
     check_replicable,
     visible_devices,

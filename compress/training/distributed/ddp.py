@@ -1,41 +1,30 @@
-"""Data parallelism: each process, or thread, has the whole model; ZeRO 1 shards optimizer state."""
+"""Data parallelism: every process holds the whole model and a share of each batch."""
 
 from __future__ import annotations
 
 from contextlib import contextmanager, nullcontext
-from itertools import count
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from compress.checkpoint.distributed_checkpoint import read_distributed
 from compress.common.errors import StageFailed
 from compress.common.forward import preserve_modes
 from compress.common.process import seeded
-from compress.training.checkpoint.state_dict import STATE
-from compress.training.distributed.base import SingleProcess, Strategy
+from compress.training.distributed.base import Strategy
 from compress.training.distributed.gradient_compression import GradientCommunication
 from compress.training.distributed.sync_batchnorm import synchronize_batch_norm_
 from compress.training.optim.compile import compile_
-from compress.training.optim.optimizer import (
-    explain_rejected_arguments,
-    optimizer_arguments,
-    optimizer_class,
-    parameter_groups,
-)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
-    from pathlib import Path
+
+    from torch import nn
 
     from compress.data.batch import Batch
-    from compress.training.checkpoint.metadata import Tensors
     from compress.training.config.parallel import Parallel
     from compress.training.config.training import Training
 
@@ -191,123 +180,3 @@ def _leaves(tensors: Iterable[torch.Tensor]) -> set[torch.Tensor]:
         nodes |= following
         remaining += following
     return leaves
-
-
-class Zero1Strategy(DDPStrategy):
-    """Every rank has the whole model, and the optimizer state of some of its weights.
-
-    After Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
-    Models" (2019), section 5.1.
-    """
-
-    def optimizer(self, module: nn.Module, training: Training) -> torch.optim.Optimizer:
-        """Build an optimizer that steps its share of the weights and broadcasts them."""
-        groups = parameter_groups(module, training)
-        self.weight_bytes: int = sum(p.nbytes for group in groups for p in group["params"])
-        with explain_rejected_arguments(training):
-            return ZeroRedundancyOptimizer(
-                groups, optimizer_class=optimizer_class(training), **optimizer_arguments(training)
-            )
-
-    def sent_bytes(self, steps: int) -> int | None:
-        """Return the bytes of gradients, and of the weights that each process broadcasts."""
-        # Each process sends the weights it has stepped; their mean, as shares differ by a weight.
-        return (super().sent_bytes(steps) or 0) + self.weight_bytes * (self.ranks - 1) // self.ranks
-
-    def optimizer_tensors(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
-        """Gather the state on rank 0, in the format of all strategies."""
-        # torch.distributed.checkpoint refuses ZeroRedundancyOptimizer's own state.
-        sharded = cast("ZeroRedundancyOptimizer", optimizer)
-        sharded.consolidate_state_dict(to=0)
-        if not self.is_main:
-            return {}
-        names = _names(module, optimizer)
-        return {
-            f"{STATE}{names[index]}.{what}": value
-            for index, state in sharded.state_dict()["state"].items()
-            for what, value in state.items()
-            if isinstance(value, torch.Tensor)
-        }
-
-    def load_optimizer_(
-        self, module: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Path
-    ) -> None:
-        """Read the whole state; ``load_state_dict`` keeps this process's share of it."""
-        saved = read_distributed(checkpoint).get("optimizer", {})
-        indices = {name: index for index, name in enumerate(_names(module, optimizer))}
-        weights = dict(module.named_parameters())
-        state: dict[int, dict[str, torch.Tensor]] = {}
-        for name, stored in saved.items():
-            weight, _, what = name.removeprefix(STATE).rpartition(".")
-            value = stored.read()
-            # In the weight's memory format: fused optimizers pair elements by their places.
-            if value.shape == weights[weight].shape:
-                layout = torch.empty_like(weights[weight], dtype=value.dtype, device=value.device)
-                value = layout.copy_(value)
-            state.setdefault(indices[weight], {})[what] = value
-        # As in a state dict, where groups have numbers in the place of weights.
-        numbers = count()
-        groups = [
-            {**group, "params": [next(numbers) for _ in group["params"]]}
-            for group in optimizer.param_groups
-        ]
-        optimizer.load_state_dict({"state": state, "param_groups": groups})
-
-
-def _names(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
-    """Return the weights' names in the optimizer's order."""
-    names = {id(weight): name for name, weight in module.named_parameters()}
-    return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
-
-
-def visible_devices(device: str) -> list[int]:
-    """Return the CUDA devices that DataParallel uses, the given one first; none for a CPU."""
-    if not device.startswith("cuda"):
-        return []
-    own = torch.device(device).index or 0
-    return [own, *(index for index in range(torch.cuda.device_count()) if index != own)]
-
-
-def check_replicable(training: Training, devices: int) -> None:
-    """Refuse settings that do not work in DataParallel's threads, with several devices."""
-    found = {
-        # These call the original module's forward, whose weights are on the first device.
-        f"compile: {training.compile}": training.compile != "none",
-        f"activation_checkpointing: {training.activation_checkpointing}": (
-            training.activation_checkpointing != "none"
-        ),
-        # torch 2.13 passes on that there is autocast, and not its dtype: fp16 in all threads.
-        "precision: bf16": training.precision == "bf16",
-    }
-    for name, is_set in found.items():
-        if is_set and devices > 1:
-            raise StageFailed(
-                f"strategy: dp over {devices} devices does not go with {name}; use strategy: ddp "
-                f"with processes: {devices}, or leave it out"
-            )
-
-
-class DataParallelStrategy(SingleProcess):
-    """One process whose threads compute a share of each batch on every CUDA device."""
-
-    def __init__(self, devices: list[int]) -> None:
-        self.devices = devices
-
-    def wrap(
-        self, module: nn.Module, training: Training, example: Callable[[], Batch]
-    ) -> nn.Module:
-        """Wrap the module in DataParallel, which copies it to all devices in every step."""
-        if any(part._forward_hooks for part in module.modules()):
-            raise StageFailed(
-                f"strategy: dp over {len(self.devices)} devices does not go with losses that read "
-                "a module's outputs by hooks, which threads would overwrite; use strategy: ddp"
-            )
-        return nn.DataParallel(module, device_ids=self.devices)
-
-    @contextmanager
-    def gradient_sync(self, wrapped: nn.Module, is_last: bool) -> Iterator[None]:
-        """Seed all devices for a micro-batch; the training loop seeds the first one alone."""
-        seed = int(torch.randint(2**62, ()))
-        for index, generator in enumerate(torch.cuda.default_generators):
-            generator.manual_seed(seed + index)
-        yield

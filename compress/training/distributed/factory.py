@@ -25,7 +25,7 @@ def create_strategy(parallel: Parallel) -> Strategy:
 
         return DeepSpeedStrategy(parallel)
     if parallel.strategy == "zero1":
-        from compress.training.distributed.ddp import Zero1Strategy
+        from compress.training.distributed.zero1 import Zero1Strategy
 
         return Zero1Strategy(parallel)
     from compress.training.distributed.ddp import DDPStrategy
