@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from compress.common.config import Count, Ratio
 from compress.core.objectives.loss import refuse_without_curvature
+from compress.core.stage import CalibrationSamples
 from compress.pruning.channel_settings import FROM_DATA, OF_GRADIENTS, Criterion, Target
 from compress.pruning.pruning_stage import AnyFinetune, PruningStage
 
@@ -55,10 +56,10 @@ class ChannelSettings(PruningStage):
     iterations: Count = 1
     """Pruning steps, each removing about as many channels; before each, importance is measured
     again, and after each, layers are refitted and the model is fine-tuned."""
-    refit: bool = True
+    refit: bool | None = None
     """Whether layers that lost inputs are refitted by least squares to their earlier outputs: no
-    training and no labels. Without data nothing is refitted."""
-    calibration_samples: Annotated[int, Field(ge=0)] | None = None
+    training and no labels. By default they are where there is data."""
+    calibration_samples: CalibrationSamples | Literal[0] = None
     """Samples on which importance is measured, layers are refitted and BatchNorm statistics are
     re-estimated. By default 512, or all there are; 0 skips all of this, and slices are still
     verified on a few samples."""
@@ -77,8 +78,7 @@ class ChannelSettings(PruningStage):
 
     @model_validator(mode="after")
     def _max_ratio_fits_scope(self) -> Self:
-        if self.scope == "uniform" and "max_ratio" in self.model_fields_set:
-            raise ValueError("max_ratio is for scope global or isomorphic, found uniform")
+        self.refuse_settings_of_others("scope", {"max_ratio": ("global", "isomorphic")})
         if self.scope != "uniform" and self.ratio and self.ratio > self.max_ratio:
             raise ValueError(
                 f"ratio {self.ratio:g} is above max_ratio {self.max_ratio:g}, the most that any "
@@ -100,6 +100,11 @@ class ChannelSettings(PruningStage):
         from compress.pruning.allocation.ratios import Limits
 
         return Limits(self.scope, self.round_to, self.min_channels, self.max_ratio)
+
+    @property
+    def refits(self) -> bool:
+        """Whether layers are refitted if there are samples."""
+        return self.refit is not False
 
     @property
     def needs_samples(self) -> bool:
@@ -132,7 +137,7 @@ class ChannelSettings(PruningStage):
         """The settings that require data."""
         required = {
             f"importance: {self.importance}": self.importance in FROM_DATA,
-            "refit": "refit" in self.model_fields_set and self.refit,
+            "refit": bool(self.refit),
             "calibration_samples": bool(self.calibration_samples),
             "finetune": self.finetune is not None,
         }

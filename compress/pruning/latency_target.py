@@ -89,7 +89,7 @@ def solve_widths(
         importance=config.importance,
         on_unverified=config.on_unverified,
         batches=list(drawn),
-        refit=config.refit,
+        refit=config.refits,
         **chosen,
     )
     if not space.grid:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import textwrap
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -152,4 +153,5 @@ def prose(text: str) -> str:
 def paragraphs(cls: type[BaseModel]) -> Iterator[str]:
     """Yield the paragraphs of a class's docstring as Markdown."""
     for paragraph in inspect.cleandoc(cls.__doc__ or "").split("\n\n"):
-        yield prose(paragraph)
+        is_example = paragraph.startswith("    ")
+        yield f"```yaml\n{textwrap.dedent(paragraph)}\n```" if is_example else prose(paragraph)

@@ -264,7 +264,7 @@ def excluding(patterns: Sequence[str], layers: Collection[str]) -> list[str]:
 def formats_with_kernels(own: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return changes of a quantization's settings to formats that onnxruntime has kernels for."""
     found: list[dict[str, Any]] = []
-    if own.get("activation_bits", 8) != 8:
+    if own.get("activation_bits") not in (None, 8):
         found.append({"activation_bits": 8})
     if own.get("target", "onnxruntime-cpu") != "onnxruntime-cpu":
         found.append({"target": "onnxruntime-cpu"})

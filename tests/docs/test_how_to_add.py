@@ -21,6 +21,7 @@ from torch import nn
 from compress import Context, EagerModel, Parity, PruneChannels, QuantizeStatic, Splits, StageFailed
 from compress.artifacts.artifact import Artifact
 from compress.artifacts.importing import import_checkpoint
+from compress.artifacts.kinds import LOADED
 from compress.artifacts.recipe import Recipe
 from compress.common.errors import Unavailable
 from compress.common.signature import Signature, TensorSpec
@@ -124,7 +125,8 @@ def test_settings_of_an_added_stage_are_checked(stage_folder: Path) -> None:
 def test_an_added_exporter_writes_an_artifact_that_gates_measure(
     on_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Artifact, "_kinds", dict(Artifact._kinds))
+    monkeypatch.setattr("compress.artifacts.artifact.LOADED", (kinds := dict(LOADED)))
+    monkeypatch.setattr("compress.artifacts.kinds.LOADED", kinds)
     install("add-an-exporter.md", on_path)
     page = import_module("linear_npz")
     stage = page.ExportNpz(gates=(Parity(atol=1e-5),))

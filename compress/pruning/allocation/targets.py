@@ -35,7 +35,7 @@ class Target(Settings):
                 f"target needs exactly one of macs, parameters and latency, found "
                 f"{' and '.join(given) or 'none'}; write target: {{macs: 0.5}}"
             )
-        if "batch" in self.model_fields_set and self.latency is None:
+        if not self.has_default("batch") and self.latency is None:
             raise ValueError("target.batch is for latency; leave it out")
         return self
 

@@ -171,7 +171,7 @@ class PoorCriterion(PruningCause[CutChannels]):
     ) -> list[Repair]:
         """Return criteria that look at data."""
         samples = {"calibration_samples": None} if own["calibration_samples"] == 0 else {}
-        refit = {} if own["refit"] else {"refit": True}
+        refit = {"refit": True} if own["refit"] is False else {}
         return [
             Repair({"importance": criterion, **samples, **refit}, 0)
             for criterion in ("obs", "wanda", "taylor")

@@ -120,7 +120,7 @@ class CutChannels(PruningDiagnosis[Cut]):
     @property
     def own(self) -> Cut:
         """The cut of the stage."""
-        return Cut(self.stage.importance, self._own_samples, self.stage.refit)
+        return Cut(self.stage.importance, self._own_samples, self.stage.refits)
 
     @property
     def notice(self) -> str:  # type: ignore[override]
@@ -230,8 +230,7 @@ class CutChannels(PruningDiagnosis[Cut]):
 
     @property
     def _own_samples(self) -> int:
-        wanted = self.stage.calibration_samples
-        return self.usual_samples if wanted is None else wanted
+        return self.stage.available_samples(self.context.need_data(WHY))
 
     @cached_property
     def _ranges(self) -> tuple[Any, Any]:

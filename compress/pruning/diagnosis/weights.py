@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import torch
 
 from compress.common.forward import copy_module
-from compress.core.diagnosis.layer_diagnosis import WHY
 from compress.pruning.diagnosis.diagnosis import PruningDiagnosis, batch_norm_shift
 from compress.pruning.recovery.recovery import (
     batch_norms,
@@ -145,10 +144,8 @@ class ZeroedWeights(PruningDiagnosis[Zeros]):
             if halfway and self.stage.amount is not None:
                 changes["amount"] = self.stage.amount / 2
             if method == BEST_METHOD:
-                data: Any = self.context.need_data(WHY)
-                available = len(data.split(data.calibration_split))
-                samples = min(self.stage.calibration_samples, available)
-                changes |= {"scope": None, "calibration_samples": samples}
+                # All there are: of a method that draws none, more may be set than the split has.
+                changes |= {"scope": None, "calibration_samples": None}
             model: Any = self.model
             with self.context.in_temporary_folder() as context:
                 made = self.stage.with_settings(changes).run(model, context)

@@ -57,8 +57,7 @@ class QuantizationCause(Cause[QuantizationDiagnosis]):
             found.append(Repair({"exclude": excluded}, 2))
         if own["activation_bits"] == 8 and own["target"] == "onnxruntime-cpu":
             found.append(Repair({"activation_bits": 16}, 3))
-        written = refused.stage.model_fields_set
-        trained = {name: own[name] for name in KEPT_IN_TRAINING if name in written}
+        trained = {n: own[n] for n in KEPT_IN_TRAINING if not refused.stage.has_default(n)}
         found.append(Repair({"stage": "quantize_aware_training", "epochs": EPOCHS, **trained}, 4))
         return tuple(r for r in found if any(own.get(k) != v for k, v in r.settings.items()))
 
