@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 import os
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, JsonValue, field_validator
 
 from compress.artifacts.carried_files import CARRIED_NAMES, CONFIG, names_in
+from compress.artifacts.kinds import LOADED, artifact_class, known_kinds
 from compress.artifacts.recipe import Recipe
 from compress.common.atomic_files import (
     open_regular,
@@ -109,7 +109,6 @@ class Artifact:
     """Whether the fact `integer_share` says how much is multiplied by integer kernels."""
     generates: ClassVar[bool] = False
     """Whether it generates text by itself, with a cache; see :meth:`generation_speed`."""
-    _kinds: ClassVar[dict[str, type[Artifact]]] = {}
 
     def __init__(self, path: Path, manifest: Manifest, digest: str) -> None:
         """Use :meth:`from_directory` instead."""
@@ -123,7 +122,7 @@ class Artifact:
 
     def __init_subclass__(cls) -> None:
         if "kind" in vars(cls):
-            Artifact._kinds[cls.kind] = cls
+            LOADED[cls.kind] = cls
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(self.path)!r}, {self.digest[:12]})"
@@ -162,12 +161,9 @@ class Artifact:
         if len(raw) > MANIFEST_BYTES:
             raise ArtifactInvalid(f"{path / MANIFEST}: has more than {MANIFEST_BYTES} bytes")
         manifest = parse_settings(Manifest, raw, path / MANIFEST, _load_manifest)
-        if manifest.kind not in Artifact._kinds:
-            # Importing the stages defines every kind; this package imports none of those above it.
-            importlib.import_module("compress.pipelines.config.registry")
-        kind = Artifact._kinds.get(manifest.kind)
+        kind = artifact_class(manifest.kind)
         if kind is None or not issubclass(kind, cls):
-            expected = getattr(cls, "kind", " or ".join(sorted(Artifact._kinds)))
+            expected = getattr(cls, "kind", " or ".join(known_kinds()))
             raise ArtifactInvalid(f"{path}: is {manifest.kind!r}, expected {expected}")
         artifact = kind(path, manifest, hashlib.sha256(raw).hexdigest())
         payload = artifact.payload_name

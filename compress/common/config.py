@@ -64,15 +64,18 @@ class Settings(BaseModel):
     def refuse_settings_of_others(
         self, choice: str, takers_of: Mapping[str, tuple[str, ...]]
     ) -> None:
-        """Raise ValueError for a setting that is set and not for the chosen value of another.
+        """Raise ValueError for a setting beside its default that another's value does not take.
 
         ``takers_of`` maps the setting's name to the values of ``choice`` that it is for.
         """
         chosen = getattr(self, choice)
         for name, takers in takers_of.items():
-            is_set = getattr(self, name) != type(self).model_fields[name].default
-            if is_set and chosen not in takers:
+            if chosen not in takers and not self.has_default(name):
                 raise ValueError(f"{name} is for {choice}: {', '.join(takers)}, found {chosen}")
+
+    def has_default(self, name: str) -> bool:
+        """Return whether a setting has its default, which a dump holds as if it were written."""
+        return bool(getattr(self, name) == type(self).model_fields[name].default)
 
 
 PARTS_OF_SCHEMAS = ("schema", "fields", "choices", "items_schema", "keys_schema", "values_schema")

@@ -68,7 +68,7 @@ class Requirement(Settings):
 COMPILER = Requirement(
     what=(os.environ.get("CXX") or "g++").split()[0],
     program=True,
-    install="a C++ compiler, e.g. apt-get install g++",
+    install="a C++ compiler, e.g. by apt-get install g++, or name one in the variable CXX",
 )
 """The compiler that TorchInductor calls."""
 JAVA = Requirement(

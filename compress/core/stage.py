@@ -3,7 +3,19 @@
 from __future__ import annotations
 
 import shlex
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar, get_args
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    ClassVar,
+    Generic,
+    Self,
+    TypeAlias,
+    TypeVar,
+    get_args,
+)
+
+from pydantic import Field
 
 from compress.artifacts.artifact import Artifact, Step
 from compress.common.config import Settings, StageName, Unmet
@@ -77,7 +89,10 @@ ROUNDING = 1e-2
 """Of float32: sums in another order differ by some 1e-6 of the norm, of which the spread between
 samples may be a small part. An error so large costs an R² 0.0001."""
 DEFAULT_CALIBRATION_SAMPLES = 512
-"""Samples drawn where ``calibration_samples`` is not set, if the split has as many."""
+CalibrationSamples: TypeAlias = Annotated[int, Field(ge=1)] | None
+"""Samples drawn from the calibration split: exactly so many, which it is an error not to have.
+
+None, the default of every stage, is as many as there are up to :attr:`Stage.default_samples`."""
 
 
 class Stage(Settings, Generic[Reads, Writes]):
@@ -98,6 +113,8 @@ class Stage(Settings, Generic[Reads, Writes]):
     """Whether the result must compute the outputs of its input, up to :meth:`rounding_error`."""
     records_history: ClassVar[bool] = False
     """Whether the result includes :attr:`Context.history`."""
+    default_samples: ClassVar[int] = DEFAULT_CALIBRATION_SAMPLES
+    """Most samples drawn where `calibration_samples` is not set."""
 
     def run(self, model: Reads, context: Context) -> Writes:
         """Do the stage's work and write its artifact to ``context.root``."""
@@ -138,7 +155,7 @@ class Stage(Settings, Generic[Reads, Writes]):
 
     def for_task(self, task: Task) -> Self:
         """Return the stage without those of its default gates that do not suit the task."""
-        if "gates" in self.model_fields_set:
+        if not self.has_default("gates"):
             return self
         gates = tuple(gate for gate in self.gates if not gate.unsuitable_task(task))
         return self.model_copy(update={"gates": gates})
@@ -196,7 +213,7 @@ class Stage(Settings, Generic[Reads, Writes]):
     def drawn_samples(self) -> int:
         """Upper bound of the samples that the stage draws from the calibration split."""
         samples: int | None = getattr(self, "calibration_samples", 0)
-        return DEFAULT_CALIBRATION_SAMPLES if samples is None else samples
+        return self.default_samples if samples is None else samples
 
     def available_samples(self, data: Splits) -> int:
         """Return how many calibration samples to draw: those set, or of the default all there are.
@@ -205,8 +222,7 @@ class Stage(Settings, Generic[Reads, Writes]):
             StageFailed: the data have no split for calibration.
         """
         available = len(data.split(data.calibration_split))  # type: ignore[arg-type]
-        chosen = self.model_dump(include={"calibration_samples"}, exclude_unset=True)
-        is_set = any(chosen.values())  # None is the default too
+        is_set = getattr(self, "calibration_samples", None) is not None
         return self.drawn_samples if is_set else min(self.drawn_samples, available)
 
     @property
@@ -247,8 +263,7 @@ class Stage(Settings, Generic[Reads, Writes]):
         Raises:
             ValidationError: the settings do not fit together.
         """
-        kept = self.model_fields_set - {"gates"} - changes.keys()
-        own = {name: getattr(self, name) for name in kept}
+        own = {name: value for name, value in self if name not in {"gates", *changes}}
         changed = {name: value for name, value in changes.items() if value is not None}
         return type(self).model_validate({**own, **changed})
 

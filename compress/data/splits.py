@@ -334,7 +334,7 @@ class Splits:
         if samples > available:
             raise StageFailed(
                 f"{samples} calibration samples asked for and split {name!r} has {available}; "
-                "lower calibration_samples or bring more data"
+                "ask for fewer or bring more data"
             )
         return self.read(name, self._calibration_order(samples, seed), self.batch_size)
 

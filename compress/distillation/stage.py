@@ -59,7 +59,7 @@ class Distill(Stage[EagerModel, EagerModel], Teaching, Training):
 
     @model_validator(mode="after")
     def _one_way_to_say_the_loss(self) -> Self:
-        short = sorted(Teaching.model_fields.keys() & self.model_fields_set)
+        short = sorted(name for name in Teaching.model_fields if not self.has_default(name))
         if self.losses and short:
             raise ValueError(
                 f"losses says all terms, found {', '.join(short)} beside it; move it into a term "
@@ -76,13 +76,12 @@ class Distill(Stage[EagerModel, EagerModel], Teaching, Training):
                 "losses names modules, and of an ONNX file the outputs alone are seen; use a "
                 "teacher with a factory, or losses of outputs"
             )
-        parallel = self.parallel
         if not self._names_modules and all(term.projects == "none" for term in self.losses):
             return self
         # Hooks record whole features, which no process has of a module in shards or stages.
-        split = parallel.is_mesh or parallel.sharding_mode or parallel.strategy == "deepspeed"
+        split = self.parallel.divides_weights
         if split or self.compile != "none":
-            found = f"compile: {self.compiled_part}" if not split else parallel.layout
+            found = self.parallel.layout if split else f"compile: {self.compiled_part}"
             raise ValueError(
                 "losses that name modules or project features need the whole model, uncompiled, in "
                 f"each process, found {found}; use strategy: ddp or zero1 without compile"

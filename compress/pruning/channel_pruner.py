@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from compress.artifacts.recipe import KeepIndices
 from compress.common.errors import StageFailed
 from compress.common.forward import copy_module, torch_predictor
-from compress.core.stage import DEFAULT_CALIBRATION_SAMPLES
 from compress.graph.flops import count_macs
 from compress.profiling.benchmark import compare_latency, unmeasurable
 from compress.pruning.allocation.budget_search import (
@@ -104,7 +103,7 @@ class ChannelPruner:
                     self._kept,
                     self._batches,
                     context.device,
-                    refit=config.refit,
+                    refit=config.refits,
                 )
             if config.finetune is not None:
                 self._finetune_(config.finetune)
@@ -294,15 +293,13 @@ def calibration_batches(config: ChannelSettings, context: Context) -> list[Batch
     Raises:
         StageFailed: a setting needs samples and there are none, or fewer than asked for.
     """
-    if config.calibration_samples == 0 or (context.data is None and not config.needs_samples):
+    if not config.drawn_samples or (context.data is None and not config.needs_samples):
         return []
     data = context.need_data(config.title)
     name = data.calibration_split
     if name not in data.datasets and not config.needs_samples:
         return []
-    split: Any = data.split(name)
-    count = config.calibration_samples or min(DEFAULT_CALIBRATION_SAMPLES, len(split))
-    return list(data.calibration(count, context.seed))
+    return list(data.calibration(config.available_samples(data), context.seed))
 
 
 def compose_kept(first: Kept, second: Kept) -> Kept:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Literal, Self, TypeAlias
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from compress.common.config import Count, Ratio, Settings
 from compress.core.objectives.loss import refuse_without_curvature
+from compress.core.stage import CalibrationSamples
 from compress.pruning.pruning_stage import AnyFinetune, PruningStage
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class Target(Settings):
                 f"target needs exactly one of macs, parameters and latency, found "
                 f"{' and '.join(given) or 'none'}; write target: {{macs: 0.5}}"
             )
-        if "batch" in self.model_fields_set and self.latency is None:
+        if not self.has_default("batch") and self.latency is None:
             raise ValueError("target.batch is for latency; leave it out")
         return self
 
@@ -131,10 +132,10 @@ class ChannelSettings(ChannelSelection, PruningAmount):
     iterations: Count = 1
     """Pruning steps, each removing about as many channels; before each, importance is measured
     again, and after each, layers are refitted and the model is fine-tuned."""
-    refit: bool = True
+    refit: bool | None = None
     """Whether layers that lost inputs are refitted by least squares to their earlier outputs: no
-    training and no labels. Without data nothing is refitted."""
-    calibration_samples: Annotated[int, Field(ge=0)] | None = None
+    training and no labels. By default they are where there is data."""
+    calibration_samples: CalibrationSamples | Literal[0] = None
     """Samples on which importance is measured, layers are refitted and BatchNorm statistics are
     re-estimated. By default 512, or all there are; 0 skips all of this, and slices are still
     verified on a few samples."""
@@ -143,8 +144,7 @@ class ChannelSettings(ChannelSelection, PruningAmount):
 
     @model_validator(mode="after")
     def _max_ratio_fits_scope(self) -> Self:
-        if self.scope == "uniform" and "max_ratio" in self.model_fields_set:
-            raise ValueError("max_ratio is for scope global or isomorphic, found uniform")
+        self.refuse_settings_of_others("scope", {"max_ratio": ("global", "isomorphic")})
         if self.scope != "uniform" and self.ratio and self.ratio > self.max_ratio:
             raise ValueError(
                 f"ratio {self.ratio:g} is above max_ratio {self.max_ratio:g}, the most that any "
@@ -159,6 +159,11 @@ class ChannelSettings(ChannelSelection, PruningAmount):
                 f"{self._needing_data[0]} needs samples, found calibration_samples: 0; leave it out"
             )
         return self
+
+    @property
+    def refits(self) -> bool:
+        """Whether layers are refitted if there are samples."""
+        return self.refit is not False
 
     @property
     def needs_samples(self) -> bool:
@@ -191,7 +196,7 @@ class ChannelSettings(ChannelSelection, PruningAmount):
         """The settings that require data."""
         required = {
             f"importance: {self.importance}": self.importance in FROM_DATA,
-            "refit": "refit" in self.model_fields_set and self.refit,
+            "refit": bool(self.refit),
             "calibration_samples": bool(self.calibration_samples),
             "finetune": self.finetune is not None,
         }

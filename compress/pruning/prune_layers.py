@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from compress.artifacts.recipe import KeepBlocks
 from compress.common.config import Count, Ratio
 from compress.common.errors import StageFailed
+from compress.core.stage import CalibrationSamples
 from compress.pruning.pruning_stage import AnyFinetune, PruningStage, finetune
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class PruneLayers(PruningStage):
     refit: bool = False
     """Whether the layers behind a removed block are refitted by least squares to their earlier
     outputs: no training and no labels, but a forward pass up to each of them."""
-    calibration_samples: Count | None = None
+    calibration_samples: CalibrationSamples = None
     """Samples on which layers are refitted. By default 512, or all there are."""
     finetune: AnyFinetune | None = None
     """How the smaller model is trained; its weights change only if an epoch improves the metric."""

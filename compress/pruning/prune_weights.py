@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from compress.common.config import Count, Ratio
 from compress.common.errors import StageFailed
+from compress.core.stage import CalibrationSamples
 from compress.pruning.pruning_stage import (
     AnyFinetune,
     BatchNormStatistics,
@@ -43,6 +44,7 @@ class PruneWeights(PruningStage):
     """
 
     stage: Literal["prune_weights"] = "prune_weights"
+    default_samples: ClassVar[int] = 128
     amount: Ratio | None = None
     """Share of zeros; omit it if `pattern` determines the share."""
     method: Literal["l1", "random", "wanda", "sparsegpt"] = "l1"
@@ -60,8 +62,8 @@ class PruneWeights(PruningStage):
     default all matrices and kernels of layers, except embeddings."""
     exclude: tuple[str, ...] = ()
     """Names of those that get none."""
-    calibration_samples: Count = 128
-    """Calibration samples of `wanda` and `sparsegpt`."""
+    calibration_samples: CalibrationSamples = None
+    """Calibration samples of `wanda` and `sparsegpt`. By default 128, or all there are."""
     batch_norm: BatchNormStatistics = "keep"
     """Whether BatchNorm statistics are those of the model before (`keep`), or are re-estimated over
     up to 512 calibration samples (`reestimate`): zeros shift what later layers read."""

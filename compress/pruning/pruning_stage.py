@@ -48,7 +48,7 @@ class Finetune(Training):
 
 def _any_training(given: Any) -> Any:
     if isinstance(given, Training) and not isinstance(given, Finetune):
-        return {name: getattr(given, name) for name in given.model_fields_set}
+        return dict(given)
     return given
 
 

@@ -42,7 +42,6 @@ from compress.training.loop.loggers import (
 from compress.training.loop.step_metrics import StepRecord, flops_per_unit
 from compress.training.loop.trainer import train
 from compress.training.objectives.weight_constraint import KeepZeros
-from compress.training.optim.compile import require_compiler
 from compress.training.result import Fit, read_result
 
 if TYPE_CHECKING:
@@ -90,7 +89,6 @@ def fit(
     _log_separate_statistics(start, training, task)
     results = (context.results or context.root.parent).absolute()
     try:
-        require_compiler(training, context.device)
         callbacks = CallbackRunner.from_settings(training.callbacks, context.loss.folder)
         job = _create_job(start, training, objective, context, data, accept_start, constraint)
         profiles = results / "profiles" / task
@@ -135,7 +133,10 @@ def _for_started_nodes(training: Training, task: str) -> Training:
     if adapted is not training:
         log.warning(
             "%s: trains on %d of %d started machines; the settings are for up to %d",
-            *(task, adapted.parallel.nodes, started, training.parallel.nodes),
+            task,
+            adapted.parallel.nodes,
+            started,
+            training.parallel.nodes,
         )
     return adapted
 
@@ -198,9 +199,7 @@ def _create_job(
     constraint: Constraint | None,
 ) -> Job:
     """Describe the training; its folder is named by the hash of all that decides its result."""
-    parallel = training.parallel
-    divides = parallel.is_mesh or parallel.sharding_mode or parallel.strategy == "deepspeed"
-    if constraint is None and start.has_pruned_weights and not divides:
+    if constraint is None and start.has_pruned_weights and not training.parallel.divides_weights:
         constraint = KeepZeros()
     reference = context.artifact("source") if context.metric.needs_reference else None
     identity = {

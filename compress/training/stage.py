@@ -14,7 +14,16 @@ if TYPE_CHECKING:
 
 
 class Train(Stage[EagerModel, EagerModel], Training):
-    """Train a model's weights on labelled data."""
+    """Train a model's weights on labelled data.
+
+    As the first stage, or after one that changed the model and has no `finetune` of its own.
+
+        - stage: train
+          epochs: 12
+          optimizer: adamw
+          schedule: cosine
+          parallel: {processes: 2}
+    """
 
     stage: Literal["train"] = "train"
 

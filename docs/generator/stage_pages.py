@@ -17,7 +17,7 @@ from groups import (
 )
 from setting_text import definitions, paragraphs, prose
 
-from compress.artifacts.artifact import Artifact
+from compress.artifacts.kinds import LOADED
 from compress.core.stage import Stage, members_of
 from compress.pipelines.config.registry import stage_type
 from compress.training.config.training import Training
@@ -70,7 +70,7 @@ def _overview() -> str:
     ]
     kinds = [
         f"| `{name}` | {next(paragraphs(kind))} |"  # type: ignore[arg-type]
-        for name, kind in sorted(Artifact._kinds.items())
+        for name, kind in sorted(LOADED.items())
     ]
     every = {name: DEFS["Train"]["properties"][name] for name in Stage.model_fields}
     every |= OF_THE_FILE

@@ -68,7 +68,7 @@ def _without_patterns(own: Mapping[str, Any], left_out: Sequence[str]) -> Settin
 
 def _formats_with_kernels(own: Mapping[str, Any]) -> Iterator[Settings]:
     """Yield changes of a quantization's settings to formats that onnxruntime has kernels for."""
-    if own.get("activation_bits", 8) != 8:
+    if own.get("activation_bits") not in (None, 8):
         yield {"activation_bits": 8}
     if own.get("target", "onnxruntime-cpu") != "onnxruntime-cpu":
         yield {"target": "onnxruntime-cpu"}

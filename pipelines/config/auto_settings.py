@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
 from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
 
 from compress.common.config import Count, Positive, Settings
+from compress.core.stage import CalibrationSamples
 from compress.pipelines.config.registry import AnyStage
 from compress.pruning.channel_settings import ChannelSelection, Criterion
 from compress.pruning.pruning_stage import AnyFinetune
@@ -46,7 +47,7 @@ def _in_units(units: dict[str, float], example: str) -> BeforeValidator:
 
 def _with_unit(unit: str) -> PlainSerializer:
     """Write a number with its unit, as it is read."""
-    return PlainSerializer(lambda value: f"{value!r}{unit}", return_type=str, when_used="json")
+    return PlainSerializer(lambda value: f"{value!r}{unit}", return_type=str)
 
 
 Seconds = Annotated[float, _in_units(SECONDS, "10m"), _with_unit("s"), Field(gt=0)]
@@ -117,7 +118,7 @@ class WidthSettings(Settings):
     """As in `prune_channels`, like the settings below."""
     importance: Criterion = "obs"
     """How channels are ranked."""
-    calibration_samples: Count | None = None
+    calibration_samples: CalibrationSamples = None
     """Samples on which channels are ranked and layers are refitted, in each model; fewer take less
     time."""
     include: tuple[str, ...] = ()

@@ -220,7 +220,7 @@ def _quantizing(between: list[AnyStage]) -> tuple[AnyStage, ...] | None:
     for stage in between:
         if isinstance(stage, QuantizeStatic):
             quick: dict[str, Any] = {"rounding": "nearest", "bias_correction": False}
-            quick["calibration_samples"] = min(CALIBRATED_ON, stage.calibration_samples)
+            quick["calibration_samples"] = min(CALIBRATED_ON, stage.drawn_samples)
             changing.append(stage.model_copy(update=quick))
         elif isinstance(stage, QuantizeWeights):
             method = "hqq" if stage.method == "hqq" else "rtn"

@@ -101,9 +101,9 @@ def _accuracy_warnings(state: RunState) -> Iterator[tuple[str, tuple[str, ...]]]
         return
     for drop in accuracy_drops(plan, metric, values):
         stage: Any = plan.stage(drop.stage).stage
-        samples, cause = getattr(stage, "calibration_samples", None), ""
-        if samples and data is not None:
-            cause = unlike_val(data, samples, state.pipeline.seed)
+        cause = ""
+        if stage.needs_data and stage.drawn_samples and data is not None:
+            cause = unlike_val(data, stage.available_samples(data), state.pipeline.seed)
         if cause or not drop.is_judged:
             yield drop.line(metric, cause), (drop.stage,)
     if data is None:

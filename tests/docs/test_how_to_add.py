@@ -32,6 +32,7 @@ from compress import (
 )
 from compress.artifacts.artifact import Artifact
 from compress.artifacts.importing import import_checkpoint
+from compress.artifacts.kinds import LOADED
 from compress.artifacts.recipe import Recipe
 from compress.common.errors import PipelineInvalid, Unavailable
 from compress.common.requirements import announcing_package
@@ -141,7 +142,8 @@ def test_settings_of_an_added_stage_are_checked(stage_folder: Path) -> None:
 def test_an_added_exporter_writes_an_artifact_that_gates_measure(
     on_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Artifact, "_kinds", dict(Artifact._kinds))
+    monkeypatch.setattr("compress.artifacts.artifact.LOADED", (kinds := dict(LOADED)))
+    monkeypatch.setattr("compress.artifacts.kinds.LOADED", kinds)
     install("add-an-exporter.md", on_path)
     page = import_module("linear_npz")
     stage = page.ExportNpz(gates=(Parity(atol=1e-5),))

@@ -77,7 +77,7 @@ def test_a_stages_example_is_valid_and_its_kinds_are_named(
     pages: dict[str, str], stage: type[Stage]
 ) -> None:
     section = _section(pages, stage_type(stage))
-    (snippet,) = re.findall(r"```yaml\n(.*?)```", section, re.DOTALL)
+    *_, snippet = re.findall(r"```yaml\n(.*?)```", section, re.DOTALL)
     (example,) = yaml.safe_load(snippet)
     assert type(stages()[example["stage"]].model_validate(example)) is stage
     read, written = (get_args(kinds) or (kinds,) for kinds in (stage.reads(), stage.writes()))

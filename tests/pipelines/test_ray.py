@@ -18,7 +18,7 @@ from compress.pipelines import Pipeline
 from compress.pipelines.executors import engines
 from compress.pipelines.executors.launched import RunEnvironment, read_run_id, write_run_id
 from compress.profiling.benchmark import compare_latency
-from compress.training.launch import shared_folder
+from compress.training.launch import worker as shared_folder
 
 NETS = """
 import os, pathlib, signal, sys, time

@@ -84,7 +84,7 @@ def _with_samples(own: Own) -> dict[str, Any]:
 
 def _better_criteria(refused: Refused, own: Own, layers: Sequence[str]) -> list[Repair]:
     """Return criteria that look at data, the best one first."""
-    refit = {} if own["refit"] else {"refit": True}
+    refit = {"refit": True} if own["refit"] is False else {}
     return [
         Repair({"importance": criterion, **_with_samples(own), **refit}, 0)
         for criterion in ("obs", "wanda", "taylor")

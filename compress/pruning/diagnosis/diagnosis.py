@@ -207,9 +207,8 @@ class CutChannels(PruningDiagnosis[Cut]):
     @cached_property
     def own(self) -> Cut:
         """The cut of the stage."""
-        wanted = self.stage.calibration_samples
-        samples = self.usual_samples if wanted is None else wanted
-        return Cut(self.stage.importance, samples, self.stage.refit)
+        samples = self.stage.available_samples(self.context.need_data(WHY))
+        return Cut(self.stage.importance, samples, self.stage.refits)
 
     @cached_property
     def module(self) -> nn.Module:
@@ -469,11 +468,9 @@ class ZeroedWeights(PruningDiagnosis[Zeros]):
             if halfway and self.stage.amount is not None:
                 changes["amount"] = self.stage.amount / 2
             if method == BEST_METHOD:
-                data: Any = self.context.need_data(WHY)
-                available = len(data.split(data.calibration_split))
-                samples = min(self.stage.calibration_samples, available)
-                # A method that calibrates ranks within layers, and refuses `scope: global`.
-                changes |= {"scope": None, "calibration_samples": samples}
+                # A method that calibrates ranks within layers, and refuses `scope: global`. All
+                # samples there are: of one that draws none, more may be set than the split has.
+                changes |= {"scope": None, "calibration_samples": None}
             with self.context.in_temporary_folder() as context:
                 made = self.stage.with_settings(changes).run(self.model, context)
                 parameters = dict(made.load().named_parameters(remove_duplicate=False))

@@ -110,7 +110,7 @@ def solve_widths(
     drawn = context.need_data(config.title).calibration(few, context.seed) if few else ()
     size = target.batch if model.signature.batch_axis else model.signature.smallest_batch
     values = min(MOST_VALUES, max(FEWEST_VALUES, 1 + MOST_CUTS // max(1, len(variants.whole))))
-    space = WidthSpace.from_model(model, context, config, values, list(drawn), refit=config.refit)
+    space = WidthSpace.from_model(model, context, config, values, list(drawn), refit=config.refits)
     if not space.grid:
         return None  # which the stage explains
     with ExitStack() as stack:

@@ -89,8 +89,7 @@ def _cause(
         if own["activation_bits"] == 8 and own["target"] == "onnxruntime-cpu":
             found.append(Repair({"activation_bits": 16}, 3))
         # Defaults of the training are its own, such as its samples.
-        written = refused.stage.model_fields_set
-        trained = {name: own[name] for name in KEPT_IN_TRAINING if name in written}
+        trained = {n: own[n] for n in KEPT_IN_TRAINING if not refused.stage.has_default(n)}
         found.append(Repair({"stage": "quantize_aware_training", "epochs": EPOCHS, **trained}, 4))
         return changing(own, found)
 

@@ -1,4 +1,4 @@
-"""Build quantized graphs from one float graph, with a format for each layer."""
+"""Build quantized graphs from one float graph, with a format for each layer, and name layers."""
 
 from __future__ import annotations
 
@@ -14,14 +14,25 @@ from torch import fx
 
 from compress.profiling.call_timer import CallTimer
 from compress.quantization.config.dtype_scheme import unsigned_format
-from compress.quantization.pt2e.graph_capture import copy_graph, module_of
+from compress.quantization.pt2e.graph_capture import (
+    capture,
+    copy_graph,
+    is_excluded,
+    module_of,
+    value_of,
+)
 from compress.quantization.pt2e.observer_ranges import fit_ranges_, skip_observers
 from compress.quantization.pt2e.observers import observer_class
 from compress.quantization.pt2e.quantizer import (
+    ADDITION,
+    AVERAGE_POOL,
     CLAMPS,
+    EMBEDDING,
     LINEAR,
+    MOVES,
     WEIGHTED,
     OnnxRuntimeQuantizer,
+    is_constant,
     protect_shared_layers_,
     qspec,
 )
@@ -42,6 +53,7 @@ if TYPE_CHECKING:
     from compress.quantization.config.dtype_scheme import Observer, Scheme
 
     Range = tuple[torch.Tensor, torch.Tensor]
+    from torch import nn
 
 FLOAT, UINT16 = "float", "uint16"
 TIMED_RUNS = 11
@@ -252,3 +264,41 @@ def _activation_observers(
         if node.op == "call_module" and node.args[0].op != "get_attr":
             source = skip_observers(node)  # it may have observers in 8 and in 16 bits
             yield source.name, prepared.get_submodule(node.target), list(node.users)
+
+
+WILDCARDS = set("*?[")
+QUANTIZED_TOO = {ADDITION, AVERAGE_POOL, EMBEDDING, *MOVES}
+
+
+@dataclass(frozen=True)
+class WeightedLayer:
+    """A convolution or a linear layer."""
+
+    name: str | None
+    """Its module; None where `exclude` cannot name the layer alone, as it belongs to no module, or
+    to one in which something else is quantized too."""
+    weight: torch.Tensor
+    """With the BatchNorm after it folded in, outputs first."""
+
+
+def weighted_layers(module: nn.Module, signature: Signature) -> list[WeightedLayer]:
+    """Return the convolutions and linear layers in graph order; those called twice are in twice."""
+    graph = capture(module, signature)
+    modules = {name for name, _ in module.named_modules()}
+    protect_shared_layers_(graph)
+    fuse_conv_bn_(graph)
+    layers = []
+    for layer in graph.graph.nodes:
+        if layer.target not in WEIGHTED or not is_constant(layer.args[1]):
+            continue
+        name = layer_name(layer)
+        excluded = [node for node in graph.graph.nodes if is_excluded(node, (name,))]
+        alone = all(
+            node.target not in QUANTIZED_TOO
+            and (node.target not in WEIGHTED or layer_name(node) == name)
+            for node in excluded
+        )
+        is_named = name in modules and not WILDCARDS & set(name)
+        weight = value_of(graph, layer.args[1]).detach()
+        layers.append(WeightedLayer(name if is_named and alone else None, weight))
+    return layers

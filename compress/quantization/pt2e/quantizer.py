@@ -12,13 +12,14 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from compress.quantization.pt2e.graph_capture import is_excluded, is_wrapped, module_of, value_of
 from compress.quantization.pt2e.observers import observer_class
-from compress.quantization.pt2e.quantizer import bias_qspec, qspec
 from compress.quantization.pt2e.torchao_api import (
     Q_ANNOTATION_KEY,
+    DerivedQuantizationSpec,
+    MinMaxObserver,
     PerChannelMinMaxObserver,
     QuantizationAnnotation,
     QuantizationSpec,
@@ -29,7 +30,47 @@ from compress.quantization.pt2e.torchao_api import (
 if TYPE_CHECKING:
     from collections.abc import Container, Sequence
 
-    from compress.quantization.config.dtype_scheme import Observer, Scheme
+    from torch.fx import GraphModule
+
+    from compress.quantization.config.dtype_scheme import IntegerFormat, Observer, Scheme
+
+SMALLEST_SCALE = 2.0**-60
+"""Keeps the product of two scales, which both runtimes hold in a float32, a normal number."""
+
+
+def qspec(numbers: IntegerFormat, observer: Any, **options: float) -> QuantizationSpec:
+    """Return the torchao spec of an integer format, with the class of its observer and options."""
+    granularity = "channel" if numbers.per_channel else "tensor"
+    symmetry = "symmetric" if numbers.symmetric else "affine"
+    return QuantizationSpec(
+        dtype=getattr(torch, numbers.dtype),
+        observer_or_fake_quant_ctr=observer.with_args(eps=SMALLEST_SCALE, **options),
+        quant_min=numbers.quant_min,
+        quant_max=numbers.quant_max,
+        qscheme=getattr(torch, f"per_{granularity}_{symmetry}"),
+        ch_axis=0 if numbers.per_channel else None,
+    )
+
+
+def bias_qspec(node: Node, source: Node, weight: Node) -> DerivedQuantizationSpec:
+    """Return the int32 spec of a bias, with scale `input_scale * weight_scale`."""
+
+    # onnxruntime would round a float bias to the same integers. Doing so here gives both runtimes
+    # equal sums, and lets onnxruntime compute a Gemm with a float output in integers.
+    def derive(observers: Sequence[MinMaxObserver]) -> tuple[torch.Tensor, torch.Tensor]:
+        (scale, _), (scale_O, _) = (observer.calculate_qparams() for observer in observers)
+        bias_scale_O = scale * scale_O
+        return bias_scale_O, torch.zeros_like(bias_scale_O, dtype=torch.int32)
+
+    return DerivedQuantizationSpec(
+        derived_from=[(source, node), (weight, node)],
+        derive_qparams_fn=derive,
+        dtype=torch.int32,
+        quant_min=-(2**31),
+        quant_max=2**31 - 1,
+        qscheme=torch.per_channel_symmetric,
+        ch_axis=0,
+    )
 
 
 aten = torch.ops.aten
@@ -285,3 +326,44 @@ def find_float_modules(model: GraphModule) -> list[str]:
         if node.users and not any(Q_ANNOTATION_KEY in reader.meta for reader in node.users)
     }
     return sorted(names)
+
+
+BATCH_NORM = aten._native_batch_norm_legit_no_training.default
+FOLDABLE = {
+    *WEIGHTED,
+    aten.conv_transpose1d.default,
+    aten.conv_transpose2d.input,
+    aten.conv_transpose3d.input,
+}
+"""Operators into which torchao folds the BatchNorm that follows."""
+
+
+def protect_shared_layers_(graph: GraphModule) -> None:
+    """Insert a copy between a layer and a BatchNorm that must not be folded into it.
+
+    torchao 0.18 folds every BatchNorm that follows a layer. Where the layer's output has another
+    reader too, or another BatchNorm follows the same weight, that would change the model. It fails
+    for computed weights, and of grouped transposed convolutions it takes the wrong axis.
+    """
+    for node in graph.graph.nodes:
+        layer = node.args[0] if node.target is BATCH_NORM else None
+        if not (isinstance(layer, Node) and layer.target in FOLDABLE):
+            continue
+        weight = layer.args[1]
+        layers = weight.users if isinstance(weight, Node) else [layer]
+        readers = [reader for each in layers for reader in each.users]
+        equal = [r.target is BATCH_NORM and r.args[1:] == node.args[1:] for r in readers]
+        tensors = [part for part in (*layer.args[1:3], *node.args[1:5]) if isinstance(part, Node)]
+        is_alone = all(equal) and all(len(each.users) == 1 for each in layers)
+        if is_alone and all(map(is_constant, tensors)) and not _is_grouped_transpose(layer):
+            continue
+        with graph.graph.inserting_before(node):
+            copy = graph.graph.call_function(aten.clone.default, (layer,))
+            copy.meta = dict(layer.meta)
+        node.replace_input_with(layer, copy)
+    graph.recompile()
+
+
+def _is_grouped_transpose(layer: Node) -> bool:
+    groups = layer.args[6] if len(layer.args) > 6 else layer.kwargs.get("groups", 1)
+    return layer.target not in WEIGHTED and bool(groups != 1)

@@ -1,24 +1,33 @@
-"""Post-training quantization of a captured graph: calibrate its observers, convert."""
+"""Post-training quantization of a captured graph: calibrate its observers, correct, convert."""
 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from compress.common.errors import StageFailed
 from compress.graph.torch_export import export_program
+from compress.quantization.algorithms.adaround import adaround_
+from compress.quantization.algorithms.bias_correction import correct_bias_
+from compress.quantization.algorithms.cross_layer_equalization import equalize_
+from compress.quantization.algorithms.matmul_view import UNSUPPORTED
+from compress.quantization.algorithms.smoothquant import smooth_
 from compress.quantization.config.calibration_data import require_varying
 from compress.quantization.pt2e.graph_capture import module_of, remove_unread_tensors_
 from compress.quantization.pt2e.observer_ranges import (
     detach_observers_,
     find_vanishing,
     fit_ranges_,
+    layers_of,
     monitor_ranges,
     range_facts,
     require_finite,
+    weight_of,
 )
+from compress.quantization.pt2e.partial_graph import LayerInputs
 from compress.quantization.pt2e.quantizer import EMBEDDING, WEIGHTED, protect_shared_layers_
 from compress.quantization.pt2e.torchao_api import convert_pt2e, prepare_pt2e
 
@@ -30,9 +39,66 @@ if TYPE_CHECKING:
 
     from compress.common.signature import Signature
     from compress.data.batch import Batch
+    from compress.quantization.config.dtype_scheme import Rounding, Scheme, Smoothing
     from compress.quantization.pt2e.observer_ranges import RangeMonitor
     from compress.quantization.pt2e.quantizer import OnnxRuntimeQuantizer
-    from compress.quantization.ptq.calibrate import Corrections
+
+
+@dataclass
+class Corrections:
+    """Which algorithms run; records for the manifest what they changed."""
+
+    smooth: Smoothing = "off"
+    equalize: bool = False
+    rounding: Rounding = "nearest"
+    rounding_steps: int = 500
+    bias_correction: bool = False
+    float_between_layers: bool = False
+    """Whether activations between layers are float, as with ranges found at run time, so that a
+    multiplication may be inserted anywhere."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    rescaled: set[str] = field(default_factory=set)
+    """Modules whose outputs have other scales than the float model's."""
+
+    def smooth_(
+        self, graph: GraphModule, batches: Iterable[Batch], scheme: Scheme, exclude: Sequence[str]
+    ) -> None:
+        """Apply SmoothQuant to a captured graph, before it is prepared."""
+        if self.smooth != "off":
+            anywhere = self.float_between_layers
+            self.facts["smoothed"], rescaled = smooth_(
+                graph, batches, scheme, self.smooth, exclude, float_between_layers=anywhere
+            )
+            self.rescaled |= rescaled
+
+    def equalize_(self, prepared: GraphModule) -> None:
+        """Apply cross-layer equalization to a prepared graph, before it is calibrated."""
+        if self.equalize:
+            equalized = equalize_(prepared)
+            self.facts["equalized_pairs"] = len(equalized)
+            self.rescaled |= set(equalized)
+
+    def round_(self, prepared: GraphModule, batches: Iterable[Batch]) -> None:
+        """Apply AdaRound and bias correction to a calibrated graph, layer after layer.
+
+        In graph order, so that each layer compensates the quantization error of those before it.
+        """
+        changed: list[float] = []
+        with LayerInputs(prepared, batches) as inputs:
+            for layer in layers_of(prepared):
+                observed: Any = layer.args[:2]
+                if any(operand.op != "call_module" for operand in observed):
+                    continue  # its input or weight stays float
+                weight = weight_of(prepared, layer)
+                # AdaRound first: it leaves little shift for the bias to correct.
+                if self.rounding == "adaround" and layer.target not in UNSUPPORTED:
+                    pairs = inputs.pairs(layer)
+                    changed.append(adaround_(prepared, layer, pairs, self.rounding_steps))
+                if self.bias_correction:
+                    correct_bias_(prepared, layer, weight, inputs.pairs(layer))
+        if changed:
+            self.facts["rounded_away"] = round(sum(changed) / len(changed), 4)
+
 
 logger = logging.getLogger(__name__)
 

@@ -6,14 +6,14 @@ import logging
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from textwrap import shorten
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.common.errors import PipelineInvalid, StageFailed
-from compress.core.stage import Stage
+from compress.core.stage import CalibrationSamples, Stage
 from compress.quantization.config.calibration_data import CalibrationData
 from compress.quantization.config.dtype_scheme import Target, activation_dtypes, added_observers
 
@@ -40,6 +40,9 @@ class QuantizationStage(Stage[EagerModel | GraphModel, GraphModel]):
 
     exclude: tuple[str, ...] = ()
     """Names of modules left in float; `*` and `?` stand for any characters."""
+    calibration_samples: CalibrationSamples = None
+    """Samples of the data on which the model is looked at. By default 512 (256 for `smooth` of
+    `quantize_dynamic`, 128 for `quantize_weights` and `convert_precision`), or all there are."""
 
     def rounding_error(self, model: Artifact) -> float:
         """Return the error that fewer bits explain where they cost an R² 0.01."""
@@ -86,13 +89,13 @@ class QuantizationStage(Stage[EagerModel | GraphModel, GraphModel]):
                 raise PipelineInvalid(f"exclude: no module is named {pattern!r}{hint}")
 
     def calibration_data(self, model: EagerModel | GraphModel, context: Context) -> CalibrationData:
-        """Draw `calibration_samples` samples of the data; where they are not set, all up to 512.
+        """Draw `calibration_samples` samples; unless they are set, whole batches of the model.
 
         Raises:
             StageFailed: there are fewer samples than are set, or than the model's batch has.
         """
         samples = self.available_samples(context.need_data("calibration"))
-        if "calibration_samples" not in self.model_fields_set:
+        if self.calibration_samples is None:
             samples -= samples % min(model.signature.smallest_batch, samples)
         if 0 < samples < FEW_SAMPLES:
             logger.warning("%s: calibrated on %d samples alone", self.title, samples)
@@ -148,6 +151,9 @@ class QuantizationStage(Stage[EagerModel | GraphModel, GraphModel]):
 class IntegerStage(QuantizationStage):
     """A quantization stage whose layers are computed by a runtime's integer kernels."""
 
+    calibration_samples: Annotated[int, Field(ge=FEW_SAMPLES)] | None = None
+    """Samples on which the ranges of activations are observed; fewer than 16 tell too little. By
+    default 512 (256 for `smooth` of `quantize_dynamic`), or all there are."""
     target: Target = "onnxruntime-cpu"
     """Runtime whose fused integer kernels decide which operators are quantized, and how."""
     embeddings: bool = True

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from pydantic import model_validator
 
-from compress.common.config import Count
 from compress.quantization.config.dtype_scheme import (
     SIGNED_ACTIVATIONS,
     Smoothing,
@@ -35,44 +34,40 @@ class QuantizeDynamic(IntegerStage):
     For transformers and recurrent models: it needs no data and follows inputs of any range. Of GRU
     and RNN, which onnxruntime has no integer kernels for, the weights alone are held in 8 bits.
     Convolutions stay float, for `quantize_static`.
+
+        - stage: quantize_dynamic
+          activation_range: row
+          exclude: [classifier]
     """
 
     stage: Literal["quantize_dynamic"] = "quantize_dynamic"
+    default_samples: ClassVar[int] = 256
     target: Target = "onnxruntime-cpu"
     """Runtime whose integer kernels decide how numbers are rounded; those on CPUs have such."""
     weight_bits: Literal[7, 8] = 8
     """Bits of a weight, which takes 8 in the file. With 7 the products are exact in every runtime
     on x86 processors without VNNI, which add pairs of them in 16 bits, and onnxruntime takes its
     faster kernels there."""
-    activation_range: Literal["tensor", "row"] = "tensor"
-    """From what an activation's range is taken: the whole call, or each row that a linear layer
-    reads. Only with `row` are a row's outputs independent of the other rows of the batch, so that
-    servers may batch requests; it takes longer, and recurrent layers stay float. With `target:
-    xnnpack` it is always `row`."""
+    activation_range: Literal["tensor", "row"] | None = None
+    """From what an activation's range is taken: the whole call (`tensor`, the default), or each row
+    that a linear layer reads. Only with `row` are a row's outputs independent of the other rows of
+    the batch, so that servers may batch requests; it takes longer, and recurrent layers stay float.
+    With `target: xnnpack` it is always `row`."""
     smooth: Smoothing = "off"
     """SmoothQuant: how far outliers of what linear layers read are moved into their weights, from 0
     to 1; `auto` searches each layer's best and leaves alone what gains nothing."""
-    calibration_samples: Count = 256
-    """Samples that `smooth` looks at."""
 
     @property
     def needs_data(self) -> bool:
         """Whether `smooth` looks at activations."""
         return self.smooth != "off"
 
-    @model_validator(mode="before")
-    @classmethod
-    def _xnnpack_has_rows(cls, settings: Any) -> Any:
-        if not isinstance(settings, dict) or settings.get("target") != "xnnpack":
-            return settings
-        if settings.get("activation_range") == "tensor":
+    @model_validator(mode="after")
+    def _check_target(self) -> Self:
+        if self.target == "xnnpack" and self.activation_range == "tensor":
             raise ValueError(
                 "activation_range: XNNPACK takes a range for each row, found tensor; leave it out"
             )
-        return {"activation_range": "row", **settings}
-
-    @model_validator(mode="after")
-    def _target_has_run_time_ranges(self) -> QuantizeDynamic:
         if self.target in SIGNED_ACTIVATIONS:
             raise ValueError(
                 f"target {self.target} has no kernels for ranges found at run time; use "
@@ -90,7 +85,7 @@ class QuantizeDynamic(IntegerStage):
             scheme_for(self.target, self.weight_bits),
             self.exclude,
             embeddings=self.embeddings,
-            by_row=self.activation_range == "row",
+            by_row=self.target == "xnnpack" or self.activation_range == "row",
         )
         corrections = Corrections(self.smooth, float_between_layers=True)
         sample = self.calibration_data(model, context) if self.needs_data else ()

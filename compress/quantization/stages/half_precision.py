@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from compress.common.config import Count
 from compress.core.context import COMPARED_BATCHES, Context
 from compress.quantization.stages.base import QuantizationStage
 
@@ -22,13 +21,18 @@ class ConvertPrecision(QuantizationStage):
 
     Inputs and outputs keep their types. Normalisations, softmax, exponentials and sums stay
     float32, and so does every operator whose numbers overflow or vanish on a sample of the data.
+    For GPUs, and for half the file where integers cost too much accuracy.
+
+        - stage: convert_precision
+          dtype: float16
+          headroom: 4
     """
 
     stage: Literal["convert_precision"] = "convert_precision"
+    default_samples: ClassVar[int] = 128
     dtype: Literal["float16", "bfloat16"]
-    """`float16` has more digits and ends at 65504; `bfloat16` has float32's range."""
-    calibration_samples: Count = 128
-    """Samples on which every number's size is looked at; `float16` needs data for it."""
+    """`float16` has more digits and ends at 65504, so that it needs data on which every number's
+    size is looked at; `bfloat16` has float32's range."""
     headroom: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 2.0
     """How many times larger than on the sample numbers may become before the format ends."""
 
@@ -57,7 +61,7 @@ class ConvertPrecision(QuantizationStage):
 
         def report(samples: int) -> None:
             # Twice: the float graph is measured, then the converted one is checked.
-            context.progress("look", samples, 2 * self.calibration_samples)
+            context.progress("look", samples, 2 * self.drawn_samples)
 
         batches: Iterable[Batch]
         if self.needs_data or context.data is not None:

@@ -41,7 +41,13 @@ class QuantizeMixed(IntegerStage):
     int8 weights.
 
     Every other sample of `val` decides. The metric of the result on the others, which the search
-    does not see, is in the facts beside it (`confirmed_on`).
+    does not see, is in the facts beside it (`confirmed_on`). Use it where `quantize_static` loses
+    too much and no training is wanted.
+
+        - stage: quantize_mixed
+          max_drop_points: 0.5
+          fallback: [histogram, uint16, float]
+          minutes: 10
     """
 
     stage: Literal["quantize_mixed"] = "quantize_mixed"
@@ -49,8 +55,6 @@ class QuantizeMixed(IntegerStage):
     """Largest loss of the metric allowed on the half of `val` that decides, in hundredths of the
     metric (percentage points for accuracy), as `points` of the gate `max_drop`. A larger loss on
     the other half is a warning."""
-    calibration_samples: Annotated[int, Field(ge=16)] = 512
-    """Samples on which the ranges of activations are observed; fewer than 16 tell too little."""
     observer: Observer = "minmax"
     """How a range is estimated, where the metric is kept so."""
     corrections: tuple[Correction, ...] = ("equalize", "smooth", "adaround")
@@ -144,7 +148,11 @@ class QuantizeMixed(IntegerStage):
                 correction = Corrections(**CORRECTIONS[name])
                 program = quantize(
                     copy_graph(graph),
-                    *(model.signature, quantizer, calibration, report, correction),
+                    model.signature,
+                    quantizer,
+                    calibration,
+                    report,
+                    correction,
                 )
                 corrected = program.module(check_guards=False)
                 drop = meter.metric_drop(corrected)
@@ -161,7 +169,12 @@ class QuantizeMixed(IntegerStage):
                     }
                     rescaled = correction.rescaled
                     return self.save_graph(
-                        *(model, program, quantizer.quantized, facts, context, rescaled)
+                        model,
+                        program,
+                        quantizer.quantized,
+                        facts,
+                        context,
+                        rescaled,
                     )
         formats = search.run()
         chosen = candidates.build(formats)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from compress.common.config import Fraction, Positive
 from compress.common.errors import StageFailed
@@ -36,6 +36,11 @@ class QuantizeAwareTraining(IntegerStage, Training):
     Training begins with the model as `quantize_static` makes it, which stays where no epoch is
     better, and ends with an integer graph that gives the trained model's labels; the manifest
     records how many differ. Dropout is off, and weights that are zero stay zero.
+
+        - stage: quantize_aware_training
+          epochs: 3
+          weight_bits: 4
+          teaching: {temperature: 2}
     """
 
     stage: Literal["quantize_aware_training"] = "quantize_aware_training"
@@ -43,9 +48,6 @@ class QuantizeAwareTraining(IntegerStage, Training):
     """Bits of a weight. 4 are stored so by `export_onnx` and `export_openvino`, and computed as 8;
     in other files they take 8. With 4 or 7 the products are exact in every runtime on x86
     processors without VNNI, which add pairs of them in 16 bits."""
-    calibration_samples: Annotated[int, Field(ge=16)] = 512
-    """Samples on which the ranges that training begins with are observed; fewer than 16 tell too
-    little."""
     observer: Observer = "minmax"
     """How these ranges are estimated. Those of `minmax` and `moving_average` follow the extremes of
     batches in training; the others clip, and stay."""
@@ -65,7 +67,7 @@ class QuantizeAwareTraining(IntegerStage, Training):
 
     @model_validator(mode="after")
     def _steps_are_learned_or_observed(self) -> Self:
-        if self.learn_steps and "freeze_observers" in self.model_fields_set:
+        if self.learn_steps and not self.has_default("freeze_observers"):
             raise ValueError(
                 "freeze_observers is for ranges that follow what they observe, found learn_steps: "
                 "true, which trains them; leave one out"

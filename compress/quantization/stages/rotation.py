@@ -34,6 +34,10 @@ class RotateWeights(Stage[EagerModel, EagerModel]):
     The weights of its RMSNorms are folded into the linear layers behind them, and the matrix into
     tables of embeddings and linear layers, which spreads outliers over all channels. Outputs stay
     the same, and are compared. A head that is the table of embeddings becomes a weight of its own.
+    Use it before `quantize_weights` where few bits cost a language model too much.
+
+        - stage: rotate_weights
+          heads: true
     """
 
     stage: Literal["rotate_weights"] = "rotate_weights"
@@ -95,13 +99,18 @@ class RotateWeights(Stage[EagerModel, EagerModel]):
         }
         logger.info(
             "%s: %d linear layers around %d channels, outputs differ by %.2g of their norm",
-            *(self.title, facts["rotated_layers"], stream.width, difference),
+            self.title,
+            facts["rotated_layers"],
+            stream.width,
+            difference,
         )
         for name, shape in facts["untied"].items():
             logger.info(
                 "%s: %s %s is no longer the table of embeddings: its norm's weight is folded into "
                 "it, and the model has as many weights more",
-                *(self.title, name, shape),
+                self.title,
+                name,
+                shape,
             )
         carried = model.carried_files()
         if stream.tied and CONFIG in carried:

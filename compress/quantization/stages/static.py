@@ -30,7 +30,16 @@ if TYPE_CHECKING:
 
 
 class QuantizeStatic(IntegerStage):
-    """Compute in 8-bit integers, activation ranges fixed beforehand on a sample of the data."""
+    """Compute in 8-bit integers, activation ranges fixed beforehand on a sample of the data.
+
+    The fastest integers on a CPU, and the only ones for convolutions; `train` or other data must
+    look like what the model will be given.
+
+        - stage: quantize_static
+          observer: percentile
+          percentile: 99.9
+          calibration_samples: 256
+    """
 
     stage: Literal["quantize_static"] = "quantize_static"
     weight_bits: WeightBits = 8
@@ -39,8 +48,6 @@ class QuantizeStatic(IntegerStage):
     processors without VNNI, which add pairs of them in 16 bits."""
     activation_bits: ActivationBits = 8
     """Bits of an activation; with 16 nearly nothing is lost, and products are taken in floats."""
-    calibration_samples: Annotated[int, Field(ge=16)] = 512
-    """Samples on which the ranges of activations are observed; fewer than 16 tell too little."""
     observer: Observer = "minmax"
     """How a range is estimated: by extremes (`minmax`), a `moving_average` of each batch's, the
     least squared error (`mse`; `histogram`, torchao's approximation), the middle share of values
@@ -63,11 +70,7 @@ class QuantizeStatic(IntegerStage):
 
     @model_validator(mode="after")
     def _percentile_has_its_observer(self) -> QuantizeStatic:
-        if "percentile" in self.model_fields_set and self.observer != "percentile":
-            raise ValueError(
-                f"percentile is for observer: percentile, found observer: {self.observer}; "
-                "set that or leave percentile out"
-            )
+        self.refuse_settings_of_others("observer", {"percentile": ("percentile",)})
         return self
 
     @model_validator(mode="after")

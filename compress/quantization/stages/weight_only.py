@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import model_validator
 
 from compress.artifacts.eager_model import EagerModel
-from compress.common.config import Count
 from compress.quantization.config.dtype_scheme import WeightMethod
 from compress.quantization.stages.base import FIDELITY, QuantizationStage
 
@@ -27,11 +26,19 @@ logger = logging.getLogger(__name__)
 class QuantizeWeights(QuantizationStage):
     """Hold the weights of linear layers in a few bits, for a small file and little memory.
 
-    Latency falls where reading weights takes the time, such as with one row in a call.
+    Latency falls where reading weights takes the time, such as with one row in a call: for decoders
+    and other large linear layers.
+
+        - stage: quantize_weights
+          bits: 4
+          method: gptq
+          group_size: 32
     """
 
     stage: Literal["quantize_weights"] = "quantize_weights"
     streams: ClassVar[bool] = True
+    # The number with which GPTQ and AWQ were published (arXiv 2210.17323, 2306.00978).
+    default_samples: ClassVar[int] = 128
     bits: Literal[4, 8] = 4
     """Bits of a weight."""
     group_size: Literal[16, 32, 64, 128, 256] = 32
@@ -44,19 +51,18 @@ class QuantizeWeights(QuantizationStage):
     """Whether zero points lie in the middle of the integers instead of where a group's range has
     them. GGUF's `Q8_0` and `Q4_0` have no others; ONNX files do not store them, and compute faster.
     """
-    activation_bits: Literal[8, 32] = 8
-    """Bits of what linear layers multiply with these weights. 8 rounds each `group_size` numbers of
-    a row with a scale of their own, as onnxruntime's fast kernel does (`MatMulNBits` with
-    `accuracy_level` 4); 32 multiplies floats, as `hqq` always does, whose zero points that kernel
-    does not take. Set 32 for `export_aot` and `export_torchscript`, which have no such kernel."""
+    activation_bits: Literal[8, 32] | None = None
+    """Bits of what linear layers multiply with these weights. 8, the default, rounds each
+    `group_size` numbers of a row with a scale of their own, as onnxruntime's fast kernel does
+    (`MatMulNBits` with `accuracy_level` 4); 32 multiplies floats, as `hqq` always does, whose zero
+    points that kernel does not take. Set 32 for `export_aot` and `export_torchscript`, which have
+    no such kernel."""
     embeddings: bool = True
     """Whether tables of embeddings are held in few bits too."""
     embedding_bits: Literal[4, 8] = 8
     """Bits of a table's numbers. With 8 each row has a scale; with 4 each 64 numbers of a row have
     one (32 or 16 where 64 do not divide it), and ONNX files look them up by
     `GatherBlockQuantized`."""
-    calibration_samples: Count = 128
-    """Samples that `gptq` and `awq` look at."""
 
     @model_validator(mode="after")
     def _hqq_has_kernels(self) -> QuantizeWeights:
@@ -65,9 +71,7 @@ class QuantizeWeights(QuantizationStage):
             raise ValueError(f"method hqq is for bits: 4, found bits: {self.bits}; use rtn or gptq")
         if self.method == "hqq" and self.symmetric:
             raise ValueError("method hqq fits zero points, found symmetric: true; use rtn or gptq")
-        # 8 is the default: it is refused only where it was written.
-        is_written = "activation_bits" in self.model_fields_set
-        if self.method == "hqq" and self.activation_bits == 8 and is_written:
+        if self.method == "hqq" and self.activation_bits == 8:
             raise ValueError(
                 "method hqq multiplies floats, found activation_bits: 8; leave it out or use gptq"
             )
@@ -89,7 +93,7 @@ class QuantizeWeights(QuantizationStage):
             self.embeddings,
             self.exclude,
             embedding_bits=self.embedding_bits,
-            round_activations=self.activation_bits == 8 and self.method != "hqq",
+            round_activations=self.activation_bits != 32 and self.method != "hqq",
             symmetric=self.symmetric,
         )
         sample = self.calibration_data(model, context) if self.needs_data else ()

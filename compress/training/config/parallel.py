@@ -41,10 +41,11 @@ ONLY_FOR = {
 }
 """Strategies that a setting is for; it is refused with any other."""
 
-OPTIONS_OF_COMMUNICATION = {
-    "int8_rounding": "int8",
-    "powersgd_rank": "powersgd",
-    "topk_fraction": "topk",
+ONLY_FOR_COMMUNICATION = {
+    "group_processes": ("hierarchical",),
+    "int8_rounding": ("int8",),
+    "powersgd_rank": ("powersgd",),
+    "topk_fraction": ("topk",),
 }
 """The value of `communication` that a setting is for; it is refused with any other."""
 
@@ -94,7 +95,7 @@ class PipelineParallel(Settings):
     are divided evenly."""
 
     @model_validator(mode="after")
-    def _fits_the_schedule(self) -> Self:
+    def _check_schedule(self) -> Self:
         if self.split and len(self.split) != self.parts - 1:
             raise ValueError(
                 f"pipeline.split has {len(self.split)} names and {self.parts} parts have "
@@ -196,9 +197,10 @@ class Parallel(Settings):
     """Whether the gradients of `ddp` lie in the buckets that are sent, which saves a copy of them
     in memory and in time."""
 
-    sharding: Literal["full_shard", "shard_grad_op", "no_shard", "hybrid_shard"] = "full_shard"
-    """What `fsdp` shards: everything; all but the weights between forward and backward; nothing;
-    everything within groups of processes, between which gradients are averaged."""
+    sharding: Literal["full_shard", "shard_grad_op", "no_shard", "hybrid_shard"] | None = None
+    """What `fsdp` shards: everything (`full_shard`, the default); all but the weights between
+    forward and backward; nothing; everything within groups of processes, between which gradients
+    are averaged."""
     shard_processes: Count | None = None
     """Processes of a group in `hybrid_shard`; by default those of a machine, or half of all on one
     machine."""
@@ -224,13 +226,9 @@ class Parallel(Settings):
     Keys that other settings decide (batch sizes, precision, optimizer, ...) are refused."""
 
     @model_validator(mode="after")
-    def _settings_are_for_the_strategy(self) -> Self:
+    def _check_strategy(self) -> Self:
         self.refuse_settings_of_others("strategy", ONLY_FOR)
-        for name, communication in OPTIONS_OF_COMMUNICATION.items():
-            if name in self.model_fields_set and self.communication != communication:
-                raise ValueError(
-                    f"{name} is for communication: {communication}, found {self.communication}"
-                )
+        self.refuse_settings_of_others("communication", ONLY_FOR_COMMUNICATION)
         if self.static_graph and self.find_unused_parameters is True:
             raise ValueError(
                 "static_graph finds unused weights once, in the first step; leave out "
@@ -261,7 +259,7 @@ class Parallel(Settings):
         return self
 
     @model_validator(mode="after")
-    def _engine_config_is_free(self) -> Self:
+    def _check_deepspeed_config(self) -> Self:
         zero = self.deepspeed_config.get("zero_optimization", {})
         if not isinstance(zero, Mapping):
             raise ValueError(f"deepspeed_config: zero_optimization is a mapping, found {zero!r}")
@@ -277,7 +275,7 @@ class Parallel(Settings):
         return self
 
     @model_validator(mode="after")
-    def _groups_divide(self) -> Self:
+    def _check_sharding(self) -> Self:
         group = self.shard_processes
         if self.sharding_mode != "hybrid_shard" and group:
             raise ValueError("shard_processes is for strategy: fsdp with sharding: hybrid_shard")
@@ -286,7 +284,7 @@ class Parallel(Settings):
                 f"hybrid_shard: groups of {self.shard_group} do not divide "
                 f"{self.ranks} processes; set shard_processes to a divisor"
             )
-        if self.strategy in ZERO and "sharding" in self.model_fields_set:
+        if self.strategy in ZERO and self.sharding:
             raise ValueError(f"{self.strategy} says what is sharded; leave out sharding")
         return self
 
@@ -301,20 +299,19 @@ class Parallel(Settings):
         return settings
 
     @model_validator(mode="after")
-    def _hierarchy_has_two_levels(self) -> Self:
-        if self.communication != "hierarchical":
-            if self.group_processes:
-                raise ValueError("group_processes is for communication: hierarchical")
-        elif self.communication_group in (1, self.ranks) or self.ranks % self.communication_group:
+    def _check_hierarchical(self) -> Self:
+        group = self.communication_group
+        divides = group not in (1, self.ranks) and self.ranks % group == 0
+        if self.communication == "hierarchical" and not divides:
             raise ValueError(
                 f"communication: hierarchical needs groups of 2 processes or more, two or more of "
-                f"them, and found {self.ranks} processes in groups of {self.communication_group}; "
+                f"them, and found {self.ranks} processes in groups of {group}; "
                 "set nodes, or group_processes to a divisor"
             )
         return self
 
     @model_validator(mode="after")
-    def _mesh_divides(self) -> Self:
+    def _check_mesh(self) -> Self:
         if self.tensor_plan and self.tensor == 1:
             raise ValueError("tensor_plan is for tensor above 1; set tensor: 2, say")
         if not self.is_mesh:
@@ -339,8 +336,8 @@ class Parallel(Settings):
                 f"pipeline.schedule {self.pipeline.schedule} computes gradients of weights that "
                 f"strategy: {self.strategy} has freed by then; use ddp or another schedule"
             )
-        for name in ("static_graph", "cpu_offload", "gradient_as_bucket_view"):
-            if name in self.model_fields_set and getattr(self, name):
+        for name in ("static_graph", "cpu_offload"):
+            if getattr(self, name):
                 raise ValueError(f"{name} does not go with tensor or pipeline; leave it out")
         if self.communication != "none":
             raise ValueError("communication does not go with tensor or pipeline; leave it out")
@@ -353,8 +350,7 @@ class Parallel(Settings):
 
     def with_nodes(self, nodes: int) -> Parallel:
         """Return the settings for another number of machines; ValueError if they do not fit it."""
-        given = {name: getattr(self, name) for name in self.model_fields_set}
-        return Parallel.model_validate({**given, "nodes": nodes, "min_nodes": None})
+        return Parallel.model_validate({**dict(self), "nodes": nodes, "min_nodes": None})
 
     @property
     def undisturbed(self) -> bool:
@@ -373,6 +369,11 @@ class Parallel(Settings):
         return self.model_ranks > 1
 
     @property
+    def divides_weights(self) -> bool:
+        """Whether no process, or only DeepSpeed's engine, holds the model's own whole weights."""
+        return bool(self.sharding_mode or self.is_mesh or self.strategy == "deepspeed")
+
+    @property
     def model_ranks(self) -> int:
         """Processes that share one copy of the model."""
         return self.tensor * (self.pipeline.stages if self.pipeline else 1)
@@ -385,7 +386,9 @@ class Parallel(Settings):
     @property
     def sharding_mode(self) -> str | None:
         """What FSDP shards; None for strategies that do not shard the weights."""
-        return self.sharding if self.strategy == "fsdp" else ZERO.get(self.strategy)
+        if self.strategy == "fsdp":
+            return self.sharding or "full_shard"
+        return ZERO.get(self.strategy)
 
     @property
     def layout(self) -> str:

@@ -1,4 +1,4 @@
-"""Hyper-parameters shared by training, fine-tuning and distillation."""
+"""Hyper-parameters of training, fine-tuning and distillation, and what they need of the data."""
 
 from __future__ import annotations
 
@@ -9,17 +9,106 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self
 from pydantic import Field, JsonValue, field_validator, model_validator
 
 from compress.common.config import Count, Fraction, Positive, Ratio, Settings, Unmet
-from compress.common.errors import PipelineInvalid
+from compress.common.errors import PipelineInvalid, Unavailable
 from compress.common.factories import NameOrReference, Reference
+from compress.common.requirements import COMPILER, Requirement, pip_install
 from compress.core.objectives.losses import refuse_class_settings
 from compress.training.config.parallel import Parallel
-from compress.training.config.training import Callbacks, Profile, unmet_by_data, unmet_by_machine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from compress.core.context import Context
     from compress.core.objectives.loss import Loss
+    from compress.data.splits import Splits
+
+DEFAULT_TRACED_STEPS = 3
+TRACKER_REQUIREMENTS = {
+    "tensorboard": Requirement(what="tensorboard", install=pip_install("tensorboard")),
+    "mlflow": Requirement(what="mlflow", install=pip_install("mlflow")),
+}
+
+
+class Trace(Settings):
+    """Which steps torch.profiler records, as `torch.profiler.schedule` counts them, and what."""
+
+    wait: Annotated[int, Field(ge=0)] = 1
+    """Steps at the start that are not recorded."""
+    warmup: Count = 1
+    """Steps after them in which the profiler runs and its records are dropped."""
+    active: Count = DEFAULT_TRACED_STEPS
+    """Steps that are recorded."""
+    memory: bool = False
+    """Whether each operator's allocations are recorded."""
+    shapes: bool = False
+    """Whether the shapes of each operator's inputs are recorded."""
+    stack: bool = False
+    """Whether the Python source line of each operator is recorded; slow."""
+
+
+class Profile(Settings):
+    """What is recorded of a training; the result stays the same.
+
+    A stage whose artifact comes from the cache is not trained, and nothing is recorded: run it
+    again with `--from`.
+    """
+
+    trace: bool | Count | Trace = False
+    """Steps recorded by torch.profiler, after one skipped and one warm-up step; `true` is 3, and
+    a mapping sets more. Each process writes `profiles/<stage>/trace-rank0.json` beside the report,
+    to be opened in Perfetto, or in Chrome at chrome://tracing; the report lists the operators that
+    took most time."""
+    memory: bool = False
+    """Whether CUDA allocations are recorded, in `profiles/<stage>/memory-rank0.pickle`; it opens at
+    pytorch.org/memory_viz."""
+    log_every: Count | None = None
+    """Steps between reports of loss, learning rate, gradient norm and throughput to console, log
+    and tracker; by default each epoch is reported alone."""
+    peak_flops: Positive | None = None
+    """Peak floating-point operations per second of each process's device, for the model FLOPs
+    utilization (MFU) of `log_every`; by default known for some GPUs with `bf16` or `fp16`."""
+    tracker: Literal["none", "tensorboard", "mlflow"] = "none"
+    """Where loss, metric, learning rate, speed and memory of each epoch are written, and the steps
+    of `log_every`."""
+    tracking_uri: str | None = None
+    """Folder of `tensorboard`, or folder or address of `mlflow`; a folder is relative to that of
+    the report, `tracking` by default."""
+
+    @model_validator(mode="after")
+    def _tracker_is_named(self) -> Self:
+        if self.tracking_uri is not None and self.tracker == "none":
+            raise ValueError("tracking_uri is for tracker: tensorboard or mlflow; set one")
+        return self
+
+    @model_validator(mode="after")
+    def _peak_is_used(self) -> Self:
+        if self.peak_flops is not None and self.log_every is None:
+            raise ValueError("peak_flops is for the MFU of log_every; set log_every, such as 10")
+        return self
+
+    @property
+    def trace_settings(self) -> Trace | None:
+        """Which steps are traced, and how; None without a trace."""
+        if isinstance(self.trace, Trace) or not self.trace:
+            return self.trace or None
+        return Trace() if self.trace is True else Trace(active=self.trace)
+
+    @property
+    def requirements(self) -> tuple[Requirement, ...]:
+        """Packages that the tracker needs."""
+        return () if self.tracker == "none" else (TRACKER_REQUIREMENTS[self.tracker],)
+
+
+class Callbacks(Settings):
+    """Functions of the user's that training calls, in the process that started it."""
+
+    on_step_end: Reference | None = None
+    """`module:callable`, called with a mapping after each optimizer step: `step` from 1, `epoch`,
+    `loss`, `learning_rate`, `gradient_norm`, `samples_per_second` and more."""
+    on_epoch_end: Reference | None = None
+    """`module:callable`, called with a mapping after each epoch: `epoch` from 1, `loss`, `metric`,
+    `learning_rate`, `samples_per_second` and more."""
+
 
 # Those of torch.optim but LBFGS (wants a closure), SparseAdam and Muon (want special weights). The
 # rates are torch's own defaults, except those of sgd and adamw, which are 0.001 there.
@@ -59,7 +148,6 @@ SCHEDULE_SETTINGS = {
     "min_learning_rate": ("cosine", "cosine_restarts", "linear", "plateau"),
 }
 """Schedules that a setting is for; it is refused with any other."""
-ACTIVATION_BUDGET = 0.5
 
 
 class Checkpoints(Settings):
@@ -126,7 +214,7 @@ class Training(Settings):
     activation_blocks: tuple[str, ...] = ()
     """Class names of the blocks for activation checkpointing and `compile`; by default the model's
     repeated blocks."""
-    activation_budget: Ratio = ACTIVATION_BUDGET
+    activation_budget: Ratio = 0.5
     """Most bytes that `selective` keeps, as a share of those without checkpointing, which torch
     measures in the first call of each block; 0.5 recomputes little."""
     compile: Literal["none", "blocks", "whole"] | Compilation = "none"
@@ -223,7 +311,7 @@ class Training(Settings):
         raise ValueError(f"unknown optimizer {name!r}; {hint}")
 
     @model_validator(mode="after")
-    def _batch_divides(self) -> Self:
+    def _check_batch_size(self) -> Self:
         ranks, parts = self.parallel.replicas, self.parallel.replicas * self.accumulate
         if self.batch_size % parts:
             below = self.batch_size - self.batch_size % parts
@@ -235,7 +323,7 @@ class Training(Settings):
         return self
 
     @model_validator(mode="after")
-    def _gradients_can_be_remembered(self) -> Self:
+    def _check_error_feedback(self) -> Self:
         communication = self.parallel.communication
         if communication not in ("powersgd", "topk", "int8"):
             return self
@@ -252,30 +340,20 @@ class Training(Settings):
         return self
 
     @model_validator(mode="after")
-    def _weights_keep_their_layout(self) -> Self:
-        parallel = self.parallel
+    def _check_channels_last(self) -> Self:
         # FSDP refuses weights that are not contiguous (torch 2.13), DeepSpeed copies them to flat
         # buffers, and DTensor and pipeline stages send contiguous tensors.
-        rearranges = parallel.sharding_mode or parallel.strategy == "deepspeed" or parallel.is_mesh
-        if self.channels_last and rearranges:
+        if self.channels_last and self.parallel.divides_weights:
             raise ValueError(
                 "channels_last is for strategy: ddp, zero1 or dp without tensor and pipeline; "
-                f"found {parallel.layout}; leave it out"
+                f"found {self.parallel.layout}; leave it out"
             )
         return self
 
     @model_validator(mode="after")
-    def _budget_is_for_selective(self) -> Self:
-        is_chosen = self.activation_budget != ACTIVATION_BUDGET
-        if is_chosen and self.activation_checkpointing != "selective":
-            raise ValueError(
-                "activation_budget is for activation_checkpointing: selective, found "
-                f"{self.activation_checkpointing}"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _segments_run_at_once(self) -> Self:
+    def _check_activation_checkpointing(self) -> Self:
+        takers = {"activation_budget": ("selective",)}
+        self.refuse_settings_of_others("activation_checkpointing", takers)
         if not isinstance(self.activation_checkpointing, ActivationSegments):
             return self
         parallel = self.parallel
@@ -291,7 +369,7 @@ class Training(Settings):
         return self
 
     @model_validator(mode="after")
-    def _goes_with_a_mesh(self) -> Self:
+    def _check_mesh(self) -> Self:
         pipeline = self.parallel.pipeline
         if self.precision == "fp16" and self.parallel.is_mesh:
             raise ValueError("precision: fp16 does not go with tensor or pipeline; use bf16")
@@ -319,7 +397,7 @@ class Training(Settings):
         return self
 
     @model_validator(mode="after")
-    def _engine_can(self) -> Self:
+    def _check_deepspeed(self) -> Self:
         cannot = {
             "precision: fp16": self.precision == "fp16",
             "on_nan: skip": self.on_nan == "skip",
@@ -333,7 +411,7 @@ class Training(Settings):
         return self
 
     @model_validator(mode="after")
-    def _rounds_stochastically(self) -> Self:
+    def _check_bf16_true(self) -> Self:
         if self.precision != "bf16-true":
             return self
         parallel = self.parallel
@@ -353,7 +431,7 @@ class Training(Settings):
         return self
 
     @model_validator(mode="after")
-    def _optimizer_is_whole(self) -> Self:
+    def _check_optimizer(self) -> Self:
         for argument, name in (("lr", "learning_rate"), ("weight_decay", "weight_decay")):
             if argument in self.optimizer_arguments:
                 raise ValueError(f"optimizer_arguments: {argument} is set by {name}; use that")
@@ -370,7 +448,7 @@ class Training(Settings):
         return self
 
     @model_validator(mode="after")
-    def _schedule_has_its_settings(self) -> Self:
+    def _check_schedule(self) -> Self:
         self.refuse_settings_of_others("schedule", SCHEDULE_SETTINGS)
         if self.has_custom_schedule and self.warmup is not None:
             raise ValueError(f"warmup is decided by schedule: {self.schedule}; leave it out")
@@ -406,11 +484,10 @@ class Training(Settings):
         parallel = self.parallel
         if parallel.min_nodes is None or started == parallel.nodes:
             return self
-        given = {name: getattr(self, name) for name in self.model_fields_set}
         for nodes in range(min(started, parallel.nodes), parallel.min_nodes - 1, -1):
             with suppress(ValueError):  # batch_size does not divide, say
                 changed = parallel.with_nodes(nodes)
-                return Training.model_validate({**given, "parallel": changed})
+                return Training.model_validate({**dict(self), "parallel": changed})
         raise PipelineInvalid(
             f"parallel: {started} machines were started, and batch_size {self.batch_size} with the "
             f"other settings fits no number of them from min_nodes: {parallel.min_nodes} on"
@@ -453,7 +530,7 @@ class Training(Settings):
     def unmet_by(self, context: Context) -> Iterator[Unmet]:
         """Yield what the training lacks: a device, samples, or splits of the data."""
         yield from super().unmet_by(context)
-        yield from unmet_by_machine(self.precision, self.profile, context.device)
+        yield from unmet_by_machine(self, context.device)
         if context.data is not None:
             yield from unmet_by_data(
                 context.data,
@@ -486,3 +563,67 @@ class Training(Settings):
         return Training.model_validate(
             {name: getattr(self, name) for name in Training.model_fields}
         )
+
+
+TRITON = Requirement(what="triton", install="pip install triton")
+"""What TorchInductor generates CUDA kernels with."""
+
+
+def unmet_by_machine(training: Training, device: str) -> Iterator[Unmet]:
+    """Yield settings that need a compiler, or a CUDA device where the run is on another."""
+    on_cuda = device.startswith("cuda")
+    if training.compiled_part != "none":
+        for need in (COMPILER, TRITON) if on_cuda else (COMPILER,):
+            if need.missing():
+                problem = f"{need.problem}, or set compile: none"
+                yield Unmet(("compile",), problem, Unavailable, need.program)
+    if on_cuda:
+        return
+    needs = f"needs a CUDA device and this is {device}"
+    if training.precision == "fp16":
+        mend = "use bf16 or fp32, or set `device: cuda` for the whole run where there is one"
+        yield Unmet(("precision",), f"fp16 {needs}; {mend}", Unavailable)
+    if training.profile.memory:
+        problem = f"{needs}; leave it out, as the peak of each process is reported anyway"
+        yield Unmet(("profile", "memory"), problem, Unavailable)
+
+
+def unmet_by_data(
+    data: Splits, needs_val: str | None, size: int, steps_per_epoch: int | None, parallel: Parallel
+) -> Iterator[Unmet]:
+    """Yield splits that are not there, and settings that do not go with the number of samples.
+
+    ``needs_val`` is the setting that needs a split `val`, ``size`` that of a batch.
+    """
+    found = ", ".join(map(repr, data.datasets))
+    if needs_val and "val" not in data.datasets:
+        key, _, value = needs_val.partition(": ")
+        mend = "set keep: last" if key == "keep" else f"leave out {key}"
+        problem = f"{value} needs a split 'val', and the data has {found}; add one"
+        yield Unmet((key,), f"{problem.lstrip()}, or {mend}")
+    if "train" not in data.datasets:
+        yield Unmet((), f"trains on split 'train', and the data has {found}; add one")
+        return
+    stream, ranks = data.stream, parallel.replicas
+    if stream is not None:
+        if not steps_per_epoch and stream.samples is None:
+            problem = "split 'train' is a stream without __len__; set steps_per_epoch"
+            yield Unmet(("steps_per_epoch",), problem)
+        elif not steps_per_epoch and stream.samples is not None and stream.samples < size:
+            problem = (
+                f"split 'train' is a stream of {stream.samples} samples, expected at least a batch "
+                f"of {size}; lower batch_size or set steps_per_epoch"
+            )
+            yield Unmet(("batch_size",), problem)
+        return
+    if steps_per_epoch:
+        problem = "is for a stream, and split 'train' has a length; leave it out"
+        yield Unmet(("steps_per_epoch",), problem)
+    samples = len(data.split("train"))  # type: ignore[arg-type]  # Splits admits sized datasets only
+    if samples < ranks:
+        problem = "lower processes or nodes, or bring more data"
+        counts = f"split 'train' has {samples} samples for {ranks} processes"
+        yield Unmet(("parallel",), f"{counts}; {problem}")
+    if parallel.pipeline and samples < size:
+        counts = f"split 'train' has {samples} samples and a pipeline needs whole batches of {size}"
+        yield Unmet(("batch_size",), f"{counts}; lower batch_size")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import time
 import traceback
 from contextlib import nullcontext, suppress
 from dataclasses import replace
@@ -17,11 +18,11 @@ from compress.common.dependency_recorder import recording
 from compress.common.errors import Unavailable, exits_refused
 from compress.training.distributed.base import process_group
 from compress.training.distributed.factory import create_strategy
-from compress.training.launch.worker import wait_until_visible
 from compress.training.launch.worker_errors import record_failure
 from compress.training.loop.trainer import train
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from multiprocessing.connection import Connection
     from pathlib import Path
 
@@ -79,4 +80,22 @@ def run_rank(folder: Path, ranks: LocalRanks, index: int, records: Connection | 
         record_failure(store, rank, error)
         return False
     store.set(f"{FINISHED}/{rank}", "")
+    return True
+
+
+SECONDS_TO_BE_VISIBLE = 30.0
+"""NFS clients cache the entries of a folder, by default for up to 30 s (acdirmin)."""
+SECONDS_BETWEEN_POLLS = 0.2
+
+
+def wait_until_visible(path: Path, is_visible: Callable[[], bool]) -> bool:
+    """Wait some seconds for what another machine has written; return whether it is visible."""
+    deadline = time.monotonic() + SECONDS_TO_BE_VISIBLE
+    while not is_visible():
+        if time.monotonic() > deadline:
+            return False
+        # Listing a folder makes an NFS client ask its server.
+        with suppress(OSError):
+            os.listdir(path.parent)  # noqa: PTH208 - cheaper than a generator that is exhausted
+        time.sleep(SECONDS_BETWEEN_POLLS)
     return True

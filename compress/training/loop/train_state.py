@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,16 +14,17 @@ from torch.utils._pytree import tree_map
 from compress.common.forward import flatten_outputs
 from compress.common.process import derive_seed, reseed
 from compress.training.checkpoint.state_dict import read_
-from compress.training.loop.train_state import EMA
 from compress.training.objectives.objective import label_count
 from compress.training.objectives.weight_constraint import unconstrained
 from compress.training.optim.activation_checkpoint import checkpoint_activations_
 from compress.training.optim.compile import use_channels_last_
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
     from pathlib import Path
+
+    from torch import nn
 
     from compress.data.batch import Batch
     from compress.training.checkpoint.metadata import Tensors, TrainProgress
@@ -31,6 +32,51 @@ if TYPE_CHECKING:
     from compress.training.distributed.base import Strategy
     from compress.training.objectives.objective import LossFunction
     from compress.training.objectives.weight_constraint import StepContext
+
+
+class EMA:
+    """Average of the weights over the steps (Polyak, 1992); buffers are not averaged."""
+
+    def __init__(self, module: nn.Module, decay: float) -> None:
+        """Start from a module's present weights, or from its shards if it is sharded."""
+        self.module = module
+        self.weights = {n: p for n, p in module.named_parameters() if p.requires_grad}
+        self.averages = self._copy_weights()
+        self.decay = decay
+
+    @torch.no_grad()
+    def update_(self, step: int) -> None:
+        """Average in the weights after a step, counted from 0 over the whole training."""
+        # The decay rises over the first steps, as TensorFlow's: with a constant one, the average
+        # after a short training would still consist of the initial weights.
+        decay = min(self.decay, (1 + step) / (10 + step))
+        for name, weight in self.weights.items():
+            self.averages[name].lerp_(weight.detach(), 1 - decay)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Replace the module's weights by their averages inside the block."""
+        trained = self._copy_weights()
+        self._load_weights_(self.averages)
+        try:
+            yield
+        finally:
+            self._load_weights_(trained)
+
+    def tensors(self) -> Tensors:
+        """Return the averages under all of the weights' names; tied weights have several."""
+        by_weight = {id(weight): self.averages[name] for name, weight in self.weights.items()}
+        names = self.module.named_parameters(remove_duplicate=False)
+        return {name: by_weight[id(weight)] for name, weight in names if id(weight) in by_weight}
+
+    def _copy_weights(self) -> Tensors:
+        return {name: weight.detach().clone() for name, weight in self.weights.items()}
+
+    @torch.no_grad()
+    def _load_weights_(self, values: Tensors) -> None:
+        for name, weight in self.weights.items():
+            weight.copy_(values[name])
+
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SMALLEST_LOSS_SCALE = 1.0

@@ -31,14 +31,13 @@ from compress.training.loop.checkpoint_manager import CheckpointManager
 from compress.training.loop.evaluation import evaluate, is_better, is_finished
 from compress.training.loop.step_metrics import LossMeter, is_constant, recording_metrics
 from compress.training.loop.train_state import SMALLEST_LOSS_SCALE, TrainState
-from compress.training.loop.trainer import on_device
 from compress.training.objectives.objective import attach_
 from compress.training.objectives.weight_constraint import step_context_for
 from compress.training.optim.compile import matmul_precision, memory_budget
 from compress.training.optim.lr_scheduler import Schedule
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from compress.data.batch import Batch
     from compress.data.dataloader import Reader
@@ -48,6 +47,8 @@ if TYPE_CHECKING:
     from compress.training.loop.job import Job
     from compress.training.loop.step_metrics import StepMetrics, TrainingRecord
 
+    Ready = Callable[[], Batch]
+    """Waits for a copy, and returns it."""
 
 COMPARED_SAMPLES = 8
 """First samples of a stream that processes compare."""
@@ -261,3 +262,42 @@ def cpu_threads(threads: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(previous)
+
+
+def on_device(batches: Iterable[Batch], device: str) -> Iterator[Batch]:
+    """Yield batches on a device; on CUDA the copy of the next one has already started."""
+    if not device.startswith("cuda"):
+        yield from batches
+        return
+    copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    yield from one_ahead(batches, lambda batch: start_copy(batch, device, copies))
+
+
+def one_ahead(batches: Iterable[Batch], start: Callable[[Batch], Ready]) -> Iterator[Batch]:
+    """Yield each copied batch after ``start`` has begun to copy the next one."""
+    pending: Ready | None = None
+    for batch in batches:
+        previous, pending = pending, start(batch)
+        if previous is not None:
+            yield previous()
+    if pending is not None:
+        yield pending()
+
+
+def start_copy(batch: Batch, device: str, copies: torch.cuda.Stream) -> Ready:
+    """Start to copy a batch on a separate stream; from pinned memory this does not block."""
+    with torch.cuda.stream(copies):
+        moved = batch.to(device)
+        copied = copies.record_event()
+
+    def ready() -> Batch:
+        # Not wait_stream: the copy of the next batch is already queued on that stream.
+        computing = torch.cuda.current_stream(device)
+        computing.wait_event(copied)
+        for tensor in moved.tensors():
+            # Allocated on the copying stream: the allocator may otherwise reuse it there while
+            # the step still reads it.
+            tensor.record_stream(computing)
+        return moved
+
+    return ready

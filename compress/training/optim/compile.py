@@ -1,18 +1,13 @@
-"""torch.compile of the model or of its blocks, what it needs, and the precision of products."""
+"""torch.compile of the model or of its blocks, precision of matrix products, memory format."""
 
 from __future__ import annotations
 
-import os
-import shutil
-import sys
 from contextlib import contextmanager
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._functorch import config as functorch_config
 
-from compress.common.errors import Unavailable
 from compress.training.config.training import Compilation
 from compress.training.optim.transformer_blocks import chosen_blocks
 
@@ -62,20 +57,17 @@ def memory_budget(training: Training) -> Iterator[None]:
         yield
 
 
-def require_compiler(training: Training, device: str) -> None:
-    """Refuse to compile without a C++ compiler or, on a CUDA device, Triton."""
-    part = training.compiled_part
-    if part == "none":
-        return
-    # As torch's inductor chooses it.
-    compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
-    if shutil.which(compiler) is None:
-        raise Unavailable(
-            f"compile: {part} needs a C++ compiler and there is no {compiler}; install "
-            "it, name another one in the environment variable CXX, or set compile: none"
-        )
-    if device.startswith("cuda") and find_spec("triton") is None:
-        raise Unavailable(
-            f"compile: {part} needs Triton on a CUDA device; pip install triton, or "
-            "set compile: none"
-        )
+IMAGE_DIMENSIONS = 4
+
+
+def use_channels_last_(module: nn.Module) -> None:
+    """Lay out weights of four dimensions with channels last, and such inputs at each call."""
+    module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    module.register_forward_pre_hook(_rearrange)
+
+
+def _rearrange(_module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    return tuple(
+        x.contiguous(memory_format=torch.channels_last) if x.dim() == IMAGE_DIMENSIONS else x
+        for x in inputs
+    )

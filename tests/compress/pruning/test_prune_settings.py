@@ -60,7 +60,7 @@ def unlabelled(splits: Splits) -> Splits:
         ({"target": {}}, "exactly one of macs, parameters and latency, found none"),
         ({"target": {"macs": 0.5, "latency": 0.5}}, "found macs and latency"),
         ({"target": {"macs": 0.5, "batch": 8}}, "target.batch is for latency"),
-        ({"ratio": 0.5, "max_ratio": 0.9}, "max_ratio is for scope global or isomorphic"),
+        ({"ratio": 0.5, "max_ratio": 0.9}, "max_ratio is for scope: global, isomorphic"),
         ({"ratio": 0.9, "scope": "global"}, "ratio 0.9 is above max_ratio 0.8"),
         ({"ratio": 0.5, "refit": True, "calibration_samples": 0}, "refit needs samples"),
         ({"ratio": 0.5, "importance": "obs", "calibration_samples": 0}, "importance: obs needs"),

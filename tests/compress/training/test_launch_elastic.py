@@ -10,7 +10,8 @@ from torch.distributed import TCPStore
 from compress.common.errors import PipelineInvalid, StageFailed
 from compress.training.config.parallel import Parallel
 from compress.training.config.training import Training
-from compress.training.launch import heartbeat, rank_group
+from compress.training.launch import rank_group
+from compress.training.launch import rank_group as heartbeat
 from compress.training.launch.rank_group import RankGroup, need_group
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from compress.quantization.algorithms import hadamard
+from compress.quantization.algorithms import residual_rotation as hadamard
 from compress.quantization.algorithms.residual_rotation import randomized_hadamard
 
 

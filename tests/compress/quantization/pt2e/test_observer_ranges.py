@@ -140,7 +140,7 @@ def test_fewer_than_sixteen_samples_are_refused() -> None:
 
 
 def test_a_percentile_for_another_observer_is_refused() -> None:
-    with pytest.raises(ValueError, match="found observer: mse; set that or leave percentile out"):
+    with pytest.raises(ValueError, match="percentile is for observer: percentile, found mse"):
         QuantizeStatic(observer="mse", percentile=99.9)
 
 

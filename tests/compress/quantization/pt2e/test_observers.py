@@ -7,7 +7,7 @@ import torch
 from torchao.quantization.pt2e.fake_quantize import FakeQuantize
 
 from compress.quantization.config.dtype_scheme import scheme_for
-from compress.quantization.pt2e import histogram_observer as histogram_module
+from compress.quantization.pt2e import observers as histogram_module
 from compress.quantization.pt2e import observers as observers_module
 from compress.quantization.pt2e.observers import (
     HALF,
