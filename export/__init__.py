@@ -5,10 +5,18 @@ The public names stand in ``__init__.pyi``; each is imported on first use.
 
 import lazy_loader
 
-from compress.core.gate_kinds.other_runtime import OTHER_RUNTIMES
-from export import baselines  # noqa: F401 - adds the runtimes that files are written for
-from export.web.runtime import WEB
+# Defining an exporter makes its runtime a baseline of `min_speedup`, in this order in messages.
+# isort: off
+import export.onnx.stage
+import export.openvino.stage
+import export.torchscript.stage
+import export.aotinductor.stage
+import export.executorch.stage
+import export.tensorrt.stage
+import export.genai.stage
+import export.gguf.stage
+import export.compressed_tensors.stage
+import export.web.runtime  # noqa: F401 - the runtime of `runs_in`
+# isort: on
 
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
-
-OTHER_RUNTIMES["web"] = WEB

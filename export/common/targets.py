@@ -38,10 +38,10 @@ UINT8_ONLY = (
 def warn_of_other_target(model: Artifact, targets: tuple[str, ...], title: str) -> None:
     """Warn of a graph quantized for none of a runtime's targets: it is right, and may be slow.
 
-    The usual target comes first; `title` is the name of the stage that exports.
+    The usual target comes first; none are given where a runtime has no patterns of its own.
     """
     target = model.manifest.facts.get("target")  # none: a float model is for every runtime
-    if target is not None and target not in targets:
+    if targets and target is not None and target not in targets:
         logger.warning(
             "%s: the graph was quantized for %s, whose patterns are not all fused here; quantize "
             "with `target: %s`",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,18 +25,10 @@ aten = torch.ops.aten
 UNSIGNED = (torch.uint8, torch.uint16)
 
 
-class LoweredProgram(NamedTuple):
-    """A program as ExecuTorch stores it."""
+def lower(program: ExportedProgram, bounded: Signature) -> tuple[bytes, dict[str, Any]]:
+    """Return the content of a `.pte` file, and facts of what XNNPACK computes of it.
 
-    content: bytes
-    """Content of the `.pte` file."""
-    delegation: dict[str, Any]
-    """What XNNPACK computes of it, see :func:`describe_delegation`."""
-
-
-def lower(program: ExportedProgram, bounded: Signature) -> LoweredProgram:
-    """Delegate what XNNPACK has kernels for, and plan the memory of the largest sizes.
-
+    What XNNPACK has kernels for is delegated, and memory is planned for the largest sizes.
     `bounded` is the signature with a largest size of every named axis.
 
     Raises:
@@ -78,7 +70,7 @@ def lower(program: ExportedProgram, bounded: Signature) -> LoweredProgram:
         raise StageFailed(
             f"ExecuTorch cannot lower the model: {type(error).__name__}: {first_line(error)}"
         ) from error
-    return LoweredProgram(content, delegation)
+    return content, delegation
 
 
 def merge_copies_(program: ExportedProgram) -> None:

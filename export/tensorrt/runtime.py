@@ -11,7 +11,7 @@ import torch
 from compress.common.errors import ArtifactInvalid, StageFailed
 from compress.common.forward import accept_any_batch
 from export.common.batches import in_parts
-from export.parity.compare import check_axis_sizes, on_cpu
+from export.parity.compare import check_axis_sizes
 from export.parity.sample_parity import check_on_samples, tolerance_for, val_inputs
 from export.tensorrt.shape_profiles import with_fixed_sizes
 
@@ -119,21 +119,23 @@ def _runner(
 
 
 def check_engine(
-    source: Artifact, engine: Predictor, sizes: Mapping[str, Sequence[int]], context: Context
+    source: Artifact,
+    expected: Predictor,
+    engine: Predictor,
+    sizes: Mapping[str, Sequence[int]],
+    context: Context,
 ) -> None:
     """Compare an engine with its source at its smallest, usual and largest sizes, and on `val`.
 
     Raises:
         StageFailed: their outputs differ; the message says at which sizes.
     """
-    signature, engine = source.signature, on_cpu(engine)
-    tolerance = tolerance_for(source)
-    with source.open(threads=context.threads) as expected:
-        for profile in dict.fromkeys(zip(*sizes.values(), strict=True) if sizes else [()]):
-            at = dict(zip(sizes, profile, strict=True))
-            try:
-                check_axis_sizes(expected, engine, with_fixed_sizes(signature, at), tolerance)
-            except StageFailed as error:
-                raise StageFailed(f"at {at}: {error}" if at else str(error)) from error
-        predictors = accept_any_batch(expected, signature), accept_any_batch(engine, signature)
-        check_on_samples(*predictors, val_inputs(context), tolerance)
+    signature, tolerance = source.signature, tolerance_for(source)
+    for profile in dict.fromkeys(zip(*sizes.values(), strict=True) if sizes else [()]):
+        at = dict(zip(sizes, profile, strict=True))
+        try:
+            check_axis_sizes(expected, engine, with_fixed_sizes(signature, at), tolerance)
+        except StageFailed as error:
+            raise StageFailed(f"at {at}: {error}" if at else str(error)) from error
+    predictors = accept_any_batch(expected, signature), accept_any_batch(engine, signature)
+    check_on_samples(*predictors, val_inputs(context), tolerance)
