@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from compress.core.context import Context
     from export.parity.bisect import Tensors
 
-AOT = Runtime(
+RUNTIME = Runtime(
     name="aot",
     title="AOTInductor",
     requirements=(COMPILER,),
@@ -65,7 +65,7 @@ class AotModel(ExportedModel):
     kind: ClassVar[str] = "aot"
     payload: ClassVar[str] = "model.pt2"
     reports_integer_share: ClassVar[bool] = True
-    runtime: ClassVar[Runtime] = AOT
+    runtime: ClassVar[Runtime] = RUNTIME
     is_native_code: ClassVar[bool] = True
     needs_facts: ClassVar[tuple[str, ...]] = ("built_for",)
 

@@ -30,11 +30,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LIBRARY = Requirement(what="compressed_tensors", install=pip_install("compressed-tensors"))
-COMPRESSED_TENSORS = Runtime(
+COMPRESSED_TENSORS = Requirement(
+    what="compressed_tensors", install=pip_install("compressed-tensors")
+)
+RUNTIME = Runtime(
     name="compressed-tensors",
     title="compressed-tensors",
-    requirements=(LIBRARY,),
+    requirements=(COMPRESSED_TENSORS,),
     runs_in="eager",
 )
 
@@ -45,7 +47,7 @@ class CompressedTensorsModel(ExportedModel):
     kind: ClassVar[str] = "compressed-tensors"
     payload: ClassVar[str] = "model.safetensors"
     opened_with: ClassVar[tuple[str, ...]] = ("transformers",)
-    runtime: ClassVar[Runtime] = COMPRESSED_TENSORS
+    runtime: ClassVar[Runtime] = RUNTIME
 
     @property
     def needs_to_open(self) -> tuple[Requirement, ...]:
@@ -85,7 +87,7 @@ class ExportCompressedTensors(Exporter[GraphModel, CompressedTensorsModel]):
     @property
     def machine_parts(self) -> dict[str, Any]:
         """Which version of compressed-tensors opened the folder; None where none is installed."""
-        found = None if LIBRARY.missing() else version("compressed-tensors")
+        found = None if COMPRESSED_TENSORS.missing() else version("compressed-tensors")
         return {"compressed-tensors": found}
 
     def write(self, model: GraphModel, file: Path, context: Context) -> dict[str, Any]:

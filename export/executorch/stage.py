@@ -30,10 +30,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-EXECUTORCH = Runtime(
+EXECUTORCH = Requirement(what="executorch", install=pip_install("executorch"))
+RUNTIME = Runtime(
     name="executorch",
     title="ExecuTorch",
-    requirements=(Requirement(what="executorch", install=pip_install("executorch")),),
+    requirements=(EXECUTORCH,),
     targets=("xnnpack",),
     reproducer=Reproducer(
         file="model.pte",
@@ -56,7 +57,7 @@ class ExecuTorchModel(ExportedModel):
     opened_with: ClassVar[tuple[str, ...]] = ("executorch.runtime",)
     reports_delegation: ClassVar[bool] = True
     reports_integer_share: ClassVar[bool] = True
-    runtime: ClassVar[Runtime] = EXECUTORCH
+    runtime: ClassVar[Runtime] = RUNTIME
     needs_facts: ClassVar[tuple[str, ...]] = ("sizes",)
 
     @classmethod

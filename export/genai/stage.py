@@ -34,7 +34,7 @@ TAKES = "export_genai takes float32 models, and those of quantize_weights; found
 LONGEST = 4096
 """Tokens of a text where neither the setting nor the model's config limits them."""
 # onnxruntime opens the file too, so that nothing else is required to write it.
-GENAI_RUNTIME = Runtime(name="genai", title="onnxruntime-genai")
+RUNTIME = Runtime(name="genai", title="onnxruntime-genai")
 
 
 class GenaiModel(ExportedModel):
@@ -45,7 +45,7 @@ class GenaiModel(ExportedModel):
     only_device: ClassVar[str] = "cpu"
     opened_with: ClassVar[tuple[str, ...]] = ("export.onnx.session",)
     generates: ClassVar[bool] = True
-    runtime: ClassVar[Runtime] = GENAI_RUNTIME
+    runtime: ClassVar[Runtime] = RUNTIME
 
     @classmethod
     @contextmanager

@@ -31,10 +31,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-GGUF = Runtime(
+GGUF = Requirement(what="gguf", install=pip_install("gguf"))
+RUNTIME = Runtime(
     name="gguf",
     title="GGUF",
-    requirements=(Requirement(what="gguf", install=pip_install("gguf")),),
+    requirements=(GGUF,),
     runs_in="eager",
 )
 
@@ -45,7 +46,7 @@ class GgufModel(ExportedModel):
     kind: ClassVar[str] = "gguf"
     payload: ClassVar[str] = "model.gguf"
     opened_with: ClassVar[tuple[str, ...]] = ("transformers", "gguf")
-    runtime: ClassVar[Runtime] = GGUF
+    runtime: ClassVar[Runtime] = RUNTIME
 
     @classmethod
     @contextlib.contextmanager
@@ -76,7 +77,7 @@ class ExportGguf(Exporter[EagerModel | GraphModel, GgufModel]):
     @property
     def machine_parts(self) -> dict[str, Any]:
         """Which version of gguf wrote the file; None where none is installed."""
-        return {"gguf": None if GGUF.requirements[0].missing() else version("gguf")}
+        return {"gguf": None if GGUF.missing() else version("gguf")}
 
     def write(self, model: EagerModel | GraphModel, file: Path, context: Context) -> dict[str, Any]:
         """Write settings, tokenizer and tensors, and read them back."""

@@ -42,7 +42,7 @@ NOT_EXACT = (
 )
 ONNX_TARGETS = ("onnxruntime-cpu", "onnxruntime-cuda", "tensorrt")
 """Quantization targets whose graphs become ONNX files."""
-ONNX_RUNTIME = Runtime(
+RUNTIME = Runtime(
     name="onnxruntime",
     title="ONNX Runtime",
     targets=ONNX_TARGETS,
@@ -73,7 +73,7 @@ class OnnxModel(ExportedModel):
     """An ONNX file, run by onnxruntime: on the CPU, or on CUDA where it is built for it."""
 
     kind: ClassVar[str] = "onnx"
-    runtime: ClassVar[Runtime] = ONNX_RUNTIME
+    runtime: ClassVar[Runtime] = RUNTIME
     payload: ClassVar[str] = "model.onnx"
     reports_integer_share: ClassVar[bool] = True
     opened_with: ClassVar[tuple[str, ...]] = ("export.onnx.session",)

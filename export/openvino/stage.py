@@ -30,10 +30,11 @@ if TYPE_CHECKING:
     Tensors = tuple[torch.Tensor, ...]
     Source = EagerModel | GraphModel | OnnxModel
 
-OPENVINO = Runtime(
+OPENVINO = Requirement(what="openvino", install=pip_install("openvino"))
+RUNTIME = Runtime(
     name="openvino",
     title="OpenVINO",
-    requirements=(Requirement(what="openvino", install=pip_install("openvino")),),
+    requirements=(OPENVINO,),
     targets=ONNX_TARGETS,
     reproducer=Reproducer(
         file="model.onnx",
@@ -67,7 +68,7 @@ class OpenVINOModel(ExportedModel):
     kind: ClassVar[str] = "openvino"
     payload: ClassVar[str] = "model.xml"
     only_device: ClassVar[str] = "cpu"
-    runtime: ClassVar[Runtime] = OPENVINO
+    runtime: ClassVar[Runtime] = RUNTIME
 
     @classmethod
     @contextmanager

@@ -29,13 +29,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 INSTALL = f"{pip_install('tensorrt')} on a machine with an NVIDIA GPU, or use export_onnx"
-TENSORRT = Runtime(
+TENSORRT = Requirement(what="tensorrt", install=INSTALL)
+RUNTIME = Runtime(
     name="tensorrt",
     title="TensorRT",
-    requirements=(
-        Requirement(what="tensorrt", install=INSTALL),
-        CUDA.model_copy(update={"install": "use export_onnx"}),
-    ),
+    requirements=(TENSORRT, CUDA.model_copy(update={"install": "use export_onnx"})),
     targets=("tensorrt",),
 )
 TORCH_TENSORRT = Requirement(what="torch_tensorrt", install=INSTALL)
@@ -59,7 +57,7 @@ class TensorRTEngine(ExportedModel):
 
     kind: ClassVar[str] = "tensorrt"
     payload: ClassVar[str] = "model.engine"
-    runtime: ClassVar[Runtime] = TENSORRT
+    runtime: ClassVar[Runtime] = RUNTIME
     is_native_code: ClassVar[bool] = True
     needs_facts: ClassVar[tuple[str, ...]] = ("built_for", "sizes")
     memory_elsewhere: ClassVar[str] = (

@@ -52,7 +52,7 @@ def refuse_nested_output(model: Artifact, title: str) -> None:
         )
 
 
-TORCHSCRIPT = Runtime(
+RUNTIME = Runtime(
     name="torchscript",
     title="TorchScript",
     reproducer=Reproducer(
@@ -82,7 +82,7 @@ class TorchScriptModel(ExportedModel):
     kind: ClassVar[str] = "torchscript"
     payload: ClassVar[str] = "model.ts"
     opened_with: ClassVar[tuple[str, ...]] = ("export.torchscript.file_io",)
-    runtime: ClassVar[Runtime] = TORCHSCRIPT
+    runtime: ClassVar[Runtime] = RUNTIME
 
     def runs_on(self, device: str) -> str:
         """Return the CPU for a quantized model, as torch has integer kernels for it alone."""

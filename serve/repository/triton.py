@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import shutil
 from contextlib import contextmanager
+from functools import reduce
+from operator import or_
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -16,11 +18,8 @@ from compress.common.forward import opened_model
 from compress.common.signature import TABLE_ROWS
 from compress.core.gates import AnyGate, LabelAgreement, Parity
 from compress.core.stage import Stage
-from export.aotinductor.stage import AotModel
-from export.onnx.stage import OnnxModel
-from export.openvino.stage import OpenVINOModel
-from export.torchscript.stage import TorchScriptModel
-from serve.repository.triton_config import CONFIG, VERSION, refuse_foreign_entries
+from export.exporter import EXPORTERS
+from serve.repository.triton_config import CONFIG, VERSION, backends, refuse_foreign_entries
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -41,14 +40,6 @@ AUTO_COMPLETES = (
     "start Triton with --disable-auto-complete-config: otherwise it adds dynamic batching, and "
     "joins requests all the same"
 )
-MAY_BE_BFLOAT16 = (
-    "Triton's OpenVINO backend computes in bfloat16 on processors that have it, and has no setting "
-    "for float32, by which the gates judged"
-)
-NO_AOT_BATCHING = (
-    "Triton's PyTorch backend does not batch AOTInductor packages; a client may send many rows in "
-    "one request"
-)
 
 
 class TritonRepository(Artifact):
@@ -60,6 +51,7 @@ class TritonRepository(Artifact):
 
     kind: ClassVar[str] = "triton"
     payload: ClassVar[str] = CONFIG
+    only_device: ClassVar[str] = "cpu"
 
     @property
     def model_name(self) -> str:
@@ -85,15 +77,17 @@ class TritonRepository(Artifact):
     def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:
         """Yield a predictor of the packaged file; Triton is not started."""
         self.verify_cached()
-        with open_predictor(self, self.payload_path, device, threads) as predict:
+        with open_predictor(self, self.payload_path, threads) as predict:
             yield predict
 
 
-Servable = OnnxModel | TorchScriptModel | AotModel | OpenVINOModel
+class PackageTriton(Stage[Artifact, TritonRepository]):
+    """Lay a model out as a repository of Triton's, with a configuration from its signature.
 
+    For files whose runtime has a backend there: Triton joins requests, and runs several copies.
 
-class PackageTriton(Stage[Servable, TritonRepository]):
-    """Lay a model out as a repository of Triton's, with a configuration from its signature."""
+        - {stage: package_triton, model_name: resnet, max_batch_delay_ms: 2, instances: 2}
+    """
 
     stage: Literal["package_triton"] = "package_triton"
     model_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]*$")] = "model"
@@ -120,38 +114,43 @@ class PackageTriton(Stage[Servable, TritonRepository]):
         """Whether requests may be batched is measured on rows of `val`."""
         return True
 
-    def run(self, model: Servable, context: Context) -> TritonRepository:
+    @classmethod
+    def reads(cls) -> Any:
+        """Return the artifacts whose runtime says how Triton runs them."""
+        return reduce(or_, (EXPORTERS[kind].writes() for kind in backends()))
+
+    def run(self, model: Artifact, context: Context) -> TritonRepository:
         """Copy the model and write its configuration, reproducibly."""
         from compress.profiling.batch_dependence import numpy_call
         from serve.packaging.joinable import why_not_joined
         from serve.packaging.model_interface import infer_interface
         from serve.repository.triton_config import (
-            FILES,
             DynamicBatching,
             model_config,
             without_batching,
         )
 
+        backend = backends()[model.kind]
         refuse_code_for_gpu(model, self.title)
         model.verify()
         with model.open("cpu", context.threads) as predict:
             interface = infer_interface(numpy_call(predict, model.signature), model.signature)
-        refuse_nested_output(model, self.title)
-        if isinstance(model, AotModel):
+        if backend.refuse:
+            backend.refuse(model, self.title)
+        not_joined = backend.not_batched
+        if not_joined:
             interface = without_batching(interface)
-            not_joined = NO_AOT_BATCHING
         else:
             not_joined = why_not_joined(interface.rows_stay_first, context.batch_dependence(model))
-        warnings = [NOT_RUN]
-        warnings += unchecked_ids(model)
-        if isinstance(model, OpenVINOModel):
-            warnings.append(MAY_BE_BFLOAT16)
+        warnings = [NOT_RUN, *unchecked_ids(model)]
+        if backend.warning:
+            warnings.append(backend.warning)
         if not_joined and self.dynamic_batching:
             warnings.append(f"requests are not joined: {not_joined}")
         joins = self.dynamic_batching and not not_joined
         if interface.rows_stay_first and not joins:
             warnings.append(AUTO_COMPLETES)
-        payload = f"{self.model_name}/{VERSION}/{FILES[model.kind]}"
+        payload = f"{self.model_name}/{VERSION}/{backend.file}"
         facts: dict[str, Any] = {
             "model_name": self.model_name,
             "model_file": payload,
@@ -184,40 +183,15 @@ class PackageTriton(Stage[Servable, TritonRepository]):
 
 
 @contextmanager
-def open_predictor(
-    packaged: Artifact, file: Path, device: str, threads: int
-) -> Iterator[Predictor]:
-    """Yield a predictor of a repository's model file, run in this process.
+def open_predictor(packaged: Artifact, file: Path, threads: int) -> Iterator[Predictor]:
+    """Yield a predictor of a repository's model file, run in this process on the CPU.
 
     Raises:
         Unavailable: it is native code, compiled for another machine.
     """
-    if file.suffix == ".onnx":
-        from export.onnx.session import session_predictor
-
-        yield session_predictor(file, threads)
-        return
-    if file.suffix == ".xml":
-        from export.openvino.runtime import compiled, predictor
-
-        yield predictor(compiled(file, threads))
-        return
-    from compress.common.forward import torch_predictor
-
-    module: Any
-    if file.suffix == ".pt2":
-        from export.aotinductor.package import load as load_package
-        from export.common.host_check import refuse_other_host
-
-        built_for: Any = packaged.fact("built_for")
-        refuse_other_host(built_for, file)
-        device = "cpu"
-        module = load_package(file, packaged.signature, device)
-    else:
-        from export.torchscript.file_io import load
-
-        module = load(file, device)
-    with torch_predictor(module, device, threads) as predict:
+    kind = next(k for k, backend in backends().items() if backend.file.endswith(file.suffix))
+    model, facts = EXPORTERS[kind].writes(), packaged.manifest.facts
+    with model.open_file(file, packaged.signature, facts, "cpu", threads) as predict:
         yield predict
 
 
@@ -235,24 +209,6 @@ def unchecked_ids(model: Artifact) -> list[str]:
         "the runtime answers with another row of the table, or ends"
         for name, count in rows.items()
     ]
-
-
-def refuse_nested_output(model: Artifact, title: str) -> None:
-    """Raise StageFailed where a TorchScript model returns no tensor or flat list of tensors."""
-    import torch
-
-    from export.torchscript.file_io import load
-
-    if not isinstance(model, TorchScriptModel):
-        return
-    with torch.inference_mode():
-        answer = load(model.payload_path)(*model.signature.example())
-    parts = answer if isinstance(answer, list | tuple) else [answer]
-    if not all(isinstance(part, torch.Tensor) for part in parts):
-        raise StageFailed(
-            f"{title}: the TorchScript model answers with a {type(answer).__name__} that is no "
-            "flat list of tensors, which Triton's PyTorch backend does not read; use export_onnx"
-        )
 
 
 def refuse_code_for_gpu(model: Artifact, title: str) -> None:

@@ -8,37 +8,15 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from compress.common.errors import ArtifactInvalid, StageFailed
+from export.exporter import EXPORTERS
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
     from pathlib import Path
 
+    from export.common.runtime import TritonBackend
     from serve.packaging.model_interface import Interface, Tensor
 
-PLATFORMS = {
-    "onnx": "onnxruntime_onnx",
-    "torchscript": "pytorch_libtorch",
-    "aot": "torch_aoti",  # Triton 26.03 and later
-}
-"""Formats of the backends that have several; OpenVINO's has none."""
-BACKENDS = {
-    "onnx": "onnxruntime",
-    "torchscript": "pytorch",
-    "aot": "pytorch",
-    "openvino": "openvino",
-}
-FILES = {
-    "onnx": "model.onnx",
-    "torchscript": "model.pt",
-    "aot": "model.pt2",
-    "openvino": "model.xml",
-}
-"""Default file names of the formats."""
-THREAD_PARAMETERS = {
-    "onnx": ("intra_op_thread_count", "inter_op_thread_count"),
-    **dict.fromkeys(("torchscript", "aot"), ("INTRA_OP_THREAD_COUNT", "INTER_OP_THREAD_COUNT")),
-    "openvino": ("INFERENCE_NUM_THREADS", "NUM_STREAMS"),
-}
 DATA_TYPES = {
     "bool": "TYPE_BOOL",
     "uint8": "TYPE_UINT8",
@@ -55,9 +33,6 @@ BLOCKS = {
 COUNT, TEXT = r"\d+", r'"(?:[^"\\]|\\.)*"'
 VALUES = {
     "name": TEXT,
-    "backend": f'"(?:{"|".join(BACKENDS.values())})"',
-    "platform": f'"(?:{"|".join(PLATFORMS.values())})"',
-    "key": f'"(?:{"|".join(key for keys in THREAD_PARAMETERS.values() for key in keys)})"',
     "string_value": f'"{COUNT}"',
     "data_type": r"TYPE_\w+",
     "kind": "KIND_CPU",
@@ -65,7 +40,24 @@ VALUES = {
     **dict.fromkeys(("max_batch_size", "count", "max_queue_size"), COUNT),
     "max_queue_delay_microseconds": COUNT,
 }
-"""Entry of a configuration → the values that are written here."""
+"""Entry of a configuration → the values that are written here, but for those of a backend."""
+
+
+def backends() -> dict[str, TritonBackend]:
+    """Return Triton's backends by the kind of artifact that they run."""
+    runtimes = {kind: exporter.runtime for kind, exporter in EXPORTERS.items()}
+    return {kind: runtime.triton for kind, runtime in runtimes.items() if runtime.triton}
+
+
+def _values_of_backends() -> dict[str, str]:
+    """Return the entries that name a backend → the values that are written here."""
+    known = backends().values()
+    names = {
+        "backend": [one.backend for one in known],
+        "platform": [one.platform for one in known if one.platform],
+        "key": [key for one in known for key in one.thread_parameters],
+    }
+    return {entry: f'"(?:{"|".join(map(re.escape, of))})"' for entry, of in names.items()}
 
 
 class EnumName(str):
@@ -102,14 +94,15 @@ def model_config(
         StageFailed: Triton does not support a tensor's data type.
     """
     batched = interface.rows_stay_first
-    per_call, other = THREAD_PARAMETERS[kind]
+    backend = backends()[kind]
+    per_call, other = backend.thread_parameters
     config: dict[str, Any] = {
         "name": name,
-        "backend": BACKENDS[kind],
-        **({"platform": PLATFORMS[kind]} if kind in PLATFORMS else {}),
+        "backend": backend.backend,
+        **({"platform": backend.platform} if backend.platform else {}),
         "max_batch_size": max_batch_size if batched else 0,
-        "input": _tensors(interface.inputs, kind, "INPUT", batched),
-        "output": _tensors(interface.outputs, kind, "OUTPUT", batched),
+        "input": _tensors(interface.inputs, backend, "INPUT", batched),
+        "output": _tensors(interface.outputs, backend, "OUTPUT", batched),
         "instance_group": [{"kind": EnumName("KIND_CPU"), "count": instances}],
         "parameters": [
             {"key": key, "value": {"string_value": str(count)}}
@@ -134,7 +127,7 @@ def refuse_foreign_entries(folder: Path, files: Collection[str], model: str) -> 
         files: names of its files.
         model: name of its model.
     """
-    config = f"{model}/{CONFIG}"
+    config, values = f"{model}/{CONFIG}", VALUES | _values_of_backends()
     for name in files:
         if name != config and not name.startswith(f"{model}/{VERSION}/"):
             raise ArtifactInvalid(f"{folder}: {name}: is not of model {model}, and Triton reads it")
@@ -145,7 +138,7 @@ def refuse_foreign_entries(folder: Path, files: Collection[str], model: str) -> 
             continue
         entry, _, value = line.strip().partition(": ")
         is_block = entry in ("", "}") or (not value and entry.removesuffix(" {") in BLOCKS)
-        if not is_block and not re.fullmatch(VALUES.get(entry, "(?!)"), value):
+        if not is_block and not re.fullmatch(values.get(entry, "(?!)"), value):
             raise ArtifactInvalid(
                 f"{folder / config}:{number}: {line.strip()[:80]!r}: unknown entry, which may name "
                 "code that Triton loads"
@@ -157,23 +150,13 @@ def without_batching(interface: Interface) -> Interface:
     return replace(interface, rows_stay_first=False)
 
 
-def name_of(kind: str, name: str, role: str, index: int) -> str:
-    """Return a tensor's name in Triton; ``role`` is ``INPUT`` or ``OUTPUT``.
-
-    TorchScript has no names, and its backend expects ``name__index``; an AOTInductor package's
-    tensors are ``INPUT__index`` and ``OUTPUT__index``.
-    """
-    if kind == "aot":
-        return f"{role}__{index}"
-    return f"{name}__{index}" if kind == "torchscript" else name
-
-
 def _tensors(
-    tensors: tuple[Tensor, ...], kind: str, role: str, batched: bool
+    tensors: tuple[Tensor, ...], backend: TritonBackend, role: str, batched: bool
 ) -> list[dict[str, Any]]:
     entries = []
     for i, tensor in enumerate(tensors):
-        dtype, name = tensor.dtype, name_of(kind, tensor.name, role, i)
+        dtype = tensor.dtype
+        name = backend.tensor_name.format(name=tensor.name, role=role, index=i)
         if dtype not in DATA_TYPES:
             raise StageFailed(f"{tensor.name} is {dtype}, which Triton's requests do not carry")
         dims = [*(tensor.shape[1:] if batched else tensor.shape)]

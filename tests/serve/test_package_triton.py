@@ -21,13 +21,12 @@ from compress.data.splits import Splits
 from compress.profiling.batch_dependence import numpy_call
 from export.aotinductor.stage import AotModel, ExportAot
 from export.onnx.stage import ExportOnnx, OnnxModel
-from export.openvino.stage import ExportOpenVINO
+from export.openvino.stage import RUNTIME, ExportOpenVINO
 from export.torchscript.stage import ExportTorchScript
 from serve.packaging.model_interface import Interface, Tensor, infer_interface
 from serve.repository.kserve import PackageKServe
 from serve.repository.triton import (
     AUTO_COMPLETES,
-    MAY_BE_BFLOAT16,
     NOT_RUN,
     PackageTriton,
     TritonRepository,
@@ -287,7 +286,7 @@ def test_an_openvino_model_is_packaged_with_its_weights(
     assert config.parameters["INFERENCE_NUM_THREADS"].string_value == "2"
     assert [tensor.name for tensor in config.input] == ["x", "mask"]
     assert {"model/1/model.xml", "model/1/model.bin"} <= repository.manifest.files.keys()
-    warnings = [NOT_RUN, MAY_BE_BFLOAT16, AUTO_COMPLETES]
+    warnings = [NOT_RUN, RUNTIME.triton.warning, AUTO_COMPLETES]
     assert repository.manifest.facts["warnings"] == warnings
     service = PackageKServe(storage_uri="s3://a/b")(repository, context.with_root(tmp_path / "ks"))
     assert "name: triton" in service.payload_path.read_text()
