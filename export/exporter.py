@@ -176,7 +176,7 @@ class Exporter(Stage[Reads, Writes]):
     def run(self, model: Reads, context: Context) -> Writes:
         """Write, open, compare with the source."""
         kind = self.writes()
-        warn_of_other_target(model, self.runtime.targets, self.title)
+        warn_of_other_target(model.manifest.facts.get("target"), self.runtime.targets, self.title)
         facts: dict[str, Any] = {}
         with kind.atomic_write(
             context.root,
@@ -188,7 +188,7 @@ class Exporter(Stage[Reads, Writes]):
             file = folder / kind.payload
             facts |= self.write(model, file, context)
             self.prove(model, file, facts, context)
-        self.log(model, facts)
+        self.log(facts)
         return kind.from_directory(context.root)  # type: ignore[no-any-return]
 
     def prove(self, model: Reads, file: Path, facts: dict[str, Any], context: Context) -> None:
@@ -219,7 +219,7 @@ class Exporter(Stage[Reads, Writes]):
             with report_on_mismatch(parity):
                 self.compare(model, expected, exported, facts, context)
 
-    def log(self, model: Reads, facts: Mapping[str, Any]) -> None:
+    def log(self, facts: Mapping[str, Any]) -> None:
         """Log what the manifest says of kernels."""
         if "integer_kernels" in facts:
             logger.info("%s: %s, %s", self.title, facts["integer_kernels"], facts["float_kernels"])

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from compress.artifacts.artifact import Artifact
     from compress.common.requirements import Requirement
+
+PredictedRuntime: TypeAlias = Literal["onnx", "openvino"]
+"""Kinds of files whose latency is predicted from tables of kernels (`export.latency`)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from compress.artifacts.artifact import Artifact
 
 logger = logging.getLogger(__name__)
 
@@ -35,12 +31,12 @@ UINT8_ONLY = (
 )
 
 
-def warn_of_other_target(model: Artifact, targets: tuple[str, ...], title: str) -> None:
+def warn_of_other_target(target: object, targets: tuple[str, ...], title: str) -> None:
     """Warn of a graph quantized for none of a runtime's targets: it is right, and may be slow.
 
-    The usual target comes first; none are given where a runtime has no patterns of its own.
+    A float model has no target. A runtime's usual one comes first; it has none where it has no
+    patterns of its own.
     """
-    target = model.manifest.facts.get("target")  # none: a float model is for every runtime
     if targets and target is not None and target not in targets:
         logger.warning(
             "%s: the graph was quantized for %s, whose patterns are not all fused here; quantize "

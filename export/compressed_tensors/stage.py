@@ -126,7 +126,7 @@ class ExportCompressedTensors(Exporter[GraphModel, CompressedTensorsModel]):
     def prove(self, model: GraphModel, *_: Any) -> None:
         """Compare nothing more: :meth:`write` has read the file back."""
 
-    def log(self, model: GraphModel, facts: Mapping[str, Any]) -> None:
+    def log(self, facts: Mapping[str, Any]) -> None:
         """Log how many integers were compared."""
         logger.info("%s: %d integers read back", self.title, facts["equal_integers"])
 

@@ -143,7 +143,7 @@ class ExecuTorchProgram:
                 if missing := sorted({*NO_KERNEL.findall(_read(printed))}):
                     raise ArtifactInvalid(
                         f"{self.file}: ExecuTorch's runtime has no kernel for "
-                        f"{', '.join(missing)}; use export_onnx or export_openvino"
+                        f"{', '.join(missing)}; use export_onnx"
                     ) from error
                 raise ArtifactInvalid(
                     f"{self.file}: not an ExecuTorch program that this runtime can load, or "

@@ -114,7 +114,7 @@ class ExportExecuTorch(Exporter[EagerModel | GraphModel, ExecuTorchModel]):
             **delegation,
         }
 
-    def log(self, model: EagerModel | GraphModel, facts: Mapping[str, Any]) -> None:
+    def log(self, facts: Mapping[str, Any]) -> None:
         """Log what XNNPACK computes, and what is left to other kernels."""
         portable = ", ".join(
             f"{name or 'the model itself'}: {' '.join(operators)}"

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from compress.common.errors import StageFailed, Unavailable
 from compress.core.stage import members_of
-from export.aotinductor.stage import ExportAot
-from export.onnx.stage import ExportOnnx
-from export.openvino.stage import ExportOpenVINO
-from export.torchscript.stage import ExportTorchScript
+from export.exporter import EXPORTERS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from compress.artifacts.artifact import Artifact
     from compress.core.context import Context
-    from compress.core.stage import Stage
+    from export.exporter import Exporter
 
 Runtime = Literal["onnx", "torchscript", "aot", "openvino"]
-RUNTIMES: dict[Runtime, Callable[[], Stage[Any, Any]]] = {
-    "onnx": ExportOnnx,
-    "torchscript": ExportTorchScript,
-    "aot": ExportAot,
-    "openvino": ExportOpenVINO,
+RUNTIMES: dict[Runtime, type[Exporter[Any, Any]]] = {
+    name: EXPORTERS[name] for name in get_args(Runtime)
 }
 
 

@@ -144,7 +144,7 @@ class ExportGenai(Exporter[EagerModel | GraphModel, GenaiModel]):
     def prove(self, model: EagerModel | GraphModel, *_: Any) -> None:
         """Compare nothing more: :meth:`write` has done so."""
 
-    def log(self, model: EagerModel | GraphModel, facts: Mapping[str, Any]) -> None:
+    def log(self, facts: Mapping[str, Any]) -> None:
         """Log how the greedy text compares."""
         logger.info(
             "%s: %d of %d greedy tokens equal, scores differ by %.2g of their norm; opened by %s",

@@ -95,7 +95,7 @@ class ExportGguf(Exporter[EagerModel | GraphModel, GgufModel]):
     def prove(self, model: EagerModel | GraphModel, *_: Any) -> None:
         """Compare nothing more: :meth:`write` has read the file back."""
 
-    def log(self, model: EagerModel | GraphModel, facts: Mapping[str, Any]) -> None:
+    def log(self, facts: Mapping[str, Any]) -> None:
         """Log how many integers were compared."""
         logger.info("%s: %d integers read back", self.title, facts["equal_integers"])
 

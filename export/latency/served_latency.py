@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from compress.common.errors import StageFailed
 from compress.profiling.benchmark import MeasuredShare, compare_latency, unmeasurable
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from compress.core.context import Context
     from compress.core.stage import Stage
     from compress.profiling.benchmark import Opener
+    from export.common.runtime import PredictedRuntime
     from export.latency.kernels import Arrays
 
     Widths = Mapping[str, int]
@@ -44,7 +45,7 @@ FITTED = 8
 class OnnxLatency:
     """Latency in ONNX Runtime, or in OpenVINO from the same file, predicted from kernels."""
 
-    runtime: Literal["onnx", "openvino"]
+    runtime: PredictedRuntime
     stages: tuple[Stage[Any, Any], ...]
     """What quantizes the model between, if anything."""
     folder: Path

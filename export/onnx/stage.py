@@ -206,7 +206,10 @@ class ExportOnnx(Exporter[EagerModel | GraphModel, OnnxModel]):
         facts: dict[str, Any],
         context: Context,
     ) -> None:
-        """Compare with the source; a failure says first why the older exporter was used, if so."""
+        """Compare with the source; warn of a quantized model that is computed in floats.
+
+        A failure says first why the older exporter was used, if it was.
+        """
         from export.onnx.translate import BY_OLDER_EXPORTER
 
         try:
@@ -218,10 +221,6 @@ class ExportOnnx(Exporter[EagerModel | GraphModel, OnnxModel]):
             raise StageFailed(
                 f"{problem} (what torch's older exporter writes is wrong: {error})"
             ) from error
-
-    def log(self, model: EagerModel | GraphModel, facts: Mapping[str, Any]) -> None:
-        """Log the kernels; warn of a quantized model that onnxruntime computes in floats."""
-        super().log(model, facts)
         of_source = model.manifest.facts
         for_cpu = of_source.get("target", ONNX_TARGETS[0]) == ONNX_TARGETS[0]
         # Stages that quantize or convert record the fidelity, those that convert the type as well.

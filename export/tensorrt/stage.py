@@ -65,8 +65,8 @@ class TensorRTEngine(ExportedModel):
     )
 
     def runs_on(self, device: str) -> str:
-        """Return the CUDA device that is asked for, or the first."""
-        return _numbered(device)
+        """Return the CUDA device that is asked for, or `cuda`."""
+        return device if device.startswith("cuda") else "cuda"
 
     @classmethod
     @contextmanager
@@ -81,6 +81,7 @@ class TensorRTEngine(ExportedModel):
         from export.tensorrt.host_check import refuse_other_host
         from export.tensorrt.runtime import load
 
+        device = _numbered(device)
         refuse_other_host(facts["built_for"], file, device)
         run = load(file, signature, facts["sizes"], device)
         with torch_predictor(run, device, threads) as predict:
@@ -184,7 +185,7 @@ class ExportTensorRT(Exporter[EagerModel | GraphModel | OnnxModel, TensorRTEngin
 
         check_engine(model, expected, exported, facts["sizes"], context)
 
-    def log(self, model: EagerModel | GraphModel | OnnxModel, facts: Mapping[str, Any]) -> None:
+    def log(self, facts: Mapping[str, Any]) -> None:
         """Log the GPU."""
         logger.info("%s: built for %s", self.title, facts["built_for"]["gpu"])
 

@@ -179,10 +179,10 @@ class ExportTorchScript(Exporter[Source, TorchScriptModel]):
         save(module, file)
         return facts
 
-    def log(self, model: Source, facts: Mapping[str, Any]) -> None:
+    def log(self, facts: Mapping[str, Any]) -> None:
         """Log the kernels, and that torch gives TorchScript up."""
         logger.info("%s: %s", self.title, DEPRECATED)
-        super().log(model, facts)
+        super().log(facts)
 
     def reexport(
         self, program: ExportedProgram, signature: Signature, file: Path, inputs: Tensors

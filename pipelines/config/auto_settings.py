@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
 from compress.common.config import Count, Positive, Settings
 from compress.pruning.finetune import AnyFinetune
 from compress.pruning.importance.criteria import Criterion
+from export.common.runtime import PredictedRuntime
 from pipelines.config.registry import AnyStage
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ Format: TypeAlias = Literal[
     "weights_8",
     "weights_4",
 ]
-Runtime: TypeAlias = Literal["onnx", "openvino"]
+Runtime: TypeAlias = PredictedRuntime
 
 MILLISECONDS = {"us": 1e-3, "µs": 1e-3, "ms": 1.0, "s": 1e3}
 SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}

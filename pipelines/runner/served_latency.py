@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
+from compress.core.stage import members_of
 from compress.distillation.stage import Distill
 from compress.pruning.channels_stage import PruneChannels
 from compress.pruning.unstructured_stage import PruneWeights
@@ -11,15 +12,12 @@ from compress.quantization.stages.dynamic import QuantizeDynamic
 from compress.quantization.stages.static import QuantizeStatic
 from compress.quantization.stages.weight_only import QuantizeWeights
 from compress.training.stage import Train
+from export.common.runtime import PredictedRuntime
 from export.fastest.stage import ExportFastest
-from export.onnx.stage import ExportOnnx
-from export.openvino.stage import ExportOpenVINO
 from pipelines.config.model_spec import SOURCE
 from pipelines.system.machine_info import machine
 
 if TYPE_CHECKING:
-    from typing import Literal
-
     from compress.core.context import ServedLatency
     from compress.core.stage import Stage
     from pipelines.config.pipeline import PipelineConfig
@@ -35,7 +33,7 @@ CALIBRATED_ON = 32
 class Served(NamedTuple):
     """What happens to a pruned model until it is served."""
 
-    runtime: Literal["onnx", "openvino"]
+    runtime: PredictedRuntime
     stages: tuple[AnyStage, ...]
     """Those that quantize it, with settings that cost little time and lead to the same kernels."""
 
@@ -102,15 +100,14 @@ def _served(planned: PlannedStage, pipeline: PipelineConfig) -> Served | None:
     return None
 
 
-def _runtime(export: AnyStage) -> Literal["onnx", "openvino"] | None:
+def _runtime(export: AnyStage) -> PredictedRuntime | None:
     """Return the runtime with tables that a stage exports to, if it is installed."""
     if any(need.missing() for need in export.all_requirements()):
         return None
+    kinds: Any = [kind.kind for kind in members_of(export.writes())]
     if isinstance(export, ExportFastest):
-        return next((name for name in export.runtimes if name in ("onnx", "openvino")), None)
-    if isinstance(export, ExportOnnx):
-        return "onnx"
-    return "openvino" if isinstance(export, ExportOpenVINO) else None
+        kinds = export.runtimes
+    return next((kind for kind in kinds if kind in get_args(PredictedRuntime)), None)
 
 
 def _quantizing(between: list[AnyStage]) -> tuple[AnyStage, ...] | None:
