@@ -364,7 +364,7 @@ def generate(
 ) -> None:
     """Continue a text with a model of export_genai."""
     with fast_imports():
-        from export.genai.generate import continue_text
+        from export.genai.text import continue_text
     found = continue_text(artifact, prompt, tokens, threads)
     print_result(asdict(found), found.lines())
 

@@ -17,8 +17,8 @@ from compress.functional.models import as_artifact, forward_names
 from compress.profiling.benchmark import MEASURED_SECONDS
 from export.fastest.measure import measure_fastest
 from export.fastest.runtimes import Runtime, export_to
+from export.web.browser import ONNXRUNTIME_WEB
 from export.web.page import web_page
-from export.web.requirements import ONNXRUNTIME_WEB
 from export.web.runtime import WEB
 from pipelines.results.bench import Bench, BenchedModel
 from pipelines.system.machine_info import machine

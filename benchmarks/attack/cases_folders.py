@@ -277,7 +277,7 @@ def _changed(model: Path, **entries: Any) -> Path:
 def _genai(folder: Path, **options: Any) -> Path:
     """Write a sealed artifact with session options that nobody exported."""
     from compress.common.signature import Signature, TensorSpec
-    from export.genai.folder import CONFIG, Decoder, GenaiConfig, Model, Search
+    from export.genai.runtime import CONFIG, Decoder, GenaiConfig, Model, Search
     from export.genai.stage import GenaiModel
 
     (folder / "outside").mkdir()

@@ -13,7 +13,7 @@ from statistics import median
 from time import perf_counter
 from urllib.parse import urlsplit
 
-from export.genai.generate import continue_text
+from export.genai.text import continue_text
 
 ROUNDS, TOKENS = 7, 128
 PROMPT = "The with statement is used to wrap the execution of a block with methods. " * 4

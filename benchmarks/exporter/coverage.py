@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.apart import within  # noqa: E402
 from benchmarks.page import PAGE, write_part  # noqa: E402
-from export.executorch.library import quiet_library  # noqa: E402
+from export.executorch.runtime import quiet_library  # noqa: E402
 from tests.compress.pruning.zoo.registry import Case  # noqa: E402
 from tests.export.zoo.export_cell import (  # noqa: E402
     FORMATS,

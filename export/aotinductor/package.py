@@ -18,8 +18,7 @@ from compress.common.errors import ArtifactInvalid, StageFailed, first_line
 from compress.graph.library_cache import patched_attribute
 from compress.graph.torch_export import move_program
 from export.aotinductor.lowering import merge_products_, multiply_rows_, widen_ranges_
-from export.common.recurrent import refuse_unrolled_rnn
-from export.common.targets import NO_UINT16_KERNELS
+from export.common.targets import NO_UINT16_KERNELS, refuse_unrolled_rnn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

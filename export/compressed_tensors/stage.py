@@ -94,8 +94,12 @@ class ExportCompressedTensors(Exporter[GraphModel, CompressedTensorsModel]):
         """Write the tensors and the config, and read both back."""
         from compress.checkpoint.safetensors_io import write_safetensors
         from export.common.packed_weights import decoder_weights
-        from export.compressed_tensors.tensors import head_name, quantization_config, state_of
-        from export.compressed_tensors.vllm_limits import vllm_limits
+        from export.compressed_tensors.tensors import (
+            head_name,
+            quantization_config,
+            state_of,
+            vllm_limits,
+        )
 
         weights = decoder_weights(model, context, self.title)
         module: Any = weights.module
@@ -116,6 +120,12 @@ class ExportCompressedTensors(Exporter[GraphModel, CompressedTensorsModel]):
         if isinstance(model, PackedModel):
             facts |= {STREAMED: True, "opened_by": None}
             facts["scores_error"] = self._compare_streamed_scores(model, folder)
+        elif COMPRESSED_TENSORS.missing():  # where `run` is called, which checks no requirement
+            facts["opened_by"] = None
+            logger.warning(
+                "%s: not opened by transformers, which needs compressed-tensors; %s",
+                *(self.title, COMPRESSED_TENSORS.install),
+            )
         else:
             facts["scores_error"] = self._compare_scores(model, folder, weights)
             facts["opened_by"] = f"compressed-tensors {version('compressed-tensors')}"

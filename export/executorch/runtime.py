@@ -2,27 +2,84 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import struct
 import tempfile
+import warnings
 from contextlib import contextmanager, redirect_stderr, suppress
 from mmap import ACCESS_READ, mmap
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from compress.common.errors import ArtifactInvalid, first_line
+from compress.common.errors import ArtifactInvalid, StageFailed, first_line
+from compress.common.signature import AxisBounds
+from compress.graph.axis_bounds import axis_limits
 from export.common.batches import in_parts
-from export.executorch.library import quiet_library
-from export.executorch.planned_sizes import bounded_signature
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
     from typing import IO
 
+    from torch.export import ExportedProgram
+
     from compress.common.signature import Signature
+
+
+@contextmanager
+def quiet_library() -> Iterator[None]:
+    """Drop warnings about executorch's own code in a block, and keep the log's handlers."""
+    # Its XNNPACK partitioner (1.5.1) calls logging.basicConfig when it is imported.
+    root = logging.getLogger()
+    handlers, level = [*root.handlers], root.level
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        finally:
+            root.setLevel(level)
+            for handler in [h for h in root.handlers if h not in handlers]:
+                root.removeHandler(handler)
+
+
+def planned_sizes(
+    program: ExportedProgram, signature: Signature, largest_batch: int
+) -> dict[str, list[int]]:
+    """Return the smallest and largest size of each named axis.
+
+    Raises:
+        StageFailed: neither `model.axes` nor the model's code bounds an axis.
+    """
+    limits, sizes = axis_limits(program, signature), {}
+    for name in signature.dynamic_axes:
+        bounds = signature.bounds(name)
+        known = [size for size in (bounds.max, limits.get(name)) if size is not None]
+        if name == signature.batch_axis:
+            known = [largest_batch]
+        if not known:
+            raise StageFailed(
+                f"axis {name!r} has no largest size, for which ExecuTorch plans memory; declare "
+                f"it, for example model.axes: {{{name}: {{max: 128}}}}"
+            )
+        sizes[name] = [bounds.min, min(known)]
+    return sizes
+
+
+def bounded_signature(signature: Signature, sizes: Mapping[str, Sequence[int]]) -> Signature:
+    """Return a signature with bounds for every named axis; one that has a single size is fixed."""
+    fixed = {name: least for name, (least, most) in sizes.items() if least == most}
+    axes = {
+        n: AxisBounds(min=least, max=most) for n, (least, most) in sizes.items() if n not in fixed
+    }
+    inputs = tuple(
+        spec.model_copy(update={"shape": tuple(fixed.get(str(axis), axis) for axis in spec.shape)})
+        for spec in signature.inputs
+    )
+    return signature.model_copy(update={"inputs": inputs, "axes": axes})
+
 
 Tensors = tuple[torch.Tensor, ...]
 

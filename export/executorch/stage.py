@@ -97,7 +97,7 @@ class ExportExecuTorch(Exporter[EagerModel | GraphModel, ExecuTorchModel]):
         from importlib.metadata import version
 
         from export.executorch.lowering import lower
-        from export.executorch.planned_sizes import bounded_signature, planned_sizes
+        from export.executorch.runtime import bounded_signature, planned_sizes
 
         program = program_of(model)
         sizes = planned_sizes(program, model.signature, self.largest_batch)
@@ -132,8 +132,7 @@ class ExportExecuTorch(Exporter[EagerModel | GraphModel, ExecuTorchModel]):
     ) -> Tensors:
         """Lower a part of the graph and return its outputs."""
         from export.executorch.lowering import lower
-        from export.executorch.planned_sizes import bounded_signature, planned_sizes
-        from export.executorch.runtime import load
+        from export.executorch.runtime import bounded_signature, load, planned_sizes
 
         sizes = planned_sizes(program, signature, self.largest_batch)
         content, _ = lower(program, bounded_signature(signature, sizes))

@@ -103,9 +103,8 @@ class ExportGenai(Exporter[EagerModel | GraphModel, GenaiModel]):
         import torch
 
         from export.common.packed_weights import decoder_weights
-        from export.genai.decoder import CachedDecoder, lower_decoder
-        from export.genai.folder import GenaiConfig
-        from export.genai.packed_layers import use_packed_layers_
+        from export.genai.decoder import CachedDecoder, lower_decoder, use_packed_layers_
+        from export.genai.runtime import GenaiConfig
         from export.onnx.graph import count_operators, strip_
         from export.onnx.passes.stored_integers import compact_
         from export.onnx.proto_io import write

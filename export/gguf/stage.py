@@ -82,8 +82,7 @@ class ExportGguf(Exporter[EagerModel | GraphModel, GgufModel]):
     def write(self, model: EagerModel | GraphModel, file: Path, context: Context) -> dict[str, Any]:
         """Write settings, tokenizer and tensors, and read them back."""
         from export.common.packed_weights import decoder_weights
-        from export.gguf.settings import check_family
-        from export.gguf.tensors import file_tensors
+        from export.gguf.tensors import check_family, file_tensors
 
         weights = decoder_weights(model, context, self.title)
         check_family(weights.module.config, self.title)
@@ -121,9 +120,7 @@ class ExportGguf(Exporter[EagerModel | GraphModel, GgufModel]):
         from gguf import GGMLQuantizationType, GGUFWriter
 
         from export.gguf.blocks import block_type, blocks_of
-        from export.gguf.settings import add_settings
-        from export.gguf.tensors import FAMILIES
-        from export.gguf.vocabulary import add_vocabulary
+        from export.gguf.tensors import FAMILIES, add_settings, add_vocabulary
 
         module: Any = weights.module
         family = FAMILIES[module.config.model_type]

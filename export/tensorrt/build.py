@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from compress.artifacts.graph_model import program_of
 from compress.common.errors import StageFailed, first_line
 from export.onnx.stage import OnnxModel
-from export.tensorrt.runtime import python_logger
-from export.tensorrt.shape_profiles import Shapes, shapes_of
+from export.tensorrt.runtime import Shapes, python_logger, shapes_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -156,7 +156,7 @@ class ExportTensorRT(Exporter[EagerModel | GraphModel | OnnxModel, TensorRTEngin
         """Build an engine."""
         from export.tensorrt.build import build_from_onnx, build_from_program
         from export.tensorrt.host_check import built_for
-        from export.tensorrt.shape_profiles import sizes_of
+        from export.tensorrt.runtime import sizes_of
 
         sizes = sizes_of(model.signature, self.sizes)
         device = self.device_for(context)

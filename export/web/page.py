@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from compress.common.errors import StageFailed
 from compress.common.tensor_difference import largest_finite
-from export.web.requirements import ONNXRUNTIME_WEB
+from export.web.browser import ONNXRUNTIME_WEB
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from compress.common.errors import StageFailed
 from compress.core.gate_kinds.other_runtime import OTHER_RUNTIMES, OtherRun, OtherRuntime
-from export.web.requirements import CHROMIUM, ONNXRUNTIME_WEB
+from export.web.browser import CHROMIUM, ONNXRUNTIME_WEB
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

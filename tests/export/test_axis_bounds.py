@@ -13,7 +13,7 @@ from compress.core.context import Context
 from compress.graph.axis_bounds import axis_limits
 from export.exported_program import ExportProgram
 from export.parity import compare
-from export.tensorrt.shape_profiles import sizes_of
+from export.tensorrt.runtime import sizes_of
 from serve.worker.tensors import check
 from tests.export.builders import network_of
 

@@ -19,7 +19,7 @@ from compress.quantization.stages.static import QuantizeStatic
 from export.aotinductor import package as aot_package
 from export.aotinductor.package import count_kernels
 from export.aotinductor.stage import AotModel, ExportAot
-from export.common.recurrent import refuse_unrolled_rnn
+from export.common.targets import refuse_unrolled_rnn
 from export.parity.bisect import LayerSearch
 from pipelines import Pipeline
 from pipelines.planning.planner import build_plan

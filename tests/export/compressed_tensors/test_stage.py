@@ -14,8 +14,12 @@ from compress.common.tensor_difference import relative_error
 from export import CompressedTensorsModel, ExportCompressedTensors
 from export.common.packed_weights import DecoderWeights, decoder_weights
 from export.compressed_tensors.stage import COMPRESSED_TENSORS, streamed_folder
-from export.compressed_tensors.tensors import packed_state, quantization_config, unpacked
-from export.compressed_tensors.vllm_limits import vllm_limits
+from export.compressed_tensors.tensors import (
+    packed_state,
+    quantization_config,
+    unpacked,
+    vllm_limits,
+)
 from tests.export.tiny_decoder import context_for, decoder
 
 IDS = torch.arange(24)[None]

@@ -6,7 +6,7 @@ import onnxruntime
 import pytest
 from onnx import parser, shape_inference
 
-from export.genai.fused_operators import fuse_operators_
+from export.genai.decoder import fuse_operators_
 
 NORM = """<ir_version: 10, opset_import: ["" : 20, "com.microsoft" : 1]>
 norm (float[batch, length, 4] x, float[{added}] y)

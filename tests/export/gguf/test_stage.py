@@ -14,8 +14,7 @@ from compress.common.errors import StageFailed
 from compress.common.tensor_difference import relative_error
 from export import ExportGguf, GgufModel
 from export.gguf.blocks import block_type, blocks_of, integers_of
-from export.gguf.settings import check_family
-from export.gguf.vocabulary import add_vocabulary
+from export.gguf.tensors import add_vocabulary, check_family
 from tests.export.tiny_decoder import context_for, decoder, save_tokenizer
 
 gguf = pytest.importorskip("gguf")

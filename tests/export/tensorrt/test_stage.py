@@ -32,8 +32,7 @@ from export.tensorrt.build import (
     write_onnx,
 )
 from export.tensorrt.host_check import difference
-from export.tensorrt.runtime import check_engine, in_order
-from export.tensorrt.shape_profiles import shapes_of, sizes_of
+from export.tensorrt.runtime import check_engine, in_order, shapes_of, sizes_of
 from export.tensorrt.stage import ExportTensorRT, TensorRTEngine
 from pipelines import Pipeline
 from pipelines.planning.planner import build_plan

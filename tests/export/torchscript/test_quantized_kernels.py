@@ -14,7 +14,7 @@ from compress.quantization.stages.dynamic import QuantizeDynamic
 from compress.quantization.stages.static import QuantizeStatic
 from compress.quantization.stages.weight_only import QuantizeWeights
 from export.torchscript.file_io import load
-from export.torchscript.quantized_kernels import Grid
+from export.torchscript.lowering import Grid
 from export.torchscript.stage import ExportTorchScript, TorchScriptModel
 from tests.export.builders import EXACT_BITS, IMAGE, TOKENS, needs_32_bit_sums, network, samples
 

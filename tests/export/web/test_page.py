@@ -13,8 +13,8 @@ import torch
 import compress
 from compress.common.errors import PipelineInvalid, StageFailed, Unavailable
 from export.web import page as page_module
+from export.web.browser import CHROMIUM, ONNXRUNTIME_WEB
 from export.web.page import SCRIPT, WASM
-from export.web.requirements import CHROMIUM, ONNXRUNTIME_WEB
 from pipelines import Pipeline
 from pipelines.planning.planner import build_plan
 from tests.export.builders import NETWORKS

@@ -21,8 +21,7 @@ from compress.common.errors import StageFailed
 from compress.common.forward import opened_model
 from compress.core.context import Context
 from export import ExportOnnx, OnnxModel
-from export.web.browser import run_page
-from export.web.requirements import CHROMIUM, ONNXRUNTIME_WEB
+from export.web.browser import CHROMIUM, ONNXRUNTIME_WEB, run_page
 from tests.export.builders import IMAGE_AND_CONTEXT, TOKENS, images, network, samples
 
 pytestmark = [
