@@ -18,6 +18,7 @@ from compress.common.errors import ArtifactInvalid, StageFailed, first_line
 from compress.graph.library_cache import patched_attribute
 from compress.graph.torch_export import move_program
 from export.aotinductor.lowering import merge_products_, multiply_rows_, widen_ranges_
+from export.common.batches import refuse_misfit
 from export.common.targets import NO_UINT16_KERNELS, refuse_unrolled_rnn
 
 if TYPE_CHECKING:
@@ -124,18 +125,7 @@ def load(file: Path, signature: Signature, device: str) -> Callable[..., tuple[t
         ) from error
 
     def run(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        # The code reads memory by the sizes and strides that it was compiled for.
-        sizes: dict[str, int] = {}
-        for spec, tensor in zip(signature.inputs, inputs, strict=True):
-            fits = tensor.dim() == len(spec.shape) and str(tensor.dtype) == f"torch.{spec.dtype}"
-            for axis, size in zip(spec.shape, tensor.shape, strict=False):
-                # A named axis has the same size in all inputs.
-                fits &= size == (sizes.setdefault(axis, size) if isinstance(axis, str) else axis)
-            if not fits:
-                raise ValueError(
-                    f"input {spec.name} is {tensor.dtype} {list(tensor.shape)}, expected "
-                    f"{spec.dtype} [{', '.join(map(str, spec.shape))}]"
-                )
+        refuse_misfit(signature, inputs)
         return tuple(loader.boxed_run([x.contiguous() for x in inputs]))
 
     return run

@@ -17,7 +17,7 @@ import torch
 from compress.common.errors import ArtifactInvalid, StageFailed, first_line
 from compress.common.signature import AxisBounds
 from compress.graph.axis_bounds import axis_limits
-from export.common.batches import in_parts
+from export.common.batches import in_parts, refuse_misfit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -106,23 +106,7 @@ def load(
     def run(*inputs: torch.Tensor) -> Tensors:
         # The runtime takes any sizes with as many elements as were planned, and reads the memory of
         # inputs of other types.
-        sizes: dict[str, int] = {}
-        for spec, tensor in zip(bounded.inputs, inputs, strict=True):
-            fits = tensor.dim() == len(spec.shape) and str(tensor.dtype) == f"torch.{spec.dtype}"
-            for axis, size in zip(spec.shape, tensor.shape, strict=False):
-                if isinstance(axis, int):
-                    fits &= size == axis
-                else:  # a named axis has the same size in all inputs
-                    fits &= size in bounded.bounds(axis) and size == sizes.setdefault(axis, size)
-            if not fits:
-                expected = ", ".join(
-                    f"{d} of {bounded.bounds(d)}" if isinstance(d, str) else str(d)
-                    for d in spec.shape
-                )
-                raise ValueError(
-                    f"input {spec.name} is {tensor.dtype} {list(tensor.shape)}, expected "
-                    f"{spec.dtype} [{expected}]"
-                )
+        refuse_misfit(bounded, inputs, bounded=True)
         return program(*inputs)
 
     batch = signature.batch_axis

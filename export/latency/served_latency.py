@@ -43,7 +43,7 @@ FITTED = 8
 
 @dataclass(frozen=True)
 class OnnxLatency:
-    """Latency in ONNX Runtime, or in OpenVINO from the same file, predicted from kernels."""
+    """Latency in the runtime that a file is served with, predicted from kernels."""
 
     runtime: PredictedRuntime
     stages: tuple[Stage[Any, Any], ...]

@@ -42,7 +42,7 @@ def served_latency(planned: PlannedStage, state: RunState) -> ServedLatency | No
     """Return how fast a stage's result will be in the runtime of a later stage.
 
     None for stages without a target of latency, and where no later stage exports to a runtime that
-    has tables, which are ONNX Runtime and OpenVINO.
+    has tables.
     """
     served = _served(planned, state.pipeline)
     if served is None:
