@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from compress.common.forward import Predictor
     from compress.common.signature import Signature
     from compress.core.context import Context
-    from export.genai.greedy_text import GreedyText
+    from export.genai.runtime import GreedyText
 
 logger = logging.getLogger(__name__)
 

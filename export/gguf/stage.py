@@ -119,8 +119,13 @@ class ExportGguf(Exporter[EagerModel | GraphModel, GgufModel]):
         import torch
         from gguf import GGMLQuantizationType, GGUFWriter
 
-        from export.gguf.blocks import block_type, blocks_of
-        from export.gguf.tensors import FAMILIES, add_settings, add_vocabulary
+        from export.gguf.tensors import (
+            FAMILIES,
+            add_settings,
+            add_vocabulary,
+            block_type,
+            blocks_of,
+        )
 
         module: Any = weights.module
         family = FAMILIES[module.config.model_type]
@@ -187,7 +192,7 @@ class ExportGguf(Exporter[EagerModel | GraphModel, GgufModel]):
         import torch
         from gguf import GGUFReader, dequantize
 
-        from export.gguf.blocks import block_type, integers_of
+        from export.gguf.tensors import block_type, integers_of
 
         stored = {tensor.name: tensor for tensor in GGUFReader(file).tensors}
         floats, count = dict[tuple[str, bool], torch.Tensor](), 0

@@ -167,8 +167,7 @@ def _import_script(
     file: Path, signature: Signature, path: Path, inputs: Sequence[torch.Tensor] | None
 ) -> Artifact:
     from compress.artifacts.recipe_inference import fit_call
-    from export.torchscript.call_adapter import adapt_calls
-    from export.torchscript.file_io import load, save
+    from export.torchscript.file_io import adapt_calls, load, save
     from export.torchscript.stage import TorchScriptModel
 
     module = load(file).eval()

@@ -8,8 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from compress.common.errors import PipelineInvalid, StageFailed
 from compress.common.requirements import require_all
-from export.genai.greedy_text import GreedyText
-from export.genai.runtime import GENAI, GenaiConfig, next_tokens, next_tokens_unlocked, open_folder
+from export.genai.runtime import (
+    GENAI,
+    GenaiConfig,
+    GreedyText,
+    next_tokens,
+    next_tokens_unlocked,
+    open_folder,
+)
 from export.genai.text import TOKENIZERS
 from serve.http.base_app import SMALL_BYTES
 from serve.http.options import Limits

@@ -14,8 +14,14 @@ from compress.common.errors import ArtifactInvalid
 from compress.common.forward import opened_model
 from compress.core.gates import AnyGate, LabelAgreement, Parity
 from compress.core.stage import Stage
-from serve.repository.triton import TritonRepository, inherited_facts, open_predictor, unchecked_ids
-from serve.repository.triton_config import backends, refuse_foreign_entries
+from serve.repository.triton import (
+    TritonRepository,
+    backends,
+    inherited_facts,
+    open_predictor,
+    refuse_foreign_entries,
+    unchecked_ids,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

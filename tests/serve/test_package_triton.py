@@ -28,10 +28,12 @@ from serve.repository.kserve import PackageKServe
 from serve.repository.triton import (
     AUTO_COMPLETES,
     NOT_RUN,
+    DynamicBatching,
     PackageTriton,
     TritonRepository,
+    model_config,
+    without_batching,
 )
-from serve.repository.triton_config import DynamicBatching, model_config, without_batching
 from serve.verify import verify
 
 NETS = """

@@ -12,10 +12,10 @@ from compress import MaxFirstToken, MinTokensPerSecond, QuantizeStatic, Quantize
 from compress.artifacts.artifact import Artifact
 from compress.common.errors import StageFailed
 from export import ExportGenai, GenaiModel, OnnxModel
-from export.genai.greedy_text import GreedyText
 from export.genai.proof import CacheProof
 from export.genai.runtime import (
     GENAI,
+    GreedyText,
     Sampling,
     next_scores,
     next_tokens,

@@ -13,8 +13,7 @@ from compress.artifacts.streaming.packed_weight import PackedWeight
 from compress.common.errors import StageFailed
 from compress.common.tensor_difference import relative_error
 from export import ExportGguf, GgufModel
-from export.gguf.blocks import block_type, blocks_of, integers_of
-from export.gguf.tensors import add_vocabulary, check_family
+from export.gguf.tensors import add_vocabulary, block_type, blocks_of, check_family, integers_of
 from tests.export.tiny_decoder import context_for, decoder, save_tokenizer
 
 gguf = pytest.importorskip("gguf")
