@@ -17,7 +17,7 @@ from export.common.runtime import Runtime
 from export.common.targets import warn_of_other_target
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
     from pathlib import Path
 
@@ -105,8 +105,13 @@ class Exporter(Stage[Reads, Writes]):
         if is_template or len(kinds) > 1 or not issubclass(kinds[0], ExportedModel):
             return
         kind: Any = kinds[0]
-        cls.runtime, EXPORTERS[kind.kind] = kind.runtime, cls
-        if host := kind.runtime.runs_in:
+        cls.runtime = kind.runtime
+        if kind.kind in EXPORTERS:  # a subclass writes what its base is known for
+            return
+        if taken := BASELINES.get(cls.runtime.name):
+            raise ValueError(f"runtime {cls.runtime.name!r} is taken, by {taken.title}")
+        EXPORTERS[kind.kind] = cls
+        if host := cls.runtime.runs_in:
             kinds_there = BASELINES[host].kinds | {kind.kind}
             BASELINES[host] = BASELINES[host]._replace(kinds=kinds_there)
             return
@@ -164,14 +169,13 @@ class Exporter(Stage[Reads, Writes]):
         expected: Predictor,
         exported: Predictor,
         facts: Mapping[str, Any],
-        context: Context,
+        val_batches: Sequence[Tensors],
     ) -> None:
         """Raise StageFailed where the exported model answers otherwise than its source."""
         from export.parity.compare import compare_outputs
-        from export.parity.sample_parity import val_inputs
 
         limits, operators = facts.get("axis_limits"), facts.get("operators", ())
-        compare_outputs(model, expected, exported, [*val_inputs(context)], limits, operators)
+        compare_outputs(model, expected, exported, val_batches, limits, operators)
 
     def run(self, model: Reads, context: Context) -> Writes:
         """Write, open, compare with the source."""
@@ -217,7 +221,7 @@ class Exporter(Stage[Reads, Writes]):
                 context=context,
             )
             with report_on_mismatch(parity):
-                self.compare(model, expected, exported, facts, context)
+                self.compare(model, expected, exported, facts, val_batches)
 
     def log(self, facts: Mapping[str, Any]) -> None:
         """Log what the manifest says of kernels."""
@@ -233,12 +237,14 @@ class Exporter(Stage[Reads, Writes]):
     def check_parity(self, model: Reads, artifact: Writes, context: Context) -> None:
         """Compare a file of an earlier run with its source, on the data of this one."""
         from export.parity.compare import on_cpu
+        from export.parity.sample_parity import val_inputs
 
+        facts, val_batches = artifact.manifest.facts, [*val_inputs(context)]
         with (
             artifact.open(self.device_for(context), context.threads) as exported,
             model.open(threads=context.threads) as expected,
         ):
-            self.compare(model, expected, on_cpu(exported), artifact.manifest.facts, context)
+            self.compare(model, expected, on_cpu(exported), facts, val_batches)
 
 
 EXPORTERS: dict[str, type[Exporter[Any, Any]]] = {}

@@ -12,7 +12,7 @@ from compress.common.errors import ArtifactInvalid, StageFailed
 from compress.common.forward import accept_any_batch
 from export.common.batches import in_parts
 from export.parity.compare import check_axis_sizes
-from export.parity.sample_parity import check_on_samples, tolerance_for, val_inputs
+from export.parity.sample_parity import check_on_samples, tolerance_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from compress.artifacts.artifact import Artifact
     from compress.common.forward import Predictor
     from compress.common.signature import Signature, TensorSpec
-    from compress.core.context import Context
 
 BATCH = (1, 8, 32)
 """Sizes of the batch where the stage has none."""
@@ -184,7 +183,7 @@ def check_engine(
     expected: Predictor,
     engine: Predictor,
     sizes: Mapping[str, Sequence[int]],
-    context: Context,
+    val_batches: Sequence[Tensors],
 ) -> None:
     """Compare an engine with its source at its smallest, usual and largest sizes, and on `val`.
 
@@ -199,4 +198,4 @@ def check_engine(
         except StageFailed as error:
             raise StageFailed(f"at {at}: {error}" if at else str(error)) from error
     predictors = accept_any_batch(expected, signature), accept_any_batch(engine, signature)
-    check_on_samples(*predictors, val_inputs(context), tolerance)
+    check_on_samples(*predictors, val_batches, tolerance)

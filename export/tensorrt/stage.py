@@ -20,7 +20,9 @@ from export.exporter import ExportedModel, Exporter, source_counts
 from export.onnx.stage import OnnxModel
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
+
+    import torch
 
     from compress.common.signature import Signature
     from compress.core.context import Context
@@ -178,12 +180,12 @@ class ExportTensorRT(Exporter[EagerModel | GraphModel | OnnxModel, TensorRTEngin
         expected: Predictor,
         exported: Predictor,
         facts: Mapping[str, Any],
-        context: Context,
+        val_batches: Sequence[tuple[torch.Tensor, ...]],
     ) -> None:
         """Compare at the smallest, usual and largest sizes, and on `val`."""
         from export.tensorrt.runtime import check_engine
 
-        check_engine(model, expected, exported, facts["sizes"], context)
+        check_engine(model, expected, exported, facts["sizes"], val_batches)
 
     def log(self, facts: Mapping[str, Any]) -> None:
         """Log the GPU."""

@@ -178,6 +178,14 @@ def test_an_added_exporters_wrong_file_is_no_artifact(
     assert not context.root.exists()
 
 
+def test_an_added_runtime_needs_a_name_of_its_own(exporter_folder: Path) -> None:
+    file = exporter_folder / "linear_npz.py"
+    file.write_text(file.read_text().replace('name="numpy"', 'name="onnxruntime"'))
+    with pytest.raises(ValueError, match="runtime 'onnxruntime' is taken, by ONNX Runtime"):
+        import_module("linear_npz")
+    assert "linear_npz" not in EXPORTERS
+
+
 @pytest.mark.slow
 def test_an_added_exporters_runtime_is_known_to_a_pipeline(tmp_path: Path) -> None:
     install("add-an-exporter.md", tmp_path)
