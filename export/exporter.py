@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+from collections import Counter
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -254,3 +255,16 @@ EXPORTERS: dict[str, type[Exporter[Any, Any]]] = {}
 def source_counts(model: Artifact) -> dict[str, int | None]:
     """Return facts that files do not show: weights and multiply-accumulates of the source."""
     return {"parameters": model.parameters(), "macs": model.macs()}
+
+
+def graph_facts(model: Artifact, program: ExportedProgram, title: str) -> dict[str, Any]:
+    """Return what a file from a model's graph records of it: counts, operators, axes' limits."""
+    from compress.graph.axis_bounds import input_limit_facts
+
+    nodes = program.graph_module.graph.nodes
+    operators = Counter(str(node.target) for node in nodes if node.op == "call_function")
+    return {
+        **source_counts(model),
+        "operators": dict(sorted(operators.items())),
+        **input_limit_facts(program, model.signature, title),
+    }

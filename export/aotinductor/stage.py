@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -10,10 +9,9 @@ from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel, program_of
 from compress.common.forward import torch_predictor
 from compress.common.requirements import COMPILER
-from compress.graph.axis_bounds import input_limit_facts
 from export.common.runtime import Reproducer, Runtime, TritonBackend
 from export.common.targets import NO_UINT16_KERNELS
-from export.exporter import ExportedModel, Exporter, source_counts
+from export.exporter import ExportedModel, Exporter, graph_facts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Set
@@ -140,13 +138,9 @@ class ExportAot(Exporter[EagerModel | GraphModel, AotModel]):
         from export.common.host_check import built_for
 
         program = program_of(model)
-        nodes = program.graph_module.graph.nodes
-        operators = Counter(str(n.target) for n in nodes if n.op == "call_function")
         return {
             "built_for": built_for(self.device),
-            **source_counts(model),
-            "operators": dict(sorted(operators.items())),
-            **input_limit_facts(program, model.signature, self.title),
+            **graph_facts(model, program, self.title),
             **compile_package(program, model.signature, file, self.device_for(context)),
         }
 

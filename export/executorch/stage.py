@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -12,10 +11,9 @@ from compress.artifacts.graph_model import GraphModel, program_of
 from compress.common.config import Count
 from compress.common.forward import torch_predictor
 from compress.common.requirements import Requirement, pip_install
-from compress.graph.axis_bounds import input_limit_facts
 from export.common.runtime import Reproducer, Runtime
 from export.common.targets import SIGNED_8_BITS
-from export.exporter import ExportedModel, Exporter, source_counts
+from export.exporter import ExportedModel, Exporter, graph_facts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Set
@@ -101,16 +99,12 @@ class ExportExecuTorch(Exporter[EagerModel | GraphModel, ExecuTorchModel]):
 
         program = program_of(model)
         sizes = planned_sizes(program, model.signature, self.largest_batch)
-        nodes = program.graph_module.graph.nodes
-        operators = Counter(str(n.target) for n in nodes if n.op == "call_function")
         content, delegation = lower(program, bounded_signature(model.signature, sizes))
         file.write_bytes(content)
         return {
             "executorch": version("executorch"),
             "sizes": sizes,
-            **source_counts(model),
-            "operators": dict(sorted(operators.items())),
-            **input_limit_facts(program, model.signature, self.title),
+            **graph_facts(model, program, self.title),
             **delegation,
         }
 

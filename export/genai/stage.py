@@ -115,6 +115,7 @@ class ExportGenai(Exporter[EagerModel | GraphModel, GenaiModel]):
         use_packed_layers_(weights)
         decoder = CachedDecoder(module, most)
         shape = decoder.cache_shape()
+        # The folder's config is the source's, and pruning may have changed the widths it states.
         weights.write_config(folder)
         if not (folder / TOKENIZER).exists():
             logger.warning(

@@ -164,6 +164,7 @@ class ExportTorchScript(Exporter[Source, TorchScriptModel]):
         facts: dict[str, Any] = {"warnings": [DEPRECATED]}
         if isinstance(model, GraphModel):
             module, kernels = script(model.program())
+            # The file holds packed weights, which cannot be counted.
             facts |= {**kernels, **source_counts(model)}
         else:
             method = ScriptMethod(self.method, self.scripted, self.freeze)

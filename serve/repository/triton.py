@@ -356,6 +356,7 @@ def open_predictor(packaged: Artifact, file: Path, threads: int) -> Iterator[Pre
     """
     kind = next(k for k, backend in backends().items() if backend.file.endswith(file.suffix))
     model, facts = EXPORTERS[kind].writes(), packaged.manifest.facts
+    # The configuration says KIND_CPU, whatever this machine has.
     with model.open_file(file, packaged.signature, facts, "cpu", threads) as predict:
         yield predict
 
