@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from compress.common.errors import StageFailed, Unavailable
 from compress.core.stage import members_of
 from export.exporter import EXPORTERS
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from compress.artifacts.artifact import Artifact
     from compress.core.context import Context
     from export.exporter import Exporter
 
 Runtime = Literal["onnx", "torchscript", "aot", "openvino"]
-RUNTIMES: dict[Runtime, type[Exporter[Any, Any]]] = {
-    name: EXPORTERS[name] for name in get_args(Runtime)
+RUNTIMES: dict[Runtime, Callable[[], Exporter[Any, Any]]] = {
+    name: cast("Any", EXPORTERS[name]) for name in get_args(Runtime)
 }
 
 
