@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from compress.common.errors import StageFailed, Unavailable
 from compress.core.stage import members_of
-from compress.export.aotinductor.stage import ExportAot
-from compress.export.onnx.stage import ExportOnnx
-from compress.export.openvino.stage import ExportOpenVINO
-from compress.export.torchscript.stage import ExportTorchScript
+from compress.export.exporter import EXPORTERS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from compress.artifacts.artifact import Artifact
     from compress.core.context import Context
-    from compress.core.stage import Stage
+    from compress.export.exporter import Exporter
 
 Runtime = Literal["onnx", "torchscript", "aot", "openvino"]
-RUNTIMES: dict[Runtime, Callable[[], Stage[Any, Any]]] = {
-    "onnx": ExportOnnx,
-    "torchscript": ExportTorchScript,
-    "aot": ExportAot,
-    "openvino": ExportOpenVINO,
+RUNTIMES: dict[Runtime, Callable[[], Exporter[Any, Any]]] = {
+    name: cast("Any", EXPORTERS[name]) for name in get_args(Runtime)
 }
 
 

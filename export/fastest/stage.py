@@ -14,12 +14,11 @@ from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.common.config import Count
 from compress.common.errors import StageFailed
-from compress.core.stage import Stage
 from compress.export.aotinductor.stage import AotModel
+from compress.export.exporter import Exporter
 from compress.export.fastest.stage import Runtime
 from compress.export.onnx.stage import OnnxModel
 from compress.export.openvino.stage import OpenVINOModel
-from compress.export.parity.stored_parity import ComparesStoredFile
 from compress.export.torchscript.stage import TorchScriptModel
 
 if TYPE_CHECKING:
@@ -40,7 +39,7 @@ def _no_repetition(runtimes: tuple[Runtime, ...]) -> tuple[Runtime, ...]:
     return runtimes
 
 
-class ExportFastest(ComparesStoredFile, Stage[EagerModel | GraphModel, Exported]):
+class ExportFastest(Exporter[EagerModel | GraphModel, Exported]):
     """Export to several runtimes, each checked as its own stage does, and keep the fastest file.
 
     Runtimes that are not installed, or cannot take the model, are left out with a warning.

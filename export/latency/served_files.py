@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from compress.export.onnx.graph import strip_
 from compress.export.onnx.passes.stored_integers import compact_
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from compress.artifacts.eager_model import EagerModel
     from compress.artifacts.graph_model import GraphModel
     from compress.common.signature import Signature
+    from compress.export.common.runtime import PredictedRuntime
     from compress.profiling.benchmark import Opener
 
 
@@ -46,7 +47,7 @@ def write_alone(graph: onnx.ModelProto, folder: Path) -> Path:
 
 
 def open_as_served(
-    file: Path, runtime: Literal["onnx", "openvino"], signature: Signature, threads: int
+    file: Path, runtime: PredictedRuntime, signature: Signature, threads: int
 ) -> ServedFile:
     """Return the file of `export_onnx` or `export_openvino` for an ONNX file alone in its folder.
 

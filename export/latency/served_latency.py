@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from compress.common.errors import StageFailed
 from compress.export.latency.kernels import KernelTable, kernels_of
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from compress.artifacts.eager_model import EagerModel
     from compress.core.context import Context
     from compress.core.stage import Stage
+    from compress.export.common.runtime import PredictedRuntime
     from compress.export.latency.kernels import Arrays
     from compress.profiling.benchmark import Opener
 
@@ -45,9 +46,9 @@ FITTED = 8
 
 @dataclass(frozen=True)
 class OnnxLatency:
-    """Latency in ONNX Runtime, or in OpenVINO from the same file, predicted from kernels."""
+    """Latency in the runtime that a file is served with, predicted from kernels."""
 
-    runtime: Literal["onnx", "openvino"]
+    runtime: PredictedRuntime
     stages: tuple[Stage[Any, Any], ...]
     """What quantizes the model between, if anything."""
     folder: Path

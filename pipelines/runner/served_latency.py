@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
+from compress.core.stage import members_of
 from compress.distillation.stage import Distill
+from compress.export.common.runtime import PredictedRuntime
 from compress.export.fastest.stage import ExportFastest
-from compress.export.onnx.stage import ExportOnnx
-from compress.export.openvino.stage import ExportOpenVINO
 from compress.pipelines.config.model_spec import SOURCE
 from compress.pipelines.system.machine_info import machine
 from compress.pruning.prune_channels import PruneChannels
@@ -18,8 +18,6 @@ from compress.quantization.stages.weight_only import QuantizeWeights
 from compress.training.stage import Train
 
 if TYPE_CHECKING:
-    from typing import Literal
-
     from compress.core.context import ServedLatency
     from compress.core.stage import Stage
     from compress.pipelines.config.pipeline import PipelineConfig
@@ -35,7 +33,7 @@ CALIBRATED_ON = 32
 class Served(NamedTuple):
     """What happens to a pruned model until it is served."""
 
-    runtime: Literal["onnx", "openvino"]
+    runtime: PredictedRuntime
     stages: tuple[AnyStage, ...]
     """Those that quantize it, with settings that cost little time and lead to the same kernels."""
 
@@ -44,7 +42,7 @@ def served_latency(planned: PlannedStage, state: RunState) -> ServedLatency | No
     """Return how fast a stage's result will be in the runtime of a later stage.
 
     None for stages without a target of latency, and where no later stage exports to a runtime that
-    has tables, which are ONNX Runtime and OpenVINO.
+    has tables.
     """
     served = _served(planned, state.pipeline)
     if served is None:
@@ -102,15 +100,14 @@ def _served(planned: PlannedStage, pipeline: PipelineConfig) -> Served | None:
     return None
 
 
-def _runtime(export: AnyStage) -> Literal["onnx", "openvino"] | None:
+def _runtime(export: AnyStage) -> PredictedRuntime | None:
     """Return the runtime with tables that a stage exports to, if it is installed."""
     if any(need.missing() for need in export.all_requirements()):
         return None
+    kinds: Any = [kind.kind for kind in members_of(export.writes())]
     if isinstance(export, ExportFastest):
-        return next((name for name in export.runtimes if name in ("onnx", "openvino")), None)
-    if isinstance(export, ExportOnnx):
-        return "onnx"
-    return "openvino" if isinstance(export, ExportOpenVINO) else None
+        kinds = export.runtimes
+    return next((kind for kind in kinds if kind in get_args(PredictedRuntime)), None)
 
 
 def _quantizing(between: list[AnyStage]) -> tuple[AnyStage, ...] | None:
