@@ -5,10 +5,18 @@ The public names stand in ``__init__.pyi``; each is imported on first use.
 
 import lazy_loader
 
-from compress.core.gates.other_runtime import OTHER_RUNTIMES
-from compress.export import baselines  # noqa: F401 - adds the runtimes that files are written for
-from compress.export.web.runtime import WEB
+# Defining an exporter makes its runtime a baseline of `min_speedup`, in this order in messages.
+# isort: off
+import compress.export.onnx.stage
+import compress.export.openvino.stage
+import compress.export.torchscript.stage
+import compress.export.aotinductor.stage
+import compress.export.executorch.stage
+import compress.export.tensorrt.stage
+import compress.export.genai.stage
+import compress.export.gguf.stage
+import compress.export.compressed_tensors.stage
+import compress.export.web.runtime  # noqa: F401 - the runtime of `runs_in`
+# isort: on
 
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
-
-OTHER_RUNTIMES["web"] = WEB

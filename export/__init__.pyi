@@ -1,10 +1,13 @@
 from .aotinductor.stage import AotModel as AotModel
 from .aotinductor.stage import ExportAot as ExportAot
+from .common.runtime import Runtime as Runtime
 from .compressed_tensors.stage import CompressedTensorsModel as CompressedTensorsModel
 from .compressed_tensors.stage import ExportCompressedTensors as ExportCompressedTensors
 from .executorch.stage import ExecuTorchModel as ExecuTorchModel
 from .executorch.stage import ExportExecuTorch as ExportExecuTorch
 from .exported_program import ExportProgram as ExportProgram
+from .exporter import ExportedModel as ExportedModel
+from .exporter import Exporter as Exporter
 from .fastest.stage import ExportFastest as ExportFastest
 from .genai.stage import ExportGenai as ExportGenai
 from .genai.stage import GenaiModel as GenaiModel

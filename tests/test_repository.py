@@ -56,8 +56,8 @@ PUBLIC = {
     "package_torchserve package_triton auto optimize bench",
     export: "AotModel CompressedTensorsModel ExecuTorchModel ExportAot ExportCompressedTensors "
     "ExportExecuTorch ExportFastest ExportGenai ExportGguf ExportOnnx "
-    "ExportOpenVINO ExportProgram ExportTensorRT ExportTorchScript GenaiModel GgufModel OnnxModel "
-    "OpenVINOModel TensorRTEngine TorchScriptModel",
+    "ExportOpenVINO ExportProgram ExportTensorRT ExportTorchScript ExportedModel Exporter "
+    "GenaiModel GgufModel OnnxModel OpenVINOModel Runtime TensorRTEngine TorchScriptModel",
     serve: "Client KServeService PackageKServe PackageTorchServe PackageTriton TorchServe "
     "TorchServeArchive TritonRepository",
 }

@@ -114,6 +114,8 @@ class Artifact:
         """Use :meth:`from_directory` instead."""
         self.path = path
         self.manifest = manifest
+        self.signature: Signature = manifest.signature
+        """The model's interface."""
         self.digest = digest
         """SHA-256 of the manifest, which holds the hash of every file."""
         self._module: torch.nn.Module | None = None
@@ -214,11 +216,6 @@ class Artifact:
             sync(path.parent)
 
     @property
-    def signature(self) -> Signature:
-        """The model's interface."""
-        return self.manifest.signature
-
-    @property
     def payload_name(self) -> str:
         """Name of the file to deploy; some formats name it after the model."""
         return self.payload
@@ -242,7 +239,8 @@ class Artifact:
     def carried_files(self) -> dict[str, bytes]:
         """Return the carried files (a Hugging Face tokenizer …), hashed now, for the next stage."""
         names = [name for name in CARRIED_NAMES if name in self.manifest.files]
-        self.check_files(hashed=names)
+        if names:
+            self.check_files(hashed=names)
         return {name: (self.path / name).read_bytes() for name in names}
 
     def carried_json(self, name: str) -> Any:
@@ -279,7 +277,8 @@ class Artifact:
         }
         digests = {name: file.sha256 for name, file in self.manifest.files.items()}
         unknown = [name for name in digests if _known.get(keys[name]) != digests[name]]
-        self.check_files(hashed=unknown)
+        if unknown:
+            self.check_files(hashed=unknown)
         _known.update({keys[name]: digests[name] for name in unknown})
 
     def check_files(self, hashed: Iterable[str] = ()) -> None:

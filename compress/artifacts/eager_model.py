@@ -147,8 +147,10 @@ class EagerModel(Artifact):
     def code(self) -> Path | None:
         """The folder with the user's source, hashed now; None if the factory is installed."""
         sources = [name for name in self.manifest.files if name.startswith(f"{CODE}/")]
+        if not sources:
+            return None
         self.check_files(hashed=sources)  # at each access: the caller is about to run them
-        return self.path / CODE if sources else None
+        return self.path / CODE
 
     def modules_to_open(self) -> tuple[str, ...]:
         """Return the libraries that the recipe's code has imported into this process."""
@@ -159,9 +161,9 @@ class EagerModel(Artifact):
         from compress.checkpoint.safetensors_io import tensors_in
 
         self.verify_cached()
-        module = self.recipe.build(self.code)
-        with self.payload_path.open("rb", buffering=0) as stream:
-            load_state_(module, tensors_in(stream), str(self.payload_path))
+        module, file = self.recipe.build(self.code), self.payload_path
+        with file.open("rb", buffering=0) as stream:
+            load_state_(module, tensors_in(stream), str(file))
         return module.eval().to(device)
 
     def skeleton(self) -> torch.nn.Module | None:

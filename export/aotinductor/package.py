@@ -16,6 +16,7 @@ from torch.export.pt2_archive import PT2ArchiveReader
 from compress.checkpoint.safe_zip import refuse_bomb
 from compress.common.errors import ArtifactInvalid, StageFailed, first_line
 from compress.export.aotinductor.lowering import merge_products_, multiply_rows_, widen_ranges_
+from compress.export.common.batches import refuse_misfit
 from compress.export.common.targets import NO_UINT16_KERNELS, refuse_unrolled_rnn
 from compress.graph.library_cache import patched_attribute
 from compress.graph.torch_export import move_program
@@ -124,18 +125,7 @@ def load(file: Path, signature: Signature, device: str) -> Callable[..., tuple[t
         ) from error
 
     def run(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        # The code reads memory by the sizes and strides that it was compiled for.
-        sizes: dict[str, int] = {}
-        for spec, tensor in zip(signature.inputs, inputs, strict=True):
-            fits = tensor.dim() == len(spec.shape) and str(tensor.dtype) == f"torch.{spec.dtype}"
-            for axis, size in zip(spec.shape, tensor.shape, strict=False):
-                # A named axis has the same size in all inputs.
-                fits &= size == (sizes.setdefault(axis, size) if isinstance(axis, str) else axis)
-            if not fits:
-                raise ValueError(
-                    f"input {spec.name} is {tensor.dtype} {list(tensor.shape)}, expected "
-                    f"{spec.dtype} [{', '.join(map(str, spec.shape))}]"
-                )
+        refuse_misfit(signature, inputs)
         return tuple(loader.boxed_run([x.contiguous() for x in inputs]))
 
     return run

@@ -2,35 +2,58 @@
 
 from __future__ import annotations
 
-import logging
-from collections import Counter
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from compress.artifacts.artifact import Artifact
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel, program_of
-from compress.common.forward import Predictor, opened_model, torch_predictor
-from compress.common.requirements import COMPILER, Requirement
-from compress.core.context import Context
-from compress.core.stage import Stage
-from compress.export.common.targets import NO_UINT16_KERNELS, warn_of_other_target
-from compress.export.parity.stored_parity import ComparesStoredFile
-from compress.graph.axis_bounds import input_limit_facts
+from compress.common.forward import torch_predictor
+from compress.common.requirements import COMPILER
+from compress.export.common.runtime import Reproducer, Runtime, TritonBackend
+from compress.export.common.targets import NO_UINT16_KERNELS
+from compress.export.exporter import ExportedModel, Exporter, graph_facts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Set
+    from collections.abc import Iterator, Mapping, Set
     from pathlib import Path
 
     from torch.export import ExportedProgram
 
+    from compress.common.forward import Predictor
+    from compress.common.requirements import Requirement
     from compress.common.signature import Signature
     from compress.core.context import Context
     from compress.export.parity.bisect import Tensors
 
-logger = logging.getLogger(__name__)
+RUNTIME = Runtime(
+    name="aot",
+    title="AOTInductor",
+    requirements=(COMPILER,),
+    targets=("inductor-cpu",),
+    reproducer=Reproducer(
+        file="model.pt2",
+        run_lines=(
+            'path = str(HERE / "model.pt2")',
+            'package = torch._C._aoti.AOTIModelPackageLoader(path, "model", True, 1, -1)',
+            "return package.boxed_run([x.contiguous() for x in inputs])",
+        ),
+    ),
+    triton=TritonBackend(
+        backend="pytorch",
+        platform="torch_aoti",  # Triton 26.03 and later
+        file="model.pt2",
+        thread_parameters=("INTRA_OP_THREAD_COUNT", "INTER_OP_THREAD_COUNT"),
+        kserve_format="pytorch",
+        tensor_name="{role}__{index}",
+        not_batched=(
+            "Triton's PyTorch backend does not batch AOTInductor packages; a client may send many "
+            "rows in one request"
+        ),
+    ),
+)
 
 
-class AotModel(Artifact):
+class AotModel(ExportedModel):
     """Native code and weights in one `.pt2` package, run by PyTorch without its Python code.
 
     It is refused on another processor, system or version of PyTorch than it was compiled for.
@@ -40,6 +63,9 @@ class AotModel(Artifact):
     kind: ClassVar[str] = "aot"
     payload: ClassVar[str] = "model.pt2"
     reports_integer_share: ClassVar[bool] = True
+    runtime: ClassVar[Runtime] = RUNTIME
+    is_native_code: ClassVar[bool] = True
+    needs_facts: ClassVar[tuple[str, ...]] = ("built_for",)
 
     @property
     def memory_unavailable_reason(self) -> str:
@@ -53,43 +79,38 @@ class AotModel(Artifact):
         built_for: Any = self.fact("built_for")
         return _numbered(built_for["device"], device)
 
-    @opened_model
-    def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:
-        """Load the code as a predictor; it runs on what it was compiled for, whatever the device.
-
-        Raises:
-            ArtifactInvalid: the package was altered after sealing, or cannot be loaded.
-            Unavailable: it was compiled for another machine.
-        """
+    @classmethod
+    @contextmanager
+    def open_file(
+        cls, file: Path, signature: Signature, facts: Mapping[str, Any], device: str, threads: int
+    ) -> Iterator[Predictor]:
+        """Load the code; Unavailable where it was compiled for another machine."""
         from compress.export.aotinductor.package import load
         from compress.export.common.host_check import refuse_other_host
 
-        built_for: Any = self.fact("built_for")
-        refuse_other_host(built_for, self.payload_path)
-        self.verify()
-        device = self.runs_on(device)
-        module = load(self.payload_path, self.signature, device)
-        with torch_predictor(module, device, threads) as predict:
+        refuse_other_host(facts["built_for"], file)
+        with torch_predictor(load(file, signature, device), device, threads) as predict:
             yield predict
 
 
-class ExportAot(ComparesStoredFile, Stage[EagerModel | GraphModel, AotModel]):
+class ExportAot(Exporter[EagerModel | GraphModel, AotModel]):
     """Compile to native code ahead of time (AOTInductor), checked against its source.
 
-    The package is tied to the kind of processor it is compiled on.
+    The package is tied to the kind of processor it is compiled on. For serving with PyTorch alone,
+    without the model's code; `export_onnx` gives a file for any processor.
+
+        - {stage: export_aot, device: cuda}
     """
 
     stage: Literal["export_aot"] = "export_aot"
     device: Literal["cpu", "cuda"] = "cpu"
     """What the code is compiled for; `cuda` needs such a device, here and where it runs."""
 
-    requirements: ClassVar[tuple[Requirement, ...]] = (COMPILER,)
-
     def all_requirements(self) -> tuple[Requirement, ...]:
         """Return the compiler, and a CUDA device where one is compiled for."""
         from compress.export.common.host_check import CUDA
 
-        return (*self.requirements, *((CUDA,) if self.device == "cuda" else ()))
+        return (*super().all_requirements(), *((CUDA,) if self.device == "cuda" else ()))
 
     def unsupported_input_reason(self, formats: Set[str]) -> str:
         """Return why there are no kernels for such formats; empty where there are."""
@@ -102,47 +123,28 @@ class ExportAot(ComparesStoredFile, Stage[EagerModel | GraphModel, AotModel]):
 
         return {"built_for": built_for(self.device)}
 
-    def run(self, model: EagerModel | GraphModel, context: Context) -> AotModel:
-        """Trace, compile, load, compare with the source."""
-        from compress.export.aotinductor.package import compile_package, load
+    @classmethod
+    def for_baseline(cls, context: Context) -> Self:
+        """Return the stage for the context's device."""
+        return cls(device="cuda" if context.device.startswith("cuda") else "cpu")
+
+    def device_for(self, context: Context) -> str:
+        """Return what the code is compiled for, and the number of the context's CUDA device."""
+        return _numbered(self.device, context.device)
+
+    def write(self, model: EagerModel | GraphModel, file: Path, context: Context) -> dict[str, Any]:
+        """Trace and compile."""
+        from compress.export.aotinductor.package import compile_package
         from compress.export.common.host_check import built_for
-        from compress.export.parity.compare import check_parity, on_cpu
-        from compress.export.parity.report import ParityContext, report_on_mismatch
-        from compress.export.parity.repro_script import AOT
 
-        warn_of_other_target(model, ("inductor-cpu",), self.title)
         program = program_of(model)
-        nodes = program.graph_module.graph.nodes
-        operators = Counter(str(n.target) for n in nodes if n.op == "call_function")
-        facts: dict[str, Any] = {
+        return {
             "built_for": built_for(self.device),
-            "parameters": model.parameters(),
-            "macs": model.macs(),
-            "operators": dict(sorted(operators.items())),
-            **input_limit_facts(program, model.signature, self.title),
+            **graph_facts(model, program, self.title),
+            **compile_package(program, model.signature, file, self.device_for(context)),
         }
-        device = _numbered(self.device, context.device)
-        with AotModel.atomic_write(
-            context.root,
-            model.signature,
-            lineage=self.lineage(model),
-            facts=facts,
-            carried=model.carried_files(),
-        ) as partial:
-            file = partial / AotModel.payload
-            facts |= compile_package(program, model.signature, file, device)
-            module = load(file, model.signature, device)
-            with torch_predictor(module, device, context.threads) as compiled:
-                exported = on_cpu(compiled)
-                parity = ParityContext(
-                    self.title, model, exported, file, program, self._reexport, AOT, context
-                )
-                with report_on_mismatch(parity):
-                    check_parity(model, exported, context, facts.get("axis_limits"), operators)
-        logger.info("%s: %s, %s", self.title, facts["integer_kernels"], facts["float_kernels"])
-        return AotModel.from_directory(context.root)
 
-    def _reexport(
+    def reexport(
         self, program: ExportedProgram, signature: Signature, file: Path, inputs: Tensors
     ) -> Tensors:
         """Compile a part of the graph and return its outputs."""

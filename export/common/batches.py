@@ -1,4 +1,4 @@
-"""Answer batches that are larger than what an exported model takes at once."""
+"""What compiled code takes at once: checks of its inputs, and batches in parts."""
 
 from __future__ import annotations
 
@@ -7,11 +7,41 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from compress.common.signature import Signature
 
     Tensors = tuple[torch.Tensor, ...]
+
+
+def refuse_misfit(
+    signature: Signature, inputs: Sequence[torch.Tensor], *, bounded: bool = False
+) -> None:
+    """Raise ValueError for inputs of other types or shapes than a signature's.
+
+    Compiled code reads memory by the sizes that it was made for, whatever it is given. With
+    `bounded`, named axes are also held to the signature's bounds.
+    """
+    sizes: dict[str, int] = {}
+    for spec, tensor in zip(signature.inputs, inputs, strict=True):
+        fits = tensor.dim() == len(spec.shape) and str(tensor.dtype) == f"torch.{spec.dtype}"
+        for axis, size in zip(spec.shape, tensor.shape, strict=False):
+            if isinstance(axis, int):
+                fits &= size == axis
+            else:  # a named axis has the same size in all inputs
+                fits &= size == sizes.setdefault(axis, size)
+                fits &= not bounded or size in signature.bounds(axis)
+        if not fits:
+            expected = ", ".join(
+                f"{axis} of {signature.bounds(axis)}"
+                if bounded and isinstance(axis, str)
+                else str(axis)
+                for axis in spec.shape
+            )
+            raise ValueError(
+                f"input {spec.name} is {tensor.dtype} {list(tensor.shape)}, expected "
+                f"{spec.dtype} [{expected}]"
+            )
 
 
 def in_parts(

@@ -23,10 +23,10 @@ from compress.common.errors import ArtifactInvalid, StageFailed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
     from torch import nn
 
-    from compress.artifacts.artifact import Artifact
     from compress.artifacts.graph_model import GraphModel
     from compress.common.signature import Signature
     from compress.core.context import Context
@@ -55,15 +55,16 @@ class DecoderWeights(NamedTuple):
             answer: Any = self.module(**dict(zip(names, signature.example(), strict=True)))
         return answer.logits  # type: ignore[no-any-return]
 
-    def carried_files(self, model: Artifact) -> dict[str, bytes]:
-        """Return a model's carried files, with a config of the module's widths, or without one."""
-        files = model.carried_files()
-        if CONFIG in files and self.changed_config != {}:
-            content = json.loads(files.pop(CONFIG))
-            if self.changed_config is not None:
-                content |= self.changed_config
-                files[CONFIG] = (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
-        return files
+    def write_config(self, folder: Path) -> None:
+        """Give a folder that carries a config one of the module's widths, or none."""
+        file = folder / CONFIG
+        if self.changed_config == {} or not file.exists():
+            return
+        content = json.loads(file.read_text(encoding="utf-8"))
+        file.unlink()
+        if self.changed_config is not None:
+            content |= self.changed_config
+            file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
     def use_(self, floats: Mapping[tuple[str, bool], torch.Tensor]) -> None:
         """Give layers of the module these weights, by the keys of `packed`."""

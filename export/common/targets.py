@@ -3,10 +3,40 @@
 from __future__ import annotations
 
 import logging
+import re
 from typing import TYPE_CHECKING
 
+from compress.common.errors import StageFailed
+
 if TYPE_CHECKING:
-    from compress.artifacts.artifact import Artifact
+    from collections.abc import Collection
+
+    from torch.export import ExportedProgram
+
+RECURRENT = re.compile(r"aten\.(lstm|gru|rnn)(?:_tanh|_relu)?\.input")
+
+
+def refuse_unrolled_rnn(
+    program: ExportedProgram, runtime: str, kernels: Collection[str] = ()
+) -> None:
+    """Raise StageFailed for a recurrent layer over sequences of any length.
+
+    `kernels` names the layers for which the runtime has one: LSTM, GRU, RNN.
+    """
+    for node in program.graph.nodes:
+        match = RECURRENT.match(str(node.target))
+        if match is None or (layer := match[1].upper()) in kernels:
+            continue
+        batch_first = bool(node.args[-1])
+        if not isinstance(node.args[0].meta["val"].shape[1 if batch_first else 0], int):
+            other = "".join(f"an {name}, " for name in kernels)
+            article = "a" if layer == "GRU" else "an"
+            raise StageFailed(
+                f"{runtime} writes out the steps of {article} {layer} one by one, and here their "
+                "number is a named axis; declare a number instead of the name in model.inputs, or "
+                f"use {other}export_onnx or export_torchscript"
+            )
+
 
 logger = logging.getLogger(__name__)
 
@@ -35,13 +65,13 @@ UINT8_ONLY = (
 )
 
 
-def warn_of_other_target(model: Artifact, targets: tuple[str, ...], title: str) -> None:
+def warn_of_other_target(target: object, targets: tuple[str, ...], title: str) -> None:
     """Warn of a graph quantized for none of a runtime's targets: it is right, and may be slow.
 
-    The usual target comes first; `title` is the name of the stage that exports.
+    A float model has no target. A runtime's usual one comes first; it has none where it has no
+    patterns of its own.
     """
-    target = model.manifest.facts.get("target")  # none: a float model is for every runtime
-    if target is not None and target not in targets:
+    if targets and target is not None and target not in targets:
         logger.warning(
             "%s: the graph was quantized for %s, whose patterns are not all fused here; quantize "
             "with `target: %s`",

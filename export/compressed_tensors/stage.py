@@ -5,20 +5,22 @@ from __future__ import annotations
 import json
 import logging
 import warnings
+from contextlib import contextmanager
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from compress.artifacts.artifact import STREAMED, Artifact
+from compress.artifacts.artifact import STREAMED
 from compress.artifacts.carried_files import CONFIG
 from compress.artifacts.graph_model import GraphModel
 from compress.artifacts.streaming.packed_model import PackedModel, shared_parameters
 from compress.common.errors import StageFailed
-from compress.common.forward import flatten_outputs, opened_model, torch_predictor
-from compress.common.requirements import Requirement, pip_install, require_all
-from compress.core.stage import Stage
+from compress.common.forward import flatten_outputs, torch_predictor
+from compress.common.requirements import Requirement, pip_install
+from compress.export.common.runtime import Runtime
+from compress.export.exporter import ExportedModel, Exporter, source_counts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from compress.common.forward import Predictor
@@ -31,47 +33,56 @@ logger = logging.getLogger(__name__)
 COMPRESSED_TENSORS = Requirement(
     what="compressed_tensors", install=pip_install("compressed-tensors")
 )
+RUNTIME = Runtime(
+    name="compressed-tensors",
+    title="compressed-tensors",
+    requirements=(COMPRESSED_TENSORS,),
+    runs_in="eager",
+)
 
 
-class CompressedTensorsModel(Artifact):
+class CompressedTensorsModel(ExportedModel):
     """A Hugging Face folder with packed weights, which transformers and vLLM open."""
 
     kind: ClassVar[str] = "compressed-tensors"
     payload: ClassVar[str] = "model.safetensors"
     opened_with: ClassVar[tuple[str, ...]] = ("transformers",)
+    runtime: ClassVar[Runtime] = RUNTIME
 
-    @opened_model
-    def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:
-        """Open the folder with transformers as a predictor; layer by layer where it was written so.
+    @property
+    def needs_to_open(self) -> tuple[Requirement, ...]:
+        """What must be installed: nothing for a folder that is read layer by layer."""
+        return () if self.is_streamed else super().needs_to_open
 
-        Raises:
-            ArtifactInvalid: it was altered after sealing, or cannot be opened.
-            Unavailable: compressed-tensors is not installed.
-        """
-        if self.is_streamed:
-            self.verify_cached()
-            module = streamed_folder(self.path, self.signature, device)
+    @classmethod
+    @contextmanager
+    def open_file(
+        cls, file: Path, signature: Signature, facts: Mapping[str, Any], device: str, threads: int
+    ) -> Iterator[Predictor]:
+        """Open the folder with transformers; layer by layer where it was written so."""
+        if facts.get(STREAMED):
+            module = streamed_folder(file.parent, signature, device)
         else:
-            require_all([COMPRESSED_TENSORS], str(self.path))
-            self.verify_cached()
-            module = opened_folder(self.path, self.signature).to(device)
+            module = opened_folder(file.parent, signature).to(device)
         with torch_predictor(module, device, threads) as predict:
             yield predict
 
 
-class ExportCompressedTensors(Stage[GraphModel, CompressedTensorsModel]):
+class ExportCompressedTensors(Exporter[GraphModel, CompressedTensorsModel]):
     """Write the result of quantize_weights as a Hugging Face folder for transformers and vLLM.
 
     Linear layers keep their integers, which are read back and compared; tables of embeddings become
     floats. Activations are not rounded: what reads such folders multiplies floats. transformers
     opens the folder and has to answer alike; a model of `stream: true` is written, read back and
     compared layer by layer instead.
+
+        - {stage: quantize_weights, bits: 4, method: gptq}
+        - {stage: export_compressed_tensors}
     """
 
     stage: Literal["export_compressed_tensors"] = "export_compressed_tensors"
     streams: ClassVar[bool] = True
-    # Without it, what a run measures of the folder could not be opened.
-    requirements: ClassVar[tuple[Requirement, ...]] = (COMPRESSED_TENSORS,)
+    keeps_outputs: ClassVar[bool] = False
 
     @property
     def machine_parts(self) -> dict[str, Any]:
@@ -79,7 +90,7 @@ class ExportCompressedTensors(Stage[GraphModel, CompressedTensorsModel]):
         found = None if COMPRESSED_TENSORS.missing() else version("compressed-tensors")
         return {"compressed-tensors": found}
 
-    def run(self, model: GraphModel, context: Context) -> CompressedTensorsModel:
+    def write(self, model: GraphModel, file: Path, context: Context) -> dict[str, Any]:
         """Write the tensors and the config, and read both back."""
         from compress.checkpoint.safetensors_io import write_safetensors
         from compress.export.common.packed_weights import decoder_weights
@@ -91,46 +102,43 @@ class ExportCompressedTensors(Stage[GraphModel, CompressedTensorsModel]):
         )
 
         weights = decoder_weights(model, context, self.title)
-        facts: dict[str, Any] = {"parameters": model.parameters(), "macs": model.macs()}
-        with CompressedTensorsModel.atomic_write(
-            context.root,
-            model.signature,
-            lineage=self.lineage(model),
-            facts=facts,
-            carried=model.carried_files(),
-        ) as partial:
-            module: Any = weights.module
-            config = json.loads(module.config.to_json_string(use_diff=False))
-            config["architectures"] = [type(module).__name__]
-            config["quantization_config"] = quantization_config(weights)
-            scheme = config["quantization_config"]["config_groups"]["group_0"]["weights"]
-            if any(name == f"{head_name(module)}.weight" for name, _ in weights.packed):
-                config["tie_word_embeddings"] = False  # table and last layer now differ
-            (partial / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-            file = partial / CompressedTensorsModel.payload
-            state = state_of(
-                weights,
-                symmetric=scheme["symmetric"],
-                tied=config.get("tie_word_embeddings", False),
+        module: Any = weights.module
+        config = json.loads(module.config.to_json_string(use_diff=False))
+        config["architectures"] = [type(module).__name__]
+        config["quantization_config"] = quantization_config(weights)
+        scheme = config["quantization_config"]["config_groups"]["group_0"]["weights"]
+        if any(name == f"{head_name(module)}.weight" for name, _ in weights.packed):
+            config["tie_word_embeddings"] = False  # table and last layer now differ
+        folder = file.parent
+        (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        tied = config.get("tie_word_embeddings", False)
+        write_safetensors(file, state_of(weights, symmetric=scheme["symmetric"], tied=tied))
+        facts: dict[str, Any] = {
+            **source_counts(model),
+            "equal_integers": self._compare_integers(file, weights),
+        }
+        if isinstance(model, PackedModel):
+            facts |= {STREAMED: True, "opened_by": None}
+            facts["scores_error"] = self._compare_streamed_scores(model, folder)
+        elif COMPRESSED_TENSORS.missing():  # where `run` is called, which checks no requirement
+            facts["opened_by"] = None
+            logger.warning(
+                "%s: not opened by transformers, which needs compressed-tensors; %s",
+                *(self.title, COMPRESSED_TENSORS.install),
             )
-            write_safetensors(file, state)
-            facts["equal_integers"] = self._compare_integers(file, weights)
-            if isinstance(model, PackedModel):
-                facts[STREAMED], facts["opened_by"] = True, None
-                facts["scores_error"] = self._compare_streamed_scores(model, partial)
-            elif COMPRESSED_TENSORS.missing():
-                facts["opened_by"] = None
-                logger.warning(
-                    "%s: not opened by transformers, which needs compressed-tensors; %s",
-                    *(self.title, COMPRESSED_TENSORS.install),
-                )
-            else:
-                facts["scores_error"] = self._compare_scores(model, partial, weights)
-                facts["opened_by"] = f"compressed-tensors {version('compressed-tensors')}"
+        else:
+            facts["scores_error"] = self._compare_scores(model, folder, weights)
+            facts["opened_by"] = f"compressed-tensors {version('compressed-tensors')}"
         for limit in vllm_limits(weights, scheme):
             logger.warning("%s: %s", self.title, limit)
+        return facts
+
+    def prove(self, model: GraphModel, *_: Any) -> None:
+        """Compare nothing more: :meth:`write` has read the file back."""
+
+    def log(self, facts: Mapping[str, Any]) -> None:
+        """Log how many integers were compared."""
         logger.info("%s: %d integers read back", self.title, facts["equal_integers"])
-        return CompressedTensorsModel.from_directory(context.root)
 
     def check_parity(
         self, model: GraphModel, artifact: CompressedTensorsModel, context: Context

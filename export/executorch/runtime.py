@@ -2,26 +2,84 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import struct
 import tempfile
+import warnings
 from contextlib import contextmanager, redirect_stderr, suppress
 from mmap import ACCESS_READ, mmap
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from compress.common.errors import ArtifactInvalid, first_line
-from compress.export.common.batches import in_parts
-from compress.export.executorch.runtime import bounded_signature, quiet_library
+from compress.common.errors import ArtifactInvalid, StageFailed, first_line
+from compress.common.signature import AxisBounds
+from compress.export.common.batches import in_parts, refuse_misfit
+from compress.graph.axis_bounds import axis_limits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
     from typing import IO
 
+    from torch.export import ExportedProgram
+
     from compress.common.signature import Signature
+
+
+@contextmanager
+def quiet_library() -> Iterator[None]:
+    """Drop warnings about executorch's own code in a block, and keep the log's handlers."""
+    # Its XNNPACK partitioner (1.5.1) calls logging.basicConfig when it is imported.
+    root = logging.getLogger()
+    handlers, level = [*root.handlers], root.level
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        finally:
+            root.setLevel(level)
+            for handler in [h for h in root.handlers if h not in handlers]:
+                root.removeHandler(handler)
+
+
+def planned_sizes(
+    program: ExportedProgram, signature: Signature, largest_batch: int
+) -> dict[str, list[int]]:
+    """Return the smallest and largest size of each named axis.
+
+    Raises:
+        StageFailed: neither `model.axes` nor the model's code bounds an axis.
+    """
+    limits, sizes = axis_limits(program, signature), {}
+    for name in signature.dynamic_axes:
+        bounds = signature.bounds(name)
+        known = [size for size in (bounds.max, limits.get(name)) if size is not None]
+        if name == signature.batch_axis:
+            known = [largest_batch]
+        if not known:
+            raise StageFailed(
+                f"axis {name!r} has no largest size, for which ExecuTorch plans memory; declare "
+                f"it, for example model.axes: {{{name}: {{max: 128}}}}"
+            )
+        sizes[name] = [bounds.min, min(known)]
+    return sizes
+
+
+def bounded_signature(signature: Signature, sizes: Mapping[str, Sequence[int]]) -> Signature:
+    """Return a signature with bounds for every named axis; one that has a single size is fixed."""
+    fixed = {name: least for name, (least, most) in sizes.items() if least == most}
+    axes = {
+        n: AxisBounds(min=least, max=most) for n, (least, most) in sizes.items() if n not in fixed
+    }
+    inputs = tuple(
+        spec.model_copy(update={"shape": tuple(fixed.get(str(axis), axis) for axis in spec.shape)})
+        for spec in signature.inputs
+    )
+    return signature.model_copy(update={"inputs": inputs, "axes": axes})
+
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -48,23 +106,7 @@ def load(
     def run(*inputs: torch.Tensor) -> Tensors:
         # The runtime takes any sizes with as many elements as were planned, and reads the memory of
         # inputs of other types.
-        sizes: dict[str, int] = {}
-        for spec, tensor in zip(bounded.inputs, inputs, strict=True):
-            fits = tensor.dim() == len(spec.shape) and str(tensor.dtype) == f"torch.{spec.dtype}"
-            for axis, size in zip(spec.shape, tensor.shape, strict=False):
-                if isinstance(axis, int):
-                    fits &= size == axis
-                else:  # a named axis has the same size in all inputs
-                    fits &= size in bounded.bounds(axis) and size == sizes.setdefault(axis, size)
-            if not fits:
-                expected = ", ".join(
-                    f"{d} of {bounded.bounds(d)}" if isinstance(d, str) else str(d)
-                    for d in spec.shape
-                )
-                raise ValueError(
-                    f"input {spec.name} is {tensor.dtype} {list(tensor.shape)}, expected "
-                    f"{spec.dtype} [{expected}]"
-                )
+        refuse_misfit(bounded, inputs, bounded=True)
         return program(*inputs)
 
     batch = signature.batch_axis
@@ -142,7 +184,7 @@ class ExecuTorchProgram:
                 if missing := sorted({*NO_KERNEL.findall(_read(printed))}):
                     raise ArtifactInvalid(
                         f"{self.file}: ExecuTorch's runtime has no kernel for "
-                        f"{', '.join(missing)}; use export_onnx or export_openvino"
+                        f"{', '.join(missing)}; use export_onnx"
                     ) from error
                 raise ArtifactInvalid(
                     f"{self.file}: not an ExecuTorch program that this runtime can load, or "

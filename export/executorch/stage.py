@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from compress.artifacts.artifact import Artifact
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel, program_of
 from compress.common.config import Count
-from compress.common.forward import Predictor, opened_model, torch_predictor
-from compress.common.requirements import Requirement, pip_install, require_all
-from compress.core.stage import Stage
-from compress.export.common.targets import SIGNED_8_BITS, warn_of_other_target
-from compress.export.parity.stored_parity import ComparesStoredFile
-from compress.graph.axis_bounds import input_limit_facts
+from compress.common.forward import torch_predictor
+from compress.common.requirements import Requirement, pip_install
+from compress.export.common.runtime import Reproducer, Runtime
+from compress.export.common.targets import SIGNED_8_BITS
+from compress.export.exporter import ExportedModel, Exporter, graph_facts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Set
+    from collections.abc import Iterator, Mapping, Set
     from pathlib import Path
 
     from torch.export import ExportedProgram
 
+    from compress.common.forward import Predictor
     from compress.common.signature import Signature
     from compress.core.context import Context
     from compress.export.parity.bisect import Tensors
@@ -30,9 +29,24 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 EXECUTORCH = Requirement(what="executorch", install=pip_install("executorch"))
+RUNTIME = Runtime(
+    name="executorch",
+    title="ExecuTorch",
+    requirements=(EXECUTORCH,),
+    targets=("xnnpack",),
+    reproducer=Reproducer(
+        file="model.pte",
+        library="executorch",
+        imports="from executorch.runtime import Runtime\n",
+        run_lines=(
+            'program = Runtime.get().load_program(HERE / "model.pte")',
+            'return program.load_method("forward").execute([x.contiguous() for x in inputs])',
+        ),
+    ),
+)
 
 
-class ExecuTorchModel(Artifact):
+class ExecuTorchModel(ExportedModel):
     """An ExecuTorch program for devices, computed by XNNPACK on their CPU."""
 
     kind: ClassVar[str] = "executorch"
@@ -41,89 +55,61 @@ class ExecuTorchModel(Artifact):
     opened_with: ClassVar[tuple[str, ...]] = ("executorch.runtime",)
     reports_delegation: ClassVar[bool] = True
     reports_integer_share: ClassVar[bool] = True
+    runtime: ClassVar[Runtime] = RUNTIME
+    needs_facts: ClassVar[tuple[str, ...]] = ("sizes",)
 
-    @opened_model
-    def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:
-        """Load the program as a predictor; it runs on the CPU, whatever the device.
-
-        More samples than the largest batch are answered in parts.
-
-        Raises:
-            ArtifactInvalid: it was altered after sealing, or cannot be loaded.
-            Unavailable: ExecuTorch is not installed.
-        """
+    @classmethod
+    @contextmanager
+    def open_file(
+        cls, file: Path, signature: Signature, facts: Mapping[str, Any], device: str, threads: int
+    ) -> Iterator[Predictor]:
+        """Load a program; more samples than the largest batch are answered in parts."""
         from compress.export.executorch.runtime import load
 
-        require_all([EXECUTORCH], str(self.path))
-        self.verify_cached()
-        run = load(self.payload_path, self.signature, self.fact("sizes"), threads)
+        run = load(file, signature, facts["sizes"], threads)
         with torch_predictor(run, "cpu", threads) as predict:
             yield predict
 
 
-class ExportExecuTorch(ComparesStoredFile, Stage[EagerModel | GraphModel, ExecuTorchModel]):
+class ExportExecuTorch(Exporter[EagerModel | GraphModel, ExecuTorchModel]):
     """Write an ExecuTorch program for devices, checked against its source.
 
     XNNPACK computes it on the device's CPU: in floats, or in integers after a quantization with
-    `target: xnnpack`. The facts name what it has no kernels for.
+    `target: xnnpack`. The facts name what it has no kernels for. For phones and boards.
+
+        - {stage: quantize_static, target: xnnpack}
+        - {stage: export_executorch, largest_batch: 1}
     """
 
     stage: Literal["export_executorch"] = "export_executorch"
     largest_batch: Count = 32
     """Samples of a call for which memory is planned; larger batches are refused by the device, and
     answered in parts here."""
-    requirements: ClassVar[tuple[Requirement, ...]] = (EXECUTORCH,)
 
     def unsupported_input_reason(self, formats: Set[str]) -> str:
         """Return why XNNPACK has no kernels for such integers; empty where it has."""
         return SIGNED_8_BITS if {"uint8", "uint16"} & formats else ""
 
-    def run(self, model: EagerModel | GraphModel, context: Context) -> ExecuTorchModel:
-        """Trace, lower, load, compare with the source."""
+    def write(self, model: EagerModel | GraphModel, file: Path, context: Context) -> dict[str, Any]:
+        """Trace and lower."""
         from importlib.metadata import version
 
         from compress.export.executorch.lowering import lower
-        from compress.export.executorch.runtime import bounded_signature, load, planned_sizes
-        from compress.export.parity.compare import check_parity
-        from compress.export.parity.report import ParityContext, report_on_mismatch
-        from compress.export.parity.repro_script import EXECUTORCH as SCRIPT_RUNTIME
+        from compress.export.executorch.runtime import bounded_signature, planned_sizes
 
-        warn_of_other_target(model, ("xnnpack",), self.title)
         program = program_of(model)
         sizes = planned_sizes(program, model.signature, self.largest_batch)
-        nodes = program.graph_module.graph.nodes
-        operators = Counter(str(n.target) for n in nodes if n.op == "call_function")
-        facts: dict[str, Any] = {
+        content, delegation = lower(program, bounded_signature(model.signature, sizes))
+        file.write_bytes(content)
+        return {
             "executorch": version("executorch"),
             "sizes": sizes,
-            "parameters": model.parameters(),
-            "macs": model.macs(),
-            "operators": dict(sorted(operators.items())),
-            **input_limit_facts(program, model.signature, self.title),
+            **graph_facts(model, program, self.title),
+            **delegation,
         }
-        with ExecuTorchModel.atomic_write(
-            context.root,
-            model.signature,
-            lineage=self.lineage(model),
-            facts=facts,
-            carried=model.carried_files(),
-        ) as partial:
-            file = partial / ExecuTorchModel.payload
-            lowered = lower(program, bounded_signature(model.signature, sizes))
-            facts |= lowered.delegation
-            file.write_bytes(lowered.content)
-            run = load(file, model.signature, sizes, context.threads)
-            with torch_predictor(run, "cpu", context.threads) as exported:
-                parity = ParityContext(
-                    *(self.title, model, exported, file, program),
-                    *(self._reexport, SCRIPT_RUNTIME, context),
-                )
-                with report_on_mismatch(parity):
-                    check_parity(model, exported, context, facts.get("axis_limits"), operators)
-        self._log_delegation(lowered.delegation)
-        return ExecuTorchModel.from_directory(context.root)
 
-    def _log_delegation(self, facts: dict[str, Any]) -> None:
+    def log(self, facts: Mapping[str, Any]) -> None:
+        """Log what XNNPACK computes, and what is left to other kernels."""
         portable = ", ".join(
             f"{name or 'the model itself'}: {' '.join(operators)}"
             for name, operators in facts["portable_operators"].items()
@@ -135,7 +121,7 @@ class ExportExecuTorch(ComparesStoredFile, Stage[EagerModel | GraphModel, ExecuT
             *(facts["integer_kernels"], facts["float_kernels"], portable or "nothing"),
         )
 
-    def _reexport(
+    def reexport(
         self, program: ExportedProgram, signature: Signature, file: Path, inputs: Tensors
     ) -> Tensors:
         """Lower a part of the graph and return its outputs."""
@@ -143,5 +129,6 @@ class ExportExecuTorch(ComparesStoredFile, Stage[EagerModel | GraphModel, ExecuT
         from compress.export.executorch.runtime import bounded_signature, load, planned_sizes
 
         sizes = planned_sizes(program, signature, self.largest_batch)
-        file.write_bytes(lower(program, bounded_signature(signature, sizes)).content)
+        content, _ = lower(program, bounded_signature(signature, sizes))
+        file.write_bytes(content)
         return load(file, signature, sizes, threads=1)(*inputs)

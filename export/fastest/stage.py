@@ -6,7 +6,7 @@ import logging
 import shutil
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias, cast, get_args
 
 from pydantic import AfterValidator, Field
 
@@ -14,12 +14,12 @@ from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.common.config import Count
 from compress.common.errors import StageFailed, Unavailable
-from compress.core.stage import Stage, members_of
-from compress.export.aotinductor.stage import AotModel, ExportAot
-from compress.export.onnx.stage import ExportOnnx, OnnxModel
-from compress.export.openvino.stage import ExportOpenVINO, OpenVINOModel
-from compress.export.parity.stored_parity import ComparesStoredFile
-from compress.export.torchscript.stage import ExportTorchScript, TorchScriptModel
+from compress.core.stage import members_of
+from compress.export.aotinductor.stage import AotModel
+from compress.export.exporter import EXPORTERS, Exporter
+from compress.export.onnx.stage import OnnxModel
+from compress.export.openvino.stage import OpenVINOModel
+from compress.export.torchscript.stage import TorchScriptModel
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,11 +32,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Runtime = Literal["onnx", "torchscript", "aot", "openvino"]
-RUNTIMES: dict[Runtime, Callable[[], Stage[Any, Any]]] = {
-    "onnx": ExportOnnx,
-    "torchscript": ExportTorchScript,
-    "aot": ExportAot,
-    "openvino": ExportOpenVINO,
+RUNTIMES: dict[Runtime, Callable[[], Exporter[Any, Any]]] = {
+    name: cast("Any", EXPORTERS[name]) for name in get_args(Runtime)
 }
 """The stage with default settings that exports to each runtime."""
 Exported: TypeAlias = OnnxModel | TorchScriptModel | AotModel | OpenVINOModel
@@ -48,7 +45,7 @@ def _no_repetition(runtimes: tuple[Runtime, ...]) -> tuple[Runtime, ...]:
     return runtimes
 
 
-class ExportFastest(ComparesStoredFile, Stage[EagerModel | GraphModel, Exported]):
+class ExportFastest(Exporter[EagerModel | GraphModel, Exported]):
     """Export to several runtimes, each checked as its own stage does, and keep the fastest file.
 
     Use it where the server takes any of these formats and speed alone decides.

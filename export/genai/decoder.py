@@ -8,16 +8,26 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections import defaultdict
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
+from onnx import helper, numpy_helper
 from torch import nn
 
 from compress.common.errors import StageFailed
 from compress.common.signature import OutputSpec, Signature, TensorSpec
-from compress.export.genai.decoder import fuse_operators_
+from compress.export.onnx.graph import PACKED_MATMUL, remove_unread_
 from compress.export.onnx.lowering import lower
+from compress.export.onnx.passes.matmul_nbits import (
+    ROUNDING_LEVEL,
+    gather_block_quantized,
+    matmul_nbits,
+    matmul_operands,
+    pack_pairs,
+)
 from compress.export.onnx.passes.rms_norm import use_fused_rms_norms_
 from compress.graph.library_cache import patched_attribute
 from compress.graph.torch_export import export_program
@@ -26,6 +36,207 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     import onnx
+
+    from compress.artifacts.streaming.packed_weight import PackedWeight
+    from compress.export.common.packed_weights import DecoderWeights
+
+
+class PackedLinear(nn.Module):
+    """A linear layer as `MatMulNBits`."""
+
+    blocks: torch.Tensor
+    scale: torch.Tensor
+    zeros: torch.Tensor | None
+    bias: torch.Tensor | None
+
+    def __init__(self, weight: PackedWeight, bias: torch.Tensor | None, level: int) -> None:
+        super().__init__()
+        parts = (weight.packed, weight.scale, weight.zero_point, weight.bits)
+        for name, tensor in zip(("blocks", "scale", "zeros"), matmul_operands(*parts), strict=True):
+            self.register_buffer(name, tensor)
+        self.register_buffer("bias", bias)
+        self.bits, self.group_size, self.level = weight.bits, weight.group_size, level
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        """Return the product, and the bias added."""
+        sizes = (self.bits, self.group_size, self.level)
+        product = matmul_nbits(features, self.blocks, self.scale, self.zeros, *sizes)
+        return product if self.bias is None else product + self.bias
+
+
+class PackedTable(nn.Module):
+    """An embedding whose rows are dequantized where they are looked up."""
+
+    rows: torch.Tensor
+    scale: torch.Tensor
+    zeros: torch.Tensor
+
+    def __init__(self, weight: PackedWeight) -> None:
+        super().__init__()
+        zeros = pack_pairs(weight.zero_point) if weight.bits == 4 else weight.zero_point
+        self.register_buffer("rows", weight.packed)
+        self.register_buffer("scale", weight.scale)
+        self.register_buffer("zeros", zeros)
+        self.bits, self.group_size = weight.bits, weight.group_size
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the rows of some ids."""
+        if self.bits == 4:
+            return gather_block_quantized(self.rows, ids, self.scale, self.zeros, self.group_size)
+        parts = (self.rows, self.scale, self.zeros)
+        rows, scale, zeros = (nn.functional.embedding(ids, x) for x in parts)
+        return (rows.float() - zeros.float()) * scale
+
+
+def use_packed_layers_(weights: DecoderWeights) -> None:
+    """Replace a module's linear layers and tables whose weights are packed, in place."""
+    level = ROUNDING_LEVEL if weights.rounds_activations else 0
+    for name, layer in [*weights.module.named_modules()]:
+        is_table = isinstance(layer, nn.Embedding)
+        weight = weights.packed.get((f"{name}.weight", is_table))
+        if weight is None or not isinstance(layer, nn.Linear | nn.Embedding):
+            continue
+        parent, _, own = name.rpartition(".")
+        # A table of another class, as Gemma's, may scale what it looks up.
+        if is_table and type(layer) is nn.Embedding:
+            packed: nn.Module = PackedTable(weight)
+        elif is_table:
+            continue
+        else:
+            bias: torch.Tensor | None = getattr(layer, "bias", None)
+            packed = PackedLinear(weight, bias, level)
+        setattr(weights.module.get_submodule(parent), own, packed)
+
+
+GROUP_QUERY_ATTENTION = "GroupQueryAttention"
+SKIP_NORM = "SkipSimplifiedLayerNormalization"
+"""Adds to the residual stream and normalizes the sum; its fourth output is the sum."""
+NORM = ("ReduceMean", "Add", "Sqrt", "Div", "Mul")
+"""Operators of an RMS norm after the first, `Pow`, each of which reads the one before."""
+
+
+def fuse_operators_(model: onnx.ModelProto) -> None:
+    """Fuse what stands around attention and norms, in place.
+
+    It takes the shapes that the exporter wrote, and norms that divide by a root.
+    """
+    fusion = _Fusion(model.graph)
+    fusion.read_before_reshapes_()
+    fusion.join_projections_()
+    fusion.add_in_norms_()
+    remove_unread_(model.graph)
+
+
+class _Fusion:
+    """A graph, with what makes and reads each value."""
+
+    def __init__(self, graph: onnx.GraphProto) -> None:
+        self.graph = graph
+        self.tensors = {tensor.name: tensor for tensor in graph.initializer}
+        self.made_by = {name: node for node in graph.node for name in node.output}
+        self.shapes: dict[str, tuple[Any, ...]] = {
+            value.name: tuple(d.dim_param or d.dim_value for d in value.type.tensor_type.shape.dim)
+            for value in (*graph.value_info, *graph.input, *graph.output)
+        }
+        self.shapes |= {name: tuple(tensor.dims) for name, tensor in self.tensors.items()}
+
+    def read_before_reshapes_(self) -> None:
+        """Read a value itself where it is reshaped, and then reshaped back."""
+        for node in self.graph.node:
+            for place, name in enumerate(node.input):
+                shape, source = self.shapes.get(name), name
+                while (maker := self.made_by.get(source)) and maker.op_type == "Reshape":
+                    source = maker.input[0]
+                    if shape and all(shape) and shape == self.shapes.get(source):
+                        node.input[place] = source
+        remove_unread_(self.graph)
+
+    def join_projections_(self) -> None:
+        """Compute queries, keys and values of a few bits by one product, where one is attended."""
+        readers = self._readers()
+        for attention in [n for n in self.graph.node if n.op_type == GROUP_QUERY_ATTENTION]:
+            products = [self.made_by.get(name) for name in attention.input[:3]]
+            parts = [p for p in products if p is not None and p.op_type == PACKED_MATMUL]
+            if len(parts) < 3 or any(len(readers[p.output[0]]) > 1 for p in parts):
+                continue
+            sizes = [{a.name: a.i for a in p.attribute} for p in parts]
+            outputs = sum(size.pop("N") for size in sizes)
+            kinds = [(p.input[0], len(p.input), size) for p, size in zip(parts, sizes, strict=True)]
+            if any(kind != kinds[0] for kind in kinds):
+                continue
+            operands = zip(*(p.input[1:] for p in parts), strict=True)
+            joined = [self._concatenated(names) for names in operands]
+            made = helper.make_node(
+                PACKED_MATMUL,
+                [parts[0].input[0], *joined],
+                [f"{parts[0].output[0]}_joined"],
+                domain=parts[0].domain,
+                N=outputs,
+                **sizes[0],
+            )
+            attention.input[:3] = [made.output[0], "", ""]
+            # In the place of the first one: nothing else reads what it gave.
+            first = min(parts, key=[*self.graph.node].index)
+            first.CopyFrom(made)
+
+    def add_in_norms_(self) -> None:
+        """Let a norm add to the residual stream what it normalizes."""
+        readers = self._readers()
+        for power in [n for n in self.graph.node if n.op_type == "Pow"]:
+            add, nodes = self.made_by.get(power.input[0]), [power]
+            for kind in NORM:
+                after = readers[nodes[-1].output[0]]
+                if len(after) != 1 or after[0].op_type != kind:
+                    break
+                nodes += after
+            if add is None or add.op_type != "Add" or len(nodes) <= len(NORM):
+                continue
+            _, mean, stabilize, _, divide, scale = nodes
+            shape = self.shapes.get(add.output[0], ())
+            weight = next(name for name in scale.input if name != divide.output[0])
+            constants = [self._number(name) for name in (power.input[1], *stabilize.input)]
+            epsilon = next((x for x in constants[1:] if x is not None), None)
+            if (
+                len(shape) != 3
+                or any(self.shapes.get(name) != shape for name in add.input)
+                or self.shapes.get(mean.output[0]) != (*shape[:2], 1)
+                or divide.input[0] != add.output[0]
+                or weight not in self.tensors
+                or self.shapes[weight] != shape[2:]
+                or constants[0] != 2
+                or epsilon is None
+            ):
+                continue
+            add.CopyFrom(
+                helper.make_node(
+                    SKIP_NORM,
+                    [*add.input, weight],
+                    [scale.output[0], "", "", add.output[0]],
+                    domain="com.microsoft",
+                    epsilon=epsilon,
+                )
+            )
+            self.graph.node.remove(scale)
+
+    def _readers(self) -> dict[str, list[onnx.NodeProto]]:
+        found = defaultdict(list)
+        for node in self.graph.node:
+            for name in node.input:
+                found[name].append(node)
+        return found
+
+    def _number(self, name: str) -> float | None:
+        """Return the value of a constant of one number."""
+        tensor = self.tensors.get(name)
+        array = None if tensor is None else numpy_helper.to_array(tensor)
+        return float(array.item()) if array is not None and array.size == 1 else None
+
+    def _concatenated(self, names: tuple[str, ...]) -> str:
+        arrays = [numpy_helper.to_array(self.tensors[name]) for name in names]
+        tensor = numpy_helper.from_array(np.concatenate(arrays), f"{names[0]}_joined")
+        self.graph.initializer.append(tensor)
+        return str(tensor.name)
+
 
 ATTENTION = "group_query_attention"
 """Name under which :class:`AttentionCalls` is registered while a decoder is traced."""

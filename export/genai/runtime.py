@@ -3,21 +3,199 @@
 from __future__ import annotations
 
 import json
+import logging
 from contextlib import suppress
 from functools import partial
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from compress.common.config import Count, Settings
 from compress.common.errors import ArtifactInvalid, StageFailed, first_line
 from compress.common.foreign.native_runtimes import onnx_runtime_genai
 from compress.common.requirements import Requirement, pip_install
-from compress.export.genai.runtime import GenaiConfig
+from compress.common.sealed_json import parse_settings
 from compress.profiling.benchmark import unmeasurable
 from compress.profiling.call_timer import CallTimer
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
     from pathlib import Path
+
+    from compress.export.genai.decoder import CacheShape
+
+logger = logging.getLogger(__name__)
+
+GREEDY_TEXT_FILE = "greedy_text.json"
+
+
+class GreedyText(NamedTuple):
+    """Token ids of a prompt and of its continuation, which was compared with the source's."""
+
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    limit: float
+    """Difference of two scores, by their spread, below which both tokens are right."""
+
+    def write(self, folder: Path) -> None:
+        """Write the file in a folder."""
+        content = json.dumps(self._asdict())
+        (folder / GREEDY_TEXT_FILE).write_text(content + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, folder: Path) -> GreedyText:
+        """Return the text of a folder, which was verified; raise ArtifactInvalid without one."""
+        try:
+            found = json.loads((folder / GREEDY_TEXT_FILE).read_text(encoding="utf-8"))
+            return cls(tuple(found["prompt"]), tuple(found["tokens"]), found["limit"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ArtifactInvalid(
+                f"{folder}: has no {GREEDY_TEXT_FILE} to compare answers with "
+                f"({type(error).__name__}); run export_genai again"
+            ) from error
+
+    def check(self, model: Any) -> None:
+        """Generate the text with onnxruntime-genai, up to the first near-tie or end of a text.
+
+        Raises:
+            StageFailed: it generates another token, whose score is not nearly the same.
+        """
+        if not self.tokens:  # the context has no room for any
+            return
+        found = [*next_tokens_unlocked(model, self.prompt, len(self.tokens), Sampling())]
+        for place, (expected, chosen) in enumerate(zip(self.tokens, found, strict=False)):
+            if expected == chosen:
+                continue
+            scores = next_scores(model, [*self.prompt, *self.tokens[:place]])
+            gap = float(abs(scores[chosen] - scores[expected]))
+            spread = float(scores.max() - scores.min())
+            if not gap <= self.limit * spread:
+                raise StageFailed(
+                    f"onnxruntime-genai generates {chosen} as token {place + 1} of the text that "
+                    f"the export was proven with, expected {expected}: their scores differ by "
+                    f"{gap:.2g} of {spread:.3g}"
+                )
+            logger.info(
+                "texts are equal for %d tokens; then %d and %d are near a tie: %.2g apart of %.3g",
+                *(place, expected, chosen, gap, spread),
+            )
+            return
+
+
+CONFIG = "genai_config.json"
+
+
+class SessionOptions(Settings):
+    """Options of onnxruntime's session."""
+
+    log_id: Literal["onnxruntime-genai"] = "onnxruntime-genai"
+    provider_options: tuple[()] = ()
+
+
+class DecoderInputs(Settings):
+    """Names of the inputs, those of the cache by layer."""
+
+    input_ids: Literal["input_ids"] = "input_ids"
+    attention_mask: Literal["attention_mask"] = "attention_mask"
+    past_key_names: Literal["past_key_values.%d.key"] = "past_key_values.%d.key"
+    past_value_names: Literal["past_key_values.%d.value"] = "past_key_values.%d.value"
+
+
+class DecoderOutputs(Settings):
+    """Names of the outputs, those of the cache by layer."""
+
+    logits: Literal["logits"] = "logits"
+    present_key_names: Literal["present.%d.key"] = "present.%d.key"
+    present_value_names: Literal["present.%d.value"] = "present.%d.value"
+
+
+class Decoder(Settings):
+    """The ONNX file and the sizes of its cache."""
+
+    session_options: SessionOptions = SessionOptions()
+    filename: Literal["model.onnx"] = "model.onnx"
+    head_size: Count
+    hidden_size: Count
+    num_attention_heads: Count
+    num_key_value_heads: Count
+    num_hidden_layers: Count
+    inputs: DecoderInputs = DecoderInputs()
+    outputs: DecoderOutputs = DecoderOutputs()
+
+
+class Model(Settings):
+    """The decoder and its special tokens."""
+
+    type: Literal["decoder"] = "decoder"
+    """The name of any decoder, whatever its architecture."""
+    bos_token_id: int
+    eos_token_id: int | tuple[int, ...]
+    pad_token_id: int
+    context_length: Count
+    """Tokens of a prompt and its continuation together, at most."""
+    vocab_size: Count
+    decoder: Decoder
+
+
+class Search(Settings):
+    """How tokens are chosen where no request says it."""
+
+    do_sample: Literal[False] = False
+    max_length: Count
+    past_present_share_buffer: Literal[True] = True
+
+
+class GenaiConfig(Settings):
+    """Content of `genai_config.json`."""
+
+    model: Model
+    search: Search
+
+    @classmethod
+    def of_decoder(cls, module: Any, shape: CacheShape, context: int) -> GenaiConfig:
+        """Return the settings of a decoder of transformers, whose config names the special tokens.
+
+        Args:
+            module: the model.
+            shape: sizes of its cache.
+            context: tokens of a prompt and its continuation together, at most.
+        """
+        end = _token(module, "eos_token_id", 0)
+        one_end = end[0] if isinstance(end, list) else end
+        decoder = Decoder(
+            head_size=shape.head_size,
+            hidden_size=shape.heads * shape.head_size,
+            num_attention_heads=shape.heads,
+            num_key_value_heads=shape.cached_heads,
+            num_hidden_layers=shape.layers,
+        )
+        model = Model(
+            bos_token_id=_token(module, "bos_token_id", one_end),
+            eos_token_id=end,
+            pad_token_id=_token(module, "pad_token_id", one_end),
+            context_length=context,
+            vocab_size=module.config.vocab_size,
+            decoder=decoder,
+        )
+        return cls(model=model, search=Search(max_length=context))
+
+    @classmethod
+    def read(cls, folder: Path) -> GenaiConfig:
+        """Return a folder's settings; ArtifactInvalid names an entry that is not of the schema."""
+        return parse_settings(cls, (folder / CONFIG).read_bytes(), folder / CONFIG)
+
+    def write(self, folder: Path) -> None:
+        """Write the settings in a folder."""
+        (folder / CONFIG).write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
+
+
+def _token(module: Any, name: str, default: int) -> Any:
+    """Return a special token's id, or several, as the model generates with it."""
+    for settings in (getattr(module, "generation_config", None), module.config):
+        found = getattr(settings, name, None)
+        if found is not None:
+            return found
+    return default
+
 
 GENAI = Requirement(what="onnxruntime_genai", install=pip_install("genai"))
 REPEATS = 5

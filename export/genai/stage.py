@@ -3,37 +3,41 @@
 from __future__ import annotations
 
 import logging
+from contextlib import contextmanager
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from compress.artifacts.artifact import Artifact
 from compress.artifacts.carried_files import TOKENIZER
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.common.config import Count
 from compress.common.errors import StageFailed
-from compress.common.forward import opened_model
 from compress.common.requirements import require_all
-from compress.core.stage import Stage
+from compress.export.common.runtime import Runtime
 from compress.export.common.targets import NO_BFLOAT16
+from compress.export.exporter import ExportedModel, Exporter, source_counts
 from compress.export.genai.runtime import GENAI
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Set
+    from collections.abc import Iterator, Mapping, Set
     from pathlib import Path
 
+    from compress.artifacts.artifact import Artifact
     from compress.common.forward import Predictor
+    from compress.common.signature import Signature
     from compress.core.context import Context
-    from compress.export.genai.greedy_text import GreedyText
+    from compress.export.genai.runtime import GreedyText
 
 logger = logging.getLogger(__name__)
 
 TAKES = "export_genai takes float32 models, and those of quantize_weights; found {}"
 LONGEST = 4096
 """Tokens of a text where neither the setting nor the model's config limits them."""
+# onnxruntime opens the file too, so that nothing else is required to write it.
+RUNTIME = Runtime(name="genai", title="onnxruntime-genai")
 
 
-class GenaiModel(Artifact):
+class GenaiModel(ExportedModel):
     """A decoder with its cache as ONNX, in a folder that onnxruntime-genai opens."""
 
     kind: ClassVar[str] = "genai"
@@ -41,19 +45,17 @@ class GenaiModel(Artifact):
     only_device: ClassVar[str] = "cpu"
     opened_with: ClassVar[tuple[str, ...]] = ("compress.export.onnx.session",)
     generates: ClassVar[bool] = True
+    runtime: ClassVar[Runtime] = RUNTIME
 
-    @opened_model
-    def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:
-        """Open the file in onnxruntime as a predictor of the scores of whole inputs."""
+    @classmethod
+    @contextmanager
+    def open_file(
+        cls, file: Path, signature: Signature, facts: Mapping[str, Any], device: str, threads: int
+    ) -> Iterator[Predictor]:
+        """Open a file in onnxruntime, for the scores of whole inputs."""
         from compress.export.genai.session import prefill_predictor
 
-        self.verify_cached()
-        yield prefill_predictor(self.payload_path, threads, self.signature)
-
-    @property
-    def payload_bytes(self) -> int:
-        """Size in bytes of the file, and of the weights beside it where it is large."""
-        return sum(file.bytes for file in self.model_files.values())
+        yield prefill_predictor(file, threads, signature)
 
     def generation_speed(
         self, prompt_tokens: int, tokens: int, threads: int
@@ -67,11 +69,14 @@ class GenaiModel(Artifact):
         return measure_speed(self.path, vocabulary, prompt_tokens, tokens, threads)
 
 
-class ExportGenai(Stage[EagerModel | GraphModel, GenaiModel]):
+class ExportGenai(Exporter[EagerModel | GraphModel, GenaiModel]):
     """Write a folder for onnxruntime-genai: a decoder of transformers with its cache, in ONNX.
 
     Compared with its source: scores of whole texts, of the same read token by token, and 256 tokens
     of greedy text. Where onnxruntime-genai is installed, it has to generate the same.
+
+        - {stage: quantize_weights, bits: 4}
+        - {stage: export_genai, context: 2048}
     """
 
     stage: Literal["export_genai"] = "export_genai"
@@ -80,6 +85,7 @@ class ExportGenai(Stage[EagerModel | GraphModel, GenaiModel]):
     allows, up to 4096."""
 
     streams: ClassVar[bool] = True
+    keeps_outputs: ClassVar[bool] = False
 
     @property
     def machine_parts(self) -> dict[str, Any]:
@@ -92,7 +98,7 @@ class ExportGenai(Stage[EagerModel | GraphModel, GenaiModel]):
             return NO_BFLOAT16
         return TAKES.format(", ".join(sorted(formats))) if formats else ""
 
-    def run(self, model: EagerModel | GraphModel, context: Context) -> GenaiModel:
+    def write(self, model: EagerModel | GraphModel, file: Path, context: Context) -> dict[str, Any]:
         """Trace with the cache, translate, write, compare with the source."""
         import torch
 
@@ -103,49 +109,48 @@ class ExportGenai(Stage[EagerModel | GraphModel, GenaiModel]):
         from compress.export.onnx.passes.stored_integers import compact_
         from compress.export.onnx.proto_io import write
 
-        weights = decoder_weights(model, context, self.title, by_config=False)
+        weights, folder = decoder_weights(model, context, self.title, by_config=False), file.parent
         module: Any = weights.module
         most = self._longest(module)
         use_packed_layers_(weights)
         decoder = CachedDecoder(module, most)
         shape = decoder.cache_shape()
-        facts: dict[str, Any] = {
-            "parameters": model.parameters(),
-            "macs": model.macs(),
-            "context": most,
-            "vocabulary": module.config.vocab_size,
-        }
-        carried = weights.carried_files(model)
-        if TOKENIZER not in carried:
+        # The folder's config is the source's, and pruning may have changed the widths it states.
+        weights.write_config(folder)
+        if not (folder / TOKENIZER).exists():
             logger.warning(
                 "%s: the model has no tokenizer.json, so the folder reads and writes token ids "
                 "alone; load the model from a Hugging Face folder that has one",
                 self.title,
             )
-        with GenaiModel.atomic_write(
-            context.root,
-            model.signature,
-            lineage=self.lineage(model),
-            facts=facts,
-            carried=carried,
-        ) as partial:
-            with torch.no_grad():
-                graph = lower_decoder(decoder, shape)
-            compact_(graph)
-            strip_(graph)
-            facts["operators"] = count_operators(graph)
-            write(graph, partial / GenaiModel.payload)
-            GenaiConfig.of_decoder(module, shape, most).write(partial)
-            facts["rotary_in_attention"] = f"{shape.rotary_layers} of {shape.layers} layers"
-            proven, text = self._proof(model, partial, context, module.config.vocab_size, most)
-            facts |= proven
-            text.write(partial)
+        with torch.no_grad():
+            graph = lower_decoder(decoder, shape)
+        compact_(graph)
+        strip_(graph)
+        operators = count_operators(graph)
+        write(graph, file)
+        GenaiConfig.of_decoder(module, shape, most).write(folder)
+        proven, text = self._proof(model, folder, context, module.config.vocab_size, most)
+        text.write(folder)
+        return {
+            **source_counts(model),
+            "context": most,
+            "vocabulary": module.config.vocab_size,
+            "operators": operators,
+            "rotary_in_attention": f"{shape.rotary_layers} of {shape.layers} layers",
+            **proven,
+        }
+
+    def prove(self, model: EagerModel | GraphModel, *_: Any) -> None:
+        """Compare nothing more: :meth:`write` has done so."""
+
+    def log(self, facts: Mapping[str, Any]) -> None:
+        """Log how the greedy text compares."""
         logger.info(
             "%s: %d of %d greedy tokens equal, scores differ by %.2g of their norm; opened by %s",
             *(self.title, facts["equal_tokens"], facts["greedy_tokens"], facts["scores_error"]),
             facts["opened_by"] or f"onnxruntime alone ({GENAI.install} opens it in genai too)",
         )
-        return GenaiModel.from_directory(context.root)
 
     def check_parity(self, model: Artifact, artifact: Artifact, context: Context) -> None:
         """Raise StageFailed where a stored folder answers otherwise than the model."""

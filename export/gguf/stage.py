@@ -8,20 +8,21 @@ import logging
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from compress.artifacts.artifact import Artifact
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.common.errors import StageFailed
-from compress.common.forward import opened_model, torch_predictor
-from compress.common.requirements import Requirement, pip_install, require_all
-from compress.core.stage import Stage
+from compress.common.forward import torch_predictor
+from compress.common.requirements import Requirement, pip_install
+from compress.export.common.runtime import Runtime
+from compress.export.exporter import ExportedModel, Exporter, source_counts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     import torch
 
+    from compress.artifacts.artifact import Artifact
     from compress.common.forward import Predictor
     from compress.common.signature import Signature
     from compress.core.context import Context
@@ -31,48 +32,54 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 GGUF = Requirement(what="gguf", install=pip_install("gguf"))
+RUNTIME = Runtime(
+    name="gguf",
+    title="GGUF",
+    requirements=(GGUF,),
+    runs_in="eager",
+)
 
 
-class GgufModel(Artifact):
+class GgufModel(ExportedModel):
     """A decoder with its tokenizer in one file, which llama.cpp opens."""
 
     kind: ClassVar[str] = "gguf"
     payload: ClassVar[str] = "model.gguf"
     opened_with: ClassVar[tuple[str, ...]] = ("transformers", "gguf")
+    runtime: ClassVar[Runtime] = RUNTIME
 
-    @opened_model
-    def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:
-        """Open the file with transformers, which multiplies floats, as a predictor.
-
-        Raises:
-            ArtifactInvalid: it was altered after sealing, or cannot be opened.
-            Unavailable: gguf is not installed.
-        """
-        require_all([GGUF], str(self.path))
-        self.verify_cached()
-        module = opened_file(self.payload_path, self.signature).to(device)
+    @classmethod
+    @contextlib.contextmanager
+    def open_file(
+        cls, file: Path, signature: Signature, facts: Mapping[str, Any], device: str, threads: int
+    ) -> Iterator[Predictor]:
+        """Open a file with transformers, which multiplies floats."""
+        module = opened_file(file, signature).to(device)
         with torch_predictor(module, device, threads) as predict:
             yield predict
 
 
-class ExportGguf(Stage[EagerModel | GraphModel, GgufModel]):
+class ExportGguf(Exporter[EagerModel | GraphModel, GgufModel]):
     """Write a decoder with its tokenizer as one GGUF file, for llama.cpp, ollama and LM Studio.
 
     The integers of `quantize_weights` are kept and read back: with `symmetric: true` as `Q8_0` or
     `Q4_0`, else those of 4 bits as `Q4_1`. Scales become half precision, as GGUF has no others, and
     so do tables of 8 bits that are not symmetric. Layers that were left in float stay float32.
     transformers opens the file and has to answer alike.
+
+        - {stage: quantize_weights, bits: 4, group_size: 32, symmetric: true}
+        - {stage: export_gguf}
     """
 
     stage: Literal["export_gguf"] = "export_gguf"
-    requirements: ClassVar[tuple[Requirement, ...]] = (GGUF,)
+    keeps_outputs: ClassVar[bool] = False
 
     @property
     def machine_parts(self) -> dict[str, Any]:
         """Which version of gguf wrote the file; None where none is installed."""
         return {"gguf": None if GGUF.missing() else version("gguf")}
 
-    def run(self, model: EagerModel | GraphModel, context: Context) -> GgufModel:
+    def write(self, model: EagerModel | GraphModel, file: Path, context: Context) -> dict[str, Any]:
         """Write settings, tokenizer and tensors, and read them back."""
         from compress.export.common.packed_weights import decoder_weights
         from compress.export.gguf.tensors import check_family, file_tensors
@@ -80,20 +87,16 @@ class ExportGguf(Stage[EagerModel | GraphModel, GgufModel]):
         weights = decoder_weights(model, context, self.title)
         check_family(weights.module.config, self.title)
         tensors = [*file_tensors(weights)]
-        carried = weights.carried_files(model)
-        facts: dict[str, Any] = {"parameters": model.parameters(), "macs": model.macs()}
-        with GgufModel.atomic_write(
-            context.root,
-            model.signature,
-            lineage=self.lineage(model),
-            facts=facts,
-            carried=carried,
-        ) as partial:
-            file = partial / GgufModel.payload
-            self._write(file, weights, tensors, carried)
-            facts |= self._proof(file, model.signature, weights, tensors)
+        weights.write_config(file.parent)
+        self._write(file, weights, tensors, model.carried_files())
+        return {**source_counts(model), **self._proof(file, model.signature, weights, tensors)}
+
+    def prove(self, model: EagerModel | GraphModel, *_: Any) -> None:
+        """Compare nothing more: :meth:`write` has read the file back."""
+
+    def log(self, facts: Mapping[str, Any]) -> None:
+        """Log how many integers were compared."""
         logger.info("%s: %d integers read back", self.title, facts["equal_integers"])
-        return GgufModel.from_directory(context.root)
 
     def check_parity(self, model: Artifact, artifact: Artifact, context: Context) -> None:
         """Raise StageFailed where a stored file has other weights or answers than the model."""

@@ -2,15 +2,230 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+import json
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import numpy as np
 import torch
+
+from compress.artifacts.carried_files import TOKENIZER, chat_template_of
+from compress.common.errors import StageFailed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from gguf import GGUFWriter
+    from numpy.typing import NDArray
+
     from compress.artifacts.streaming.packed_weight import PackedWeight
     from compress.export.common.packed_weights import DecoderWeights
+
+BLOCK = 32
+BlockType = Literal["Q8_0", "Q4_0", "Q4_1"]
+HEADER = {"Q8_0": 2, "Q4_0": 2, "Q4_1": 4}
+"""Bytes of a block before its integers."""
+
+
+def block_type(weight: PackedWeight) -> BlockType | None:
+    """Return the type of blocks that holds a weight's integers; None where GGUF has none."""
+    if weight.group_size % BLOCK:
+        return None
+    if bool((weight.zero_point == 2 ** (weight.bits - 1)).all()):
+        return "Q8_0" if weight.bits == 8 else "Q4_0"
+    return "Q4_1" if weight.bits == 4 else None
+
+
+def blocks_of(name: str, weight: PackedWeight) -> NDArray[np.uint8]:
+    """Return a weight's blocks as bytes, `(outputs, bytes of a row)`.
+
+    Raises:
+        StageFailed: GGUF has no such type, or a scale leaves the range of half precision.
+    """
+    kind = block_type(weight)
+    if kind is None:
+        if weight.group_size % BLOCK:
+            raise StageFailed(
+                f"{name}: GGUF shares scales by {BLOCK} numbers, found {weight.group_size}; set "
+                "group_size"
+            )
+        raise StageFailed(
+            f"{name}: GGUF has no type of 8 bits with zero points; set symmetric: true in "
+            "quantize_weights, or bits: 4"
+        )
+    outputs, groups = weight.scale.shape
+    per_group = weight.group_size // BLOCK
+    with np.errstate(over="ignore"):
+        scale = weight.scale.repeat_interleave(per_group, 1).numpy()[..., None]
+        smallest = -weight.zero_point.float() * weight.scale
+        smallest_half = smallest.repeat_interleave(per_group, 1).numpy()[..., None]
+        headers = [scale.astype("<f2")]
+        if kind == "Q4_1":
+            headers.append(smallest_half.astype("<f2"))
+    if not all(np.isfinite(header).all() for header in headers):
+        raise StageFailed(f"{name}: a scale of {weight.scale.max():.3g} is beyond half precision")
+    integers = weight.integers().numpy().reshape(outputs, groups * per_group, BLOCK)
+    if kind == "Q8_0":
+        packed = (integers.astype(np.int16) - 128).astype(np.int8).view(np.uint8)
+    else:
+        packed = integers[..., : BLOCK // 2] | (integers[..., BLOCK // 2 :] << 4)
+    blocks = [*(header.view(np.uint8) for header in headers), packed]
+    return np.concatenate(blocks, axis=-1).reshape(outputs, -1)
+
+
+def integers_of(blocks: NDArray[np.uint8], kind: BlockType) -> NDArray[np.uint8]:
+    """Return the integers of a tensor's blocks, `(outputs, inputs)`, as `PackedWeight` has them."""
+    header = HEADER[kind]
+    rows = blocks.reshape(len(blocks), -1, header + (BLOCK if kind == "Q8_0" else BLOCK // 2))
+    packed = rows[..., header:]
+    if kind == "Q8_0":
+        integers = (packed.view(np.int8).astype(np.int16) + 128).astype(np.uint8)
+    else:
+        integers = np.concatenate((packed & 15, packed >> 4), axis=-1)
+    return integers.reshape(len(blocks), -1)
+
+
+def check_family(config: Any, title: str) -> None:
+    """Raise StageFailed for models that llama.cpp would compute otherwise than transformers."""
+    if config.model_type not in FAMILIES:
+        raise StageFailed(
+            f"{title}: takes decoders of the families {', '.join(FAMILIES)}, found "
+            f"{config.model_type}; export_genai and export_compressed_tensors take others"
+        )
+    rotary = config.rope_parameters["rope_type"]
+    if rotary != "default":
+        raise StageFailed(
+            f"{title}: takes rotary embeddings of type default, found {rotary} (rope_parameters)"
+        )
+    window = getattr(config, "sliding_window", None)
+    if window is not None and window < config.max_position_embeddings:
+        raise StageFailed(
+            f"{title}: takes attention to the whole text, found sliding_window {window} in a "
+            f"context of {config.max_position_embeddings} tokens"
+        )
+    if config.hidden_act != "silu":
+        raise StageFailed(f"{title}: takes hidden_act silu, found {config.hidden_act}")
+    heads, size = config.num_attention_heads, _head_size(config)
+    if config.model_type == "qwen2" and heads * size != config.hidden_size:
+        raise StageFailed(
+            f"{title}: llama.cpp takes a Qwen2 whose heads have hidden_size ({config.hidden_size}) "
+            f"numbers together, found {heads} heads of {size}; exclude its heads in "
+            "prune_channels, or use export_genai or export_compressed_tensors"
+        )
+
+
+def _head_size(config: Any) -> int:
+    stated: int | None = getattr(config, "head_dim", None)
+    return stated or int(config.hidden_size // config.num_attention_heads)
+
+
+def add_settings(writer: GGUFWriter, config: Any, name: str) -> None:
+    """Write a config's sizes."""
+    writer.add_name(name)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    head = _head_size(config)
+    writer.add_rope_dimension_count(head)
+    writer.add_key_length(head)
+    writer.add_value_length(head)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+
+
+WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+SPLITS = {
+    WORDS % r"\p{N}{1,3}": "llama-bpe",
+    WORDS % r"\p{N}": "qwen2",
+    # ByteLevel's own, where it splits text itself.
+    None: "gpt-2",
+}
+"""Regular expression of a tokenizer → what llama.cpp calls that way to split text."""
+
+
+def add_vocabulary(writer: GGUFWriter, carried: Mapping[str, bytes], module: Any) -> str:
+    """Write the tokenizer among a model's files; return why there is none, or an empty string."""
+    from gguf import TokenType
+
+    tokenizer = json.loads(carried[TOKENIZER]) if TOKENIZER in carried else None
+    reason = _why_unknown(tokenizer)
+    if tokenizer is None or reason:
+        writer.add_tokenizer_model("no_vocab")
+        return reason
+    size = module.config.vocab_size
+    # What the model has scores for and the tokenizer no text.
+    tokens = [f"[PAD{i}]" for i in range(size)]
+    kinds = [TokenType.UNUSED] * size
+    known = [(i, token, TokenType.NORMAL) for token, i in tokenizer["model"]["vocab"].items()]
+    for added in tokenizer["added_tokens"]:
+        kind = TokenType.CONTROL if added["special"] else TokenType.USER_DEFINED
+        known.append((added["id"], added["content"], kind))
+    for i, token, kind in known:
+        if i < size:  # tokenizers of transformers may add tokens that a model has no scores for
+            tokens[i], kinds[i] = token, kind
+    merges = (m if isinstance(m, str) else " ".join(m) for m in tokenizer["model"]["merges"])
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(SPLITS[_split_of(tokenizer["pre_tokenizer"])])
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds)
+    writer.add_token_merges([*merges])
+    _add_special_tokens(writer, carried[TOKENIZER], module)
+    template = chat_template_of(carried)
+    if template is not None:
+        writer.add_chat_template(template)
+    return ""
+
+
+def _why_unknown(tokenizer: Any) -> str:
+    """Return why llama.cpp cannot split text as a tokenizer does; empty where it can."""
+    if tokenizer is None:
+        return f"the model has no {TOKENIZER}"
+    kind = tokenizer["model"]["type"]
+    if kind != "BPE" or tokenizer["model"].get("byte_fallback"):
+        return f"its tokenizer is of type {kind}, expected byte-level BPE"
+    if not tokenizer["model"]["merges"]:
+        return "its tokenizer has no merges, without which llama.cpp opens no file"
+    if tokenizer.get("normalizer") not in (None, {"type": "NFC"}):
+        return f"its tokenizer normalizes text by {tokenizer['normalizer']['type']}"
+    split = _split_of(tokenizer.get("pre_tokenizer"))
+    return "" if split in SPLITS else f"its tokenizer splits text by {split}"
+
+
+def _split_of(pre_tokenizer: Any) -> str | None:
+    """Return the regular expression that text is split by; None for that of `ByteLevel`."""
+    steps = (pre_tokenizer or {}).get("pretokenizers") or [pre_tokenizer or {"type": "nothing"}]
+    *others, last = steps
+    if last["type"] != "ByteLevel" or last.get("add_prefix_space"):
+        return json.dumps(last)
+    if not others and last.get("use_regex", True):
+        return None
+    pattern = others[0].get("pattern", {}).get("Regex") if len(others) == 1 else None
+    return str(pattern or json.dumps(others))
+
+
+def _add_special_tokens(writer: GGUFWriter, content: bytes, module: Any) -> None:
+    """Write which tokens begin, end and pad a text, and whether a prompt gets them."""
+    from tokenizers import Tokenizer
+
+    begin, end, pad = (
+        getattr(module.config, f"{name}_token_id", None) for name in ("bos", "eos", "pad")
+    )
+    end = end[0] if isinstance(end, list) else end
+    encoded = Tokenizer.from_str(content.decode()).encode("a").ids
+    if begin is not None:
+        writer.add_bos_token_id(begin)
+    if end is not None:
+        writer.add_eos_token_id(end)
+    if pad is not None:
+        writer.add_pad_token_id(pad)
+    writer.add_add_bos_token(begin is not None and encoded[:1] == [begin])
+    writer.add_add_eos_token(end is not None and encoded[-1:] == [end])
 
 
 class Family(NamedTuple):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from compress.common.errors import StageFailed
 from compress.export.latency.kernels import KernelTable, kernels_of
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from compress.common.signature import Signature
     from compress.core.context import Context
     from compress.core.stage import Stage
+    from compress.export.common.runtime import PredictedRuntime
     from compress.export.latency.kernels import Arrays
     from compress.profiling.benchmark import Opener
 
@@ -53,9 +54,9 @@ FITTED = 8
 
 @dataclass(frozen=True)
 class OnnxLatency:
-    """Latency in ONNX Runtime, or in OpenVINO from the same file, predicted from kernels."""
+    """Latency in the runtime that a file is served with, predicted from kernels."""
 
-    runtime: Literal["onnx", "openvino"]
+    runtime: PredictedRuntime
     stages: tuple[Stage[Any, Any], ...]
     """What quantizes the model between, if anything."""
     folder: Path
@@ -218,7 +219,7 @@ def write_alone(graph: onnx.ModelProto, folder: Path) -> Path:
 
 
 def open_as_served(
-    file: Path, runtime: Literal["onnx", "openvino"], signature: Signature, threads: int
+    file: Path, runtime: PredictedRuntime, signature: Signature, threads: int
 ) -> ServedFile:
     """Return the file of `export_onnx` or `export_openvino` for an ONNX file alone in its folder.
 

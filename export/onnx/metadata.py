@@ -44,11 +44,12 @@ def add_metadata_(
         properties["class_names"] = list(class_names)
         properties["id2label"] = {str(i): name for i, name in enumerate(class_names)}
     preprocessing = {}
-    if image := source.carried_json(IMAGES):
+    files = source.manifest.files
+    if IMAGES in files and (image := source.carried_json(IMAGES)):
         preprocessing["image"] = image
-    if tokenizer := source.carried_json(TOKENIZER):
+    if TOKENIZER in files and (tokenizer := source.carried_json(TOKENIZER)):
         preprocessing["text"] = {
-            "tokenizer_sha256": source.manifest.files[TOKENIZER].sha256,
+            "tokenizer_sha256": files[TOKENIZER].sha256,
             "truncation": tokenizer.get("truncation"),
             "padding": tokenizer.get("padding"),
         }

@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import logging
-from itertools import chain
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from compress.artifacts.artifact import Artifact
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
-from compress.common.forward import opened_model
-from compress.core.context import Context
-from compress.core.stage import Stage
-from compress.export.common.targets import (
-    NO_BFLOAT16,
-    NO_UINT16_IN_OPSET,
-    UINT16_OPSET,
-    warn_of_other_target,
-)
-from compress.export.parity.stored_parity import ComparesStoredFile
+from compress.common.errors import StageFailed
+from compress.export.common.runtime import Reproducer, Runtime, TritonBackend
+from compress.export.common.targets import NO_BFLOAT16, NO_UINT16_IN_OPSET, UINT16_OPSET
+from compress.export.exporter import ExportedModel, Exporter, source_counts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Set
+    from collections.abc import Iterator, Mapping, Set
     from pathlib import Path
 
     import onnx
@@ -49,12 +42,38 @@ NOT_EXACT = (
 )
 ONNX_TARGETS = ("onnxruntime-cpu", "onnxruntime-cuda", "tensorrt")
 """Quantization targets whose graphs become ONNX files."""
+RUNTIME = Runtime(
+    name="onnxruntime",
+    title="ONNX Runtime",
+    targets=ONNX_TARGETS,
+    reproducer=Reproducer(
+        file="model.onnx",
+        library="onnxruntime",
+        imports="import onnxruntime\n",
+        run_lines=(
+            'session = onnxruntime.InferenceSession(HERE / "model.onnx", '
+            'providers=["CPUExecutionProvider"])',
+            "names = [i.name for i in session.get_inputs()]",
+            "feed = {n: x.numpy() for n, x in zip(names, inputs)}",
+            "return [torch.from_numpy(y) for y in session.run(None, feed)]",
+        ),
+    ),
+    triton=TritonBackend(
+        backend="onnxruntime",
+        platform="onnxruntime_onnx",
+        file="model.onnx",
+        thread_parameters=("intra_op_thread_count", "inter_op_thread_count"),
+        kserve_format="onnx",
+    ),
+    torch_free_package="onnxruntime",
+)
 
 
-class OnnxModel(Artifact):
+class OnnxModel(ExportedModel):
     """An ONNX file, run by onnxruntime: on the CPU, or on CUDA where it is built for it."""
 
     kind: ClassVar[str] = "onnx"
+    runtime: ClassVar[Runtime] = RUNTIME
     payload: ClassVar[str] = "model.onnx"
     reports_integer_share: ClassVar[bool] = True
     opened_with: ClassVar[tuple[str, ...]] = ("compress.export.onnx.session",)
@@ -65,23 +84,15 @@ class OnnxModel(Artifact):
 
         return device_of(device)
 
-    @opened_model
-    def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:
-        """Open an onnxruntime session as a predictor.
-
-        Raises:
-            ArtifactInvalid: the file was altered after sealing, or cannot be loaded.
-            Unavailable: it is to run on CUDA, whose libraries onnxruntime does not find.
-        """
+    @classmethod
+    @contextmanager
+    def open_file(
+        cls, file: Path, signature: Signature, facts: Mapping[str, Any], device: str, threads: int
+    ) -> Iterator[Predictor]:
+        """Open an onnxruntime session; Unavailable where it does not find CUDA's libraries."""
         from compress.export.onnx.session import session_predictor
 
-        self.verify_cached()
-        yield session_predictor(self.payload_path, threads, self.runs_on(device))
-
-    @property
-    def payload_bytes(self) -> int:
-        """Size in bytes of the file, and of the weights beside it where it is large."""
-        return sum(file.bytes for file in self.model_files.values())
+        yield session_predictor(file, threads, device)
 
     def parameters(self) -> int:
         """Count the weights; scales and zero points are not weights."""
@@ -101,7 +112,7 @@ class OnnxModel(Artifact):
         return count_macs(read(self.payload_path)) if recorded is None else recorded
 
 
-class ExportOnnx(ComparesStoredFile, Stage[EagerModel | GraphModel, OnnxModel]):
+class ExportOnnx(Exporter[EagerModel | GraphModel, OnnxModel]):
     """Write an ONNX file, checked against its source at several sizes of every named axis."""
 
     stage: Literal["export_onnx"] = "export_onnx"
@@ -123,62 +134,39 @@ class ExportOnnx(ComparesStoredFile, Stage[EagerModel | GraphModel, OnnxModel]):
             return NO_UINT16_IN_OPSET.format(self.opset)
         return ""
 
-    def run(self, model: EagerModel | GraphModel, context: Context) -> OnnxModel:
-        """Trace, translate, write, compare with the source."""
-        from compress.export.onnx.proto_io import mapped
-        from compress.export.onnx.session import counted_predictor, plain_session_error
-        from compress.export.parity.compare import compare_outputs, parity_inputs
-        from compress.export.parity.reference_outputs import recorded_outputs
-        from compress.export.parity.report import ParityContext, report_on_mismatch
-        from compress.export.parity.repro_script import ONNX
-        from compress.export.parity.sample_parity import val_inputs
+    def write(self, model: EagerModel | GraphModel, file: Path, context: Context) -> dict[str, Any]:
+        """Translate and write a model, and free its memory."""
+        from compress.export.onnx.graph import count_operators, strip_
+        from compress.export.onnx.metadata import add_metadata_
+        from compress.export.onnx.proto_io import write, write_mapped
+        from compress.profiling.rss import release_memory
 
-        warn_of_other_target(model, ONNX_TARGETS, self.title)
-        facts: dict[str, Any] = {}
-        with OnnxModel.atomic_write(
-            context.root,
-            model.signature,
-            lineage=self.lineage(model),
-            facts=facts,
-            carried=model.carried_files(),
-        ) as partial:
-            file = partial / OnnxModel.payload
-            translation = self._write(model, file, facts)
-            limits = translation.facts.get("axis_limits")
-            val_batches, threads = list(val_inputs(context)), context.threads
-            inputs = (x for _, x in parity_inputs(model.signature, val_batches, limits))
-            # The source runs first and leaves memory before onnxruntime loads the file.
-            with recorded_outputs(model, chain(inputs, val_batches), threads) as expected:
-                with mapped(file) as graph:
-                    example = model.signature.example()
-                    exported, kernels = counted_predictor(graph, threads, example)
-                    if kernels["integer_kernels"]:
-                        error = plain_session_error(exported, graph, threads, example)
-                        if error > ROUNDING:
-                            logger.warning(NOT_EXACT, self.title, error)
-                facts |= kernels
-                parity = ParityContext(
-                    self.title, model, exported, file, None, self.reexport, ONNX, context
-                )
-                with report_on_mismatch(parity), translation.explaining_failure():
-                    compare_outputs(
-                        model, expected, exported, val_batches, limits, facts["operators"]
-                    )
-        logger.info("%s: %s, %s", self.title, facts["integer_kernels"], facts["float_kernels"])
-        for_cpu = model.manifest.facts.get("target", ONNX_TARGETS[0]) == ONNX_TARGETS[0]
-        unfused = sorted(UNFUSED & facts["float_kernels"].keys())
+        graph, translation = self.translated(model)
         if translation.half:
             logger.warning(
                 "%s: onnxruntime turns float16 into float32 to compute it on the CPU: a "
                 "smaller file, not a faster answer; float16 kernels are for GPUs",
                 self.title,
             )
-        elif isinstance(model, GraphModel) and for_cpu and unfused:
-            logger.warning("%s: quantized, yet computed in floats: %s", self.title, unfused)
-        return OnnxModel.from_directory(context.root)
+        strip_(graph)
+        class_names = add_metadata_(graph, model, self.class_names)
+        facts = {
+            **({"class_names": [*class_names]} if class_names else {}),
+            "exporter": translation.exporter,
+            "opset": graph.opset_import[0].version,
+            "operators": count_operators(graph),
+            **translation.facts,
+            # What fused operators multiply cannot be counted in the file.
+            **(source_counts(model) if self.optimize == "extended" else {}),
+        }
+        write(graph, file)
+        write_mapped(graph, file)
+        del graph
+        release_memory()
+        return facts
 
     def translated(self, model: EagerModel | GraphModel) -> tuple[onnx.ModelProto, Translation]:
-        """Return a model as ONNX, with names that :meth:`run` shortens."""
+        """Return a model as ONNX, with names that :meth:`write` shortens."""
         from compress.export.onnx.passes.stored_integers import compact_
         from compress.export.onnx.session import optimize
         from compress.export.onnx.translate import translate
@@ -189,32 +177,57 @@ class ExportOnnx(ComparesStoredFile, Stage[EagerModel | GraphModel, OnnxModel]):
         compact_(graph)
         return graph, translation
 
-    def _write(
-        self, model: EagerModel | GraphModel, file: Path, facts: dict[str, Any]
-    ) -> Translation:
-        """Translate and write a model, and free its memory; what is found is added to the facts."""
-        from compress.export.onnx.graph import count_operators, strip_
-        from compress.export.onnx.metadata import add_metadata_
-        from compress.export.onnx.proto_io import write, write_mapped
-        from compress.profiling.rss import release_memory
+    @contextmanager
+    def open(
+        self,
+        file: Path,
+        model: EagerModel | GraphModel,
+        facts: dict[str, Any],
+        context: Context,
+    ) -> Iterator[Predictor]:
+        """Open the file as it is mapped into memory, and count its kernels."""
+        from compress.export.onnx.proto_io import mapped
+        from compress.export.onnx.session import counted_predictor, plain_session_error
 
-        graph, translation = self.translated(model)
-        strip_(graph)
-        if names := add_metadata_(graph, model, self.class_names):
-            facts["class_names"] = [*names]
-        facts |= {
-            "exporter": translation.exporter,
-            "opset": graph.opset_import[0].version,
-            "operators": count_operators(graph),
-            **translation.facts,
-        }
-        if self.optimize == "extended":  # what fused operators multiply cannot be counted
-            facts |= {"parameters": model.parameters(), "macs": model.macs()}
-        write(graph, file)
-        write_mapped(graph, file)
-        del graph
-        release_memory()
-        return translation
+        example, threads = model.signature.example(), context.threads
+        with mapped(file) as graph:
+            exported, kernels = counted_predictor(graph, threads, example)
+            facts |= kernels
+            if kernels["integer_kernels"]:
+                error = plain_session_error(exported, graph, threads, example)
+                if error > ROUNDING:
+                    logger.warning(NOT_EXACT, self.title, error)
+        yield exported
+
+    def prove(
+        self,
+        model: EagerModel | GraphModel,
+        file: Path,
+        facts: dict[str, Any],
+        context: Context,
+    ) -> None:
+        """Compare with the source; warn of a quantized model that is computed in floats.
+
+        A failure says first why the older exporter was used, if it was.
+        """
+        from compress.export.onnx.translate import BY_OLDER_EXPORTER
+
+        try:
+            super().prove(model, file, facts, context)
+        except StageFailed as error:
+            if facts["exporter"] != "legacy":
+                raise
+            problem = facts["warnings"][0].removeprefix(BY_OLDER_EXPORTER)
+            raise StageFailed(
+                f"{problem} (what torch's older exporter writes is wrong: {error})"
+            ) from error
+        of_source = model.manifest.facts
+        for_cpu = of_source.get("target", ONNX_TARGETS[0]) == ONNX_TARGETS[0]
+        # Stages that quantize or convert record the fidelity, those that convert the type as well.
+        is_quantized = "fidelity" in of_source and "dtype" not in of_source
+        unfused = sorted(UNFUSED & facts["float_kernels"].keys())
+        if is_quantized and for_cpu and unfused:
+            logger.warning("%s: quantized, yet computed in floats: %s", self.title, unfused)
 
     def reexport(
         self, program: ExportedProgram, signature: Signature, file: Path, inputs: Tensors

@@ -23,12 +23,13 @@ from compress.graph.axis_bounds import input_limit_facts
 from compress.graph.torch_export import with_flat_outputs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from compress.artifacts.eager_model import EagerModel
     from compress.common.signature import Signature
 
 logger = logging.getLogger(__name__)
+
+BY_OLDER_EXPORTER = "by torch's older, deprecated exporter: "
+"""How the warning begins that a file has in its manifest; why the usual exporter failed follows."""
 
 
 class Translation(NamedTuple):
@@ -40,20 +41,6 @@ class Translation(NamedTuple):
     facts: dict[str, Any]
     """Largest sizes of axes and rows of tables (the older exporter knows none), or a warning for
     the manifest."""
-    problem: str = ""
-    """Why the usual exporter failed, where the older one did not."""
-
-    @contextlib.contextmanager
-    def explaining_failure(self) -> Iterator[None]:
-        """Have a failed comparison begin with why the older exporter was used, if it was."""
-        try:
-            yield
-        except StageFailed as error:
-            if not self.problem:
-                raise
-            raise StageFailed(
-                f"{self.problem} (what torch's older exporter writes is wrong: {error})"
-            ) from error
 
 
 def translate(
@@ -85,8 +72,8 @@ def translate(
         *(title, problem),
     )
     half = any(tensor.dtype is torch.float16 for tensor in module.state_dict().values())
-    facts = {"warnings": [f"by torch's older, deprecated exporter: {problem}"]}
-    return legacy, Translation("legacy", half, facts, problem)
+    facts = {"warnings": [BY_OLDER_EXPORTER + problem]}
+    return legacy, Translation("legacy", half, facts)
 
 
 def _export_legacy(

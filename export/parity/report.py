@@ -28,16 +28,14 @@ from compress.export.parity.compare import ParityMismatch, largest_relative_erro
 from compress.export.parity.sample_parity import QUANTIZED, tolerance_for
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch.export import ExportedProgram
+    from collections.abc import Callable, Iterator
 
     from compress.artifacts.artifact import Artifact
     from compress.common.forward import Predictor
     from compress.core.context import Context
+    from compress.export.common.runtime import Reproducer, Runtime
     from compress.export.parity.bisect import Reexport, Tensors
     from compress.export.parity.compare import KindOutputs
-    from compress.export.parity.repro_script import ScriptRuntime
 
 logger = logging.getLogger(__name__)
 
@@ -57,13 +55,11 @@ class ParityContext:
     """Name of the stage."""
     source: Artifact
     exported: Predictor
-    file: Path
-    """The exported file."""
-    program: ExportedProgram | None
-    """The source's graph; None: it is traced when a report needs it."""
+    copy_export: Callable[[Path], None]
+    """Writes the exported file, as the runtime's reproducer reads it."""
     reexport: Reexport
     """Exports a part of the graph."""
-    runtime: ScriptRuntime
+    runtime: Runtime
     context: Context
 
     @property
@@ -76,21 +72,26 @@ class ParityContext:
 def report_on_mismatch(parity: ParityContext) -> Iterator[None]:
     """Write a report where the body finds that an export's outputs are wrong.
 
+    None is written for a runtime without a reproducer.
+
     Raises:
         StageFailed: the body raised it; the wrong layer and the folder are added to the message.
     """
     # The report of an earlier attempt, and what of one was half written.
     shutil.rmtree(parity.folder, ignore_errors=True)
     remove_leftovers(parity.folder.parent, parity.folder.name)
+    reproducer = parity.runtime.reproducer
     try:
         yield
     except StageFailed as error:
+        if reproducer is None:
+            raise
         has_integers = tolerance_for(parity.source) is QUANTIZED
         hint = CUT_OFF if has_integers and has_16_bit_sums() else ""
         try:
             # Written aside and renamed: a folder that is there holds a complete report.
             with partial_folder(parity.folder) as partial:
-                summary = _write_report(parity, error, partial)
+                summary = _write_report(parity, reproducer, error, partial)
                 partial.rename(parity.folder)
         except Exception as fault:  # noqa: BLE001 - the first error is what matters
             logger.warning("%s: no parity report: %s", parity.title, first_line(fault))
@@ -98,7 +99,9 @@ def report_on_mismatch(parity: ParityContext) -> Iterator[None]:
         raise StageFailed(f"{error}; {summary}{hint}") from error
 
 
-def _write_report(parity: ParityContext, error: StageFailed, folder: Path) -> str:
+def _write_report(
+    parity: ParityContext, reproducer: Reproducer, error: StageFailed, folder: Path
+) -> str:
     """Measure, search for the layer, write the folder; return what is added to the message."""
     with parity.source.open(threads=parity.context.threads) as expected:
         rows, kind, total = [], "", -1.0
@@ -120,15 +123,15 @@ def _write_report(parity: ParityContext, error: StageFailed, folder: Path) -> st
     # An error that is large only beside the samples' spread may be within the tolerance here.
     limit = min(tolerance_for(parity.source).relative, total / 2)
     with TemporaryDirectory() as scratch:
-        program = parity.program or program_of(parity.source)
-        file = Path(scratch) / parity.runtime.file
-        search = LayerSearch(program, parity.source.signature, inputs, parity.reexport, file, limit)
+        program, signature = program_of(parity.source), parity.source.signature
+        file = Path(scratch) / reproducer.file
+        search = LayerSearch(program, signature, inputs, parity.reexport, file, limit)
         layer = search.run()
-        summary = f"{parity.runtime.name} and PyTorch differ" + (f" at {layer}." if layer else ".")
+        summary = f"{parity.runtime.title} and PyTorch differ" + (f" at {layer}." if layer else ".")
         reproduce = None
         try:
             shown = repro_script.write(
-                folder, search, parity.runtime, parity.file, parity.exported, summary
+                folder, search, reproducer, parity.copy_export, parity.exported, summary
             )
             reproduce = {"script": repro_script.SCRIPT, "error": _number(shown)}
         except CompressError as fault:
@@ -136,7 +139,7 @@ def _write_report(parity: ParityContext, error: StageFailed, folder: Path) -> st
     report = {
         "version": 1,
         "stage": parity.title,
-        "runtime": parity.runtime.name,
+        "runtime": parity.runtime.title,
         "problem": str(error),
         "kinds": rows,
         "metric": metric,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,9 +14,11 @@ from compress.export.parity.compare import largest_relative_error
 from compress.graph.torch_export import save_program
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from compress.common.forward import Predictor
+    from compress.export.common.runtime import Reproducer
     from compress.export.parity.bisect import LayerSearch
 
 SOURCE = "source.pt2"
@@ -69,105 +69,32 @@ sys.exit(0 if worst <= LIMIT else 1)
 '''
 
 
-@dataclass(frozen=True)
-class ScriptRuntime:
-    """How a script runs an exported file with the runtime's own library."""
-
-    name: str
-    file: str
-    """Name of the exported file."""
-    imports: str
-    """Its import lines."""
-    run_lines: tuple[str, ...]
-    """Body of a function that returns the outputs as tensors, from ``inputs`` and ``HERE``."""
-    library: str = ""
-    """What must be installed beside torch and numpy."""
-
-
-ONNX = ScriptRuntime(
-    name="onnxruntime",
-    file="model.onnx",
-    imports="import onnxruntime\n",
-    run_lines=(
-        'session = onnxruntime.InferenceSession(HERE / "model.onnx", '
-        'providers=["CPUExecutionProvider"])',
-        "names = [i.name for i in session.get_inputs()]",
-        "feed = {n: x.numpy() for n, x in zip(names, inputs)}",
-        "return [torch.from_numpy(y) for y in session.run(None, feed)]",
-    ),
-    library="onnxruntime",
-)
-OPENVINO = ScriptRuntime(
-    name="OpenVINO",
-    file="model.onnx",
-    imports="import openvino\n",
-    run_lines=(
-        'settings = {"INFERENCE_PRECISION_HINT": "f32"}',
-        'model = openvino.Core().compile_model(HERE / "model.onnx", "CPU", settings)',
-        "names = [port.get_any_name() for port in model.inputs]",
-        "feed = {n: x.numpy() for n, x in zip(names, inputs)}",
-        "return [torch.from_numpy(y) for y in model(feed).values()]",
-    ),
-    library="openvino",
-)
-EXECUTORCH = ScriptRuntime(
-    name="ExecuTorch",
-    file="model.pte",
-    imports="from executorch.runtime import Runtime\n",
-    run_lines=(
-        'program = Runtime.get().load_program(HERE / "model.pte")',
-        'return program.load_method("forward").execute([x.contiguous() for x in inputs])',
-    ),
-    library="executorch",
-)
-TORCHSCRIPT = ScriptRuntime(
-    name="TorchScript",
-    file="model.ts",
-    imports="",
-    run_lines=(
-        'module = torch.jit.load(HERE / "model.ts")',
-        "with torch.no_grad():",
-        "    outputs = module(*inputs)",
-        "return outputs if isinstance(outputs, (tuple, list)) else [outputs]",
-    ),
-)
-AOT = ScriptRuntime(
-    name="AOTInductor",
-    file="model.pt2",
-    imports="",
-    run_lines=(
-        'path = str(HERE / "model.pt2")',
-        'package = torch._C._aoti.AOTIModelPackageLoader(path, "model", True, 1, -1)',
-        "return package.boxed_run([x.contiguous() for x in inputs])",
-    ),
-)
-
-
 def write(
     folder: Path,
     search: LayerSearch,
-    runtime: ScriptRuntime,
-    file: Path,
+    reproducer: Reproducer,
+    copy_export: Callable[[Path], None],
     exported: Predictor,
     summary: str,
 ) -> float:
     """Write script, program, exported file and inputs; return the error that they show.
 
-    Where the search found no layer, the whole exported model is shown: `file`, whose predictor is
-    `exported`.
+    Where the search found no layer, the whole exported model is shown: `copy_export` writes it, and
+    `exported` is its predictor.
 
     Raises:
         StageFailed: the part cannot be exported on its own.
     """
+    file = folder / reproducer.file
     if search.node is None:
         part, signature, inputs = search.module, search.signature, search.inputs
-        shutil.copyfile(file, folder / runtime.file)
+        copy_export(file)
         with torch.no_grad():
             outputs = flatten_outputs(part(*inputs))
         error = largest_relative_error(outputs, exported(*inputs))
     else:
-        part, signature, inputs, error = search.export_smallest(search.node, folder / runtime.file)
-    if not (folder / runtime.file).exists():
+        part, signature, inputs, error = search.export_smallest(search.node, file)
+    if not file.exists():
         raise StageFailed("the part cannot be exported on its own")
     program = retrace(part, signature, signature.example())
     save_program(program, folder / SOURCE)
@@ -180,14 +107,14 @@ def write(
     text = TEMPLATE.format(
         what=summary,
         source=SOURCE,
-        exported=runtime.file,
+        exported=reproducer.file,
         script=SCRIPT,
         inputs=INPUTS,
-        needs=f" and {runtime.library}" if runtime.library else "",
-        imports=runtime.imports,
+        needs=f" and {reproducer.library}" if reproducer.library else "",
+        imports=reproducer.imports,
         limit=search.limit,
         dtypes={spec.name: spec.dtype for spec in signature.inputs},
-        answers="\n".join(f"    {line}" for line in (*runtime.run_lines, "")),
+        answers="\n".join(f"    {line}" for line in (*reproducer.run_lines, "")),
     )
     (folder / SCRIPT).write_text(text, encoding="utf-8")
     return error

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import logging
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from compress.common.errors import ArtifactInvalid, StageFailed
 from compress.common.forward import accept_any_batch
 from compress.export.common.batches import in_parts
-from compress.export.parity.compare import check_axis_sizes, on_cpu
-from compress.export.parity.sample_parity import check_on_samples, tolerance_for, val_inputs
-from compress.export.tensorrt.runtime import with_fixed_sizes
+from compress.export.parity.compare import check_axis_sizes
+from compress.export.parity.sample_parity import check_on_samples, tolerance_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -21,8 +20,69 @@ if TYPE_CHECKING:
 
     from compress.artifacts.artifact import Artifact
     from compress.common.forward import Predictor
-    from compress.common.signature import Signature
-    from compress.core.context import Context
+    from compress.common.signature import Signature, TensorSpec
+
+BATCH = (1, 8, 32)
+"""Sizes of the batch where the stage has none."""
+LENGTH = 128
+"""The usual size of another axis of which only the bounds are known, or the nearest allowed."""
+
+
+class Shapes(NamedTuple):
+    """The shapes of one input, as an optimization profile takes them."""
+
+    smallest: tuple[int, ...]
+    usual: tuple[int, ...]
+    largest: tuple[int, ...]
+
+
+def sizes_of(
+    signature: Signature, given: Mapping[str, Sequence[int]]
+) -> dict[str, tuple[int, int, int]]:
+    """Return the sizes of every named axis.
+
+    Raises:
+        StageFailed: an axis other than the batch has none, or there is no such axis.
+    """
+    axes = signature.dynamic_axes
+    for name in given:
+        if name not in axes:
+            raise StageFailed(
+                f"sizes: {name!r} is not a named axis of the model's inputs; they have "
+                f"{', '.join(axes) or 'none'}"
+            )
+    all_sizes = {}
+    for name in axes:
+        bounds = signature.bounds(name)
+        usual = BATCH if name == signature.batch_axis else None
+        if usual is None and bounds.max is not None:
+            usual = (bounds.min, bounds.nearest(LENGTH), bounds.max)
+        sizes = given.get(name, usual)
+        if sizes is None:
+            raise StageFailed(
+                f"axis {name!r} has no sizes to build the engine for; add them, for example "
+                f"sizes: {{{name}: [1, 128, 512]}}, or declare its bounds in model.axes"
+            )
+        if not all(size in bounds for size in sizes):
+            raise StageFailed(
+                f"sizes: {{{name}: {[*sizes]}}} leaves what model.axes allows, {bounds}"
+            )
+        all_sizes[name] = (sizes[0], sizes[1], sizes[2])
+    return all_sizes
+
+
+def shapes_of(spec: TensorSpec, sizes: Mapping[str, Sequence[int]]) -> Shapes:
+    """Return the shapes of an input at the three sizes."""
+    return Shapes(*(spec.sized({name: s[i] for name, s in sizes.items()}) for i in range(3)))
+
+
+def with_fixed_sizes(signature: Signature, sizes: Mapping[str, int]) -> Signature:
+    """Return a signature whose named axes are replaced by numbers."""
+    inputs = tuple(
+        spec.model_copy(update={"shape": spec.sized(dict(sizes))}) for spec in signature.inputs
+    )
+    return signature.model_copy(update={"inputs": inputs})
+
 
 DTYPES = {
     **{"FLOAT": torch.float32, "HALF": torch.float16, "BF16": torch.bfloat16},
@@ -119,21 +179,23 @@ def _runner(
 
 
 def check_engine(
-    source: Artifact, engine: Predictor, sizes: Mapping[str, Sequence[int]], context: Context
+    source: Artifact,
+    expected: Predictor,
+    engine: Predictor,
+    sizes: Mapping[str, Sequence[int]],
+    val_batches: Sequence[Tensors],
 ) -> None:
     """Compare an engine with its source at its smallest, usual and largest sizes, and on `val`.
 
     Raises:
         StageFailed: their outputs differ; the message says at which sizes.
     """
-    signature, engine = source.signature, on_cpu(engine)
-    tolerance = tolerance_for(source)
-    with source.open(threads=context.threads) as expected:
-        for profile in dict.fromkeys(zip(*sizes.values(), strict=True) if sizes else [()]):
-            at = dict(zip(sizes, profile, strict=True))
-            try:
-                check_axis_sizes(expected, engine, with_fixed_sizes(signature, at), tolerance)
-            except StageFailed as error:
-                raise StageFailed(f"at {at}: {error}" if at else str(error)) from error
-        predictors = accept_any_batch(expected, signature), accept_any_batch(engine, signature)
-        check_on_samples(*predictors, val_inputs(context), tolerance)
+    signature, tolerance = source.signature, tolerance_for(source)
+    for profile in dict.fromkeys(zip(*sizes.values(), strict=True) if sizes else [()]):
+        at = dict(zip(sizes, profile, strict=True))
+        try:
+            check_axis_sizes(expected, engine, with_fixed_sizes(signature, at), tolerance)
+        except StageFailed as error:
+            raise StageFailed(f"at {at}: {error}" if at else str(error)) from error
+    predictors = accept_any_batch(expected, signature), accept_any_batch(engine, signature)
+    check_on_samples(*predictors, val_batches, tolerance)

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import logging
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field
 
-from compress.artifacts.artifact import Artifact
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.common.config import Count
-from compress.common.forward import Predictor, opened_model, torch_predictor
+from compress.common.forward import Predictor, torch_predictor
 from compress.common.requirements import Requirement, pip_install
-from compress.core.stage import Stage
 from compress.export.common.host_check import CUDA
+from compress.export.common.runtime import Runtime
+from compress.export.exporter import ExportedModel, Exporter, source_counts
 from compress.export.onnx.stage import OnnxModel
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping, Sequence
 
+    import torch
+
+    from compress.common.signature import Signature
     from compress.core.context import Context
     from compress.export.tensorrt.build import BuildOptions
 
@@ -28,6 +32,12 @@ logger = logging.getLogger(__name__)
 
 INSTALL = f"{pip_install('tensorrt')} on a machine with an NVIDIA GPU, or use export_onnx"
 TENSORRT = Requirement(what="tensorrt", install=INSTALL)
+RUNTIME = Runtime(
+    name="tensorrt",
+    title="TensorRT",
+    requirements=(TENSORRT, CUDA.model_copy(update={"install": "use export_onnx"})),
+    targets=("tensorrt",),
+)
 TORCH_TENSORRT = Requirement(what="torch_tensorrt", install=INSTALL)
 
 
@@ -41,7 +51,7 @@ Sizes = Annotated[tuple[Count, Count, Count], AfterValidator(_ascending)]
 """The smallest, the usual and the largest size of a named axis."""
 
 
-class TensorRTEngine(Artifact):
+class TensorRTEngine(ExportedModel):
     """A TensorRT engine: kernels chosen on one GPU, with the weights.
 
     It is bound to that model of GPU and to the version of TensorRT, and refused elsewhere.
@@ -49,6 +59,9 @@ class TensorRTEngine(Artifact):
 
     kind: ClassVar[str] = "tensorrt"
     payload: ClassVar[str] = "model.engine"
+    runtime: ClassVar[Runtime] = RUNTIME
+    is_native_code: ClassVar[bool] = True
+    needs_facts: ClassVar[tuple[str, ...]] = ("built_for", "sizes")
     memory_elsewhere: ClassVar[str] = (
         "TensorRT takes memory of the GPU by itself, and PyTorch does not count it"
     )
@@ -57,35 +70,38 @@ class TensorRTEngine(Artifact):
         """Return the CUDA device that is asked for, or `cuda`."""
         return device if device.startswith("cuda") else "cuda"
 
-    @opened_model
-    def open(self, device: str = "cuda", threads: int = 1) -> Iterator[Predictor]:
-        """Load the engine as a predictor; it runs on a CUDA device, whatever the device.
-
-        More samples than the largest batch are answered in parts.
+    @classmethod
+    @contextmanager
+    def open_file(
+        cls, file: Path, signature: Signature, facts: Mapping[str, Any], device: str, threads: int
+    ) -> Iterator[Predictor]:
+        """Load an engine; more samples than the largest batch are answered in parts.
 
         Raises:
-            ArtifactInvalid: the engine was altered after sealing, or cannot be loaded.
             Unavailable: it was built elsewhere, or TensorRT or the GPU is not here.
         """
         from compress.export.tensorrt.host_check import refuse_other_host
         from compress.export.tensorrt.runtime import load
 
         device = _numbered(device)
-        refuse_other_host(self.fact("built_for"), self.payload_path, device)
-        self.verify()
-        run = load(self.payload_path, self.signature, self.fact("sizes"), device)
+        refuse_other_host(facts["built_for"], file, device)
+        run = load(file, signature, facts["sizes"], device)
         with torch_predictor(run, device, threads) as predict:
             yield predict
 
 
-class ExportTensorRT(Stage[EagerModel | GraphModel | OnnxModel, TensorRTEngine]):
+class ExportTensorRT(Exporter[EagerModel | GraphModel | OnnxModel, TensorRTEngine]):
     """Build a TensorRT engine for the GPU of this host, checked against its source.
 
     It computes in the source's own types: float16 and bfloat16 after `convert_precision`, int8
-    after `quantize_static` with `target: tensorrt`.
+    after `quantize_static` with `target: tensorrt`. The fastest on NVIDIA's GPUs, and tied to one
+    model of them.
+
+        - {stage: export_tensorrt, sizes: {batch: [1, 8, 32]}, cache: tensorrt_cache}
     """
 
     stage: Literal["export_tensorrt"] = "export_tensorrt"
+    keeps_outputs: ClassVar[bool] = False
     through: Literal["onnx", "torch_tensorrt"] = "onnx"
     """How the model gets there: by an ONNX file and TensorRT's own parser, or by torch-tensorrt's
     converters, which take no int8 graphs."""
@@ -116,8 +132,7 @@ class ExportTensorRT(Stage[EagerModel | GraphModel | OnnxModel, TensorRTEngine])
     def all_requirements(self) -> tuple[Requirement, ...]:
         """Return TensorRT, torch-tensorrt where it is used, and a CUDA device."""
         converter = (TORCH_TENSORRT,) if self.through == "torch_tensorrt" else ()
-        cuda = CUDA.model_copy(update={"install": "use export_onnx"})
-        return (*converter, TENSORRT, cuda)
+        return (*converter, *super().all_requirements())
 
     def build_options(self) -> BuildOptions:
         """Return the settings of TensorRT's builder."""
@@ -133,50 +148,48 @@ class ExportTensorRT(Stage[EagerModel | GraphModel | OnnxModel, TensorRTEngine])
 
         return {"built_for": built_for()}
 
-    def run(self, model: EagerModel | GraphModel | OnnxModel, context: Context) -> TensorRTEngine:
-        """Build, load, compare with the source."""
-        from compress.export.common.targets import warn_of_other_target
+    def device_for(self, context: Context) -> str:
+        """Return the context's CUDA device, or the first."""
+        return _numbered(context.device)
+
+    def write(
+        self, model: EagerModel | GraphModel | OnnxModel, file: Path, context: Context
+    ) -> dict[str, Any]:
+        """Build an engine."""
         from compress.export.tensorrt.build import build_from_onnx, build_from_program
         from compress.export.tensorrt.host_check import built_for
-        from compress.export.tensorrt.runtime import check_engine, load, sizes_of
+        from compress.export.tensorrt.runtime import sizes_of
 
-        warn_of_other_target(model, ("tensorrt",), self.title)
         sizes = sizes_of(model.signature, self.sizes)
-        device = _numbered(context.device)
-        facts: dict[str, Any] = {
-            "built_for": built_for(device),
+        device = self.device_for(context)
+        host = built_for(device)
+        if self.through == "onnx":
+            plan = build_from_onnx(model, sizes, self.build_options())
+        else:
+            plan = build_from_program(model, sizes, self.build_options(), device)
+        file.write_bytes(plan)
+        return {
+            "built_for": host,
             "sizes": {name: list(three) for name, three in sizes.items()},
-            "parameters": model.parameters(),
-            "macs": model.macs(),
+            **source_counts(model),
         }
-        with TensorRTEngine.atomic_write(
-            context.root,
-            model.signature,
-            lineage=self.lineage(model),
-            facts=facts,
-            carried=model.carried_files(),
-        ) as partial:
-            file = partial / TensorRTEngine.payload
-            if self.through == "onnx":
-                plan = build_from_onnx(model, sizes, self.build_options())
-            else:
-                plan = build_from_program(model, sizes, self.build_options(), device)
-            file.write_bytes(plan)
-            run = load(file, model.signature, sizes, device)
-            with torch_predictor(run, device, context.threads) as engine:
-                check_engine(model, engine, sizes, context)
-        logger.info("%s: built for %s", self.title, facts["built_for"]["gpu"])
-        return TensorRTEngine.from_directory(context.root)
 
-    def check_parity(
-        self, model: EagerModel | GraphModel | OnnxModel, artifact: TensorRTEngine, context: Context
+    def compare(
+        self,
+        model: EagerModel | GraphModel | OnnxModel,
+        expected: Predictor,
+        exported: Predictor,
+        facts: Mapping[str, Any],
+        val_batches: Sequence[tuple[torch.Tensor, ...]],
     ) -> None:
-        """Compare an engine from an earlier run with its source, on the data of this one."""
+        """Compare at the smallest, usual and largest sizes, and on `val`."""
         from compress.export.tensorrt.runtime import check_engine
 
-        sizes: Any = artifact.fact("sizes")
-        with artifact.open(_numbered(context.device), context.threads) as engine:
-            check_engine(model, engine, sizes, context)
+        check_engine(model, expected, exported, facts["sizes"], val_batches)
+
+    def log(self, facts: Mapping[str, Any]) -> None:
+        """Log the GPU."""
+        logger.info("%s: built for %s", self.title, facts["built_for"]["gpu"])
 
 
 def _numbered(device: str) -> str:

@@ -5,24 +5,204 @@ from __future__ import annotations
 import io
 import re
 import warnings
+from collections.abc import Mapping
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
+from torch import nn
 
+from compress.artifacts.edits.independent_calls import script_attributes, unchanged
+from compress.artifacts.recipe import CallByName, IndependentCalls
 from compress.checkpoint.safe_zip import refuse_bomb
 from compress.common.errors import ArtifactInvalid, StageFailed, first_line
-from compress.common.forward import plain_attention
-from compress.export.torchscript.file_io import record_guesses, script_parts_
+from compress.common.forward import OUTPUT, plain_attention
 from compress.graph.library_cache import patched_attribute
 from compress.graph.torch_export import with_flat_outputs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
+    from compress.artifacts.recipe import AnyEdit
     from compress.common.signature import Signature
+
+
+class Wrapper(nn.Module):
+    """A module around another one."""
+
+    # TorchScript files hold the class's name: this one keeps their digests what they were.
+    _jit_override_qualname = "__torch__.export.torchscript_outputs.Chosen"
+
+    def __init__(self, part: nn.Module, start: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.part = part
+        for name, tensor in start.items():
+            self.register_buffer(name, tensor)
+
+
+def adapt_calls(
+    module: torch.jit.ScriptModule, edits: Sequence[AnyEdit], inputs: Sequence[torch.Tensor]
+) -> torch.jit.ScriptModule:
+    """Return a module around another one that is called as edits of a recipe say.
+
+    `inputs` are an example: the outputs for it show where each is.
+
+    Raises:
+        ArtifactInvalid: its state is of a type that TorchScript code cannot write.
+    """
+    if not edits:
+        return module
+    # Written in TorchScript: a trace would record one path through the module alone.
+    types, start, lines = script_attributes(module), dict[str, torch.Tensor](), list[str]()
+    given, returned = [f"x{i}" for i in range(len(inputs))], "answer"
+    arguments = ", ".join(["self", *given])
+    for edit in edits:
+        if isinstance(edit, IndependentCalls):
+            for name in edit.state:
+                value = _source(attrgetter(name)(module), name, start)
+                lines.append(f"self.part.{name} = torch.jit.annotate({types[name]}, {value})")
+            given = [f"{x}.clone()" if edit.copies_inputs else x for x in given]
+        elif isinstance(edit, CallByName):
+            if edit.inputs:
+                given = [f"{key}={x}" for key, x in zip(edit.inputs, given, strict=True)]
+            if edit.outputs:
+                with unchanged(module), torch.inference_mode():
+                    places = dict(_places(module(*[x.clone() for x in inputs])))
+                returned = f"({''.join(f'answer{places[name]}, ' for name in edit.outputs)})"
+    lines += [f"answer = self.part({', '.join(given)})", f"return {returned}"]
+    with quiet():
+        outer: Any = torch.jit.script(Wrapper(module, start))
+    outer.define("\n    ".join([f"def forward({arguments}):", *lines]) + "\n")
+    return outer  # type: ignore[no-any-return]
+
+
+def _source(value: Any, name: str, start: dict[str, torch.Tensor]) -> str:
+    """Return TorchScript code that makes a value anew; its tensors are added to `start`."""
+    if isinstance(value, torch.Tensor):
+        start[f"start_{len(start)}"] = value.detach().clone()
+        return f"self.{[*start][-1]}.clone()"
+    if isinstance(value, float):
+        return f"float({str(value)!r})"
+    if value is None or isinstance(value, bool | int | complex | str):
+        return repr(value)
+    if isinstance(value, list | tuple):
+        parts = "".join(f"{_source(x, name, start)}, " for x in value)
+        return f"[{parts}]" if isinstance(value, list) else f"({parts})"
+    if isinstance(value, dict):
+        pairs = [(_source(k, name, start), _source(x, name, start)) for k, x in value.items()]
+        return f"{{{', '.join(f'{k}: {x}' for k, x in pairs)}}}"
+    raise ArtifactInvalid(
+        f"the TorchScript module keeps state in {name}, of type {type(value).__name__}, which no "
+        "call can start anew; make the state an input and an output of forward"
+    )
+
+
+def _places(output: Any, name: str = "") -> list[tuple[str, str]]:
+    """Return for each tensor its name, and the source code that takes it from the output."""
+    if isinstance(output, torch.Tensor):
+        return [(name, "")]
+    before = f"{name}_" if name else ""
+    if hasattr(output, "_asdict"):
+        parts = [(f"{before}{key}", f".{key}", value) for key, value in output._asdict().items()]
+    elif isinstance(output, Mapping):
+        parts = [(f"{before}{key}", f"[{key!r}]", value) for key, value in output.items()]
+        parts += [(re.sub(r"\W", "_", key), *place) for key, *place in parts]
+    else:
+        parts = [(f"{name or OUTPUT}_{i}", f"[{i}]", value) for i, value in enumerate(output)]
+    return [(n, f"{place}{rest}") for k, place, v in parts for n, rest in _places(v, k)]
+
+
+ROOT = "the model's own forward"
+
+
+def script_parts_(
+    module: torch.nn.Module, patterns: Sequence[str], trace: Callable[[], Any]
+) -> None:
+    """Replace submodules by scripted ones, in place.
+
+    They are those whose names match the patterns, or without any those in which `trace` guesses.
+
+    Raises:
+        StageFailed: a name fits no submodule, one cannot be scripted, or all would have to be.
+    """
+    if patterns:
+        names = [name for name, _ in module.named_modules() if name]
+        for pattern in patterns:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                raise StageFailed(f"scripted: no submodule is named {pattern!r}")
+        names = [n for n in names if any(fnmatchcase(n, p) for p in patterns)]
+    else:
+        with record_guesses(module) as names:
+            trace()
+        if ROOT in names:
+            raise StageFailed(
+                f"{ROOT} branches or counts by the data, and no part of it; use `method: script`, "
+                "or put that into a submodule"
+            )
+    # A scripted module takes those inside it along.
+    for name in sorted(set(names)):
+        if any(name.startswith(f"{outer}.") for outer in names):
+            continue
+        try:
+            scripted = torch.jit.script(module.get_submodule(name))
+        except Exception as error:
+            raise StageFailed(
+                f"torch.jit.script cannot express {name}: {type(error).__name__}: "
+                f"{first_line(error)}"
+            ) from error
+        owner, _, attribute = name.rpartition(".")
+        setattr(module.get_submodule(owner), attribute, scripted)
+
+
+@contextmanager
+def record_guesses(module: torch.nn.Module) -> Iterator[list[str]]:
+    """Collect the names of modules that convert a tensor to a number while they are traced.
+
+    The trace fixes the number, or the branch taken, whatever the data of later calls is.
+    """
+    # torch's warning does not name the module, so hooks record which one runs.
+    names = {part: name or ROOT for name, part in module.named_modules()}
+    running: list[str] = []
+    guessing: list[str] = []
+
+    def enter(part: torch.nn.Module, _: Any) -> None:
+        running.append(names.get(part, running[-1] if running else ROOT))
+
+    def leave(_: torch.nn.Module, __: Any, ___: Any) -> None:
+        running.pop()
+
+    def record(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+        if not issubclass(category, torch.jit._trace.TracerWarning):
+            showwarning(message, category, *place, **more)
+        elif (running or [ROOT])[-1] not in guessing:
+            guessing.append((running or [ROOT])[-1])
+
+    handles = []
+    showwarning = warnings.showwarning
+    unhookable = {  # scripted parts, and torch's integer layers
+        inner
+        for part in module.modules()
+        if isinstance(part, torch.jit.ScriptModule)
+        or type(part).__module__.startswith("torch.ao.nn.")
+        for inner in part.modules()
+    }
+    for part in module.modules():
+        if part in unhookable:
+            continue
+        handles += [part.register_forward_pre_hook(enter), part.register_forward_hook(leave)]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("always", torch.jit._trace.TracerWarning)
+            warnings.showwarning = record
+            yield guessing
+    finally:
+        for handle in handles:
+            handle.remove()
+
 
 MANGLED = re.compile(rb"___torch_mangle_\d+")
 """TorchScript's suffix of a class whose name was used before: a counter of the process."""

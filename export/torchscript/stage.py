@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import functools
 import logging
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import model_validator
 
-from compress.artifacts.artifact import Artifact
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
-from compress.common.forward import opened_model
-from compress.core.context import Context
-from compress.core.stage import Stage
+from compress.common.errors import StageFailed
+from compress.export.common.runtime import Reproducer, Runtime, TritonBackend
 from compress.export.common.targets import UINT8_ONLY
-from compress.export.parity.stored_parity import ComparesStoredFile
+from compress.export.exporter import ExportedModel, Exporter, source_counts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Set
+    from collections.abc import Iterator, Mapping, Set
     from pathlib import Path
 
     from torch.export import ExportedProgram
 
+    from compress.artifacts.artifact import Artifact
     from compress.common.forward import Predictor
     from compress.common.signature import Signature
     from compress.core.context import Context
@@ -37,27 +36,68 @@ NOT_UINT8 = {"int8", "uint16"}
 DEPRECATED = "torch itself calls TorchScript deprecated; export_onnx and export_aot are not"
 
 
-class TorchScriptModel(Artifact):
+def refuse_nested_output(model: Artifact, title: str) -> None:
+    """Raise StageFailed where a TorchScript model returns no tensor or flat list of tensors."""
+    import torch
+
+    from compress.export.torchscript.file_io import load
+
+    with torch.inference_mode():
+        answer = load(model.payload_path)(*model.signature.example())
+    parts = answer if isinstance(answer, list | tuple) else [answer]
+    if not all(isinstance(part, torch.Tensor) for part in parts):
+        raise StageFailed(
+            f"{title}: the TorchScript model answers with a {type(answer).__name__} that is no "
+            "flat list of tensors, which Triton's PyTorch backend does not read; use export_onnx"
+        )
+
+
+RUNTIME = Runtime(
+    name="torchscript",
+    title="TorchScript",
+    reproducer=Reproducer(
+        file="model.ts",
+        run_lines=(
+            'module = torch.jit.load(HERE / "model.ts")',
+            "with torch.no_grad():",
+            "    outputs = module(*inputs)",
+            "return outputs if isinstance(outputs, (tuple, list)) else [outputs]",
+        ),
+    ),
+    triton=TritonBackend(
+        backend="pytorch",
+        platform="pytorch_libtorch",
+        file="model.pt",
+        thread_parameters=("INTRA_OP_THREAD_COUNT", "INTER_OP_THREAD_COUNT"),
+        kserve_format="pytorch",
+        tensor_name="{name}__{index}",  # TorchScript has no names, and the backend wants the place
+        refuse=refuse_nested_output,
+    ),
+)
+
+
+class TorchScriptModel(ExportedModel):
     """A TorchScript module: a frozen one, or the graph of a quantized model."""
 
     kind: ClassVar[str] = "torchscript"
     payload: ClassVar[str] = "model.ts"
     opened_with: ClassVar[tuple[str, ...]] = ("compress.export.torchscript.file_io",)
+    runtime: ClassVar[Runtime] = RUNTIME
 
     def runs_on(self, device: str) -> str:
         """Return the CPU for a quantized model, as torch has integer kernels for it alone."""
         return "cpu" if self.manifest.facts.get("integer_kernels") else device
 
-    @opened_model
-    def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:
-        """Load the module as a predictor."""
+    @classmethod
+    @contextmanager
+    def open_file(
+        cls, file: Path, signature: Signature, facts: Mapping[str, Any], device: str, threads: int
+    ) -> Iterator[Predictor]:
+        """Load a module."""
         from compress.common.forward import torch_predictor
         from compress.export.torchscript.file_io import load
 
-        self.verify_cached()
-        device = self.runs_on(device)
-        optimized = bool(self.manifest.facts.get("optimize_for_inference"))
-        module = load(self.payload_path, device, optimized=optimized)
+        module = load(file, device, optimized=bool(facts.get("optimize_for_inference")))
         with torch_predictor(module, device, threads) as predict:
             yield predict
 
@@ -80,11 +120,14 @@ class TorchScriptModel(Artifact):
         return int(str(self.manifest.facts.get(count, 0)))
 
 
-class ExportTorchScript(ComparesStoredFile, Stage[Source, TorchScriptModel]):
+class ExportTorchScript(Exporter[Source, TorchScriptModel]):
     """Write a TorchScript file, checked against its source.
 
     Eager models are frozen. Of quantized graphs, what lies between dequantize and quantize becomes
-    torch's own integer kernels.
+    torch's own integer kernels. For programs in C++ that load TorchScript already; new ones take
+    `export_aot` or `export_onnx`.
+
+        - {stage: export_torchscript, method: mixed, optimize_for_inference: true}
     """
 
     stage: Literal["export_torchscript"] = "export_torchscript"
@@ -113,78 +156,51 @@ class ExportTorchScript(ComparesStoredFile, Stage[Source, TorchScriptModel]):
         other = formats & NOT_UINT8
         return UINT8_ONLY.format(min(other)) if other else ""
 
-    def run(self, model: Source, context: Context) -> TorchScriptModel:
-        """Trace or script, write, read back, compare with the source."""
-        from compress.common.forward import torch_predictor
-        from compress.export.parity.compare import check_parity
-        from compress.export.parity.report import ParityContext, report_on_mismatch
-        from compress.export.parity.repro_script import TORCHSCRIPT
-        from compress.export.torchscript.file_io import load, save
-
-        facts: dict[str, Any] = {"warnings": [DEPRECATED]}
-        scripted = self._to_torchscript(model, facts)
-        if self.optimize_for_inference:
-            facts["optimize_for_inference"] = True
-        with TorchScriptModel.atomic_write(
-            context.root,
-            model.signature,
-            lineage=self.lineage(model),
-            facts=facts,
-            carried=model.carried_files(),
-        ) as partial:
-            file = partial / TorchScriptModel.payload
-            save(scripted, file)
-            module = load(file, optimized=self.optimize_for_inference)
-            with torch_predictor(module, "cpu", context.threads) as exported:
-                reexport = functools.partial(_reexport, isinstance(model, GraphModel))
-                parity = ParityContext(
-                    self.title, model, exported, file, None, reexport, TORCHSCRIPT, context
-                )
-                with report_on_mismatch(parity):
-                    check_parity(model, exported, context)
-        logger.info("%s: %s", self.title, DEPRECATED)
-        if facts.get("integer_kernels"):
-            kernels = facts["integer_kernels"], facts["float_kernels"]
-            logger.info("%s: %s, in floats %s", self.title, *kernels)
-        return TorchScriptModel.from_directory(context.root)
-
-    def _to_torchscript(self, model: Source, facts: dict[str, Any]) -> Any:
-        """Return the model as TorchScript; kernels and warnings are added to the facts."""
-        from compress.export.torchscript.file_io import ScriptMethod, to_torchscript
+    def write(self, model: Source, file: Path, context: Context) -> dict[str, Any]:
+        """Trace or script, and write."""
+        from compress.export.torchscript.file_io import ScriptMethod, save, to_torchscript
         from compress.export.torchscript.lowering import script
 
+        facts: dict[str, Any] = {"warnings": [DEPRECATED]}
         if isinstance(model, GraphModel):
             module, kernels = script(model.program())
-            # The file holds packed weights, which cannot be counted: the source's counts are kept.
-            facts |= {**kernels, "parameters": model.parameters(), "macs": model.macs()}
-            return module
-        method = ScriptMethod(self.method, self.scripted, self.freeze)
-        module, guessed = to_torchscript(model.load(), model.signature, method)
-        if guessed:
-            facts["warnings"].append(
-                f"the trace keeps what the example's data decided in {', '.join(guessed)}; "
-                "`method: mixed` scripts such parts"
-            )
-            logger.warning("%s: %s", self.title, facts["warnings"][-1])
-        return module
+            # The file holds packed weights, which cannot be counted.
+            facts |= {**kernels, **source_counts(model)}
+        else:
+            method = ScriptMethod(self.method, self.scripted, self.freeze)
+            module, guessed = to_torchscript(model.load(), model.signature, method)
+            if guessed:
+                facts["warnings"].append(
+                    f"the trace keeps what the example's data decided in {', '.join(guessed)}; "
+                    "`method: mixed` scripts such parts"
+                )
+                logger.warning("%s: %s", self.title, facts["warnings"][-1])
+        if self.optimize_for_inference:
+            facts["optimize_for_inference"] = True
+        save(module, file)
+        return facts
 
+    def log(self, facts: Mapping[str, Any]) -> None:
+        """Log the kernels, and that torch gives TorchScript up."""
+        logger.info("%s: %s", self.title, DEPRECATED)
+        super().log(facts)
 
-def _reexport(
-    quantized: bool, program: ExportedProgram, signature: Signature, file: Path, inputs: Tensors
-) -> Tensors:
-    """Export a part of the graph and return its outputs."""
-    from compress.common.forward import torch_predictor
-    from compress.export.parity.bisect import prefix
-    from compress.export.torchscript.file_io import ScriptMethod, load, save, to_torchscript
-    from compress.export.torchscript.lowering import script
+    def reexport(
+        self, program: ExportedProgram, signature: Signature, file: Path, inputs: Tensors
+    ) -> Tensors:
+        """Export a part of the graph and return its outputs."""
+        from compress.export.parity.bisect import prefix
+        from compress.export.torchscript.file_io import ScriptMethod, save, to_torchscript
+        from compress.export.torchscript.lowering import script
+        from compress.graph.torch_export import has_integer_operators
 
-    if quantized:
-        scripted, _ = script(program)
-    else:
-        graph = program.module(check_guards=False)
-        # A program's checks of its inputs cannot be traced; prefix() drops them.
-        part = prefix(graph, graph.graph.output_node().all_input_nodes)
-        scripted, _ = to_torchscript(part, signature, ScriptMethod("trace"), inputs)
-    save(scripted, file)
-    with torch_predictor(load(file), "cpu", 1) as predict:
-        return predict(*inputs)
+        if has_integer_operators(program.graph):
+            scripted, _ = script(program)
+        else:
+            graph = program.module(check_guards=False)
+            # A program's checks of its inputs cannot be traced; prefix() drops them.
+            part = prefix(graph, graph.graph.output_node().all_input_nodes)
+            scripted, _ = to_torchscript(part, signature, ScriptMethod("trace"), inputs)
+        save(scripted, file)
+        with TorchScriptModel.open_file(file, signature, {}, "cpu", threads=1) as predict:
+            return predict(*inputs)

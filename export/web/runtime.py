@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from compress.common.errors import StageFailed
-from compress.core.gates.other_runtime import OtherRun, OtherRuntime
+from compress.core.gates.other_runtime import OTHER_RUNTIMES, OtherRun, OtherRuntime
 from compress.export.web.browser import CHROMIUM, ONNXRUNTIME_WEB
 
 if TYPE_CHECKING:
@@ -39,10 +39,10 @@ def run_in_browser(model: Artifact, batches: Sequence[tuple[torch.Tensor, ...]])
     return OtherRun(difference, size["p50_ms"], size["p90_ms"], where)
 
 
-WEB = OtherRuntime(
-    run_in_browser,
-    frozenset({"onnx"}),
-    (ONNXRUNTIME_WEB, CHROMIUM),
-    lambda: {"onnxruntime-web": ONNXRUNTIME_WEB.version()},
+WEB = OTHER_RUNTIMES["web"] = OtherRuntime(
+    run=run_in_browser,
+    artifact_kinds=frozenset({"onnx"}),
+    requirements=(ONNXRUNTIME_WEB, CHROMIUM),
+    versions=lambda: {"onnxruntime-web": ONNXRUNTIME_WEB.version()},
 )
 """The runtime `web` of the gate `runs_in`."""

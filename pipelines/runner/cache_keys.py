@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
+from compress.core.stage import members_of
 from compress.core.verdict import History, PastStage
 from compress.distillation.stage import Distill
+from compress.export.common.runtime import PredictedRuntime
 from compress.export.fastest.stage import ExportFastest
-from compress.export.onnx.stage import ExportOnnx
-from compress.export.openvino.stage import ExportOpenVINO
 from compress.pipelines.config.model_spec import SOURCE
 from compress.pipelines.system.machine_info import machine, version_of, versions
 from compress.pruning.prune_channels import PruneChannels
@@ -19,8 +19,6 @@ from compress.quantization.stages.weight_only import QuantizeWeights
 from compress.training.stage import Train
 
 if TYPE_CHECKING:
-    from typing import Literal
-
     from compress.core.stage import Stage
     from compress.pipelines.config.pipeline import PipelineConfig
     from compress.pipelines.planning.plan import Plan, PlannedStage
@@ -141,7 +139,7 @@ def _imported_files(state: RunState) -> dict[str, Any]:
 class Served(NamedTuple):
     """What happens to a pruned model until it is served."""
 
-    runtime: Literal["onnx", "openvino"]
+    runtime: PredictedRuntime
     stages: tuple[AnyStage, ...]
     """Those that quantize it, with settings that cost little time and lead to the same kernels."""
 
@@ -150,7 +148,7 @@ def served_latency(planned: PlannedStage, state: RunState) -> ServedLatency | No
     """Return how fast a stage's result will be in the runtime of a later stage.
 
     None for stages without a target of latency, and where no later stage exports to a runtime that
-    has tables, which are ONNX Runtime and OpenVINO.
+    has tables.
     """
     served = _served(planned, state.pipeline)
     if served is None:
@@ -198,11 +196,10 @@ def _served(planned: PlannedStage, pipeline: PipelineConfig) -> Served | None:
     for export in pipeline.stages:
         if any(need.missing() for need in export.all_requirements()):
             continue
-        runtime: Literal["onnx", "openvino"] | None = None
+        kinds: Any = [kind.kind for kind in members_of(export.writes())]
         if isinstance(export, ExportFastest):
-            runtime = next((one for one in export.runtimes if one in ("onnx", "openvino")), None)
-        elif isinstance(export, ExportOnnx | ExportOpenVINO):
-            runtime = "onnx" if isinstance(export, ExportOnnx) else "openvino"
+            kinds = export.runtimes
+        runtime = next((kind for kind in kinds if kind in get_args(PredictedRuntime)), None)
         between: list[AnyStage] = []
         name = inputs[export.title]
         while name not in (SOURCE, planned.name):

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from compress.common.errors import ArtifactInvalid, StageFailed, first_line
+from compress.export.exporter import EXPORTERS
 from compress.profiling.batch_dependence import numpy_call
 from compress.profiling.probe_rows import seeded_rows
 from compress.serve.packaging.model_interface import Interface, infer_interface, refuse_bfloat16
 from compress.serve.packaging.recorded_measurements import served_forms, why_not_joined_without_data
 from compress.serve.packaging.request_forms import TOP_LABELS, class_settings
+from compress.serve.worker.loaders import LOADERS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -26,8 +28,12 @@ if TYPE_CHECKING:
     from compress.profiling.batch_dependence import Call
     from compress.serve.worker.tensors import Named
 
-SERVED_KINDS = ("onnx", "aot", "graph", "torchscript", "openvino")
-RUNTIMES = {"onnx": "onnxruntime", "openvino": "openvino"}
+SERVED_KINDS = tuple(LOADERS)
+RUNTIMES = {
+    kind: exporter.runtime.torch_free_package
+    for kind, exporter in EXPORTERS.items()
+    if exporter.runtime.torch_free_package
+}
 """Packages that run a kind of artifact without torch."""
 WARM_CALLS = 3
 """TorchScript profiles its first calls and compiles after them."""
@@ -127,8 +133,6 @@ def _call_of(artifact: Artifact, threads: int) -> Iterator[Call]:
 
             yield call_in_turn
         return
-    from compress.serve.worker.loaders import LOADERS
-
     signature = artifact.signature
     settings = {
         "inputs": [spec.model_dump(mode="json") for spec in signature.inputs],

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from compress.artifacts.artifact import MANIFEST, Artifact, new_folder
 from compress.common.errors import ArtifactInvalid
 from compress.common.sealed_json import write_sealed
+from compress.export.exporter import EXPORTERS
 from compress.profiling.probe_rows import seeded_rows
 from compress.serve.http.loaded_model import RUNTIMES, open_model
 from compress.serve.image.build_folder import locked_requirements
@@ -90,7 +91,7 @@ def write_build_folder(path: Path, out: Path, attest: Attest) -> ImageFiles:
     """Write a Dockerfile, pinned requirements, the artifact, its probe and its attestation.
 
     Args:
-        path: directory of an `onnx` or `openvino` artifact.
+        path: directory of an artifact that a runtime other than torch runs.
         out: the folder to write, which must not exist or be empty.
         attest: writes an attestation of the artifact to a file.
 
@@ -125,7 +126,7 @@ def write_image_files(path: Path, folder: Path, attest: Attest) -> Artifact:
     if artifact.kind not in RUNTIMES:
         raise ArtifactInvalid(
             f"{path}: is {artifact.kind!r}, expected {' or '.join(map(repr, RUNTIMES))}: images "
-            "hold no torch; export the model with export_onnx or export_openvino"
+            f"hold no torch; export the model with {' or '.join(map(_exporter, RUNTIMES))}"
         )
     inputs = seeded_rows(artifact.signature, PROBE_SIZES[0])
     with open_model(artifact, "model", threads=1) as model:  # it checks every digest
@@ -155,6 +156,10 @@ def write_image_files(path: Path, folder: Path, attest: Attest) -> Artifact:
     requirements = locked_requirements(folder, RUNTIMES[artifact.kind], readers)
     (folder / "requirements.txt").write_text(requirements, encoding="utf-8")
     return artifact
+
+
+def _exporter(kind: str) -> str:
+    return str(EXPORTERS[kind].model_fields["stage"].default)
 
 
 def entrypoint(folder: Path, artifact: Artifact) -> list[str]:

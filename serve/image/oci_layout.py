@@ -112,7 +112,7 @@ def write_image_layout(path: Path, out: Path, base: Path, attest: Attest) -> Ima
     The same artifact, base, versions and zlib give the same digest.
 
     Args:
-        path: directory of an `onnx` or `openvino` artifact.
+        path: directory of an artifact that a runtime other than torch runs.
         out: the layout to write, which must not exist or be empty.
         base: a layout of one image with this Python, as `skopeo copy docker://… oci:DIR` writes it.
         attest: writes an attestation of the artifact to a file.

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from compress.common.errors import PipelineInvalid, StageFailed
 from compress.common.requirements import require_all
-from compress.export.genai.greedy_text import GreedyText
 from compress.export.genai.runtime import (
     GENAI,
     GenaiConfig,
+    GreedyText,
     next_tokens,
     next_tokens_unlocked,
     open_folder,

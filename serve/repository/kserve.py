@@ -16,6 +16,7 @@ from compress.core.gates import AnyGate, LabelAgreement, Parity
 from compress.core.stage import Stage
 from compress.serve.repository.triton import (
     TritonRepository,
+    backends,
     inherited_facts,
     open_predictor,
     refuse_foreign_entries,
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 REPOSITORY = "model_repository"
-FORMATS = {".onnx": "onnx", ".pt": "pytorch", ".pt2": "pytorch", ".xml": "triton"}
-"""KServe's model formats of its Triton runtime, which has none for OpenVINO, by file suffix."""
 NOT_RUN = (
     "neither KServe nor Triton was run: the gates judged the packaged file with the runtime of "
     "this process"
@@ -46,6 +45,7 @@ class KServeService(Artifact):
     """
 
     kind: ClassVar[str] = "kserve"
+    only_device: ClassVar[str] = "cpu"
     payload: ClassVar[str] = "inference_service.yaml"
 
     @property
@@ -67,12 +67,17 @@ class KServeService(Artifact):
         if name not in self.manifest.files:
             raise ArtifactInvalid(f"{self.path}: {name} is not a file of this artifact")
         self.verify_cached()
-        with open_predictor(self, self.path / name, device, threads) as predict:
+        with open_predictor(self, self.path / name, threads) as predict:
             yield predict
 
 
 class PackageKServe(Stage[TritonRepository, KServeService]):
-    """Write the InferenceService that serves a model repository by the Open Inference Protocol."""
+    """Write the InferenceService that serves a model repository by the Open Inference Protocol.
+
+    After `package_triton`, for a Kubernetes cluster with KServe.
+
+        - {stage: package_kserve, storage_uri: "s3://models/resnet", cpu: "2", max_replicas: 4}
+    """
 
     stage: Literal["package_kserve"] = "package_kserve"
     storage_uri: Annotated[str, Field(pattern=r"^[a-z][a-z0-9+.-]*://\S+$")]
@@ -137,9 +142,11 @@ class PackageKServe(Stage[TritonRepository, KServeService]):
         metadata = {"name": self.service_name}
         if self.namespace:
             metadata["namespace"] = self.namespace
+        suffix = model.payload_path.suffix
+        (own_format,) = {b.kserve_format for b in backends().values() if b.file.endswith(suffix)}
         resources = {"cpu": self.cpu, "memory": self.memory}
         model_spec = {
-            "modelFormat": {"name": self.model_format or FORMATS[model.payload_path.suffix]},
+            "modelFormat": {"name": self.model_format or own_format},
             "protocolVersion": "v2",
             "runtime": self.runtime,
             "storageUri": self.storage_uri,

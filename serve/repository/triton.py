@@ -2,32 +2,201 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import re
 import shutil
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import reduce
+from operator import or_
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from compress.artifacts.artifact import Artifact
 from compress.common.config import Count
-from compress.common.errors import StageFailed
+from compress.common.errors import ArtifactInvalid, StageFailed
 from compress.common.forward import opened_model
 from compress.common.signature import TABLE_ROWS
 from compress.core.gates import AnyGate, LabelAgreement, Parity
 from compress.core.stage import Stage
-from compress.export.aotinductor.stage import AotModel
-from compress.export.onnx.stage import OnnxModel
-from compress.export.openvino.stage import OpenVINOModel
-from compress.export.torchscript.stage import TorchScriptModel
-from compress.serve.repository.triton import CONFIG, VERSION, refuse_foreign_entries
+from compress.export.exporter import EXPORTERS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Collection, Iterable, Iterator, Mapping
     from pathlib import Path
 
     from compress.common.forward import Predictor
     from compress.core.context import Context
+    from compress.export.common.runtime import TritonBackend
+    from compress.serve.packaging.model_interface import Interface, Tensor
+
+DATA_TYPES = {
+    "bool": "TYPE_BOOL",
+    "uint8": "TYPE_UINT8",
+    **{f"int{bits}": f"TYPE_INT{bits}" for bits in (8, 16, 32, 64)},
+    **{f"float{bits}": f"TYPE_FP{bits}" for bits in (16, 32, 64)},
+}
+
+
+CONFIG, VERSION = "config.pbtxt", "1"
+BLOCKS = {
+    *("input", "output", "reshape", "instance_group", "parameters", "value"),
+    *("dynamic_batching", "default_queue_policy"),
+}
+COUNT, TEXT = r"\d+", r'"(?:[^"\\]|\\.)*"'
+VALUES = {
+    "name": TEXT,
+    "string_value": f'"{COUNT}"',
+    "data_type": r"TYPE_\w+",
+    "kind": "KIND_CPU",
+    **dict.fromkeys(("dims", "shape"), r"\[[-\d, ]*\]"),
+    **dict.fromkeys(("max_batch_size", "count", "max_queue_size"), COUNT),
+    "max_queue_delay_microseconds": COUNT,
+}
+"""Entry of a configuration → the values that are written here, but for those of a backend."""
+
+
+def backends() -> dict[str, TritonBackend]:
+    """Return Triton's backends by the kind of artifact that they run."""
+    runtimes = {kind: exporter.runtime for kind, exporter in EXPORTERS.items()}
+    return {kind: runtime.triton for kind, runtime in runtimes.items() if runtime.triton}
+
+
+def _values_of_backends() -> dict[str, str]:
+    """Return the entries that name a backend → the values that are written here."""
+    known = backends().values()
+    names = {
+        "backend": [one.backend for one in known],
+        "platform": [one.platform for one in known if one.platform],
+        "key": [key for one in known for key in one.thread_parameters],
+    }
+    return {entry: f'"(?:{"|".join(map(re.escape, of))})"' for entry, of in names.items()}
+
+
+class EnumName(str):
+    """An enumeration's value, which protobuf text format writes without quotes."""
+
+
+@dataclass(frozen=True)
+class DynamicBatching:
+    """Settings of Triton's dynamic batcher."""
+
+    max_delay_ms: float
+    """How long a request may wait for others, milliseconds."""
+    queue_size: int
+    """Requests that may wait."""
+
+
+def model_config(
+    name: str,
+    kind: str,
+    interface: Interface,
+    *,
+    max_batch_size: int,
+    batching: DynamicBatching | None,
+    instances: int,
+    threads: int,
+) -> str:
+    """Write ``config.pbtxt``.
+
+    If axis 0 of every tensor is the batch, ``max_batch_size`` is set and the dimensions omit that
+    axis; otherwise all dimensions are written and requests are not joined. Without ``batching``
+    they are not either. ``threads`` are those of each of the ``instances``.
+
+    Raises:
+        StageFailed: Triton does not support a tensor's data type.
+    """
+    batched = interface.rows_stay_first
+    backend = backends()[kind]
+    per_call, other = backend.thread_parameters
+    config: dict[str, Any] = {
+        "name": name,
+        "backend": backend.backend,
+        **({"platform": backend.platform} if backend.platform else {}),
+        "max_batch_size": max_batch_size if batched else 0,
+        "input": _tensors(interface.inputs, backend, "INPUT", batched),
+        "output": _tensors(interface.outputs, backend, "OUTPUT", batched),
+        "instance_group": [{"kind": EnumName("KIND_CPU"), "count": instances}],
+        "parameters": [
+            {"key": key, "value": {"string_value": str(count)}}
+            for key, count in ((per_call, threads), (other, 1))
+        ],
+    }
+    if batched and batching:
+        config["dynamic_batching"] = {
+            "max_queue_delay_microseconds": round(batching.max_delay_ms * 1000),
+            "default_queue_policy": {"max_queue_size": batching.queue_size},
+        }
+    return "\n".join(_lines(config)) + "\n"
+
+
+def refuse_foreign_entries(folder: Path, files: Collection[str], model: str) -> None:
+    """Raise ArtifactInvalid for a repository with more than one model, or entries of others.
+
+    Triton loads each model that it finds, and its Python backend the code beside it.
+
+    Args:
+        folder: the repository.
+        files: names of its files.
+        model: name of its model.
+    """
+    config, values = f"{model}/{CONFIG}", VALUES | _values_of_backends()
+    for name in files:
+        if name != config and not name.startswith(f"{model}/{VERSION}/"):
+            raise ArtifactInvalid(f"{folder}: {name}: is not of model {model}, and Triton reads it")
+    if config not in files:
+        raise ArtifactInvalid(f"{folder}: {config} is missing")
+    for number, line in enumerate((folder / config).read_text("utf-8").split("\n"), start=1):
+        if line.startswith("# "):
+            continue
+        entry, _, value = line.strip().partition(": ")
+        is_block = entry in ("", "}") or (not value and entry.removesuffix(" {") in BLOCKS)
+        if not is_block and not re.fullmatch(values.get(entry, "(?!)"), value):
+            raise ArtifactInvalid(
+                f"{folder / config}:{number}: {line.strip()[:80]!r}: unknown entry, which may name "
+                "code that Triton loads"
+            )
+
+
+def without_batching(interface: Interface) -> Interface:
+    """Return the interface with all dimensions written, which Triton passes on as they are."""
+    return replace(interface, rows_stay_first=False)
+
+
+def _tensors(
+    tensors: tuple[Tensor, ...], backend: TritonBackend, role: str, batched: bool
+) -> list[dict[str, Any]]:
+    entries = []
+    for i, tensor in enumerate(tensors):
+        dtype = tensor.dtype
+        name = backend.tensor_name.format(name=tensor.name, role=role, index=i)
+        if dtype not in DATA_TYPES:
+            raise StageFailed(f"{tensor.name} is {dtype}, which Triton's requests do not carry")
+        dims = [*(tensor.shape[1:] if batched else tensor.shape)]
+        entry: dict[str, Any] = {"name": name, "data_type": EnumName(DATA_TYPES[dtype])}
+        # Triton requires a dimension: for a scalar it passes one element, reshaped to none.
+        entry |= {"dims": dims} if dims else {"dims": [1], "reshape": {"shape": []}}
+        entries.append(entry)
+    return entries
+
+
+def _lines(message: Mapping[str, Any], indent: str = "") -> Iterator[str]:
+    """Yield protobuf text: ``key: value``, a block for a message, a list for integers."""
+    for key, value in message.items():
+        if isinstance(value, list) and all(isinstance(v, int) for v in value):
+            yield f"{indent}{key}: [{', '.join(map(str, value))}]"
+            continue
+        for item in value if isinstance(value, list) else [value]:
+            if isinstance(item, dict):
+                yield f"{indent}{key} {{"
+                yield from _lines(item, f"{indent}  ")
+                yield f"{indent}}}"
+            else:
+                text = item if isinstance(item, EnumName) else json.dumps(item)
+                yield f"{indent}{key}: {text}"
+
 
 logger = logging.getLogger(__name__)
 
@@ -41,14 +210,6 @@ AUTO_COMPLETES = (
     "start Triton with --disable-auto-complete-config: otherwise it adds dynamic batching, and "
     "joins requests all the same"
 )
-MAY_BE_BFLOAT16 = (
-    "Triton's OpenVINO backend computes in bfloat16 on processors that have it, and has no setting "
-    "for float32, by which the gates judged"
-)
-NO_AOT_BATCHING = (
-    "Triton's PyTorch backend does not batch AOTInductor packages; a client may send many rows in "
-    "one request"
-)
 
 
 class TritonRepository(Artifact):
@@ -60,6 +221,7 @@ class TritonRepository(Artifact):
 
     kind: ClassVar[str] = "triton"
     payload: ClassVar[str] = CONFIG
+    only_device: ClassVar[str] = "cpu"
 
     @property
     def model_name(self) -> str:
@@ -85,15 +247,17 @@ class TritonRepository(Artifact):
     def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:
         """Yield a predictor of the packaged file; Triton is not started."""
         self.verify_cached()
-        with open_predictor(self, self.payload_path, device, threads) as predict:
+        with open_predictor(self, self.payload_path, threads) as predict:
             yield predict
 
 
-Servable = OnnxModel | TorchScriptModel | AotModel | OpenVINOModel
+class PackageTriton(Stage[Artifact, TritonRepository]):
+    """Lay a model out as a repository of Triton's, with a configuration from its signature.
 
+    For files whose runtime has a backend there: Triton joins requests, and runs several copies.
 
-class PackageTriton(Stage[Servable, TritonRepository]):
-    """Lay a model out as a repository of Triton's, with a configuration from its signature."""
+        - {stage: package_triton, model_name: resnet, max_batch_delay_ms: 2, instances: 2}
+    """
 
     stage: Literal["package_triton"] = "package_triton"
     model_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]*$")] = "model"
@@ -120,38 +284,38 @@ class PackageTriton(Stage[Servable, TritonRepository]):
         """Whether requests may be batched is measured on rows of `val`."""
         return True
 
-    def run(self, model: Servable, context: Context) -> TritonRepository:
+    @classmethod
+    def reads(cls) -> Any:
+        """Return the artifacts whose runtime says how Triton runs them."""
+        return reduce(or_, (EXPORTERS[kind].writes() for kind in backends()))
+
+    def run(self, model: Artifact, context: Context) -> TritonRepository:
         """Copy the model and write its configuration, reproducibly."""
         from compress.profiling.batch_dependence import numpy_call
         from compress.serve.packaging.model_interface import infer_interface
         from compress.serve.packaging.recorded_measurements import why_not_joined
-        from compress.serve.repository.triton import (
-            FILES,
-            DynamicBatching,
-            model_config,
-            without_batching,
-        )
 
+        backend = backends()[model.kind]
         refuse_code_for_gpu(model, self.title)
         model.verify()
         with model.open("cpu", context.threads) as predict:
             interface = infer_interface(numpy_call(predict, model.signature), model.signature)
-        refuse_nested_output(model, self.title)
-        if isinstance(model, AotModel):
+        if backend.refuse:
+            backend.refuse(model, self.title)
+        not_joined = backend.not_batched
+        if not_joined:
             interface = without_batching(interface)
-            not_joined = NO_AOT_BATCHING
         else:
             not_joined = why_not_joined(interface.rows_stay_first, context.batch_dependence(model))
-        warnings = [NOT_RUN]
-        warnings += unchecked_ids(model)
-        if isinstance(model, OpenVINOModel):
-            warnings.append(MAY_BE_BFLOAT16)
+        warnings = [NOT_RUN, *unchecked_ids(model)]
+        if backend.warning:
+            warnings.append(backend.warning)
         if not_joined and self.dynamic_batching:
             warnings.append(f"requests are not joined: {not_joined}")
         joins = self.dynamic_batching and not not_joined
         if interface.rows_stay_first and not joins:
             warnings.append(AUTO_COMPLETES)
-        payload = f"{self.model_name}/{VERSION}/{FILES[model.kind]}"
+        payload = f"{self.model_name}/{VERSION}/{backend.file}"
         facts: dict[str, Any] = {
             "model_name": self.model_name,
             "model_file": payload,
@@ -184,40 +348,16 @@ class PackageTriton(Stage[Servable, TritonRepository]):
 
 
 @contextmanager
-def open_predictor(
-    packaged: Artifact, file: Path, device: str, threads: int
-) -> Iterator[Predictor]:
-    """Yield a predictor of a repository's model file, run in this process.
+def open_predictor(packaged: Artifact, file: Path, threads: int) -> Iterator[Predictor]:
+    """Yield a predictor of a repository's model file, run in this process on the CPU.
 
     Raises:
         Unavailable: it is native code, compiled for another machine.
     """
-    if file.suffix == ".onnx":
-        from compress.export.onnx.session import session_predictor
-
-        yield session_predictor(file, threads)
-        return
-    if file.suffix == ".xml":
-        from compress.export.openvino.runtime import compiled, predictor
-
-        yield predictor(compiled(file, threads))
-        return
-    from compress.common.forward import torch_predictor
-
-    module: Any
-    if file.suffix == ".pt2":
-        from compress.export.aotinductor.package import load as load_package
-        from compress.export.common.host_check import refuse_other_host
-
-        built_for: Any = packaged.fact("built_for")
-        refuse_other_host(built_for, file)
-        device = "cpu"
-        module = load_package(file, packaged.signature, device)
-    else:
-        from compress.export.torchscript.file_io import load
-
-        module = load(file, device)
-    with torch_predictor(module, device, threads) as predict:
+    kind = next(k for k, backend in backends().items() if backend.file.endswith(file.suffix))
+    model, facts = EXPORTERS[kind].writes(), packaged.manifest.facts
+    # The configuration says KIND_CPU, whatever this machine has.
+    with model.open_file(file, packaged.signature, facts, "cpu", threads) as predict:
         yield predict
 
 
@@ -235,24 +375,6 @@ def unchecked_ids(model: Artifact) -> list[str]:
         "the runtime answers with another row of the table, or ends"
         for name, count in rows.items()
     ]
-
-
-def refuse_nested_output(model: Artifact, title: str) -> None:
-    """Raise StageFailed where a TorchScript model returns no tensor or flat list of tensors."""
-    import torch
-
-    from compress.export.torchscript.file_io import load
-
-    if not isinstance(model, TorchScriptModel):
-        return
-    with torch.inference_mode():
-        answer = load(model.payload_path)(*model.signature.example())
-    parts = answer if isinstance(answer, list | tuple) else [answer]
-    if not all(isinstance(part, torch.Tensor) for part in parts):
-        raise StageFailed(
-            f"{title}: the TorchScript model answers with a {type(answer).__name__} that is no "
-            "flat list of tensors, which Triton's PyTorch backend does not read; use export_onnx"
-        )
 
 
 def refuse_code_for_gpu(model: Artifact, title: str) -> None:

@@ -169,9 +169,9 @@ def as_array_function(module: Callable[..., Any], threads: int) -> Run:
 
 LOADERS = {
     "onnx": load_onnx,
-    "torchscript": load_torchscript,
-    "graph": load_graph,
     "aot": load_aot,
+    "graph": load_graph,
+    "torchscript": load_torchscript,
     "openvino": load_openvino,
 }
 

@@ -10,8 +10,10 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,9 +39,11 @@ from compress.artifacts.recipe import Recipe
 from compress.common.errors import PipelineInvalid, Unavailable
 from compress.common.requirements import announcing_package
 from compress.common.signature import Signature, TensorSpec
+from compress.core.gates.baselines import BASELINES
 from compress.core.metrics import metric as metric_module
 from compress.core.objectives import losses
 from compress.core.objectives.loss import LossName
+from compress.export.exporter import EXPORTERS
 from compress.pruning.dependency.graph import trace
 from compress.pruning.dependency.rules.registry import RULES
 from compress.quantization.config.dtype_scheme import added_observers
@@ -55,6 +59,15 @@ def classifier():
 
 def convolution():
     return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4))
+"""
+
+
+NPZ_PIPELINE = """
+version: 1
+model: {factory: "my_model:classifier", inputs: [{name: pixels, shape: [batch, 64]}]}
+stages:
+  - stage: export_npz
+    gates: [{gate: parity, atol: 0.00001}, {gate: min_speedup, ratio: 0.000001, against: numpy}]
 """
 
 
@@ -139,20 +152,66 @@ def test_settings_of_an_added_stage_are_checked(stage_folder: Path) -> None:
     assert "23" in done.stderr
 
 
-def test_an_added_exporter_writes_an_artifact_that_gates_measure(
-    on_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("compress.artifacts.artifact.LOADED", (kinds := dict(LOADED)))
-    monkeypatch.setattr("compress.artifacts.kinds.LOADED", kinds)
+@pytest.fixture
+def exporter_folder(on_path: Path) -> Iterator[Path]:
+    """A folder with the exporter's package; what defining it registers is taken back."""
+    registries: tuple[dict[str, Any], ...] = (LOADED, BASELINES, EXPORTERS)
+    before = [dict(registry) for registry in registries]
     install("add-an-exporter.md", on_path)
-    page = import_module("linear_npz")
+    yield on_path
+    for registry, content in zip(registries, before, strict=True):
+        registry.clear()
+        registry.update(content)
+
+
+def test_a_guide_to_exporters_fits_on_a_page() -> None:
+    assert len((ROOT / "docs" / "add-an-exporter.md").read_text().splitlines()) <= 45
+
+
+def test_an_added_exporter_writes_an_artifact_that_gates_measure(exporter_folder: Path) -> None:
+    on_path, page = exporter_folder, import_module("linear_npz")
     stage = page.ExportNpz(gates=(Parity(atol=1e-5),))
     context = Context(on_path / "npz")
     exported = stage(source(on_path, "my_model:classifier", (64,)), context)
     assert type(Artifact.from_directory(exported.path)) is page.NpzModel
     assert exported.manifest.lineage[-1].stage == "export_npz"
+    assert BASELINES["numpy"].title == "NumPy"
     with pytest.raises(StageFailed, match="expected one linear layer"):
         stage(source(on_path, "my_model:convolution", (3, 8, 8)), context)
+
+
+def test_an_added_exporters_wrong_file_is_no_artifact(
+    exporter_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = import_module("linear_npz")
+
+    @contextmanager
+    def open_wrong(*_: object) -> Iterator[object]:
+        yield lambda x: (x[:, :10],)
+
+    monkeypatch.setattr(page.NpzModel, "open_file", open_wrong)
+    context = Context(exporter_folder / "wrong")
+    with pytest.raises(StageFailed, match="answers differ from the source's"):
+        page.ExportNpz()(source(exporter_folder, "my_model:classifier", (64,)), context)
+    assert not context.root.exists()
+
+
+def test_an_added_runtime_needs_a_name_of_its_own(exporter_folder: Path) -> None:
+    file = exporter_folder / "linear_npz.py"
+    file.write_text(file.read_text().replace('name="numpy"', 'name="onnxruntime"'))
+    with pytest.raises(ValueError, match="runtime 'onnxruntime' is taken, by ONNX Runtime"):
+        import_module("linear_npz")
+    assert "linear_npz" not in EXPORTERS
+
+
+@pytest.mark.slow
+def test_an_added_exporters_runtime_is_known_to_a_pipeline(tmp_path: Path) -> None:
+    install("add-an-exporter.md", tmp_path)
+    (tmp_path / "pipeline.yaml").write_text(NPZ_PIPELINE)
+    done = _compress(tmp_path, "run", "pipeline.yaml", "--json")
+    assert done.returncode == 0, done.stderr
+    (stage,) = json.loads(done.stdout)["stages"]
+    assert [verdict["passed"] for verdict in stage["verdicts"]] == [True, True]
 
 
 def test_an_added_rule_lets_channels_be_pruned(

@@ -20,14 +20,13 @@ from compress.core.context import Context
 from compress.data.splits import Splits
 from compress.export.aotinductor.stage import AotModel, ExportAot
 from compress.export.onnx.stage import ExportOnnx, OnnxModel
-from compress.export.openvino.stage import ExportOpenVINO
+from compress.export.openvino.stage import RUNTIME, ExportOpenVINO
 from compress.export.torchscript.stage import ExportTorchScript
 from compress.profiling.batch_dependence import numpy_call
 from compress.serve.packaging.model_interface import Interface, Tensor, infer_interface
 from compress.serve.repository.kserve import PackageKServe
 from compress.serve.repository.triton import (
     AUTO_COMPLETES,
-    MAY_BE_BFLOAT16,
     NOT_RUN,
     DynamicBatching,
     PackageTriton,
@@ -289,7 +288,7 @@ def test_an_openvino_model_is_packaged_with_its_weights(
     assert config.parameters["INFERENCE_NUM_THREADS"].string_value == "2"
     assert [tensor.name for tensor in config.input] == ["x", "mask"]
     assert {"model/1/model.xml", "model/1/model.bin"} <= repository.manifest.files.keys()
-    warnings = [NOT_RUN, MAY_BE_BFLOAT16, AUTO_COMPLETES]
+    warnings = [NOT_RUN, RUNTIME.triton.warning, AUTO_COMPLETES]
     assert repository.manifest.facts["warnings"] == warnings
     service = PackageKServe(storage_uri="s3://a/b")(repository, context.with_root(tmp_path / "ks"))
     assert "name: triton" in service.payload_path.read_text()

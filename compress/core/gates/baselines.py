@@ -178,18 +178,17 @@ def _compiled(model: Artifact, device: str, threads: int) -> Iterator[Predictor]
 
 EAGER = "eager PyTorch"
 """Title of the runtime that models come from."""
-# gguf and compressed-tensors files are opened as modules of transformers to be measured.
-IN_PYTORCH = frozenset({"eager", "graph", "gguf", "compressed-tensors"})
-# A registry, as ``compress`` may not import ``export``, which alone can write files: each package
-# adds the runtimes that it writes for when it is imported.
+IN_PYTORCH = frozenset({"eager", "graph"})
+# A registry, as ``compress`` may not import ``export``, which alone can write files: each exporter
+# adds its runtime when it is defined (`compress.export.exporter`).
 BASELINES: dict[str, BaselineRuntime] = {
     "eager": BaselineRuntime("eager", EAGER, IN_PYTORCH),
     "compiled": BaselineRuntime(
         "compiled",
         "torch.compile",
-        frozenset({"eager", "graph"}),
+        IN_PYTORCH,
         open=_compiled,
         requirements=(COMPILER,),
     ),
 }
-"""Every runtime by its name in a gate's ``against``; ``export`` adds those of its files."""
+"""Every runtime by its name in a gate's ``against``."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, get_args
 
 from compress.common.config import Settings
 from compress.common.errors import ArtifactInvalid, PipelineInvalid
 from compress.common.sealed_json import read_sealed, write_sealed
+from compress.export.exporter import EXPORTERS
 from compress.pipelines.auto.cost_models.latency_models import FormatModel
 from compress.pipelines.config.auto_settings import Format, Runtime
 from compress.profiling.interaction_sum import InteractionSum
@@ -124,7 +125,7 @@ class LatencyTables(Settings):
         """The machine that was measured, in words."""
         runtimes = " and ".join(
             f"{name} {self.versions[name]}"
-            for name in ("onnxruntime", "openvino")
+            for name in (EXPORTERS[kind].runtime.name for kind in get_args(Runtime))
             if name in self.versions
         )
         return f"{self.machine.get('processor')}, {self.machine.get('cores')} cores, {runtimes}"

@@ -12,10 +12,10 @@ from compress.artifacts.artifact import Artifact
 from compress.cli import app
 from compress.common.errors import StageFailed
 from compress.export import ExportGenai, GenaiModel, OnnxModel
-from compress.export.genai.greedy_text import GreedyText
 from compress.export.genai.proof import CacheProof
 from compress.export.genai.runtime import (
     GENAI,
+    GreedyText,
     Sampling,
     next_scores,
     next_tokens,

@@ -21,6 +21,7 @@ from compress.core.context import Context
 from compress.core.gates import Parity
 from compress.export.common.batches import in_parts
 from compress.export.onnx.stage import ExportOnnx
+from compress.export.parity.sample_parity import val_inputs
 from compress.export.tensorrt.build import (
     BuildOptions,
     conversion_settings,
@@ -204,16 +205,16 @@ def test_a_wrong_output_is_reported_with_the_sizes_of_its_inputs(
     model: EagerModel, tmp_path: Path
 ) -> None:
     sizes = {"batch": (1, 8, 32)}
-    context = Context(root=tmp_path, data=samples(images()))
+    batches = [*val_inputs(Context(root=tmp_path, data=samples(images())))]
     with model.open() as right:
-        check_engine(model, right, sizes, context)
+        check_engine(model, right, right, sizes, batches)
 
         def wrong_when_large(image: torch.Tensor) -> tuple[torch.Tensor, ...]:
             (answer,) = right(image)
             return (answer + (len(image) == 32),)
 
         with pytest.raises(StageFailed, match=r"at \{'batch': 32\}: .* answers differ"):
-            check_engine(model, wrong_when_large, sizes, context)
+            check_engine(model, right, wrong_when_large, sizes, batches)
 
 
 def test_an_engine_from_an_earlier_run_is_proved_at_its_own_sizes(

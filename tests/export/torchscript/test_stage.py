@@ -173,7 +173,8 @@ def test_mixed_scripts_the_part_that_loops_by_the_data_and_traces_the_rest(
             x = size * torch.randn(3, 4)
             assert torch.allclose(got(x)[0], expected(x)[0], atol=1e-6)
     with pytest.raises(StageFailed, match="scripted: no submodule is named 'nothing'"):
-        ExportTorchScript(method="mixed", scripted=("nothing",))(model, Context(root=tmp_path))
+        nothing = ExportTorchScript(method="mixed", scripted=("nothing",))
+        nothing(model, Context(root=tmp_path / "nothing"))
 
 
 def test_what_a_trace_guesses_is_reported_by_name_and_kept_from_passing(

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from compress.artifacts.artifact import Artifact
-from compress.export.genai.greedy_text import FILE, GreedyText
-from compress.export.genai.runtime import GENAI
+from compress.export.genai.runtime import GENAI, GREEDY_TEXT_FILE, GreedyText
 from compress.export.genai.text import TextTokenizer
 from tests.export.tiny_decoder import LONGEST, VOCABULARY
 from tests.forging import forge
@@ -279,15 +278,17 @@ def test_what_was_not_proven_is_not_served(folder: Artifact, tmp_path: Path) -> 
     other = (text.tokens[5] + 1) % VOCABULARY
     forged = shutil.copytree(folder.path, tmp_path / "forged")
     content = text._replace(tokens=(*text.tokens[:5], other, *text.tokens[6:]))._asdict()
-    forge(forged, FILE, json.dumps(content).encode())
+    forge(forged, GREEDY_TEXT_FILE, json.dumps(content).encode())
     done = refused(forged)
     assert done.returncode == 1
     assert (
         f"as token 6 of the text that the export was proven with, expected {other}" in done.stderr
     )
     altered = shutil.copytree(folder.path, tmp_path / "altered")
-    (altered / FILE).chmod(0o644)
-    (altered / FILE).write_bytes((altered / FILE).read_bytes().replace(b"1", b"2"))
-    assert f"{FILE} is not the file" in refused(altered).stderr
+    (altered / GREEDY_TEXT_FILE).chmod(0o644)
+    (altered / GREEDY_TEXT_FILE).write_bytes(
+        (altered / GREEDY_TEXT_FILE).read_bytes().replace(b"1", b"2")
+    )
+    assert f"{GREEDY_TEXT_FILE} is not the file" in refused(altered).stderr
     done = refused(folder.path, "--max-rows", "4")
     assert (done.returncode, "leave --report and --max-rows out" in done.stderr) == (2, True)

@@ -1,0 +1,270 @@
+"""What all exporters share: the artifact that a runtime opens, and the stage that writes it."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections import Counter
+from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from compress.artifacts.artifact import Artifact
+from compress.common.forward import opened_model
+from compress.common.requirements import require_all
+from compress.core.gates.baselines import BASELINES, BaselineRuntime
+from compress.core.stage import Reads, Stage, Writes, members_of
+from compress.export.common.runtime import Runtime
+from compress.export.common.targets import warn_of_other_target
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
+    from pathlib import Path
+
+    from torch.export import ExportedProgram
+
+    from compress.common.forward import Predictor
+    from compress.common.requirements import Requirement
+    from compress.common.signature import Signature
+    from compress.core.context import Context
+    from compress.export.parity.bisect import Tensors
+
+logger = logging.getLogger(__name__)
+
+
+class ExportedModel(Artifact):
+    """A model as a file that a runtime executes."""
+
+    runtime: ClassVar[Runtime]
+    is_native_code: ClassVar[bool] = False
+    """Whether opening a file executes it: its hash is then checked each time."""
+    needs_facts: ClassVar[tuple[str, ...]] = ()
+    """Entries of the manifest that :meth:`open_file` reads."""
+
+    @classmethod
+    def open_file(
+        cls, file: Path, signature: Signature, facts: Mapping[str, Any], device: str, threads: int
+    ) -> AbstractContextManager[Predictor]:
+        """Open a file, sealed or not, on a device with a number of threads.
+
+        Raises:
+            ArtifactInvalid: the runtime cannot load it.
+            Unavailable: it was compiled for another machine.
+        """
+        raise NotImplementedError
+
+    @property
+    def needs_to_open(self) -> tuple[Requirement, ...]:
+        """What must be installed to open the file."""
+        # Native code needs no compiler any more; opening it says what of this machine is missing.
+        return () if self.is_native_code else self.runtime.requirements
+
+    @opened_model
+    def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:
+        """Load the model as a predictor, on the device of :meth:`runs_on`.
+
+        Raises:
+            ArtifactInvalid: it was altered after sealing, or cannot be loaded.
+            Unavailable: the runtime is not installed, or the file is for another machine.
+        """
+        require_all(self.needs_to_open, str(self.path))
+        for name in self.needs_facts:
+            self.fact(name)
+        if self.is_native_code:
+            self.verify()
+        else:
+            self.verify_cached()
+        facts, device = self.manifest.facts, self.runs_on(device)
+        with self.open_file(self.payload_path, self.signature, facts, device, threads) as predict:
+            yield predict
+
+    @property
+    def payload_bytes(self) -> int:
+        """Size in bytes of the file, and of weights beside it."""
+        return sum(file.bytes for file in self.model_files.values())
+
+
+class Exporter(Stage[Reads, Writes]):
+    """A stage that writes a model for a runtime, and compares what it wrote with its source.
+
+    Requirements are checked, the artifact becomes visible once it is complete and answers as its
+    source does. A runtime implements :meth:`write`, and its artifact's `open_file`; with
+    :meth:`reexport` a wrong export is searched for its first wrong layer.
+    """
+
+    keeps_outputs: ClassVar[bool] = True
+    runtime: ClassVar[Runtime] = Runtime(name="any", title="any")
+    """That of the artifact that is written, where it is one alone."""
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **options: Any) -> None:
+        """Make the runtime a baseline of `min_speedup`, and its exporter known to packages."""
+        super().__pydantic_init_subclass__(**options)
+        kinds = members_of(cls.writes())
+        is_template = cls.__pydantic_generic_metadata__["origin"] is not None
+        if is_template or len(kinds) > 1 or not issubclass(kinds[0], ExportedModel):
+            return
+        kind: Any = kinds[0]
+        cls.runtime = kind.runtime
+        if kind.kind in EXPORTERS:  # a subclass writes what its base is known for
+            return
+        if taken := BASELINES.get(cls.runtime.name):
+            raise ValueError(f"runtime {cls.runtime.name!r} is taken, by {taken.title}")
+        EXPORTERS[kind.kind] = cls
+        if host := cls.runtime.runs_in:
+            kinds_there = BASELINES[host].kinds | {kind.kind}
+            BASELINES[host] = BASELINES[host]._replace(kinds=kinds_there)
+            return
+        BASELINES[cls.runtime.name] = BaselineRuntime(
+            name=cls.runtime.name,
+            title=cls.runtime.title,
+            # An artifact that is no export, such as an imported ONNX file, is run as it is.
+            kinds=frozenset({kind.kind}),
+            write=cls._write_baseline,
+            reads=frozenset(one.kind for one in members_of(cls.reads())),
+            requirements=cls.runtime.requirements,
+        )
+
+    @classmethod
+    def for_baseline(cls, context: Context) -> Self:
+        """Return the stage that exports the uncompressed model, which a gate compares with."""
+        return cls.model_validate({})
+
+    @classmethod
+    def _write_baseline(cls, model: Any, context: Context) -> Artifact:
+        return cls.for_baseline(context).run(model, context)
+
+    def all_requirements(self) -> tuple[Requirement, ...]:
+        """Return what the runtime needs."""
+        return (*self.runtime.requirements, *super().all_requirements())
+
+    def write(self, model: Reads, file: Path, context: Context) -> dict[str, Any]:
+        """Write the model as a file, in a folder that becomes the artifact; return its facts."""
+        raise NotImplementedError
+
+    def open(
+        self, file: Path, model: Reads, facts: dict[str, Any], context: Context
+    ) -> AbstractContextManager[Predictor]:
+        """Open what was written; facts that opening shows, such as kernels, are added."""
+        device = self.device_for(context)
+        return self.writes().open_file(file, model.signature, facts, device, context.threads)  # type: ignore[no-any-return]
+
+    def device_for(self, context: Context) -> str:
+        """Return where the file is opened to be compared."""
+        return "cpu"
+
+    def reexport(
+        self, program: ExportedProgram, signature: Signature, file: Path, inputs: Tensors
+    ) -> Tensors:
+        """Export a part of a model's graph alone, and return its outputs for inputs."""
+        raise NotImplementedError
+
+    def copy_for_report(self, model: Reads, file: Path, copy: Path) -> None:
+        """Write the whole model as the runtime's reproducer reads it."""
+        shutil.copyfile(file, copy)
+
+    def compare(
+        self,
+        model: Reads,
+        expected: Predictor,
+        exported: Predictor,
+        facts: Mapping[str, Any],
+        val_batches: Sequence[Tensors],
+    ) -> None:
+        """Raise StageFailed where the exported model answers otherwise than its source."""
+        from compress.export.parity.compare import compare_outputs
+
+        limits, operators = facts.get("axis_limits"), facts.get("operators", ())
+        compare_outputs(model, expected, exported, val_batches, limits, operators)
+
+    def run(self, model: Reads, context: Context) -> Writes:
+        """Write, open, compare with the source."""
+        kind = self.writes()
+        warn_of_other_target(model.manifest.facts.get("target"), self.runtime.targets, self.title)
+        facts: dict[str, Any] = {}
+        with kind.atomic_write(
+            context.root,
+            model.signature,
+            lineage=self.lineage(model),
+            facts=facts,
+            carried=model.carried_files(),
+        ) as folder:
+            file = folder / kind.payload
+            facts |= self.write(model, file, context)
+            self.prove(model, file, facts, context)
+        self.log(facts)
+        return kind.from_directory(context.root)  # type: ignore[no-any-return]
+
+    def prove(self, model: Reads, file: Path, facts: dict[str, Any], context: Context) -> None:
+        """Raise StageFailed where a written file answers otherwise than its source."""
+        from compress.export.parity.compare import on_cpu, parity_inputs
+        from compress.export.parity.reference_outputs import recorded_outputs
+        from compress.export.parity.report import ParityContext, report_on_mismatch
+        from compress.export.parity.sample_parity import val_inputs
+
+        val_batches = [*val_inputs(context)]
+        tried = parity_inputs(model.signature, val_batches, facts.get("axis_limits"))
+        inputs = chain((x for _, x in tried), val_batches)
+        # The source runs first, and leaves memory before the runtime loads the file.
+        with (
+            recorded_outputs(model, inputs, context.threads) as expected,
+            self.open(file, model, facts, context) as opened,
+        ):
+            exported = on_cpu(opened)
+            parity = ParityContext(
+                title=self.title,
+                source=model,
+                exported=exported,
+                copy_export=partial(self.copy_for_report, model, file),
+                reexport=self.reexport,
+                runtime=self.runtime,
+                context=context,
+            )
+            with report_on_mismatch(parity):
+                self.compare(model, expected, exported, facts, val_batches)
+
+    def log(self, facts: Mapping[str, Any]) -> None:
+        """Log what the manifest says of kernels."""
+        if "integer_kernels" in facts:
+            logger.info("%s: %s, %s", self.title, facts["integer_kernels"], facts["float_kernels"])
+
+    def rounding_error(self, model: Artifact) -> float:
+        """Return the largest error of an export that is taken for a right one."""
+        from compress.export.parity.sample_parity import tolerance_for
+
+        return tolerance_for(model).spread
+
+    def check_parity(self, model: Reads, artifact: Writes, context: Context) -> None:
+        """Compare a file of an earlier run with its source, on the data of this one."""
+        from compress.export.parity.compare import on_cpu
+        from compress.export.parity.sample_parity import val_inputs
+
+        facts, val_batches = artifact.manifest.facts, [*val_inputs(context)]
+        with (
+            artifact.open(self.device_for(context), context.threads) as exported,
+            model.open(threads=context.threads) as expected,
+        ):
+            self.compare(model, expected, on_cpu(exported), facts, val_batches)
+
+
+EXPORTERS: dict[str, type[Exporter[Any, Any]]] = {}
+"""Kind of a runtime's file → the stage that writes it, of this toolkit and of other packages."""
+
+
+def source_counts(model: Artifact) -> dict[str, int | None]:
+    """Return facts that files do not show: weights and multiply-accumulates of the source."""
+    return {"parameters": model.parameters(), "macs": model.macs()}
+
+
+def graph_facts(model: Artifact, program: ExportedProgram, title: str) -> dict[str, Any]:
+    """Return what a file from a model's graph records of it: counts, operators, axes' limits."""
+    from compress.graph.axis_bounds import input_limit_facts
+
+    nodes = program.graph_module.graph.nodes
+    operators = Counter(str(node.target) for node in nodes if node.op == "call_function")
+    return {
+        **source_counts(model),
+        "operators": dict(sorted(operators.items())),
+        **input_limit_facts(program, model.signature, title),
+    }
