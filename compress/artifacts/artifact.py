@@ -410,11 +410,17 @@ def _load_manifest(raw: bytes) -> Any:
 
 
 def _refuse_foreign(path: Path) -> None:
-    if path.exists() and not (path / MANIFEST).is_file() and any(path.iterdir()):
-        raise PipelineInvalid(
-            f"{path}: holds files that are not an artifact, and would be lost; move them or choose "
-            "another directory"
-        )
+    for _ in range(3):  # another thread may replace or remove it between opening and listing it
+        try:
+            names = os.listdir(path)  # noqa: PTH208 - of one directory, whichever has this name
+        except FileNotFoundError:
+            return
+        if not names or MANIFEST in names:
+            return
+    raise PipelineInvalid(
+        f"{path}: holds files that are not an artifact, and would be lost; move them or choose "
+        "another directory"
+    )
 
 
 def files_below(folder: Path) -> dict[str, os.stat_result]:
