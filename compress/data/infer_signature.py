@@ -133,12 +133,10 @@ def _specs(
 
 
 def with_values_seen(inputs: tuple[TensorSpec, ...], splits: Splits) -> tuple[TensorSpec, ...]:
-    """Return declared inputs with what samples show of their integers: a range, or a mask.
+    """Return declared inputs with what samples show: a range, a mask, NaN or infinities.
 
     They are unchanged where samples cannot be read or do not fit, which stages then report.
     """
-    if not any(spec.holds_integers for spec in inputs):
-        return inputs
     names = [spec.name for spec in inputs]
     try:
         columns = [*zip(*(adapt(x, names)[0] for _, x in _samples(splits)), strict=True)]

@@ -17,7 +17,7 @@ from compress.profiling.probe_rows import seeded_rows
 from serve.http.loaded_model import RUNTIMES, open_model
 from serve.image.locked_requirements import locked_requirements
 from serve.packaging.model_interface import PROBE_SIZES
-from serve.packaging.recorded_measurements import REPORT, read_recorded, served_forms
+from serve.packaging.recorded_measurements import REPORT
 from serve.worker.wire import to_npz
 
 if TYPE_CHECKING:
@@ -136,9 +136,9 @@ def write_image_files(path: Path, folder: Path, attest: Attest) -> Artifact:
     probe = dict(zip(names, (*inputs, *outputs), strict=True))
     (folder / "probe.npz").write_bytes(to_npz(probe))
     attest(folder / "attestation.json")
-    if (recorded := read_recorded(artifact, None)).batch_dependence:
+    if model.recorded.batch_dependence:
         # Of the run's report, only what the server needs: the rest is not served.
-        measured = recorded.model_dump(mode="json")
+        measured = model.recorded.model_dump(mode="json")
         stage = {"artifact": {"digest": artifact.digest}, "measurements": measured}
         write_sealed(folder / REPORT, {"stages": [stage]})
     for name in (MANIFEST, *artifact.manifest.files):
@@ -149,12 +149,11 @@ def write_image_files(path: Path, folder: Path, attest: Attest) -> Artifact:
     for package in PACKAGES:
         shutil.copytree(ROOT / package, folder / "app" / package, ignore=skip)
     shutil.copyfile(ROOT / "cli.py", folder / "app" / "cli.py")
-    forms, notes = served_forms(artifact, None)
-    for note in notes:
+    for note in model.notes:
         logger.error("note: %s", note)  # the command shows errors only
     # What `compress serve` answers here, with the libraries of this machine, the image answers.
-    libraries = (("pillow", forms.image), ("tokenizers", forms.text))
-    readers = [library for library, form in libraries if form]
+    libraries = {"image": "pillow", "text": "tokenizers"}
+    readers = [libraries[form] for form in model.forms]
     requirements = locked_requirements(folder, RUNTIMES[artifact.kind], readers)
     (folder / "requirements.txt").write_text(requirements, encoding="utf-8")
     return artifact

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -114,10 +115,10 @@ class TextInput(Settings):
 
     def handler_settings(self, signature: Signature) -> dict[str, Any]:
         """Return the handler's settings; StageFailed for another tokenizer than the inputs need."""
-        from tokenizers import Tokenizer
-
         try:
-            tokenizer = Tokenizer.from_str(Path(self.tokenizer).read_text(encoding="utf-8"))
+            now = Path(self.tokenizer).stat()
+            version = (now.st_ino, now.st_size, now.st_mtime_ns)
+            longest, pad, pad_id = _tokenizer_settings(self.tokenizer, version, self.pad_token)
         except Exception as error:
             raise StageFailed(f"text: {self.tokenizer}: not a tokenizer ({error})") from error
         fields = FIELDS | self.fields
@@ -130,10 +131,7 @@ class TextInput(Settings):
         axis = signature.inputs[0].shape[1]
         length = axis if isinstance(axis, int) else None
         most = length or signature.bounds(str(axis)).max
-        limits = (self.max_length, most, (tokenizer.truncation or {}).get("max_length"))
-        padding = tokenizer.padding or {}
-        candidates = (self.pad_token, padding.get("pad_token"), *PAD_TOKENS)
-        pad = next((t for t in candidates if t and tokenizer.token_to_id(t) is not None), None)
+        limits = (self.max_length, most, longest)
         if pad is None or (self.pad_token and pad != self.pad_token):
             raise StageFailed(
                 f"text: {self.tokenizer} has no {self.pad_token or 'padding'} token; "
@@ -145,5 +143,21 @@ class TextInput(Settings):
             "length": length,
             "fields": {spec.name: fields[spec.name] for spec in signature.inputs},
             "pad_token": pad,
-            "pad_id": tokenizer.token_to_id(pad),
+            "pad_id": pad_id,
         }
+
+
+# A packaging run asks five times, and a large vocabulary takes seconds to parse. Its settings are
+# kept, not the tokenizer, which has hundreds of MiB.
+@lru_cache(maxsize=4)
+def _tokenizer_settings(
+    file: str, version: tuple[int, ...], pad_token: str | None
+) -> tuple[int | None, str | None, int | None]:
+    """Return a tokenizer's longest text, its padding token if it has one, and that token's id."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_str(Path(file).read_text(encoding="utf-8"))
+    candidates = (pad_token, (tokenizer.padding or {}).get("pad_token"), *PAD_TOKENS)
+    pad = next((t for t in candidates if t and tokenizer.token_to_id(t) is not None), None)
+    longest = (tokenizer.truncation or {}).get("max_length")
+    return longest, pad, tokenizer.token_to_id(pad) if pad else None

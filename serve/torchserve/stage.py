@@ -28,6 +28,7 @@ from serve.packaging.request_forms import RequestForms, class_settings, forms_of
 from serve.torchserve.artifact import PROBE, TorchServeArchive
 from serve.torchserve.handler_bundle import handler_text
 from serve.torchserve.mar_file import CONFIG, HANDLER, MAR_MANIFEST, mar_manifest, write_mar
+from serve.worker.wire import to_npz
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from compress.common.signature import Signature
     from compress.core.context import Context
     from compress.core.verdict import History
-    from serve.packaging.recorded_probe import Probe
+    from serve.packaging.recorded_measurements import Probe
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +143,7 @@ class PackageTorchServe(Stage[Servable, TorchServeArchive]):
 
     def run(self, model: Servable, context: Context) -> TorchServeArchive:
         """Pack the model; the same model, settings and data give the same bytes."""
-        from serve.packaging.recorded_probe import record_probe
+        from serve.packaging.recorded_measurements import record_probe
         from serve.packaging.val_preparation import compare_preparation
         from serve.torchserve.process import find_java, find_torchserve
 
@@ -214,7 +215,7 @@ def archive_members(
         MAR_MANIFEST: mar_manifest(stage.model_name, served.payload),
         HANDLER: handler_text(),
         CONFIG: config.encode(),
-        PROBE: probe.npz,
+        PROBE: to_npz(probe.arrays),
         # A large ONNX model has its weights beside it.
         **{name: served.path / name for name in served.model_files},
     }
@@ -241,10 +242,7 @@ def archive_members(
 
 def handler_config(served: Artifact, stage: PackageTorchServe, probe: Probe) -> dict[str, Any]:
     """Return the content of ``model-config.yaml``, for TorchServe and for our handler."""
-    signature = served.signature
-    inputs = signature.input_descriptions(served.manifest.facts)
-    for spec in inputs:
-        spec |= probe.not_finite(spec["name"])
+    signature = probe.signature
     handler: dict[str, Any] = {
         "kind": served.kind,
         "threads": stage.threads,
@@ -252,7 +250,7 @@ def handler_config(served: Artifact, stage: PackageTorchServe, probe: Probe) -> 
         "rows_stay_first": probe.rows_stay_first,
         "joins_rows": not probe.not_joined,
         "probe_atol": stage.probe_atol,
-        "inputs": inputs,
+        "inputs": signature.input_descriptions(served.manifest.facts),
         "outputs": [output.name for output in signature.outputs],
         "classes": _class_settings(served, stage, probe),
     }

@@ -61,9 +61,9 @@ def leaf_types(values: Any) -> set[type]:
 def check(arrays: list[Array], specs: Specs, max_rows: int) -> None:
     """Raise ValueError for inputs that do not match the signature.
 
-    A spec may have ``infinities`` (as float attention masks hold) or ``nan``, which allow them,
-    ``bounds``, the smallest and largest size of a named axis, and ``rows``: those of the table that
-    ids look up.
+    A spec may have ``not_finite``, which of ``nan`` and ``infinities`` (as float attention masks
+    hold) are allowed, ``bounds``, the smallest and largest size of a named axis, and ``rows``:
+    those of the table that ids look up.
     """
     sizes: dict[str, int] = {}
     for array, spec in zip(arrays, specs, strict=True):
@@ -89,7 +89,7 @@ def check(arrays: list[Array], specs: Specs, max_rows: int) -> None:
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             found = [("NaN", "nan", np.isnan(array)), ("infinity", "infinities", np.isinf(array))]
             for word, taken, places in found:
-                if places.any() and not spec.get(taken):
+                if places.any() and taken not in spec.get("not_finite", ()):
                     raise ValueError(UNREADABLE, f"{name} holds {word}, expected finite numbers")
     rows = sizes.get(next(iter(specs[0]["shape"]), ""), 0)
     if rows > max_rows:

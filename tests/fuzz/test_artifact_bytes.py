@@ -74,7 +74,7 @@ def graph(eager: EagerModel, place: Path) -> GraphModel:
 def mar(graph: GraphModel, place: Path) -> bytes:
     """Return a `.mar` as the stage packs it; TorchServe is not asked whether it answers."""
     from compress.core.context import Context
-    from serve.packaging.recorded_probe import record_probe
+    from serve.packaging.recorded_measurements import record_probe
     from serve.torchserve.artifact import PROBE
     from serve.torchserve.mar_file import write_mar
     from serve.torchserve.stage import PackageTorchServe, archive_members

@@ -14,7 +14,7 @@ from compress.core.context import Context
 from export.aotinductor.stage import ExportAot
 from export.onnx.stage import ExportOnnx, OnnxModel
 from export.openvino.stage import ExportOpenVINO
-from serve.packaging.recorded_probe import record_probe
+from serve.packaging.recorded_measurements import record_probe
 from serve.repository.kserve import PackageKServe
 from serve.repository.triton import PackageTriton
 from serve.torchserve.mar_file import CONFIG

@@ -27,8 +27,7 @@ from serve import serve_command
 from serve.http.dynamic_batcher import Batcher
 from serve.http.loaded_model import ServedModel, open_model
 from serve.http.options import Options
-from serve.packaging.joinable import NO_REPORT
-from serve.packaging.recorded_measurements import read_recorded
+from serve.packaging.recorded_measurements import NO_REPORT, read_recorded
 from serve.repository.kserve import PackageKServe
 from serve.repository.triton import PackageTriton
 from serve.torchserve.mar_file import read_mar

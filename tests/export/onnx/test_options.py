@@ -16,7 +16,7 @@ from compress.core.gates import MaxSize, Parity
 from export.onnx import proto_io
 from export.onnx.metadata import check_class_count
 from export.onnx.stage import ExportOnnx, OnnxModel
-from serve.packaging.recorded_probe import record_probe
+from serve.packaging.recorded_measurements import record_probe
 from serve.torchserve.stage import PackageTorchServe, archive_members
 from tests.export.builders import HERE, IMAGE, ROWS, network
 

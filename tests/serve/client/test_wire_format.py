@@ -101,8 +101,8 @@ def test_nan_and_infinity_in_json_are_taken_where_the_model_takes_them(word: str
     body, spec = f"[[{word}, 1]]".encode(), {"name": "x", "shape": ["n", 2], "dtype": "float32"}
     (array,), _ = decode(body, JSON, {}, [spec], {})
     kind = "nan" if word == "NaN" else "infinities"
-    check([array], [{**spec, kind: True}], 8)
-    for refused in ({}, {"infinities" if kind == "nan" else "nan": True}):
+    check([array], [{**spec, "not_finite": [kind]}], 8)
+    for refused in ({}, {"not_finite": ["infinities" if kind == "nan" else "nan"]}):
         with pytest.raises(ValueError, match=r"x holds (NaN|infinity), expected finite numbers"):
             check([array], [{**spec, **refused}], 8)
 
