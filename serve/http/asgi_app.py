@@ -10,7 +10,16 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from compress import __version__
-from serve.http.base_app import CLIENT_CLOSED, SMALL_BYTES, BaseApplication, headers_of
+from serve.http.base_app import (
+    CLIENT_CLOSED,
+    NO_MEMORY,
+    NOT_ANSWERED,
+    NOT_READ,
+    NOT_RECEIVED,
+    SMALL_BYTES,
+    BaseApplication,
+    headers_of,
+)
 from serve.http.inference import Inference, WholeRequest
 from serve.http.responses import HttpError, Response, response_of, send_response
 from serve.worker.oip import DATATYPES
@@ -97,13 +106,14 @@ class Application(BaseApplication):
         # This request is in progress already.
         self._admit(method, headers, inference.in_progress - 1)
         size = inference.body_size(headers)
-        late = 503
+        late = NO_MEMORY
         try:
             async with asyncio.timeout(inference.limits.seconds), inference.reserved(size):
-                late = 408
+                late = NOT_RECEIVED
                 body = await inference.read_body(receive)
-                late = 504
+                late = NOT_READ
                 arrays, wanted = await inference.read(headers, body)
+                late = NOT_ANSWERED
                 outputs = await inference.workers.outputs(arrays)
         except TimeoutError:
             raise inference.late_error(late) from None

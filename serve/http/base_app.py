@@ -36,6 +36,10 @@ SMALL_BYTES = 64 * 1024
 """Larger bodies are parsed, and larger responses serialized, in a thread, one at a time."""
 TRIM_SECONDS = 0.1
 """Time until the request of a large body has ended."""
+NO_MEMORY = 503, "other large bodies left no memory for this one"
+NOT_RECEIVED = 408, "the body was not received"
+NOT_READ = 504, "the request was not read"
+NOT_ANSWERED = 504, "the model did not answer"
 CLIENT_CLOSED = 499
 """Status in the metrics, nginx's, for a client that disconnected before its response."""
 
@@ -82,13 +86,9 @@ class SharedState:
             return work(*args)
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
 
-    def late_error(self, status: int) -> HttpError:
-        """Return the error of a request that took too long: 408, 503 or 504."""
-        what = {
-            408: "the body was not received",
-            503: "other large bodies left no memory for this one",
-            504: "the model did not answer",
-        }[status]
+    def late_error(self, late: tuple[int, str]) -> HttpError:
+        """Return the error of a request that took too long, for one of the constants above."""
+        status, what = late
         closing = {} if status == 504 else {"connection": "close"}
         return HttpError(status, f"{what} within {self.limits.seconds:g} s", **closing)
 

@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from compress.profiling.probe_rows import seeded_rows
-from serve.http.base_app import CLIENT_CLOSED, SMALL_BYTES, SharedState
+from serve.http.base_app import CLIENT_CLOSED, NOT_ANSWERED, NOT_RECEIVED, SMALL_BYTES, SharedState
 from serve.http.helper_process import HelperProcess
 from serve.http.request_decoder import RequestDecoder, content_type_of, memory_needed, with_readers
 from serve.http.responses import HttpError, Response, error_response, response_of
@@ -109,7 +109,7 @@ class Inference(SharedState):
             async with asyncio.timeout(self.limits.seconds):
                 outputs = await self._check_outputs(outputs)
         except TimeoutError:
-            raise self.late_error(504) from None
+            raise self.late_error(NOT_ANSWERED) from None
         in_thread = not is_small(outputs)
         response: Response = await self.run_in_thread(
             in_thread, self.encode, headers, wanted, arrays, outputs
@@ -178,7 +178,9 @@ class WholeRequest:
     def expire(self) -> None:
         """Answer that the body, or the model's answer, was not there in time."""
         self._drop()
-        self._finish(self._inference.late_error(408 if self._job is None else 504).response)
+        self._finish(
+            self._inference.late_error(NOT_RECEIVED if self._job is None else NOT_ANSWERED).response
+        )
 
     def cancel(self) -> None:
         """Drop the request: its client has disconnected."""

@@ -8,7 +8,16 @@ import time
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
-from serve.http.base_app import CLIENT_CLOSED, BaseApplication, SharedState, headers_of
+from serve.http.base_app import (
+    CLIENT_CLOSED,
+    NO_MEMORY,
+    NOT_ANSWERED,
+    NOT_READ,
+    NOT_RECEIVED,
+    BaseApplication,
+    SharedState,
+    headers_of,
+)
 from serve.http.helper_process import HelperProcess
 from serve.http.request_decoder import UNSPECIFIED, content_type_of
 from serve.http.responses import HttpError, Response, send_response
@@ -167,13 +176,13 @@ class OpenAIApplication(BaseApplication):
         self, is_chat: bool, headers: Headers, receive: Receive, deadline: float
     ) -> GenerationRequest:
         """Receive a request's body, and return what it asks for."""
-        state, late = self.state, 503
+        state, late = self.state, NO_MEMORY
         size = state.body_size(headers)
         try:
             async with asyncio.timeout_at(deadline), state.reserved(size):
-                late = 408
+                late = NOT_RECEIVED
                 content = await state.read_body(receive)
-                late = 504
+                late = NOT_READ
                 found = content_type_of(headers)
                 if found not in (JSON, *UNSPECIFIED) or "content-encoding" in headers:
                     message = f"found the Content-Type {abbreviated(found)}, expected {JSON}"
@@ -189,7 +198,7 @@ class OpenAIApplication(BaseApplication):
             async with asyncio.timeout_at(deadline):
                 return await anext(parts)
         except TimeoutError:
-            raise self.state.late_error(504) from None
+            raise self.state.late_error(NOT_ANSWERED) from None
 
     def _deadline(self) -> float:
         return asyncio.get_running_loop().time() + self.state.limits.seconds

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from export.genai.text import TextStream
 from serve.http.dynamic_batcher import WorkerThreads
+from serve.http.helper_process import WRITING
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
@@ -84,7 +85,7 @@ class GenerationThreads(WorkerThreads):
         stream, stops, count = TextStream(), StopTexts(job.stops), 0
         async with aclosing(self.tokens(job)) as some_tokens:
             async for tokens in some_tokens:
-                stream, texts = await helper.call("decode", stream, tokens)
+                stream, texts = await helper.call("decode", stream, tokens, lane=WRITING)
                 for text in texts:
                     count += 1
                     part = stops.add(text)
@@ -93,7 +94,8 @@ class GenerationThreads(WorkerThreads):
                         return
                     if part:
                         yield Part(part, count)
-        part = stops.add(await helper.call("decode_rest", stream))
+        rest = await helper.call("decode_rest", stream, lane=WRITING)
+        part = stops.add(rest)
         reason = "stop" if stops.found or count < job.count else "length"
         yield Part(part + stops.rest(), count, reason)
 
