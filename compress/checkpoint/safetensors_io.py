@@ -61,7 +61,7 @@ RANKS = {dtype: rank for rank, dtype in enumerate(CODES)}
 LARGEST_HEADER = 100_000_000
 """Bytes of a header that the safetensors library (0.8) accepts."""
 MOST_TENSORS = 200_000
-"""A mixture of 256 experts in 61 layers (DeepSeek-V3) has 92,000 in all of its files; a million take
+"""All files of a mixture of 256 experts in 61 layers (DeepSeek-V3) have 92,000; a million take
 2 GiB and 20 s to check."""
 Size = Annotated[int, Field(ge=0, lt=2**63, strict=True)]
 
