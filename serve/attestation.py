@@ -17,7 +17,7 @@ from compress.artifacts.artifact import MANIFEST
 from compress.common.atomic_files import open_regular
 from compress.common.errors import ArtifactInvalid, PipelineInvalid
 from compress.common.requirements import Requirement, pip_install, require_all
-from compress.common.strict_json import canonical_json, reject_duplicate_keys
+from compress.common.sealed_json import canonical_json, reject_duplicate_keys
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

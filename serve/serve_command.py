@@ -172,8 +172,7 @@ def _serve_decoder(
     artifact: Artifact, listener: socket.socket, options: Options, ready: Callable[[], None]
 ) -> None:
     from serve.openai.app import OpenAIApplication
-    from serve.openai.decoder import open_decoder
-    from serve.openai.generation import GenerationThreads
+    from serve.openai.decoder import GenerationThreads, open_decoder
 
     decoder = open_decoder(artifact, options.name, options.threads or 1)
 

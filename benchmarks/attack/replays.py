@@ -52,7 +52,8 @@ def forged_runs(run: Path) -> Iterator[tuple[str, Callable[[Path], object]]]:
     yield "planted code, with a digest", partial(_name_planted_code, seal=True)
     yield "lock of another artifact", forgeries.lock_of_another_artifact
     yield "class names exchanged", forgeries.class_names_exchanged
-    read = [run / "lock.json", run / "report.json", *sorted(run.glob("artifacts/*/*"))]
+    made = sorted(each for each in run.glob("artifacts/*/*") if each.is_file())
+    read = [run / "lock.json", run / "report.json", *made]
     for number, file in enumerate(read):
         name = file.relative_to(run)
 

@@ -25,9 +25,14 @@ from compress.common.atomic_files import (
 from compress.common.config import Settings
 from compress.common.errors import ArtifactInvalid, PipelineInvalid, first_line
 from compress.common.forward import KeptModels
-from compress.common.sealed_json import SEAL, dump_sealed, load_sealed
+from compress.common.sealed_json import (
+    SEAL,
+    dump_sealed,
+    load_sealed,
+    load_strictly,
+    parse_settings,
+)
 from compress.common.signature import Signature
-from compress.common.strict_json import load_strictly, parse_settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping

@@ -25,7 +25,7 @@ from compress.checkpoint.storage_reader import bytes_of, read_exactly
 from compress.common.atomic_files import file_beside, open_atomically, open_regular
 from compress.common.config import Settings
 from compress.common.errors import ArtifactInvalid
-from compress.common.strict_json import reject_duplicate_keys
+from compress.common.sealed_json import reject_duplicate_keys
 
 if TYPE_CHECKING:
     from collections.abc import Callable

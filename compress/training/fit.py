@@ -12,7 +12,7 @@ from compress.common.errors import CompressError, StageFailed
 from compress.common.factories import local_sources, resolve, sources_digest
 from compress.common.process import threads_to_use
 from compress.common.requirements import refuse_unmet, requirements_of, unmet_in
-from compress.common.strict_json import canonical_json
+from compress.common.sealed_json import canonical_json
 from compress.profiling.operator_table import OPERATORS_FILE
 from compress.training.checkpoint.metadata import (
     FOLDER,

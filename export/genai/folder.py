@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from compress.common.config import Count, Settings
-from compress.common.strict_json import parse_settings
+from compress.common.sealed_json import parse_settings
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compress.common.config import Settings
-from compress.common.sealed_json import read_state, write_state
-from compress.common.strict_json import canonical_json
+from compress.common.sealed_json import canonical_json, read_state, write_state
 from compress.profiling.benchmark import MeasuredShare
 from export.latency.kernels import AT_ONCE, measure_kernels
 from export.onnx.session import onnxruntime

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from compress import __version__
 from compress.artifacts.carried_files import IMAGES, TOKENIZER
 from compress.common.errors import StageFailed
-from compress.common.strict_json import canonical_json
+from compress.common.sealed_json import canonical_json
 from export.onnx.graph import graphs_in
 
 if TYPE_CHECKING:

@@ -23,8 +23,7 @@ from compress.common.atomic_files import write_atomically
 from compress.common.config import Settings
 from compress.common.dependency_recorder import Dependencies, Recording, recording
 from compress.common.errors import ArtifactInvalid
-from compress.common.sealed_json import dump_sealed, load_sealed, read_sealed
-from compress.common.strict_json import canonical_json
+from compress.common.sealed_json import canonical_json, dump_sealed, load_sealed, read_sealed
 
 if TYPE_CHECKING:
     from collections.abc import Callable

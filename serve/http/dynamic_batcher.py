@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from serve.worker.batching import run_batched
+from serve.worker.tensors import run_batched
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -30,9 +30,9 @@ from serve.image.build_folder import (
     ImageFiles,
     entrypoint,
     make_readable,
+    run_pip,
     write_image_files,
 )
-from serve.image.locked_requirements import run_pip
 
 if TYPE_CHECKING:
     from pathlib import Path

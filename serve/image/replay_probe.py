@@ -12,8 +12,7 @@ import numpy as np
 from compress.artifacts.artifact import Artifact
 from compress.common.errors import CompressError
 from compress.profiling.batch_dependence import rounding_tolerance
-from serve.client.client import Client
-from serve.client.wire_format import OpenInference
+from serve.client.client import Client, OpenInference
 from serve.worker.wire import from_npz
 
 

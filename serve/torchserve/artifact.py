@@ -9,13 +9,13 @@ from compress.artifacts.artifact import MANIFEST, Artifact, Manifest
 from compress.common.atomic_files import sha256_of
 from compress.common.errors import ArtifactInvalid
 from compress.common.forward import OpenedModel, opened_model
-from serve.packaging.preprocessing import TOKENIZER
 from serve.packaging.provenance import PROVENANCE, Provenance, digest_of, refuse_broken_chain
-from serve.torchserve.handler_bundle import handler_text
+from serve.packaging.request_forms import TOKENIZER
 from serve.torchserve.mar_file import (
     CONFIG,
     HANDLER,
     MAR_MANIFEST,
+    handler_text,
     mar_manifest,
     model_name_of,
     read_mar,

@@ -21,13 +21,32 @@ from export.aotinductor.stage import AotModel
 from export.onnx.stage import OnnxModel
 from export.openvino.stage import OpenVINOModel
 from export.torchscript.stage import TorchScriptModel
-from serve.packaging.model_card import MODEL_CARD, model_card
-from serve.packaging.preprocessing import TOKENIZER, ImageInput, TextInput
-from serve.packaging.provenance import PROVENANCE, Packaged, Provenance, digest_of, digests_of
-from serve.packaging.request_forms import RequestForms, class_settings, forms_of
+from serve.packaging.provenance import (
+    MODEL_CARD,
+    PROVENANCE,
+    Packaged,
+    Provenance,
+    digest_of,
+    digests_of,
+    model_card,
+)
+from serve.packaging.request_forms import (
+    TOKENIZER,
+    ImageInput,
+    RequestForms,
+    TextInput,
+    class_settings,
+    forms_of,
+)
 from serve.torchserve.artifact import PROBE, TorchServeArchive
-from serve.torchserve.handler_bundle import handler_text
-from serve.torchserve.mar_file import CONFIG, HANDLER, MAR_MANIFEST, mar_manifest, write_mar
+from serve.torchserve.mar_file import (
+    CONFIG,
+    HANDLER,
+    MAR_MANIFEST,
+    handler_text,
+    mar_manifest,
+    write_mar,
+)
 from serve.worker.wire import to_npz
 
 if TYPE_CHECKING:

@@ -16,12 +16,11 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from serve.worker.batching import run_batched
 from serve.worker.http_errors import BROKEN, UNREADABLE, inference_error, output_fault
 from serve.worker.loaders import LOADERS, THREADS_VARIABLE, replay
 from serve.worker.oip import LABELS, requested_outputs
 from serve.worker.preprocess import create_readers
-from serve.worker.tensors import check
+from serve.worker.tensors import check, run_batched
 from serve.worker.wire import JSON, NPZ, decode, encode, error_body, from_npz
 
 if TYPE_CHECKING:

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve.openai.answers import error_in_openai_format
-from serve.openai.chat_template import ChatTemplate
-from serve.openai.job import DecoderTexts
+from serve.openai.app import error_in_openai_format
+from serve.openai.job import ChatTemplate, DecoderTexts
 from serve.openai.request import ApiError
 from tests.export.tiny_decoder import LONGEST, VOCABULARY, decoder
 from tests.fuzz.mutations import changed_bytes, changed_value

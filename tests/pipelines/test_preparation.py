@@ -12,7 +12,7 @@ from compress.artifacts.artifact import Artifact
 from compress.common.errors import StageFailed
 from pipelines.api import Pipeline
 from serve.http.loaded_model import open_model
-from serve.image import locked_requirements
+from serve.image import build_folder
 from serve.image.build_folder import write_build_folder
 
 DATA = """
@@ -89,7 +89,7 @@ def test_servers_take_images_that_become_what_val_holds(
         pinned.extend(arguments)
         raise StageFailed("no index here")
 
-    monkeypatch.setattr(locked_requirements, "run_pip", refuse)
+    monkeypatch.setattr(build_folder, "run_pip", refuse)
     with suppress(StageFailed):
         write_build_folder(artifact.path, tmp_path / "image", lambda file: file.write_text("{}"))
     assert any(pin.startswith("pillow==") for pin in pinned) == (mean == 0.5)

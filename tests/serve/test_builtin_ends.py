@@ -12,8 +12,7 @@ import psutil
 import pytest
 
 from compress.common.errors import StageFailed
-from serve.client.client import Client
-from serve.client.wire_format import OpenInference
+from serve.client.client import Client, OpenInference
 from tests.forging import forge
 from tests.serve.served_here import SIGNATURE, TOKEN, Served, sealed, serving
 

@@ -26,8 +26,7 @@ from torch.utils.data import TensorDataset
 from compress.common.errors import StageFailed
 from compress.core.context import Context
 from compress.data.splits import Splits
-from serve.client.client import Client
-from serve.client.wire_format import OpenInference
+from serve.client.client import Client, OpenInference
 from serve.torchserve.artifact import TorchServeArchive
 from serve.torchserve.mar_file import read_mar, write_mar
 from serve.torchserve.process import TorchServe

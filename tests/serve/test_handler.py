@@ -23,8 +23,7 @@ from onnx import TensorProto, helper
 
 from serve import worker
 from serve.packaging.provenance import digest_of
-from serve.torchserve.handler_bundle import MODULES, handler_text
-from serve.torchserve.mar_file import mar_manifest
+from serve.torchserve.mar_file import MODULES, handler_text, mar_manifest
 from serve.worker.wire import JSON, NPY, NPZ, RAW, from_npz, from_raw, to_npz
 
 ONE_INPUT = [{"name": "x", "shape": ["batch", 3], "dtype": "float32"}]

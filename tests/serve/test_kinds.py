@@ -28,9 +28,8 @@ from export.onnx.stage import ExportOnnx, OnnxModel
 from export.openvino.stage import ExportOpenVINO
 from export.torchscript.stage import ExportTorchScript
 from serve.http.loaded_model import open_model
-from serve.packaging.preprocessing import TextInput
 from serve.packaging.provenance import Provenance, digests_of
-from serve.packaging.request_forms import are_probabilities
+from serve.packaging.request_forms import TextInput, are_probabilities
 from serve.torchserve.handler_runner import HandlerProcess
 from serve.torchserve.mar_file import read_mar
 from serve.torchserve.stage import PackageTorchServe

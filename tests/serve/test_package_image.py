@@ -29,8 +29,7 @@ from compress.common.signature import OutputSpec, Signature
 from compress.core.context import Context
 from export.openvino.stage import ExportOpenVINO
 from serve.http.loaded_model import RUNTIMES
-from serve.image.build_folder import write_build_folder
-from serve.image.locked_requirements import SERVING
+from serve.image.build_folder import SERVING, write_build_folder
 from serve.image.oci_layout import ARCHITECTURES, read_base, write_image_layout
 from serve.image.replay_probe import largest_difference
 from serve.torchserve.artifact import TorchServeArchive

@@ -29,8 +29,13 @@ from export.torchscript.stage import ExportTorchScript
 from serve.packaging.model_interface import rows_stay_first
 from serve.packaging.provenance import Provenance
 from serve.torchserve.artifact import TorchServeArchive
-from serve.torchserve.handler_bundle import handler_text
-from serve.torchserve.mar_file import check_member_name, mar_manifest, read_mar, write_mar
+from serve.torchserve.mar_file import (
+    check_member_name,
+    handler_text,
+    mar_manifest,
+    read_mar,
+    write_mar,
+)
 from serve.torchserve.stage import PackageTorchServe
 from serve.verify import verify
 from serve.worker.wire import from_npz

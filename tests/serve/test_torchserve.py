@@ -31,8 +31,8 @@ from compress.data.splits import DataReference
 from export.onnx.stage import ExportOnnx
 from export.torchscript.stage import ExportTorchScript
 from serve.client.client import Client
-from serve.packaging.preprocessing import ImageInput
 from serve.packaging.provenance import digest_of
+from serve.packaging.request_forms import ImageInput
 from serve.torchserve.artifact import TorchServeArchive
 from serve.torchserve.mar_file import read_mar, write_mar
 from serve.torchserve.process import TorchServe, free_ports, has_ended, kill_group, log_tail

@@ -24,8 +24,7 @@ from pipelines.commands.verify import load_evidence, verify_command
 from pipelines.commands.verify_anchors import VerifierInputs
 from pipelines.runner.run import preview_run
 from serve.http.options import Options
-from serve.packaging.model_card import model_card
-from serve.packaging.provenance import Provenance, digest_of, refuse_broken_chain
+from serve.packaging.provenance import Provenance, digest_of, model_card, refuse_broken_chain
 from serve.serve_command import serve_artifact
 from serve.torchserve.answer_check import compare_outputs
 from serve.torchserve.artifact import TorchServeArchive

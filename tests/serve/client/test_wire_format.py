@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from compress.common.errors import ArtifactInvalid, StageFailed
 from compress.common.signature import Signature
-from serve.packaging.preprocessing import ImageInput, TextInput
+from serve.packaging.request_forms import ImageInput, TextInput
 from serve.worker import oip, wire
 from serve.worker.oip import HEADER_LENGTH, LABELS, requested_outputs
 from serve.worker.preprocess import create_readers

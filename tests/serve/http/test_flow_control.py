@@ -3,7 +3,7 @@
 import asyncio
 import time
 
-from serve.http.flow_control import Deadline
+from serve.http.bounded_protocol import Deadline
 from serve.http.responses import Response, response_bytes
 
 

@@ -17,8 +17,7 @@ import pytest
 
 from compress.common.errors import StageFailed
 from compress.profiling.batch_dependence import BatchDependence
-from serve.client.client import Client
-from serve.client.wire_format import Form, Npz, OpenInference
+from serve.client.client import Client, Form, Npz, OpenInference
 from serve.worker.wire import NPY, NPZ, RAW, from_npz
 from tests.serve.attacks import tensors
 from tests.serve.mistakes import GOOD, MISTAKES, NOT_THERE, ROW, changed

@@ -16,10 +16,8 @@ from export.genai.runtime import Sampling
 from export.genai.text import TextTokenizer
 from serve.http.options import Limits
 from serve.openai.app import OpenAIApplication
-from serve.openai.chat_template import ChatTemplate
-from serve.openai.decoder import ServedDecoder
-from serve.openai.generation import GenerationJob, GenerationThreads
-from serve.openai.job import LEAST, DecoderTexts
+from serve.openai.decoder import GenerationJob, GenerationThreads, ServedDecoder
+from serve.openai.job import LEAST, ChatTemplate, DecoderTexts
 from serve.openai.request import ApiError
 from tests.export.tiny_decoder import LONGEST, VOCABULARY
 from tests.serve.openai import session_decoder

@@ -8,8 +8,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from serve.http.responses import HttpError
-from serve.openai.answers import error_in_openai_format
-from serve.openai.generation import StopTexts
+from serve.openai.app import error_in_openai_format
+from serve.openai.decoder import StopTexts
 from serve.openai.request import ApiError, ChatBody, CompletionBody, parse_body
 from serve.worker.http_errors import UNREADABLE
 

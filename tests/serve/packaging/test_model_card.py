@@ -7,8 +7,7 @@ from compress.artifacts.artifact import Step
 from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.verdict import History, PastStage
 from pipelines.reporting.verification_page import render_proof
-from serve.packaging.model_card import model_card
-from serve.packaging.provenance import Packaged, Provenance
+from serve.packaging.provenance import Packaged, Provenance, model_card
 from serve.torchserve.answer_check import Proof
 
 HOSTILE = (

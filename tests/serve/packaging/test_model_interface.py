@@ -22,7 +22,7 @@ from serve.http.dynamic_batcher import Batcher, Job, answer
 from serve.http.loaded_model import ServedModel, open_model, warm_up
 from serve.http.options import Limits
 from serve.packaging.model_interface import Interface, Tensor, infer_interface
-from serve.worker.batching import run_batched
+from serve.worker.tensors import run_batched
 
 SIGNATURE = Signature(
     inputs=(TensorSpec(name="x", shape=("batch", "steps", 3)),), outputs=(OutputSpec(name="y"),)

@@ -18,8 +18,7 @@ from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
 from compress.data.raw_samples import raw_columns
 from compress.data.splits import Splits
-from serve.packaging.preprocessing import ImageInput, TextInput
-from serve.packaging.request_forms import RequestForms
+from serve.packaging.request_forms import ImageInput, RequestForms, TextInput
 from serve.packaging.val_preparation import Preparation, compare_preparation
 from serve.torchserve.stage import PackageTorchServe
 

@@ -14,8 +14,7 @@ from compress.common.errors import StageFailed
 from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
 from compress.data.splits import Splits
-from serve.packaging.preprocessing import ImageInput, TextInput
-from serve.packaging.request_forms import RequestForms
+from serve.packaging.request_forms import ImageInput, RequestForms, TextInput
 from serve.packaging.val_preparation import compare_preparation
 from serve.torchserve.stage import PackageTorchServe
 
