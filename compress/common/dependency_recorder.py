@@ -70,6 +70,25 @@ READERS = {
     "lmdb": ("Environment", "open"),
 }
 """Module → its functions and classes that take the path of a file, or of a folder of files."""
+ALL_NAMES = "*"
+"""Stands for the names of all environment variables, which code may list."""
+_NO_DATA = ("/proc/", "/sys/", "/dev/")
+"""The kernel and its devices make up the content of these files: they hold no data of the user."""
+_RACY_SECONDS = 2.0
+"""A file changed this recently may change again without a new mtime; its digest is not cached."""
+_thread = threading.local()
+_set_here: dict[str, str | None] = {}
+"""Variables that user code or this toolkit has set → their values before."""
+_imports: dict[str, set[str]] = {}
+"""File of user code → files of the modules that it imported; a second import opens no file."""
+_sources: dict[str, str | None] = {}
+"""File of a module of user code → its digest when it was imported."""
+_digests: dict[Path, tuple[tuple[int, ...], str]] = {}
+"""File → its stat, and its digest: a cache."""
+_IMPORTERS = frozenset(
+    ("<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>", importlib.__file__)
+)
+"""Files between an import and the code that asks for it."""
 
 
 def note_native_readers(note: Callable[[str], None]) -> None:
@@ -142,14 +161,6 @@ def _noted(reader: Callable[..., Any], note: Callable[[str], None]) -> Callable[
         return reader(*arguments, **keywords)
 
     return noted
-
-
-ALL_NAMES = "*"
-"""Stands for the names of all environment variables, which code may list."""
-_NO_DATA = ("/proc/", "/sys/", "/dev/")
-"""The kernel and its devices make up the content of these files: they hold no data of the user."""
-_RACY_SECONDS = 2.0
-"""A file changed this recently may change again without a new mtime; its digest is not cached."""
 
 
 class Dependencies(Settings):
@@ -272,15 +283,6 @@ def _located(modules: Iterable[str], roots: tuple[str, ...]) -> dict[str, str | 
 
 _recordings: list[Recording] = []
 """Active recordings of all threads: user code may read in threads of its own."""
-_thread = threading.local()
-_set_here: dict[str, str | None] = {}
-"""Variables that user code or this toolkit has set → their values before."""
-_imports: dict[str, set[str]] = {}
-"""File of user code → files of the modules that it imported; a second import opens no file."""
-_sources: dict[str, str | None] = {}
-"""File of a module of user code → its digest when it was imported."""
-_digests: dict[Path, tuple[tuple[int, ...], str]] = {}
-"""File → its stat, and its digest: a cache."""
 
 
 @contextmanager
@@ -536,10 +538,6 @@ _MAPPINGS = frozenset(
     )
 )
 """Files whose functions stand between a read of a variable and their caller."""
-_IMPORTERS = frozenset(
-    ("<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>", importlib.__file__)
-)
-"""Files between an import and the code that asks for it."""
 
 
 def _value_of(name: str) -> str | None:

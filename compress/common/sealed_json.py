@@ -22,7 +22,16 @@ if TYPE_CHECKING:
 
     from compress.common.config import Settings
 
-T = TypeVar("T", bound="Settings")
+Model = TypeVar("Model", bound="Settings")
+T = TypeVar("T")
+SEAL = "sha256"
+"""Key of the digest, the last one of a file."""
+END = b',\n "%s": "%%b"\n}\n' % SEAL.encode()
+"""End of a file; the digest is of all bytes before it."""
+LOCK, LOCK_DIGEST = "lock.json", "lock_sha256"
+"""A file of each run's results, and the key of its digest in `report.json` beside it."""
+CHANGED = "is not as it was written: its content does not match its digest"
+log = logging.getLogger(__name__)
 
 
 def canonical_json(value: Any) -> str:
@@ -48,8 +57,8 @@ def load_strictly(raw: bytes) -> Any:
 
 
 def parse_settings(
-    kind: type[T], raw: bytes, where: object, load: Callable[[bytes], Any] = load_strictly
-) -> T:
+    kind: type[Model], raw: bytes, where: object, load: Callable[[bytes], Any] = load_strictly
+) -> Model:
     """Return JSON as settings, or raise ArtifactInvalid, which names the first entry at fault.
 
     No key may be unknown: another program that reads the file could load what it names.
@@ -66,19 +75,6 @@ def parse_settings(
 
 # A digest in a file reveals damage and careless edits. It is no signature: whoever edits a file can
 # compute it anew.
-
-
-T = TypeVar("T")
-
-SEAL = "sha256"
-"""Key of the digest, the last one of a file."""
-END = b',\n "%s": "%%b"\n}\n' % SEAL.encode()
-"""End of a file; the digest is of all bytes before it."""
-LOCK, LOCK_DIGEST = "lock.json", "lock_sha256"
-"""A file of each run's results, and the key of its digest in `report.json` beside it."""
-CHANGED = "is not as it was written: its content does not match its digest"
-
-log = logging.getLogger(__name__)
 
 
 def dump_sealed(content: BaseModel | Mapping[str, Any], indent: int | None = None) -> bytes:

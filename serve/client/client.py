@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     Headers = Mapping[str, str]
 
 DTYPES = {datatype: dtype for dtype, datatype in DATATYPES.items()}
+REQUEST_BYTES = 4 * 1024**2
+"""Larger requests are split: TorchServe accepts 6.5 MB by default."""
 
 
 class Form(Protocol):
@@ -112,10 +114,6 @@ class OpenInference:
                 at += size
             outputs[tensor["name"]] = array.reshape(tensor["shape"])
         return outputs
-
-
-REQUEST_BYTES = 4 * 1024**2
-"""Larger requests are split: TorchServe accepts 6.5 MB by default."""
 
 
 class Client:

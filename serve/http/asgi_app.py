@@ -40,6 +40,9 @@ if TYPE_CHECKING:
     from serve.http.responses import Headers, Message, Receive, Send
     from serve.worker.tensors import Array, Named
 
+SPECIAL_HEADERS = frozenset({"expect", "transfer-encoding", "upgrade"})
+"""Of requests that `WholeRequest` does not answer."""
+
 
 class Inference(SharedState):
     """The steps of all inference requests, and what they share."""
@@ -91,14 +94,6 @@ class Inference(SharedState):
         """Return whether a body may hold texts or an image."""
         return self._helper is not None and content_type_of(headers) not in wire.TENSORS
 
-    async def _check_outputs(self, outputs: list[Array] | Exception) -> list[Array]:
-        """Return the outputs; blame a failure on the request if the model answers its example."""
-        failure = output_fault(outputs, self.outputs)
-        if not failure and not isinstance(outputs, Exception):
-            return outputs
-        works = not output_fault(await self.workers.outputs(self._example), self.outputs)
-        raise HttpError.from_exception(inference_error(failure, works=works))
-
     def encode(
         self, headers: Headers, wanted: Named, arrays: list[Array], outputs: list[Array]
     ) -> Response:
@@ -120,12 +115,19 @@ class Inference(SharedState):
         arrays: list[Array],
         outputs: list[Array] | Exception,
     ) -> Response:
-        """Return the response with a model's outputs, or the error that they show."""
-        try:
-            async with asyncio.timeout(self.limits.seconds):
-                outputs = await self._check_outputs(outputs)
-        except TimeoutError:
-            raise self.late_error(NOT_ANSWERED) from None
+        """Return the response with a model's outputs, or the error that they show.
+
+        The request is at fault if the model answers its example.
+        """
+        failure = output_fault(outputs, self.outputs)
+        if failure or isinstance(outputs, Exception):
+            try:
+                async with asyncio.timeout(self.limits.seconds):
+                    example = await self.workers.outputs(self._example)
+            except TimeoutError:
+                raise self.late_error(NOT_ANSWERED) from None
+            works = not output_fault(example, self.outputs)
+            raise HttpError.from_exception(inference_error(failure, works=works))
         in_thread = not is_small(outputs)
         response: Response = await self.run_in_thread(
             in_thread, self.encode, headers, wanted, arrays, outputs
@@ -279,10 +281,6 @@ class Deadlines:
 def is_small(outputs: Sequence[Array]) -> bool:
     """Return whether outputs may be written without a thread."""
     return sum(output.nbytes for output in outputs) <= SMALL_BYTES
-
-
-SPECIAL_HEADERS = frozenset({"expect", "transfer-encoding", "upgrade"})
-"""Of requests that `WholeRequest` does not answer."""
 
 
 class Application(BaseApplication):

@@ -43,6 +43,19 @@ if TYPE_CHECKING:
 
 BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 """Upper limits of the latency histogram, seconds; 30 is the default time limit of a request."""
+LARGE_BODIES = 2
+"""Large bodies in memory are bounded by so many times the largest; the others wait in the kernel's
+socket buffers."""
+SMALL_BYTES = 64 * 1024
+"""Larger bodies are parsed, and larger responses serialized, in a thread, one at a time."""
+TRIM_SECONDS = 0.1
+"""Time until the request of a large body has ended."""
+NO_MEMORY = 503, "other large bodies left no memory for this one"
+NOT_RECEIVED = 408, "the body was not received"
+NOT_READ = 504, "the request was not read"
+NOT_ANSWERED = 504, "the model did not answer"
+CLIENT_CLOSED = 499
+"""Status in the metrics, nginx's, for a client that disconnected before its response."""
 
 
 class Metrics:
@@ -116,21 +129,6 @@ class Metrics:
     def text(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
-
-
-LARGE_BODIES = 2
-"""Large bodies in memory are bounded by so many times the largest; the others wait in the kernel's
-socket buffers."""
-SMALL_BYTES = 64 * 1024
-"""Larger bodies are parsed, and larger responses serialized, in a thread, one at a time."""
-TRIM_SECONDS = 0.1
-"""Time until the request of a large body has ended."""
-NO_MEMORY = 503, "other large bodies left no memory for this one"
-NOT_RECEIVED = 408, "the body was not received"
-NOT_READ = 504, "the request was not read"
-NOT_ANSWERED = 504, "the model did not answer"
-CLIENT_CLOSED = 499
-"""Status in the metrics, nginx's, for a client that disconnected before its response."""
 
 
 class BodyReceiver(Protocol):

@@ -30,6 +30,40 @@ if TYPE_CHECKING:
     from serve.http.base_app import BodyReceiver
     from serve.http.responses import Response
 
+HEAD_SECONDS = 10.0
+"""Time limit for a request's head, and for the silence of a new connection."""
+HEAD_BYTES = 64 * 1024
+"""Largest request head; also the most bytes between two parts of a chunked body (chunk extensions)
+and after its last one (trailers)."""
+HEADERS = 128
+"""Most header fields of one request."""
+READ_BYTES = 4 * 1024
+"""Size of one read, except within a body of known length, which costs next to nothing to parse."""
+BODY_READ_BYTES = 64 * 1024
+CHUNKED_STEP_BYTES = 1024
+"""Bytes of a chunked body that are parsed at once. Where it ends is known only after parsing, so
+that small requests behind it in the same step are parsed too: 56 of them at most fit in here."""
+STALL_SECONDS = 10.0
+"""A client that reads nothing of its response for so long is disconnected."""
+LINGER_SECONDS = 2.0
+LINGERING_BYTES = 1024**2
+"""Bytes that are still read after a connection's last response; see `LingeringTransport`."""
+DISCARDED_BYTES = 64 * 1024**2
+"""The body of a refused request is read and discarded up to this size: many clients read no
+response before they have sent everything."""
+DISCARD_SECONDS = 30.0
+DRAIN_SECONDS = 1.0
+"""How long a graceful shutdown keeps an idle connection, as a request may be in flight."""
+CONNECTIONS = 1024
+"""Above this, the connections that have waited longest for their clients are closed."""
+MAX_CONNECTIONS = 4096
+"""Above this, they are closed even if they have waited less than GRACE_SECONDS."""
+GRACE_SECONDS = 1.0
+"""Time for a new connection to send its request: many are accepted at once, and the one with a
+request may be the first of them."""
+OTHER_FILES = 128
+"""File descriptors reserved for everything but connections."""
+
 
 class HoldableFlowControl(FlowControl):
     """Reads only while neither uvicorn (application behind on a body) nor the connection pauses."""
@@ -127,41 +161,6 @@ class LingeringTransport:
             self._half_closed = True
             self._transport.write_eof()
             self._on_half_closed()
-
-
-HEAD_SECONDS = 10.0
-"""Time limit for a request's head, and for the silence of a new connection."""
-HEAD_BYTES = 64 * 1024
-"""Largest request head; also the most bytes between two parts of a chunked body (chunk extensions)
-and after its last one (trailers)."""
-HEADERS = 128
-"""Most header fields of one request."""
-READ_BYTES = 4 * 1024
-"""Size of one read, except within a body of known length, which costs next to nothing to parse."""
-BODY_READ_BYTES = 64 * 1024
-CHUNKED_STEP_BYTES = 1024
-"""Bytes of a chunked body that are parsed at once. Where it ends is known only after parsing, so
-that small requests behind it in the same step are parsed too: 56 of them at most fit in here."""
-STALL_SECONDS = 10.0
-"""A client that reads nothing of its response for so long is disconnected."""
-LINGER_SECONDS = 2.0
-LINGERING_BYTES = 1024**2
-"""Bytes that are still read after a connection's last response; see `LingeringTransport`."""
-DISCARDED_BYTES = 64 * 1024**2
-"""The body of a refused request is read and discarded up to this size: many clients read no
-response before they have sent everything."""
-DISCARD_SECONDS = 30.0
-DRAIN_SECONDS = 1.0
-"""How long a graceful shutdown keeps an idle connection, as a request may be in flight."""
-CONNECTIONS = 1024
-"""Above this, the connections that have waited longest for their clients are closed."""
-MAX_CONNECTIONS = 4096
-"""Above this, they are closed even if they have waited less than GRACE_SECONDS."""
-GRACE_SECONDS = 1.0
-"""Time for a new connection to send its request: many are accepted at once, and the one with a
-request may be the first of them."""
-OTHER_FILES = 128
-"""File descriptors reserved for everything but connections."""
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):

@@ -40,6 +40,42 @@ SERVING = (
     *("pyyaml", "rich", "typer", "uvicorn", "uvloop"),
 )
 """What `compress serve` and `compress verify` import besides the model's runtime; no torch."""
+logger = logging.getLogger(__name__)
+HOME = "/opt/compress"
+"""Folder of the model and the server in an image."""
+USER = "10001:10001"
+"""Without a name in /etc/passwd; Kubernetes' `runAsNonRoot` accepts numbers alone."""
+PORT = 8080
+VARIABLES = {
+    "PYTHONPATH": f"{HOME}/app:{HOME}/lib",
+    "PYTHONUNBUFFERED": "1",
+    "PYTHONDONTWRITEBYTECODE": "1",  # the root file system may be read-only
+}
+HEALTH = (
+    "import urllib.request as r; "
+    f"r.urlopen('http://127.0.0.1:{PORT}/v2/health/ready', timeout=4).close()"
+)
+
+DOCKERFILE = """\
+ARG PYTHON_IMAGE=python:{python}-slim
+FROM ${{PYTHON_IMAGE}}
+COPY requirements.txt {home}/
+RUN pip install --no-cache-dir --no-deps --require-hashes -r {home}/requirements.txt
+COPY app {home}/app
+RUN python3 -m compileall -q {home}/app
+COPY model {home}/model
+COPY {files} {home}/
+ENV {variables}
+LABEL compress.artifact.digest="{digest}"
+USER {user}
+EXPOSE {port}
+HEALTHCHECK --interval=15s --timeout=5s --start-period=60s CMD {health}
+ENTRYPOINT {entrypoint}
+"""
+DOCKERIGNORE = "*\n!app\n!model\n!*.json\n!*.npz\n!requirements.txt\n"
+PACKAGES = ("compress", "export", "serve", "pipelines")
+ROOT = Path(__file__).parents[2]
+"""Folder of the packages and of cli.py: a checkout's, or site-packages."""
 
 
 def locked_requirements(folder: Path, runtime: str, readers: Iterable[str] = ()) -> str:
@@ -104,44 +140,6 @@ def run_pip(*arguments: str) -> str:
             "the hashes come from the package index that pip is configured for"
         )
     return done.stdout
-
-
-logger = logging.getLogger(__name__)
-
-HOME = "/opt/compress"
-"""Folder of the model and the server in an image."""
-USER = "10001:10001"
-"""Without a name in /etc/passwd; Kubernetes' `runAsNonRoot` accepts numbers alone."""
-PORT = 8080
-VARIABLES = {
-    "PYTHONPATH": f"{HOME}/app:{HOME}/lib",
-    "PYTHONUNBUFFERED": "1",
-    "PYTHONDONTWRITEBYTECODE": "1",  # the root file system may be read-only
-}
-HEALTH = (
-    "import urllib.request as r; "
-    f"r.urlopen('http://127.0.0.1:{PORT}/v2/health/ready', timeout=4).close()"
-)
-DOCKERFILE = """\
-ARG PYTHON_IMAGE=python:{python}-slim
-FROM ${{PYTHON_IMAGE}}
-COPY requirements.txt {home}/
-RUN pip install --no-cache-dir --no-deps --require-hashes -r {home}/requirements.txt
-COPY app {home}/app
-RUN python3 -m compileall -q {home}/app
-COPY model {home}/model
-COPY {files} {home}/
-ENV {variables}
-LABEL compress.artifact.digest="{digest}"
-USER {user}
-EXPOSE {port}
-HEALTHCHECK --interval=15s --timeout=5s --start-period=60s CMD {health}
-ENTRYPOINT {entrypoint}
-"""
-DOCKERIGNORE = "*\n!app\n!model\n!*.json\n!*.npz\n!requirements.txt\n"
-PACKAGES = ("compress", "export", "serve", "pipelines")
-ROOT = Path(__file__).parents[2]
-"""Folder of the packages and of cli.py: a checkout's, or site-packages."""
 
 
 @dataclass(frozen=True)

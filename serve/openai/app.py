@@ -47,6 +47,11 @@ EVENT_STREAM = {
     "cache-control": "no-cache",
     "x-accel-buffering": "no",  # nginx passes events on at once
 }
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+MODELS = "/v1/models"
+TOKEN_BYTES = 768
+"""Memory of a token of the longest prompt while it is read."""
+STOPPING = "the server stops, before the answer was complete; ask again"
 
 
 @dataclass(frozen=True)
@@ -101,15 +106,6 @@ class CompletionFormat:
         }
 
 
-def usage_of(prompt_tokens: int, tokens: int) -> dict[str, int]:
-    """Return the `usage` of a response."""
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": tokens,
-        "total_tokens": prompt_tokens + tokens,
-    }
-
-
 def event(content: dict[str, Any]) -> bytes:
     """Return a server-sent event; JSON in ASCII has no line breaks."""
     return b"data: %s\n\n" % json.dumps(content, separators=(",", ":")).encode()
@@ -125,13 +121,6 @@ def error_in_openai_format(error: Exception, response: Response) -> Response:
         "code": code or CODES.get(response.status),
     }
     return Response(response.status, json.dumps({"error": content}).encode(), response.headers)
-
-
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-MODELS = "/v1/models"
-TOKEN_BYTES = 768
-"""Memory of a token of the longest prompt while it is read."""
-STOPPING = "the server stops, before the answer was complete; ask again"
 
 
 class OpenAIApplication(BaseApplication):
@@ -289,8 +278,13 @@ class OpenAIApplication(BaseApplication):
 
     def _usage(self, job: GenerationJob, last: Part) -> dict[str, int]:
         """Return the numbers of tokens of an answer, and add them to the metrics."""
-        self.state.metrics.count_tokens(len(job.prompt), last.tokens)
-        return usage_of(len(job.prompt), last.tokens)
+        prompt, answer = len(job.prompt), last.tokens
+        self.state.metrics.count_tokens(prompt, answer)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": answer,
+            "total_tokens": prompt + answer,
+        }
 
 
 async def send_events(send: Send, events: bytes, *, more: bool = True) -> None:

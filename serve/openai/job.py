@@ -34,6 +34,14 @@ if TYPE_CHECKING:
 
     from serve.openai.request import Body
 
+COMPLETION_TOKENS = 16
+"""`max_tokens` of a completion where none is given, as OpenAI has it."""
+TOO_LONG = "context_length_exceeded"
+UNKNOWN_MODEL = 404
+LEAST = 1e-6
+"""Of `temperature` and `top_p`: float32, in which genai computes, ends not far below. Fewer than a
+million tokens have one that is likelier than this `top_p`, which chooses it like 0 does."""
+
 
 class GenerationTag(Extension):
     """`{% generation %}`, which marks what training learns; the text in it stays as it is."""
@@ -105,15 +113,6 @@ def _now(form: str) -> str:
 
 def _to_json(value: Any, **options: Any) -> str:
     return json.dumps(value, **{"ensure_ascii": False, **options})
-
-
-COMPLETION_TOKENS = 16
-"""`max_tokens` of a completion where none is given, as OpenAI has it."""
-TOO_LONG = "context_length_exceeded"
-UNKNOWN_MODEL = 404
-LEAST = 1e-6
-"""Of `temperature` and `top_p`: float32, in which genai computes, ends not far below. Fewer than a
-million tokens have one that is likelier than this `top_p`, which chooses it like 0 does."""
 
 
 class GenerationRequest(NamedTuple):

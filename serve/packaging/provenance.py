@@ -28,6 +28,12 @@ if TYPE_CHECKING:
     from compress.core.verdict import PastStage, Verdict
 
 PROVENANCE = "provenance.json"
+MODEL_CARD = "MODEL_CARD.md"
+NOT_MEASURED = """\
+Latency is not written here: it belongs to a machine, and the run's report has it. Nothing was
+measured of the model's behaviour on data unlike the validation split, on groups within it, or under
+attack. What the model is meant for, where its data come from, and under which licence it may be
+used, is not known to the tool that wrote this card."""
 
 
 class Packaged(Settings):
@@ -109,14 +115,6 @@ def digest_of(content: bytes | Path) -> FileDigest:
 def digests_of(members: Mapping[str, bytes | Path]) -> dict[str, FileDigest]:
     """Return the size and hash of each member."""
     return {name: digest_of(content) for name, content in members.items()}
-
-
-MODEL_CARD = "MODEL_CARD.md"
-NOT_MEASURED = """\
-Latency is not written here: it belongs to a machine, and the run's report has it. Nothing was
-measured of the model's behaviour on data unlike the validation split, on groups within it, or under
-attack. What the model is meant for, where its data come from, and under which licence it may be
-used, is not known to the tool that wrote this card."""
 
 
 def model_card(model_name: str, record: Provenance, bytes_served: int) -> str:

@@ -34,6 +34,19 @@ FIELDS: dict[str, Field] = {
     "attention_mask": "attention_mask",
     "token_type_ids": "type_ids",
 }
+logger = logging.getLogger(__name__)
+STEPS = ("do_resize", "do_center_crop", "do_rescale", "do_normalize")
+"""Steps of transformers' image processors that are computed here."""
+WITHOUT_EFFECT = ("do_convert_rgb", "do_reduce_labels")
+"""Steps that change no answer: every image is read in the model's channels."""
+RESAMPLE = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
+"""Pillow's filters by their numbers."""
+TOP_LABELS = 5
+"""How many labels of each row are answered where no setting says."""
+MULTILABEL = "multi_label_classification"
+"""transformers' `problem_type` of models whose classes do not exclude each other."""
+WARPED_FROM = 384
+"""ConvNeXT's processor squashes from this size on, and crops below it."""
 
 
 class ImageInput(Settings):
@@ -172,22 +185,6 @@ def _tokenizer_settings(
     pad = next((t for t in candidates if t and tokenizer.token_to_id(t) is not None), None)
     longest = (tokenizer.truncation or {}).get("max_length")
     return longest, pad, tokenizer.token_to_id(pad) if pad else None
-
-
-logger = logging.getLogger(__name__)
-
-STEPS = ("do_resize", "do_center_crop", "do_rescale", "do_normalize")
-"""Steps of transformers' image processors that are computed here."""
-WITHOUT_EFFECT = ("do_convert_rgb", "do_reduce_labels")
-"""Steps that change no answer: every image is read in the model's channels."""
-RESAMPLE = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
-"""Pillow's filters by their numbers."""
-TOP_LABELS = 5
-"""How many labels of each row are answered where no setting says."""
-MULTILABEL = "multi_label_classification"
-"""transformers' `problem_type` of models whose classes do not exclude each other."""
-WARPED_FROM = 384
-"""ConvNeXT's processor squashes from this size on, and crops below it."""
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from compress.artifacts.artifact import MANIFEST, Artifact, Manifest
+from compress.artifacts.carried_files import TOKENIZER
 from compress.common.atomic_files import sha256_of
 from compress.common.errors import ArtifactInvalid
 from compress.common.forward import OpenedModel, opened_model
 from serve.packaging.provenance import PROVENANCE, Provenance, digest_of, refuse_broken_chain
-from serve.packaging.request_forms import TOKENIZER
 from serve.torchserve.mar_file import (
     CONFIG,
     HANDLER,

@@ -36,6 +36,19 @@ CREATED_ON = "01/01/1980 00:00:00"
 """Fixed, like every member's date, so that equal contents give equal bytes."""
 _OLDEST_ZIP_DATE = (1980, 1, 1, 0, 0, 0)
 _REGULAR_FILE = 0o100644 << 16
+MODULES = (
+    "compress.checkpoint.pt2_safety",
+    "compress.common.foreign.native_runtimes",
+    "export.common.int8_sums",
+    "serve.worker.http_errors",
+    "serve.worker.tensors",
+    "serve.worker.oip",
+    "serve.worker.wire",
+    "serve.worker.preprocess",
+    "serve.worker.loaders",
+    "serve.worker.handler",
+)
+"""In dependency order: each uses only modules before it."""
 
 
 def mar_manifest(model_name: str, payload: str) -> bytes:
@@ -105,21 +118,6 @@ def check_member_name(name: str, archive: str = "the .mar") -> None:
             f"{archive}: member {name!r} is a Python module and would shadow an installed one; "
             f"only {HANDLER} may be code"
         )
-
-
-MODULES = (
-    "compress.checkpoint.pt2_safety",
-    "compress.common.foreign.native_runtimes",
-    "export.common.int8_sums",
-    "serve.worker.http_errors",
-    "serve.worker.tensors",
-    "serve.worker.oip",
-    "serve.worker.wire",
-    "serve.worker.preprocess",
-    "serve.worker.loaders",
-    "serve.worker.handler",
-)
-"""In dependency order: each uses only modules before it."""
 
 
 def handler_text() -> bytes:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field
 
+from compress.artifacts.carried_files import TOKENIZER
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.common.config import Count
@@ -31,7 +32,6 @@ from serve.packaging.provenance import (
     model_card,
 )
 from serve.packaging.request_forms import (
-    TOKENIZER,
     ImageInput,
     RequestForms,
     TextInput,
@@ -262,6 +262,15 @@ def archive_members(
 def handler_config(served: Artifact, stage: PackageTorchServe, probe: Probe) -> dict[str, Any]:
     """Return the content of ``model-config.yaml``, for TorchServe and for our handler."""
     signature = probe.signature
+    names = stage.class_names or served.class_names
+    first = signature.outputs[0].name
+    classes = class_settings(served, names, stage.top_labels, probe.arrays[first])
+    if stage.class_names and classes is None:
+        shape = list(probe.arrays[first].shape)
+        raise StageFailed(
+            f"class_names: {len(names)} names, and {first} has shape {shape}, expected "
+            f"[rows, {len(names)}]"
+        )
     handler: dict[str, Any] = {
         "kind": served.kind,
         "threads": stage.threads,
@@ -271,7 +280,7 @@ def handler_config(served: Artifact, stage: PackageTorchServe, probe: Probe) -> 
         "probe_atol": stage.probe_atol,
         "inputs": signature.input_descriptions(served.manifest.facts),
         "outputs": [output.name for output in signature.outputs],
-        "classes": _class_settings(served, stage, probe),
+        "classes": classes,
     }
     for fact in ("built_for", "optimize_for_inference", "one_call_at_a_time"):
         if served.manifest.facts.get(fact):
@@ -288,19 +297,3 @@ def handler_config(served: Artifact, stage: PackageTorchServe, probe: Probe) -> 
         "jobQueueSize": stage.queue_size,
         "handler": handler,
     }
-
-
-def _class_settings(
-    served: Artifact, stage: PackageTorchServe, probe: Probe
-) -> dict[str, Any] | None:
-    """Return the handler's settings of class names, or None; names set here must fit."""
-    names = stage.class_names or served.class_names
-    first = served.signature.outputs[0].name
-    found = class_settings(served, names, stage.top_labels, probe.arrays[first])
-    if stage.class_names and found is None:
-        shape = list(probe.arrays[first].shape)
-        raise StageFailed(
-            f"class_names: {len(names)} names, and {first} has shape {shape}, expected "
-            f"[rows, {len(names)}]"
-        )
-    return found
