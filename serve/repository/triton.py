@@ -41,12 +41,10 @@ AUTO_COMPLETES = (
     "start Triton with --disable-auto-complete-config: otherwise it adds dynamic batching, and "
     "joins requests all the same"
 )
-
 MAY_BE_BFLOAT16 = (
     "Triton's OpenVINO backend computes in bfloat16 on processors that have it, and has no setting "
     "for float32, by which the gates judged"
 )
-
 NO_AOT_BATCHING = (
     "Triton's PyTorch backend does not batch AOTInductor packages; a client may send many rows in "
     "one request"
