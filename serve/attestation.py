@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from compress.artifacts.artifact import Artifact, Step
-    from serve.torchserve.answer_check import Proof
+    from serve.verify import Proof
 
 STATEMENT = "https://in-toto.io/Statement/v1"
 PROVENANCE = "https://slsa.dev/provenance/v1"

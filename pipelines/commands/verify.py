@@ -17,9 +17,8 @@ from pipelines.commands.verify_anchors import (
 from pipelines.config.pipeline import PipelineConfig
 from pipelines.reporting.verification_page import render_proof
 from serve.attestation import sign_model, signed, statement_of, subjects_of
-from serve.torchserve.answer_check import Evidence, Proof
 from serve.torchserve.artifact import TorchServeArchive
-from serve.verify import verify
+from serve.verify import Evidence, Proof, verify
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from serve.attestation import Attestation
-    from serve.torchserve.answer_check import Proof
+    from serve.verify import Proof
 
 ARTIFACTS = "artifacts"
 NO_ANCHOR = (

@@ -9,7 +9,7 @@ from compress.common.printable import markdown_text
 from pipelines.reporting.html_page import render_page
 
 if TYPE_CHECKING:
-    from serve.torchserve.answer_check import Proof
+    from serve.verify import Proof
 
 
 def render_proof(proof: Proof, name: str, ending: str) -> str:

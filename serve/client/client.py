@@ -15,8 +15,7 @@ from urllib.parse import quote, urlsplit
 import numpy as np
 
 from compress.common.errors import StageFailed
-from serve.worker.oip import DATATYPES, HEADER_LENGTH
-from serve.worker.wire import JSON, NPZ, RAW, from_npz, to_npz
+from serve.worker.wire import DATATYPES, HEADER_LENGTH, JSON, NPZ, RAW, from_npz, to_npz
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

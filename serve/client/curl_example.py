@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from serve.worker.oip import DATATYPES
+from serve.worker.wire import DATATYPES
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -29,7 +29,7 @@ from serve.http.request_decoder import RequestDecoder, content_type_of, memory_n
 from serve.http.responses import HttpError, Response, error_response, response_of, send_response
 from serve.worker import wire
 from serve.worker.http_errors import inference_error, output_fault
-from serve.worker.oip import DATATYPES, LABELS
+from serve.worker.wire import DATATYPES, LABELS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence

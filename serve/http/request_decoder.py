@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from serve.http.responses import HttpError
 from serve.worker import wire
 from serve.worker.http_errors import TOO_LARGE
-from serve.worker.oip import HEADER_LENGTH, requested_outputs
 from serve.worker.preprocess import MAX_PIXELS, create_readers
 from serve.worker.tensors import check
+from serve.worker.wire import HEADER_LENGTH, requested_outputs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -27,8 +27,7 @@ from serve.http.helper_process import HelperProcess
 from serve.http.request_decoder import UNSPECIFIED, content_type_of
 from serve.http.responses import HttpError, Response, send_response
 from serve.openai.decoder import GenerationJob
-from serve.openai.job import DecoderTexts
-from serve.openai.request import ApiError
+from serve.openai.request import ApiError, DecoderTexts
 from serve.worker.http_errors import UNKNOWN_FORM, abbreviated
 from serve.worker.wire import JSON
 
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
     from serve.http.options import Limits
     from serve.http.responses import Headers, Message, Receive, Send
     from serve.openai.decoder import GenerationThreads, Part, ServedDecoder
-    from serve.openai.job import GenerationRequest
+    from serve.openai.request import GenerationRequest
 
 DONE = b"data: [DONE]\n\n"
 CODES = {401: "invalid_api_key", 404: "not_found", 503: "overloaded", 504: "timeout"}

@@ -42,7 +42,6 @@ MODULES = (
     "export.common.int8_sums",
     "serve.worker.http_errors",
     "serve.worker.tensors",
-    "serve.worker.oip",
     "serve.worker.wire",
     "serve.worker.preprocess",
     "serve.worker.loaders",

@@ -18,10 +18,18 @@ from typing import TYPE_CHECKING, Any
 
 from serve.worker.http_errors import BROKEN, UNREADABLE, inference_error, output_fault
 from serve.worker.loaders import LOADERS, THREADS_VARIABLE, replay
-from serve.worker.oip import LABELS, requested_outputs
 from serve.worker.preprocess import create_readers
 from serve.worker.tensors import check, run_batched
-from serve.worker.wire import JSON, NPZ, decode, encode, error_body, from_npz
+from serve.worker.wire import (
+    JSON,
+    LABELS,
+    NPZ,
+    decode,
+    encode,
+    error_body,
+    from_npz,
+    requested_outputs,
+)
 
 if TYPE_CHECKING:
     from ts.context import Context

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve.openai.app import error_in_openai_format
-from serve.openai.job import ChatTemplate, DecoderTexts
-from serve.openai.request import ApiError
+from serve.openai.request import ApiError, ChatTemplate, DecoderTexts
 from tests.export.tiny_decoder import LONGEST, VOCABULARY, decoder
 from tests.fuzz.mutations import changed_bytes, changed_value
 

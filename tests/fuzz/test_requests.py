@@ -13,9 +13,19 @@ from hypothesis import strategies as st
 from compress.common.printable import CONTROL_CHARACTERS
 from compress.common.signature import Signature, TensorSpec
 from serve.worker.http_errors import describe_error
-from serve.worker.oip import HEADER_LENGTH, requested_outputs
 from serve.worker.tensors import check
-from serve.worker.wire import JSON, NPY, NPZ, RAW, TEXT, decode, encode, to_npz
+from serve.worker.wire import (
+    HEADER_LENGTH,
+    JSON,
+    NPY,
+    NPZ,
+    RAW,
+    TEXT,
+    decode,
+    encode,
+    requested_outputs,
+    to_npz,
+)
 from tests.fuzz.mutations import changed_bytes, changed_value
 
 ONE = Signature(inputs=(TensorSpec(name="x", shape=("batch", 4)),)).input_descriptions()

@@ -13,7 +13,7 @@ from pipelines.reporting.layer_sizes import layer_sensitivities, layer_sizes
 from pipelines.reporting.stage_rows import build_rows
 from pipelines.reporting.verification_page import render_proof
 from pipelines.results.schema import Report
-from serve.torchserve.answer_check import Proof, Replay
+from serve.verify import Proof, Replay
 
 
 def test_sizes_by_layer_are_those_of_the_sealed_weights(finished_run) -> None:

@@ -16,7 +16,7 @@ from pipelines.reporting.html import render
 from pipelines.reporting.stage_rows import build_rows
 from pipelines.reporting.verification_page import render_proof
 from pipelines.results.schema import Report
-from serve.torchserve.answer_check import Proof, Replay
+from serve.verify import Proof, Replay
 
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None

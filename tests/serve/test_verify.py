@@ -26,11 +26,10 @@ from pipelines.runner.run import preview_run
 from serve.http.options import Options
 from serve.packaging.provenance import Provenance, digest_of, model_card, refuse_broken_chain
 from serve.serve_command import serve_artifact
-from serve.torchserve.answer_check import compare_outputs
 from serve.torchserve.artifact import TorchServeArchive
 from serve.torchserve.mar_file import read_mar, write_mar
 from serve.torchserve.stage import PackageTorchServe
-from serve.verify import verify
+from serve.verify import compare_outputs, verify
 from tests.pipelines.conftest import measured_briefly
 
 pytestmark = pytest.mark.torchserve

@@ -13,11 +13,22 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from compress.common.errors import ArtifactInvalid, StageFailed
 from compress.common.signature import Signature
 from serve.packaging.request_forms import ImageInput, TextInput
-from serve.worker import oip, wire
-from serve.worker.oip import HEADER_LENGTH, LABELS, requested_outputs
+from serve.worker import wire
 from serve.worker.preprocess import create_readers
 from serve.worker.tensors import check, top_classes
-from serve.worker.wire import JSON, NPZ, RAW, TEXT, decode, encode, from_npz, parse_json
+from serve.worker.wire import (
+    HEADER_LENGTH,
+    JSON,
+    LABELS,
+    NPZ,
+    RAW,
+    TEXT,
+    decode,
+    encode,
+    from_npz,
+    parse_json,
+    requested_outputs,
+)
 
 IDS = {"name": "ids", "shape": ["batch", 2], "dtype": "int64"}
 SCALE = {"name": "scale", "shape": ["batch"], "dtype": "float32"}
@@ -291,7 +302,7 @@ def test_text_settings_that_do_not_fit_are_refused(tokenizer: Path, tmp_path: Pa
 def test_json_is_the_same_without_pydantic(fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A TorchServe archive may run where only numpy and the model's runtime are installed."""
     if not fast:
-        monkeypatch.setattr(oip, "fast_json", None)
+        monkeypatch.setattr(wire, "fast_json", None)
         monkeypatch.setattr(wire, "fast_json", None)
     assert wire.parse_json(b'{"data": [1e-7, 2, true]}') == {"data": [1e-7, 2, True]}
     for text, words in ((b"[1", "EOF|delimiter"), (b"[" * 9**5, "too deeply")):
@@ -299,5 +310,5 @@ def test_json_is_the_same_without_pydantic(fast: bool, monkeypatch: pytest.Monke
             wire.parse_json(text)
     floats = np.array([1e-7, 0.1, -3e20, 0.0], np.float32)
     arrays = [floats, np.array([True, False]), np.array([2**64 - 1], np.uint64)]
-    assert [json.loads(oip.flat_json(array)) for array in arrays] == [a.tolist() for a in arrays]
-    assert json.loads(oip.flat_json(np.array(["ä\ud800", "b"]))) == ["ä\ud800", "b"]
+    assert [json.loads(wire.flat_json(array)) for array in arrays] == [a.tolist() for a in arrays]
+    assert json.loads(wire.flat_json(np.array(["ä\ud800", "b"]))) == ["ä\ud800", "b"]

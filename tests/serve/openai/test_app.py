@@ -17,8 +17,7 @@ from export.genai.text import TextTokenizer
 from serve.http.options import Limits
 from serve.openai.app import OpenAIApplication
 from serve.openai.decoder import GenerationJob, GenerationThreads, ServedDecoder
-from serve.openai.job import LEAST, ChatTemplate, DecoderTexts
-from serve.openai.request import ApiError
+from serve.openai.request import LEAST, ApiError, ChatTemplate, DecoderTexts
 from tests.export.tiny_decoder import LONGEST, VOCABULARY
 from tests.serve.openai import session_decoder
 from tests.serve.openai.session_decoder import open_decoder

@@ -6,7 +6,7 @@ import pytest
 
 from compress.artifacts.artifact import Artifact
 from export.genai.text import TextStream, TextTokenizer
-from serve.openai.job import ChatTemplate
+from serve.openai.request import ChatTemplate
 
 MESSAGES = [
     {"role": "system", "content": " Be brief.\n"},

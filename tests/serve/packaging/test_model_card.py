@@ -8,7 +8,7 @@ from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.verdict import History, PastStage
 from pipelines.reporting.verification_page import render_proof
 from serve.packaging.provenance import Packaged, Provenance, model_card
-from serve.torchserve.answer_check import Proof
+from serve.verify import Proof
 
 HOSTILE = (
     "<script>alert(1)</script>",
