@@ -26,6 +26,7 @@ _STANDARD_LIBRARY = (
     str(_STANDARD),
     str(_STANDARD.with_name("python{}{}.zip".format(*sys.version_info))),  # first on sys.path
 )
+
 _ROOT = Path(__file__).resolve().parents[2]
 _OWN = tuple(str(_ROOT / name) for name in OWN_PACKAGES)
 _LOADERS = tuple(
