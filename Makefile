@@ -1,7 +1,7 @@
 # make demo   set up .venv and run pipelines/quickstart.yaml
 # make test   set up .venv, run the checks and tests of CI, and print how long each part took
 # make fuzz   set up .venv and try 5000 changed inputs of each kind; FUZZ_EXAMPLES=… for more
-# make attack   set up .venv and try what attackers tried: files, requests, kills, a faulty store (half an hour)
+# make attack   set up .venv and try what attackers tried: files, requests, kills, a faulty store … (an hour)
 # make docs   set up .venv and build the site of docs/ in build/site
 # make reference   write docs/reference/ anew, after a setting or a command changed
 # make test-lowest   run the quick tests with the lowest versions that pyproject.toml allows (but of torch)

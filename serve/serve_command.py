@@ -42,6 +42,7 @@ NO_TLS = (
     "warning: other machines reach this port, and the token travels unencrypted: put a proxy with "
     "TLS before it"
 )
+
 NATIVE = (
     "its model is native code, which cannot be inspected: give the archive's sha256, from a source "
     "that you trust, with --sha256"

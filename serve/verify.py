@@ -1,25 +1,40 @@
-"""Verify an artifact: every hash, its origin, and for a ``.mar`` its served outputs."""
+"""Verify an artifact: every hash, its origin, and for a ``.mar`` its served outputs.
+
+The chain of an archive's artifacts is verified back to the source.
+"""
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 from compress.artifacts.artifact import Artifact
 from compress.common.atomic_files import sha256_of
+from compress.common.config import Settings
+from compress.common.errors import ArtifactInvalid, Unavailable
 from compress.serve.packaging.provenance import PROVENANCE, Provenance
 from compress.serve.torchserve.artifact import (
+    PROBE,
     TorchServeArchive,
     check_bare_mar,
     refuse_unknown_file,
     refuse_wrong_artifact_hash,
     refuse_wrong_hash,
 )
-from compress.serve.verify import Evidence, Proof, prove_answers, prove_chain
+from compress.serve.torchserve.mar_file import CONFIG
+from compress.serve.worker.wire import from_npz
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from compress.data.splits import Splits
+    from compress.serve.worker.tensors import Array
+
+    Answer = Callable[[Sequence[Array]], tuple[Array, ...]]
+    Pairs = Iterable[tuple[Sequence[Array], Sequence[Array]]]
 
 ARTIFACT_MODULES = (
     "compress.artifacts.eager_model",
@@ -36,6 +51,186 @@ NATIVE = (
     "give the archive's sha256, from a source that you trust, with --sha256, or --replay for a run "
     "that you trust"
 )
+
+
+class Replay(Settings):
+    """A comparison of served outputs with recorded ones, or with the packaged artifact's."""
+
+    what: str
+    samples: int
+    largest_difference: float
+
+
+class Proof(Settings):
+    """The result of verifying an artifact."""
+
+    version: Literal[1] = 1
+    kind: str
+    sha256: str
+    """SHA-256 of the deployed file."""
+    digest: str | None = None
+    """SHA-256 of the artifact's manifest; None for a bare archive."""
+    anchors: tuple[str, ...] = ()
+    """Sources outside the artifact that confirm its digest or its file's hash."""
+    served_by: str | None = None
+    """The server that was started; None if none was."""
+    replays: tuple[Replay, ...] = ()
+    proven: tuple[str, ...]
+    """Each verified property, as a line of text."""
+    unproven: tuple[str, ...] = ()
+    """Each property that could not be verified, and why."""
+
+    def with_lines(self, *lines: str, **changed: Any) -> Proof:
+        """Return a copy with more verified properties."""
+        return self.model_copy(update={"proven": (*self.proven, *lines), **changed})
+
+    def lacking(self, line: str) -> Proof:
+        """Return a copy with a property that could not be verified."""
+        return self.model_copy(update={"unproven": (*self.unproven, line)})
+
+    def summary_lines(self) -> Iterator[str]:
+        """Yield all lines for the terminal."""
+        yield from (f"proven: {line}" for line in self.proven)
+        yield from (f"not proven: {line}" for line in self.unproven)
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What the run that made an archive offers to verify it with."""
+
+    artifacts: Mapping[str, Artifact]
+    """The run's artifacts by digest."""
+    source: Mapping[str, Any]
+    """Current hashes of the imported model's checkpoint and code."""
+    data: Splits | None
+    """The run's data."""
+    missing: str = ""
+    """Why there is no data."""
+
+
+def prove_chain(proof: Proof, origin: Provenance, evidence: Evidence | None, where: str) -> Proof:
+    """Verify each artifact from the source to the archive; return the extended proof.
+
+    Raises:
+        ArtifactInvalid: an ancestor was changed after sealing, or the source's checkpoint or code
+            has changed.
+    """
+    history = origin.history
+    if history is None:
+        return proof.lacking("the stages' artifacts: the archive was packed outside a run")
+    names = {stage.digest: stage.name for stage in history.stages}
+    chain = {history.source_digest: "source"} | names
+    path = " → ".join(f"{name} {digest[:12]}" for digest, name in chain.items())
+    proof = proof.with_lines(f"each stage read what the one before it made: {path}")
+    if evidence is None:
+        return proof
+    absent = [name for digest, name in chain.items() if digest not in evidence.artifacts]
+    for digest, name in chain.items():
+        if name not in absent:
+            evidence.artifacts[digest].verify()
+    here = len(chain) - len(absent)
+    proof = proof.with_lines(f"{here} of these {len(chain)} artifacts are here, as sealed")
+    if absent:
+        proof = proof.lacking(f"{', '.join(absent)}: not here")
+    for part, recorded in history.source.items():
+        if part in evidence.source and evidence.source[part] != recorded:
+            raise ArtifactInvalid(
+                f"{where}: the {part} of the input model was {recorded}, and is now "
+                f"{evidence.source[part]}"
+            )
+    known = [part for part in ("checkpoint", "code") if evidence.source.get(part)]
+    if known:
+        proof = proof.with_lines(f"the source's {' and '.join(known)} hash to what is recorded")
+    return proof
+
+
+def prove_answers(
+    proof: Proof,
+    mar: Path,
+    members: Mapping[str, bytes],
+    origin: Provenance,
+    evidence: Evidence | None,
+) -> Proof:
+    """Serve the archive and return the extended proof; outputs may differ by `probe_atol`."""
+    import yaml
+
+    settings = yaml.safe_load(members[CONFIG])["handler"]
+    names = [output.name for output in origin.signature.outputs]
+    with start_serving(mar, members, origin, int(settings["max_rows"])) as (answer, served_by):
+        probe = from_npz(members[PROBE])
+        inputs = [probe[spec.name] for spec in origin.signature.inputs]
+        pairs: Pairs = [(inputs, [probe[name] for name in names])]
+        replays = [compare_outputs("the recorded probe", pairs, answer)]
+        packaged = evidence.artifacts.get(origin.artifact.origin) if evidence else None
+        if packaged is not None and evidence is not None and evidence.data is not None:
+            pairs = validation_pairs(packaged, evidence.data, int(settings["max_rows"]))
+            replays.append(compare_outputs("the validation split", pairs, answer))
+    for replay in replays:
+        if not replay.largest_difference <= float(settings["probe_atol"]):
+            raise ArtifactInvalid(
+                f"{mar}: {PROBE if replay is replays[0] else replay.what}: the served answers "
+                f"differ by {replay.largest_difference:.3g}"
+            )
+    lines = [
+        f"{served_by} answered {replay.what} ({replay.samples} samples); largest difference "
+        f"{replay.largest_difference:.3g}"
+        for replay in replays
+    ]
+    proof = proof.with_lines(*lines, served_by=served_by, replays=tuple(replays))
+    if len(replays) > 1:
+        return proof
+    why = evidence.missing if evidence else "it is not in a run's folder"
+    return proof.lacking(f"the validation split: {why or 'the packaged artifact is not here'}")
+
+
+@contextmanager
+def start_serving(
+    mar: Path, members: Mapping[str, bytes], origin: Provenance, max_rows: int
+) -> Iterator[tuple[Answer, str]]:
+    """Serve an archive by TorchServe, else by its handler alone; yield predictor and name."""
+    from compress.serve.torchserve.handler_runner import HandlerProcess
+    from compress.serve.torchserve.process import TorchServe, find_java, find_torchserve
+
+    try:
+        find_java()
+        find_torchserve()
+    except Unavailable as missing:
+        with HandlerProcess(members, origin.signature) as harness:
+            yield harness.predict, f"the archive's handler, without TorchServe ({missing}),"
+        return
+    with TorchServe(mar) as server, server.client(origin.signature, max_rows) as client:
+        yield client.predict, "TorchServe"
+
+
+def validation_pairs(packaged: Artifact, data: Splits, max_rows: int) -> Pairs:
+    """Yield the validation split's inputs and the packaged artifact's outputs for them."""
+    fixed = packaged.signature.batch_axis is None
+    rows = packaged.signature.inputs[0].shape[:1][0] if fixed else min(max_rows, data.batch_size)
+    with packaged.open() as predict:
+        for batch in data.batches("val", batch_size=int(rows)):
+            if fixed and len(batch.inputs[0]) != rows:
+                continue  # the last, smaller batch
+            outputs = predict(*batch.inputs)
+            yield [t.numpy() for t in batch.inputs], [t.numpy() for t in outputs]
+
+
+def compare_outputs(what: str, pairs: Pairs, answer: Answer) -> Replay:
+    """Return the largest difference from the expected outputs; infinite for NaN or other shapes."""
+    import numpy as np
+
+    worst, samples = 0.0, 0
+    for inputs, expected in pairs:
+        samples += len(inputs[0])
+        for output, target in zip(answer(inputs), expected, strict=True):
+            if output.shape != target.shape or output.dtype != target.dtype:
+                worst = float("inf")
+                continue
+            with np.errstate(invalid="ignore"):
+                difference = np.abs(output.astype(np.float64) - target.astype(np.float64))
+            same = np.equal(output, target)  # infinities too
+            difference = np.where(np.isnan(difference), np.inf, difference)
+            worst = max(worst, float(np.where(same, 0, difference).max(initial=0.0)))
+    return Replay(what=what, samples=samples, largest_difference=worst)
 
 
 def verify(

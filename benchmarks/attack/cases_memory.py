@@ -22,6 +22,8 @@ import numpy as np
 import torch
 from onnx import TensorProto, helper, numpy_helper
 
+from compress.checkpoint.safetensors_io import MOST_TENSORS
+
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
@@ -266,8 +268,17 @@ def safetensors_nested(folder: Path) -> Path:
 
 def safetensors_many(folder: Path) -> Path:
     """Write a header of a million empty tensors."""
+    return _empty_tensors(folder, 10**6)
+
+
+def safetensors_most(folder: Path) -> Path:
+    """Write a header of as many empty tensors as are read."""
+    return _empty_tensors(folder, MOST_TENSORS)
+
+
+def _empty_tensors(folder: Path, count: int) -> Path:
     entry = '"%d":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
-    return _safetensors(folder, ("{" + ",".join(entry % i for i in range(10**6)) + "}").encode())
+    return _safetensors(folder, ("{" + ",".join(entry % i for i in range(count)) + "}").encode())
 
 
 def safetensors_sizes(folder: Path) -> Path:

@@ -11,8 +11,11 @@ from pathlib import Path
 
 from benchmarks.attack.clock import attack_clock
 from benchmarks.attack.files import attack_files
+from benchmarks.attack.notebook import attack_notebook
+from benchmarks.attack.replays import attack_replays
 from benchmarks.attack.report import Section
 from benchmarks.attack.store import attack_store
+from benchmarks.attack.torchserve import attack_torchserve
 
 ROOT = Path(__file__).parents[2]
 KILLS, SEED = 20, 8
@@ -86,5 +89,8 @@ SECTIONS: dict[str, Callable[[str, int | None], Section]] = {
     "kills": attack_runs,
     "store": attack_store,
     "clock": attack_clock,
+    "notebook": attack_notebook,
+    "replays": attack_replays,
+    "torchserve": attack_torchserve,
 }
 """Name → function of words that names must hold, and of how many to try at most."""

@@ -48,7 +48,9 @@ STREAMED = "streamed"
 """Fact of a model whose weights stay on disk: each call reads them part by part."""
 WEIGHTS_ON_DISK = "its weights are read from disk in each call"
 """Why the latency of such a model is not measured."""
-_known: dict[tuple[str | int, ...], str] = {}
+FileVersion = tuple[str | int, ...]
+"""Path, inode, size and times of a file."""
+_known: dict[FileVersion, str] = {}
 """SHA-256 of the files that this process has hashed, by path, inode, size, mtime and ctime."""
 
 
@@ -271,15 +273,23 @@ class Artifact:
         """Verify the files before they are loaded; raise ArtifactInvalid as :meth:`check_files`."""
         # A run opens an artifact many times. Files that this process has hashed are hashed again
         # only if their inode, size or times have changed.
-        keys = {
-            name: (str(self.path / name), s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns)
+        versions = self.file_versions()
+        digests = {name: file.sha256 for name, file in self.manifest.files.items()}
+        unknown = {v: name for v, name in versions.items() if _known.get(v) != digests[name]}
+        if unknown:
+            self.check_files(hashed=unknown.values())
+        self.note_hashed(unknown)
+
+    def file_versions(self) -> dict[FileVersion, str]:
+        """Return the version of each file → its name; ArtifactInvalid as :meth:`check_files`."""
+        return {
+            (str(self.path / name), s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns): name
             for name, s in self._check_sizes().items()
         }
-        digests = {name: file.sha256 for name, file in self.manifest.files.items()}
-        unknown = [name for name in digests if _known.get(keys[name]) != digests[name]]
-        if unknown:
-            self.check_files(hashed=unknown)
-        _known.update({keys[name]: digests[name] for name in unknown})
+
+    def note_hashed(self, versions: Mapping[FileVersion, str]) -> None:
+        """Let :meth:`verify_cached` hash no file of these versions; another process has done it."""
+        _known.update({v: self.manifest.files[name].sha256 for v, name in versions.items()})
 
     def check_files(self, hashed: Iterable[str] = ()) -> None:
         """Compare names and sizes of all files, and the hashes of those named, with the manifest.
@@ -410,11 +420,17 @@ def _load_manifest(raw: bytes) -> Any:
 
 
 def _refuse_foreign(path: Path) -> None:
-    if path.exists() and not (path / MANIFEST).is_file() and any(path.iterdir()):
-        raise PipelineInvalid(
-            f"{path}: holds files that are not an artifact, and would be lost; move them or choose "
-            "another directory"
-        )
+    for _ in range(3):  # another thread may replace or remove it between opening and listing it
+        try:
+            names = os.listdir(path)  # noqa: PTH208 - of one directory, whichever has this name
+        except FileNotFoundError:
+            return
+        if not names or MANIFEST in names:
+            return
+    raise PipelineInvalid(
+        f"{path}: holds files that are not an artifact, and would be lost; move them or choose "
+        "another directory"
+    )
 
 
 def files_below(folder: Path) -> dict[str, os.stat_result]:

@@ -106,9 +106,9 @@ def read_folder(folder: Path, task: Task | None, *, untrained_head: bool) -> tup
         ArtifactInvalid: files are missing, the folder needs code of its own or is quantized, it
             has no model for the task, or weights are missing.
     """
-    refuse_foreign_folder(folder)
+    content = refuse_foreign_folder(folder)
     with reading_by_transformers(folder):
-        _refuse_larger_than_stored(folder, task)
+        _refuse_larger_than_stored(folder, task, content)
         config, kind = _class_of(folder, task)
         config.use_cache = False  # past_key_values would be further outputs
         # transformers itself reads the weights: it maps parameter names of older versions.
@@ -216,13 +216,13 @@ def _json_bytes(content: dict[str, Any]) -> bytes:
 
 def read_architecture(folder: Path, task: Task | None) -> Any:
     """Return a folder's model on the meta device, without weights; raises as `read_folder`."""
-    refuse_foreign_folder(folder)
+    content = refuse_foreign_folder(folder)
     with reading_by_transformers(folder):
-        _refuse_larger_than_stored(folder, task)
+        _refuse_larger_than_stored(folder, task, content)
         return _build_on_meta(folder, task)
 
 
-def _refuse_larger_than_stored(folder: Path, task: Task | None) -> None:
+def _refuse_larger_than_stored(folder: Path, task: Task | None, content: dict[str, Any]) -> None:
     """Raise ArtifactInvalid if a config describes a larger model than the folder has weights for.
 
     It is built in a child process: a config may ask for ten million layers or a billion labels.
@@ -230,7 +230,7 @@ def _refuse_larger_than_stored(folder: Path, task: Task | None) -> None:
     import transformers
 
     # In this process, too, which will need the module of the model's class.
-    for name in read_config(folder).get("architectures") or ():
+    for name in content.get("architectures") or ():
         getattr(transformers, str(name), None)
 
     def bytes_of_model() -> int:
@@ -268,15 +268,17 @@ def recipe_from(module: Any) -> Recipe:
     return Recipe(factory=FACTORY, arguments=arguments)
 
 
-def refuse_foreign_folder(folder: Path) -> None:
-    """Raise ArtifactInvalid for anything but a config and float weights, before it is read."""
+def refuse_foreign_folder(folder: Path) -> dict[str, Any]:
+    """Return a folder's config; raise ArtifactInvalid unless it has float weights alone."""
     from compress.checkpoint.loading import INDEX, INSTEAD
     from compress.checkpoint.safetensors_io import read_header, weight_map
 
     if not folder.is_dir():
         raise ArtifactInvalid(f"{folder}: no such folder; models are never downloaded")
     files = own_files(folder)
-    config = read_config(folder)
+    config = read_json(folder / CONFIG)
+    if "model_type" not in config:
+        raise ArtifactInvalid(f"{folder / CONFIG}: names no model_type of transformers")
     if not any((folder / name).is_file() for name in WEIGHTS):
         raise ArtifactInvalid(
             f"{folder}: holds no {' or '.join(WEIGHTS)}; save it with "
@@ -293,6 +295,7 @@ def refuse_foreign_folder(folder: Path) -> None:
     if "quantization_config" in config:
         raise ArtifactInvalid(f"{folder}: is quantized already; give the float model")
     refuse_lookups(config, folder / CONFIG)
+    return config
 
 
 def own_files(folder: Path) -> list[Path]:
@@ -303,14 +306,6 @@ def own_files(folder: Path) -> list[Path]:
     for file in files:
         refuse_irregular(file)
     return files
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """Return the content of a folder's config.json, or raise ArtifactInvalid."""
-    config = read_json(folder / CONFIG)
-    if "model_type" not in config:
-        raise ArtifactInvalid(f"{folder / CONFIG}: names no model_type of transformers")
-    return config
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import glob
 import hashlib
+import itertools
 import os
 import re
 import shutil
@@ -26,7 +27,9 @@ if TYPE_CHECKING:
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
 """Constants of renameat2(2)."""
 PARTIAL, REMOVED = ".partial-", ".removed-"
-"""In hidden names of files that are being written or removed, before the process's number."""
+"""In hidden names of files that are being written or removed, before numbers that no other thread
+or process has: `1234-0`."""
+NUMBERS = re.compile(r"\d+(-\d+)?")  # one number in names of earlier versions
 IRREGULAR = {
     stat.S_IFDIR: "a directory",
     stat.S_IFIFO: "a pipe",
@@ -45,7 +48,7 @@ def write_atomically(path: Path, content: bytes | str) -> None:
 def open_atomically(path: Path) -> Iterator[BinaryIO]:
     """Yield a file under a temporary name, which is synced and renamed at the end of the block."""
     remove_leftovers(path.parent, glob.escape(path.name))
-    partial = partial_path(path)
+    partial = _hidden_path(path, PARTIAL)
     lock = create_locked(partial, partial.touch)
     try:
         with partial.open("wb") as stream:
@@ -68,7 +71,7 @@ def partial_folder(path: Path) -> Iterator[Path]:
     is_new = not path.parent.exists()
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(path.parent, glob.escape(path.name))
-    partial = partial_path(path)
+    partial = _hidden_path(path, PARTIAL)
     lock = create_locked(partial, partial.mkdir)
     try:
         yield partial
@@ -101,15 +104,9 @@ def temporary_folder() -> Path:
     return Path(folder)
 
 
-def partial_path(path: Path) -> Path:
-    """Return the hidden name under which this process writes a file before it renames it."""
-    return path.with_name(f".{path.name}{PARTIAL}{os.getpid()}")
-
-
 def remove(folder: Path) -> None:
     """Remove a directory, or a link to one, if it exists; a crash leaves all of it or nothing."""
-    aside = folder.with_name(f".{folder.name}{REMOVED}{os.getpid()}")
-    _remove_now(aside)
+    aside = _hidden_path(folder, REMOVED)
     try:
         folder.rename(aside)
     except FileNotFoundError:
@@ -119,15 +116,23 @@ def remove(folder: Path) -> None:
 
 def replace(new: Path, folder: Path) -> None:
     """Replace a directory by another; a crash leaves the old one or the new."""
-    try:
-        _exchange(new, folder)
-    except FileNotFoundError:  # there is no old one
-        new.rename(folder)
-    except OSError:  # the file system cannot exchange names
-        remove(folder)
-        new.rename(folder)
-    else:
-        remove(new)
+    while True:
+        try:
+            _exchange(new, folder)
+        except FileNotFoundError:  # there is no old one
+            pass
+        except OSError:  # the file system cannot exchange names
+            remove(folder)
+        else:
+            remove(new)
+            return
+        try:
+            new.rename(folder)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise  # else another thread put its own there meanwhile
+        else:
+            return
 
 
 def _exchange(one: Path, other: Path) -> None:
@@ -148,7 +153,7 @@ def remove_leftovers(folder: Path, names: str = "*") -> None:
     """
     for mark in (PARTIAL, REMOVED):
         for left in folder.glob(f".{names}{mark}*"):
-            if left.name.rpartition(mark)[2].isdigit():  # else it is a user's file
+            if NUMBERS.fullmatch(left.name.rpartition(mark)[2]):  # else it is a user's file
                 remove_unlocked(left)
 
 
@@ -178,6 +183,17 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _hidden_path(path: Path, mark: str) -> Path:
+    """Return a new hidden name beside a path; two threads may write or remove the same one."""
+    # A number of this process may be one that a killed process had: what that left is removed.
+    hidden = path.with_name(f".{path.name}{mark}{os.getpid()}-{next(_serial)}")
+    _remove_now(hidden)
+    return hidden
+
+
+_serial = itertools.count()
 
 
 def stays_inside(name: str) -> bool:

@@ -31,7 +31,7 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 _OWN = tuple(str(each.resolve()).removesuffix(".py") for each in _PACKAGE.iterdir())
 _LOADERS = tuple(
     str(_PACKAGE / "common" / f"{name}.py")
-    for name in ("code_origin", "dependency_recorder", "factories", "native_readers")
+    for name in ("code_origin", "dependency_recorder", "factories")
 )
 """Files of this toolkit between the user's code and what it imports or opens, on the stack."""
 _SEARCH = tuple(sys.path)

@@ -1,7 +1,7 @@
 """Records which files, modules and environment variables user code reads, with digests.
 
 Python calls audit hooks for each `open`, imports included, reads of `os.environ` go through a
-class of this module, and those of libraries that open files themselves through `native_readers`.
+class of this module; functions of libraries that open files in native code are wrapped.
 Only reads by user code count: code that is neither of the standard library, nor of an installed
 package, nor of this toolkit. Of the packages that it imports the versions are recorded.
 
@@ -12,6 +12,7 @@ checks whether a file exists.
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import importlib.util
 import json
@@ -24,7 +25,9 @@ from collections.abc import Mapping, MutableMapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
+from importlib.abc import MetaPathFinder
 from pathlib import Path
+from types import FunctionType
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import Field
@@ -39,18 +42,125 @@ from compress.common.code_origin import (
     origin_of,
 )
 from compress.common.config import Settings
-from compress.common.dependency_recorder import note_native_readers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-    from types import FrameType
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from importlib.machinery import ModuleSpec
+    from types import FrameType, ModuleType
 
+READERS = {
+    "safetensors": ("safe_open",),
+    "torch": ("from_file",),
+    "torch.jit": ("load",),
+    "torch.export": ("load",),
+    "torchvision.io": ("decode_image", "read_file", "read_image", "read_video"),
+    "pyarrow": ("input_stream", "memory_map"),
+    "pyarrow.csv": ("open_csv", "read_csv"),
+    "pyarrow.dataset": ("dataset",),
+    "pyarrow.feather": ("read_feather", "read_table"),
+    "pyarrow.parquet": (
+        "ParquetDataset",
+        "ParquetFile",
+        "read_pandas",
+        "read_schema",
+        "read_table",
+    ),
+    "cv2": ("VideoCapture", "imread"),
+    "h5py": ("File",),
+    "lmdb": ("Environment", "open"),
+}
+"""Module → its functions and classes that take the path of a file, or of a folder of files."""
 ALL_NAMES = "*"
 """Stands for the names of all environment variables, which code may list."""
 _NO_DATA = ("/proc/", "/sys/", "/dev/")
 """The kernel and its devices make up the content of these files: they hold no data of the user."""
 _RACY_SECONDS = 2.0
 """A file changed this recently may change again without a new mtime; its digest is not cached."""
+_thread = threading.local()
+_set_here: dict[str, str | None] = {}
+"""Variables that user code or this toolkit has set → their values before."""
+_imports: dict[str, set[str]] = {}
+"""File of user code → files of the modules that it imported; a second import opens no file."""
+_sources: dict[str, str | None] = {}
+"""File of a module of user code → its digest when it was imported."""
+_digests: dict[Path, tuple[tuple[int, ...], str]] = {}
+"""File → its stat, and its digest: a cache."""
+_IMPORTERS = frozenset(
+    ("<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>", importlib.__file__)
+)
+"""Files between an import and the code that asks for it."""
+
+
+def note_native_readers(note: Callable[[str], None]) -> None:
+    """Call a function with each path that is passed to a reader, of modules imported later too."""
+    for name in READERS:
+        if name in sys.modules:
+            _wrap_readers(sys.modules[name], note)
+    sys.meta_path.insert(0, _AfterImport(note))
+
+
+class _AfterImport(MetaPathFinder):
+    """Wraps the readers of a module once it has been imported."""
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        self.note = note
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        finders = [f for f in sys.meta_path if f is not self] if fullname in READERS else []
+        specs = (finder.find_spec(fullname, path, target) for finder in finders)
+        spec = next((spec for spec in specs if spec), None)
+        if spec and spec.loader:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                _wrap_readers(module, self.note)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def _wrap_readers(module: ModuleType, note: Callable[[str], None]) -> None:
+    for name in READERS[module.__name__]:
+        reader: Any = getattr(module, name, None)
+        if reader is None:
+            continue
+        wrapped: Any = _noted(reader, note)
+        if isinstance(reader, type) and isinstance(vars(reader).get("__init__"), FunctionType):
+            reader.__init__ = _noted(reader.__init__, note)  # type: ignore[misc]
+            continue  # subclasses are noted, too
+        if isinstance(reader, type):
+            wrapped = _Class(name, (), {"wrapped": staticmethod(wrapped), "reader": reader})
+        for other in [*sys.modules.values()]:
+            if getattr(other, "__dict__", {}).get(name) is reader:
+                setattr(other, name, wrapped)
+
+
+class _Class(type):
+    """Stands for a class that C defines, which cannot be changed."""
+
+    wrapped: Callable[..., Any]
+    reader: type
+
+    def __call__(cls, *arguments: Any, **keywords: Any) -> Any:
+        return cls.wrapped(*arguments, **keywords)
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, cls.reader)
+
+
+def _noted(reader: Callable[..., Any], note: Callable[[str], None]) -> Callable[..., Any]:
+    @functools.wraps(reader)
+    def noted(*arguments: Any, **keywords: Any) -> Any:
+        for given in (*arguments, *keywords.values()):
+            for path in given if isinstance(given, list | tuple) else (given,):
+                if isinstance(path, str | os.PathLike) and Path(path).exists():
+                    note(os.fsdecode(path))
+        return reader(*arguments, **keywords)
+
+    return noted
 
 
 class Dependencies(Settings):
@@ -173,15 +283,6 @@ def _located(modules: Iterable[str], roots: tuple[str, ...]) -> dict[str, str | 
 
 _recordings: list[Recording] = []
 """Active recordings of all threads: user code may read in threads of its own."""
-_thread = threading.local()
-_set_here: dict[str, str | None] = {}
-"""Variables that user code or this toolkit has set → their values before."""
-_imports: dict[str, set[str]] = {}
-"""File of user code → files of the modules that it imported; a second import opens no file."""
-_sources: dict[str, str | None] = {}
-"""File of a module of user code → its digest when it was imported."""
-_digests: dict[Path, tuple[tuple[int, ...], str]] = {}
-"""File → its stat, and its digest: a cache."""
 
 
 @contextmanager
@@ -437,10 +538,6 @@ _MAPPINGS = frozenset(
     )
 )
 """Files whose functions stand between a read of a variable and their caller."""
-_IMPORTERS = frozenset(
-    ("<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>", importlib.__file__)
-)
-"""Files between an import and the code that asks for it."""
 
 
 def _value_of(name: str) -> str | None:

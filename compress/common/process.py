@@ -14,6 +14,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from compress.common.errors import PipelineInvalid, first_line
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
@@ -51,7 +53,10 @@ def random_state_kept(device: str) -> Iterator[None]:
     import torch
 
     python_state, numpy_state, _ = random_states()
-    devices = [torch.device(device)] if device.startswith("cuda") else []
+    try:
+        devices = [torch.device(device)] if device.startswith("cuda") else []
+    except RuntimeError as error:
+        raise PipelineInvalid(f"device: {first_line(error)}") from error
     with torch.random.fork_rng(devices=devices):
         try:
             yield

@@ -3,9 +3,6 @@
 All state, records and caches that this toolkit writes as JSON and reads back go through here.
 """
 
-# A digest in a file reveals damage and careless edits. It is no signature: whoever edits a file can
-# compute it anew.
-
 from __future__ import annotations
 
 import hashlib
@@ -17,14 +14,16 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import to_jsonable_python
 
 from compress.common.atomic_files import open_regular, write_atomically
-from compress.common.errors import ArtifactInvalid
+from compress.common.errors import ArtifactInvalid, first_line
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
-T = TypeVar("T")
+    from compress.common.config import Settings
 
+Model = TypeVar("Model", bound="Settings")
+T = TypeVar("T")
 SEAL = "sha256"
 """Key of the digest, the last one of a file."""
 END = b',\n "%s": "%%b"\n}\n' % SEAL.encode()
@@ -32,8 +31,50 @@ END = b',\n "%s": "%%b"\n}\n' % SEAL.encode()
 LOCK, LOCK_DIGEST = "lock.json", "lock_sha256"
 """A file of each run's results, and the key of its digest in `report.json` beside it."""
 CHANGED = "is not as it was written: its content does not match its digest"
-
 log = logging.getLogger(__name__)
+
+
+def canonical_json(value: Any) -> str:
+    """Return the same JSON for equal values; raise ValueError for NaN and infinities."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Build an object from pairs for ``json.loads``; raise ValueError if a key stands twice."""
+    # Of two equal keys some readers take the first and others the last, so that two programs could
+    # see two different files.
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"key {key[:80]!r} stands twice")
+        found[key] = value
+    return found
+
+
+def load_strictly(raw: bytes) -> Any:
+    """Return JSON of which no key stands twice, or raise ValueError."""
+    return json.loads(raw, object_pairs_hook=reject_duplicate_keys)
+
+
+def parse_settings(
+    kind: type[Model], raw: bytes, where: object, load: Callable[[bytes], Any] = load_strictly
+) -> Model:
+    """Return JSON as settings, or raise ArtifactInvalid, which names the first entry at fault.
+
+    No key may be unknown: another program that reads the file could load what it names.
+    """
+    try:
+        return kind.model_validate(load(raw))
+    except ValidationError as error:
+        first = error.errors()[0]
+        problem = "unknown entry" if first["type"] == "extra_forbidden" else first["msg"]
+        raise ArtifactInvalid(f"{where}: {'.'.join(map(str, first['loc']))}: {problem}") from error
+    except (ArtifactInvalid, ValueError, RecursionError) as error:
+        raise ArtifactInvalid(f"{where}: {first_line(error)}") from error
+
+
+# A digest in a file reveals damage and careless edits. It is no signature: whoever edits a file can
+# compute it anew.
 
 
 def dump_sealed(content: BaseModel | Mapping[str, Any], indent: int | None = None) -> bytes:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 Dtype = Literal[
     "float32", "float16", "bfloat16", "float64", "int64", "int32", "int16", "int8", "uint8", "bool"
 ]
+NotFinite = Literal["nan", "infinities"]
 TABLE_ROWS = "table_rows"
 """Fact of an artifact: input of ids → rows of the embedding table that they look up. PyTorch
 refuses others; ONNX counts negative ones from the end, and AOTInductor's code ends the process."""
@@ -56,6 +57,9 @@ class TensorSpec(Settings):
     unmasked: Literal[0, 1] | None = None
     """Of a mask, its value where elements count: 1 in an attention mask, 0 where true is padding.
     Samples of the data show it."""
+    not_finite: tuple[NotFinite, ...] | None = None
+    """Which of `nan` and `infinities` requests to a server may hold, as attention masks of floats
+    hold infinities; when left out, those that samples of the data hold."""
 
     @model_validator(mode="after")
     def _can_be_mask(self) -> Self:
@@ -110,11 +114,13 @@ class TensorSpec(Settings):
         return is_unmasked == bool(self.unmasked_value)
 
     def with_seen(self, batches: Sequence[torch.Tensor]) -> TensorSpec:
-        """Return the input with what batches of samples show: a range of integers, or a mask.
+        """Return the input with what batches show: a range of integers, a mask, NaN or infinities.
 
         A mask holds 0 and 1 alone. The first element of a sample counts, so that its value is the
         unmasked one; or the last, where samples differ in the first, which is padding on the left.
         """
+        if "float" in self.dtype:
+            return self.with_not_finite(batches)
         seen = [x for x in batches if x.numel() and not (x.is_floating_point() or x.is_complex())]
         if not (seen and self.holds_integers) or self.values or self.unmasked is not None:
             return self
@@ -129,6 +135,14 @@ class TensorSpec(Settings):
                 return self.model_copy(update={"unmasked": found.pop()})
         is_usual = least <= 0 and most >= 1 and (most == 1 or self.unmasked_value is None)
         return self if is_usual else self.model_copy(update={"values": (least, most)})
+
+    def with_not_finite(self, batches: Sequence[torch.Tensor]) -> TensorSpec:
+        """Return an input of floats with which of NaN and infinities batches of samples hold."""
+        if self.not_finite is not None:
+            return self
+        tests = {"nan": "isnan", "infinities": "isinf"}
+        held = (k for k, test in tests.items() if any(getattr(x, test)().any() for x in batches))
+        return self.model_copy(update={"not_finite": tuple(held) or None})
 
 
 class AxisBounds(Settings):

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 SAMPLES = 32
 """Samples read from each split, evenly spaced."""
+SAMPLES_OF_FLOATS = 8
+"""Samples read where they only show whether declared inputs of floats hold NaN or infinities."""
 BATCH, LENGTH = "batch", "length"
 
 
@@ -85,11 +87,11 @@ def sample_inputs(data: Splits | None, signature: Signature) -> tuple[torch.Tens
     return batch.inputs if fits else None
 
 
-def _samples(splits: Splits) -> Iterator[tuple[str, Any]]:
+def _samples(splits: Splits, most: int = SAMPLES) -> Iterator[tuple[str, Any]]:
     for name in [n for n in ("train", "val") if n in splits.datasets] or [*splits.datasets]:
         dataset: Any = splits.split(name)
         count = len(dataset)
-        for index in sorted({i * (count - 1) // (SAMPLES - 1) for i in range(SAMPLES)}):
+        for index in sorted({i * (count - 1) // (most - 1) for i in range(most)}):
             place = f"sample {index} of split {name!r}"
             try:
                 sample = dataset[index]
@@ -133,15 +135,14 @@ def _specs(
 
 
 def with_values_seen(inputs: tuple[TensorSpec, ...], splits: Splits) -> tuple[TensorSpec, ...]:
-    """Return declared inputs with what samples show of their integers: a range, or a mask.
+    """Return declared inputs with what samples show: a range, a mask, NaN or infinities.
 
     They are unchanged where samples cannot be read or do not fit, which stages then report.
     """
-    if not any(spec.holds_integers for spec in inputs):
-        return inputs
     names = [spec.name for spec in inputs]
+    count = SAMPLES if any(spec.holds_integers for spec in inputs) else SAMPLES_OF_FLOATS
     try:
-        columns = [*zip(*(adapt(x, names)[0] for _, x in _samples(splits)), strict=True)]
+        columns = [*zip(*(adapt(x, names)[0] for _, x in _samples(splits, count)), strict=True)]
         pairs = [*zip(inputs, columns, strict=True)]
     except (CompressError, ValueError):
         return inputs

@@ -24,7 +24,7 @@ from compress.artifacts.artifact import Artifact
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.artifacts.in_process import register
-from compress.common.errors import PipelineInvalid
+from compress.common.errors import PipelineInvalid, first_line
 from compress.common.forward import positional_parameters
 from compress.common.process import seeded
 from compress.common.signature import Signature
@@ -150,7 +150,10 @@ def _chosen_rows(loader: DataLoader[Any], dataset: Dataset[Any]) -> Dataset[Any]
 
 
 def _tensor(array: Any) -> torch.Tensor:
-    tensor = torch.as_tensor(array)
+    try:
+        tensor = torch.as_tensor(array)
+    except (TypeError, ValueError, RuntimeError) as error:  # of objects, or ragged lists
+        raise PipelineInvalid(f"data: not an array of numbers: {first_line(error)}") from error
     # NumPy computes in float64 by default, and models in float32.
     return tensor.float() if tensor.dtype == torch.float64 else tensor
 

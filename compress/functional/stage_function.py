@@ -6,6 +6,7 @@ import inspect
 import logging
 import shutil
 import warnings
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -15,7 +16,7 @@ from pydantic import ValidationError
 from compress.artifacts.artifact import Artifact
 from compress.artifacts.in_process import register, register_module
 from compress.common.atomic_files import temporary_folder
-from compress.common.errors import PipelineInvalid
+from compress.common.errors import PipelineInvalid, first_line
 from compress.common.process import random_state_kept
 from compress.core.validation_errors import closest, dotted, explain
 
@@ -141,6 +142,8 @@ def _run_stage(
     from compress.functional.in_memory import as_artifact, with_splits
 
     name = str(stage.model_fields["stage"].default)
+    if file is not None:
+        file = _target(name, file)
     teacher = settings.get("teacher")
     if isinstance(teacher, torch.nn.Module | Artifact):
         settings["teacher"] = "teacher"
@@ -186,8 +189,21 @@ def _run_stage(
             out,
         )
     if file is not None:
-        _copy_payload(artifact, Path(file))
+        _copy_payload(artifact, file)
     return artifact
+
+
+def _target(name: str, file: Any) -> Path:
+    """Return the file that an artifact is copied to; PipelineInvalid before the stage runs."""
+    try:
+        path = Path(file)
+        if path.is_dir():
+            raise PipelineInvalid(f"{name}: file {file!r} is a directory, expected a file's name")
+        with suppress(FileNotFoundError, NotADirectoryError):
+            path.lstat()  # refuses names that no file can have
+    except (TypeError, ValueError, OSError) as error:
+        raise PipelineInvalid(f"{name}: file: {first_line(error)}") from error
+    return path
 
 
 def _copy_payload(artifact: Artifact, file: Path) -> None:

@@ -95,6 +95,14 @@ class EnclosingRun:
                 artifacts[path.name] = Artifact.read_manifest(path)
         return artifacts
 
+    def refuse_damaged_ancestors(self) -> None:
+        """Raise ArtifactInvalid if what the artifact was made from is here, and not as sealed."""
+        stage: str | None = self.name
+        for _ in self.inputs:  # a report may say that stages read each other's results in a circle
+            stage = self.inputs.get(stage) if stage is not None else None
+            if stage is not None and (self.folder / ARTIFACTS_FOLDER / stage / MANIFEST).exists():
+                Artifact.read_manifest(self.folder / ARTIFACTS_FOLDER / stage)
+
 
 def find_enclosing_run(path: Path) -> EnclosingRun | None:
     """Find the run whose results contain an artifact; None if there is none."""
@@ -127,6 +135,7 @@ def check_anchors(artifact: Artifact, given: VerifierInputs, run: EnclosingRun |
     """Check an artifact's digest against its run and the user's inputs; return the anchors."""
     anchors = Anchors()
     if run is not None:
+        run.refuse_damaged_ancestors()
         naming = [record for record, digests in run.digests.items() if run.name in digests]
         for record in naming:
             _require_digest(artifact, run.digests[record][run.name], run.folder / record)

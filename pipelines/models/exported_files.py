@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
     import torch
 
+    from compress.artifacts.artifact import FileVersion
+
 Kind = Literal["onnx", "graph", "torchscript"]
 MAX_ONNX_BYTES = 2 * 2**30
 """Bytes of one ONNX file: protobuf's limit."""
@@ -96,11 +98,13 @@ def import_file(
         [x.nbytes for x in inputs] if inputs else [s.nbytes(sizes) for s in signature.inputs]
     )
 
-    def write() -> None:
-        importer(file, signature, path, inputs)
+    def write() -> dict[FileVersion, str]:
+        return importer(file, signature, path, inputs).file_versions()
 
-    read_in_child(str(file), write, *_with_weights(file), inputs=needed)
-    return Artifact.from_directory(path)
+    written = read_in_child(str(file), write, *_with_weights(file), inputs=needed)
+    artifact = Artifact.from_directory(path)
+    artifact.note_hashed(written)
+    return artifact
 
 
 def _import_onnx(

@@ -1,17 +1,29 @@
-"""What every ASGI application of the built-in server does: token, limits, health and metrics."""
+"""What every ASGI application of the built-in server does: token, limits, health, metrics."""
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
 import json
+import os
 import secrets
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
-from compress.serve.http.base_app import Metrics
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
+from prometheus_client.multiprocess import MultiProcessCollector
+
+from compress.serve.http.multiprocess import METRICS_VARIABLE
 from compress.serve.http.responses import (
     HttpError,
     Response,
@@ -29,6 +41,8 @@ if TYPE_CHECKING:
     from compress.serve.http.responses import Headers, Message, Receive
     from compress.serve.worker.tensors import Named
 
+BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+"""Upper limits of the latency histogram, seconds; 30 is the default time limit of a request."""
 LARGE_BODIES = 2
 """Large bodies in memory are bounded by so many times the largest; the others wait in the kernel's
 socket buffers."""
@@ -36,8 +50,85 @@ SMALL_BYTES = 64 * 1024
 """Larger bodies are parsed, and larger responses serialized, in a thread, one at a time."""
 TRIM_SECONDS = 0.1
 """Time until the request of a large body has ended."""
+NO_MEMORY = 503, "other large bodies left no memory for this one"
+NOT_RECEIVED = 408, "the body was not received"
+NOT_READ = 504, "the request was not read"
+NOT_ANSWERED = 504, "the model did not answer"
 CLIENT_CLOSED = 499
 """Status in the metrics, nginx's, for a client that disconnected before its response."""
+
+
+class Metrics:
+    """Counters of one process, or of all processes of a server."""
+
+    content_type = CONTENT_TYPE_LATEST
+
+    def __init__(self, model: str, depth: Callable[[], float]) -> None:
+        """Register every metric; `depth` counts the requests that wait or are being answered."""
+        self._registry = CollectorRegistry()
+        self._model = model
+        self._by_status: dict[int, Counter] = {}
+        # With several processes, a scrape reaches one of them, which answers with all their sums.
+        self._all_processes = METRICS_VARIABLE in os.environ
+        if self._all_processes:
+            MultiProcessCollector(self._registry)  # type: ignore[no-untyped-call]
+        else:
+            ProcessCollector(registry=self._registry)
+        registry = None if self._all_processes else self._registry
+        self._requests = Counter(
+            "inference_requests",
+            "Inference requests, by HTTP status",
+            ["model", "status"],
+            registry=registry,
+        )
+        latency = Histogram(
+            "inference_request_seconds",
+            "Seconds from a request's head to its answer",
+            ["model"],
+            buckets=BUCKETS,
+            registry=registry,
+        )
+        rows = Counter("inference_rows", "Rows answered", ["model"], registry=registry)
+        queue = Gauge(
+            "inference_queue_length",
+            "Requests that wait or are being answered",
+            ["model"],
+            multiprocess_mode="livesum",
+            registry=registry,
+        )
+        self._latency, self._rows = latency.labels(model), rows.labels(model)
+        self._queue, self._depth = queue.labels(model), depth
+        if not self._all_processes:
+            self._queue.set_function(depth)
+
+    def add_token_counter(self) -> None:
+        """Register the tokens of a decoder's requests."""
+        self._tokens = Counter(
+            "inference_tokens",
+            "Tokens of prompts that were answered, and of the answers",
+            ["model", "part"],
+            registry=None if self._all_processes else self._registry,
+        )
+
+    def count_tokens(self, prompt: int, answer: int) -> None:
+        """Count the tokens of an answered request."""
+        self._tokens.labels(self._model, "prompt").inc(prompt)
+        self._tokens.labels(self._model, "answer").inc(answer)
+
+    def count(self, status: int, rows: int, seconds: float) -> None:
+        """Count an inference request."""
+        if status not in self._by_status:  # looking up a label takes longer than counting
+            self._by_status[status] = self._requests.labels(self._model, str(status))
+        self._by_status[status].inc()
+        self._latency.observe(seconds)
+        if status == 200:
+            self._rows.inc(rows)
+        if self._all_processes:
+            self._queue.set(self._depth())
+
+    def text(self) -> bytes:
+        """Return all metrics in Prometheus' text format."""
+        return generate_latest(self._registry)
 
 
 class BodyReceiver(Protocol):
@@ -82,13 +173,9 @@ class SharedState:
             return work(*args)
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
 
-    def late_error(self, status: int) -> HttpError:
-        """Return the error of a request that took too long: 408, 503 or 504."""
-        what = {
-            408: "the body was not received",
-            503: "other large bodies left no memory for this one",
-            504: "the model did not answer",
-        }[status]
+    def late_error(self, late: tuple[int, str]) -> HttpError:
+        """Return the error of a request that took too long, for one of the constants above."""
+        status, what = late
         closing = {} if status == 504 else {"connection": "close"}
         return HttpError(status, f"{what} within {self.limits.seconds:g} s", **closing)
 

@@ -140,11 +140,13 @@ class Batcher(WorkerThreads):
         while isinstance(job, Job):
             batch, next_job = self._gather(job)
             self._call_start[threading.get_ident()] = time.monotonic()
-            done = answer(self._call, batch)
+            live = [each for each in batch if not each.cancelled]
+            requests = [each.arrays for each in live]
+            results = run_batched(lambda arrays: self._call(*arrays), requests) if live else []
             del self._call_start[threading.get_ident()]
             # Responses are written in the event loop's thread.
             with suppress(RuntimeError):  # the loop is closed: nobody awaits the outputs
-                self._loop.call_soon_threadsafe(self._deliver, batch, done)
+                self._loop.call_soon_threadsafe(self._deliver, len(batch), live, results)
             job = next_job or self._queue.get()
 
     def _gather(self, first: Job) -> tuple[list[Job], Job | Stop | None]:
@@ -169,17 +171,10 @@ class Batcher(WorkerThreads):
             rows += job.rows
         return batch, None
 
-    def _deliver(self, batch: list[Job], done: Sequence[list[Array] | Exception | None]) -> None:
-        self.depth -= len(batch)
-        for job, outputs in zip(batch, done, strict=True):
-            if outputs is not None and not job.cancelled:
+    def _deliver(
+        self, taken: int, jobs: list[Job], results: Sequence[list[Array] | Exception]
+    ) -> None:
+        self.depth -= taken
+        for job, outputs in zip(jobs, results, strict=True):
+            if not job.cancelled:
                 job.on_done(outputs)
-
-
-def answer(call: Call, batch: Sequence[Job]) -> list[list[Array] | Exception | None]:
-    """Return each request's outputs, or its error, or None if it was cancelled."""
-    live = [job for job in batch if not job.cancelled]
-    requests = [job.arrays for job in live]
-    results = run_batched(lambda arrays: call(*arrays), requests) if live else []
-    done = dict(zip(map(id, live), results, strict=True))
-    return [done.get(id(job)) for job in batch]

@@ -42,14 +42,19 @@ CALLS_PER_LIMIT = 3
 """So many calls fit into the time limit of a request: others wait meanwhile."""
 BASE_MIB = 8
 """Memory that a call may take in addition to what the largest right request needs."""
+READING, WRITING = "r", "w"
+"""Lanes, of one letter: an answer that is written never waits for requests that are read."""
+LANES = {READING: ("request", "read"), WRITING: ("answer", "written as text")}
+"""What a lane's calls do, for messages."""
 FRAME = struct.Struct("<QQ")
 """Sizes of a message: those of its pickled part, and of the body behind it."""
 
 
 class HelperProcess:
-    """Calls methods of an object that another process has created, one at a time.
+    """Calls methods of an object that another process has created.
 
-    Both processes run this code, and exchange pickled values.
+    It has a fork for each lane, which answers one call at a time. Both processes run this code, and
+    exchange pickled values.
     """
 
     def __init__(
@@ -71,10 +76,13 @@ class HelperProcess:
         self._mebibytes = BASE_MIB + needed_bytes // MIB
         self._start_message = pickle.dumps((create, args, self._mebibytes))
         self._what, self._seconds = what, seconds / CALLS_PER_LIMIT
-        self._large, self._turn = asyncio.Lock(), asyncio.Lock()
-        self._socket: socket.socket | None = None
-        self._used = False
-        """Whether the present fork was called."""
+        self._large = asyncio.Lock()
+        self._turns = {lane: asyncio.Lock() for lane in LANES}
+        self._sockets: dict[str, socket.socket] = {}
+        """By lane, to its fork; none where it is yet to be forked."""
+        self._used: set[str] = set()
+        """Lanes whose present fork was called."""
+        self._restart: asyncio.Future[None] | None = None
         self._start()
 
     def _start(self) -> None:
@@ -99,54 +107,63 @@ class HelperProcess:
             _send(self._control, self._start_message)
             succeeded, value = pickle.loads(_receive(self._control)[0])
         except (OSError, EOFError):
-            self.close()
+            self._end()
             raise ArtifactInvalid(
                 f"{self._what}: its tokenizer, chat template or image settings were not loaded "
                 f"within {LOAD_SECONDS:g} s and {LOAD_MIB} MiB"
             ) from None
         if not succeeded:
-            self.close()
+            self._end()
             raise value
         self._control.settimeout(None)
-        self._connect()
+
+    def _end(self) -> None:
+        self._process.kill()  # it has no call in progress; its forks end with it
+        self._process.wait()
+        self._control.close()
 
     def close(self) -> None:
         """End the processes."""
-        for each in (self._control, self._socket):
-            if each:
-                each.close()
-        self._process.kill()  # it has no call in progress; its fork ends with it
-        self._process.wait()
+        self._end()
+        for each in self._sockets.values():
+            each.close()
 
-    async def call(self, method: str, *args: Any, body: bytes | bytearray | None = None) -> Any:
+    async def call(
+        self, method: str, *args: Any, body: bytes | bytearray | None = None, lane: str = READING
+    ) -> Any:
         """Return what a method returns for some values and, behind them, a body.
 
+        Calls of one lane wait for each other.
+
         Raises:
-            HttpError: as the method does; or it took too long (504) or too much memory (413).
+            HttpError: as the method does; or it took too long (504) or too much memory (413), or
+                the process has ended and could not be started again (503).
         """
         content = body or b""
         large = self._large if len(content) > SMALL_BYTES else nullcontext()
         message = pickle.dumps((method, args, body is not None))
-        async with large, self._turn:
+        what, done = LANES[lane]
+        async with large, self._turns[lane]:
             for attempt in (1, 2):
-                used, self._used = self._used, True
+                connection = await self._connected(lane)
+                used = lane in self._used
+                self._used.add(lane)
                 try:
                     async with asyncio.timeout(self._seconds):
-                        succeeded, value = await self._exchange(message, content)
+                        succeeded, value = await _exchange(connection, message, content)
                     break
                 except TimeoutError:
-                    self._connect()
-                    raise HttpError(
-                        504, f"the request was not read in {self._seconds:g} s"
-                    ) from None
+                    self._fork(lane)
+                    late = f"the {what} was not {done} in {self._seconds:g} s"
+                    raise HttpError(504, late) from None
                 except (OSError, EOFError):
-                    self._connect()
+                    self._fork(lane)
                     # What earlier calls have left there may have been too much, too.
                     if attempt == 2 or not used:
-                        found = f"the request takes more than {self._mebibytes} MiB to read"
+                        found = f"the {what} takes more than {self._mebibytes} MiB to be {done}"
                         raise HttpError(TOO_LARGE, found) from None
                 except asyncio.CancelledError:  # nobody waits for it
-                    self._connect()
+                    self._fork(lane)
                     raise
         if succeeded:
             return value
@@ -155,39 +172,64 @@ class HelperProcess:
         finally:
             del value  # its traceback refers to this frame, which refers to the body
 
-    async def _exchange(self, message: bytes, body: bytes | bytearray) -> tuple[bool, Any]:
-        loop, connection = asyncio.get_running_loop(), self._socket
-        assert connection is not None
-        await loop.sock_sendall(connection, FRAME.pack(len(message), len(body)) + message)
-        if body:
-            await loop.sock_sendall(connection, body)
-        part = await loop.sock_recv(connection, SMALL_BYTES)
-        if not part:
-            raise EOFError
-        reply = bytearray(FRAME.size + FRAME.unpack_from(part)[0])
-        reply[: len(part)] = part
-        view, place = memoryview(reply), len(part)
-        while place < len(view):
-            count = await loop.sock_recv_into(connection, view[place:])
-            if not count:
-                raise EOFError
-            place += count
-        result: tuple[bool, Any] = pickle.loads(view[FRAME.size :])
-        return result
+    async def _connected(self, lane: str) -> socket.socket:
+        """Return the connection to a lane's fork, after the process was started again if needed."""
+        while lane not in self._sockets:
+            if (restart := self._restart) is not None:
+                try:
+                    await asyncio.shield(restart)  # which others wait for, too
+                except CompressError:
+                    message = "the process that reads requests has ended, and cannot be started"
+                    raise HttpError(503, f"{message} again", retry_after="10") from None
+                finally:
+                    if restart.done() and self._restart is restart:
+                        self._restart = None
+            self._fork(lane)
+        return self._sockets[lane]
 
-    def _connect(self) -> None:
-        """Let a new fork answer, and end the one before."""
-        if self._socket:
-            self._socket.close()
-        self._socket, theirs = socket.socketpair()
-        self._socket.setblocking(False)
-        self._used = False
+    def _fork(self, lane: str) -> None:
+        """Let a new fork answer, and end the one before, which may be in a call."""
+        if before := self._sockets.pop(lane, None):
+            before.close()
+        self._used.discard(lane)
+        if self._restart is not None:
+            return
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
         with theirs:
             try:
-                socket.send_fds(self._control, [b"f"], [theirs.fileno()])
+                socket.send_fds(self._control, [lane.encode()], [theirs.fileno()])
+                self._sockets[lane] = ours
             except OSError:  # the kernel has ended the process, as memory was short
-                self.close()
-                self._start()
+                ours.close()
+                self._end()
+                # In a thread of the event loop's, as it takes seconds. That thread lives as long as
+                # the loop: the process is killed with the thread that started it.
+                self._restart = asyncio.ensure_future(asyncio.to_thread(self._start))
+                self._restart.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+
+async def _exchange(
+    connection: socket.socket, message: bytes, body: bytes | bytearray
+) -> tuple[bool, Any]:
+    """Send a call and return its reply: whether it succeeded, and what it returned or raised."""
+    loop = asyncio.get_running_loop()
+    await loop.sock_sendall(connection, FRAME.pack(len(message), len(body)) + message)
+    if body:
+        await loop.sock_sendall(connection, body)
+    part = await loop.sock_recv(connection, SMALL_BYTES)
+    if not part:
+        raise EOFError
+    reply = bytearray(FRAME.size + FRAME.unpack_from(part)[0])
+    reply[: len(part)] = part
+    view, place = memoryview(reply), len(part)
+    while place < len(view):
+        count = await loop.sock_recv_into(connection, view[place:])
+        if not count:
+            raise EOFError
+        place += count
+    result: tuple[bool, Any] = pickle.loads(view[FRAME.size :])
+    return result
 
 
 def main() -> None:
@@ -211,12 +253,14 @@ def main() -> None:
         gc.collect()
         gc.freeze()  # collections would write to pages that forks share
         _send(control, pickle.dumps((True, None)))
-        fork = 0
-        while fds := socket.recv_fds(control, 1, 1)[1]:
-            if fork:
-                os.kill(fork, signal.SIGKILL)
-                os.waitpid(fork, 0)
-            if not (fork := os.fork()):
+        forks: dict[bytes, int] = {}
+        while (received := socket.recv_fds(control, 1, 1))[1]:
+            lane, fds, *_ = received
+            if before := forks.get(lane):
+                os.kill(before, signal.SIGKILL)
+                os.waitpid(before, 0)
+            forks[lane] = os.fork()
+            if not forks[lane]:
                 control.close()
                 end_with_parent(signal.SIGKILL)
                 _limit_memory(mebibytes)

@@ -15,7 +15,7 @@ from compress.export.exporter import EXPORTERS
 from compress.profiling.batch_dependence import numpy_call
 from compress.profiling.probe_rows import seeded_rows
 from compress.serve.packaging.model_interface import Interface, infer_interface, refuse_bfloat16
-from compress.serve.packaging.recorded_measurements import served_forms, why_not_joined_without_data
+from compress.serve.packaging.recorded_measurements import RecordedMeasurements, read_recorded
 from compress.serve.packaging.request_forms import TOP_LABELS, class_settings
 from compress.serve.worker.loaders import LOADERS
 
@@ -60,6 +60,8 @@ class ServedModel:
     """Of the artifact: the rows of embedding tables, for example."""
     notes: tuple[str, ...] = ()
     """Lines for whoever starts the server."""
+    recorded: RecordedMeasurements = field(default_factory=RecordedMeasurements)
+    """What a run's report says of the artifact."""
 
 
 @contextmanager
@@ -93,8 +95,11 @@ def open_model(
                 f"{artifact.path}: the model does not answer its own signature: "
                 f"{type(error).__name__}: {error}"
             ) from error
-        not_joined = why_not_joined_without_data(artifact, call, interface.rows_stay_first, report)
-        signature, (forms, notes) = artifact.signature, served_forms(artifact, report)
+        recorded = read_recorded(artifact, report)
+        not_joined = recorded.why_not_joined(
+            artifact, call, rows_stay_first=interface.rows_stay_first
+        )
+        signature, (forms, notes) = artifact.signature, recorded.served_forms(artifact)
         classes = None
         if forms.class_names:
             scores = call(*seeded_rows(signature, signature.smallest_batch))[0]
@@ -102,9 +107,18 @@ def open_model(
         if not_joined:
             notes.append(f"requests are not joined: {not_joined}")
         yield ServedModel(
-            *(name, artifact.kind, signature, interface, call, not_joined),
-            *(forms.handler_settings(signature), artifact.path, classes),
-            *(artifact.manifest.facts, tuple(notes)),
+            name=name,
+            kind=artifact.kind,
+            signature=signature,
+            interface=interface,
+            call=call,
+            not_joined=not_joined,
+            forms=forms.handler_settings(signature),
+            folder=artifact.path,
+            classes=classes,
+            facts=artifact.manifest.facts,
+            notes=tuple(notes),
+            recorded=recorded,
         )
 
 

@@ -59,7 +59,10 @@ class RequestDecoder:
             # Counted before it is parsed: numbers take many times their text in memory.
             is_size = json_bytes.isdecimal() and len(json_bytes) < 20
             end = int(json_bytes) if is_size else None
-            if body.count(b",", 0, end) > self._max_commas():
+            most = EXTRA_COMMAS + most_numbers(self.specs, self.max_rows)
+            if wire.TEXT in self.readers:
+                most += EXTRA_COMMAS * self.max_rows  # within texts
+            if body.count(b",", 0, end) > most:
                 message = f"the body holds more values than {self.max_rows} rows of the inputs have"
                 raise HttpError(TOO_LARGE, message)
         try:
@@ -73,12 +76,6 @@ class RequestDecoder:
             raise HttpError(TOO_LARGE, "the body takes too much memory to read") from None
         except Exception as error:
             raise HttpError.from_exception(error) from error
-
-    def _max_commas(self) -> float:
-        commas = EXTRA_COMMAS + most_numbers(self.specs, self.max_rows)
-        if wire.TEXT in self.readers:
-            commas += EXTRA_COMMAS * self.max_rows  # within texts
-        return commas
 
 
 def with_readers(decoder: RequestDecoder, forms: Named, folder: Path) -> RequestDecoder:

@@ -28,6 +28,7 @@ REQUIREMENTS = tuple(
     Requirement(what=what, install=pip_install("server"))
     for what in ("uvicorn", "httptools", "uvloop", "prometheus_client")
 )
+
 TOKEN_VARIABLE = "COMPRESS_SERVE_TOKEN"
 TOKEN_CHARACTERS = 16
 """Shortest token."""

@@ -1,33 +1,47 @@
-"""Write the folder from which `docker build` makes an image that serves an artifact."""
+"""Write the folder from which `docker build` makes an image that serves an artifact.
+
+What serving without torch needs is pinned to the installed versions and hashes of their wheels.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
 import shutil
+import subprocess
 import sys
 from dataclasses import dataclass
+from importlib.metadata import distributions
+from importlib.metadata import version as distribution_version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compress.artifacts.artifact import MANIFEST, Artifact, new_folder
-from compress.common.errors import ArtifactInvalid
+from compress.common.errors import ArtifactInvalid, StageFailed, Unavailable
 from compress.common.sealed_json import write_sealed
 from compress.export.exporter import EXPORTERS
 from compress.profiling.probe_rows import seeded_rows
 from compress.serve.http.loaded_model import RUNTIMES, open_model
-from compress.serve.image.build_folder import locked_requirements
+from compress.serve.http.uvicorn_server import refuse_missing
 from compress.serve.packaging.model_interface import PROBE_SIZES
-from compress.serve.packaging.recorded_measurements import REPORT, read_recorded, served_forms
+from compress.serve.packaging.recorded_measurements import REPORT
 from compress.serve.worker.wire import to_npz
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     Attest = Callable[[Path], object]
+    from collections.abc import Iterable
 
+PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+LONGEST_PIP = 1800
+"""Seconds for all packages, of which a runtime may have hundreds of MB."""
+SERVING = (
+    *("httptools", "lazy_loader", "numpy", "prometheus-client", "pydantic"),
+    *("pyyaml", "rich", "typer", "uvicorn", "uvloop"),
+)
+"""What `compress serve` and `compress verify` import besides the model's runtime; no torch."""
 logger = logging.getLogger(__name__)
-
 HOME = "/opt/compress"
 """Folder of the model and the server in an image."""
 USER = "10001:10001"
@@ -42,6 +56,7 @@ HEALTH = (
     "import urllib.request as r; "
     f"r.urlopen('http://127.0.0.1:{PORT}/v2/health/ready', timeout=4).close()"
 )
+
 DOCKERFILE = """\
 ARG PYTHON_IMAGE=python:{python}-slim
 FROM ${{PYTHON_IMAGE}}
@@ -61,6 +76,70 @@ ENTRYPOINT {entrypoint}
 DOCKERIGNORE = "*\n!app\n!model\n!*.json\n!*.npz\n!requirements.txt\n"
 PACKAGE = Path(__file__).parents[2]
 """Folder of this toolkit, in a checkout or in site-packages."""
+
+
+def locked_requirements(folder: Path, runtime: str, readers: Iterable[str] = ()) -> str:
+    """Return a requirements file of the installed versions, with a hash each, as pip resolves them.
+
+    pip asks the package index that it is configured for, and installs nothing. The wheels are
+    those for this machine's Python and architecture.
+
+    Args:
+        folder: for the file with the versions that pip may choose.
+        runtime: package that runs the model.
+        readers: packages that read texts and images of requests.
+
+    Raises:
+        Unavailable: pip or a package that serving needs is not installed.
+        StageFailed: pip finds no wheel of an installed version, or cannot reach the index.
+    """
+    refuse_missing()
+    constraints = folder / "constraints.txt"
+    # Not of the packages that are asked for: pip would only say that something conflicts.
+    serving = (*SERVING, runtime, *readers)
+    wanted = {name.replace("_", "-") for name in serving}
+    installed = {d.name: d.version for d in distributions() if d.name}
+    # Not by a search for the module, of which setuptools warns where distutils was imported.
+    if "pip" not in installed:
+        raise Unavailable("compress package needs pip to find hashes: python -m ensurepip")
+    installed = {n: v for n, v in installed.items() if n.lower().replace("_", "-") not in wanted}
+    constraints.write_text(
+        "".join(f"{name}=={version}\n" for name, version in sorted(installed.items())),
+        encoding="utf-8",
+    )
+    pinned = [f"{name}=={distribution_version(name)}" for name in serving]
+    options = ["--dry-run", "--ignore-installed", "--only-binary", ":all:", "--report", "-"]
+    report = run_pip("install", *options, "--constraint", str(constraints), *pinned)
+    constraints.unlink()
+    lines = [f"# For Python {sys.version_info[0]}.{sys.version_info[1]}, found by pip."]
+    for found in json.loads(report)["install"]:
+        name, version = found["metadata"]["name"], found["metadata"]["version"]
+        sha256 = found["download_info"]["archive_info"]["hashes"]["sha256"]
+        lines.append(f"{name.lower()}=={version} --hash=sha256:{sha256}")
+    return "\n".join([lines[0], *sorted(lines[1:])]) + "\n"
+
+
+def run_pip(*arguments: str) -> str:
+    """Run pip and return its standard output; StageFailed with its first error line."""
+    try:
+        done = subprocess.run(
+            [*PIP, *arguments, "--quiet", "--no-input"],
+            capture_output=True,
+            text=True,
+            timeout=LONGEST_PIP,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise StageFailed(
+            f"compress package: pip {arguments[0]}: has not ended within {LONGEST_PIP} s; is the "
+            "package index that pip is configured for reachable?"
+        ) from error
+    if done.returncode:
+        errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
+        raise StageFailed(
+            f"compress package: pip {arguments[0]}: {(errors or ['ERROR: it failed'])[0][7:]}; "
+            "the hashes come from the package index that pip is configured for"
+        )
+    return done.stdout
 
 
 @dataclass(frozen=True)
@@ -136,9 +215,9 @@ def write_image_files(path: Path, folder: Path, attest: Attest) -> Artifact:
     probe = dict(zip(names, (*inputs, *outputs), strict=True))
     (folder / "probe.npz").write_bytes(to_npz(probe))
     attest(folder / "attestation.json")
-    if (recorded := read_recorded(artifact, None)).batch_dependence:
+    if model.recorded.batch_dependence:
         # Of the run's report, only what the server needs: the rest is not served.
-        measured = recorded.model_dump(mode="json")
+        measured = model.recorded.model_dump(mode="json")
         stage = {"artifact": {"digest": artifact.digest}, "measurements": measured}
         write_sealed(folder / REPORT, {"stages": [stage]})
     for name in (MANIFEST, *artifact.manifest.files):
@@ -147,12 +226,11 @@ def write_image_files(path: Path, folder: Path, attest: Attest) -> Artifact:
         shutil.copyfile(artifact.path / name, target)
     skip = shutil.ignore_patterns("__pycache__")
     shutil.copytree(PACKAGE, folder / "app" / PACKAGE.name, ignore=skip)
-    forms, notes = served_forms(artifact, None)
-    for note in notes:
+    for note in model.notes:
         logger.error("note: %s", note)  # the command shows errors only
     # What `compress serve` answers here, with the libraries of this machine, the image answers.
-    libraries = (("pillow", forms.image), ("tokenizers", forms.text))
-    readers = [library for library, form in libraries if form]
+    libraries = {"image": "pillow", "text": "tokenizers"}
+    readers = [libraries[form] for form in model.forms]
     requirements = locked_requirements(folder, RUNTIMES[artifact.kind], readers)
     (folder / "requirements.txt").write_text(requirements, encoding="utf-8")
     return artifact

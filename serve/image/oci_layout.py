@@ -43,6 +43,7 @@ MEDIA = "application/vnd.oci.image."
 INDEX, MANIFEST_TYPE, CONFIG = (
     f"{MEDIA}{kind}.v1+json" for kind in ("index", "manifest", "config")
 )
+
 LAYER = f"{MEDIA}layer.v1.tar+gzip"
 READ_LAYERS = (LAYER, f"{MEDIA}layer.v1.tar")
 ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}

@@ -1,24 +1,31 @@
-"""OpenAI's `/v1/completions` and `/v1/chat/completions` as an ASGI application."""
+"""OpenAI's `/v1/completions` and `/v1/chat/completions` as an ASGI application.
+
+Answers are whole completions, the chunks of a stream, or errors, in OpenAI's format.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 import time
 from contextlib import aclosing
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from compress.serve.http.base_app import CLIENT_CLOSED, BaseApplication, SharedState, headers_of
+from compress.serve.http.base_app import (
+    CLIENT_CLOSED,
+    NO_MEMORY,
+    NOT_ANSWERED,
+    NOT_READ,
+    NOT_RECEIVED,
+    BaseApplication,
+    SharedState,
+    headers_of,
+)
 from compress.serve.http.helper_process import HelperProcess
 from compress.serve.http.request_decoder import UNSPECIFIED, content_type_of
 from compress.serve.http.responses import HttpError, Response, send_response
-from compress.serve.openai.app import (
-    EVENT_STREAM,
-    CompletionFormat,
-    error_in_openai_format,
-    event,
-    usage_of,
-)
 from compress.serve.openai.decoder import GenerationJob
 from compress.serve.openai.request import ApiError, DecoderTexts
 from compress.serve.worker.http_errors import UNKNOWN_FORM, abbreviated
@@ -32,11 +39,87 @@ if TYPE_CHECKING:
     from compress.serve.openai.decoder import GenerationThreads, Part, ServedDecoder
     from compress.serve.openai.request import GenerationRequest
 
+DONE = b"data: [DONE]\n\n"
+CODES = {401: "invalid_api_key", 404: "not_found", 503: "overloaded", 504: "timeout"}
+EVENT_STREAM = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",  # nginx passes events on at once
+}
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MODELS = "/v1/models"
 TOKEN_BYTES = 768
 """Memory of a token of the longest prompt while it is read."""
 STOPPING = "the server stops, before the answer was complete; ask again"
+
+
+@dataclass(frozen=True)
+class CompletionFormat:
+    """OpenAI's JSON of one completion: a whole body, or the chunks of a stream."""
+
+    decoder: ServedDecoder
+    chat: bool
+    with_usage: bool
+    """Whether the last chunk of a stream has the numbers of tokens."""
+    created: int = field(default_factory=lambda: int(time.time()))
+    id: str = field(default_factory=lambda: secrets.token_hex(12))
+
+    def completion(self, text: str, finish_reason: str, usage: dict[str, int]) -> dict[str, Any]:
+        """Return the body of a response that is not streamed."""
+        choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": finish_reason}
+        if self.chat:
+            choice["message"] = {"role": "assistant", "content": text, "refusal": None}
+        else:
+            choice["text"] = text
+        return self._object([choice], "chat.completion") | {"usage": usage}
+
+    def first_chunk(self) -> bytes:
+        """Return the event that begins a stream: the role in a chat, else nothing."""
+        return self._chunk({"role": "assistant", "content": ""}, None) if self.chat else b""
+
+    def text_chunk(self, text: str) -> bytes:
+        """Return the event of a part of the text."""
+        return self._chunk({"content": text} if self.chat else text, None)
+
+    def last_chunks(self, finish_reason: str, usage: dict[str, int]) -> bytes:
+        """Return the events that end a stream: finish reason, usage if wanted, `[DONE]`."""
+        events = self._chunk({} if self.chat else "", finish_reason)
+        if self.with_usage:
+            events += event(self._object([], "chat.completion.chunk") | {"usage": usage})
+        return events + DONE
+
+    def _chunk(self, content: Any, finish_reason: str | None) -> bytes:
+        key = "delta" if self.chat else "text"
+        choice = {"index": 0, key: content, "logprobs": None, "finish_reason": finish_reason}
+        usage = {"usage": None} if self.with_usage else {}
+        return event(self._object([choice], "chat.completion.chunk") | usage)
+
+    def _object(self, choices: list[dict[str, Any]], chat_object: str) -> dict[str, Any]:
+        return {
+            "id": f"{'chatcmpl' if self.chat else 'cmpl'}-{self.id}",
+            "object": chat_object if self.chat else "text_completion",
+            "created": self.created,
+            "model": self.decoder.name,
+            "system_fingerprint": f"fp_{self.decoder.digest[:12]}",
+            "choices": choices,
+        }
+
+
+def event(content: dict[str, Any]) -> bytes:
+    """Return a server-sent event; JSON in ASCII has no line breaks."""
+    return b"data: %s\n\n" % json.dumps(content, separators=(",", ":")).encode()
+
+
+def error_in_openai_format(error: Exception, response: Response) -> Response:
+    """Return the built-in server's response to an error, with OpenAI's body."""
+    param, code = (error.param, error.code) if isinstance(error, ApiError) else (None, None)
+    content = {
+        "message": json.loads(response.body)["error"],
+        "type": "server_error" if response.status >= 500 else "invalid_request_error",
+        "param": param,
+        "code": code or CODES.get(response.status),
+    }
+    return Response(response.status, json.dumps({"error": content}).encode(), response.headers)
 
 
 class OpenAIApplication(BaseApplication):
@@ -165,13 +248,13 @@ class OpenAIApplication(BaseApplication):
         self, is_chat: bool, headers: Headers, receive: Receive, deadline: float
     ) -> GenerationRequest:
         """Receive a request's body, and return what it asks for."""
-        state, late = self.state, 503
+        state, late = self.state, NO_MEMORY
         size = state.body_size(headers)
         try:
             async with asyncio.timeout_at(deadline), state.reserved(size):
-                late = 408
+                late = NOT_RECEIVED
                 content = await state.read_body(receive)
-                late = 504
+                late = NOT_READ
                 found = content_type_of(headers)
                 if found not in (JSON, *UNSPECIFIED) or "content-encoding" in headers:
                     message = f"found the Content-Type {abbreviated(found)}, expected {JSON}"
@@ -187,15 +270,20 @@ class OpenAIApplication(BaseApplication):
             async with asyncio.timeout_at(deadline):
                 return await anext(parts)
         except TimeoutError:
-            raise self.state.late_error(504) from None
+            raise self.state.late_error(NOT_ANSWERED) from None
 
     def _deadline(self) -> float:
         return asyncio.get_running_loop().time() + self.state.limits.seconds
 
     def _usage(self, job: GenerationJob, last: Part) -> dict[str, int]:
         """Return the numbers of tokens of an answer, and add them to the metrics."""
-        self.state.metrics.count_tokens(len(job.prompt), last.tokens)
-        return usage_of(len(job.prompt), last.tokens)
+        prompt, answer = len(job.prompt), last.tokens
+        self.state.metrics.count_tokens(prompt, answer)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": answer,
+            "total_tokens": prompt + answer,
+        }
 
 
 async def send_events(send: Send, events: bytes, *, more: bool = True) -> None:

@@ -1,10 +1,17 @@
-"""Open a folder of `export_genai` for the server, after it has generated its proof again."""
+"""Open a folder of `export_genai` for the server, after it has generated its proof again.
+
+Worker threads generate one answer each, token by token, until its client has gone.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import queue
+import threading
 import time
+from contextlib import aclosing, closing, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from compress.common.errors import PipelineInvalid, StageFailed
 from compress.common.requirements import require_all
@@ -16,16 +23,19 @@ from compress.export.genai.runtime import (
     next_tokens_unlocked,
     open_folder,
 )
-from compress.export.genai.text import TOKENIZERS
+from compress.export.genai.text import TOKENIZERS, TextStream
 from compress.serve.http.base_app import SMALL_BYTES
+from compress.serve.http.dynamic_batcher import WorkerThreads
+from compress.serve.http.helper_process import WRITING
 from compress.serve.http.options import Limits
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
+    from collections.abc import AsyncGenerator, Generator, Sequence
     from pathlib import Path
 
     from compress.artifacts.artifact import Artifact
     from compress.export.genai.runtime import Sampling
+    from compress.serve.http.helper_process import HelperProcess
     from compress.serve.http.options import Options
 
 TOKEN_BYTES = 256
@@ -100,3 +110,141 @@ def open_decoder(artifact: Artifact, name: str, threads: int) -> ServedDecoder:
         folder=artifact.path,
         _model=model,
     )
+
+
+class Part(NamedTuple):
+    """A part of an answer."""
+
+    text: str
+    tokens: int
+    """Tokens generated so far."""
+    finish_reason: str | None = None
+    """`stop` or `length` in the last part."""
+
+
+@dataclass(slots=True, eq=False)
+class GenerationJob:
+    """A request's prompt, how it is continued, and the tokens of its answer."""
+
+    prompt: Sequence[int]
+    count: int
+    """Tokens of the answer, at most."""
+    sampling: Sampling
+    stops: tuple[str, ...]
+    tokens: asyncio.Queue[int | Exception | None] = field(default_factory=asyncio.Queue)
+    """No more than the context's: a client that reads slowly holds up nobody. None ends them."""
+    cancelled: threading.Event = field(default_factory=threading.Event)
+    """Set if nobody waits for the answer: its generation ends with the next token."""
+
+
+class GenerationThreads(WorkerThreads):
+    """Threads that generate one answer each; further requests wait for their turn."""
+
+    _queue: queue.Queue[Any]
+
+    def __init__(self, decoder: ServedDecoder, workers: int) -> None:
+        """Start the threads, inside a running event loop."""
+        self._decoder = decoder
+        super().__init__(workers, queue.Queue())
+
+    async def tokens(self, job: GenerationJob) -> AsyncGenerator[list[int], None]:
+        """Yield the tokens of an answer as they come; end the generation where the caller ends."""
+        self.depth += 1
+        self._queue.put(job)
+        try:
+            last: int | Exception | None = 0
+            while last is not None:
+                items = [await job.tokens.get()]
+                while not job.tokens.empty():
+                    items.append(job.tokens.get_nowait())
+                if tokens := [each for each in items if isinstance(each, int)]:
+                    yield tokens
+                last = items[-1]
+                if isinstance(last, Exception):
+                    raise last
+        finally:
+            job.cancelled.set()
+            # Out of the queue, if it still waits there: while long answers are generated, clients
+            # that ask and leave would fill the memory.
+            with self._queue.mutex, suppress(ValueError):
+                self._queue.queue.remove(job)
+            self.depth -= 1
+
+    async def parts(self, job: GenerationJob, helper: HelperProcess) -> AsyncGenerator[Part, None]:
+        """Yield the parts of an answer's text; `helper` decodes tokens, by `DecoderTexts`."""
+        stream, stops, count = TextStream(), StopTexts(job.stops), 0
+        async with aclosing(self.tokens(job)) as some_tokens:
+            async for tokens in some_tokens:
+                stream, texts = await helper.call("decode", stream, tokens, lane=WRITING)
+                for text in texts:
+                    count += 1
+                    part = stops.add(text)
+                    if stops.found:
+                        yield Part(part, count, "stop")
+                        return
+                    if part:
+                        yield Part(part, count)
+        rest = await helper.call("decode_rest", stream, lane=WRITING)
+        part = stops.add(rest)
+        reason = "stop" if stops.found or count < job.count else "length"
+        yield Part(part + stops.rest(), count, reason)
+
+    def _work(self) -> None:
+        while isinstance(job := self._queue.get(), GenerationJob):
+            try:
+                self._generate(job)
+                self._deliver(job, None)
+            except Exception as error:  # noqa: BLE001 - the request's error; the thread goes on
+                self._deliver(job, error)
+            self._call_start.pop(threading.get_ident(), None)
+
+    def _generate(self, job: GenerationJob) -> None:
+        """Deliver the tokens of an answer, until its end or until nobody waits for it."""
+        if job.cancelled.is_set():
+            return
+        self._call_start[threading.get_ident()] = time.monotonic()
+        with closing(self._decoder.generate(job.prompt, job.count, job.sampling)) as tokens:
+            for token in tokens:
+                self._call_start[threading.get_ident()] = time.monotonic()
+                # genai's engine does not return the end token; its texts just end early.
+                if job.cancelled.is_set() or token in self._decoder.end_tokens:
+                    return
+                self._deliver(job, token)
+
+    def _deliver(self, job: GenerationJob, item: int | Exception | None) -> None:
+        with suppress(RuntimeError):  # the loop is closed: nobody awaits the answer
+            self._loop.call_soon_threadsafe(job.tokens.put_nowait, item)
+
+
+class StopTexts:
+    """Finds texts that end an answer, however they are split into tokens."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        """Create it; the texts are not empty."""
+        self._stops = stops
+        self._held = ""
+        self.found = False
+
+    def add(self, text: str) -> str:
+        """Return the text that is certain to come before a stop; hold back what may be one."""
+        held = self._held + text
+        places = [place for stop in self._stops if (place := held.find(stop)) >= 0]
+        if places:
+            self.found, self._held = True, ""
+            return held[: min(places)]
+        longest = max((len(stop) - 1 for stop in self._stops), default=0)
+        keep = next(
+            (
+                size
+                for size in range(min(longest, len(held)), 0, -1)
+                if any(stop.startswith(held[-size:]) for stop in self._stops)
+            ),
+            0,
+        )
+        self._held = held[len(held) - keep :]
+        return held[: len(held) - keep]
+
+    def rest(self) -> str:
+        """Return what was held back, at the end of the text."""
+        held, self._held = self._held, ""
+        return held

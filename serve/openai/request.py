@@ -1,14 +1,37 @@
-"""Bodies of `/v1/completions` and `/v1/chat/completions`: what is read, and what is refused."""
+"""Bodies of `/v1/completions` and `/v1/chat/completions`: what is read, and what is refused.
+
+Chat templates and tokenizers turn a body into what is generated: prompt tokens, number of tokens,
+sampling. That runs in the helper process, as they may take any time and memory.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
+import json
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, cast
 
+from jinja2 import TemplateError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from compress.artifacts.artifact import Artifact
+from compress.artifacts.carried_files import TOKENIZER_CONFIG, chat_template_of
+from compress.common.errors import ArtifactInvalid, first_line
+from compress.export.genai.runtime import Sampling
+from compress.export.genai.text import TextStream, TextTokenizer
 from compress.serve.http.responses import HttpError
-from compress.serve.worker.http_errors import UNREADABLE, abbreviated
+from compress.serve.worker.http_errors import SHOWN_CHARACTERS, UNREADABLE, abbreviated
+from compress.serve.worker.preprocess import clipped
 from compress.serve.worker.wire import BYTE_ORDER_MARK
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from jinja2.nodes import Node
+    from jinja2.parser import Parser
 
 Values = tuple[Any, ...]
 
@@ -27,6 +50,13 @@ Text = Annotated[str, Field(max_length=256, min_length=1)]
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 Item = TypeVar("Item")
 One = Annotated[list[Item], Field(min_length=1, max_length=1, fail_fast=True)]
+COMPLETION_TOKENS = 16
+"""`max_tokens` of a completion where none is given, as OpenAI has it."""
+TOO_LONG = "context_length_exceeded"
+UNKNOWN_MODEL = 404
+LEAST = 1e-6
+"""Of `temperature` and `top_p`: float32, in which genai computes, ends not far below. Fewer than a
+million tokens have one that is likelier than this `top_p`, which chooses it like 0 does."""
 
 
 class ApiError(HttpError):
@@ -198,3 +228,199 @@ def parse_body(kind: type[AnyBody], body: bytes | bytearray) -> AnyBody:
     raise ApiError(
         UNREADABLE, f"{'.'.join(where) or 'the body'}: {message}{found}", next(iter(where), None)
     )
+
+
+class GenerationTag(Extension):
+    """`{% generation %}`, which marks what training learns; the text in it stays as it is."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> list[Node]:
+        """Return the statements within the tag."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class ChatTemplate:
+    """Writes messages as the text that a decoder continues."""
+
+    def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
+        """Compile a template; raise ValueError if it is not valid."""
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, GenerationTag]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
+        try:
+            self._template = environment.from_string(source)
+        except TemplateError as error:
+            raise ValueError(first_line(error)) from error
+        self._special_tokens = special_tokens
+
+    def render(self, messages: Sequence[dict[str, str]]) -> str:
+        """Return the text up to where the answer begins; ValueError if the template refuses."""
+        # None rather than undefined, as transformers passes them: templates ask `is not none`.
+        absent = {"tools": None, "documents": None}
+        try:
+            return self._template.render(
+                messages=messages, add_generation_prompt=True, **absent, **self._special_tokens
+            )
+        except MemoryError:
+            raise
+        except Exception as error:  # a template may fail in any way for some messages
+            raise ValueError(first_line(error)) from error
+
+    @classmethod
+    def from_artifact(cls, artifact: Artifact) -> ChatTemplate | None:
+        """Return an artifact's template, or None; ArtifactInvalid for a broken one."""
+        settings: dict[str, Any] = artifact.carried_json(TOKENIZER_CONFIG) or {}
+        source = chat_template_of(artifact.carried_files())
+        if source is None:
+            return None
+        tokens = {
+            name: value["content"] if isinstance(value, dict) else value
+            for name, value in settings.items()
+            if name.endswith("_token") and isinstance(value, (str, dict))
+        }
+        try:
+            return cls(source, tokens)
+        except ValueError as error:
+            raise ArtifactInvalid(
+                f"{artifact.path}: its chat template is not valid: {error}"
+            ) from None
+
+
+def _refuse(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _to_json(value: Any, **options: Any) -> str:
+    return json.dumps(value, **{"ensure_ascii": False, **options})
+
+
+class GenerationRequest(NamedTuple):
+    """What a body asks for."""
+
+    prompt: Sequence[int]
+    most_tokens: int
+    """Of the answer."""
+    sampling: Sampling
+    stops: tuple[str, ...]
+    streams: bool = False
+    with_usage: bool = False
+    """Whether the last chunk of a stream has the numbers of tokens."""
+
+
+@dataclass(frozen=True)
+class DecoderTexts:
+    """Reads the bodies of requests to one decoder, and writes its tokens as text."""
+
+    name: str
+    context: int
+    """Tokens of a prompt and its answer together, at most."""
+    vocabulary: int
+    tokenizer: TextTokenizer
+    chat_template: ChatTemplate | None
+
+    @classmethod
+    def open(cls, folder: Path, name: str) -> DecoderTexts:
+        """Read tokenizer and chat template of a folder; ArtifactInvalid for broken ones."""
+        artifact = Artifact.from_directory(folder)
+        return cls(
+            name=name,
+            context=int(artifact.fact("context")),
+            vocabulary=int(artifact.fact("vocabulary")),
+            tokenizer=TextTokenizer(artifact),
+            chat_template=ChatTemplate.from_artifact(artifact),
+        )
+
+    def read(self, is_chat: bool, content: bytes | bytearray) -> GenerationRequest:
+        """Return what a decoder generates for a body; ApiError where it cannot."""
+        body = parse_body(ChatBody if is_chat else CompletionBody, content)
+        if body.model not in (None, self.name):
+            message = f"model: found {abbreviated(body.model)}, expected {self.name!r}"
+            raise ApiError(UNKNOWN_MODEL, message, "model", "model_not_found")
+        where = "messages" if is_chat else "prompt"
+        prompt, found = self._prompt_tokens(body)
+        room = self.context - len(prompt)
+        if not prompt or room < 1:
+            message = (
+                f"{where}: found {found} tokens, expected 1 to {self.context - 1}: prompt and "
+                f"answer have at most {self.context} together"
+            )
+            raise ApiError(UNREADABLE, message, where, TOO_LONG if prompt else None)
+        # Of texts, too: a tokenizer may have more tokens than the model.
+        unknown = next((token for token in prompt if not 0 <= token < self.vocabulary), None)
+        if unknown is not None:
+            message = (
+                f"{where}: found token id {abbreviated(unknown)}, expected 0 to "
+                f"{self.vocabulary - 1}"
+            )
+            raise ApiError(UNREADABLE, message, where)
+        wanted = body.wanted_tokens
+        if wanted is not None and wanted > room:
+            message = (
+                f"max_tokens: found {abbreviated(wanted)}, expected at most {room}: the prompt has "
+                f"{len(prompt)} tokens, and prompt and answer at most {self.context} together"
+            )
+            raise ApiError(UNREADABLE, message, "max_tokens", TOO_LONG)
+        return GenerationRequest(
+            prompt,
+            wanted or (room if is_chat else min(room, COMPLETION_TOKENS)),
+            sampling_of(body),
+            body.stops,
+            bool(body.stream),
+            bool(body.stream_options and body.stream_options.include_usage),
+        )
+
+    def decode(self, stream: TextStream, tokens: Sequence[int]) -> tuple[TextStream, list[str]]:
+        """Return a stream after some more tokens, and the text that each of them adds."""
+        return stream, [stream.add(token, self.tokenizer) for token in tokens]
+
+    def decode_rest(self, stream: TextStream) -> str:
+        """Return the text of tokens at the end of a stream, whole characters or not."""
+        return stream.rest(self.tokenizer)
+
+    def _prompt_tokens(self, body: Body) -> tuple[list[int], str]:
+        """Return the token ids of a prompt or a chat, and their number for messages.
+
+        Of a text that fills the context, only as many as show that.
+        """
+        if isinstance(body, ChatBody):
+            if self.chat_template is None:
+                message = (
+                    "messages: the model carries no chat template (chat_template.jinja, or "
+                    "chat_template of tokenizer_config.json); ask /v1/completions"
+                )
+                raise ApiError(UNREADABLE, message, "messages", "no_chat_template")
+            try:
+                text = self.chat_template.render([each.for_template() for each in body.messages])
+            except ValueError as error:
+                reason = str(error)[:SHOWN_CHARACTERS]  # a template may repeat whole messages
+                message = f"messages: the chat template refuses them: {reason}"
+                raise ApiError(UNREADABLE, message, "messages") from error
+        else:
+            assert isinstance(body, CompletionBody)
+            prompt = body.text_or_ids
+            if isinstance(prompt, list):
+                return prompt, f"{len(prompt)}"
+            text = prompt
+
+        def count_tokens(text: str) -> int:
+            return len(self.tokenizer.encode(text, special_tokens=False))
+
+        part = clipped(text, self.context, count_tokens)
+        # A chat's template writes the special tokens.
+        ids = self.tokenizer.encode(part, special_tokens=isinstance(body, CompletionBody))
+        return ids, f"{len(ids)}" if part is text else f"more than {len(ids)}"
+
+
+def sampling_of(body: Body) -> Sampling:
+    """Return how a body wants tokens to be chosen."""
+    temperature = 1.0 if body.temperature is None else body.temperature
+    top_p = 1.0 if body.top_p is None else body.top_p
+    return Sampling(temperature if temperature >= LEAST else 0.0, max(top_p, LEAST), body.seed)

@@ -1,26 +1,42 @@
-"""What a run's report says of an artifact, for servers, which have no data to measure it again."""
+"""What was measured of a model on `val`, for servers: a probe, preprocessing, influence of rows.
+
+Packaging stages measure it; `compress serve`, which has no data, uses what a run's report says.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pydantic import ConfigDict, ValidationError
 
 from compress.common.config import Settings
-from compress.common.errors import ArtifactInvalid
+from compress.common.errors import ArtifactInvalid, StageFailed
 from compress.common.sealed_json import read_report
-from compress.profiling.batch_dependence import BatchDependence
+from compress.profiling.batch_dependence import BatchDependence, measure, rounding_tolerance
+from compress.profiling.probe_rows import ROWS, seeded_rows
+from compress.serve.packaging.model_interface import rows_stay_first
 from compress.serve.packaging.request_forms import forms_of
 from compress.serve.packaging.val_preparation import Preparation
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from compress.artifacts.artifact import Artifact
+    from compress.common.signature import Signature
+    from compress.core.context import Context
+    from compress.profiling.batch_dependence import Call
     from compress.serve.packaging.request_forms import RequestForms
+    from compress.serve.worker.tensors import Array
 
+PROBE_ROWS = 4
 REPORT = "report.json"
+NOT_ON_AXIS_0 = "axis 0 of the inputs and outputs does not count the rows of a batch"
+NO_REPORT = (
+    "no run's report shows that the rows of a batch do not influence each other; serve the "
+    f"artifact in its run's folder, or give that run's {REPORT} with --report"
+)
 
 
 class RecordedMeasurements(Settings):
@@ -32,6 +48,45 @@ class RecordedMeasurements(Settings):
     """None where it was not measured, or nothing is known of the artifact."""
     preparation: tuple[Preparation, ...] = ()
     """Of images and texts."""
+
+    def why_not_joined(self, artifact: Artifact, call: Call, *, rows_stay_first: bool) -> str:
+        """Return why requests to an artifact must not be batched, without data to measure on.
+
+        What the report says is checked on seeded random rows.
+        """
+        if not rows_stay_first:
+            return NOT_ON_AXIS_0
+        if self.batch_dependence is None:
+            return NO_REPORT
+        if self.batch_dependence.why_not_joined:
+            return self.batch_dependence.why_not_joined
+        rows = seeded_rows(artifact.signature, 2 * ROWS)
+        rounding = rounding_tolerance(artifact)
+        here = measure(call, artifact.signature, rows, source="seeded", rounding=rounding)
+        return here.why_not_joined if here.depends else ""
+
+    def served_forms(self, artifact: Artifact) -> tuple[RequestForms, list[str]]:
+        """Return the images, texts and class names that a server takes, and notes for its user.
+
+        Images that become other inputs than those that the model was validated on are not taken.
+
+        Raises:
+            ArtifactInvalid: a carried file was changed after sealing.
+        """
+        forms, notes = forms_of(artifact), []
+        measured = {each.form: each for each in self.preparation}
+        taken = [name for name, form in (("image", forms.image), ("text", forms.text)) if form]
+        for name in taken:
+            if (found := measured.get(name)) is None:
+                notes.append(
+                    f"no run's report shows that {name}s become inputs like those of `val`"
+                )
+            elif found.is_wrong:
+                forms = replace(forms, image=None)
+                notes.append(f"{name}s are not taken: {found.difference}")
+            elif found.difference:
+                notes.append(found.difference)
+        return forms, notes
 
 
 def read_recorded(artifact: Artifact, report: Path | None) -> RecordedMeasurements:
@@ -58,23 +113,56 @@ def read_recorded(artifact: Artifact, report: Path | None) -> RecordedMeasuremen
     return RecordedMeasurements()
 
 
-def served_forms(artifact: Artifact, report: Path | None) -> tuple[RequestForms, list[str]]:
-    """Return the images, texts and class names that a server takes, and notes for its user.
+@dataclass(frozen=True)
+class Probe:
+    """A few inputs, a model's outputs for them, and whether its requests may be batched."""
 
-    Images that become other inputs than those that the model was validated on are not taken.
+    arrays: Mapping[str, Array]
+    """Inputs and outputs by name."""
+    signature: Signature
+    """The model's, with which of NaN and infinities the inputs hold."""
+    rows_stay_first: bool
+    """Whether axis 0 of every tensor counts the same rows, whose number is variable."""
+    not_joined: str
+    """Why requests must not be batched; empty if they may."""
+
+
+def record_probe(model: Artifact, context: Context, max_rows: int) -> Probe:
+    """Run a model on a few rows of `val`, or on random inputs without data.
 
     Raises:
-        ArtifactInvalid: as :func:`read_recorded`, or a carried file was changed after sealing.
+        StageFailed: a tensor has elements that numpy does not know.
     """
-    forms, notes = forms_of(artifact), []
-    measured = {each.form: each for each in read_recorded(artifact, report).preparation}
-    taken = [name for name, form in (("image", forms.image), ("text", forms.text)) if form]
-    for name in taken:
-        if (found := measured.get(name)) is None:
-            notes.append(f"no run's report shows that {name}s become inputs like those of `val`")
-        elif found.is_wrong:
-            forms = replace(forms, image=None)
-            notes.append(f"{name}s are not taken: {found.difference}")
-        elif found.difference:
-            notes.append(found.difference)
-    return forms, notes
+    import torch
+
+    signature = model.signature
+    rows = min(PROBE_ROWS, max_rows)
+    first_axis = signature.inputs[0].shape[:1]
+    if first_axis and isinstance(first_axis[0], int):
+        rows = first_axis[0]
+    if context.data is not None and "val" in context.data.datasets:
+        inputs = next(iter(context.data.batches("val", batch_size=rows, limit=rows))).inputs
+    else:
+        inputs = signature.example(batch=rows, seed=context.seed)
+    with model.open("cpu", context.threads) as predict:
+        outputs = predict(*inputs)
+        stay_first = rows_stay_first(predict, signature, inputs, outputs)
+    not_joined = why_not_joined(stay_first, context.batch_dependence(model))
+    names = [*(spec.name for spec in signature.inputs), *(o.name for o in signature.outputs)]
+    arrays: dict[str, Array] = {}
+    for name, tensor in zip(names, (*inputs, *outputs), strict=True):
+        if tensor.dtype == torch.bfloat16:
+            raise StageFailed(
+                f"package_torchserve: {name} is bfloat16, which requests cannot carry; "
+                "expected a model with float32 inputs and outputs"
+            )
+        arrays[name] = tensor.detach().cpu().numpy()
+    pairs = zip(signature.inputs, inputs, strict=True)
+    specs = tuple(s.with_not_finite([x]) if s.dtype.startswith("float") else s for s, x in pairs)
+    signature = signature.model_copy(update={"inputs": specs})
+    return Probe(arrays, signature, stay_first, not_joined)
+
+
+def why_not_joined(rows_stay_first: bool, dependence: BatchDependence) -> str:
+    """Return why a server must not batch requests; empty if it may."""
+    return dependence.why_not_joined if rows_stay_first else NOT_ON_AXIS_0

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from compress.artifacts.carried_files import CONFIG, IMAGES, TOKENIZER
-from compress.common.errors import StageFailed
-from compress.serve.packaging.request_forms import ImageInput, TextInput
+from compress.common.config import Count, Positive, Settings
+from compress.common.errors import ArtifactInvalid, StageFailed
+from compress.common.requirements import Requirement, pip_install
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -22,8 +25,16 @@ if TYPE_CHECKING:
     from compress.artifacts.artifact import Artifact
     from compress.common.signature import Signature
 
+MODES = {1: "L", 3: "RGB"}
+"""Pillow's mode by the number of channels."""
+PAD_TOKENS = ("[PAD]", "<pad>")
+Field = Literal["ids", "attention_mask", "type_ids"]
+FIELDS: dict[str, Field] = {
+    "input_ids": "ids",
+    "attention_mask": "attention_mask",
+    "token_type_ids": "type_ids",
+}
 logger = logging.getLogger(__name__)
-
 STEPS = ("do_resize", "do_center_crop", "do_rescale", "do_normalize")
 """Steps of transformers' image processors that are computed here."""
 WITHOUT_EFFECT = ("do_convert_rgb", "do_reduce_labels")
@@ -36,6 +47,144 @@ MULTILABEL = "multi_label_classification"
 """transformers' `problem_type` of models whose classes do not exclude each other."""
 WARPED_FROM = 384
 """ConvNeXT's processor squashes from this size on, and crops below it."""
+
+
+class ImageInput(Settings):
+    """The model's input is an image: PNG and JPEG bodies are taken."""
+
+    size: tuple[Count, Count] | None = None
+    """Height and width; by default those of the model's input."""
+    shorter_side: Count | None = None
+    """The shorter side is scaled to this and the centre of `size` cut out; when left out, the image
+    is squashed to `size`."""
+    squashed_to: tuple[Count, Count] | None = None
+    """Height and width that the image is squashed to before the centre of `size` is cut out."""
+    resample: Literal["nearest", "bilinear", "bicubic", "lanczos", "box", "hamming"] = "bilinear"
+    """Filter with which the image is scaled."""
+    crop_rounding: Literal["nearest", "down"] = "nearest"
+    """Where the centre begins if an odd number of pixels is cut off: torchvision rounds to the
+    nearest (even) pixel, transformers down."""
+    layout: Literal["chw", "hwc"] = "chw"
+    """Order of the input's axes behind the batch: channels, height, width."""
+    mean: tuple[float, ...] = (0.0,)
+    """Taken from pixels, which go from 0 to 1: one number, or one for each channel."""
+    std: tuple[Positive, ...] = (1.0,)
+    """What they are divided by then."""
+
+    requirements: ClassVar[tuple[Requirement, ...]] = (
+        Requirement(what="PIL", install=pip_install("serve")),
+    )
+
+    def handler_settings(self, signature: Signature) -> dict[str, Any]:
+        """Return the handler's settings; StageFailed if the model does not take one image a row."""
+        spec, *others = signature.inputs
+        axes = dict(zip(self.layout, spec.shape[1:], strict=False))
+        mode = MODES.get(axes.get("c"))  # type: ignore[arg-type]  # a named axis has no mode
+        one_row = bool(spec.shape) and (spec.shape[0] == 1 or isinstance(spec.shape[0], str))
+        if others or len(spec.shape) != 4 or mode is None or not one_row:
+            shapes = {each.name: list(each.shape) for each in signature.inputs}
+            raise StageFailed(
+                f"image: the inputs are {shapes}, expected one with the axes batch, "
+                f"{', '.join(self.layout)}, of 1 or 3 channels (c) and any number of rows, or one"
+            )
+        size = self.size or (axes["h"], axes["w"])
+        for axis, side in zip("hw", size, strict=True):
+            expected = axes[axis]
+            if isinstance(side, str) or (isinstance(expected, int) and expected != side):
+                raise StageFailed(f"image: size is {list(size)}, expected the sizes of {axes}")
+        if self.shorter_side is not None and self.squashed_to is not None:
+            raise StageFailed("image: give one of shorter_side and squashed_to")
+        if self.shorter_side is not None and self.shorter_side < max(map(int, size)):
+            raise StageFailed(f"image: shorter_side {self.shorter_side} is less than {list(size)}")
+        if self.squashed_to and any(
+            a < int(b) for a, b in zip(self.squashed_to, size, strict=True)
+        ):
+            raise StageFailed(f"image: squashed_to {self.squashed_to} is less than {list(size)}")
+        for name, values in (("mean", self.mean), ("std", self.std)):
+            if len(values) not in (1, axes["c"]):
+                raise StageFailed(f"image: {name} has {len(values)} numbers, expected {axes['c']}")
+        return {**self.model_dump(mode="json"), "size": list(size), "mode": mode}
+
+
+class TextInput(Settings):
+    """The model's input is a text: `text/plain` bodies, and lists of texts, are taken."""
+
+    tokenizer: str
+    """Hugging Face `tokenizer.json`, relative to the pipeline file."""
+    max_length: Count | None = None
+    """Tokens after which a text is cut off; by default the size of the input's axis, or what the
+    tokenizer's file says."""
+    pad_token: str | None = None
+    """Fills shorter texts up; by default what the file says, or `[PAD]`, or `<pad>`."""
+    fields: dict[str, Field] = {}
+    """What of an encoding each input is, where inputs have other names than `input_ids`,
+    `attention_mask` and `token_type_ids`."""
+
+    requirements: ClassVar[tuple[Requirement, ...]] = (
+        Requirement(what="tokenizers", install=pip_install("text")),
+    )
+
+    def resolve_paths(self, folder: Path) -> Self:
+        """Resolve the tokenizer's path; ArtifactInvalid where there is no such file."""
+        file = (folder / self.tokenizer).absolute()
+        if not file.is_file():
+            raise ArtifactInvalid(f"tokenizer: {file}: no such file")
+        return self.model_copy(update={"tokenizer": str(file)})
+
+    def identity(self) -> dict[str, Any]:
+        """Return the cache key's part: the settings, and the hash of the tokenizer's file."""
+        from compress.common.atomic_files import sha256_of
+
+        return {**self.model_dump(mode="json"), "tokenizer": sha256_of(Path(self.tokenizer))}
+
+    def handler_settings(self, signature: Signature) -> dict[str, Any]:
+        """Return the handler's settings; StageFailed for another tokenizer than the inputs need."""
+        try:
+            now = Path(self.tokenizer).stat()
+            version = (now.st_ino, now.st_size, now.st_mtime_ns)
+            longest, pad, pad_id = _tokenizer_settings(self.tokenizer, version, self.pad_token)
+        except Exception as error:
+            raise StageFailed(f"text: {self.tokenizer}: not a tokenizer ({error})") from error
+        fields = FIELDS | self.fields
+        for spec in signature.inputs:
+            if spec.name not in fields or len(spec.shape) != 2 or "float" in spec.dtype:
+                raise StageFailed(
+                    f"text: input {spec.name} is {spec.dtype} {list(spec.shape)}, expected "
+                    f"integers of [batch, length] and one of {sorted(fields)}; name it in `fields`"
+                )
+        axis = signature.inputs[0].shape[1]
+        length = axis if isinstance(axis, int) else None
+        most = length or signature.bounds(str(axis)).max
+        limits = (self.max_length, most, longest)
+        if pad is None or (self.pad_token and pad != self.pad_token):
+            raise StageFailed(
+                f"text: {self.tokenizer} has no {self.pad_token or 'padding'} token; "
+                "name one with `pad_token`"
+            )
+        return {
+            "tokenizer": TOKENIZER,
+            "max_length": min((n for n in limits if n), default=None),
+            "length": length,
+            "fields": {spec.name: fields[spec.name] for spec in signature.inputs},
+            "pad_token": pad,
+            "pad_id": pad_id,
+        }
+
+
+# A packaging run asks five times, and a large vocabulary takes seconds to parse. Its settings are
+# kept, not the tokenizer, which has hundreds of MiB.
+@lru_cache(maxsize=4)
+def _tokenizer_settings(
+    file: str, version: tuple[int, ...], pad_token: str | None
+) -> tuple[int | None, str | None, int | None]:
+    """Return a tokenizer's longest text, its padding token if it has one, and that token's id."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_str(Path(file).read_text(encoding="utf-8"))
+    candidates = (pad_token, (tokenizer.padding or {}).get("pad_token"), *PAD_TOKENS)
+    pad = next((t for t in candidates if t and tokenizer.token_to_id(t) is not None), None)
+    longest = (tokenizer.truncation or {}).get("max_length")
+    return longest, pad, tokenizer.token_to_id(pad) if pad else None
 
 
 @dataclass(frozen=True)

@@ -341,7 +341,8 @@ class PackageTriton(Stage[Artifact, TritonRepository]):
                 instances=self.instances,
                 threads=self.threads,
             )
-            comments = "".join(f"# {line}\n" for line in unchecked_ids(model))
+            lines = [*unchecked_ids(model), *taken_not_finite(model)]
+            comments = "".join(f"# {line}\n" for line in lines)
             (partial / self.model_name / CONFIG).write_text(comments + text, encoding="utf-8")
         logger.info("%s: %s", self.title, NOT_RUN)
         return TritonRepository.from_directory(context.root)
@@ -374,6 +375,15 @@ def unchecked_ids(model: Artifact) -> list[str]:
         f"{name} must hold ids from 0 to {count - 1}: Triton does not check them, and at others "
         "the runtime answers with another row of the table, or ends"
         for name, count in rows.items()
+    ]
+
+
+def taken_not_finite(model: Artifact) -> list[str]:
+    """Return a line for each input whose samples hold NaN or infinities, which Triton passes on."""
+    return [
+        f"{spec.name} may hold {' and '.join(spec.not_finite)}, as samples of the data do"
+        for spec in model.signature.inputs
+        if spec.not_finite
     ]
 
 

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from compress.artifacts.artifact import MANIFEST, Artifact, Manifest
+from compress.artifacts.carried_files import TOKENIZER
 from compress.common.atomic_files import sha256_of
 from compress.common.errors import ArtifactInvalid
 from compress.common.forward import OpenedModel, opened_model
@@ -15,7 +16,6 @@ from compress.serve.packaging.provenance import (
     digest_of,
     refuse_broken_chain,
 )
-from compress.serve.packaging.request_forms import TOKENIZER
 from compress.serve.torchserve.mar_file import (
     CONFIG,
     HANDLER,

@@ -10,7 +10,7 @@ import sys
 import tempfile
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self
 
 from compress.common.errors import StageFailed
 from compress.serve.torchserve import handler_runner_main
@@ -82,7 +82,9 @@ class HandlerProcess:
         assert process.stdin is not None
         assert process.stdout is not None
         self._requests = process.stdin
-        self._stack.callback(_close_pipe, process.stdin)
+        # Of buffered bytes that an ended process cannot read.
+        self._stack.enter_context(suppress(BrokenPipeError))
+        self._stack.enter_context(process.stdin)
         self._answers = self._stack.enter_context(process.stdout)
 
     def _receive(self) -> bytes:
@@ -98,9 +100,3 @@ class HandlerProcess:
         if status != 200:
             raise StageFailed(f"the handler answered {status}: {json.loads(body)['message']}")
         return body
-
-
-def _close_pipe(requests: IO[bytes]) -> None:
-    """Close a pipe; ignore buffered bytes that an ended process cannot read."""
-    with suppress(BrokenPipeError):
-        requests.close()

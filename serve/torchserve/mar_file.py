@@ -3,15 +3,20 @@
 Equal members give equal bytes. ``torch-model-archiver`` writes timestamps and the file system's
 order, so that its archives differ from run to run; the layout (``MAR-INF/MANIFEST.json`` and files
 beside it) is the same.
+
+The handler is one file with one class, as TorchServe expects it: the modules of
+`compress.serve.worker`, as this package is not installed where it runs.
 """
 
 from __future__ import annotations
 
+import ast
 import importlib.machinery
 import io
 import json
 import shutil
 import zipfile
+from importlib.resources import files
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
@@ -31,6 +36,18 @@ CREATED_ON = "01/01/1980 00:00:00"
 """Fixed, like every member's date, so that equal contents give equal bytes."""
 _OLDEST_ZIP_DATE = (1980, 1, 1, 0, 0, 0)
 _REGULAR_FILE = 0o100644 << 16
+MODULES = (
+    "compress.checkpoint.pt2_safety",
+    "compress.common.foreign.native_runtimes",
+    "compress.export.common.int8_sums",
+    "compress.serve.worker.http_errors",
+    "compress.serve.worker.tensors",
+    "compress.serve.worker.wire",
+    "compress.serve.worker.preprocess",
+    "compress.serve.worker.loaders",
+    "compress.serve.worker.handler",
+)
+"""In dependency order: each uses only modules before it."""
 
 
 def mar_manifest(model_name: str, payload: str) -> bytes:
@@ -100,3 +117,36 @@ def check_member_name(name: str, archive: str = "the .mar") -> None:
             f"{archive}: member {name!r} is a Python module and would shadow an installed one; "
             f"only {HANDLER} may be code"
         )
+
+
+def handler_text() -> bytes:
+    """Return the source of the handler, reproducibly."""
+    sources = [_source(name) for name in MODULES]
+    trees = [ast.parse(source) for source in sources]
+    docs = "\n\n".join(str(ast.get_docstring(tree)) for tree in trees)
+    imports = sorted({line for tree in trees for line in _imports(tree)})
+    bodies = []
+    for source, tree in zip(sources, trees, strict=True):
+        dropped = set[int]()  # the docstring, imports and the `if TYPE_CHECKING` block
+        for i, node in enumerate(tree.body):
+            if i == 0 or isinstance(node, ast.Import | ast.ImportFrom | ast.If):
+                dropped |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+        lines = enumerate(source.splitlines(), start=1)
+        bodies.append("\n".join(line for number, line in lines if number not in dropped).strip())
+    parts = [f'"""{docs}\n"""\n', "from __future__ import annotations\n", *imports, "\n"]
+    return ("\n".join(parts) + "\n\n\n".join(bodies) + "\n").encode()
+
+
+def _source(module: str) -> str:
+    package, _, name = module.rpartition(".")
+    return files(package).joinpath(f"{name}.py").read_text("utf-8")
+
+
+def _imports(tree: ast.Module) -> list[str]:
+    """Return a module's top-level imports, except those of bundled modules."""
+    imports = [n for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom)]
+    return [
+        ast.unparse(node)
+        for node in imports
+        if isinstance(node, ast.Import) or node.module not in ("__future__", *MODULES)
+    ]

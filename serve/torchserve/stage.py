@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field
 
+from compress.artifacts.carried_files import TOKENIZER
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.common.config import Count
@@ -31,7 +32,6 @@ from compress.serve.packaging.provenance import (
     model_card,
 )
 from compress.serve.packaging.request_forms import (
-    TOKENIZER,
     ImageInput,
     RequestForms,
     TextInput,
@@ -47,6 +47,7 @@ from compress.serve.torchserve.mar_file import (
     mar_manifest,
     write_mar,
 )
+from compress.serve.worker.wire import to_npz
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -233,7 +234,7 @@ def archive_members(
         MAR_MANIFEST: mar_manifest(stage.model_name, served.payload),
         HANDLER: handler_text(),
         CONFIG: config.encode(),
-        PROBE: probe.npz,
+        PROBE: to_npz(probe.arrays),
         # A large ONNX model has its weights beside it.
         **{name: served.path / name for name in served.model_files},
     }
@@ -260,10 +261,16 @@ def archive_members(
 
 def handler_config(served: Artifact, stage: PackageTorchServe, probe: Probe) -> dict[str, Any]:
     """Return the content of ``model-config.yaml``, for TorchServe and for our handler."""
-    signature = served.signature
-    inputs = signature.input_descriptions(served.manifest.facts)
-    for spec in inputs:
-        spec |= probe.not_finite(spec["name"])
+    signature = probe.signature
+    names = stage.class_names or served.class_names
+    first = signature.outputs[0].name
+    classes = class_settings(served, names, stage.top_labels, probe.arrays[first])
+    if stage.class_names and classes is None:
+        shape = list(probe.arrays[first].shape)
+        raise StageFailed(
+            f"class_names: {len(names)} names, and {first} has shape {shape}, expected "
+            f"[rows, {len(names)}]"
+        )
     handler: dict[str, Any] = {
         "kind": served.kind,
         "threads": stage.threads,
@@ -271,9 +278,9 @@ def handler_config(served: Artifact, stage: PackageTorchServe, probe: Probe) -> 
         "rows_stay_first": probe.rows_stay_first,
         "joins_rows": not probe.not_joined,
         "probe_atol": stage.probe_atol,
-        "inputs": inputs,
+        "inputs": signature.input_descriptions(served.manifest.facts),
         "outputs": [output.name for output in signature.outputs],
-        "classes": _class_settings(served, stage, probe),
+        "classes": classes,
     }
     for fact in ("built_for", "optimize_for_inference", "one_call_at_a_time"):
         if served.manifest.facts.get(fact):
@@ -290,19 +297,3 @@ def handler_config(served: Artifact, stage: PackageTorchServe, probe: Probe) -> 
         "jobQueueSize": stage.queue_size,
         "handler": handler,
     }
-
-
-def _class_settings(
-    served: Artifact, stage: PackageTorchServe, probe: Probe
-) -> dict[str, Any] | None:
-    """Return the handler's settings of class names, or None; names set here must fit."""
-    names = stage.class_names or served.class_names
-    first = served.signature.outputs[0].name
-    found = class_settings(served, names, stage.top_labels, probe.arrays[first])
-    if stage.class_names and found is None:
-        shape = list(probe.arrays[first].shape)
-        raise StageFailed(
-            f"class_names: {len(names)} names, and {first} has shape {shape}, expected "
-            f"[rows, {len(names)}]"
-        )
-    return found

@@ -1,9 +1,13 @@
-"""Check arrays against the model's signature: order, dtype, shape, values; classify rows."""
+"""Check arrays against the model's signature: order, dtype, shape, values.
+
+Rows of several requests are joined for one model call, and classified.
+"""
 
 from __future__ import annotations
 
+import logging
 from functools import cache
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +22,7 @@ if TYPE_CHECKING:
     Array = npt.NDArray[Any]
     Named = Mapping[str, Any]  # a JSON object, or values by name
     Specs = Sequence[Named]  # "name", "dtype", "shape" … of each input
+    from collections.abc import Callable, Sequence
 
 
 def in_signature_order(named: Named, specs: Specs) -> list[Any]:
@@ -61,9 +66,9 @@ def leaf_types(values: Any) -> set[type]:
 def check(arrays: list[Array], specs: Specs, max_rows: int) -> None:
     """Raise ValueError for inputs that do not match the signature.
 
-    A spec may have ``infinities`` (as float attention masks hold) or ``nan``, which allow them,
-    ``bounds``, the smallest and largest size of a named axis, and ``rows``: those of the table that
-    ids look up.
+    A spec may have ``not_finite``, which of ``nan`` and ``infinities`` (as float attention masks
+    hold) are allowed, ``bounds``, the smallest and largest size of a named axis, and ``rows``:
+    those of the table that ids look up.
     """
     sizes: dict[str, int] = {}
     for array, spec in zip(arrays, specs, strict=True):
@@ -89,7 +94,7 @@ def check(arrays: list[Array], specs: Specs, max_rows: int) -> None:
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             found = [("NaN", "nan", np.isnan(array)), ("infinity", "infinities", np.isinf(array))]
             for word, taken, places in found:
-                if places.any() and not spec.get(taken):
+                if places.any() and taken not in spec.get("not_finite", ()):
                     raise ValueError(UNREADABLE, f"{name} holds {word}, expected finite numbers")
     rows = sizes.get(next(iter(specs[0]["shape"]), ""), 0)
     if rows > max_rows:
@@ -119,3 +124,23 @@ def top_classes(scores: Array, classes: Named) -> list[list[dict[str, Any]]]:
         [{"label": classes["names"][i], "probability": float(row[i])} for i in places]
         for row, places in zip(rows, best, strict=True)
     ]
+
+
+def run_batched(
+    run: Callable[[Sequence[Array]], Sequence[Array]], requests: Sequence[list[Array]]
+) -> list[list[Array] | Exception]:
+    """Run requests that differ in size on axis 0 alone as one batch; return outputs or errors."""
+    try:
+        if len(requests) == 1:
+            return [list(run(requests[0]))]
+        batch_outputs = run([np.concatenate(column) for column in zip(*requests, strict=True)])
+        ends = [0, *accumulate(len(arrays[0]) for arrays in requests)]
+        if any(len(output) != ends[-1] for output in batch_outputs):
+            raise ValueError("the rows of an answer are not those of the requests")
+        return [[output[start:end] for output in batch_outputs] for start, end in pairwise(ends)]
+    except Exception as error:
+        if len(requests) == 1:
+            logging.getLogger(__name__).warning("inference failed", exc_info=True)
+            return [error]
+    # One request's values (an index out of range …) must not fail the rest of its batch.
+    return [run_batched(run, [arrays])[0] for arrays in requests]

@@ -215,3 +215,13 @@ def test_threads_of_a_server_share_no_state(tmp_path: Path) -> None:
         answers += threads.map(lambda x: served.call(x)[0], samples)
     for i, answer in enumerate(answers):
         assert (answer == 4 * (i % 16)).all()
+
+
+def test_an_imported_file_is_hashed_by_the_child_alone(tmp_path: Path, monkeypatch) -> None:
+    scripted(nn.Linear(4, 2)).save(tmp_path / "model.ts")
+    model = imported(tmp_path / "model.ts")
+    monkeypatch.setattr("compress.artifacts.artifact._digest", lambda _: pytest.fail("hashed"))
+    model.verify_cached()
+    model.payload_path.chmod(0o644)
+    with pytest.raises(pytest.fail.Exception, match="hashed"):
+        model.verify_cached()

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from benchmarks.attack import forgeries
-from compress.common.errors import CompressError, cause_lines
+from compress.common.errors import ArtifactInvalid, CompressError, cause_lines
 from compress.common.sealed_json import read_state, write_state
-from compress.pipelines.commands.verify import verify_command
+from compress.pipelines.commands.verify import EnclosingRun, verify_command
 from compress.pipelines.results.schema import Report
 from compress.pipelines.store.local import samples_changed
 
@@ -129,3 +129,12 @@ def test_state_is_read_only_as_written_and_for_its_own_key(tmp_path: Path, caplo
         assert read_state(file, "key", dict[str, Any]) is None
         assert "state.json: is not as it was written" in caplog.text
         assert len(caplog.records) == 1
+
+
+def test_a_circle_of_ancestors_in_a_report_ends(tmp_path: Path) -> None:
+    run = EnclosingRun(tmp_path, "a", {}, {"a": "b", "b": "a"}, {})
+    run.refuse_damaged_ancestors()
+    (tmp_path / "artifacts" / "b").mkdir(parents=True)
+    (tmp_path / "artifacts" / "b" / "manifest.json").write_text("{")
+    with pytest.raises(ArtifactInvalid):
+        run.refuse_damaged_ancestors()

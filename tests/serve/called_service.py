@@ -2,6 +2,7 @@
 
 import os
 import time
+from pathlib import Path
 
 from compress.common.errors import ArtifactInvalid
 from compress.serve.http.responses import HttpError
@@ -35,6 +36,15 @@ class Service:
 
     def fail(self) -> None:
         raise KeyError("a bug")
+
+
+def slow(file: str) -> Service:
+    """Create a service: at once while a file says so, else after a second, or never."""
+    how = Path(file).read_text()
+    if how == "broken":
+        broken()
+    time.sleep(float(how))
+    return Service()
 
 
 def broken() -> Service:

@@ -274,7 +274,7 @@ def test_infinite_inputs_are_accepted_if_the_recorded_ones_have_them(
 ) -> None:
     write_onnx(tmp_path)
     x = np.array([[1, 2, np.inf]], np.float32)
-    inputs = [{**ONE_INPUT[0], "infinities": True}]
+    inputs = [{**ONE_INPUT[0], "not_finite": ["infinities"]}]
     unpack(tmp_path, "onnx", "model.onnx", inputs, {"x": x, "y": 1 / x})
     taken, refused = ask(load(tmp_path), npz(x=x), npz(x=x * np.nan))
     assert from_npz(taken.body)["y"].tolist() == [[1, 0.5, 0]]

@@ -17,10 +17,10 @@ import pytest
 
 from compress.artifacts.artifact import Artifact
 from compress.common.errors import ArtifactInvalid
-from compress.serve.http.helper_process import HelperProcess
+from compress.serve.http.helper_process import READING, WRITING, HelperProcess
 from compress.serve.http.responses import HttpError
 from tests.forging import forge
-from tests.serve.called_service import Service, broken
+from tests.serve.called_service import Service, broken, slow
 from tests.serve.openai.asking import CHAT, USER, asked, connected, request, text_of, until
 from tests.serve.openai.conftest import folder  # noqa: F401 - a fixture
 from tests.serve.openai.session_decoder import serving_by_session
@@ -125,6 +125,57 @@ def test_a_killed_process_is_started_again() -> None:
             parent.kill()
             until(lambda: not psutil.pid_exists(pid))
             assert await called.call("echo", 1, body=b"x") == (1, 1)
+
+    asyncio.run(run())
+
+
+def test_a_start_anew_holds_up_nobody_else_and_may_fail(tmp_path: Path) -> None:
+    how = tmp_path / "how"
+    how.write_text("0")
+
+    async def run() -> None:
+        made = HelperProcess(slow, str(how), what=Path("m"), seconds=30, needed_bytes=20 << 20)
+        with closing(made) as called:
+            for says in ("1", "broken", "0"):
+                if says != "0":
+                    pid = await called.call("pid")
+                    parent = psutil.Process(pid).parent()
+                    assert parent is not None
+                    parent.kill()
+                    until(lambda pid=pid: not psutil.pid_exists(pid))
+                how.write_text(says)
+                calls = [
+                    asyncio.create_task(called.call("echo", 1, body=b"x", lane=lane))
+                    for lane in (READING, WRITING)
+                ]
+                slowest = 0.0
+                while not all(each.done() for each in calls):
+                    began = time.monotonic()
+                    await asyncio.sleep(0.02)
+                    slowest = max(slowest, time.monotonic() - began)
+                assert slowest < 0.6, "the event loop waited for the start"
+                if says == "broken":
+                    with pytest.raises(HttpError, match="cannot be started again") as refused:
+                        calls[0].result()
+                    assert refused.value.response.status == 503
+                    assert isinstance(calls[1].exception(), HttpError)
+                else:
+                    assert [each.result() for each in calls] == [(1, 1), (1, 1)]
+
+    asyncio.run(run())
+
+
+def test_answers_are_written_while_requests_are_read() -> None:
+    async def run() -> None:
+        with helper(seconds=6) as called:
+            reading = [asyncio.create_task(called.call("sleep", 1)) for _ in range(3)]
+            await asyncio.sleep(0.1)
+            began = time.monotonic()
+            for number in range(5):
+                assert await called.call("echo", number, body=b"", lane=WRITING) == (number, 0)
+            assert time.monotonic() - began < 0.8
+            for each in reading:
+                each.cancel()
 
     asyncio.run(run())
 

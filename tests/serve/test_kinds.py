@@ -29,8 +29,7 @@ from compress.export.torchscript.stage import ExportTorchScript
 from compress.quantization.stages.static import QuantizeStatic
 from compress.serve.http.loaded_model import open_model
 from compress.serve.packaging.provenance import Provenance, digests_of
-from compress.serve.packaging.recorded_measurements import Probe
-from compress.serve.packaging.request_forms import TextInput
+from compress.serve.packaging.request_forms import TextInput, are_probabilities
 from compress.serve.torchserve.handler_runner import HandlerProcess
 from compress.serve.torchserve.mar_file import read_mar
 from compress.serve.torchserve.stage import PackageTorchServe
@@ -233,13 +232,8 @@ def test_a_tokenizer_travels_with_a_model_that_takes_texts(tmp_path: Path) -> No
         assert np.array_equal(harness.predict([array])[0], expected.numpy())
 
 
-def test_a_probe_tells_probabilities_and_infinities_apart() -> None:
+def test_probabilities_and_scores_are_told_apart() -> None:
     y = np.array([[0.25, 0.75], [1, 0]], np.float32)
-    assert Probe({"y": y}, True, "").are_probabilities("y")
-    assert not Probe({"y": y * 2}, True, "").are_probabilities("y")
-    assert not Probe({"y": y - [1, -1]}, True, "").are_probabilities("y")
-    mask = np.array([[0, -np.inf]], np.float32)
-    assert Probe({"mask": mask}, True, "").not_finite("mask") == {"infinities": True}
-    assert Probe({"mask": np.array([np.nan])}, True, "").not_finite("mask") == {"nan": True}
-    assert Probe({"mask": np.zeros(2)}, True, "").not_finite("mask") == {}
-    assert Probe({"ids": np.zeros(2, np.int64)}, True, "").not_finite("ids") == {}
+    assert are_probabilities(y)
+    assert not are_probabilities(y * 2)
+    assert not are_probabilities(y - [1, -1])

@@ -334,7 +334,7 @@ def test_what_a_killed_packaging_left_is_removed_by_the_next(tmp_path: Path) -> 
     writer = fork.Process(target=_write_until_killed, args=(out, theirs))
     writer.start()
     ours.recv()
-    left = tmp_path / f".image.partial-{writer.pid}"
+    (left,) = tmp_path.glob(f".image.partial-{writer.pid}-*")
     with new_folder(out):
         assert left.exists(), "of a process that is still writing"
     out.rmdir()

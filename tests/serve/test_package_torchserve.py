@@ -5,7 +5,10 @@ import json
 import shutil
 import zipfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -231,11 +234,16 @@ def test_a_damaged_model_is_not_packed(model: OnnxModel, tmp_path: Path) -> None
     assert not (tmp_path / "mar").exists()
 
 
-def test_bfloat16_is_refused(tmp_path: Path) -> None:
-    from compress.serve.packaging.recorded_measurements import as_arrays
+def test_bfloat16_is_refused() -> None:
+    from compress.serve.packaging.recorded_measurements import record_probe
 
+    signature = Signature(inputs=(TensorSpec(name="x", shape=("batch", 3), dtype="bfloat16"),))
+    context: Any = SimpleNamespace(data=None, seed=0, threads=1, batch_dependence=lambda _: None)
+    model: Any = SimpleNamespace(
+        signature=signature, open=lambda *_: nullcontext(lambda x: (x[0],))
+    )
     with pytest.raises(StageFailed, match="x is bfloat16"):
-        as_arrays({"x": torch.zeros(1, dtype=torch.bfloat16)})
+        record_probe(model, context, 8)
 
 
 def test_a_gate_refuses_and_names_what_was_kept(model: OnnxModel, tmp_path: Path) -> None:

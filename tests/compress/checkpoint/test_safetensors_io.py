@@ -82,3 +82,9 @@ def test_a_header_that_readers_could_take_in_two_ways_is_refused(
 def test_the_whole_of_a_sound_header_is_taken(tmp_path: Path) -> None:
     file = _with_header(tmp_path / "w.safetensors", f"{{{ONE}}}")
     assert read_state_dict(file)["w"].shape == (2,)
+
+
+def test_more_tensors_than_models_have_are_counted_and_not_parsed(file: Path, monkeypatch) -> None:
+    monkeypatch.setattr("compress.checkpoint.safetensors_io.MOST_TENSORS", 1)
+    with pytest.raises(ArtifactInvalid, match=r"it has \d tensors, expected at most 1"):
+        read_state_dict(file)

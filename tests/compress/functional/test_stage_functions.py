@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -227,3 +228,19 @@ def test_int8_products_are_exact_on_processors_without_vnni(
 def test_a_wrong_setting_is_named_with_what_was_found(stage, settings, message) -> None:
     with pytest.raises(PipelineInvalid, match=f"^{message}$"):
         getattr(compress, stage)(torch.nn.Linear(4, 3), data=[torch.ones(4)] * 4, **settings)
+
+
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [("", "is a directory"), ("a\0b", "null byte"), ("x" * 300, "too long"), (7, "not int")],
+)
+def test_a_file_that_cannot_be_written_is_refused_before_the_stage_runs(file, words) -> None:
+    with pytest.raises(PipelineInvalid, match=words):
+        compress.export_onnx(nn.Linear(4, 2), file, example_inputs=(torch.ones(2, 4),))
+
+
+def test_an_unknown_device_and_arrays_of_objects_are_refused_in_a_line() -> None:
+    with pytest.raises(PipelineInvalid, match="device: Invalid device string"):
+        compress.prune_channels(nn.Linear(4, 2), data=(torch.ones(2, 4),), device="cuda:x")
+    with pytest.raises(PipelineInvalid, match="data: not an array of numbers"):
+        compress.prune_channels(nn.Linear(4, 2), data=np.array([object()]))

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from compress.common.errors import ArtifactInvalid, StageFailed
 from compress.common.signature import Signature
 from compress.serve.packaging.request_forms import ImageInput, TextInput
-from compress.serve.worker import oip, wire
+from compress.serve.worker import wire
 from compress.serve.worker.preprocess import create_readers
 from compress.serve.worker.tensors import check, top_classes
 from compress.serve.worker.wire import (
@@ -112,8 +112,8 @@ def test_nan_and_infinity_in_json_are_taken_where_the_model_takes_them(word: str
     body, spec = f"[[{word}, 1]]".encode(), {"name": "x", "shape": ["n", 2], "dtype": "float32"}
     (array,), _ = decode(body, JSON, {}, [spec], {})
     kind = "nan" if word == "NaN" else "infinities"
-    check([array], [{**spec, kind: True}], 8)
-    for refused in ({}, {"infinities" if kind == "nan" else "nan": True}):
+    check([array], [{**spec, "not_finite": [kind]}], 8)
+    for refused in ({}, {"not_finite": ["infinities" if kind == "nan" else "nan"]}):
         with pytest.raises(ValueError, match=r"x holds (NaN|infinity), expected finite numbers"):
             check([array], [{**spec, **refused}], 8)
 
@@ -302,7 +302,7 @@ def test_text_settings_that_do_not_fit_are_refused(tokenizer: Path, tmp_path: Pa
 def test_json_is_the_same_without_pydantic(fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A TorchServe archive may run where only numpy and the model's runtime are installed."""
     if not fast:
-        monkeypatch.setattr(oip, "fast_json", None)
+        monkeypatch.setattr(wire, "fast_json", None)
         monkeypatch.setattr(wire, "fast_json", None)
     assert wire.parse_json(b'{"data": [1e-7, 2, true]}') == {"data": [1e-7, 2, True]}
     for text, words in ((b"[1", "EOF|delimiter"), (b"[" * 9**5, "too deeply")):
@@ -310,5 +310,5 @@ def test_json_is_the_same_without_pydantic(fast: bool, monkeypatch: pytest.Monke
             wire.parse_json(text)
     floats = np.array([1e-7, 0.1, -3e20, 0.0], np.float32)
     arrays = [floats, np.array([True, False]), np.array([2**64 - 1], np.uint64)]
-    assert [json.loads(oip.flat_json(array)) for array in arrays] == [a.tolist() for a in arrays]
-    assert json.loads(oip.flat_json(np.array(["ä\ud800", "b"]))) == ["ä\ud800", "b"]
+    assert [json.loads(wire.flat_json(array)) for array in arrays] == [a.tolist() for a in arrays]
+    assert json.loads(wire.flat_json(np.array(["ä\ud800", "b"]))) == ["ä\ud800", "b"]

@@ -18,7 +18,7 @@ from compress.core.context import Context
 from compress.export.exported_program import ExportProgram
 from compress.export.torchscript.stage import ExportTorchScript
 from compress.serve.http.asgi_app import Application
-from compress.serve.http.dynamic_batcher import Batcher, Job, answer
+from compress.serve.http.dynamic_batcher import Batcher
 from compress.serve.http.loaded_model import ServedModel, open_model, warm_up
 from compress.serve.http.options import Limits
 from compress.serve.packaging.model_interface import Interface, Tensor, infer_interface
@@ -68,12 +68,12 @@ def test_joined_requests_get_their_own_rows() -> None:
             raise IndexError("no 9")
         return [x * 2]
 
-    def jobs(*values: list[float]) -> list[Job]:
-        return [Job([np.array(v)], len(v), (), lambda _: None) for v in values]
+    def answers(*requests: list[float]) -> list[Any]:
+        return run_batched(lambda arrays: call(*arrays), [[np.array(r)] for r in requests])
 
-    assert [a[0].tolist() for a in answer(call, jobs([1], [2, 3], [4]))] == [[2], [4, 6], [8]]
+    assert [a[0].tolist() for a in answers([1], [2, 3], [4])] == [[2], [4, 6], [8]]
     assert calls == [4]
-    good, bad = answer(call, jobs([1, 2], [9]))
+    good, bad = answers([1, 2], [9])
     assert good[0].tolist() == [2, 4]
     assert isinstance(bad, IndexError)
 
