@@ -6,7 +6,9 @@ sample's index alone: not from the worker or the rank that reads it, nor from wh
 
 from __future__ import annotations
 
+import multiprocessing.connection
 import re
+import traceback
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -182,10 +184,11 @@ def _unchanged(batch: Any) -> Any:
 def original_error(error: Exception) -> Exception:
     """Return a worker's error without the traceback that torch puts into its message."""
     died = DIED.search(f"{error} {error.__cause__ or error.__context__ or ''}")
-    if died and not isinstance(error, CompressError):
-        how = f"was killed by signal: {died[2]}" if died[2] else "ended unexpectedly"
+    if (died or _is_of_connection(error)) and not isinstance(error, CompressError):
+        which = f" (pid {died[1]})" if died else ""
+        how = f"was killed by signal: {died[2]}" if died and died[2] else "ended unexpectedly"
         return WorkerEnded(
-            f"a data worker (pid {died[1]}) {how}; perhaps memory ran out: lower "
+            f"a data worker{which} {how}; perhaps memory ran out: lower "
             "data.loader.workers or data.loader.prefetch_factor"
         )
     lines = str(error).strip().splitlines()
@@ -193,6 +196,14 @@ def original_error(error: Exception) -> Exception:
         return error
     message = lines[-1].partition(f"{type(error).__name__}: ")[2] or lines[-1]
     return type(error)(message) if isinstance(error, CompressError) else StageFailed(lines[-1])
+
+
+def _is_of_connection(error: Exception) -> bool:
+    """Whether another process ended while it was asked for a tensor, before torch looked at it."""
+    if not isinstance(error, EOFError | ConnectionError) or error.__traceback__ is None:
+        return False
+    (*_, (innermost, _)) = traceback.walk_tb(error.__traceback__)
+    return innermost.f_code.co_filename == multiprocessing.connection.__file__
 
 
 def spread_indices(available: int, wanted: int) -> Sequence[int]:

@@ -117,7 +117,7 @@ def ran(finished_run: tuple[Path, Done], tmp_path: Path) -> Path:
 
 def test_help_of_every_command_imports_neither_torch_nor_pydantic(tmp_path: Path) -> None:
     code = (
-        "import sys, cli\n"
+        "import sys\nfrom compress import cli\n"
         "for name in ('', *(c.callback.__name__ for c in cli.app.registered_commands)):\n"
         "    sys.argv = ['compress', *name.split(), '--help']\n"
         "    try:\n        cli.main()\n"
@@ -144,7 +144,7 @@ def _python(code: str, cwd: Path) -> Done:
 def test_refusing_a_bad_file_imports_no_tensors(user: Path, command: str) -> None:
     (user / "small.yaml").write_text(FILE.replace("epochs", "epoch"))
     code = (
-        "import sys, cli\n"
+        "import sys\nfrom compress import cli\n"
         f"sys.argv = ['compress', {command!r}, 'small.yaml']\n"
         "try:\n    cli.main()\n"
         "except SystemExit as stop:\n    assert stop.code == 2\n"
@@ -158,7 +158,7 @@ def test_refusing_a_bad_file_imports_no_tensors(user: Path, command: str) -> Non
 def test_checking_a_valid_file_quickly_imports_no_torch(user: Path) -> None:
     (user / "nets.py").unlink()  # nor what the file names
     code = (
-        "import sys, cli\n"
+        "import sys\nfrom compress import cli\n"
         "sys.argv = ['compress', 'check', '--quick', '--json', 'small.yaml']\n"
         "try:\n    cli.main()\n"
         "except SystemExit as stop:\n    assert not stop.code, stop.code\n"

@@ -76,6 +76,7 @@ def test_the_configuration_of_triton_names_such_inputs(tmp_path: Path) -> None:
     taken = model.signature.inputs[0].model_copy(update={"not_finite": ("nan",)})
     signature = model.signature.model_copy(update={"inputs": (taken,)})
     model.manifest = model.manifest.model_copy(update={"signature": signature})
+    model.signature = signature
     model.verify = lambda: None
     made = PackageTriton(gates=()).run(model, Context(root=tmp_path / "triton"))
     config = next(made.path.rglob("config.pbtxt")).read_text()

@@ -243,4 +243,4 @@ def test_an_unknown_device_and_arrays_of_objects_are_refused_in_a_line() -> None
     with pytest.raises(PipelineInvalid, match="device: Invalid device string"):
         compress.prune_channels(nn.Linear(4, 2), data=(torch.ones(2, 4),), device="cuda:x")
     with pytest.raises(PipelineInvalid, match="data: not an array of numbers"):
-        compress.prune_channels(nn.Linear(4, 2), data=np.array([object()]))
+        compress.prune_channels(nn.Linear(4, 2), ratio=0.5, data=np.array([object()]))

@@ -11,7 +11,7 @@ import yaml
 from torch.utils.data import TensorDataset
 
 from compress.common.config import Settings
-from compress.core.gates import BUILT_IN
+from compress.core.gates.gate import gate_classes
 from compress.data.splits import Splits
 from compress.pipelines.config.auto_settings import (
     AutoLimits,
@@ -109,7 +109,7 @@ NESTED: list[tuple[type[Settings], dict[str, Any]]] = [
 
 
 def _registered() -> Iterator[tuple[type[Settings], dict[str, Any]]]:
-    for name, kind in {**stages(), **BUILT_IN}.items():
+    for name, kind in {**stages(), **gate_classes()}.items():
         for given in REQUIRED.get(name, [{}]):
             yield kind, given
     yield from NESTED
