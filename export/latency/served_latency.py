@@ -24,7 +24,7 @@ from export.latency.width_costs import WidthCosts, measure_grid, spread_widths
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    import onnx
+    import onnx_ir as ir
     import torch
 
     from compress.artifacts.eager_model import EagerModel
@@ -134,7 +134,7 @@ class OnnxLatency:
             )
             yield measured
 
-    def graph(self, model: EagerModel, context: Context, folder: Path) -> onnx.ModelProto:
+    def graph(self, model: EagerModel, context: Context, folder: Path) -> ir.Model:
         """Quantize and translate a model as the later stages do."""
         quantized: Any = model
         for number, stage in enumerate(self.stages):

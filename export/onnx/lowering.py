@@ -15,7 +15,7 @@ from compress.graph.axis_bounds import dynamic_shapes
 from compress.graph.library_cache import cached_composite_ops
 from compress.graph.rnn import any_sequence_length
 from export.common.targets import NO_UINT16_IN_OPSET, UINT16_OPSET
-from export.onnx.metadata import INPUT, OUTPUT, rename_values_
+from export.onnx.metadata import INPUT, OUTPUT, name_values_
 from export.onnx.passes.attention import TRANSLATIONS as ATTENTION
 from export.onnx.passes.dynamic_quant import TRANSLATIONS as DYNAMIC
 from export.onnx.passes.dynamic_quant import fuse_integer_products_
@@ -29,17 +29,13 @@ from export.onnx.passes.matmul_nbits import use_packed_weights
 from export.onnx.passes.pooling import TRANSLATIONS as POOLING
 from export.onnx.passes.rnn import lower_quantized_rnns_
 from export.onnx.passes.stable_forms import TRANSLATIONS as STABLE
-from export.onnx.passes.stored_integers import (
-    INT4_OPSET,
-    has_four_bit_weights,
-)
-from export.onnx.proto_io import to_proto
+from export.onnx.passes.stored_integers import INT4_OPSET, has_four_bit_weights
 from export.onnx.torch_registry import cached_registry, numbers_for_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    import onnx
+    import onnx_ir as ir
     from torch.export import ExportedProgram
 
     from compress.common.signature import Signature
@@ -58,13 +54,10 @@ TRANSLATIONS = {**DYNAMIC, **STABLE, **ATTENTION, **POOLING}
 TERMINAL_ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 
 
-def lower(
-    program: ExportedProgram, signature: Signature, opset: int | None, *, free_weights: bool = False
-) -> onnx.ModelProto:
+def lower(program: ExportedProgram, signature: Signature, opset: int | None) -> ir.Model:
     """Translate a program; inputs, outputs and axes get the signature's names.
 
-    Without an `opset` it is the exporter's default. `free_weights` empties the program's weights,
-    so that memory holds them once.
+    Without an `opset` it is the exporter's default. The model's weights are the program's own.
 
     Raises:
         StageFailed: an operator has no ONNX form, or the operator set is not available.
@@ -104,15 +97,15 @@ def lower(
         raise StageFailed(f"the model has no ONNX form: {innermost_reason(error)}") from error
     if exported is None:
         raise StageFailed("torch.onnx.export gave nothing back, expected a model")
-    model = to_proto(exported, free_weights=free_weights)
-    rename_values_(model, inputs | outputs)
+    model = exported.model
+    name_values_(model, inputs | outputs)
     lower_quantized_rnns_(model)
     fuse_integer_products_(model)
     separate_float_layers_(model)
     separate_shared_integers_(model)
     if half:
         separate_transposes_(model)
-    written = model.opset_import[0].version
+    written = model.opset_imports[""]
     if opset is not None and written != opset:
         raise StageFailed(f"opset {opset} was asked for and the exporter wrote {written}")
     return model

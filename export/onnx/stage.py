@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Set
     from pathlib import Path
 
-    import onnx
+    import onnx_ir as ir
     from torch.export import ExportedProgram
 
     from compress.common.forward import Predictor
@@ -177,7 +177,7 @@ class ExportOnnx(ComparesStoredFile, Stage[EagerModel | GraphModel, OnnxModel]):
             logger.warning("%s: quantized, yet computed in floats: %s", self.title, unfused)
         return OnnxModel.from_directory(context.root)
 
-    def translated(self, model: EagerModel | GraphModel) -> tuple[onnx.ModelProto, Translation]:
+    def translated(self, model: EagerModel | GraphModel) -> tuple[ir.Model, Translation]:
         """Return a model as ONNX, with names that :meth:`run` shortens."""
         from export.onnx.passes.stored_integers import compact_
         from export.onnx.session import optimize
@@ -196,7 +196,7 @@ class ExportOnnx(ComparesStoredFile, Stage[EagerModel | GraphModel, OnnxModel]):
         from compress.profiling.rss import release_memory
         from export.onnx.graph import count_operators, strip_
         from export.onnx.metadata import add_metadata_
-        from export.onnx.proto_io import write, write_mapped
+        from export.onnx.proto_io import free_weights_, write, write_mapped
 
         graph, translation = self.translated(model)
         strip_(graph)
@@ -204,7 +204,7 @@ class ExportOnnx(ComparesStoredFile, Stage[EagerModel | GraphModel, OnnxModel]):
             facts["class_names"] = [*names]
         facts |= {
             "exporter": translation.exporter,
-            "opset": graph.opset_import[0].version,
+            "opset": graph.opset_imports[""],
             "operators": count_operators(graph),
             **translation.facts,
         }
@@ -212,6 +212,7 @@ class ExportOnnx(ComparesStoredFile, Stage[EagerModel | GraphModel, OnnxModel]):
             facts |= {"parameters": model.parameters(), "macs": model.macs()}
         write(graph, file)
         write_mapped(graph, file)
+        free_weights_(graph)
         del graph
         release_memory()
         return translation
