@@ -16,7 +16,6 @@ from compress.graph.library_cache import cached_composite_ops
 from compress.graph.rnn import any_sequence_length
 from export.common.targets import NO_UINT16_IN_OPSET, UINT16_OPSET
 from export.onnx.metadata import INPUT, OUTPUT, name_values_
-from export.onnx.passes.attention import TRANSLATIONS as ATTENTION
 from export.onnx.passes.dynamic_quant import TRANSLATIONS as DYNAMIC
 from export.onnx.passes.dynamic_quant import fuse_integer_products_
 from export.onnx.passes.float_layers import (
@@ -26,9 +25,8 @@ from export.onnx.passes.float_layers import (
     separate_transposes_,
 )
 from export.onnx.passes.matmul_nbits import use_packed_weights
-from export.onnx.passes.pooling import TRANSLATIONS as POOLING
+from export.onnx.passes.operator_forms import TRANSLATIONS as FORMS
 from export.onnx.passes.rnn import lower_quantized_rnns_
-from export.onnx.passes.stable_forms import TRANSLATIONS as STABLE
 from export.onnx.passes.stored_integers import INT4_OPSET, has_four_bit_weights
 from export.onnx.torch_registry import cached_registry, numbers_for_tensors
 
@@ -49,7 +47,7 @@ UNHELPFUL = (
     *("torchvision is not installed", "Evaluation failed", "Failed to infer the signature"),
     *("Skipping constant folding", "Skipped deduplication"),
 )
-TRANSLATIONS = {**DYNAMIC, **STABLE, **ATTENTION, **POOLING}
+TRANSLATIONS = {**DYNAMIC, **FORMS}
 """Operators that torch's exporter has no ONNX form for, or one that loses digits → our form."""
 TERMINAL_ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 
