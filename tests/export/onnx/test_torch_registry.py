@@ -7,7 +7,7 @@ import torch
 from onnxscript.values import TracedOnnxFunction
 from torch.onnx._internal.exporter._registration import ONNXRegistry
 
-from export.onnx.torch_registry import cached_registry
+from export.onnx.lowering import cached_registry
 
 
 @pytest.fixture(autouse=True)
