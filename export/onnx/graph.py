@@ -101,7 +101,7 @@ def strip_(model: ir.Model) -> None:
                 value.type = value.shape = None  # the runtime infers them again
         for node in graph:
             _clear_(node)
-            node.name = None
+            node.name = ""  # of None, a copy of the graph would make a name
             if node.domain:  # onnx has no schema of onnxruntime's own operators
                 continue
             schema = onnx.defs.get_schema(node.op_type, opset).attributes
