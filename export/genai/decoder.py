@@ -237,7 +237,7 @@ def lower_decoder(decoder: CachedDecoder, shape: CacheShape) -> ir.Model:
     signature = Signature(
         inputs=tuple(specs), outputs=tuple(OutputSpec(name=name) for name in names)
     )
-    graph = lower(export_program(decoder, signature), signature, None)
+    graph = lower(export_program(decoder, signature), signature, None, free_weights=True)
     use_fused_rms_norms_(graph)
     fuse_operators_(graph)
     return graph

@@ -60,10 +60,13 @@ _build_registry = ONNXRegistry.from_torchlib
 TERMINAL_ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 
 
-def lower(program: ExportedProgram, signature: Signature, opset: int | None) -> ir.Model:
+def lower(
+    program: ExportedProgram, signature: Signature, opset: int | None, *, free_weights: bool = False
+) -> ir.Model:
     """Translate a program; inputs, outputs and axes get the signature's names.
 
-    Without an `opset` it is the exporter's default. The model's weights are the program's own.
+    Without an `opset` it is the exporter's default. The model's weights are the program's own,
+    but where it has a transposed or folded copy: `free_weights` empties what it does not read.
 
     Raises:
         StageFailed: an operator has no ONNX form, or the operator set is not available.
@@ -104,6 +107,13 @@ def lower(program: ExportedProgram, signature: Signature, opset: int | None) -> 
     if exported is None:
         raise StageFailed("torch.onnx.export gave nothing back, expected a model")
     model = exported.model
+    if free_weights:
+        # Deleting the program would not free them: onnxscript (0.7) references the last graphs that
+        # it rewrote.
+        read = {id(getattr(tensor, "raw", None)) for tensor in model.graph.initializers.tensors()}
+        for weight in program.state_dict.values():
+            if id(weight) not in read:
+                weight.data = weight.data.new_empty(0)
     name_values_(model, inputs | outputs)
     lower_quantized_rnns_(model)
     fuse_integer_products_(model)

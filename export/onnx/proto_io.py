@@ -92,9 +92,11 @@ def free_weights_(model: ir.Model) -> None:
     """Empty the weights of a written model, and so those of the program that it was made of."""
     # Deleting both would not free them: onnxscript (0.7) references the last graphs that it
     # rewrote.
-    for tensor in model.graph.initializers.tensors():
-        if isinstance(tensor.raw, torch.Tensor):
-            tensor.raw.data = tensor.raw.data.new_empty(0)
+    for value in model.graph.initializers.values():
+        raw = getattr(value.const_value, "raw", None)
+        if isinstance(raw, torch.Tensor):
+            raw.data = raw.data.new_empty(0)
+        value.const_value = None
 
 
 @contextmanager

@@ -72,7 +72,7 @@ def translate(
             raise StageFailed(NO_BFLOAT16)
         facts = input_limit_facts(program, source.signature, title)
         half = has_weights_of(program, torch.float16)
-        graph = lower(program, source.signature, opset)
+        graph = lower(program, source.signature, opset, free_weights=True)
         return graph, Translation("dynamo", half, facts)
     except StageFailed as error:
         if isinstance(source, GraphModel):
