@@ -18,7 +18,7 @@ import onnx_ir as ir
 from scipy.optimize import nnls
 
 from compress.common.errors import StageFailed
-from export.onnx.graph import PACKED_MATMUL, sizes
+from export.onnx.graph import PACKED_MATMUL, forget_shapes_, sizes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -98,6 +98,7 @@ class ResizableModel:
     def resize(self, widths: Mapping[str, Any]) -> ir.Model:
         """Return the model at other widths; weights repeat those of the model."""
         resized = self.model.clone()
+        forget_shapes_(resized.graph)  # those of the model that is resized
         places = count()
 
         def changed(number: int) -> int:
@@ -222,7 +223,7 @@ def _canonical(model: ir.Model) -> ir.Model:
             graph.initializers.add(own)
         for i, value in enumerate(node.outputs):
             if value.name and not value.is_graph_output():
-                value.name, value.type, value.shape = f"v{number}.{i}", None, None
+                value.name = f"v{number}.{i}"
     return canonical
 
 

@@ -95,10 +95,7 @@ def strip_(model: ir.Model) -> None:
         _clear_(graph)
         for value in (*graph.inputs, *graph.outputs, *graph.initializers.values()):
             _clear_(value)
-        written = (value for node in graph for value in node.outputs)
-        for value in chain(graph.initializers.values(), written):
-            if not (value.is_graph_input() or value.is_graph_output()):
-                value.type = value.shape = None  # the runtime infers them again
+        forget_shapes_(graph)  # the runtime infers them again
         for node in graph:
             _clear_(node)
             node.name = ""  # of None, a copy of the graph would make a name
@@ -112,6 +109,14 @@ def strip_(model: ir.Model) -> None:
                 if is_default or is_unit:
                     del node.attributes[name]
     _shorten_names_(model)
+
+
+def forget_shapes_(graph: ir.Graph) -> None:
+    """Forget the types and shapes of values between inputs and outputs, in place."""
+    written = (value for node in graph for value in node.outputs)
+    for value in chain(graph.initializers.values(), written):
+        if not (value.is_graph_input() or value.is_graph_output()):
+            value.type = value.shape = None
 
 
 def _clear_(part: Any) -> None:
