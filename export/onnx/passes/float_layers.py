@@ -64,21 +64,21 @@ def separate_shared_integers_(model: ir.Model) -> None:
             reader.replace_input_with(reader.inputs.index(value), copy)
     latest: dict[ir.Value, ir.Value] = {}
     for node in [n for n in graph if n.op_type in INTEGER_READERS]:
-        for place, value in enumerate(node.inputs):
-            tensor = _int8(value)
-            if value is None or tensor is None:
+        for place, read in enumerate(node.inputs):
+            tensor = _int8(read)
+            if read is None or tensor is None:
                 continue
-            own: ir.Value = value
+            own: ir.Value = read
             name = f"{node.outputs[0].name}_own{place}"
-            if value in latest and (place >= 2 or not tensor.shape):  # a zero point, or a scalar
+            if read in latest and (place >= 2 or not tensor.shape):  # a zero point, or a scalar
                 own = add_tensor(graph, name, tensor.numpy())
-            elif value in latest:
+            elif read in latest:
                 # Of the one before: onnxruntime merges operators that compute the same.
                 shape = add_tensor(graph, f"{name}_shape", np.array(sizes(tensor)))
                 own = ir.Value(name=name)
-                node.prepend(ir.node("Reshape", [latest[value], shape], outputs=[own]))
+                node.prepend(ir.node("Reshape", [latest[read], shape], outputs=[own]))
             node.replace_input_with(place, own)
-            latest[value] = own
+            latest[read] = own
 
 
 def _int8(value: ir.Value | None) -> ir.TensorProtocol | None:
