@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from compress.export.onnx.graph import keep_outputs_
+from compress.export.onnx.graph import consumers, producer, remove_unread_
 from compress.export.onnx.kernels import CONVOLUTIONS, COUNTED, is_integer_kernel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
 
-    import onnx
+    import onnx_ir as ir
 
     from compress.export.diagnosis.profile import Profile, ProfiledNode
 
@@ -60,20 +59,17 @@ class ProfiledGraph:
     profile: Profile
 
     def __post_init__(self) -> None:
-        self._producers: dict[str, ProfiledNode] = {}
-        self._readers: dict[str, list[ProfiledNode]] = defaultdict(list)
-        for node in self.profile.nodes:
-            self._producers |= dict.fromkeys(node.node.output, node)
-            for name in node.node.input:
-                self._readers[name].append(node)
+        self._profiled = {node.node: node for node in self.profile.nodes}
 
     def before(self, node: ProfiledNode) -> Iterator[ProfiledNode]:
         """Yield the operators whose values an operator reads."""
-        yield from (self._producers[name] for name in node.node.input if name in self._producers)
+        sources = (producer(value) for value in node.node.inputs)
+        yield from (self._profiled[s] for s in sources if s is not None and s in self._profiled)
 
     def after(self, node: ProfiledNode) -> Iterator[ProfiledNode]:
         """Yield the operators that read an operator's values."""
-        yield from (reader for name in node.node.output for reader in self._readers[name])
+        readers = (use.node for value in node.node.outputs for use in value.uses())
+        yield from (self._profiled[reader] for reader in readers if reader in self._profiled)
 
     @cached_property
     def integer_modules(self) -> frozenset[str]:
@@ -131,11 +127,9 @@ class ProfiledGraph:
         """Whether a kernel computes a normalisation alone, be it as a convolution."""
         if node.origin is None or node.origin.op_type != NORM:
             return False
-        graph = self.profile.model.graph
-        name = node.origin.input[0]
-        before = next((n for n in graph.node if name in n.output), None)
-        readers = sum(name in n.input for n in graph.node)
-        return before is None or before.op_type not in CONVOLUTIONS or readers > 1
+        value = node.origin.inputs[0]
+        before = producer(value, *CONVOLUTIONS)
+        return before is None or value is None or len(consumers(value)) > 1
 
     def _feeds_alone(self, node: ProfiledNode) -> bool:
         if node.node.op_type in MOVES:
@@ -161,32 +155,24 @@ class ProfiledGraph:
         return [*found]
 
 
-def without(model: onnx.ModelProto, names: Collection[str]) -> onnx.ModelProto:
+def without(model: ir.Model, names: Collection[str | None]) -> ir.Model:
     """Return a model whose readers of some operators, by name, read what these read first.
 
     A pair of QuantizeLinear and DequantizeLinear is left out by the name of the former.
     """
-    copy = type(model)()
-    copy.CopyFrom(model)
-    graph = copy.graph
-    producers = {name: node for node in graph.node for name in node.output}
-    public = {output.name for output in graph.output}
-    replaced: dict[str, str] = {}
-    for node in graph.node:
-        source = producers.get(node.input[0]) if node.input else None
-        if node.output[0] in public:
+    copy = model.clone()
+    for node in copy.graph:
+        source, value = producer(node.inputs[0]) if node.inputs else None, node.outputs[0]
+        if value.is_graph_output():
             continue
+        read = None
         if node.op_type == DEQUANTIZE and source is not None and source.name in names:
-            replaced[node.output[0]] = source.input[0]
+            read = source.inputs[0]
         elif node.name in names and node.op_type != QUANTIZE:
-            replaced[node.output[0]] = node.input[0]
-    outputs = [output.name for output in graph.output]
-    for node in graph.node:
-        for place, name in enumerate(node.input):
-            while name in replaced:
-                name = replaced[name]
-            node.input[place] = name
-    keep_outputs_(copy, outputs)
+            read = node.inputs[0]
+        if read is not None:
+            value.replace_all_uses_with(read)
+    remove_unread_(copy)
     return copy
 
 

@@ -13,24 +13,26 @@ from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.common.errors import StageFailed
 from compress.export.latency.float_layers import weighted_layers
-from compress.export.onnx.graph import PACKED_GATHER
-from compress.export.onnx.proto_io import SCOPES, read
+from compress.export.onnx.graph import PACKED_GATHER, inputs_of, sizes, stored
+from compress.export.onnx.proto_io import read
 from compress.export.onnx.stage import OnnxModel
 from compress.export.onnx.translate import translate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import onnx
+    import onnx_ir as ir
 
     from compress.artifacts.artifact import Artifact
 
 TABLES = {"Gather", PACKED_GATHER}
+SCOPES = "pkg.torch.onnx.name_scopes"
+"""Property that torch's exporter gives each operator: names of its modules, as a list's text."""
 SEPARATOR = "@"
 """Between a module's name and the rest of an operator's or a value's name."""
 
 
-def plain_export(source: EagerModel | GraphModel) -> tuple[onnx.ModelProto, list[str]]:
+def plain_export(source: EagerModel | GraphModel) -> tuple[ir.Model, list[str]]:
     """Return a float model as ONNX, and the modules of its layers with weights and of its tables.
 
     Raises:
@@ -43,7 +45,7 @@ def plain_export(source: EagerModel | GraphModel) -> tuple[onnx.ModelProto, list
     return model, [_module_of(node, modules) for node in layers_of(model)]
 
 
-def as_onnx(artifact: Artifact) -> onnx.ModelProto:
+def as_onnx(artifact: Artifact) -> ir.Model:
     """Return an ONNX file's model, or the plain export of a model that is run by PyTorch.
 
     Raises:
@@ -56,18 +58,18 @@ def as_onnx(artifact: Artifact) -> onnx.ModelProto:
     raise StageFailed(f"{artifact.kind} files are not taken apart; expected an ONNX file")
 
 
-def layers_of(model: onnx.ModelProto) -> list[onnx.NodeProto]:
+def layers_of(model: ir.Model) -> list[ir.Node]:
     """Return the layers with weights, in graph order, and then the lookups in tables."""
     return [*weighted_layers(model), *tables_of(model)]
 
 
-def tables_of(model: onnx.ModelProto) -> list[onnx.NodeProto]:
+def tables_of(model: ir.Model) -> list[ir.Node]:
     """Return the lookups in stored tables, in graph order; scales of a table's rows are none."""
-    tables = {t.name for t in model.graph.initializer if len(t.dims) == 2 and t.dims[1] > 1}
-    return [n for n in model.graph.node if n.op_type in TABLES and n.input[0] in tables]
+    lookups = [(node, stored(node.inputs[0])) for node in model.graph if node.op_type in TABLES]
+    return [n for n, table in lookups if table and len(s := sizes(table)) == 2 and s[1] > 1]
 
 
-def fitting_names(model: onnx.ModelProto, names: Sequence[str]) -> list[str]:
+def fitting_names(model: ir.Model, names: Sequence[str]) -> list[str]:
     """Return the modules of a file's layers; by place and operator where it has more or fewer."""
     layers = layers_of(model)
     if len(layers) == len(names):
@@ -75,7 +77,7 @@ def fitting_names(model: onnx.ModelProto, names: Sequence[str]) -> list[str]:
     return [f"layer {place} ({node.op_type})" for place, node in enumerate(layers)]
 
 
-def modules_by_node(model: onnx.ModelProto, names: Sequence[str]) -> list[str]:
+def modules_by_node(model: ir.Model, names: Sequence[str]) -> list[str]:
     """Return the module of each operator; one without weights belongs to the layer before it.
 
     What stands before all layers belongs to the first one that reads it.
@@ -85,48 +87,40 @@ def modules_by_node(model: onnx.ModelProto, names: Sequence[str]) -> list[str]:
         names: modules of its layers, as :func:`plain_export` returns them.
     """
     named = zip(layers_of(model), fitting_names(model, names), strict=True)
-    of_layer = {node.output[0]: name for node, name in named}
-    by_value: dict[str, str] = {}
-    found: list[str] = []
-    for node in model.graph.node:
-        before = (by_value[name] for name in node.input if by_value.get(name))
-        module = of_layer.get(node.output[0]) or next(before, "")
-        found.append(module)
-        by_value |= dict.fromkeys(node.output, module)
-    for place in reversed(range(len(found))):
-        node = model.graph.node[place]
-        if not found[place]:
-            found[place] = next((by_value[n] for n in node.output if by_value.get(n)), "")
-        for name in node.input:
-            by_value[name] = by_value.get(name) or found[place]
-    return found
+    of_layer = dict(named)
+    by_value: dict[ir.Value, str] = {}
+    found: dict[ir.Node, str] = {}
+    for node in model.graph:
+        before = (by_value[value] for value in inputs_of(node) if by_value.get(value))
+        found[node] = of_layer.get(node) or next(before, "")
+        by_value |= dict.fromkeys(node.outputs, found[node])
+    for node in reversed(model.graph):
+        if not found[node]:
+            found[node] = next((by_value[v] for v in node.outputs if by_value.get(v)), "")
+        for value in inputs_of(node):
+            by_value[value] = by_value.get(value) or found[node]
+    return [*found.values()]
 
 
-def named_copy(model: onnx.ModelProto, modules: Sequence[str]) -> onnx.ModelProto:
+def named_copy(model: ir.Model, modules: Sequence[str]) -> ir.Model:
     """Return a model whose operators and inner values have names that begin with their module.
 
     onnxruntime names what it fuses after the operators that it was made of.
     """
-    copy = type(model)()
-    copy.CopyFrom(model)
-    public = {value.name for value in (*copy.graph.input, *copy.graph.output)}
-    names = {"": ""}
-    for number, (node, module) in enumerate(zip(copy.graph.node, modules, strict=True)):
+    copy = model.clone()
+    for number, (node, module) in enumerate(zip(copy.graph, modules, strict=True)):
         node.name = f"{module}{SEPARATOR}{number}"
-        for place, name in enumerate(node.input):
-            node.input[place] = names.get(name, name)
-        for place, name in enumerate(node.output):
-            if name and name not in public:
-                names[name] = f"{module}{SEPARATOR}{name}"
-                node.output[place] = names[name]
+        for value in node.outputs:
+            if value.name and not value.is_graph_output():
+                value.name = f"{module}{SEPARATOR}{value.name}"
     return copy
 
 
-def _module_of(node: onnx.NodeProto, modules: set[str]) -> str:
-    for name in node.input:
-        module = str(name).rpartition(".")[0]
+def _module_of(node: ir.Node, modules: set[str]) -> str:
+    for value in inputs_of(node):
+        module = str(value.name).rpartition(".")[0]
         if module and (not modules or module in modules):
             return module
-    scopes = next((p.value for p in node.metadata_props if p.key == SCOPES), "[]")
+    scopes = node.metadata_props.get(SCOPES, "[]")
     inner = [name for name in ast.literal_eval(scopes)[:-1] if name]
     return str(inner[-1] if inner else node.op_type)

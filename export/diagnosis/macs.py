@@ -12,7 +12,7 @@ from compress.export.latency.float_layers import is_float, weighted_layers
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import onnx
+    import onnx_ir as ir
     import torch
 
     from compress.artifacts.artifact import Artifact
@@ -63,7 +63,7 @@ class MacsDiagnosis(CountedCost):
         )
         own = fitting_names(model, names)
         layers = zip(own, weighted_layers(model), strict=False)  # tables follow the layers
-        quantized = frozenset(name for name, layer in layers if not is_float(model, layer))
+        quantized = frozenset(name for name, layer in layers if not is_float(layer))
         return cls(
             missing, rerun, names, profile, float_profile, quantized, inputs, context.threads
         )
@@ -73,7 +73,7 @@ class MacsDiagnosis(CountedCost):
         total = self.profile.macs
         return self.profile.float_macs.get(layer, 0) / total if total else None
 
-    def saved_by(self, changed: onnx.ModelProto) -> float:
+    def saved_by(self, changed: ir.Model) -> float:
         """Return by how much the float kernels' share is smaller in a changed file."""
         profile = Profile.measure(changed, self.names, self.inputs, self.threads)
         return self.profile.float_share - profile.float_share

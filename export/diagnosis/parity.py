@@ -26,7 +26,7 @@ from compress.export.parity.sample_parity import tolerance_for, val_inputs
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    import onnx
+    import onnx_ir as ir
 
     from compress.artifacts.eager_model import EagerModel
     from compress.artifacts.graph_model import GraphModel
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from compress.export.onnx.stage import ExportOnnx
     from compress.export.parity.bisect import Tensors, WrongLayer
 
-    Rerun = Callable[[str, Mapping[str, Any]], onnx.ModelProto | None]
+    Rerun = Callable[[str, Mapping[str, Any]], ir.Model | None]
 
 SECONDS = 60.0
 """How long the wrong layer is searched for."""
@@ -49,7 +49,7 @@ class ParityDiagnosis:
 
     stage: ExportOnnx
     source: EagerModel | GraphModel
-    model: onnx.ModelProto
+    model: ir.Model
     """The file's model; that of an export that failed is made again."""
     context: Context
     limit: float
@@ -172,7 +172,7 @@ class ParityDiagnosis:
             self.measured += search.exports
             return found
 
-    def _difference(self, model: onnx.ModelProto) -> float:
+    def _difference(self, model: ir.Model) -> float:
         with self._opened(model) as exported, self._source() as expected:
             return largest(
                 largest_difference(a, b)
@@ -186,7 +186,7 @@ class ParityDiagnosis:
             yield accept_any_batch(predict, self.source.signature)
 
     @contextmanager
-    def _opened(self, model: onnx.ModelProto) -> Iterator[Predictor]:
+    def _opened(self, model: ir.Model) -> Iterator[Predictor]:
         with TemporaryDirectory(prefix="compress-parity-") as folder:
             write(model, file := Path(folder) / "model.onnx")
             predict = session_predictor(file, self.context.threads)

@@ -18,7 +18,7 @@ from compress.export.onnx.session import exact_session
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import onnx
+    import onnx_ir as ir
     import torch
 
 CALLS, WARM_UP = 60, 10
@@ -32,13 +32,13 @@ CUT_OFF_MS = 0.5e-3
 """onnxruntime writes whole microseconds, cut off."""
 
 
-@dataclass(frozen=True, eq=False)  # compared by identity: NodeProtos compare field by field
+@dataclass(frozen=True, eq=False)
 class ProfiledNode:
     """An operator that onnxruntime ran."""
 
-    node: onnx.NodeProto
+    node: ir.Node
     """Of the model as onnxruntime rewrote it."""
-    origin: onnx.NodeProto | None
+    origin: ir.Node | None
     """The file's operator that it has its name of; None where it was put in."""
     module: str
     ms: float
@@ -57,16 +57,16 @@ class ProfiledNode:
 class Profile:
     """The operators of one call, in the order in which they ran."""
 
-    model: onnx.ModelProto
+    model: ir.Model
     """The file's model, with names that begin with modules."""
-    optimized: onnx.ModelProto
+    optimized: ir.Model
     """As onnxruntime rewrote it; without the weights."""
     nodes: tuple[ProfiledNode, ...]
 
     @classmethod
     def measure(
         cls,
-        model: onnx.ModelProto,
+        model: ir.Model,
         names: Sequence[str],
         inputs: Sequence[torch.Tensor],
         threads: int,
@@ -101,20 +101,18 @@ class Profile:
             size = int(event["args"].get("output_size", 0))
             written[name] = (types[0] if types else "", size)
             arguments[name] = event["args"]
-        weights = {tensor.name: tuple(tensor.dims) for tensor in rewritten.graph.initializer}
-        origins = {key: n for n in named.graph.node for key in (*n.output, n.name)}
-        producers = {name: node for node in rewritten.graph.node for name in node.output if name}
+        origins = {key: n for n in named.graph for key in (*(v.name for v in n.outputs), n.name)}
         nodes = tuple(
             ProfiledNode(
                 node,
-                _origin(node.name, origins),
-                _module_of(node, producers),
-                _mean(times[node.name]),
-                *written[node.name],
-                *kernel_macs(node, arguments[node.name], weights),
+                _origin(name, origins),
+                _module_of(node),
+                _mean(times[name]),
+                *written[name],
+                *kernel_macs(node, arguments[name]),
             )
-            for node in rewritten.graph.node
-            if node.name in times
+            for node in rewritten.graph
+            if (name := str(node.name)) in times
         )
         return cls(named, rewritten, nodes)
 
@@ -156,15 +154,14 @@ def _mean(times: list[float]) -> float:
     return sum(counted) / len(counted)
 
 
-def _origin(name: str, origins: dict[str, onnx.NodeProto]) -> onnx.NodeProto | None:
+def _origin(name: str, origins: dict[str | None, ir.Node]) -> ir.Node | None:
     names = (name, *(name.removesuffix(ending) for ending in IN_BLOCKS))
     return next((origins[key] for key in names if key in origins), None)
 
 
-def _module_of(node: onnx.NodeProto, producers: dict[str, onnx.NodeProto]) -> str:
+def _module_of(node: ir.Node) -> str:
     """Return the module in an operator's name; where it was put in, that of what it reads."""
-    for name in (node.name, *node.output):
-        if SEPARATOR in name:
-            return str(name.partition(SEPARATOR)[0])
-    sources = [producers[name] for name in node.input if name in producers]
-    return _module_of(sources[0], producers) if sources else ""
+    for name in (node.name, *(value.name for value in node.outputs)):
+        if name and SEPARATOR in name:
+            return name.partition(SEPARATOR)[0]
+    return next(map(_module_of, node.predecessors()), "")

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple, Self
 
-from onnx import TensorProto, numpy_helper
+import onnx_ir as ir
 
 from compress.export.diagnosis.profile import (
     Profile,
@@ -16,23 +16,21 @@ from compress.export.diagnosis.profile import (
     plain_export,
     tables_of,
 )
-from compress.export.onnx.graph import weight_elements
+from compress.export.onnx.graph import inputs_of, sizes, weight_elements
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from typing import Any
-
-    import onnx
 
     from compress.artifacts.artifact import Artifact
     from compress.artifacts.eager_model import EagerModel
     from compress.artifacts.graph_model import GraphModel
     from compress.core.context import Context
 
-    Rerun = Callable[[str, Mapping[str, Any]], onnx.ModelProto | None]
+    Rerun = Callable[[str, Mapping[str, Any]], ir.Model | None]
 
 Unit = Literal["bytes", "weights"]
-FLOATS = {TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16}
+FLOATS = {ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
 SMALL = 1024
 """Bytes of a tensor that is not looked for twice: scales and biases are equal by chance."""
 
@@ -51,28 +49,28 @@ class TensorSize(NamedTuple):
     """Whether the file has the same values in an earlier tensor."""
 
 
-def tensor_sizes(model: onnx.ModelProto, names: Sequence[str]) -> list[TensorSize]:
+def tensor_sizes(model: ir.Model, names: Sequence[str]) -> list[TensorSize]:
     """Return the tensors of a model with its weights, by the module that reads them first."""
-    readers: dict[str, str] = {}
-    for node, module in zip(model.graph.node, modules_by_node(model, names), strict=True):
-        for name in node.input:
-            readers.setdefault(name, module)
-    tables, elements = {node.input[0] for node in tables_of(model)}, weight_elements(model)
+    readers: dict[ir.Value, str] = {}
+    for node, module in zip(model.graph, modules_by_node(model, names), strict=True):
+        for value in inputs_of(node):
+            readers.setdefault(value, module)
+    tables, elements = {node.inputs[0] for node in tables_of(model)}, weight_elements(model)
     found, seen = [], set[bytes]()
-    for tensor in model.graph.initializer:
-        content = (
-            numpy_helper.to_array(tensor).tobytes() if not tensor.raw_data else tensor.raw_data
-        )
-        key = repr([tensor.data_type, *sorted(tensor.dims)]).encode() + content
+    for name, value in model.graph.initializers.items():
+        tensor = model.graph.initializers.get_tensor(name)
+        assert tensor is not None
+        content = tensor.tobytes()
+        key = repr([tensor.dtype.value, *sorted(sizes(tensor))]).encode() + content
         is_copy = len(content) >= SMALL and key in seen
         seen.add(key)
         found.append(
             TensorSize(
-                readers.get(tensor.name, ""),
+                readers.get(value, ""),
                 len(content),
-                elements.get(tensor.name, 0),
-                tensor.data_type in FLOATS,
-                tensor.name in tables,
+                elements.get(name, 0),
+                tensor.dtype in FLOATS,
+                value in tables,
                 is_copy,
             )
         )
@@ -89,7 +87,7 @@ def sizes_by_module(tensors: Sequence[TensorSize], unit: Unit = "bytes") -> dict
 
 def _largest_values(profile: Profile) -> tuple[dict[str, int], int]:
     """Return module → bytes of its largest value, and the most bytes needed at the same time."""
-    last_use = {name: i for i, n in enumerate(profile.nodes) for name in n.node.input}
+    last_use = {value: i for i, n in enumerate(profile.nodes) for value in inputs_of(n.node)}
     largest: dict[str, int] = {}
     ends: Counter[int] = Counter()
     now = peak = 0
@@ -97,7 +95,7 @@ def _largest_values(profile: Profile) -> tuple[dict[str, int], int]:
         largest[node.module] = max(largest.get(node.module, 0), node.written_bytes)
         now += node.written_bytes
         peak = max(peak, now)
-        outputs = [last_use.get(name, len(profile.nodes)) for name in node.node.output if name]
+        outputs = [last_use.get(v, len(profile.nodes)) for v in node.node.outputs if v.name]
         ends[max(outputs, default=place)] += node.written_bytes
         now -= ends[place]
     return dict(sorted(largest.items(), key=lambda item: -item[1])), peak
@@ -127,7 +125,7 @@ class CountedCost(ABC):
         """
 
     @abstractmethod
-    def saved_by(self, changed: onnx.ModelProto) -> float:
+    def saved_by(self, changed: ir.Model) -> float:
         """Return what a changed file saves."""
 
     def saved_with(self, stage: str, settings: Mapping[str, Any]) -> float:
@@ -203,7 +201,7 @@ class SizeDiagnosis(CountedCost):
         own = [getattr(t, self.unit) for t in self.tensors if t.module == layer and is_counted(t)]
         return sum(own) / self.whole if own else None
 
-    def saved_by(self, changed: onnx.ModelProto) -> float:
+    def saved_by(self, changed: ir.Model) -> float:
         """Return the bytes or weights that a changed file saves."""
         left = tensor_sizes(changed, self.names)
         own, others = (sum(getattr(t, self.unit) for t in some) for some in (self.tensors, left))

@@ -8,7 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Self
 
-from onnx.helper import make_node
+import onnx_ir as ir
 
 from compress.export.diagnosis.profile import (
     Profile,
@@ -18,7 +18,7 @@ from compress.export.diagnosis.profile import (
     plain_export,
 )
 from compress.export.latency.float_layers import leave_float, weighted_layers
-from compress.export.onnx.graph import keep_outputs_
+from compress.export.onnx.graph import remove_unread_
 from compress.export.onnx.proto_io import write
 from compress.export.onnx.session import opened_session
 from compress.profiling.benchmark import compare_latency
@@ -26,7 +26,6 @@ from compress.profiling.benchmark import compare_latency
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
-    import onnx
     import torch
 
     from compress.artifacts.artifact import Artifact
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from compress.profiling.benchmark import Comparison, Opener
     from compress.profiling.quantiles import Interval
 
-    Rerun = Callable[[str, Mapping[str, Any]], onnx.ModelProto | None]
+    Rerun = Callable[[str, Mapping[str, Any]], ir.Model | None]
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ class SpeedGate:
 class SpeedDiagnosis:
     """An ONNX file that is too slow: where its time goes, and what of it changes would save."""
 
-    model: onnx.ModelProto
+    model: ir.Model
     names: list[str]
     """Modules of the file's layers."""
     gate: SpeedGate
@@ -143,7 +142,7 @@ class SpeedDiagnosis:
         """Return a saved time as a share of what must be saved."""
         return saved_ms / self.missing_ms if self.missing_ms > 0 else 0.0
 
-    def saved_by(self, key: str, change: Callable[[], onnx.ModelProto | None]) -> float:
+    def saved_by(self, key: str, change: Callable[[], ir.Model | None]) -> float:
         """Return the milliseconds that a changed file saves, measured once; 0 if it may be noise.
 
         Args:
@@ -170,22 +169,21 @@ class SpeedDiagnosis:
     @cached_property
     def empty_call_ms(self) -> float:
         """Time of a call of a model with the same inputs that computes nothing."""
-        empty = type(self.model)()
-        empty.CopyFrom(self.model)
-        empty.graph.node.insert(
-            0, make_node("Identity", [empty.graph.input[0].name], ["unchanged"])
-        )
-        empty.graph.output.add().CopyFrom(empty.graph.input[0])
-        empty.graph.output[-1].name = "unchanged"
-        keep_outputs_(empty, ["unchanged"])
+        empty = self.model.clone()
+        value = empty.graph.inputs[0]
+        unchanged = ir.Value(name="unchanged", type=value.type, shape=value.shape)
+        empty.graph.insert_before(empty.graph[0], ir.node("Identity", [value], outputs=[unchanged]))
+        empty.graph.outputs.clear()
+        empty.graph.outputs.append(unchanged)
+        remove_unread_(empty)
         return self.ms / self._compared(empty).speedup
 
-    def _measure(self, changed: onnx.ModelProto) -> float:
+    def _measure(self, changed: ir.Model) -> float:
         compared = self._compared(changed)
         is_faster = compared.interval.low > 1 and not compared.speedup_doubt
         return self.ms * (1 - 1 / compared.speedup) if is_faster else 0.0
 
-    def _compared(self, changed: onnx.ModelProto) -> Comparison:
+    def _compared(self, changed: ir.Model) -> Comparison:
         self.measured += 1
         with TemporaryDirectory(prefix="compress-timed-") as folder:
             openers: list[Opener] = []

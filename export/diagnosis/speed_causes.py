@@ -15,6 +15,7 @@ from compress.core.diagnosis.cause import SPEED_GATES, Cause, Repair
 from compress.export.diagnosis.costs import SpeedDiagnosis
 from compress.export.diagnosis.profile import QUANTIZE, without
 from compress.export.latency.float_layers import weighted_layers
+from compress.export.onnx.graph import sizes, stored
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -145,11 +146,10 @@ class OddWidths(SpeedCause):
     def measure(self, refused: Refused, layer: str) -> float | None:
         """Return how many channels are missing in the last block, as a share of the layer's."""
         measured, width = refused.measured, 0
-        tensors = {t.name: t for t in measured.model.graph.initializer}
         for name, node in zip(measured.names, weighted_layers(measured.model), strict=False):
-            weight = tensors.get(node.input[1])
+            weight = stored(node.inputs[1])
             if name == layer and node.op_type == "Conv" and weight is not None:
-                width = int(weight.dims[0])
+                width = sizes(weight)[0]
         return (ceil(width / BLOCK) * BLOCK - width) / width if width >= BLOCK // 2 else None
 
     def returned(self, refused: Refused, layers: Sequence[str]) -> float | None:

@@ -25,7 +25,7 @@ from compress.graph.torch_export import export_program
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    import onnx
+    import onnx_ir as ir
 
 ATTENTION = "group_query_attention"
 """Name under which :class:`AttentionCalls` is registered while a decoder is traced."""
@@ -224,7 +224,7 @@ def _rotary_table(model: Any, context: int) -> tuple[torch.Tensor, torch.Tensor]
     return half_cos, half_sin
 
 
-def lower_decoder(decoder: CachedDecoder, shape: CacheShape) -> onnx.ModelProto:
+def lower_decoder(decoder: CachedDecoder, shape: CacheShape) -> ir.Model:
     """Return a decoder in ONNX; raise StageFailed where it cannot be traced or translated."""
     sizes = ("batch", shape.cached_heads, "past_length", shape.head_size)
     each = [(i, part) for i in range(shape.layers) for part in PARTS]

@@ -14,7 +14,7 @@ from compress.export.onnx.translate import translate
 if TYPE_CHECKING:
     from pathlib import Path
 
-    import onnx
+    import onnx_ir as ir
 
     from compress.artifacts.eager_model import EagerModel
     from compress.artifacts.graph_model import GraphModel
@@ -30,7 +30,7 @@ class ServedFile(NamedTuple):
     open: Opener
 
 
-def graph_to_serve(model: EagerModel | GraphModel, title: str) -> onnx.ModelProto:
+def graph_to_serve(model: EagerModel | GraphModel, title: str) -> ir.Model:
     """Return the graph that `export_onnx` writes, which is not compared with the model here."""
     graph, _ = translate(model, None, title)
     compact_(graph)
@@ -38,7 +38,7 @@ def graph_to_serve(model: EagerModel | GraphModel, title: str) -> onnx.ModelProt
     return graph
 
 
-def write_alone(graph: onnx.ModelProto, folder: Path) -> Path:
+def write_alone(graph: ir.Model, folder: Path) -> Path:
     """Write a graph into a new folder of its own, and return the file."""
     folder.mkdir()
     write(graph, folder / "model.onnx")

@@ -27,7 +27,7 @@ from compress.profiling.interaction_sum import InteractionSum
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    import onnx
+    import onnx_ir as ir
     import torch
 
     from compress.artifacts.eager_model import EagerModel
@@ -137,7 +137,7 @@ class OnnxLatency:
             )
             yield measured
 
-    def graph(self, model: EagerModel, context: Context, folder: Path) -> onnx.ModelProto:
+    def graph(self, model: EagerModel, context: Context, folder: Path) -> ir.Model:
         """Quantize and translate a model as the later stages do."""
         quantized: Any = model
         for number, stage in enumerate(self.stages):

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Set
     from pathlib import Path
 
-    import onnx
+    import onnx_ir as ir
     from torch.export import ExportedProgram
 
     from compress.common.forward import Predictor
@@ -177,7 +177,7 @@ class ExportOnnx(ComparesStoredFile, Stage[EagerModel | GraphModel, OnnxModel]):
             logger.warning("%s: quantized, yet computed in floats: %s", self.title, unfused)
         return OnnxModel.from_directory(context.root)
 
-    def translated(self, model: EagerModel | GraphModel) -> tuple[onnx.ModelProto, Translation]:
+    def translated(self, model: EagerModel | GraphModel) -> tuple[ir.Model, Translation]:
         """Return a model as ONNX, with names that :meth:`run` shortens."""
         from compress.export.onnx.passes.stored_integers import compact_
         from compress.export.onnx.session import optimize
@@ -195,7 +195,7 @@ class ExportOnnx(ComparesStoredFile, Stage[EagerModel | GraphModel, OnnxModel]):
         """Translate and write a model, and free its memory; what is found is added to the facts."""
         from compress.export.onnx.graph import count_operators, strip_
         from compress.export.onnx.metadata import add_metadata_
-        from compress.export.onnx.proto_io import write, write_mapped
+        from compress.export.onnx.proto_io import free_weights_, write, write_mapped
         from compress.profiling.rss import release_memory
 
         graph, translation = self.translated(model)
@@ -204,7 +204,7 @@ class ExportOnnx(ComparesStoredFile, Stage[EagerModel | GraphModel, OnnxModel]):
             facts["class_names"] = [*names]
         facts |= {
             "exporter": translation.exporter,
-            "opset": graph.opset_import[0].version,
+            "opset": graph.opset_imports[""],
             "operators": count_operators(graph),
             **translation.facts,
         }
@@ -212,6 +212,7 @@ class ExportOnnx(ComparesStoredFile, Stage[EagerModel | GraphModel, OnnxModel]):
             facts |= {"parameters": model.parameters(), "macs": model.macs()}
         write(graph, file)
         write_mapped(graph, file)
+        free_weights_(graph)
         del graph
         release_memory()
         return translation

@@ -154,9 +154,9 @@ def _measure(
         raise StageFailed(f"the file has {len(nodes)} layers with weights, not {len(layers)}")
     numbers: dict[str, tuple[int, ...]] = {}
     for number, (node, layer) in enumerate(zip(nodes, layers, strict=True)):
-        if layer.name is not None and not is_float(quantized, node):
+        if layer.name is not None and not is_float(node):
             numbers[layer.name] = (*numbers.get(layer.name, ()), number)
-    integers = [number for number, node in enumerate(nodes) if not is_float(quantized, node)]
+    integers = [number for number, node in enumerate(nodes) if not is_float(node)]
     weights = {number: layers[number].weight.float().numpy() for number in integers}
     half = replace(judge.context, data=judge.decided_on.data)
     meter = OutputErrorMeter(model.load(), model.signature, half, "outputs", COMPARED_ON)

@@ -7,13 +7,7 @@ import pytest
 
 from compress.core.context import Context
 from compress.core.diagnosis.cause import RefusedStage
-from compress.export.diagnosis.causes import (
-    FloatIslands,
-    LonePairs,
-    Noise,
-    OddWidths,
-    SlowIntegers,
-)
+from compress.export.diagnosis.causes import FloatIslands, LonePairs, Noise, OddWidths, SlowIntegers
 from compress.export.diagnosis.costs import SpeedDiagnosis, SpeedGate
 from compress.export.diagnosis.profile import Profile, plain_export
 from compress.export.onnx.stage import ExportOnnx

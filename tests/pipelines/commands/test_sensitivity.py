@@ -15,12 +15,7 @@ from compress.common.forward import run_in_eval
 from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
 from compress.pipelines import Pipeline
-from compress.pipelines.commands.sensitivity import (
-    lines_below,
-    measure_and_write,
-    plot,
-    table,
-)
+from compress.pipelines.commands.sensitivity import lines_below, measure_and_write, plot, table
 from compress.pruning.sensitivity_analysis import measure_sensitivity
 
 NETS = """
