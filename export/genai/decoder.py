@@ -202,7 +202,7 @@ def add_in_norms_(graph: ir.Graph) -> None:
         add.append(fused)
         scale.outputs[0].replace_all_uses_with(norm, replace_graph_outputs=True)
         stream.replace_all_uses_with(summed, replace_graph_outputs=True)
-        graph.remove([scale, add])
+        graph.remove([scale, add], safe=True)
 
 
 def _shape(value: ir.Value | None) -> tuple[int | str | None, ...]:
